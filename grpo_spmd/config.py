@@ -1,0 +1,462 @@
+"""One tree of frozen dataclasses: load YAML, override, validate, dump. Imports neither torch nor vllm.
+
+Every value lives here once. `load_config` either returns a tree in which every key was declared, typed and checked, or raises
+`ConfigError` with one line that names the key, the value and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """What a user typed (config, command line or data) cannot be used; the command ends with exit code 2."""
+
+
+def key(default: Any, doc: str) -> Any:
+    """A config key with its default and the sentence that `--help` prints for it."""
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"doc": doc})
+    return dataclasses.field(default=default, metadata={"doc": doc})
+
+
+def required(doc: str) -> Any:
+    return dataclasses.field(metadata={"doc": doc})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    path: str = required("folder with config.json, safetensors and a tokenizer, or a hub id")
+    dtype: Literal["float32", "bfloat16"] = key("bfloat16", "compute dtype of policy and engine; master weights are float32")
+    attention: Literal["auto", "flash", "sdpa"] = key("auto", "auto: flash-attn on a GPU where it is installed, else sdpa")
+    activation_checkpointing: bool = key(False, "recompute each layer in the backward pass instead of keeping its activations")
+    logprob_chunk_tokens: int = key(2048, "tokens whose [tokens, vocabulary] logits exist at one time")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    train: str = required("a .jsonl or .parquet file, or hub:REPO:SUBSET:SPLIT (SUBSET may be empty)")
+    prompt_key: str = key("prompt", "column that holds the prompt: a string, or a list of chat messages")
+    as_chat: bool = key(False, "send a string prompt through the tokenizer's chat template as one user message")
+    system_prompt: str | None = key(None, "system message put before a chat prompt that has none")
+    max_prompt_tokens: int = key(512, "longest prompt, in tokens")
+    on_long_prompt: Literal["error", "drop"] = key("error", "what a longer prompt means: refuse to start, or drop it and count")
+    shuffle: bool = key(True, "a new order each epoch, a function of seed and epoch alone")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    num_prompts_per_step: int = key(64, "prompts a step over all ranks (P)")
+    group_size: int = key(8, "completions per prompt (G)")
+    max_completion_tokens: int = key(1024, "longest completion, in tokens")
+    temperature: float = key(1.0, "sampling temperature; the policy's logprobs are taken at the same one")
+    tensor_parallel_size: int = key(1, "ranks that share one engine")
+    gpu_memory_utilization: float = key(0.6, "share of a GPU's memory that the engine may take (GPU only)")
+    sleep_level: Literal[1, 2] = key(2, "what the engine frees while the policy trains: 1 keeps its weights in host memory (GPU only)")
+    weight_sync_bucket_mib: int = key(256, "bytes of one gather of the weight sync, over all ranks")
+    engine: dict[str, Any] = key({}, "passed through to vllm.LLM")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    name: str | None = key(None, "a shipped reward (math, gsm8k, countdown, format, exact), or the metric's name for `function`")
+    function: str | None = key(None, '"file.py:function" with the signature fn(prompts, completions, completion_ids, **columns)')
+    weight: float = key(1.0, "factor of this reward in the sum")
+    args: dict[str, Any] = key({}, "further keyword arguments for the function")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageConfig:
+    estimator: Literal["grpo", "dr_grpo", "rloo"] = key(
+        "grpo", "grpo: minus the group's mean, scaled by normalize_std; dr_grpo: never scaled; rloo: minus the mean of the others"
+    )
+    normalize_std: Literal["group", "batch", "none"] = key("group", "which standard deviation grpo divides by")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    clip_ratio_low: float = key(0.2, "the ratio is clipped below at 1 - this")
+    clip_ratio_high: float = key(0.28, "the ratio is clipped above at 1 + this")
+    kl_coef: float = key(0.0, "weight of the KL term to the reference model; 0 builds no reference model")
+    kl_estimator: Literal["k1", "k2", "k3"] = key("k3", "per-token estimator of that KL (Schulman's names)")
+    entropy_coef: float = key(0.0, "weight of an entropy bonus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    lr: float = key(1e-6, "learning rate after the warm-up, constant")
+    weight_decay: float = key(0.01, "decoupled weight decay, on matrices only")
+    betas: tuple[float, float] = key((0.9, 0.95), "AdamW's two")
+    max_grad_norm: float = key(1.0, "global gradient norm above which gradients are scaled down")
+    warmup_steps: int = key(0, "optimizer steps over which lr rises linearly")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    num_steps: int = key(100, "rollout-and-update steps of the run")
+    num_mini_batches: int = key(1, "optimizer steps a rollout")
+    max_tokens_per_micro_batch: int = key(16384, "prompt and completion tokens of one forward-backward on one rank")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every_steps: int = key(0, "write the weights each N steps; 0: only at the end of the run")
+    keep: int = key(2, "how many of them stay on disk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    wandb: bool | Literal["online", "offline"] = key(False, "send the metrics to Weights & Biases too")
+    wandb_project: str = key("grpo_spmd", "its project there")
+    rollouts_every_steps: int = key(1, "dump each N-th step's rollouts as jsonl; 0: never")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    run_dir: str = required("folder of this run: config, metrics, rollouts, logs, checkpoints")
+    seed: int = key(0, "the run is a function of config and seed")
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    rewards: tuple[RewardConfig, ...] = required("one or more rewards; the reward of a completion is their weighted sum")
+    advantage: AdvantageConfig = dataclasses.field(default_factory=AdvantageConfig)
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+
+    @property
+    def max_rollout_tokens(self) -> int:
+        """Longest prompt plus longest completion, in tokens: what engine and micro-batch must have room for."""
+        return self.data.max_prompt_tokens + self.rollout.max_completion_tokens
+
+
+# What the trainer itself decides about the engine: a second value for it in `rollout.engine` would be a second source of truth.
+_ENGINE_KEYS_OWNED = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "max_model_len": "data.max_prompt_tokens and rollout.max_completion_tokens",
+    "distributed_executor_backend": None,
+    "data_parallel_size": None,
+    "pipeline_parallel_size": None,
+    "enable_sleep_mode": None,
+    "logprobs_mode": None,
+    "load_format": None,
+    "skip_tokenizer_init": None,
+    "scheduling_policy": None,
+    "quantization": None,
+}
+
+
+def load_config(path: str | os.PathLike[str], overrides: typing.Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `section.key=value` overrides, coerce by declared type and cross-check.
+
+    Raises:
+        ConfigError: one line that names the file or key, the value found and what to do.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        tree = yaml.load(text, Loader=_StrictLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a config is a mapping of sections, got {type(tree).__name__}")
+    for override in overrides:
+        _apply_override(tree, override)
+    config = _build(Config, tree, "")
+    _cross_check(config)
+    return config
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """The resolved tree as plain YAML types; strings under names like api_key or password are replaced by "<redacted>"."""
+    return _plain(config)
+
+
+def describe_keys() -> str:
+    """Every config key with its type, default and meaning, one a line, for `--help`."""
+    return "\n".join(_describe(Config, ""))
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice, where PyYAML silently keeps the last."""
+
+
+def _strict_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        name = loader.construct_object(key_node)
+        if name in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} is given twice", key_node.start_mark)
+        seen.add(name)
+    return loader.construct_mapping(node, deep=True)
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"an override is section.key=value, got {override!r}")
+    try:
+        value = yaml.load(text, Loader=_StrictLoader)
+    except yaml.YAMLError:
+        raise ConfigError(f"{name}: the value {text!r} is not valid YAML") from None
+    node: Any = tree
+    *parents, last = name.split(".")
+    for depth, parent in enumerate(parents):
+        where = ".".join(parents[: depth + 1])
+        if isinstance(node, list):
+            node = node[_list_index(node, parent, where)]
+        elif isinstance(node, dict):
+            if node.get(parent) is None:
+                node[parent] = {}
+            node = node[parent]
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"{name}: {where} is a value, not a section")
+    if isinstance(node, list):
+        node[_list_index(node, last, name)] = value
+    else:
+        node[last] = value
+
+
+def _list_index(node: list[Any], text: str, where: str) -> int:
+    if not text.isdigit() or int(text) >= len(node):
+        raise ConfigError(f"{where}: {text!r} is not an index into a list of {len(node)}")
+    return int(text)
+
+
+def _build(cls: type, tree: Any, where: str) -> Any:
+    """Build dataclass `cls` from mapping `tree`; `where` is the dotted path for messages ("" at the root)."""
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{where}: expected a section (a mapping), got {tree!r}")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    for name in tree:
+        if name not in fields:
+            raise ConfigError(_unknown_key(_join(where, str(name)), str(name), where))
+    values = {}
+    for name, field in fields.items():
+        if name in tree:
+            values[name] = _coerce(hints[name], tree[name], _join(where, name))
+        elif dataclasses.is_dataclass(hints[name]):
+            values[name] = _build(typing.cast(type, hints[name]), {}, _join(where, name))
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{_join(where, name)} is required and missing: {field.metadata['doc']}")
+    return cls(**values)
+
+
+def _unknown_key(full: str, name: str, where: str) -> str:
+    known = [line.split(":", 1)[0] for line in _key_names(Config, "")]
+    if where.startswith("rewards"):
+        known = [_join(where, field.name) for field in dataclasses.fields(RewardConfig)]
+    close = difflib.get_close_matches(full, known, n=1, cutoff=0.6)
+    if not close:  # right name in the wrong section
+        by_last = {candidate.rsplit(".", 1)[-1]: candidate for candidate in known}
+        close = [by_last[match] for match in difflib.get_close_matches(name, list(by_last), n=1, cutoff=0.6)]
+    return f"{full}: unknown key" + (f"; did you mean {close[0]}?" if close else "; --help lists them all")
+
+
+def _key_names(cls: type, where: str) -> list[str]:
+    names = []
+    for name, hint in typing.get_type_hints(cls).items():
+        full = _join(where, name)
+        names += _key_names(hint, full) if dataclasses.is_dataclass(hint) else [full]
+    return names
+
+
+def _coerce(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the declared type, or ConfigError: "lr: 1e-6" is a string for PyYAML and a float here."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, where)
+    if origin is Literal:
+        for option in args:
+            if value == option and type(value) is type(option):
+                return option
+        raise ConfigError(f"{where} must be one of {', '.join(map(str, args))}; got {value!r}")
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        for option in args:
+            if option is type(None):
+                continue
+            try:
+                return _coerce(option, value, where)
+            except ConfigError as error:
+                last = error
+        raise (
+            last
+            if len([a for a in args if a is not type(None)]) == 1
+            else ConfigError(f"{where} must be {' or '.join(_type_name(a) for a in args)}; got {value!r}")
+        )
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{where} must be a list; got {value!r}")
+        if len(args) == 2 and args[1] is Ellipsis:
+            return tuple(_coerce(args[0], item, f"{where}.{i}") for i, item in enumerate(value))
+        if len(value) != len(args):
+            raise ConfigError(f"{where} must have {len(args)} values; got {len(value)}: {value!r}")
+        return tuple(_coerce(arg, item, f"{where}.{i}") for i, (arg, item) in enumerate(zip(args, value, strict=True)))
+    if origin is dict:
+        if value is None:
+            return {}
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+            raise ConfigError(f"{where} must be a mapping with names as keys; got {value!r}")
+        return value
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is int:
+        if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value):
+            return int(value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    if hint is float and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+        raise ConfigError(f"{where} must be a finite number; got {value!r}")
+    if hint is str:
+        if isinstance(value, str):
+            return value
+        if value is not None and not isinstance(value, bool | list | dict):
+            return str(value)
+    raise ConfigError(f"{where} must be {_type_name(hint)}; got {value!r}")
+
+
+def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "|".join(map(str, typing.get_args(hint)))
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_type_name(arg) for arg in typing.get_args(hint))
+    if hint is type(None):
+        return "null"
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return names.get(hint) or str(hint).replace("typing.", "")
+
+
+def _cross_check(config: Config) -> None:
+    rollout, training = config.rollout, config.training
+    at_least = {
+        "seed": (config.seed, 0),
+        "model.logprob_chunk_tokens": (config.model.logprob_chunk_tokens, 1),
+        "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1),
+        "rollout.num_prompts_per_step": (rollout.num_prompts_per_step, 1),
+        "rollout.group_size": (rollout.group_size, 2),
+        "rollout.max_completion_tokens": (rollout.max_completion_tokens, 1),
+        "rollout.tensor_parallel_size": (rollout.tensor_parallel_size, 1),
+        "rollout.weight_sync_bucket_mib": (rollout.weight_sync_bucket_mib, 1),
+        "loss.kl_coef": (config.loss.kl_coef, 0),
+        "loss.entropy_coef": (config.loss.entropy_coef, 0),
+        "optimizer.lr": (config.optimizer.lr, 0),
+        "optimizer.weight_decay": (config.optimizer.weight_decay, 0),
+        "optimizer.warmup_steps": (config.optimizer.warmup_steps, 0),
+        "training.num_steps": (training.num_steps, 1),
+        "training.num_mini_batches": (training.num_mini_batches, 1),
+        "checkpoint.every_steps": (config.checkpoint.every_steps, 0),
+        "checkpoint.keep": (config.checkpoint.keep, 1),
+        "logging.rollouts_every_steps": (config.logging.rollouts_every_steps, 0),
+    }
+    for name, (value, least) in at_least.items():
+        if value < least:
+            raise ConfigError(f"{name} must be >= {least}; got {value}")
+    inside = {
+        "rollout.temperature": (rollout.temperature, 0.0, math.inf),
+        "loss.clip_ratio_low": (config.loss.clip_ratio_low, 0.0, 1.0),
+        "loss.clip_ratio_high": (config.loss.clip_ratio_high, 0.0, math.inf),
+        "optimizer.max_grad_norm": (config.optimizer.max_grad_norm, 0.0, math.inf),
+        "rollout.gpu_memory_utilization": (rollout.gpu_memory_utilization, 0.0, 1.0),
+    }
+    for name, (number, low, high) in inside.items():
+        if not low < number < high:
+            raise ConfigError(f"{name} must be > {low:g}" + (f" and < {high:g}" if high < math.inf else "") + f"; got {number:g}")
+    for index, beta in enumerate(config.optimizer.betas):
+        if not 0.0 <= beta < 1.0:
+            raise ConfigError(f"optimizer.betas.{index} must be >= 0 and < 1; got {beta:g}")
+    for name, text in {"run_dir": config.run_dir, "model.path": config.model.path, "data.train": config.data.train}.items():
+        if not text.strip():
+            raise ConfigError(f"{name} must not be empty")
+    if training.max_tokens_per_micro_batch < config.max_rollout_tokens:
+        raise ConfigError(
+            f"training.max_tokens_per_micro_batch ({training.max_tokens_per_micro_batch}) must hold the longest rollout: "
+            f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) + rollout.max_completion_tokens "
+            f"({rollout.max_completion_tokens}) = {config.max_rollout_tokens}; raise the first or lower one of the others"
+        )
+    if rollout.num_prompts_per_step % training.num_mini_batches:
+        raise ConfigError(
+            f"training.num_mini_batches ({training.num_mini_batches}) must divide rollout.num_prompts_per_step "
+            f"({rollout.num_prompts_per_step}), so that every optimizer step sees as many prompts"
+        )
+    for name in rollout.engine:
+        if name in _ENGINE_KEYS_OWNED:
+            instead = _ENGINE_KEYS_OWNED[name]
+            raise ConfigError(f"rollout.engine.{name}: " + (f"set {instead} instead" if instead else "the trainer decides this itself"))
+    if not config.rewards:
+        raise ConfigError("rewards must name at least one reward, e.g. `rewards: [{name: gsm8k}]`")
+    for index, reward in enumerate(config.rewards):
+        if reward.name is None and reward.function is None:
+            raise ConfigError(f"rewards.{index} needs a name (a shipped reward) or a function (file.py:function)")
+
+
+def _plain(value: Any, name: str = "", free_form: bool = False) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name), field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {inner: _plain(item, inner, free_form=True) for inner, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item, name, free_form) for item in value]
+    # Only the free-form mappings can hold a secret; the declared keys (max_prompt_tokens, prompt_key) merely sound like one.
+    if free_form and isinstance(value, str) and re.search(r"key|token|secret|password", name, re.IGNORECASE):
+        return "<redacted>"
+    return value
+
+
+def _describe(cls: type, where: str) -> list[str]:
+    lines = []
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint, full = hints[field.name], _join(where, field.name)
+        if dataclasses.is_dataclass(hint):
+            lines += _describe(typing.cast(type, hint), full)
+            continue
+        if full == "rewards":
+            lines += _describe(RewardConfig, "rewards.N")
+            continue
+        if field.default_factory is not dataclasses.MISSING:
+            default = f"default {field.default_factory()}"
+        else:
+            default = "required" if field.default is dataclasses.MISSING else f"default {field.default}"
+        lines.append(f"  {full:36} {field.metadata['doc']} ({_type_name(hint)}; {default})")
+    return lines
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name

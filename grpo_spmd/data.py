@@ -1,0 +1,228 @@
+"""Prompt sets (jsonl, parquet, hub), the tokenizer's template, and a shuffled cursor that knows nothing of ranks.
+
+`read_rows` needs neither torch nor a tokenizer, so that a bad file is named within a second; `build_prompts` needs the tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from grpo_spmd.config import Config, ConfigError, DataConfig
+from grpo_spmd.data_types import Prompt
+
+
+_log = logging.getLogger("grpo_spmd")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One usable row: its prompt (text or chat messages), its other columns, and where it came from, for messages."""
+
+    prompt: str | list[dict[str, Any]]
+    columns: dict[str, Any]
+    where: str
+
+
+def read_rows(config: DataConfig) -> list[PromptRow]:
+    """All rows of `data.train`, each with a usable prompt.
+
+    Raises:
+        ConfigError: naming file:line (jsonl) or file:row (parquet, hub), what was found and what is expected.
+    """
+    source = config.train
+    if source.startswith("hub:"):
+        records = _read_hub(source)
+    elif source.endswith(".jsonl"):
+        records = _read_jsonl(Path(source))
+    elif source.endswith(".parquet"):
+        records = _read_parquet(Path(source))
+    else:
+        raise ConfigError(f"data.train must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got {source!r}")
+    rows = []
+    for where, record in records:
+        if config.prompt_key not in record:
+            raise ConfigError(
+                f"{where}: no column {config.prompt_key!r} (data.prompt_key); the columns are {', '.join(map(str, record)) or 'none'}"
+            )
+        prompt = record[config.prompt_key]
+        if isinstance(prompt, str):
+            prompt = _as_messages(prompt, config) if config.as_chat or config.system_prompt else prompt
+        else:
+            prompt = _checked_messages(prompt, where, config)
+        if not prompt:
+            raise ConfigError(f"{where}: the prompt in column {config.prompt_key!r} is empty")
+        rows.append(PromptRow(prompt, {name: value for name, value in record.items() if name != config.prompt_key}, where))
+    return rows
+
+
+def check_enough_rows(num_rows: int, config: Config, dropped: int = 0) -> None:
+    """Refuse a data set that cannot fill one step.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    need = config.rollout.num_prompts_per_step
+    if num_rows < need:
+        note = f" ({dropped} longer than data.max_prompt_tokens={config.data.max_prompt_tokens} were dropped)" if dropped else ""
+        raise ConfigError(
+            f"data.train: {config.data.train} has {num_rows} usable prompts{note}, but one step takes "
+            f"rollout.num_prompts_per_step={need}; lower that or add prompts"
+        )
+
+
+def check_lengths_early(rows: Sequence[PromptRow], config: Config) -> None:
+    """With a local tokenizer.json and plain prompts, refuse over-long prompts before torch is imported.
+
+    `build_prompts` decides with the model's own tokenizer class; this only brings its answer forward by some seconds.
+    """
+    tokenizer_file = Path(config.model.path) / "tokenizer.json"
+    if config.data.on_long_prompt != "error" or not tokenizer_file.is_file() or any(not isinstance(r.prompt, str) for r in rows):
+        return
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    tokenizer.no_truncation()
+    for row, encoding in zip(rows, tokenizer.encode_batch([str(row.prompt) for row in rows]), strict=True):
+        if len(encoding.ids) > config.data.max_prompt_tokens:
+            raise ConfigError(_too_long(row, len(encoding.ids), config.data))
+
+
+def build_prompts(rows: Sequence[PromptRow], tokenizer: Any, config: Config) -> list[Prompt]:
+    """Tokenize every row: strings as they are, messages through the chat template with a generation prompt.
+
+    The `position` of the prompts is their row number until the stream deals them out.
+
+    Raises:
+        ConfigError: for a prompt over `max_prompt_tokens` with `on_long_prompt: error`, messages without a chat template, or too
+            few prompts for a step.
+    """
+    prompts = []
+    if any(not isinstance(row.prompt, str) for row in rows) and getattr(tokenizer, "chat_template", None) is None:
+        where = next(row.where for row in rows if not isinstance(row.prompt, str))
+        raise ConfigError(f"{where}: the prompt is chat messages, but the tokenizer of model.path has no chat template")
+    for number, row in enumerate(rows):
+        if isinstance(row.prompt, str):
+            token_ids = tokenizer(row.prompt)["input_ids"]
+        else:
+            text = tokenizer.apply_chat_template(row.prompt, tokenize=False, add_generation_prompt=True)
+            token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes the special tokens itself
+        if not token_ids:
+            raise ConfigError(f"{row.where}: the prompt has no tokens")
+        if len(token_ids) <= config.data.max_prompt_tokens:
+            prompts.append(Prompt(number, number, list(token_ids), row.prompt, row.columns))
+        elif config.data.on_long_prompt == "error":
+            raise ConfigError(_too_long(row, len(token_ids), config.data))
+    dropped = len(rows) - len(prompts)
+    check_enough_rows(len(prompts), config, dropped)
+    if dropped:
+        _log.warning(
+            "data: dropped %d of %d prompts, longer than data.max_prompt_tokens=%d", dropped, len(rows), config.data.max_prompt_tokens
+        )
+    return prompts
+
+
+class PromptStream:
+    """Endless shuffled prompts: the prompt at a position is a function of (seed, position), whatever the world size.
+
+    Each epoch is a permutation of the whole set, so every prompt comes exactly once an epoch.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
+        self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def take_step(self, step: int, num_prompts: int) -> list[Prompt]:
+        """The prompts of a step: those at positions step * num_prompts and the following."""
+        return [self._at(position) for position in range(step * num_prompts, (step + 1) * num_prompts)]
+
+    def _at(self, position: int) -> Prompt:
+        epoch, offset = divmod(position, len(self._prompts))
+        if self._order[0] != epoch:
+            order = list(range(len(self._prompts)))
+            if self._shuffle:
+                random.Random(f"{self._seed}/{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        prompt = self._prompts[self._order[1][offset]]
+        return Prompt(position, prompt.row, prompt.token_ids, prompt.text, prompt.columns)
+
+
+def _read_jsonl(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    records = []
+    for number, line in enumerate(_open(path, lambda: path.read_bytes()).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from None
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
+        except RecursionError:
+            raise ConfigError(f"{where}: JSON nested too deeply") from None
+        if not isinstance(record, dict):
+            raise ConfigError(f"{where}: expected a JSON object, got {type(record).__name__}")
+        records.append((where, record))
+    return records
+
+
+def _read_parquet(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = _open(path, lambda: pyarrow.parquet.read_table(path))
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"data.train: {path} is not a parquet file: {str(error).splitlines()[0]}") from None
+    return [(f"{path}:row {number}", record) for number, record in enumerate(table.to_pylist())]
+
+
+def _read_hub(source: str) -> list[tuple[str, dict[str, Any]]]:
+    parts = source.split(":")
+    if len(parts) != 4 or not parts[1] or not parts[3]:
+        raise ConfigError(f"data.train: a hub data set is hub:REPO:SUBSET:SPLIT (SUBSET may be empty); got {source!r}")
+    _, repo, subset, split = parts
+    import datasets
+
+    try:
+        dataset = datasets.load_dataset(repo, subset or None, split=split)
+    except Exception as error:  # the library raises many types for "not found", "no network", "no such split"
+        raise ConfigError(f"data.train: cannot load {source}: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+    return [(f"{source}:row {number}", dict(record)) for number, record in enumerate(dataset)]
+
+
+def _open(path: Path, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except OSError as error:
+        raise ConfigError(f"data.train: cannot read {path}: {error.strerror or error}") from None
+
+
+def _as_messages(prompt: str, config: DataConfig) -> list[dict[str, Any]]:
+    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+    return [*system, {"role": "user", "content": prompt}] if prompt else []
+
+
+def _checked_messages(prompt: Any, where: str, config: DataConfig) -> list[dict[str, Any]]:
+    if not isinstance(prompt, list) or not all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt):
+        raise ConfigError(
+            f"{where}: the prompt in column {config.prompt_key!r} must be a string or a list of "
+            f'{{"role": ..., "content": ...}} messages; got {type(prompt).__name__}'
+        )
+    if prompt and config.system_prompt and prompt[0]["role"] != "system":
+        return [{"role": "system", "content": config.system_prompt}, *prompt]
+    return prompt
+
+
+def _too_long(row: PromptRow, num_tokens: int, config: DataConfig) -> str:
+    return (
+        f"{row.where}: the prompt has {num_tokens} tokens, over data.max_prompt_tokens={config.max_prompt_tokens}; "
+        "raise that, or set data.on_long_prompt: drop"
+    )

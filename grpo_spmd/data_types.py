@@ -1,0 +1,109 @@
+"""The records that travel between phases.
+
+Dimension legend: P prompts of a step, G `group_size`, B = P*G rollouts, T tokens of a micro-batch (prompts and completions),
+C completion tokens of a micro-batch, S sequences of a micro-batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # data.py is used before torch may be imported
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt at one place of the shuffled stream.
+
+    Example: the 70th prompt a run draws from a set of 64 has `position` 69 and is some `row` of the second epoch.
+    """
+
+    position: int  # place in the stream, counted from 0 over the whole run
+    row: int  # row of the data set
+    token_ids: list[int]
+    text: str | list[dict[str, Any]]  # what a reward function gets as the prompt: a string or chat messages
+    columns: dict[str, Any]  # the row's other columns, for the reward functions
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine sampled for one request; `logprobs[i]` scores `token_ids[i]` at the sampling temperature."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str  # "stop" or "length"
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """A prompt and its G completions, sampled with seeds that are a function of (seed, step, prompt, sample)."""
+
+    slot: int  # place of the prompt within the step, 0 .. P-1
+    prompt: Prompt
+    completions: list[Completion]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sequence to train on; `rollout_id` = slot * G + sample. It crosses ranks, so it holds numbers and no text."""
+
+    rollout_id: int
+    advantage: float
+    counts: bool  # False: its reward is unknown, so that no token of it enters the loss
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    rollout_logprobs: list[float]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+@dataclass
+class MicroBatch:
+    """Sequences of one forward-backward on one rank, packed into one row without padding.
+
+    `predict_index[c]` is the place in the row whose hidden state predicts `target_ids[c]`; all other [C] fields are aligned with
+    it. `loss_mask` is True where a token counts. `old_logprobs` and `ref_logprobs` are None where the loss does not need them.
+    """
+
+    input_ids: Tensor  # int64 [T]
+    position_ids: Tensor  # int64 [T], starts at 0 in each sequence
+    sequence_lengths: list[int]  # S lengths that add up to T
+    predict_index: Tensor  # int64 [C]
+    target_ids: Tensor  # int64 [C]
+    rollout_logprobs: Tensor  # float32 [C]
+    advantages: Tensor  # float32 [C]
+    loss_mask: Tensor  # bool [C]
+    old_logprobs: Tensor | None = None  # float32 [C]
+    ref_logprobs: Tensor | None = None  # float32 [C]
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """This rank's share of a step's rollouts, in the order of training: mini-batches of micro-batches.
+
+    Every rank holds the same number of mini-batches, and of micro-batches in each.
+    """
+
+    mini_batches: list[list[MicroBatch]]
+    num_loss_tokens: list[int]  # over all ranks, one for each mini-batch: the denominator of its token mean
+
+
+@dataclass
+class ScoredRollouts:
+    """What one rank scored: aligned lists, one entry a rollout, for collectives and the rollout dump."""
+
+    rollout_ids: list[int] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)  # the weighted sum; None: no reward is known
+    by_name: dict[str, list[float | None]] = field(default_factory=dict)  # None: does not apply; NaN: unusable
+    texts: list[str] = field(default_factory=list)
+
+
+def rollout_seed(seed: int, step: int, position: int, sample: int) -> int:
+    """Sampling seed of one completion: a function of its place in the run, never of ranks or batches. In [0, 2**63)."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{position}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,223 @@
+"""The process-group session, rank facts, and every collective the project uses outside FSDP and vLLM.
+
+Numbers for control (rewards, plans, token ids) travel as bytes over gloo on the CPU: they are small, and no pickle is involved.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from grpo_spmd.config import ConfigError
+
+T = TypeVar("T")
+_TIMEOUT = timedelta(minutes=30)
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+
+
+@dataclass(frozen=True)
+class Session:
+    """Facts of this rank in the run, and the mesh over which the policy is sharded."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_rank0(self) -> bool:
+        return self.rank == 0
+
+
+class Rank0Error(RuntimeError):
+    """`on_rank0` failed on rank 0; every rank raises this, so that none waits for a result that never comes."""
+
+
+_store: dist.Store | None = None
+
+
+def start_session() -> Session:
+    """Collective. Join the process group that torchrun describes, or a group of one where there is no torchrun."""
+    global _store
+    if "RANK" not in os.environ:  # debug mode: vLLM's external_launcher wants the same variables that torchrun would set
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    _store, _, _ = next(iter(dist.rendezvous("env://", timeout=_TIMEOUT)))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",
+        store=dist.PrefixStore("grpo_spmd", _store),
+        rank=rank,
+        world_size=world_size,
+        timeout=_TIMEOUT,
+    )
+    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    return Session(rank, world_size, local_rank, device, mesh)
+
+
+def end_session() -> None:
+    """Leave the process group (the engine's shutdown may have done so already)."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@contextmanager
+def end_all_ranks_on_error() -> Iterator[None]:
+    """A rank that raises prints its traceback and leaves at once, so that its peers' collectives fail instead of waiting.
+
+    Peers see broken connections; they say which rank failed first instead of printing a second traceback that would hide it.
+    """
+    try:
+        yield
+    except ConfigError as error:  # seen only now: it took the tokenizer or the model to see it
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
+    except BaseException as error:
+        rank = os.environ.get("RANK", "0")
+        first = "0" if isinstance(error, Rank0Error) else _first_to_fail(rank)
+        if first not in (None, rank) or (first is None and "onnection" in str(error)):
+            print(f"rank {rank}: stopped because rank {first or '?'} failed first (see its traceback)", file=sys.stderr)
+            time.sleep(1)  # torchrun ends all ranks once the first is gone: let the one with the traceback finish printing
+        elif isinstance(error, KeyboardInterrupt):
+            print(f"rank {rank}: interrupted", file=sys.stderr)
+        else:
+            traceback.print_exc()
+            print(f"rank {rank}: failed first; all ranks stop", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: finalizers of vLLM and of the process group wait for peers that are blocked in a collective with us.
+        os._exit(1)
+
+
+def _first_to_fail(rank: str) -> str | None:
+    if _store is None:
+        return rank
+    try:
+        return _store.compare_set("first_to_fail", "", rank).decode()
+    except Exception:  # the store died with the rank that held it
+        return None
+
+
+def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
+    """Collective. Gather every rank's `value`, call `fn(values in rank order)` on rank 0, give its result to every rank.
+
+    Values and result must survive JSON; floats do so exactly, NaN included.
+
+    Raises:
+        Rank0Error: on every rank, if `fn` raised on rank 0.
+    """
+    values = gather_bytes(_encode(value))
+    reply = b""
+    error: Exception | None = None
+    if values is not None:
+        try:
+            reply = b"+" + _encode(fn([json.loads(v) for v in values]))
+        except Exception as caught:  # handed to every rank below: a rank 0 that just left would look like a lost connection
+            error = caught
+            reply = b"-" + _encode(f"{type(caught).__name__}: {caught}")
+    reply = _broadcast_bytes(reply)
+    if reply[:1] == b"-":
+        raise Rank0Error(json.loads(reply[1:])) from error
+    result: T = json.loads(reply[1:])
+    return result
+
+
+def gather_bytes(payload: bytes) -> list[bytes] | None:
+    """Collective. Every rank's payload in rank order on rank 0; None elsewhere."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if world_size == 1:
+        return [payload]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(sizes, torch.tensor([len(payload)]))
+    width = max(int(size) for size in sizes)
+    mine = torch.zeros(width, dtype=torch.uint8)
+    mine[: len(payload)] = _as_tensor(payload)
+    out = [torch.empty(width, dtype=torch.uint8) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(mine, out, dst=0)
+    if out is None:
+        return None
+    return [tensor[: int(size)].numpy().tobytes() for tensor, size in zip(out, sizes, strict=True)]
+
+
+def exchange_bytes(payloads: list[bytes]) -> list[bytes]:
+    """Collective. Send `payloads[r]` to rank r; returns what each rank sent here, in rank order."""
+    if len(payloads) == 1:
+        return payloads
+    sent = torch.tensor([len(p) for p in payloads])
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    out = torch.empty(int(received.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(out, _as_tensor(b"".join(payloads)), received.tolist(), sent.tolist())
+    return [part.numpy().tobytes() for part in out.split(received.tolist())]
+
+
+def all_gather_flat(out: Tensor, local: Tensor) -> None:
+    """Collective. `out` [world_size * n] receives every rank's `local` [n] in rank order."""
+    if dist.get_world_size() == 1:
+        out.copy_(local)
+    else:
+        _ALL_GATHER(out, local)
+
+
+def barrier() -> None:
+    """Collective. Wait for all ranks."""
+    on_rank0(lambda _: None, None)
+
+
+def merge_sums(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Add up dictionaries of sums that ranks collected; a key missing on a rank counts as 0. Keys "max:..." take the maximum."""
+    merged: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name.startswith("max:"):
+                merged[name] = max(merged.get(name, -math.inf), value)
+            else:
+                merged[name] = merged.get(name, 0.0) + value
+    return merged
+
+
+def _broadcast_bytes(payload: bytes) -> bytes:
+    if dist.get_world_size() == 1:
+        return payload
+    size = torch.tensor([len(payload)])
+    dist.broadcast(size, src=0)
+    buffer = _as_tensor(payload) if dist.get_rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(buffer, src=0)
+    return buffer.numpy().tobytes()
+
+
+def _encode(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _as_tensor(payload: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,83 @@
+"""Everything that can be refused before torch is imported: a mistake costs a second and one line, not a GPU minute."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_spmd.config import Config, ConfigError
+from grpo_spmd.data import PromptRow, check_enough_rows, check_lengths_early, read_rows
+from grpo_spmd.rewards import Reward, load_rewards
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run starts from, read and checked."""
+
+    rows: list[PromptRow]
+    rewards: list[Reward]
+
+
+def check_inputs(config: Config) -> Inputs:
+    """Read data and rewards, and check them, the model folder, the run folder and the number of ranks against the config.
+
+    Raises:
+        ConfigError: one line that names the key or file:line.
+    """
+    _check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
+    _check_run_dir(Path(config.run_dir))
+    _check_model(config)
+    rewards = load_rewards(config.rewards)
+    rows = read_rows(config.data)
+    check_enough_rows(len(rows), config)
+    check_lengths_early(rows, config)
+    return Inputs(rows, rewards)
+
+
+def _check_world_size(config: Config, world_size: int) -> None:
+    size = config.rollout.tensor_parallel_size
+    if world_size % size:
+        raise ConfigError(f"rollout.tensor_parallel_size ({size}) must divide the number of ranks ({world_size})")
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    for path in (run_dir, *run_dir.parents):
+        if path.exists():
+            if not path.is_dir():
+                raise ConfigError(f"run_dir: {path} is not a folder")
+            if not os.access(path, os.W_OK):
+                raise ConfigError(f"run_dir: no permission to write in {path}")
+            break
+    if (run_dir / "metrics.jsonl").exists():
+        raise ConfigError(f"run_dir: {run_dir} already holds a run, and nothing is written over; choose another or move it away")
+
+
+def _check_model(config: Config) -> None:
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", config.model.path):
+            return  # a hub id
+        raise ConfigError(f"model.path: there is no folder {folder}, and it is no hub id (organisation/name)")
+    file = folder / "config.json"
+    try:
+        model = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"model.path: cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"model.path: {file} is not valid JSON: {error}") from None
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path: {folder} holds no .safetensors file")
+    positions = model.get("max_position_embeddings")
+    if positions is not None and config.max_rollout_tokens > positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) + rollout.max_completion_tokens "
+            f"({config.rollout.max_completion_tokens}) = {config.max_rollout_tokens}, but the model has {positions} positions"
+        )
+    heads = model.get("num_attention_heads")
+    if heads is not None and heads % config.rollout.tensor_parallel_size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}) must divide the model's {heads} attention heads"
+        )

