@@ -130,7 +130,8 @@ def _in_order(parts: list[dict[str, Any]], name: str, size: int) -> list[Any]:
     """Merge what ranks reported into the order of rollout ids; each id must have come exactly once."""
     merged = {i: value for part in parts for i, value in zip(part["rollout_ids"], part[name], strict=True)}
     reported = sum(len(part["rollout_ids"]) for part in parts)
-    assert reported == size and sorted(merged) == list(range(size)), (reported, len(merged), size)
+    assert reported == size, (reported, size)
+    assert sorted(merged) == list(range(size)), merged.keys()
     return [merged[i] for i in range(size)]
 
 

@@ -8,7 +8,6 @@ import os
 import shutil
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 

@@ -22,7 +22,13 @@ import yaml
 
 
 class ConfigError(ValueError):
-    """What a user typed (config, command line or data) cannot be used; the command ends with exit code 2."""
+    """What a user typed (config, command line or data) cannot be used; the command ends with exit code 2.
+
+    Its text is one line, also where it quotes another library's message or a value with line breaks.
+    """
+
+    def __str__(self) -> str:
+        return " ".join(super().__str__().split("\n"))
 
 
 def key(default: Any, doc: str) -> Any:
@@ -177,7 +183,7 @@ def load_config(path: str | os.PathLike[str], overrides: typing.Sequence[str] = 
         raise ConfigError(f"--config: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     try:
         tree = yaml.load(text, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
+    except _YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
@@ -185,19 +191,25 @@ def load_config(path: str | os.PathLike[str], overrides: typing.Sequence[str] = 
         raise ConfigError(f"{path}: a config is a mapping of sections, got {type(tree).__name__}")
     for override in overrides:
         _apply_override(tree, override)
-    config = _build(Config, tree, "")
+    config: Config = _build(Config, tree, "")
     _cross_check(config)
     return config
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
     """The resolved tree as plain YAML types; strings under names like api_key or password are replaced by "<redacted>"."""
-    return _plain(config)
+    plain: dict[str, Any] = _plain(config)
+    return plain
 
 
 def describe_keys() -> str:
     """Every config key with its type, default and meaning, one a line, for `--help`."""
     return "\n".join(_describe(Config, ""))
+
+
+# What PyYAML raises: its own errors, ValueError for a date like 2024-13-45 or a number of 5000 digits, RecursionError for deep nesting,
+# KeyError and AttributeError for "!!bool x" and "!!timestamp x".
+_YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, KeyError, AttributeError)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -207,7 +219,11 @@ class _StrictLoader(yaml.SafeLoader):
 def _strict_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":  # "<<: *anchor", whose keys may be given again
+            continue
         name = loader.construct_object(key_node)
+        if isinstance(name, list | dict):
+            raise yaml.constructor.ConstructorError(None, None, "a key must be a name", key_node.start_mark)
         if name in seen:
             raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} is given twice", key_node.start_mark)
         seen.add(name)
@@ -223,7 +239,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"an override is section.key=value, got {override!r}")
     try:
         value = yaml.load(text, Loader=_StrictLoader)
-    except yaml.YAMLError:
+    except _YAML_ERRORS:
         raise ConfigError(f"{name}: the value {text!r} is not valid YAML") from None
     node: Any = tree
     *parents, last = name.split(".")
@@ -244,7 +260,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _list_index(node: list[Any], text: str, where: str) -> int:
-    if not text.isdigit() or int(text) >= len(node):
+    if not text.isdecimal() or int(text) >= len(node):
         raise ConfigError(f"{where}: {text!r} is not an index into a list of {len(node)}")
     return int(text)
 
@@ -272,7 +288,7 @@ def _build(cls: type, tree: Any, where: str) -> Any:
 
 
 def _unknown_key(full: str, name: str, where: str) -> str:
-    known = [line.split(":", 1)[0] for line in _key_names(Config, "")]
+    known = _key_names(Config, "")
     if where.startswith("rewards"):
         known = [_join(where, field.name) for field in dataclasses.fields(RewardConfig)]
     close = difflib.get_close_matches(full, known, n=1, cutoff=0.6)
@@ -286,7 +302,7 @@ def _key_names(cls: type, where: str) -> list[str]:
     names = []
     for name, hint in typing.get_type_hints(cls).items():
         full = _join(where, name)
-        names += _key_names(hint, full) if dataclasses.is_dataclass(hint) else [full]
+        names += [full, *_key_names(typing.cast(type, hint), full)] if dataclasses.is_dataclass(hint) else [full]
     return names
 
 
@@ -339,7 +355,7 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
     if hint is float and not isinstance(value, bool):
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if math.isfinite(number):
             return number
@@ -402,8 +418,8 @@ def _cross_check(config: Config) -> None:
         if not 0.0 <= beta < 1.0:
             raise ConfigError(f"optimizer.betas.{index} must be >= 0 and < 1; got {beta:g}")
     for name, text in {"run_dir": config.run_dir, "model.path": config.model.path, "data.train": config.data.train}.items():
-        if not text.strip():
-            raise ConfigError(f"{name} must not be empty")
+        if not text.strip() or "\0" in text:
+            raise ConfigError(f"{name} must not be empty, nor contain a NUL character; got {text!r}")
     if training.max_tokens_per_micro_batch < config.max_rollout_tokens:
         raise ConfigError(
             f"training.max_tokens_per_micro_batch ({training.max_tokens_per_micro_batch}) must hold the longest rollout: "
@@ -430,11 +446,11 @@ def _plain(value: Any, name: str = "", free_form: bool = False) -> Any:
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name), field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {inner: _plain(item, inner, free_form=True) for inner, item in value.items()}
+        return {inner: _plain(item, f"{name}.{inner}", free_form=True) for inner, item in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(item, name, free_form) for item in value]
     # Only the free-form mappings can hold a secret; the declared keys (max_prompt_tokens, prompt_key) merely sound like one.
-    if free_form and isinstance(value, str) and re.search(r"key|token|secret|password", name, re.IGNORECASE):
+    if free_form and isinstance(value, str) and re.search(r"key|token(?!iz)|secret|password", name, re.IGNORECASE):
         return "<redacted>"
     return value
 

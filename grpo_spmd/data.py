@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from grpo_spmd.config import Config, ConfigError, DataConfig
 from grpo_spmd.data_types import Prompt
 
-
 _log = logging.getLogger("grpo_spmd")
 T = TypeVar("T")
 
@@ -58,6 +57,8 @@ def read_rows(config: DataConfig) -> list[PromptRow]:
             prompt = _checked_messages(prompt, where, config)
         if not prompt:
             raise ConfigError(f"{where}: the prompt in column {config.prompt_key!r} is empty")
+        if not _is_text(prompt):
+            raise ConfigError(f"{where}: the prompt in column {config.prompt_key!r} holds half a surrogate pair, which is no text")
         rows.append(PromptRow(prompt, {name: value for name, value in record.items() if name != config.prompt_key}, where))
     return rows
 
@@ -87,7 +88,10 @@ def check_lengths_early(rows: Sequence[PromptRow], config: Config) -> None:
         return
     import tokenizers
 
-    tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"model.path: cannot read {tokenizer_file}: {error}") from None
     tokenizer.no_truncation()
     for row, encoding in zip(rows, tokenizer.encode_batch([str(row.prompt) for row in rows]), strict=True):
         if len(encoding.ids) > config.data.max_prompt_tokens:
@@ -111,7 +115,10 @@ def build_prompts(rows: Sequence[PromptRow], tokenizer: Any, config: Config) -> 
         if isinstance(row.prompt, str):
             token_ids = tokenizer(row.prompt)["input_ids"]
         else:
-            text = tokenizer.apply_chat_template(row.prompt, tokenize=False, add_generation_prompt=True)
+            try:
+                text = tokenizer.apply_chat_template(row.prompt, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # a template may refuse with any error, e.g. roles in an order that it does not know
+                raise ConfigError(f"{row.where}: the chat template refused the messages: {type(error).__name__}: {error}") from None
             token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes the special tokens itself
         if not token_ids:
             raise ConfigError(f"{row.where}: the prompt has no tokens")
@@ -165,8 +172,8 @@ def _read_jsonl(path: Path) -> list[tuple[str, dict[str, Any]]]:
             raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from None
         except json.JSONDecodeError as error:
             raise ConfigError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
-        except RecursionError:
-            raise ConfigError(f"{where}: JSON nested too deeply") from None
+        except (RecursionError, ValueError) as error:  # nested too deeply; a number of more digits than Python reads
+            raise ConfigError(f"{where}: not valid JSON: {error}") from None
         if not isinstance(record, dict):
             raise ConfigError(f"{where}: expected a JSON object, got {type(record).__name__}")
         records.append((where, record))
@@ -180,7 +187,7 @@ def _read_parquet(path: Path) -> list[tuple[str, dict[str, Any]]]:
     try:
         table = _open(path, lambda: pyarrow.parquet.read_table(path))
     except pyarrow.ArrowException as error:
-        raise ConfigError(f"data.train: {path} is not a parquet file: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"data.train: {path} is not a parquet file: {error}") from None
     return [(f"{path}:row {number}", record) for number, record in enumerate(table.to_pylist())]
 
 
@@ -194,7 +201,7 @@ def _read_hub(source: str) -> list[tuple[str, dict[str, Any]]]:
     try:
         dataset = datasets.load_dataset(repo, subset or None, split=split)
     except Exception as error:  # the library raises many types for "not found", "no network", "no such split"
-        raise ConfigError(f"data.train: cannot load {source}: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"data.train: cannot load {source}: {type(error).__name__}: {error}") from None
     return [(f"{source}:row {number}", dict(record)) for number, record in enumerate(dataset)]
 
 
@@ -211,14 +218,26 @@ def _as_messages(prompt: str, config: DataConfig) -> list[dict[str, Any]]:
 
 
 def _checked_messages(prompt: Any, where: str, config: DataConfig) -> list[dict[str, Any]]:
-    if not isinstance(prompt, list) or not all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt):
+    if not isinstance(prompt, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content", 0), str | list | None) for m in prompt
+    ):
         raise ConfigError(
             f"{where}: the prompt in column {config.prompt_key!r} must be a string or a list of "
-            f'{{"role": ..., "content": ...}} messages; got {type(prompt).__name__}'
+            f'{{"role": text, "content": text}} messages; got {str(prompt)[:80]}'
         )
     if prompt and config.system_prompt and prompt[0]["role"] != "system":
         return [{"role": "system", "content": config.system_prompt}, *prompt]
     return prompt
+
+
+def _is_text(prompt: str | list[dict[str, Any]]) -> bool:
+    """False where JSON smuggled in something like "\\ud800", which no tokenizer takes."""
+    texts = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
+    try:
+        "".join(texts).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _too_long(row: PromptRow, num_tokens: int, config: DataConfig) -> str:

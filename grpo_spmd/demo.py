@@ -3,8 +3,8 @@
     python -m grpo_spmd.demo [--out .demo] [--seed 0]
 
 The task is TinyZero's countdown, cut down to two numbers: "3,8=24:" wants an equation that uses 3 and 8 once each and reaches 24,
-such as "3*8". A short supervised warm start teaches the form alone: equations over the given numbers with a random operation, right
-about a third of the time. Which operation reaches the target is left for GRPO to find out.
+such as "3*8". A supervised warm start of seconds shows the model right equations first, and then a careless teacher who often writes
+random digits, so that it starts out right in about three of ten tries. GRPO, which sees only the reward, takes it from there.
 """
 
 from __future__ import annotations
@@ -20,32 +20,45 @@ from pathlib import Path
 _CHARACTERS = "0123456789+-*,=:"
 _EOS = "<eos>"
 _LARGEST = 9
-WARM_START_STEPS = 300
-WARM_START_BATCH = 128
+_BATCH = 128
+_RIGHT_STEPS, _RIGHT_LR = 300, 5e-3
+_CARELESS_STEPS, _CARELESS_LR = 120, 1e-3
+_CARELESS_RIGHT_FRAC = 0.55
 
 
-def make_prompts() -> list[dict[str, object]]:
-    """All solvable tasks over two numbers from 1 to 9, one row each: columns prompt, nums, target."""
-    rows = {}
-    for a in range(1, _LARGEST + 1):
-        for b in range(1, _LARGEST + 1):
-            for target in (a + b, a - b, a * b):
-                if target > 0:
-                    rows[a, b, target] = {"prompt": f"{a},{b}={target}:", "nums": [a, b], "target": target}
-    return list(rows.values())
+def solvable_tasks() -> list[tuple[int, int, int]]:
+    """All (a, b, target) with a and b from 1 to 9 and a positive target that a + b, a - b or a * b reaches."""
+    numbers = range(1, _LARGEST + 1)
+    return sorted({(a, b, target) for a in numbers for b in numbers for target in (a + b, a - b, a * b) if target > 0})
 
 
-def random_equation(nums: list[int], rng: random.Random) -> str:
-    """What the warm start imitates: the given numbers in random order around a random operation."""
-    first, second = rng.sample(nums, 2)
-    return f"{first}{rng.choice('+-*')}{second}"
+def prompt_text(a: int, b: int, target: int) -> str:
+    """The prompt of a task, in the characters of the tokenizer."""
+    return f"{a},{b}={target}:"
+
+
+def make_rows() -> list[dict[str, object]]:
+    """The data set: one row a task, columns prompt, nums, target."""
+    return [{"prompt": prompt_text(*task), "nums": task[:2], "target": task[2]} for task in solvable_tasks()]
+
+
+def right_equations(a: int, b: int, target: int) -> list[str]:
+    """Every equation over both numbers that reaches the target."""
+    pairs = {(a, b), (b, a)}
+    right = [f"{x}+{y}" for x, y in pairs if x + y == target]
+    right += [f"{x}-{y}" for x, y in pairs if x - y == target]
+    return sorted(right + [f"{x}*{y}" for x, y in pairs if x * y == target])
+
+
+def random_equation(rng: random.Random) -> str:
+    """What the careless teacher writes: any two digits around any operation."""
+    return f"{rng.randint(1, _LARGEST)}{rng.choice('+-*')}{rng.randint(1, _LARGEST)}"
 
 
 def make_tokenizer(folder: Path) -> None:
     """A tokenizer of single characters and an end-of-sequence token, without a chat template."""
     import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from tokenizers import Regex
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: i for i, token in enumerate([_EOS, *_CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_EOS))
@@ -55,17 +68,19 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """A two-layer Qwen3 of about 0.2 million parameters after the warm start."""
+    """A two-layer Qwen3 of 0.1 million parameters after the warm start."""
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = {character: tokenizer.convert_tokens_to_ids(character) for character in [*_CHARACTERS, _EOS]}
     torch.manual_seed(seed)
     rng = random.Random(seed)
     config = transformers.Qwen3Config(
         vocab_size=32,
-        hidden_size=96,
-        intermediate_size=256,
+        hidden_size=64,
+        intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -78,20 +93,20 @@ def make_model(folder: Path, seed: int) -> None:
         dtype="float32",
     )
     model = transformers.Qwen3ForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    rows = make_prompts()
-    for _ in range(WARM_START_STEPS):
-        texts = []
-        for row in rng.choices(rows, k=WARM_START_BATCH):
-            texts.append((str(row["prompt"]), random_equation(row["nums"], rng) + _EOS))  # type: ignore[arg-type]
-        encoded = [(tokenizer(p)["input_ids"], tokenizer(c)["input_ids"]) for p, c in texts]
-        longest = max(len(p) + len(c) for p, c in encoded)
-        inputs = torch.zeros(len(encoded), longest, dtype=torch.long)
-        labels = torch.full_like(inputs, -100)
-        for i, (p, c) in enumerate(encoded):
-            inputs[i, : len(p) + len(c)] = torch.tensor(p + c)
-            labels[i, len(p) : len(p) + len(c)] = torch.tensor(c)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    tasks = solvable_tasks()
+    for step in range(_RIGHT_STEPS + _CARELESS_STEPS):
+        careless = step >= _RIGHT_STEPS
+        optimizer.param_groups[0]["lr"] = _CARELESS_LR if careless else _RIGHT_LR * min(1.0, (step + 1) / 50)
+        pairs = []
+        for a, b, target in rng.choices(tasks, k=_BATCH):
+            right = not careless or rng.random() < _CARELESS_RIGHT_FRAC
+            equation = rng.choice(right_equations(a, b, target)) if right else random_equation(rng)
+            pairs.append(([ids[c] for c in prompt_text(a, b, target)], [*(ids[c] for c in equation), ids[_EOS]]))
+        longest = max(len(p) + len(c) for p, c in pairs)
         # Padding on the right: under a causal mask no token that is trained sees it.
+        inputs = torch.tensor([p + c + [0] * (longest - len(p) - len(c)) for p, c in pairs])
+        labels = torch.tensor([[-100] * len(p) + c + [-100] * (longest - len(p) - len(c)) for p, c in pairs])
         loss = model(input_ids=inputs, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
@@ -115,7 +130,7 @@ def make_demo(out: Path, seed: int) -> None:
     (temporary / "model").mkdir(parents=True)
     make_tokenizer(temporary / "model")
     make_model(temporary / "model", seed)
-    (temporary / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_prompts()), encoding="utf-8")
+    (temporary / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows()), encoding="utf-8")
     (temporary / "made_from.json").write_text(json.dumps(marker), encoding="utf-8")
     shutil.rmtree(out, ignore_errors=True)
     temporary.rename(out)

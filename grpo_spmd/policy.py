@@ -58,7 +58,10 @@ class Policy(nn.Module):
             input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, **layout
         ).last_hidden_state[0]
         head = self.model.get_output_embeddings().weight
-        return TokenLogprobs.apply(hidden[batch.predict_index], head, batch.target_ids, self.temperature, self.logprob_chunk_tokens)
+        scores: tuple[Tensor, Tensor] = TokenLogprobs.apply(
+            hidden[batch.predict_index], head, batch.target_ids, self.temperature, self.logprob_chunk_tokens
+        )
+        return scores
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -278,7 +281,8 @@ def checkpoint_folder(path: str) -> Path:
 def hf_named_parameters(policy: Policy) -> Iterator[tuple[str, DTensor]]:
     """Sharded parameters under their names in an HF checkpoint, each once (a tied lm_head is left out), in one order on all ranks."""
     for name, parameter in policy.model.named_parameters():
-        yield name, parameter  # type: ignore[misc]
+        assert isinstance(parameter, DTensor), name
+        yield name, parameter
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +34,20 @@ def check_inputs(config: Config) -> Inputs:
     rewards = load_rewards(config.rewards)
     rows = read_rows(config.data)
     check_enough_rows(len(rows), config)
+    _check_reward_columns(rewards, rows, config)
     check_lengths_early(rows, config)
     return Inputs(rows, rewards)
+
+
+def _check_reward_columns(rewards: Sequence[Reward], rows: Sequence[PromptRow], config: Config) -> None:
+    columns = {name for row in rows for name in row.columns}
+    for index, reward in enumerate(rewards):
+        for name in reward.needs:
+            if name not in columns:
+                raise ConfigError(
+                    f"rewards.{index}: {reward.name!r} needs the column {name!r}, which {config.data.train} does not have; "
+                    f"besides the prompt it has {', '.join(sorted(columns)) or 'none'}"
+                )
 
 
 def _check_world_size(config: Config, world_size: int) -> None:
@@ -66,18 +79,20 @@ def _check_model(config: Config) -> None:
         model = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"model.path: cannot read {file}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"model.path: {file} is not valid JSON: {error}") from None
+    if not isinstance(model, dict):
+        raise ConfigError(f"model.path: {file} must hold a JSON object, got {type(model).__name__}")
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.path: {folder} holds no .safetensors file")
     positions = model.get("max_position_embeddings")
-    if positions is not None and config.max_rollout_tokens > positions:
+    if isinstance(positions, int) and config.max_rollout_tokens > positions:
         raise ConfigError(
             f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) + rollout.max_completion_tokens "
             f"({config.rollout.max_completion_tokens}) = {config.max_rollout_tokens}, but the model has {positions} positions"
         )
     heads = model.get("num_attention_heads")
-    if heads is not None and heads % config.rollout.tensor_parallel_size:
+    if isinstance(heads, int) and heads % config.rollout.tensor_parallel_size:
         raise ConfigError(
             f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}) must divide the model's {heads} attention heads"
         )

@@ -53,7 +53,7 @@ class RolloutEngine:
     the same, so that a mistake shows there too.
     """
 
-    def __init__(self, config: Config, session: Session, stop_token_ids: Sequence[int]) -> None:
+    def __init__(self, config: Config, session: Session, stop_token_ids: Iterable[int]) -> None:
         """Collective. Start the engine with dummy weights (the first sync brings the real ones), then put it to sleep."""
         self.policy_version: int | None = None
         self._weights_awake = self._kv_cache_awake = True
@@ -169,21 +169,22 @@ class RolloutEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _progress(self, total: int) -> tqdm:
+    def _progress(self, total: int) -> tqdm[Any]:
         """A bar for a terminal, once a rollout takes more than a few seconds; on the first rank only."""
         disable = True if self._session.rank else None  # None: tqdm's "only on a terminal"
         return tqdm(total=total, desc="rollout", unit="completion", delay=3, leave=False, disable=disable)
 
     def _record_loaded_names(self) -> None:
         # vLLM only logs a warning for parameters that an update did not cover; the names are in what load_weights returns.
-        load_weights = self._model.load_weights
+        model: Any = self._model
+        load_weights = model.load_weights
 
         def recording(weights: Iterable[tuple[str, Tensor]]) -> Any:
             loaded = load_weights(weights)
             self._loaded = None if loaded is None else set(loaded)
             return loaded
 
-        self._model.load_weights = recording  # type: ignore[assignment]
+        model.load_weights = recording
         # It would repeat that warning at each sync for modules without weights of their own, such as a tied lm_head.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
             lambda record: "Failed to load weights" not in record.getMessage()
@@ -270,7 +271,7 @@ def _cpu_kv_cache_bytes(config: Config, session: Session) -> int:
     wanted = token * config.max_rollout_tokens * config.rollout.num_prompts_per_step * config.rollout.group_size // engines
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     most = host // 8 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(64 << 20, min(wanted, most))
+    return max(64 << 20, min(int(wanted), most))
 
 
 def _name_shared_memory_after_job() -> None:

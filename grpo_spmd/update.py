@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -47,9 +48,12 @@ def update_policy(
     for mini_batch, num_loss_tokens in zip(batch.mini_batches, batch.num_loss_tokens, strict=True):
         for micro_batch in mini_batch:
             _add(sums, _backward(policy, micro_batch, num_loss_tokens, config))
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
-        norm = float(grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
-        _add(sums, {"max:grad_norm": norm, "max:lr": schedule.get_last_lr()[0]})
+        sharded_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
+        assert isinstance(sharded_norm, DTensor)
+        grad_norm = float(sharded_norm.full_tensor())
+        if not math.isfinite(grad_norm):  # the same number on all ranks, so that all stop here alike
+            raise FloatingPointError(f"the gradient norm is {grad_norm}: no update was made; the rollouts of this step show what came in")
+        _add(sums, {"max:grad_norm": grad_norm, "max:lr": float(schedule.get_last_lr()[0])})
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
@@ -76,7 +80,7 @@ def _backward(policy: Policy, micro_batch: MicroBatch, num_loss_tokens: int, con
     )
     loss.backward()
     sums |= mismatch_sums(old_logprobs, micro_batch.rollout_logprobs, micro_batch.loss_mask)
-    sums["loss_tokens"] = micro_batch.loss_mask.sum()
+    sums |= {"loss_tokens": micro_batch.loss_mask.sum()}
     return {name: float(value) for name, value in sums.items()}
 
 

@@ -15,10 +15,14 @@ The policy for what goes wrong:
 from __future__ import annotations
 
 import asyncio
+import importlib.machinery
 import importlib.util
 import inspect
 import math
+import os
+import re
 import sys
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +30,9 @@ from typing import Any
 
 from grpo_spmd.config import ConfigError, RewardConfig
 from grpo_spmd.data_types import RolloutGroup, ScoredRollouts
-from grpo_spmd.rewards.verifiers import SHIPPED
+from grpo_spmd.rewards.verifiers import SHIPPED, matches_format
+
+_ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
 
 
 class RewardError(RuntimeError):
@@ -40,6 +46,7 @@ class Reward:
     name: str
     function: Callable[..., Any]
     weight: float
+    needs: tuple[str, ...] = ()  # columns without which it cannot be called
 
 
 def load_rewards(configs: Sequence[RewardConfig]) -> list[Reward]:
@@ -61,7 +68,7 @@ def load_rewards(configs: Sequence[RewardConfig]) -> list[Reward]:
             function = SHIPPED[name]
         if name in {reward.name for reward in rewards}:
             raise ConfigError(f"{where}.name: {name!r} is given twice; its metrics would overwrite each other")
-        rewards.append(Reward(name, _with_args(function, config.args, where), config.weight))
+        rewards.append(_with_args(name, function, config, where))
     return rewards
 
 
@@ -76,7 +83,9 @@ def score_groups(rewards: Sequence[Reward], groups: Sequence[RolloutGroup], toke
     scored = ScoredRollouts(texts=texts)
     if not groups:
         return scored
-    prompts, completions, completion_ids = [], [], []
+    prompts: list[Any] = []
+    completions: list[Any] = []
+    completion_ids: list[list[int]] = []
     columns: dict[str, list[Any]] = {}
     for group in groups:
         for sample, completion in enumerate(group.completions):
@@ -88,33 +97,58 @@ def score_groups(rewards: Sequence[Reward], groups: Sequence[RolloutGroup], toke
     # Every column that any row has, so that a function's keyword lists are as long as `prompts`; a row without it holds None.
     for name in dict.fromkeys(name for group in groups for name in group.prompt.columns):
         columns[name] = [group.prompt.columns.get(name) for group in groups for _ in group.completions]
-    for reserved in ("prompts", "completions", "completion_ids"):
+    for reserved in _ALWAYS_GIVEN:
         columns.pop(reserved, None)
 
-    results = asyncio.run(_call_all(rewards, prompts, completions, completion_ids, columns))
+    results = _call_all(rewards, {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns})
     for reward, values in zip(rewards, results, strict=True):
         scored.by_name[reward.name] = [_as_reward(value) for value in values]
     scored.rewards = [_weighted_sum([(r.weight, scored.by_name[r.name][i]) for r in rewards]) for i in range(len(prompts))]
     return scored
 
 
-async def _call_all(rewards: Sequence[Reward], prompts: Any, completions: Any, completion_ids: Any, columns: Any) -> list[Any]:
-    """Sync functions run one after the other on the main thread (signal-based deadlines work nowhere else), async ones together."""
+def _call_all(rewards: Sequence[Reward], keywords: dict[str, Any]) -> list[Any]:
+    """Sync functions run one after the other on the main thread (signal-based deadlines work nowhere else), async ones together.
 
-    async def call(reward: Reward) -> Any:
+    No event loop runs around the sync ones, so that a function may call `asyncio.run` itself.
+    """
+
+    def failed(reward: Reward, error: Exception) -> RewardError:
+        return RewardError(f"reward {reward.name!r} raised {type(error).__name__}: {error}")
+
+    async def finish(reward: Reward, values: Any) -> Any:
         try:
-            values = reward.function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
-            if inspect.isawaitable(values):
-                values = await values
+            return await values if inspect.isawaitable(values) else values
         except Exception as error:
-            raise RewardError(f"reward {reward.name!r} raised {type(error).__name__}: {error}") from error
-        if isinstance(values, str | dict) or not hasattr(values, "__len__"):
-            raise RewardError(f"reward {reward.name!r} must return a list of numbers or None; got {type(values).__name__}")
-        if len(values) != len(prompts):
-            raise RewardError(f"reward {reward.name!r} must return one value a completion: {len(prompts)}; got {len(values)}")
-        return values
+            raise failed(reward, error) from error
 
-    return await asyncio.gather(*(call(reward) for reward in rewards))
+    async def finish_all() -> list[Any]:
+        return await asyncio.gather(*(finish(reward, values) for reward, values in zip(rewards, results, strict=True)))
+
+    results: list[Any] = []
+    try:
+        for reward in rewards:
+            try:
+                results.append(reward.function(**keywords))
+            except Exception as error:
+                raise failed(reward, error) from error
+        if any(inspect.isawaitable(values) for values in results):
+            results = asyncio.run(finish_all())
+    finally:
+        for values in results:
+            if inspect.iscoroutine(values):  # still not awaited because another function raised
+                values.close()
+    expected = len(keywords["prompts"])
+    for reward, values in zip(rewards, results, strict=True):
+        try:
+            num_values = -1 if isinstance(values, str | bytes | dict | set) else len(values)
+        except TypeError:
+            num_values = -1
+        if num_values < 0:
+            raise RewardError(f"reward {reward.name!r} must return a list of numbers or None; got {type(values).__name__}")
+        if num_values != expected:
+            raise RewardError(f"reward {reward.name!r} must return one value a completion: {expected}; got {num_values}")
+    return results
 
 
 def _as_reward(value: Any) -> float | None:
@@ -125,7 +159,7 @@ def _as_reward(value: Any) -> float | None:
         return math.nan
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several numbers
         return math.nan
     return number if math.isfinite(number) else math.nan
 
@@ -135,7 +169,8 @@ def _weighted_sum(parts: Sequence[tuple[float, float | None]]) -> float | None:
     applying = [(weight, value) for weight, value in parts if value is not None]
     if not applying or any(math.isnan(value) for _, value in applying):
         return None
-    return sum(weight * value for weight, value in applying)
+    total = sum(weight * value for weight, value in applying)
+    return total if math.isfinite(total) else None
 
 
 def _load_function(spec: str, where: str) -> Callable[..., Any]:
@@ -145,14 +180,15 @@ def _load_function(spec: str, where: str) -> Callable[..., Any]:
     path = Path(file)
     if not path.is_file():
         raise ConfigError(f"{where}.function: there is no file {file}")
-    module_spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-    assert module_spec is not None and module_spec.loader is not None, path
+    loader = _UncachedLoader(f"reward_{path.stem}", os.path.abspath(path))
+    module_spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
+    assert module_spec is not None, path
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickling look their module up there
     try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        line = _line_in(error, path)
+        loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        line = _line_in(error, os.path.abspath(path))
         raise ConfigError(f"{where}.function: {file}{line} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -160,29 +196,46 @@ def _load_function(spec: str, where: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _line_in(error: BaseException, path: Path) -> str:
-    if isinstance(error, SyntaxError):
+class _UncachedLoader(importlib.machinery.SourceFileLoader):
+    """Leaves no __pycache__ beside the user's file, and never runs an older version of it from there."""
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def _line_in(error: BaseException, path: str) -> str:
+    if isinstance(error, SyntaxError) and error.filename == path and error.lineno:
         return f":{error.lineno}"
     traceback, line = error.__traceback__, ""
     while traceback is not None:
-        if Path(traceback.tb_frame.f_code.co_filename) == path:
+        if traceback.tb_frame.f_code.co_filename == path:
             line = f":{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return line
 
 
-def _with_args(function: Callable[..., Any], args: dict[str, Any], where: str) -> Callable[..., Any]:
-    parameters = inspect.signature(function).parameters
+def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, where: str) -> Reward:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where}.function: {config.function} has no readable signature; wrap it in a function") from None
+    shown, args = getattr(function, "__name__", name), config.args
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    unknown = [name for name in args if name not in parameters and not takes_any]
-    missing = [
-        name
-        for name, p in parameters.items()
-        if function in SHIPPED.values() and p.kind is p.KEYWORD_ONLY and p.default is p.empty and name not in args
-    ]
-    if unknown or missing:
-        what = f"does not take {unknown[0]!r}" if unknown else f"needs {missing[0]!r}"
-        raise ConfigError(f"{where}.args: {getattr(function, '__name__', 'the function')} {what}")
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes: list[str] = list(parameters)
+    if config.function is None:  # a shipped one: its options are its keyword-only parameters, all else are columns
+        takes = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+        missing = [n for n in required if n in takes and n not in args]
+        if missing:
+            raise ConfigError(f"{where}.args: {name} needs {missing[0]!r}")
+    unknown = [n for n in args if n not in takes and not (takes_any and config.function is not None)]
+    if unknown:
+        raise ConfigError(f"{where}.args: {name if config.function is None else shown} does not take {unknown[0]!r}")
+    if function is matches_format:
+        try:
+            re.compile(args["pattern"])
+        except (re.error, TypeError) as error:
+            raise ConfigError(f"{where}.args.pattern: {args['pattern']!r} is not a regular expression: {error}") from None
 
     def call(**columns: Any) -> Any:
         known = {**columns, **args}
@@ -190,4 +243,4 @@ def _with_args(function: Callable[..., Any], args: dict[str, Any], where: str) -
             known = {name: value for name, value in known.items() if name in parameters}
         return function(**known)
 
-    return call
+    return Reward(name, call, config.weight, tuple(n for n in required if n not in args and n not in _ALWAYS_GIVEN))

@@ -37,9 +37,15 @@ def gsm8k(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) ->
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in `text` as an exact fraction; "1,234.50" and "-3" are read, a full stop after a number is not part of it."""
+    """The last number in `text` as an exact fraction; "1,234.50" and "-3" are read, a full stop after a number is not part of it.
+
+    None where there is none, and where its digits are more than Python reads (4300), as a model that repeats itself may write.
+    """
     found = re.findall(r"(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?", text)
-    return Fraction(re.sub(r"[,$]", "", found[-1])) if found else None
+    try:
+        return Fraction(re.sub(r"[,$]", "", found[-1])) if found else None
+    except ValueError:
+        return None
 
 
 def countdown(
@@ -62,8 +68,9 @@ def countdown(
 def _tagged(text: str, tag: str | None) -> str | None:
     if tag is None:
         return text.strip()
-    found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    return found[-1].strip() if found else None
+    before, closing, _ = text.rpartition(f"</{tag}>")
+    _, opening, inside = before.rpartition(f"<{tag}>")
+    return inside.strip() if opening and closing else None
 
 
 def _reaches(equation: str, given: Sequence[int], target: Fraction) -> bool:
