@@ -78,6 +78,22 @@ def check_enough_rows(num_rows: int, config: Config, dropped: int = 0) -> None:
         )
 
 
+def check_template_early(rows: Sequence[PromptRow], config: Config) -> None:
+    """With a local model folder, refuse chat messages that have no template before torch is imported; `build_prompts` decides."""
+    folder = Path(config.model.path)
+    where = next((row.where for row in rows if not isinstance(row.prompt, str)), None)
+    if where is None or not folder.is_dir() or any(folder.glob("*chat_template*")):
+        return
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        settings = {}
+    except (OSError, ValueError):
+        return
+    if isinstance(settings, dict) and settings.get("chat_template") is None:
+        raise ConfigError(_no_template(where))
+
+
 def check_lengths_early(rows: Sequence[PromptRow], config: Config) -> None:
     """With a local tokenizer.json and plain prompts, refuse over-long prompts before torch is imported.
 
@@ -110,7 +126,7 @@ def build_prompts(rows: Sequence[PromptRow], tokenizer: Any, config: Config) -> 
     prompts = []
     if any(not isinstance(row.prompt, str) for row in rows) and getattr(tokenizer, "chat_template", None) is None:
         where = next(row.where for row in rows if not isinstance(row.prompt, str))
-        raise ConfigError(f"{where}: the prompt is chat messages, but the tokenizer of model.path has no chat template")
+        raise ConfigError(_no_template(where))
     for number, row in enumerate(rows):
         if isinstance(row.prompt, str):
             token_ids = tokenizer(row.prompt)["input_ids"]
@@ -192,7 +208,7 @@ def _read_parquet(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _read_hub(source: str) -> list[tuple[str, dict[str, Any]]]:
-    parts = source.split(":")
+    parts = source.split(":", 3)  # a split may hold a colon: train[:100]
     if len(parts) != 4 or not parts[1] or not parts[3]:
         raise ConfigError(f"data.train: a hub data set is hub:REPO:SUBSET:SPLIT (SUBSET may be empty); got {source!r}")
     _, repo, subset, split = parts
@@ -238,6 +254,10 @@ def _is_text(prompt: str | list[dict[str, Any]]) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _no_template(where: str) -> str:
+    return f"{where}: the prompt is chat messages, but the tokenizer of model.path has no chat template"
 
 
 def _too_long(row: PromptRow, num_tokens: int, config: DataConfig) -> str:

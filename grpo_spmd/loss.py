@@ -37,27 +37,23 @@ def policy_loss(
     old_logprobs = torch.where(loss_mask, old_logprobs, zero)
     advantages = torch.where(loss_mask, advantages, zero)
 
-    ratio = torch.exp(logprobs - old_logprobs)
+    # Beyond e^20 a ratio is an accident, and where exp overflows its gradient would be inf * 0 = NaN.
+    ratio = torch.exp((logprobs - old_logprobs).clamp(-20.0, 20.0))
     clipped_ratio = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     unclipped, clipped = -advantages * ratio, -advantages * clipped_ratio
     per_token = torch.maximum(unclipped, clipped)
-    policy_sum = per_token.sum()
-    total = policy_sum
 
+    # Sums in float64: advantages of both signs nearly cancel, and a float32 sum would show in which order tokens were added.
+    policy_sum, entropy_sum = per_token.double().sum(), entropy.double().sum()
     kl_sum = torch.zeros_like(policy_sum)
     if ref_logprobs is not None:
-        kl = kl_estimate(logprobs, torch.where(loss_mask, ref_logprobs, zero), kl_estimator)
-        kl_sum = kl.sum()
-        total = total + kl_coef * kl_sum
-    entropy_sum = entropy.sum()
-    if entropy_coef:
-        total = total - entropy_coef * entropy_sum
-
+        kl_sum = kl_estimate(logprobs, torch.where(loss_mask, ref_logprobs, zero), kl_estimator).double().sum()
+    total = policy_sum + kl_coef * kl_sum - entropy_coef * entropy_sum
     sums = {
         "policy": policy_sum.detach(),
         "kl": kl_sum.detach(),
         "entropy": entropy_sum.detach(),
-        "clipped": (clipped > unclipped).sum().to(logprobs.dtype),
+        "clipped": (clipped > unclipped).sum(),
     }
     return total / max(num_loss_tokens, 1), sums
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_spmd.config import Config, ConfigError
-from grpo_spmd.data import PromptRow, check_enough_rows, check_lengths_early, read_rows
+from grpo_spmd.data import PromptRow, check_enough_rows, check_lengths_early, check_template_early, read_rows
 from grpo_spmd.rewards import Reward, load_rewards
 
 
@@ -35,6 +35,7 @@ def check_inputs(config: Config) -> Inputs:
     rows = read_rows(config.data)
     check_enough_rows(len(rows), config)
     _check_reward_columns(rewards, rows, config)
+    check_template_early(rows, config)
     check_lengths_early(rows, config)
     return Inputs(rows, rewards)
 
@@ -64,8 +65,9 @@ def _check_run_dir(run_dir: Path) -> None:
             if not os.access(path, os.W_OK):
                 raise ConfigError(f"run_dir: no permission to write in {path}")
             break
-    if (run_dir / "metrics.jsonl").exists():
-        raise ConfigError(f"run_dir: {run_dir} already holds a run, and nothing is written over; choose another or move it away")
+    for name in ("metrics.jsonl", "config.yaml"):
+        if (run_dir / name).exists():
+            raise ConfigError(f"run_dir: {run_dir} holds a {name} already, and nothing is written over; choose another or move it away")
 
 
 def _check_model(config: Config) -> None:
@@ -85,6 +87,8 @@ def _check_model(config: Config) -> None:
         raise ConfigError(f"model.path: {file} must hold a JSON object, got {type(model).__name__}")
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.path: {folder} holds no .safetensors file")
+    if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
+        raise ConfigError(f"model.path: {folder} holds no tokenizer")  # transformers would make an empty one up
     positions = model.get("max_position_embeddings")
     if isinstance(positions, int) and config.max_rollout_tokens > positions:
         raise ConfigError(

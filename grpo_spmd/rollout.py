@@ -15,11 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# vLLM reads these when it is imported. In-process is the point of this file; the rest keeps a terminal readable.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -29,6 +24,12 @@ from tqdm import tqdm
 from grpo_spmd.config import Config, ConfigError
 from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, rollout_seed
 from grpo_spmd.distributed import Session
+
+# vLLM reads these when it is imported, which happens in functions below. In-process is the point of this file; the rest keeps a terminal readable.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # some of its modules log before they have read the variable
 
 _TOUCHED_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH", "NUMEXPR_MAX_THREADS")
 
@@ -64,7 +65,8 @@ class RolloutEngine:
         self.engine_rank, self.tp_rank = divmod(session.rank, tensor_parallel)
         self.num_engines = session.world_size // tensor_parallel
         self._on_cpu = session.device.type == "cpu"
-        with _isolated():
+        with _isolated(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # about vLLM's own use of torch
             self._llm = _start_vllm(config, session)
         self._engine = self._llm.llm_engine
         self._model: nn.Module = self._llm.apply_model(_itself)[0]
@@ -223,9 +225,7 @@ def stop_token_ids(model_folder: str | os.PathLike[str], tokenizer: Any) -> set[
 
 
 def _start_vllm(config: Config, session: Session) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of vLLM's own use of torch
-        import vllm
+    import vllm
 
     # The CPU worker replaces this by a function that only warns.
     set_num_threads = torch.set_num_threads

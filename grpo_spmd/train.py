@@ -80,6 +80,8 @@ def main() -> None:
         yaml.safe_dump(config_to_dict(config), sys.stdout, sort_keys=False)
         return
 
+    # Warnings of torch's C++ side (NUMA binding, hooks at exit) say nothing that a user could act on; its errors still show.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from grpo_spmd.distributed import end_all_ranks_on_error

@@ -88,9 +88,11 @@ def _reaches(equation: str, given: Sequence[int], target: Fraction) -> bool:
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Exact value of a tree of integers and + - * /; no name, call or power is ever evaluated."""
+    """Exact value of a tree of integers and + - * / with signs; no name, call or power is ever evaluated."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
     raise ValueError(ast.dump(node))

@@ -1,0 +1,81 @@
+"""Tiny random models of real architectures, made here, so that no test downloads anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+
+from grpo_spmd.demo import make_tokenizer
+
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
+
+
+def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overrides: Any) -> Path:
+    """A two-layer model with odd sizes (rows that no number of ranks divides), biases where the family has them, and a tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer(folder)
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "initializer_range": 0.1,  # larger than usual: near-uniform distributions would hide a wrong weight
+        **overrides,
+    }
+    if family == "qwen2":
+        del sizes["head_dim"]
+        sizes["hidden_size"] = 128  # Qwen2 takes the size of a head from it
+    config = {
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+        "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
+    }[family](**sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # norms at 1 and biases at 0 would hide one that was not loaded
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_config(folder: Path, model: Path, **sections: Any) -> Path:
+    """A small, complete config over `model` and the demo's kind of data; `sections` are merged over it."""
+    data = folder / "train.jsonl"
+    if not data.exists():
+        rows = [
+            {"prompt": f"{a},{b}={a + b}:", "nums": [a, b], "target": a + b, "answer": f"{a}+{b}"} for a in range(1, 9) for b in range(1, 5)
+        ]
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree: dict[str, Any] = {
+        "run_dir": str(folder / "run"),
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": str(data), "max_prompt_tokens": 16},
+        "rollout": {"num_prompts_per_step": 4, "group_size": 4, "max_completion_tokens": 12},
+        "rewards": [{"name": "format", "args": {"pattern": "[0-9].*"}}],
+        "optimizer": {"lr": 1e-2},
+        "training": {"num_steps": 2, "max_tokens_per_micro_batch": 64},
+    }
+    for section, value in sections.items():
+        if isinstance(value, dict):
+            tree[section] = {**tree.get(section, {}), **value}
+        else:
+            tree[section] = value
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path

@@ -1,0 +1,118 @@
+"""Rewards to advantages, against numbers worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_spmd.advantages import batch_std, compute_advantages
+
+NAN = math.nan
+
+
+def _advantages(rewards: list[list[float]], estimator: str = "grpo", normalize_std: str = "group") -> list[list[float]]:
+    advantages, _ = compute_advantages(torch.tensor(rewards, dtype=torch.float64), estimator, normalize_std)
+    result: list[list[float]] = advantages.tolist()
+    return result
+
+
+def _close(got: list[list[float]], expected: list[list[float]]) -> None:
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_grpo_divides_by_the_unbiased_group_std() -> None:
+    # mean 1/2, every deviation 1/2, variance (4 * 1/4) / (4 - 1) = 1/3, so +-(1/2) * sqrt(3) = +-0.8660254
+    _close(_advantages([[1.0, 0.0, 0.0, 1.0]]), [[0.8660254, -0.8660254, -0.8660254, 0.8660254]])
+
+
+def test_each_group_has_its_own_mean_and_std() -> None:
+    # [0, 2]: mean 1, std sqrt(2). [10, 16]: mean 13, std sqrt(18) = 3 sqrt(2). Both give +-1/sqrt(2).
+    _close(_advantages([[0.0, 2.0], [10.0, 16.0]]), [[-0.70710678, 0.70710678], [-0.70710678, 0.70710678]])
+
+
+def test_normalize_std_batch_divides_by_the_std_of_all_rewards() -> None:
+    # all four: mean 5/4, squares 1/16 + 25/16 + 49/16 + 1/16 = 4.75, over 3, root: 1.2583057. Centred in the group: +-0.5 and +-1.
+    _close(_advantages([[1.0, 0.0], [3.0, 1.0]], normalize_std="batch"), [[0.3973597, -0.3973597], [0.7947194, -0.7947194]])
+
+
+def test_normalize_std_none_only_centres() -> None:
+    _close(_advantages([[1.0, 0.0], [3.0, 1.0]], normalize_std="none"), [[0.5, -0.5], [1.0, -1.0]])
+
+
+@pytest.mark.parametrize("normalize_std", ["group", "batch", "none"])
+def test_dr_grpo_is_never_scaled(normalize_std: str) -> None:
+    _close(_advantages([[4.0, 0.0, 2.0]], "dr_grpo", normalize_std), [[2.0, -2.0, 0.0]])
+
+
+@pytest.mark.parametrize("normalize_std", ["group", "batch", "none"])
+def test_rloo_subtracts_the_mean_of_the_others(normalize_std: str) -> None:
+    # 4 - (0 + 2)/2 = 3, 0 - (4 + 2)/2 = -3, 2 - (4 + 0)/2 = 0
+    _close(_advantages([[4.0, 0.0, 2.0]], "rloo", normalize_std), [[3.0, -3.0, 0.0]])
+
+
+def test_nan_reward_enters_no_mean_and_no_std() -> None:
+    # the known ones are 2 and 0: mean 1, std sqrt(2)
+    _close(_advantages([[2.0, NAN, 0.0]]), [[0.70710678, 0.0, -0.70710678]])
+
+
+def test_nan_reward_is_not_one_of_the_others_of_rloo() -> None:
+    _close(_advantages([[2.0, NAN, 0.0, 1.0]], "rloo"), [[1.5, 0.0, -1.5, 0.0]])
+
+
+def test_nan_reward_enters_no_batch_std() -> None:
+    # known: 2, 0, 1, 1: mean 1, squares 1 + 1 = 2, over 3: 0.8164966; 1 / that = 1.2247449
+    _close(_advantages([[2.0, 0.0, NAN], [1.0, 1.0, NAN]], normalize_std="batch"), [[1.2247449, -1.2247449, 0.0], [0.0, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("group", [[NAN, NAN, NAN], [NAN, 5.0, NAN]], ids=["none_known", "one_known"])
+def test_group_with_fewer_than_two_known_rewards_teaches_nothing(estimator: str, group: list[float]) -> None:
+    assert _advantages([group], estimator) == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("reward", [0.1, 0.3, 1e9 + 0.1, -7.7])
+def test_equal_rewards_give_exactly_zero(estimator: str, reward: float) -> None:
+    # the mean of seven times 0.1 is not 0.1 in floating point, and 1e-17 over 1e-17 is not small
+    assert _advantages([[reward] * 7], estimator) == [[0.0] * 7]
+
+
+def test_mask_names_the_groups_without_spread() -> None:
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 1.0], [NAN, 1.0], [NAN, NAN]])
+    assert compute_advantages(rewards, "grpo", "group")[1].tolist() == [True, False, True, True]
+
+
+def test_group_without_spread_leaves_other_groups_alone() -> None:
+    _close(_advantages([[1.0, 1.0], [0.0, 2.0]]), [[0.0, 0.0], [-0.70710678, 0.70710678]])
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+def test_advantages_of_a_group_sum_to_zero(estimator: str) -> None:
+    rewards = torch.rand(5, 8, generator=torch.Generator().manual_seed(0))
+    advantages, _ = compute_advantages(rewards, estimator, "group")
+    torch.testing.assert_close(advantages.sum(1), torch.zeros(5), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+def test_adding_a_constant_to_a_group_changes_nothing(estimator: str) -> None:
+    rewards = torch.rand(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    shift = torch.tensor([[0.0], [1.0], [-100.0]], dtype=torch.float64)
+    before, after = (compute_advantages(r, estimator, "group")[0] for r in (rewards, rewards + shift))
+    torch.testing.assert_close(before, after, rtol=1e-5, atol=1e-6)
+
+
+def test_advantages_are_float32_whatever_the_rewards_were() -> None:
+    rewards: Tensor = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    assert compute_advantages(rewards, "grpo", "group")[0].dtype == torch.float32
+
+
+def test_batch_std_of_one_known_reward_is_zero() -> None:
+    assert float(batch_std(torch.tensor([[NAN, 3.0]]))) == 0.0
+
+
+def test_batch_std_is_unbiased() -> None:
+    # 1, 3: mean 2, (1 + 1) / (2 - 1) = 2
+    assert float(batch_std(torch.tensor([[1.0], [3.0]]))) == pytest.approx(math.sqrt(2))

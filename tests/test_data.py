@@ -1,0 +1,338 @@
+"""Prompt sets, the chat template, the length policy, and the stream of prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from grpo_spmd.config import Config, ConfigError, DataConfig, ModelConfig, RewardConfig, RolloutConfig
+from grpo_spmd.data import PromptRow, PromptStream, build_prompts, check_enough_rows, check_lengths_early, check_template_early, read_rows
+from grpo_spmd.data_types import Prompt
+
+ROLES = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}x"
+
+
+def _config(train: str = "x.jsonl", num_prompts: int = 1, model_path: str = "m", **data: Any) -> Config:
+    return Config(
+        run_dir="r",
+        model=ModelConfig(path=model_path),
+        data=DataConfig(train=train, **data),
+        rollout=RolloutConfig(num_prompts_per_step=num_prompts),
+        rewards=(RewardConfig(name="exact"),),
+    )
+
+
+def _jsonl(tmp_path: Path, *records: Any) -> str:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def _raw_tokenizer() -> Any:
+    """Words and punctuation marks are tokens; id 1 is what begins a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = ["<unk>", "<bos>", "[", "]", "user", "assistant", "system", "be", "brief", "hello", "world", "a", "b", "c"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return tokenizer
+
+
+def _tokenizer(chat_template: str | None = None) -> Any:
+    import transformers
+
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=_raw_tokenizer(), unk_token="<unk>", chat_template=chat_template)
+
+
+def _refusal(check: Callable[[], Any]) -> str | None:
+    try:
+        check()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _words(tokenizer: Any, prompt: Prompt) -> str:
+    return " ".join(tokenizer.convert_ids_to_tokens(prompt.token_ids))
+
+
+# Reading
+
+
+def test_jsonl_row_keeps_prompt_columns_and_line(tmp_path: Path) -> None:
+    train = _jsonl(tmp_path, {"prompt": "a", "answer": 1, "nums": [1, 2]})
+    assert read_rows(DataConfig(train=train)) == [PromptRow("a", {"answer": 1, "nums": [1, 2]}, f"{train}:1")]
+
+
+def test_jsonl_counts_blank_lines_in_line_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('\n{"prompt": "a"}\r\n   \n{"prompt": "b"}', encoding="utf-8")
+    assert [(row.prompt, row.where) for row in read_rows(DataConfig(train=str(path)))] == [("a", f"{path}:2"), ("b", f"{path}:4")]
+
+
+def test_jsonl_line_ends_only_at_a_newline(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"prompt": "a\u2028b\x85c"}\n', encoding="utf-8")  # str.splitlines would cut here twice
+    assert [row.prompt for row in read_rows(DataConfig(train=str(path)))] == ["a\u2028b\x85c"]
+
+
+def test_prompt_key_chooses_the_column(tmp_path: Path) -> None:
+    train = _jsonl(tmp_path, {"question": "q", "prompt": "not this"})
+    (row,) = read_rows(DataConfig(train=train, prompt_key="question"))
+    assert (row.prompt, row.columns) == ("q", {"prompt": "not this"})
+
+
+def test_parquet_and_jsonl_of_the_same_records_read_alike(tmp_path: Path) -> None:
+    records = [
+        {"prompt": "a", "answer": 1, "nums": [1, 2], "info": {"level": "x"}},
+        {"prompt": "é", "answer": None, "nums": [], "info": {"level": "y"}},
+    ]
+    parquet = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), parquet)
+    from_parquet, from_jsonl = read_rows(DataConfig(train=str(parquet))), read_rows(DataConfig(train=_jsonl(tmp_path, *records)))
+    assert [(r.prompt, r.columns) for r in from_parquet] == [(r.prompt, r.columns) for r in from_jsonl]
+    assert [r.where for r in from_parquet] == [f"{parquet}:row 0", f"{parquet}:row 1"]
+
+
+def test_parquet_chat_messages(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": messages}]), tmp_path / "t.parquet")
+    (row,) = read_rows(DataConfig(train=str(tmp_path / "t.parquet")))
+    assert row.prompt == messages
+
+
+def test_hub_data_set_from_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2}\n', encoding="utf-8")
+    rows = read_rows(DataConfig(train=f"hub:{folder}::train"))
+    assert [(r.prompt, r.columns, r.where) for r in rows] == [
+        ("a", {"answer": 1}, f"hub:{folder}::train:row 0"),
+        ("b", {"answer": 2}, f"hub:{folder}::train:row 1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"), [("hub:org/set:main:test", ("org/set", "main", "test")), ("hub:set::train[:9]", ("set", None, "train[:9]"))]
+)
+def test_hub_name_is_repo_subset_split(source: str, expected: tuple[str, str | None, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[tuple[str, str | None, str]] = []
+
+    def load_dataset(repo: str, subset: str | None, split: str) -> list[dict[str, Any]]:
+        asked.append((repo, subset, split))
+        return [{"prompt": "a"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert len(read_rows(DataConfig(train=source))) == 1
+    assert asked == [expected]
+
+
+@pytest.mark.parametrize("error", [ConnectionError("no network\nat all"), ValueError("Bad split: x"), AssertionError()])
+def test_hub_failure_is_one_line_with_the_source(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load_dataset(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ConfigError) as caught:
+        read_rows(DataConfig(train="hub:org/set::train"))
+    assert str(caught.value).startswith(f"data.train: cannot load hub:org/set::train: {type(error).__name__}")
+    assert "\n" not in str(caught.value)
+
+
+# Chat
+
+
+def test_as_chat_makes_a_string_one_user_message(tmp_path: Path) -> None:
+    (row,) = read_rows(DataConfig(train=_jsonl(tmp_path, {"prompt": "hello"}), as_chat=True))
+    assert row.prompt == [{"role": "user", "content": "hello"}]
+
+
+def test_system_prompt_comes_before_a_string(tmp_path: Path) -> None:
+    (row,) = read_rows(DataConfig(train=_jsonl(tmp_path, {"prompt": "hello"}), system_prompt="be brief"))
+    assert row.prompt == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+
+
+def test_system_prompt_does_not_replace_one_in_the_data(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "u"}]
+    without = [{"role": "user", "content": "u"}]
+    train = _jsonl(tmp_path, {"prompt": own}, {"prompt": without})
+    first, second = read_rows(DataConfig(train=train, system_prompt="be brief"))
+    assert first.prompt == own
+    assert second.prompt == [{"role": "system", "content": "be brief"}, *without]
+
+
+def test_messages_go_through_the_template_with_a_generation_prompt(tmp_path: Path) -> None:
+    tokenizer = _tokenizer(ROLES)
+    config = _config(_jsonl(tmp_path, {"prompt": "hello world"}), system_prompt="be brief")
+    (prompt,) = build_prompts(read_rows(config.data), tokenizer, config)
+    # the template writes special tokens itself, so that no <bos> is put before it
+    assert _words(tokenizer, prompt) == "[ system ] be brief [ user ] hello world [ assistant ]"
+
+
+def test_plain_prompt_gets_the_special_tokens_of_its_tokenizer(tmp_path: Path) -> None:
+    tokenizer = _tokenizer(ROLES)
+    config = _config(_jsonl(tmp_path, {"prompt": "hello world"}))
+    (prompt,) = build_prompts(read_rows(config.data), tokenizer, config)
+    assert _words(tokenizer, prompt) == "<bos> hello world"
+
+
+def test_built_prompt_keeps_what_the_reward_functions_get(tmp_path: Path) -> None:
+    config = _config(_jsonl(tmp_path, {"prompt": "a"}, {"prompt": "b", "answer": 5}))
+    _, prompt = build_prompts(read_rows(config.data), _tokenizer(), config)
+    assert (prompt.row, prompt.text, prompt.columns) == (1, "b", {"answer": 5})
+
+
+def test_messages_without_a_template_are_refused_with_their_line(tmp_path: Path) -> None:
+    train = _jsonl(tmp_path, {"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]})
+    config = _config(train)
+    with pytest.raises(ConfigError, match=r"train\.jsonl:2: .* no chat template"):
+        build_prompts(read_rows(config.data), _tokenizer(), config)
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_early_template_check_agrees_with_the_tokenizer(has_template: bool, tmp_path: Path) -> None:
+    _tokenizer(ROLES if has_template else None).save_pretrained(tmp_path / "model")
+    config = _config(_jsonl(tmp_path, {"prompt": "a"}), as_chat=True, model_path=f"{tmp_path}/model")
+    rows = read_rows(config.data)
+    early = _refusal(lambda: check_template_early(rows, config))
+    assert early == _refusal(lambda: build_prompts(rows, _tokenizer(ROLES if has_template else None), config))
+    assert (early is None) == has_template
+
+
+def test_template_inside_the_tokenizer_settings_is_found_early(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": ROLES}), encoding="utf-8")
+    config = _config(_jsonl(tmp_path, {"prompt": "a"}), as_chat=True, model_path=str(tmp_path))
+    assert _refusal(lambda: check_template_early(read_rows(config.data), config)) is None
+
+
+def test_messages_that_the_template_refuses_name_their_line(tmp_path: Path) -> None:
+    train = _jsonl(tmp_path, {"prompt": [{"role": "user", "content": "b"}]}, {"prompt": [{"role": "system", "content": "b"}]})
+    config = _config(train)
+    with pytest.raises(ConfigError, match=r"train\.jsonl:2: the chat template refused the messages: .*no system here"):
+        build_prompts(read_rows(config.data), _tokenizer(REFUSING), config)
+
+
+# Length
+
+
+def test_limit_is_the_longest_prompt_that_is_allowed(tmp_path: Path) -> None:
+    config = _config(_jsonl(tmp_path, {"prompt": "a b"}), max_prompt_tokens=3)  # <bos> a b
+    assert len(build_prompts(read_rows(config.data), _tokenizer(), config)) == 1
+
+
+def test_long_prompt_is_refused_with_line_and_both_numbers(tmp_path: Path) -> None:
+    config = _config(_jsonl(tmp_path, {"prompt": "a"}, {"prompt": "a b c"}), max_prompt_tokens=3)
+    with pytest.raises(ConfigError, match=r"train\.jsonl:2: the prompt has 4 tokens, over data\.max_prompt_tokens=3"):
+        build_prompts(read_rows(config.data), _tokenizer(), config)
+
+
+def test_long_prompts_are_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = _config(_jsonl(tmp_path, *({"prompt": p} for p in ["a", "a b c", "b", "c c c c"])), max_prompt_tokens=3, on_long_prompt="drop")
+    with caplog.at_level(logging.WARNING, logger="grpo_spmd"):
+        prompts = build_prompts(read_rows(config.data), _tokenizer(), config)
+    assert [(p.row, p.text) for p in prompts] == [(0, "a"), (2, "b")]
+    assert "dropped 2 of 4 prompts" in caplog.text
+
+
+def test_too_few_prompts_after_dropping_says_how_many_were_dropped(tmp_path: Path) -> None:
+    train = _jsonl(tmp_path, {"prompt": "a"}, {"prompt": "a b c"})
+    config = _config(train, num_prompts=2, max_prompt_tokens=3, on_long_prompt="drop")
+    with pytest.raises(ConfigError, match=r"1 usable prompts \(1 longer than .*=3 were dropped\).*num_prompts_per_step=2"):
+        build_prompts(read_rows(config.data), _tokenizer(), config)
+
+
+@pytest.mark.parametrize("limit", [3, 4])
+def test_early_length_check_agrees_with_the_tokenizer(limit: int, tmp_path: Path) -> None:
+    _raw_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    config = _config(_jsonl(tmp_path, {"prompt": "a b c"}), model_path=str(tmp_path), max_prompt_tokens=limit)
+    rows = read_rows(config.data)
+    early = _refusal(lambda: check_lengths_early(rows, config))
+    assert early == _refusal(lambda: build_prompts(rows, _tokenizer(), config))
+    assert (early is None) == (limit == 4)
+
+
+@pytest.mark.parametrize(("num_rows", "enough"), [(3, False), (4, True), (5, True)])
+def test_one_step_must_be_full(num_rows: int, enough: bool) -> None:
+    config = _config(num_prompts=4)
+    if enough:
+        check_enough_rows(num_rows, config)
+    else:
+        with pytest.raises(ConfigError, match=r"has 3 usable prompts, .*num_prompts_per_step=4"):
+            check_enough_rows(num_rows, config)
+
+
+# The stream
+
+
+def _prompts(count: int) -> list[Prompt]:
+    return [Prompt(row, row, [row], str(row), {"row": row}) for row in range(count)]
+
+
+def _rows(stream: PromptStream, start: int, stop: int) -> list[int]:
+    return [stream.take_step(position, 1)[0].row for position in range(start, stop)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_prompt_comes_exactly_once_an_epoch(shuffle: bool) -> None:
+    stream = PromptStream(_prompts(11), seed=0, shuffle=shuffle)
+    rows = [prompt.row for step in range(11) for prompt in stream.take_step(step, 5)]  # five epochs, whose ends fall within steps
+    for epoch in range(5):
+        assert sorted(rows[11 * epoch : 11 * (epoch + 1)]) == list(range(11))
+
+
+def test_prompt_is_a_function_of_seed_and_position_alone() -> None:
+    in_order = _rows(PromptStream(_prompts(7), seed=3, shuffle=True), 0, 28)
+    backwards = PromptStream(_prompts(7), seed=3, shuffle=True)
+    assert [backwards.take_step(position, 1)[0].row for position in reversed(range(28))] == in_order[::-1]
+    # larger steps deal out the same stream
+    larger = PromptStream(_prompts(7), seed=3, shuffle=True)
+    assert [prompt.row for step in range(7) for prompt in larger.take_step(step, 4)] == in_order
+
+
+def test_order_is_the_same_on_every_machine_and_in_every_version() -> None:
+    # a run that resumes elsewhere must go on with the same prompts
+    assert _rows(PromptStream(_prompts(6), seed=0, shuffle=True), 0, 12) == [0, 5, 1, 4, 3, 2, 2, 0, 1, 5, 3, 4]
+
+
+def test_each_epoch_has_another_order() -> None:
+    rows = _rows(PromptStream(_prompts(20), seed=0, shuffle=True), 0, 60)
+    assert len({tuple(rows[start : start + 20]) for start in (0, 20, 40)}) == 3
+
+
+def test_each_seed_has_another_order() -> None:
+    orders = {tuple(_rows(PromptStream(_prompts(20), seed=seed, shuffle=True), 0, 20)) for seed in range(5)}
+    assert len(orders) == 5
+
+
+def test_neighbouring_seeds_and_epochs_are_not_confused() -> None:
+    # "1/11" and "11/1": seed 1, epoch 11 is not seed 11, epoch 1
+    one = _rows(PromptStream(_prompts(20), seed=1, shuffle=True), 220, 240)
+    eleven = _rows(PromptStream(_prompts(20), seed=11, shuffle=True), 20, 40)
+    assert one != eleven
+
+
+def test_unshuffled_stream_keeps_the_order_of_the_file() -> None:
+    assert _rows(PromptStream(_prompts(3), seed=5, shuffle=False), 0, 7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_dealt_prompt_knows_its_position_and_keeps_the_rest() -> None:
+    prompts = _prompts(3)
+    dealt = PromptStream(prompts, seed=0, shuffle=False).take_step(2, 2)
+    assert dealt == [dataclasses.replace(prompts[1], position=4), dataclasses.replace(prompts[2], position=5)]
