@@ -25,7 +25,8 @@ from grpo_spmd.config import Config, ConfigError
 from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, rollout_seed
 from grpo_spmd.distributed import Session
 
-# vLLM reads these when it is imported, which happens in functions below. In-process is the point of this file; the rest keeps a terminal readable.
+# vLLM reads these when it is imported, which happens in functions below. In-process is the point of this file; the rest keeps a
+# terminal readable.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -19,7 +19,7 @@ if [ -e runs/demo/metrics.jsonl ] && [[ " $*" != *" run_dir="* ]]; then
   echo "demo: moved the last run to runs/demo.$n"
 fi
 # Bad overrides are refused here in one line, before torchrun wraps them in its report.
-python -m grpo_spmd.train --config configs/demo.yaml --check "$@" >/dev/null
+WORLD_SIZE=$nproc python -m grpo_spmd.train --config configs/demo.yaml --check "$@" >/dev/null
 cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > nproc ? cores / nproc : 1 ))}
 echo "demo: torchrun --nproc-per-node $nproc -m grpo_spmd.train --config configs/demo.yaml $*"

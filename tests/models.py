@@ -12,7 +12,7 @@ import yaml
 
 from grpo_spmd.demo import make_tokenizer
 
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
+FAMILIES = ("qwen2", "qwen3", "llama", "granite")
 
 
 def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overrides: Any) -> Path:
@@ -36,13 +36,16 @@ def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overri
         "initializer_range": 0.1,  # larger than usual: near-uniform distributions would hide a wrong weight
         **overrides,
     }
-    if family == "qwen2":
+    if family in ("qwen2", "granite"):
         del sizes["head_dim"]
-        sizes["hidden_size"] = 128  # Qwen2 takes the size of a head from it
+        sizes["hidden_size"] = 128  # Qwen2 and Granite take the size of a head from it
+    if family == "granite":  # the scalings that set it apart, away from 1
+        sizes |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 1.7}
     config = {
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
         "llama": transformers.LlamaConfig,
+        "granite": transformers.GraniteConfig,
         "mistral": transformers.MistralConfig,
     }[family](**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

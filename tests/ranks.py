@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 _MARK = "GRPO_SPMD_TEST_ID"
+_OF_A_GROUP = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # of a test that started one here
 
 
 class Job:
@@ -22,7 +23,13 @@ class Job:
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", _MARK: self.mark, **(env or {})},
+            env={
+                **{n: v for n, v in os.environ.items() if n not in _OF_A_GROUP},
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                _MARK: self.mark,
+                **(env or {}),
+            },
             stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

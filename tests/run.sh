@@ -12,4 +12,5 @@ ruff format --check --quiet grpo_spmd tests benchmarks
 echo "tests: mypy"
 mypy
 echo "tests: pytest"
-exec python -m pytest -m "not gpu" "$@"
+# Two files at a time: most of a multi-rank test is start-up on one core.
+exec python -m pytest -m "not gpu" -n 2 --dist loadfile "$@"

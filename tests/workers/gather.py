@@ -23,7 +23,7 @@ def main() -> None:
     expected = {name: parameter.full_tensor() for name, parameter in hf_named_parameters(policy)}
     numel = sum(t.numel() for t in expected.values())
     for dtype in (torch.float32, torch.bfloat16):
-        for bucket_bytes in (4 * session.world_size, 1000, 4096, 100_000, 1 << 30):
+        for bucket_bytes in (6000, 100_000, 1 << 30):
             stats = SyncStats()
             kept = list(gather_full_tensors(policy, dtype, bucket_bytes, stats))  # kept, as vLLM keeps them: none may be overwritten
             assert [name for name, _ in kept] == list(expected)

@@ -74,6 +74,7 @@ def splits(config: Config) -> dict[str, dict[str, Any]]:
         "a few rows": budget(90),
         "one by one": budget(config.max_rollout_tokens),
         "activations recomputed, small logit chunks": {**budget(200), "model": checkpointed},
+        "two mini-batches": {"training": dataclasses.replace(config.training, num_mini_batches=2)},
     }
 
 

