@@ -202,7 +202,9 @@ def _start_wandb(config: Config) -> Any:
     try:
         import wandb
 
+        settings = wandb.Settings(init_timeout=30)  # without a network the default waits three times as long
         return wandb.init(
+            settings=settings,
             project=config.logging.wandb_project,
             name=Path(config.run_dir).name,
             dir=config.run_dir,

@@ -238,6 +238,17 @@ def load_tokenizer(path: str) -> Any:
         raise ConfigError(f"model.path: cannot load a tokenizer from {path}: {str(error).splitlines()[0]}") from None
 
 
+def stop_token_ids(path: str, tokenizer: Any) -> set[int]:
+    """Token ids that end a completion: those of the model's generation_config.json, else of its config.json, and the tokenizer's eos."""
+    found: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        file = checkpoint_folder(path) / name
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        if eos is not None:
+            return found | set(eos if isinstance(eos, list) else [eos])
+    return found
+
+
 def _attention(config: ModelConfig, device: torch.device) -> str:
     from transformers.utils import is_flash_attn_2_available
 

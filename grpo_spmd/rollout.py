@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,6 +76,8 @@ class RolloutEngine:
     def wake_weights(self) -> None:
         """Bring back the memory of the weights; their contents are not to be used before the next `load_weights`."""
         if not self._on_cpu:
+            # What the update freed is still cached by torch, out of reach of vLLM's own pool: waking would run out of memory.
+            torch.cuda.empty_cache()
             self._llm.wake_up(tags=["weights"])
         self._weights_awake = True
         self.policy_version = None
@@ -110,6 +111,7 @@ class RolloutEngine:
     def wake_kv_cache(self) -> None:
         """Bring back the memory of the KV cache: after the weights, when the buffers of the sync are free again."""
         if not self._on_cpu:
+            torch.cuda.empty_cache()  # the buckets of the sync
             self._llm.wake_up(tags=["kv_cache"])
         self._kv_cache_awake = True
 
@@ -209,20 +211,6 @@ def rollout_groups(engine: RolloutEngine, prompts: Sequence[Prompt], config: Con
     completions = iter(engine.generate(requests, policy_version=step))
     groups = [RolloutGroup(slot, prompts[slot], [next(completions) for _ in samples]) for slot in slots]
     return groups[engine.tp_rank :: config.rollout.tensor_parallel_size]
-
-
-def stop_token_ids(model_folder: str | os.PathLike[str], tokenizer: Any) -> set[int]:
-    """Token ids that end a completion: the model's generation_config and config, and the tokenizer's eos."""
-    import json
-
-    found: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
-    for name in ("generation_config.json", "config.json"):
-        path = Path(model_folder) / name
-        eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if eos is not None:
-            found.update(eos if isinstance(eos, list) else [eos])
-            break  # generation_config.json, where there is one, is what the model's authors want for sampling
-    return found
 
 
 def _start_vllm(config: Config, session: Session) -> Any:

@@ -25,8 +25,8 @@ def train(config: Config, inputs: Inputs) -> None:
     from grpo_spmd.checkpoint import save_weights_if_due
     from grpo_spmd.distributed import end_session, start_session
     from grpo_spmd.metrics import MetricsLog, dump_rollouts_if_due, start_logging
-    from grpo_spmd.policy import build_optimizer, build_policy, build_reference, load_tokenizer
-    from grpo_spmd.rollout import RolloutEngine, rollout_groups, stop_token_ids
+    from grpo_spmd.policy import build_optimizer, build_policy, build_reference, load_tokenizer, stop_token_ids
+    from grpo_spmd.rollout import RolloutEngine, rollout_groups
     from grpo_spmd.update import attach_logprobs, update_policy
     from grpo_spmd.weight_sync import sync_weights
 

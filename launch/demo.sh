@@ -11,15 +11,17 @@ gpus=$(nvidia-smi -L 2>/dev/null | grep -c GPU || true)
 nproc=${NPROC:-$(( gpus > 0 ? gpus : 2 ))}
 
 python -m grpo_spmd.demo
+# Bad overrides are refused here in one line, before torchrun wraps them in its report. (Where run_dir is not the user's own, it is moved
+# out of the way below, and must not be refused because the last run is still in it.)
+case " $*" in *" run_dir="*) elsewhere=() ;; *) elsewhere=(run_dir=runs/checked) ;; esac
+WORLD_SIZE=$nproc python -m grpo_spmd.train --config configs/demo.yaml --check "$@" "${elsewhere[@]}" >/dev/null
 # The newest run is always runs/demo; an earlier one is moved aside, never written over.
-if [ -e runs/demo/metrics.jsonl ] && [[ " $*" != *" run_dir="* ]]; then
+if [ ${#elsewhere[@]} -gt 0 ] && [ -e runs/demo ]; then
   n=1
   while [ -e "runs/demo.$n" ]; do n=$((n + 1)); done
   mv runs/demo "runs/demo.$n"
   echo "demo: moved the last run to runs/demo.$n"
 fi
-# Bad overrides are refused here in one line, before torchrun wraps them in its report.
-WORLD_SIZE=$nproc python -m grpo_spmd.train --config configs/demo.yaml --check "$@" >/dev/null
 cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > nproc ? cores / nproc : 1 ))}
 echo "demo: torchrun --nproc-per-node $nproc -m grpo_spmd.train --config configs/demo.yaml $*"

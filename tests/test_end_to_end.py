@@ -212,6 +212,14 @@ def test_mini_batches_reference_tensor_parallel_and_bfloat16_work_together(elabo
     assert all(m["weight_sync/mismatch_kl"] < 1e-2 for m in elaborate.metrics)
 
 
+def test_a_rank_with_nothing_to_do_keeps_step(demo: Path) -> None:
+    """Three ranks, one prompt: two ranks neither generate nor score, and a rank may have no rollout to train on."""
+    small = ["rollout.num_prompts_per_step=1", "rollout.group_size=2", "training.num_steps=3"]
+    run = train(3, demo, demo.parent / "idle", *small)
+    assert [len(run.rollouts(step)) for step in range(3)] == [2, 2, 2]
+    assert all(math.isfinite(m["optim/grad_norm"]) for m in run.metrics)
+
+
 def test_rollouts_are_dumped_as_often_as_configured(elaborate: Run) -> None:
     assert sorted(p.name for p in (elaborate.folder / "rollouts").iterdir()) == ["step_000000.jsonl", "step_000002.jsonl"]
 
