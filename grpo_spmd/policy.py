@@ -34,9 +34,9 @@ class Policy(nn.Module):
     `forward` is the only door: FSDP gathers the embedding and the lm_head when it is entered, once a micro-batch.
     """
 
-    def __init__(self, config: Any, temperature: float, logprob_chunk_tokens: int, attention: str) -> None:
+    def __init__(self, config: Any, temperature: float, logprob_chunk_tokens: int, attention: str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
         self.temperature = temperature * getattr(config, "logits_scaling", 1.0)  # Granite divides its logits by a constant
         self.logprob_chunk_tokens = logprob_chunk_tokens
         self.attention = attention
@@ -190,8 +190,11 @@ def build_policy(config: ModelConfig, temperature: float, session: Session, *, t
     for name in ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"):
         if getattr(hf_config, name, 0):  # dropout would make the policy differ from the engine that sampled
             setattr(hf_config, name, 0.0)
+    compute = DTYPES[config.dtype]
+    # Parameters alone are made in this dtype: Module.to would round the rotary frequencies as well.
+    stored = torch.float32 if trainable else compute
     with torch.device("meta"):
-        policy = Policy(hf_config, temperature, config.logprob_chunk_tokens, _attention(config, session.device))
+        policy = Policy(hf_config, temperature, config.logprob_chunk_tokens, _attention(config, session.device), stored)
     head = policy.model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise ConfigError(f"model.path: {config.path} has a bias in its lm_head, which the chunked logprobs do not support")
@@ -200,7 +203,6 @@ def build_policy(config: ModelConfig, temperature: float, session: Session, *, t
     policy.train(trainable)  # HF checkpoints activations in training mode only; there is no dropout left for it to switch on
     policy.requires_grad_(trainable)
 
-    compute = DTYPES[config.dtype]
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in policy.model.get_decoder().layers:
         fully_shard(layer, mesh=session.mesh, mp_policy=precision)
@@ -210,8 +212,6 @@ def build_policy(config: ModelConfig, temperature: float, session: Session, *, t
             # The loss is divided by the global token count already: sum gradients over ranks, do not average them.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    if not trainable:
-        policy.to(compute)
     policy.to_empty(device=session.device)
     policy.model.tie_weights()  # to_empty made two parameters out of a tied one
     _initialise_buffers(policy)

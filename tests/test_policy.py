@@ -162,6 +162,16 @@ def test_bfloat16_compute_keeps_float32_master_weights(tmp_path: Path, session: 
     assert 1e-5 < difference.item() < 0.3  # it did compute in bfloat16, and not something else
 
 
+def test_the_reference_in_bfloat16_scores_as_the_policy_does(tmp_path: Path, session: Session) -> None:
+    config = model_config(make_model(tmp_path, "qwen3", tied=True), dtype="bfloat16")
+    policy = build_policy(config, 1.0, session)
+    reference = build_policy(config, 1.0, session, trainable=False)
+    batch = pack_rollouts(rollouts(LENGTHS), CPU)
+    assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in reference.parameters())
+    assert torch.equal(policy(batch)[0], reference(batch)[0])  # also its rotary frequencies, which stay float32
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_saved_weights_load_in_transformers(tmp_path: Path, session: Session, tied: bool) -> None:
     folder = make_model(tmp_path / "model", "qwen3", tied=tied)
