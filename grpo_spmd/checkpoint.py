@@ -51,22 +51,27 @@ def save_weights(policy: Policy, model: ModelConfig, folder: Path, session: Sess
         save_file(pending, temporary / name, metadata={"format": "pt"})
         pending.clear()
 
-    for name, tensor in gather_full_tensors(policy, DTYPES[model.dtype], _BUCKET_BYTES, SyncStats()):
-        if not session.is_rank0:
-            continue
-        size = tensor.numel() * tensor.element_size()
-        if pending and sum(t.numel() * t.element_size() for t in pending.values()) + size > _FILE_BYTES:
+    try:
+        for name, tensor in gather_full_tensors(policy, DTYPES[model.dtype], _BUCKET_BYTES, SyncStats()):
+            if not session.is_rank0:
+                continue
+            size = tensor.numel() * tensor.element_size()
+            if pending and sum(t.numel() * t.element_size() for t in pending.values()) + size > _FILE_BYTES:
+                write_file()
+            pending[name] = tensor.cpu()
+            total += size
+        if session.is_rank0:
             write_file()
-        pending[name] = tensor.cpu()
-        total += size
-    if session.is_rank0:
-        write_file()
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        _copy_companions(checkpoint_folder(model.path), temporary, model.dtype)
-        _sync_to_disk(temporary)
-        temporary.rename(folder)
-        _sync_path(folder.parent)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+            _copy_companions(checkpoint_folder(model.path), temporary, model.dtype)
+            _sync_to_disk(temporary)
+            temporary.rename(folder)
+            _sync_path(folder.parent)
+    except BaseException:
+        if session.is_rank0:  # half a checkpoint would only keep a full disk full
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     barrier()  # no rank goes on as if it were saved before it is
 
 

@@ -11,6 +11,8 @@ import difflib
 import math
 import os
 import re
+import sys
+import time
 import types
 import typing
 from collections.abc import Mapping
@@ -29,6 +31,18 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         return " ".join(super().__str__().split("\n"))
+
+
+def refuse(error: ConfigError) -> typing.NoReturn:
+    """End this rank with one line and exit code 2.
+
+    Under torchrun all ranks see the same mistake, the first of the node says so, and torchrun ends the others once it is gone. They
+    wait for that; one that is still there afterwards was alone with its mistake (a file that only its node lacks) and says it itself.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
 
 
 def key(default: Any, doc: str) -> Any:
@@ -390,6 +404,7 @@ def _cross_check(config: Config) -> None:
         "rollout.max_completion_tokens": (rollout.max_completion_tokens, 1),
         "rollout.tensor_parallel_size": (rollout.tensor_parallel_size, 1),
         "rollout.weight_sync_bucket_mib": (rollout.weight_sync_bucket_mib, 1),
+        "rollout.temperature": (rollout.temperature, 0.01),  # vLLM would silently sample at 0.01
         "loss.kl_coef": (config.loss.kl_coef, 0),
         "loss.entropy_coef": (config.loss.entropy_coef, 0),
         "optimizer.lr": (config.optimizer.lr, 0),
@@ -405,7 +420,6 @@ def _cross_check(config: Config) -> None:
         if value < least:
             raise ConfigError(f"{name} must be >= {least}; got {value}")
     inside = {
-        "rollout.temperature": (rollout.temperature, 0.0, math.inf),
         "loss.clip_ratio_low": (config.loss.clip_ratio_low, 0.0, 1.0),
         "loss.clip_ratio_high": (config.loss.clip_ratio_high, 0.0, math.inf),
         "optimizer.max_grad_norm": (config.optimizer.max_grad_norm, 0.0, math.inf),

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any, TypeVar
 from grpo_spmd.config import Config, ConfigError, DataConfig
 from grpo_spmd.data_types import Prompt
 
-_log = logging.getLogger("grpo_spmd")
 T = TypeVar("T")
 
 
@@ -142,12 +140,7 @@ def build_prompts(rows: Sequence[PromptRow], tokenizer: Any, config: Config) -> 
             prompts.append(Prompt(number, number, list(token_ids), row.prompt, row.columns))
         elif config.data.on_long_prompt == "error":
             raise ConfigError(_too_long(row, len(token_ids), config.data))
-    dropped = len(rows) - len(prompts)
-    check_enough_rows(len(prompts), config, dropped)
-    if dropped:
-        _log.warning(
-            "data: dropped %d of %d prompts, longer than data.max_prompt_tokens=%d", dropped, len(rows), config.data.max_prompt_tokens
-        )
+    check_enough_rows(len(prompts), config, len(rows) - len(prompts))
     return prompts
 
 
@@ -201,10 +194,10 @@ def _read_parquet(path: Path) -> list[tuple[str, dict[str, Any]]]:
     import pyarrow.parquet
 
     try:
-        table = _open(path, lambda: pyarrow.parquet.read_table(path))
-    except pyarrow.ArrowException as error:
-        raise ConfigError(f"data.train: {path} is not a parquet file: {error}") from None
-    return [(f"{path}:row {number}", record) for number, record in enumerate(table.to_pylist())]
+        records = _open(path, lambda: pyarrow.parquet.read_table(path)).to_pylist()
+    except (pyarrow.ArrowException, ValueError) as error:  # ValueError: a text column that is not UTF-8
+        raise ConfigError(f"data.train: {path} cannot be read as parquet: {error}") from None
+    return [(f"{path}:row {number}", record) for number, record in enumerate(records)]
 
 
 def _read_hub(source: str) -> list[tuple[str, dict[str, Any]]]:

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from grpo_spmd.config import ConfigError
+from grpo_spmd.config import ConfigError, refuse
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(minutes=30)
@@ -98,8 +98,8 @@ def end_all_ranks_on_error() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:  # seen only now: it took the tokenizer or the model to see it
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        with suppress(SystemExit):
+            refuse(error)
         os._exit(2)
     except BaseException as error:
         rank = os.environ.get("RANK", "0")
@@ -133,7 +133,7 @@ def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
     Values and result must survive JSON; floats do so exactly, NaN included.
 
     Raises:
-        Rank0Error: on every rank, if `fn` raised on rank 0.
+        Rank0Error: on every rank, if `fn` raised on rank 0; a ConfigError stays one.
     """
     values = gather_bytes(_encode(value))
     reply = b""
@@ -141,10 +141,14 @@ def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
     if values is not None:
         try:
             reply = b"+" + _encode(fn([json.loads(v) for v in values]))
+        except ConfigError as refused:
+            reply = b"?" + _encode(str(refused))
         except Exception as caught:  # handed to every rank below: a rank 0 that just left would look like a lost connection
             error = caught
             reply = b"-" + _encode(f"{type(caught).__name__}: {caught}")
     reply = _broadcast_bytes(reply)
+    if reply[:1] == b"?":
+        raise ConfigError(json.loads(reply[1:]))
     if reply[:1] == b"-":
         raise Rank0Error(json.loads(reply[1:])) from error
     result: T = json.loads(reply[1:])

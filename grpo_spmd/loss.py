@@ -73,7 +73,7 @@ def kl_estimate(logprobs: Float[Tensor, " C"], ref_logprobs: Float[Tensor, " C"]
 
 
 def mismatch_sums(logprobs: Float[Tensor, " C"], rollout_logprobs: Float[Tensor, " C"], loss_mask: Bool[Tensor, " C"]) -> dict[str, Tensor]:
-    """How far the engine that sampled is from the policy that trains, on the sampled tokens: sums, and the largest difference.
+    """How far the engine that sampled is from the policy that trains, on the sampled tokens: sums, and the largest absolute difference.
 
     "mismatch_kl" sums the k3 estimate of KL(engine || policy), which cannot cancel; with the same weights it is rounding alone.
     """
@@ -83,5 +83,6 @@ def mismatch_sums(logprobs: Float[Tensor, " C"], rollout_logprobs: Float[Tensor,
     difference = difference.double()
     return {
         "mismatch_kl": (torch.expm1(difference) - difference).sum(),
+        "mismatch_abs": difference.abs().sum(),
         "max:mismatch_abs": difference.abs().max() if len(difference) else zero.double(),
     }

@@ -16,12 +16,13 @@ import torch
 import yaml
 
 from grpo_spmd.assemble import Decision
-from grpo_spmd.config import Config, config_to_dict
+from grpo_spmd.config import Config, ConfigError, config_to_dict
 from grpo_spmd.data_types import RolloutGroup, ScoredRollouts
 from grpo_spmd.distributed import Session, gather_bytes, merge_sums, on_rank0
 from grpo_spmd.weight_sync import SyncStats
 
 PHASES = ("weight_sync", "rollout", "reward", "logprobs", "update", "checkpoint")
+MAX_MISMATCH_ABS_MEAN = 0.2  # nats
 _log = logging.getLogger("grpo_spmd")
 
 # Dense bf16 peak, FLOP/s, by a part of the device's name (vendor data sheets).
@@ -61,7 +62,7 @@ class MetricsLog:
         part["max:step_s"] = now - self._step_start
         part |= {f"max:time/{name}": seconds for name, seconds in self._times.items()}
         part |= {f"max:memory/{name}": gib for name, gib in self._peaks.items()}
-        sums = on_rank0(merge_sums, part)
+        sums = on_rank0(_merge_and_check, part)
         if self._session.is_rank0:
             self._write({"step": step, **self._derive(decided, synced, sums)})
         self._times.clear()
@@ -100,6 +101,7 @@ class MetricsLog:
             "optim/grad_norm": sums["max:grad_norm"],
             "optim/lr": sums["max:lr"],
             "weight_sync/mismatch_kl": sums["mismatch_kl"] / tokens,
+            "weight_sync/mismatch_abs_mean": sums["mismatch_abs"] / tokens,
             "weight_sync/mismatch_abs_max": sums["max:mismatch_abs"],
             "weight_sync/bytes": synced.bytes,
             "weight_sync/num_collectives": synced.num_collectives,
@@ -128,6 +130,21 @@ class MetricsLog:
         _log.info(_console_line(metrics, self._config.training.num_steps))
         if self._wandb is not None and not _never_fatal(self._wandb.log, clean, step=int(metrics["step"] or 0)):
             self._wandb = None
+
+
+def _merge_and_check(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Add up the ranks' sums, and stop where engine and policy give the sampled tokens quite different logprobs.
+
+    Rounding in bfloat16 makes about 0.01 nats; stale weights, or a model whose logprobs this package computes wrongly, make 0.3 and more.
+    """
+    sums = merge_sums(parts)
+    mean = sums["mismatch_abs"] / max(sums["loss_tokens"], 1.0)
+    if mean > MAX_MISMATCH_ABS_MEAN:
+        raise RuntimeError(
+            f"engine and policy differ by {mean:.3g} nats a token on the tokens just sampled, over {MAX_MISMATCH_ABS_MEAN}: "
+            "the engine does not hold the policy's weights, or the policy does not compute this model as the engine does"
+        )
+    return sums
 
 
 def dump_rollouts_if_due(config: Config, step: int, groups: Sequence[RolloutGroup], scored: ScoredRollouts, decided: Decision) -> None:
@@ -164,15 +181,26 @@ def dump_rollouts_if_due(config: Config, step: int, groups: Sequence[RolloutGrou
         path.write_text("".join(merged[i] + "\n" for i in sorted(merged)), encoding="utf-8")
 
 
-def start_logging(config: Config, session: Session) -> None:
-    """Open the run folder: `config.yaml` as resolved, and `logs/rank_<rank>.log`, which gets all log lines of a rank.
+def open_run_dir(config: Config, session: Session, num_dropped_prompts: int) -> None:
+    """Collective. Make the run folder: `config.yaml` as resolved, and `logs/rank_<rank>.log`, which gets all log lines of a rank.
 
     The terminal gets rank 0's lines, and other ranks' warnings.
+
+    Raises:
+        ConfigError: another run has taken the folder since it was checked.
     """
+
+    def claim(_: list[Any]) -> None:
+        Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+        try:
+            with Path(config.run_dir, "config.yaml").open("x", encoding="utf-8") as file:
+                yaml.safe_dump(config_to_dict(config), file, sort_keys=False)
+        except FileExistsError:
+            raise ConfigError(f"run_dir: another run has just taken {config.run_dir}; choose another") from None
+
+    on_rank0(claim, None)
     logs = Path(config.run_dir, "logs")
-    logs.mkdir(parents=True, exist_ok=True)
-    if session.is_rank0:
-        Path(config.run_dir, "config.yaml").write_text(yaml.safe_dump(config_to_dict(config), sort_keys=False), encoding="utf-8")
+    logs.mkdir(parents=True, exist_ok=True)  # a node's own, where the folder is not shared
     to_file = logging.FileHandler(logs / f"rank_{session.rank}.log", encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     to_terminal = logging.StreamHandler(sys.stdout)
@@ -181,6 +209,8 @@ def start_logging(config: Config, session: Session) -> None:
     _log.setLevel(logging.INFO)
     _log.propagate = False
     _log.handlers[:] = [to_file, to_terminal]
+    if num_dropped_prompts and session.is_rank0:
+        _log.warning("data: dropped %d prompts longer than data.max_prompt_tokens=%d", num_dropped_prompts, config.data.max_prompt_tokens)
 
 
 def _console_line(m: dict[str, float | None], num_steps: int) -> str:

@@ -7,6 +7,7 @@ other and nothing is padded, the lm_head so that the [T, V] logits never exist a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,14 +188,14 @@ def build_policy(config: ModelConfig, temperature: float, session: Session, *, t
     """
     hf_config = transformers.AutoConfig.from_pretrained(config.path)
     _refuse_unsupported(hf_config, config.path)
-    for name in ("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"):
-        if getattr(hf_config, name, 0):  # dropout would make the policy differ from the engine that sampled
+    for name, value in vars(hf_config).items():  # dropout would make the policy differ from the engine that sampled
+        if isinstance(value, int | float) and re.search("dropout|pdrop|layerdrop", name):
             setattr(hf_config, name, 0.0)
     compute = DTYPES[config.dtype]
     # Parameters alone are made in this dtype: Module.to would round the rotary frequencies as well.
     stored = torch.float32 if trainable else compute
     with torch.device("meta"):
-        policy = Policy(hf_config, temperature, config.logprob_chunk_tokens, _attention(config, session.device), stored)
+        policy = Policy(hf_config, temperature, config.logprob_chunk_tokens, _attention(config, hf_config, session.device), stored)
     head = policy.model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise ConfigError(f"model.path: {config.path} has a bias in its lm_head, which the chunked logprobs do not support")
@@ -206,7 +207,8 @@ def build_policy(config: ModelConfig, temperature: float, session: Session, *, t
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in policy.model.get_decoder().layers:
         fully_shard(layer, mesh=session.mesh, mp_policy=precision)
-    fully_shard(policy, mesh=session.mesh, mp_policy=precision)
+    # After a forward pass without a backward pass the root would keep its embedding and lm_head gathered; the reference never has one.
+    fully_shard(policy, mesh=session.mesh, mp_policy=precision, reshard_after_forward=not trainable)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by the global token count already: sum gradients over ranks, do not average them.
@@ -249,21 +251,31 @@ def stop_token_ids(path: str, tokenizer: Any) -> set[int]:
     return found
 
 
-def _attention(config: ModelConfig, device: torch.device) -> str:
+def _attention(config: ModelConfig, hf_config: Any, device: torch.device) -> str:
     from transformers.utils import is_flash_attn_2_available
 
-    flash = device.type == "cuda" and config.dtype == "bfloat16" and is_flash_attn_2_available()
+    supported = getattr(transformers.AutoModelForCausalLM._model_mapping[type(hf_config)], "_supports_flash_attn", False)
+    flash = device.type == "cuda" and config.dtype == "bfloat16" and is_flash_attn_2_available() and supported
     if config.attention == "flash" and not flash:
-        raise ConfigError("model.attention: flash needs a GPU, model.dtype: bfloat16 and the flash-attn package; set auto or sdpa")
+        raise ConfigError(
+            "model.attention: flash needs a GPU, model.dtype: bfloat16, the flash-attn package and a model that supports it; "
+            "set auto or sdpa"
+        )
     return "flash_attention_2" if flash and config.attention != "sdpa" else _PACKED_ATTENTION
 
 
 def _refuse_unsupported(hf_config: Any, path: str) -> None:
-    if hf_config.is_encoder_decoder:
-        raise ConfigError(f"model.path: {path} is an encoder-decoder model; a causal LM is needed")
-    for name in ("final_logit_softcapping", "logit_scale"):
-        if getattr(hf_config, name, None):
+    """What would train on wrong logprobs without a word. Whatever else does, the engine's logprobs show at step 0 (metrics.py)."""
+    if type(hf_config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise ConfigError(f"model.path: {path} ({hf_config.model_type}) is not a causal LM")
+    for name in ("final_logit_softcapping", "logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scaling"):
+        if getattr(hf_config, name, None) and not (name == "logits_scaling" and hf_config.model_type.startswith("granite")):
             raise ConfigError(f"model.path: {path} changes its logits by {name}, which the chunked logprobs do not support")
+    # Convolutions and recurrent states run on from one sequence of a packed row into the next.
+    others = set(getattr(hf_config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    others |= {name for name in vars(hf_config) if re.match("mamba_|ssm_|conv_kernel|state_size|linear_conv", name)}
+    if others:
+        raise ConfigError(f"model.path: {path} has layers other than attention ({sorted(others)[0]}), which packed rows do not support")
 
 
 def _initialise_buffers(policy: Policy) -> None:

@@ -73,7 +73,8 @@ def _check_run_dir(run_dir: Path) -> None:
 def _check_model(config: Config) -> None:
     folder = Path(config.model.path)
     if not folder.is_dir():
-        if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", config.model.path):
+        organisation = folder.parts[0] if folder.parts else ""
+        if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", config.model.path) and not Path(organisation).exists():
             return  # a hub id
         raise ConfigError(f"model.path: there is no folder {folder}, and it is no hub id (organisation/name)")
     file = folder / "config.json"
@@ -85,8 +86,12 @@ def _check_model(config: Config) -> None:
         raise ConfigError(f"model.path: {file} is not valid JSON: {error}") from None
     if not isinstance(model, dict):
         raise ConfigError(f"model.path: {file} must hold a JSON object, got {type(model).__name__}")
+    if not isinstance(model.get("model_type"), str):
+        raise ConfigError(f"model.path: {file} names no model_type")
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.path: {folder} holds no .safetensors file")
+    for path in sorted(folder.glob("*.safetensors")):
+        _check_safetensors(path)
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
         raise ConfigError(f"model.path: {folder} holds no tokenizer")  # transformers would make an empty one up
     positions = model.get("max_position_embeddings")
@@ -100,3 +105,17 @@ def _check_model(config: Config) -> None:
         raise ConfigError(
             f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}) must divide the model's {heads} attention heads"
         )
+
+
+def _check_safetensors(path: Path) -> None:
+    """Whether the file is as long as its header says: a download or copy that broke off is seen here and not minutes later."""
+    try:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            size = path.stat().st_size
+            header = json.loads(file.read(header_bytes)) if header_bytes < size else {}
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        ends = []
+    if not ends or 8 + header_bytes + max(ends) != size:
+        raise ConfigError(f"model.path: {path} is not a whole safetensors file; copy or download it again")

@@ -12,19 +12,19 @@ import sys
 
 import yaml
 
-from grpo_spmd.config import Config, ConfigError, config_to_dict, describe_keys, load_config
+from grpo_spmd.config import Config, ConfigError, config_to_dict, describe_keys, load_config, refuse
 from grpo_spmd.data import PromptStream, build_prompts
 from grpo_spmd.preflight import Inputs, check_inputs
 from grpo_spmd.rewards import score_groups
 
 
-def train(config: Config, inputs: Inputs) -> None:
-    """Collective. One whole run."""
+def train(config: Config, inputs: Inputs) -> bool:
+    """Collective. One whole run; True when it came to its end."""
     # Imported here, because --help and a config error should not wait seconds for torch and vllm.
     from grpo_spmd.assemble import assemble_batch
     from grpo_spmd.checkpoint import save_weights_if_due
     from grpo_spmd.distributed import end_session, start_session
-    from grpo_spmd.metrics import MetricsLog, dump_rollouts_if_due, start_logging
+    from grpo_spmd.metrics import MetricsLog, dump_rollouts_if_due, open_run_dir
     from grpo_spmd.policy import build_optimizer, build_policy, build_reference, load_tokenizer, stop_token_ids
     from grpo_spmd.rollout import RolloutEngine, rollout_groups
     from grpo_spmd.update import attach_logprobs, update_policy
@@ -35,12 +35,13 @@ def train(config: Config, inputs: Inputs) -> None:
     stream = PromptStream(prompts, config.seed, config.data.shuffle)
 
     session = start_session()
-    start_logging(config, session)
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
     engine = RolloutEngine(config, session, stop_token_ids(config.model.path, tokenizer))
     policy = build_policy(config.model, config.rollout.temperature, session)
     reference = build_reference(config, session)
     optimizer, schedule = build_optimizer(policy, config.optimizer)
+    # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
+    open_run_dir(config, session, num_dropped_prompts=len(inputs.rows) - len(prompts))
     log = MetricsLog(config, session, policy.num_parameters)
 
     for step in range(config.training.num_steps):
@@ -64,6 +65,7 @@ def train(config: Config, inputs: Inputs) -> None:
     log.close()
     engine.shutdown()
     end_session()
+    return True
 
 
 def main() -> None:
@@ -73,9 +75,7 @@ def main() -> None:
         config = load_config(args.config, args.overrides)
         inputs = check_inputs(config)
     except ConfigError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun once a node, not once a rank
-            print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse(error)
     if args.check:
         yaml.safe_dump(config_to_dict(config), sys.stdout, sort_keys=False)
         return
@@ -87,7 +87,9 @@ def main() -> None:
     from grpo_spmd.distributed import end_all_ranks_on_error
 
     with end_all_ranks_on_error():
-        record(train)(config, inputs)
+        finished = record(train)(config, inputs)
+        if not finished:  # torch's record takes a sys.exit(0) somewhere below for a success
+            raise RuntimeError("something called sys.exit(0) in the middle of the run")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,8 @@ cd "$(dirname "$0")/.."
 
 launch/setup.sh
 . .venv/bin/activate
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c GPU || true)
+gpus=0  # torch knows CUDA_VISIBLE_DEVICES and MIG; it takes seconds to ask, so only where there may be one
+if command -v nvidia-smi >/dev/null 2>&1; then gpus=$(python -c 'import torch; print(torch.cuda.device_count())'); fi
 nproc=${NPROC:-$(( gpus > 0 ? gpus : 2 ))}
 
 python -m grpo_spmd.demo

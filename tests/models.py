@@ -36,7 +36,7 @@ def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overri
         "initializer_range": 0.1,  # larger than usual: near-uniform distributions would hide a wrong weight
         **overrides,
     }
-    if family in ("qwen2", "granite"):
+    if family in ("qwen2", "granite", "starcoder2"):
         del sizes["head_dim"]
         sizes["hidden_size"] = 128  # Qwen2 and Granite take the size of a head from it
     if family == "granite":  # the scalings that set it apart, away from 1
@@ -47,6 +47,7 @@ def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overri
         "llama": transformers.LlamaConfig,
         "granite": transformers.GraniteConfig,
         "mistral": transformers.MistralConfig,
+        "starcoder2": transformers.Starcoder2Config,
     }[family](**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import safetensors.numpy
 import yaml
 
 from grpo_spmd.config import Config, ConfigError, config_to_dict, describe_keys, load_config
@@ -336,8 +338,8 @@ print("status", status, "heavy", heavy)
 @pytest.mark.parametrize("case", ["help", "config_error", "data_error", "check"])
 def test_answers_that_need_no_model_import_neither_torch_nor_vllm(case: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
+    (tmp_path / "model" / "model.safetensors").write_bytes(safetensors.numpy.save({"x": numpy.zeros(1)}))
     (tmp_path / "model" / "tokenizer_config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8")
     tree = {**MINIMAL, "run_dir": f"{tmp_path}/run", "model": {"path": f"{tmp_path}/model"}, "data": {"train": f"{tmp_path}/x.jsonl"}}

@@ -49,6 +49,20 @@ def test_a_raise_in_one_ranks_reward_ends_all_with_its_traceback(tmp_path: Path,
     assert not job.survivors()
 
 
+def test_a_reward_that_calls_exit_is_a_failure(tmp_path: Path, model: Path) -> None:
+    code, output = start(tmp_path, model, "raise SystemExit(0)", num_ranks=1).wait(120)
+    assert code == 1
+    assert "reward 'reward' raised SystemExit: 0" in output
+
+
+def test_what_only_the_engine_refuses_leaves_nothing_behind(tmp_path: Path, model: Path) -> None:
+    config = write_config(tmp_path, model, rollout={"engine": {"max_num_seq": 8}})
+    code, output = Job([sys.executable, "-m", "grpo_spmd.train", "--config", str(config)]).wait(120)
+    assert code == 2
+    assert "error: rollout.engine: vllm.LLM refused ['max_num_seq']" in output.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_reward_that_scores_nothing_stops_all_ranks_and_says_why(tmp_path: Path, model: Path) -> None:
     job = start(tmp_path, model, "return [float('nan')] * len(completions)")
     code, output = job.wait(120)

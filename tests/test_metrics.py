@@ -9,7 +9,7 @@ import pytest
 
 from grpo_spmd.config import load_config
 from grpo_spmd.distributed import merge_sums
-from grpo_spmd.metrics import _never_fatal, _start_wandb
+from grpo_spmd.metrics import _merge_and_check, _never_fatal, _start_wandb
 from tests.models import write_config
 
 
@@ -32,6 +32,13 @@ def test_a_tracker_that_raises_is_given_up_and_not_fatal() -> None:
 
     assert _never_fatal(log, 1) is False
     assert _never_fatal(len, [1]) is True
+
+
+def test_an_engine_that_differs_from_the_policy_stops_the_run() -> None:
+    rounding = {"mismatch_abs": 0.9, "loss_tokens": 100.0}
+    assert _merge_and_check([rounding, rounding])["mismatch_abs"] == 1.8
+    with pytest.raises(RuntimeError, match=r"engine and policy differ by 0\.3 nats a token"):
+        _merge_and_check([rounding, {"mismatch_abs": 59.1, "loss_tokens": 100.0}])
 
 
 def test_sums_of_ranks_add_up_and_maxima_stay_maxima() -> None:

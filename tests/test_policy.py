@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from grpo_spmd.batching import pack_rollouts
 from grpo_spmd.checkpoint import save_weights
@@ -216,3 +217,36 @@ def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path, session: Session
     save_file({**tensors, "lm_head.weight": torch.zeros(3, 64)}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"lm_head\.weight has shape \[3, 64\] .* asks for \[97, 64\]"):
         load_weights(policy, folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("qwen3", {"logits_scaling": 2.0}, "changes its logits by logits_scaling"),
+        ("llama", {"final_logit_softcapping": 30.0}, "changes its logits by final_logit_softcapping"),
+        ("qwen3", {"layer_types": ["linear_attention", "full_attention"]}, "layers other than attention"),
+        ("llama", {"mamba_d_state": 16}, "layers other than attention"),
+    ],
+)
+def test_a_model_whose_logprobs_would_be_wrong_is_refused(
+    tmp_path: Path, session: Session, family: str, changes: dict[str, object], expected: str
+) -> None:
+    folder = make_model(tmp_path, family, tied=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ConfigError, match=expected):
+        build_policy(model_config(folder), 1.0, session)
+
+
+def test_dropout_of_the_checkpoint_is_switched_off(tmp_path: Path, session: Session) -> None:
+    folder = make_model(tmp_path, "starcoder2", tied=True, residual_dropout=0.5, embedding_dropout=0.5, attention_dropout=0.5)
+    policy = build_policy(model_config(folder), 1.0, session)
+    batch = pack_rollouts(rollouts(LENGTHS), CPU)
+    assert torch.equal(policy(batch)[0], policy(batch)[0])
+
+
+def test_the_reference_does_not_stay_gathered(tmp_path: Path, session: Session) -> None:
+    reference = build_policy(model_config(make_model(tmp_path, "llama", tied=False)), 1.0, session, trainable=False)
+    with torch.no_grad():
+        reference(pack_rollouts(rollouts(LENGTHS), CPU))
+    assert all(isinstance(parameter, DTensor) for parameter in reference.parameters())

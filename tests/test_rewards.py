@@ -353,6 +353,9 @@ def test_format_matches_the_whole_completion(completion: str, score: float) -> N
         ("$1,234.50 in all", Fraction("1234.5")),
         ("it is -3", Fraction(-3)),
         ("-$20", Fraction(-20)),
+        ("\u7b54\u6848\u662f18", Fraction(18)),  # Chinese puts no space before a number
+        ("_18_", Fraction(18)),
+        ("x18", None),
         ("5-3", Fraction(3)),
         ("**18** dollars", Fraction(18)),
         ("\\boxed{0.25}", Fraction(1, 4)),
@@ -406,6 +409,7 @@ def test_gsm8k(completion: str, answer: Any, score: float | None) -> None:
         ("24", [3, 8], 24, 0.0),
         ("38", [3, 8], 38, 0.0),  # digits glued together
         ("24=3*8", [3, 8], 24, 0.0),
+        ("3*8=1", [3, 8], 24, 0.0),  # says that it reaches something else
         ("-3+8", [3, 8], 5, 1.0),  # a sign, as TinyZero's eval accepts it
         ("--3+8", [3, 8], 11, 1.0),
         ("+3+8", [3, 8], 11, 0.0),  # no plus sign

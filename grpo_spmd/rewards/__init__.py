@@ -113,13 +113,13 @@ def _call_all(rewards: Sequence[Reward], keywords: dict[str, Any]) -> list[Any]:
     No event loop runs around the sync ones, so that a function may call `asyncio.run` itself.
     """
 
-    def failed(reward: Reward, error: Exception) -> RewardError:
+    def failed(reward: Reward, error: BaseException) -> RewardError:
         return RewardError(f"reward {reward.name!r} raised {type(error).__name__}: {error}")
 
     async def finish(reward: Reward, values: Any) -> Any:
         try:
             return await values if inspect.isawaitable(values) else values
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise failed(reward, error) from error
 
     async def finish_all() -> list[Any]:
@@ -130,7 +130,7 @@ def _call_all(rewards: Sequence[Reward], keywords: dict[str, Any]) -> list[Any]:
         for reward in rewards:
             try:
                 results.append(reward.function(**keywords))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise failed(reward, error) from error
         if any(inspect.isawaitable(values) for values in results):
             results = asyncio.run(finish_all())

@@ -41,7 +41,7 @@ def last_number(text: str) -> Fraction | None:
 
     None where there is none, and where its digits are more than Python reads (4300), as a model that repeats itself may write.
     """
-    found = re.findall(r"(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?", text)
+    found = re.findall(r"(?<![A-Za-z0-9.])-?\$?\d[\d,]*(?:\.\d+)?", text)
     try:
         return Fraction(re.sub(r"[,$]", "", found[-1])) if found else None
     except ValueError:
@@ -74,7 +74,9 @@ def _tagged(text: str, tag: str | None) -> str | None:
 
 
 def _reaches(equation: str, given: Sequence[int], target: Fraction) -> bool:
-    equation = equation.partition("=")[0]
+    equation, equals, result = equation.partition("=")
+    if equals and result.strip() != str(target):
+        return False
     # Numbers, four operations and brackets. Its length is bounded because parsing nested brackets recurses.
     if len(equation) > 256 or not re.fullmatch(r"[\d+\-*/() ]+", equation):
         return False
