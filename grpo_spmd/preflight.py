@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.util
 import json
 import os
 import re
@@ -31,6 +34,7 @@ def check_inputs(config: Config) -> Inputs:
     _check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
     _check_run_dir(Path(config.run_dir))
     _check_model(config)
+    _check_engine_keys(config)
     rewards = load_rewards(config.rewards)
     rows = read_rows(config.data)
     check_enough_rows(len(rows), config)
@@ -105,6 +109,30 @@ def _check_model(config: Config) -> None:
         raise ConfigError(
             f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}) must divide the model's {heads} attention heads"
         )
+
+
+def _check_engine_keys(config: Config) -> None:
+    """Refuse a misspelt `rollout.engine` key by reading vllm's source: importing vllm to ask it takes ten seconds."""
+    package = importlib.util.find_spec("vllm") if config.rollout.engine else None
+    if package is None or package.origin is None:
+        return
+    known: set[str] = set()
+    for file, of in (("engine/arg_utils.py", "EngineArgs"), ("entrypoints/llm.py", "LLM")):
+        path = Path(package.origin).parent / file
+        if not path.is_file():  # another layout in another version: vllm itself will tell
+            return
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.name == of:
+                for item in node.body:
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                        known.add(item.target.id)
+                    elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
+                        known |= {argument.arg for argument in [*item.args.args, *item.args.kwonlyargs]}
+    for name in config.rollout.engine:
+        if known and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"rollout.engine.{name}: vllm.LLM of the installed version has no such argument{hint}")
 
 
 def _check_safetensors(path: Path) -> None:

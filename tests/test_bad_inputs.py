@@ -147,6 +147,10 @@ bad_value("rollout.num_prompts_per_step must be >= 1; got -4", "rollout.num_prom
 bad_value("rollout.group_size must be >= 2; got 1", "rollout.group_size=1")
 bad_value("rollout.max_completion_tokens must be >= 1; got -1", "rollout.max_completion_tokens=-1")
 bad_value("rollout.temperature must be >= 0.01; got 0", "rollout.temperature=0")
+bad_value(
+    "rollout.engine.max_num_seq: vllm.LLM of the installed version has no such argument; did you mean max_num_seqs?",
+    "rollout.engine={max_num_seq: 8}",
+)
 bad_value("rollout.gpu_memory_utilization must be > 0 and < 1; got 1.5", "rollout.gpu_memory_utilization=1.5")
 bad_value("loss.clip_ratio_low must be > 0 and < 1; got 1", "loss.clip_ratio_low=1")
 bad_value("loss.kl_coef must be >= 0; got -0.1", "loss.kl_coef=-0.1")
