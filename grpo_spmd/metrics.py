@@ -181,10 +181,18 @@ def dump_rollouts_if_due(config: Config, step: int, groups: Sequence[RolloutGrou
         path.write_text("".join(merged[i] + "\n" for i in sorted(merged)), encoding="utf-8")
 
 
+def log_to_terminal(session: Session) -> None:
+    """Show rank 0's log lines, and other ranks' warnings."""
+    to_terminal = logging.StreamHandler(sys.stdout)
+    to_terminal.setLevel(logging.INFO if session.is_rank0 else logging.WARNING)
+    to_terminal.setFormatter(logging.Formatter("%(message)s" if session.is_rank0 else f"rank {session.rank}: %(message)s"))
+    _log.setLevel(logging.INFO)
+    _log.propagate = False
+    _log.handlers[:] = [to_terminal]
+
+
 def open_run_dir(config: Config, session: Session, num_dropped_prompts: int) -> None:
     """Collective. Make the run folder: `config.yaml` as resolved, and `logs/rank_<rank>.log`, which gets all log lines of a rank.
-
-    The terminal gets rank 0's lines, and other ranks' warnings.
 
     Raises:
         ConfigError: another run has taken the folder since it was checked.
@@ -203,12 +211,7 @@ def open_run_dir(config: Config, session: Session, num_dropped_prompts: int) -> 
     logs.mkdir(parents=True, exist_ok=True)  # a node's own, where the folder is not shared
     to_file = logging.FileHandler(logs / f"rank_{session.rank}.log", encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    to_terminal = logging.StreamHandler(sys.stdout)
-    to_terminal.setLevel(logging.INFO if session.is_rank0 else logging.WARNING)
-    to_terminal.setFormatter(logging.Formatter("%(message)s" if session.is_rank0 else f"rank {session.rank}: %(message)s"))
-    _log.setLevel(logging.INFO)
-    _log.propagate = False
-    _log.handlers[:] = [to_file, to_terminal]
+    _log.addHandler(to_file)
     if num_dropped_prompts and session.is_rank0:
         _log.warning("data: dropped %d prompts longer than data.max_prompt_tokens=%d", num_dropped_prompts, config.data.max_prompt_tokens)
 

@@ -7,6 +7,7 @@ other and nothing is padded, the lm_head so that the [T, V] logits never exist a
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from grpo_spmd.config import Config, ConfigError, ModelConfig, OptimizerConfig
 from grpo_spmd.data_types import MicroBatch
 from grpo_spmd.distributed import Session
 
+_log = logging.getLogger("grpo_spmd")
 _PACKED_ATTENTION = "grpo_spmd_packed_sdpa"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -218,6 +220,8 @@ def build_policy(config: ModelConfig, temperature: float, session: Session, *, t
     policy.model.tie_weights()  # to_empty made two parameters out of a tied one
     _initialise_buffers(policy)
     load_weights(policy, checkpoint_folder(config.path))
+    role, name = "policy" if trainable else "reference", type(policy.model).__name__
+    _log.info("%s: %s, %.1f M parameters over %d ranks", role, name, policy.num_parameters / 1e6, session.world_size)
     return policy
 
 

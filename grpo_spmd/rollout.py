@@ -31,6 +31,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # some of its modules log before they have read the variable
 
+_log = logging.getLogger("grpo_spmd")
 _TOUCHED_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH", "NUMEXPR_MAX_THREADS")
 
 
@@ -65,6 +66,7 @@ class RolloutEngine:
         self.engine_rank, self.tp_rank = divmod(session.rank, tensor_parallel)
         self.num_engines = session.world_size // tensor_parallel
         self._on_cpu = session.device.type == "cpu"
+        _log.info("starting vLLM: %d engines of %d ranks, on %s", self.num_engines, tensor_parallel, session.device.type)
         with _isolated(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # about vLLM's own use of torch
             self._llm = _start_vllm(config, session)

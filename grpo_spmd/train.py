@@ -24,7 +24,7 @@ def train(config: Config, inputs: Inputs) -> bool:
     from grpo_spmd.assemble import assemble_batch
     from grpo_spmd.checkpoint import save_weights_if_due
     from grpo_spmd.distributed import end_session, start_session
-    from grpo_spmd.metrics import MetricsLog, dump_rollouts_if_due, open_run_dir
+    from grpo_spmd.metrics import MetricsLog, dump_rollouts_if_due, log_to_terminal, open_run_dir
     from grpo_spmd.policy import build_optimizer, build_policy, build_reference, load_tokenizer, stop_token_ids
     from grpo_spmd.rollout import RolloutEngine, rollout_groups
     from grpo_spmd.update import attach_logprobs, update_policy
@@ -35,6 +35,7 @@ def train(config: Config, inputs: Inputs) -> bool:
     stream = PromptStream(prompts, config.seed, config.data.shuffle)
 
     session = start_session()
+    log_to_terminal(session)
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
     engine = RolloutEngine(config, session, stop_token_ids(config.model.path, tokenizer))
     policy = build_policy(config.model, config.rollout.temperature, session)
