@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config import LossConfig
@@ -44,23 +44,25 @@ def update_policy(
     ranks and micro-batches. The keys of the result: token sums "policy", "kl", "entropy", "clipped", "mismatch_kl" with
     "loss_tokens" as their denominator; "max:mismatch_abs"; "max:grad_norm" (before clipping) and "max:lr", over mini-batches.
     """
-    sums: Sums = {}
+    sums: dict[str, Tensor] = {}
     for mini_batch, num_loss_tokens in zip(batch.mini_batches, batch.num_loss_tokens, strict=True):
         for micro_batch in mini_batch:
-            _add(sums, _backward(policy, micro_batch, num_loss_tokens, config))
+            _accumulate(sums, _backward(policy, micro_batch, num_loss_tokens, config))
         sharded_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
         assert isinstance(sharded_norm, DTensor)
         grad_norm = float(sharded_norm.full_tensor())
         if not math.isfinite(grad_norm):  # the same number on all ranks, so that all stop here alike
             raise FloatingPointError(f"the gradient norm is {grad_norm}: no update was made; the rollouts of this step show what came in")
-        _add(sums, {"max:grad_norm": grad_norm, "max:lr": float(schedule.get_last_lr()[0])})
+        _accumulate(
+            sums, {"max:grad_norm": torch.tensor(grad_norm), "max:lr": torch.tensor(schedule.get_last_lr()[0], dtype=torch.float64)}
+        )
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-    return sums
+    return {name: float(value) for name, value in sums.items()}
 
 
-def _backward(policy: Policy, micro_batch: MicroBatch, num_loss_tokens: int, config: LossConfig) -> Sums:
+def _backward(policy: Policy, micro_batch: MicroBatch, num_loss_tokens: int, config: LossConfig) -> dict[str, Tensor]:
     logprobs, entropy = policy(micro_batch)
     # Without an earlier pass the old policy is this one: the ratio is exactly 1 and its gradient is that of the logprob.
     old_logprobs = logprobs.detach() if micro_batch.old_logprobs is None else micro_batch.old_logprobs
@@ -80,14 +82,16 @@ def _backward(policy: Policy, micro_batch: MicroBatch, num_loss_tokens: int, con
     )
     loss.backward()
     sums |= mismatch_sums(old_logprobs, micro_batch.rollout_logprobs, micro_batch.loss_mask)
-    sums |= {"loss_tokens": micro_batch.loss_mask.sum()}
-    return {name: float(value) for name, value in sums.items()}
+    return sums | {"loss_tokens": micro_batch.loss_mask.sum()}
 
 
-def _add(sums: Sums, more: Sums) -> None:
+def _accumulate(sums: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+    """Add up on the device: a float() for each micro-batch would wait for the GPU to run dry before the next one is launched."""
     for name, value in more.items():
-        combine: Callable[[float, float], float] = max if name.startswith("max:") else float.__add__
-        sums[name] = combine(sums[name], value) if name in sums else value
+        if name not in sums:
+            sums[name] = value
+        else:
+            sums[name] = torch.maximum(sums[name], value) if name.startswith("max:") else sums[name] + value
 
 
 def _micro_batches(batch: RolloutBatch) -> list[MicroBatch]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import transformers
 import yaml
 
 from grpo_spmd.demo import make_demo
+from tests.models import make_model, write_config
 from tests.ranks import ROOT, Job, torchrun
 
 # The contract's keys (what is "GPU only" left out).
@@ -213,9 +217,9 @@ def test_mini_batches_reference_tensor_parallel_and_bfloat16_work_together(elabo
 
 
 def test_a_rank_with_nothing_to_do_keeps_step(demo: Path) -> None:
-    """Three ranks, one prompt: two ranks neither generate nor score, and a rank may have no rollout to train on."""
+    """Two ranks, one prompt: one rank neither generates nor scores, and a rank may have no rollout to train on."""
     small = ["rollout.num_prompts_per_step=1", "rollout.group_size=2", "training.num_steps=3"]
-    run = train(3, demo, demo.parent / "idle", *small)
+    run = train(2, demo, demo.parent / "idle", *small)
     assert [len(run.rollouts(step)) for step in range(3)] == [2, 2, 2]
     assert all(math.isfinite(m["optim/grad_norm"]) for m in run.metrics)
 
@@ -226,3 +230,28 @@ def test_rollouts_are_dumped_as_often_as_configured(elaborate: Run) -> None:
 
 def test_wandb_offline_leaves_a_run(elaborate: Run) -> None:
     assert list(elaborate.folder.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_chat_messages_in_parquet_reach_an_async_reward_as_messages(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama", tied=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    tokenizer.save_pretrained(model)
+    rows = [{"messages": [{"role": "user", "content": f"{i},{i}"}], "answer": str(i)} for i in range(1, 9)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    (tmp_path / "reward.py").write_text(
+        "import asyncio\n"
+        "async def reward(prompts, completions, completion_ids, answer):\n"
+        "    await asyncio.sleep(0)\n"
+        "    for p, c, a in zip(prompts, completions, answer):\n"
+        "        assert p == [{'role': 'user', 'content': f'{a},{a}'}], p\n"
+        "        assert c[0]['role'] == 'assistant' and isinstance(c[0]['content'], str)\n"
+        "    return [float(len(ids)) for ids in completion_ids]\n"
+    )
+    data = {"train": str(tmp_path / "train.parquet"), "prompt_key": "messages", "system_prompt": None}
+    config = write_config(tmp_path, model, data=data, rewards=[{"function": f"{tmp_path}/reward.py:reward"}])
+    code, output = Job([sys.executable, "-m", "grpo_spmd.train", "--config", str(config)]).wait(120)
+    assert code == 0, output
+    first = Run(output, tmp_path / "run").rollouts(0)[0]
+    assert tokenizer.decode(first["prompt_ids"]) == first["prompt"][0]["content"] + ":"
+    assert first["reward"] == len(first["completion_ids"])

@@ -10,10 +10,10 @@ import pytest
 from tests.models import FAMILIES, make_model, write_config
 from tests.ranks import run_worker
 
-# Every family, tied and untied, alone and tensor-parallel; all 16 together take 6 minutes on 2 cores, so that a plain run takes
-# the eight in which each pair of values occurs. FULL_MATRIX=1 tests/run.sh -k engine_equals runs them all.
+# All 16 together take 6 minutes on 2 cores, so that a plain run takes each family once, and tied and untied with each number of ranks.
+# FULL_MATRIX=1 tests/run.sh -k engine_equals    runs them all.
 _ALL = [(family, tied, tp) for family in FAMILIES for tied in (True, False) for tp in (1, 2)]
-_SOME = [(family, (i + tp) % 2 == 0, tp) for i, family in enumerate(FAMILIES) for tp in (1, 2)]
+_SOME = [("qwen2", True, 1), ("qwen3", False, 2), ("llama", True, 2), ("granite", False, 1)]
 
 
 @pytest.mark.parametrize(("family", "tied", "tp"), _ALL if os.environ.get("FULL_MATRIX") else _SOME)
@@ -25,7 +25,7 @@ def test_engine_equals_transformers_after_each_of_20_updates(tmp_path: Path, fam
     assert output.count("worst") == tp
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_bucketed_gather_equals_full_tensor(tmp_path: Path, num_ranks: int) -> None:
     model = make_model(tmp_path / "model", "qwen2", tied=False)
     run_worker(num_ranks, "gather", str(write_config(tmp_path, model)))
