@@ -197,6 +197,7 @@ def elaborate(demo: Path) -> Run:
         demo.parent / "elaborate",
         "training.num_steps=3",
         "training.num_mini_batches=4",
+        "rollout.num_prompts_per_step=16",
         "training.max_tokens_per_micro_batch=64",
         "rollout.tensor_parallel_size=2",
         "model.dtype=bfloat16",
