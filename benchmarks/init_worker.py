@@ -39,7 +39,8 @@ def main() -> None:
         shard = sum(p.numel() * 4 for p in model.parameters())
     seconds = time.perf_counter() - start
     beyond = status_bytes("VmHWM") - before - shard
-    print("init_worker: " + json.dumps({"peak_beyond_shard_bytes": beyond, "shard_bytes": shard, "seconds": seconds}), flush=True)
+    line = json.dumps({"peak_beyond_shard_bytes": beyond, "shard_bytes": shard, "seconds": seconds})
+    sys.stdout.write(f"init_worker: {line}\n")  # in one piece: print() on torchrun's unbuffered ranks writes the line break apart
     end_session()
 
 
