@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from grpo_spmd.config import ModelConfig
-from grpo_spmd.distributed import end_session, start_session
+from grpo_spmd.distributed import end_session, exit_with_outcome, start_session
 from grpo_spmd.policy import build_policy
 
 
@@ -77,4 +77,5 @@ def status_bytes(name: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    with exit_with_outcome():
+        main()

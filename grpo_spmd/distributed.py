@@ -78,8 +78,9 @@ def start_session() -> Session:
 
 
 def end_session() -> None:
-    """Leave the process group (the engine's shutdown may have done so already)."""
+    """Collective. Leave the process group, all ranks together (the engine's shutdown may have done so already)."""
     if dist.is_initialized():
+        barrier()
         dist.destroy_process_group()
 
 
@@ -90,13 +91,19 @@ def _free_port() -> int:
 
 
 @contextmanager
-def end_all_ranks_on_error() -> Iterator[None]:
-    """A rank that raises prints its traceback and leaves at once, so that its peers' collectives fail instead of waiting.
+def exit_with_outcome() -> Iterator[None]:
+    """Ends this process when the block ends, with exit code 0, or 2 for a ConfigError, or 1 for anything else.
 
-    Peers see broken connections; they say which rank failed first instead of printing a second traceback that would hide it.
+    A rank that raises prints its traceback and leaves at once, so that its peers' collectives fail instead of waiting. Peers see broken
+    connections; they say which rank failed first instead of printing a second traceback that would hide it.
     """
     try:
         yield
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not through the interpreter's own exit: it now and then aborts in threads that gloo left ("terminate called without an active
+        # exception"), and torchrun would report a run that had come to its end as failed.
+        os._exit(0)
     except ConfigError as error:  # seen only now: it took the tokenizer or the model to see it
         with suppress(SystemExit):
             refuse(error)

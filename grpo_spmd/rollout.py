@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from grpo_spmd.config import Config, ConfigError
 from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, rollout_seed
-from grpo_spmd.distributed import Session
+from grpo_spmd.distributed import Session, barrier
 
 # vLLM reads these when it is imported, which happens in functions below. In-process is the point of this file; the rest keeps a
 # terminal readable.
@@ -152,7 +152,8 @@ class RolloutEngine:
         return [completions[number] for number in range(len(requests))]
 
     def shutdown(self) -> None:
-        """Collective. Stop vLLM; from 0.24 on this ends the default process group as well."""
+        """Collective. Stop vLLM; from 0.24 on this ends the default process group as well, so that all ranks must have come here."""
+        barrier()
         self._engine.engine_core.shutdown()
 
     @property

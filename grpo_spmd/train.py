@@ -85,9 +85,9 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from grpo_spmd.distributed import end_all_ranks_on_error
+    from grpo_spmd.distributed import exit_with_outcome
 
-    with end_all_ranks_on_error():
+    with exit_with_outcome():
         finished = record(train)(config, inputs)
         if not finished:  # torch's record takes a sys.exit(0) somewhere below for a success
             raise RuntimeError("something called sys.exit(0) in the middle of the run")

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from grpo_spmd.config import load_config
-from grpo_spmd.distributed import Rank0Error, end_session, exchange_bytes, gather_bytes, on_rank0, start_session
+from grpo_spmd.distributed import Rank0Error, end_session, exchange_bytes, exit_with_outcome, gather_bytes, on_rank0, start_session
 from grpo_spmd.policy import build_policy, hf_named_parameters
 from grpo_spmd.weight_sync import SyncStats, gather_full_tensors
 
@@ -50,4 +50,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exit_with_outcome():
+        main()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from grpo_spmd.batching import pack_rollouts
 from grpo_spmd.config import load_config
 from grpo_spmd.data_types import Completion, Rollout
-from grpo_spmd.distributed import barrier, end_session, start_session
+from grpo_spmd.distributed import end_session, exit_with_outcome, start_session
 from grpo_spmd.policy import Policy, build_optimizer, build_policy, hf_named_parameters
 from grpo_spmd.rollout import EngineStateError, Request, RolloutEngine
 from grpo_spmd.weight_sync import sync_weights
@@ -52,7 +52,6 @@ def main() -> None:
     refuses(lambda: engine.generate([Request([1], 0)], 99), "asleep")
     print(f"rank {session.rank} worst {worst:.3e}", flush=True)
     assert worst < 1e-4, worst
-    barrier()
     engine.shutdown()
     end_session()
 
@@ -90,4 +89,5 @@ def refuses(call: object, expected: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exit_with_outcome():
+        main()

@@ -16,7 +16,7 @@ import torch
 from grpo_spmd.assemble import assemble_batch
 from grpo_spmd.config import Config, load_config
 from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, ScoredRollouts
-from grpo_spmd.distributed import end_session, merge_sums, on_rank0, start_session
+from grpo_spmd.distributed import end_session, exit_with_outcome, merge_sums, on_rank0, start_session
 from grpo_spmd.policy import build_optimizer, build_policy, build_reference, hf_named_parameters
 from grpo_spmd.update import attach_logprobs, update_policy
 
@@ -98,4 +98,5 @@ def one_update(config: Config, groups: list[RolloutGroup], scored: ScoredRollout
 
 
 if __name__ == "__main__":
-    main()
+    with exit_with_outcome():
+        main()
