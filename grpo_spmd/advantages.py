@@ -20,12 +20,14 @@ def compute_advantages(
 
     Args:
         rewards: one row a group.
-        estimator: "grpo" (reward minus group mean, divided as `normalize_std` says), "dr_grpo" (never divided) or "rloo" (reward
-            minus the mean of the *other* rewards of the group).
+        estimator: "grpo" (reward minus group mean, divided as `normalize_std` says; Shao et al. 2024), "dr_grpo" (never divided; Liu et
+            al. 2025), "rloo" (reward minus the mean of the *other* rewards of the group; Ahmadian et al. 2024) or "reinforce_pp"
+            (REINFORCE++, Hu et al. 2025: minus the mean of all rewards, divided by their standard deviation).
         normalize_std: "group", "batch" or "none"; read by "grpo" alone.
 
     Returns:
-        advantages [P, G], and a mask [P] of the groups whose rewards are all alike; their advantages are 0.
+        advantages [P, G], and a mask [P] of the groups whose rewards are all alike; their advantages are 0, but for "reinforce_pp",
+        whose baseline is not the group's.
     """
     rewards = rewards.double()
     known = ~rewards.isnan()
@@ -35,6 +37,11 @@ def compute_advantages(
     std = (centered.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     zero_std = std.squeeze(1) < ZERO_STD_TOLERANCE
 
+    if estimator == "reinforce_pp":
+        std = batch_std(rewards)
+        baseline = rewards[known].mean() if known.any() else 0.0
+        usable = known & (std >= ZERO_STD_TOLERANCE)
+        return torch.where(usable, (rewards - baseline) / std.clamp(min=ZERO_STD_TOLERANCE), 0.0).float(), zero_std
     if estimator == "rloo":
         # r_i - mean of the others = (r_i - mean) * n / (n - 1)
         advantages = centered * count / (count - 1).clamp(min=1)
@@ -51,3 +58,13 @@ def batch_std(rewards: Float[Tensor, "P G"]) -> Float[Tensor, ""]:
     """Unbiased standard deviation over all known rewards; 0 where there are fewer than two."""
     known = rewards[~rewards.isnan()].double()
     return known.std() if len(known) > 1 else torch.zeros((), dtype=torch.float64)
+
+
+def overlong_penalties(num_tokens: Float[Tensor, "P G"], max_tokens: int, buffer_tokens: int, penalty: float) -> Float[Tensor, "P G"]:
+    """What completions lose of their reward for their length (DAPO's soft overlong punishment, Yu et al. 2025), 0 to `penalty`.
+
+    Nothing up to `max_tokens - buffer_tokens`, then linearly more, and `penalty` at `max_tokens`.
+    """
+    if not buffer_tokens:
+        return torch.zeros_like(num_tokens)
+    return penalty * ((num_tokens - (max_tokens - buffer_tokens)) / buffer_tokens).clamp(0.0, 1.0)

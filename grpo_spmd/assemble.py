@@ -2,39 +2,188 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from grpo_spmd.advantages import batch_std, compute_advantages
-from grpo_spmd.batching import Plan, pack_rollouts, plan_batch, plan_metrics
+from grpo_spmd.advantages import batch_std, compute_advantages, overlong_penalties
+from grpo_spmd.batching import Plan, pack_rollouts, plan_batch, plan_metrics, split_groups
 from grpo_spmd.config import Config
 from grpo_spmd.data_types import Rollout, RolloutBatch, RolloutGroup, ScoredRollouts
 from grpo_spmd.distributed import Session, exchange_bytes, on_rank0
-from grpo_spmd.rewards import RewardError
+from grpo_spmd.loss import kl_estimate
+from grpo_spmd.rewards import RewardError, check_error_rate
+
+# A refill round draws at most 1 / this times the prompts that are missing: what an early, unlucky round kept is a poor estimate.
+_LOWEST_KEPT_FRAC = 0.25
 
 
 @dataclass(frozen=True)
 class Decision:
     """What rank 0 decided about a step, equal on all ranks. Lists are in the order of rollout ids."""
 
+    positions: list[int]  # places in the prompt stream of the groups that are trained on; a group's slot is its index here
+    rewards: list[float]  # [B] the sums with the overlong penalty taken off; NaN: unknown
     advantages: list[float]  # [B]
-    counts: list[bool]  # [B]; False: no usable reward, the rollout stays out of the loss
+    counts: list[bool]  # [B]; False: the rollout stays out of the loss
     plan: Plan
     num_loss_tokens: list[int]  # one for each mini-batch
-    num_tokens: int  # prompts and completions of the step
-    num_completion_tokens: int
+    num_loss_sequences: list[int]  # one for each mini-batch
+    num_tokens: int  # prompts and completions that are trained on
+    num_sampled_tokens: int  # completion tokens that the engines sampled, also those of dropped groups
     metrics: dict[str, float | None]
 
 
-def assemble_batch(
-    groups: Sequence[RolloutGroup], scored: ScoredRollouts, config: Config, session: Session
-) -> tuple[RolloutBatch, Decision]:
+class SampledStep:
+    """The groups of one step: one round of prompts, or with dynamic sampling as many rounds as it takes to fill the step.
+
+    Dynamic sampling (DAPO, Yu et al. 2025) drops groups whose rewards are all alike, since their advantages are 0. Of the groups that
+    stay the first in the order of the prompt stream are taken, never the first to finish, which would favour short completions.
+    """
+
+    def __init__(self, config: Config, session: Session) -> None:
+        self._config, self._session = config, session
+        self.num_missing = config.rollout.num_prompts_per_step  # prompts to draw for the next round; 0: the step is complete
+        self.groups: list[RolloutGroup] = []  # this rank's, of all rounds
+        self.scored = ScoredRollouts()  # aligned with them
+        self._num_groups = 0  # over all ranks and rounds
+        self._rank0_facts: list[dict[str, Any]] = []  # of all ranks' groups
+        self._rank0_kept: list[int] = []  # positions
+        self._rank0_rounds = 0
+        self._rank0_first_errors: list[str | None] = []
+        self._rank0_error_rates: dict[str, float] = {}
+
+    @property
+    def num_completions(self) -> int:
+        """Of this step over all ranks, those of the round that is under way included."""
+        return (self._num_groups + self.num_missing) * self._config.rollout.group_size
+
+    def add(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> None:
+        """Collective. Add one round's groups of this rank with their scores; rank 0 says how many prompts are still missing."""
+        size = self._config.rollout.group_size
+        facts = []
+        for number, group in enumerate(groups):
+            own = slice(number * size, (number + 1) * size)
+            facts.append(
+                {
+                    "position": group.prompt.position,
+                    "prompt_tokens": len(group.prompt.token_ids),
+                    "completion_tokens": [len(c.token_ids) for c in group.completions],
+                    "truncated": [c.finish_reason == "length" for c in group.completions],
+                    "rewards": scored.rewards[own],
+                    "by_name": {name: values[own] for name, values in scored.by_name.items()},
+                    "statuses": {name: statuses[own] for name, statuses in scored.statuses.items()},
+                }
+            )
+        self.groups += groups
+        self.scored.extend(scored)
+        self._num_groups += self.num_missing
+        self.num_missing = on_rank0(self._rank0_judge, {"groups": facts, "first_error": scored.first_error})
+
+    def decide(self) -> Decision:
+        """Collective. Rank 0's decision about the step."""
+        return Decision(**on_rank0(lambda _: dataclasses.asdict(self._rank0_decide()), None))
+
+    def _rank0_judge(self, parts: list[dict[str, Any]]) -> int:
+        facts = sorted((group for part in parts for group in part["groups"]), key=lambda group: group["position"])
+        assert [len(f["rewards"]) for f in facts] == [self._config.rollout.group_size] * self.num_missing, (len(facts), self.num_missing)
+        self._rank0_facts += facts
+        self._rank0_first_errors += [part["first_error"] for part in parts]
+        self._rank0_rounds += 1
+        statuses = [f["statuses"] for f in self._rank0_facts]
+        self._rank0_error_rates = check_error_rate(statuses, self._rank0_first_errors, self._config.reward_pool.max_error_frac)
+        wanted, rollout = self._config.rollout.num_prompts_per_step, self._config.rollout
+        if not rollout.dynamic_sampling:
+            self._rank0_kept = [f["position"] for f in facts]
+            return 0
+        self._rank0_kept += [f["position"] for f in facts if not _alike(_rewards(f, self._config))]
+        missing = wanted - len(self._rank0_kept)
+        if missing <= 0 or self._rank0_rounds == rollout.dynamic_sampling_max_rounds:
+            return 0
+        kept_frac = len(self._rank0_kept) / len(self._rank0_facts)
+        return min(wanted, math.ceil(missing / max(kept_frac, _LOWEST_KEPT_FRAC)))
+
+    def _rank0_decide(self) -> Decision:
+        """Everything about the step that needs to know all rollouts."""
+        config, group_size = self._config, self._config.rollout.group_size
+        if all(reward is None for f in self._rank0_facts for reward in f["rewards"]):
+            raise RewardError(
+                f"none of the {len(self._rank0_facts) * group_size} completions of this step has a usable reward: every value was None, "
+                "NaN or not a number; see the module docstring of grpo_spmd.rewards for what these mean"
+            )
+        positions = sorted(self._rank0_kept)[: config.rollout.num_prompts_per_step]
+        by_position = {f["position"]: f for f in self._rank0_facts}
+        used = [by_position[position] for position in positions]
+        rewards = _grid([_rewards(f, config) for f in used], group_size)
+        completion_tokens = [n for f in used for n in f["completion_tokens"]]
+        truncated = [t for f in used for t in f["truncated"]]
+        counts = [
+            not math.isnan(reward) and not (cut_off and config.loss.mask_truncated)
+            for reward, cut_off in zip(rewards.flatten().tolist(), truncated, strict=True)
+        ]
+        counted = [tokens if counts[i] else 0 for i, tokens in enumerate(completion_tokens)]
+        num_tokens = [f["prompt_tokens"] + n for f in used for n in f["completion_tokens"]]
+        sizes = [n * group_size for n in split_groups(len(used), config.training.num_mini_batches)]
+        plan = plan_batch(
+            num_tokens,
+            num_ranks=self._session.world_size,
+            mini_batch_sizes=sizes,
+            max_tokens=config.training.max_tokens_per_micro_batch,
+        )
+        ends = np.cumsum([0, *sizes]).tolist()
+        blocks = [counted[start:end] for start, end in itertools.pairwise(ends)]
+        return Decision(
+            positions=positions,
+            rewards=rewards.flatten().tolist(),
+            advantages=_advantages(rewards, config),
+            counts=counts,
+            plan=plan,
+            num_loss_tokens=[sum(block) for block in blocks],
+            num_loss_sequences=[sum(tokens > 0 for tokens in block) for block in blocks],
+            num_tokens=sum(num_tokens),
+            num_sampled_tokens=sum(n for f in self._rank0_facts for n in f["completion_tokens"]),
+            metrics=self._rank0_metrics(len(positions)) | {f"batching/{n}": v for n, v in plan_metrics(plan, num_tokens).items()},
+        )
+
+    def _rank0_metrics(self, num_used: int) -> dict[str, float | None]:
+        """Of all groups that were sampled: a mean over those that dynamic sampling keeps would say little about the policy."""
+        config, facts = self._config, self._rank0_facts
+        size = len(facts) * config.rollout.group_size
+        scored = _grid([[math.nan if r is None else r for r in f["rewards"]] for f in facts], config.rollout.group_size)
+        alike = [_alike(_rewards(f, config)) for f in facts]
+        metrics: dict[str, float | None] = {
+            "reward/mean": float(scored[~scored.isnan()].mean()),
+            "reward/std": float(batch_std(scored)),
+            "reward/zero_std_groups_frac": sum(alike) / len(facts),
+            "reward/unscored_frac": float(scored.isnan().double().mean()),
+            "completion/tokens_mean": sum(n for f in facts for n in f["completion_tokens"]) / size,
+            "completion/truncated_frac": sum(t for f in facts for t in f["truncated"]) / size,
+            **self._rank0_error_rates,
+        }
+        if config.advantage.overlong_buffer_tokens:
+            metrics["reward/overlong_penalty_mean"] = sum(p for f in facts for p in _overlong(f, config)) / size
+        if config.rollout.dynamic_sampling:
+            metrics["dynamic_sampling/rounds"] = self._rank0_rounds
+            metrics["dynamic_sampling/sampled_groups"] = len(facts)
+            metrics["dynamic_sampling/alike_groups"] = sum(alike)
+            metrics["dynamic_sampling/surplus_groups"] = len(facts) - sum(alike) - num_used
+            metrics["dynamic_sampling/missing_groups"] = config.rollout.num_prompts_per_step - num_used
+        for name in facts[0]["by_name"]:
+            values = [value for f in facts for value in f["by_name"][name]]
+            usable = [value for value in values if value is not None and not math.isnan(value)]
+            metrics[f"reward/{name}/mean"] = sum(usable) / len(usable) if usable else None
+        return metrics
+
+
+def assemble_batch(sampled: SampledStep, config: Config, session: Session) -> tuple[RolloutBatch, Decision]:
     """Collective. Advantages and the plan on rank 0, then every rollout goes to the rank that trains on it.
 
     Returns:
@@ -43,96 +192,89 @@ def assemble_batch(
     Raises:
         Rank0Error: no completion of the step has a usable reward.
     """
-    facts = {
-        "rollout_ids": scored.rollout_ids,
-        "rewards": scored.rewards,
-        "by_name": scored.by_name,
-        "prompt_tokens": [len(g.prompt.token_ids) for g in groups for _ in g.completions],
-        "completion_tokens": [len(c.token_ids) for g in groups for c in g.completions],
-        "truncated": [c.finish_reason == "length" for g in groups for c in g.completions],
-    }
-    decision = Decision(**on_rank0(lambda parts: asdict(_decide(parts, config, session.world_size)), facts))
-
+    decision = sampled.decide()
+    slots = {position: slot for slot, position in enumerate(decision.positions)}
     owner = {i: rank for mini_batch in decision.plan for rank, rows in enumerate(mini_batch) for row in rows for i in row}
     outgoing: list[list[Rollout]] = [[] for _ in range(session.world_size)]
-    sampled = [(group, completion) for group in groups for completion in group.completions]
-    for rollout_id, (group, completion) in zip(scored.rollout_ids, sampled, strict=True):
-        rollout = Rollout(
-            rollout_id,
-            decision.advantages[rollout_id],
-            decision.counts[rollout_id],
-            group.prompt.token_ids,
-            completion.token_ids,
-            completion.logprobs,
-        )
-        outgoing[owner[rollout_id]].append(rollout)
+    for group in sampled.groups:
+        if group.prompt.position not in slots:
+            continue
+        for sample, completion in enumerate(group.completions):
+            rollout_id = slots[group.prompt.position] * config.rollout.group_size + sample
+            rollout = Rollout(
+                rollout_id,
+                decision.advantages[rollout_id],
+                decision.counts[rollout_id],
+                group.prompt.token_ids,
+                completion.token_ids,
+                completion.logprobs,
+            )
+            outgoing[owner[rollout_id]].append(rollout)
     incoming = exchange_bytes([encode_rollouts(rollouts) for rollouts in outgoing])
     mine = {rollout.rollout_id: rollout for payload in incoming for rollout in decode_rollouts(payload)}
 
     mini_batches = [
         [pack_rollouts([mine[i] for i in row], session.device) for row in mini_batch[session.rank]] for mini_batch in decision.plan
     ]
-    return RolloutBatch(mini_batches, decision.num_loss_tokens), decision
+    return RolloutBatch(mini_batches, decision.num_loss_tokens, decision.num_loss_sequences), decision
 
 
-def _decide(parts: list[dict[str, Any]], config: Config, num_ranks: int) -> Decision:
-    """Rank 0: everything about the step that needs to know all rollouts."""
-    rollout, num_mini_batches = config.rollout, config.training.num_mini_batches
-    size = rollout.num_prompts_per_step * rollout.group_size
-    facts = {name: _in_order(parts, name, size) for name in ("rewards", "prompt_tokens", "completion_tokens", "truncated")}
-    rewards = torch.tensor([math.nan if r is None else r for r in facts["rewards"]], dtype=torch.float64)
-    known = ~rewards.isnan()
-    if not known.any():
-        raise RewardError(
-            f"none of the {size} completions of this step has a usable reward: every value was None, NaN or not a number; "
-            "see the module docstring of grpo_spmd.rewards for what these mean"
-        )
-    grid = rewards.view(rollout.num_prompts_per_step, rollout.group_size)
-    advantages, zero_std = compute_advantages(grid, config.advantage.estimator, config.advantage.normalize_std)
+def penalise_rewards_by_kl(batch: RolloutBatch, decision: Decision, config: Config) -> Decision:
+    """Collective. With `loss.kl_in: reward`, take kl_coef * (KL to the reference, summed over the completion) off each reward, and
+    compute the advantages again; the decision as it was otherwise. `batch` must hold old and reference logprobs; its advantages change.
+    """
+    if config.loss.kl_in != "reward":
+        return decision
+    micro_batches = [micro_batch for mini_batch in batch.mini_batches for micro_batch in mini_batch]
+    local_kl: dict[str, float] = {}
+    for micro_batch in micro_batches:
+        assert micro_batch.old_logprobs is not None
+        assert micro_batch.ref_logprobs is not None
+        per_token = kl_estimate(micro_batch.old_logprobs, micro_batch.ref_logprobs, config.loss.kl_estimator).double()
+        sums = torch.zeros_like(per_token).index_add_(0, micro_batch.sequence_index, per_token).tolist()
+        local_kl |= {str(rollout_id): sums[place] for place, rollout_id in enumerate(micro_batch.rollout_ids)}
 
-    num_tokens = [p + c for p, c in zip(facts["prompt_tokens"], facts["completion_tokens"], strict=True)]
-    plan = plan_batch(
-        num_tokens,
-        num_ranks=num_ranks,
-        num_mini_batches=num_mini_batches,
-        max_tokens=config.training.max_tokens_per_micro_batch,
-    )
-    counted = [tokens if counts else 0 for tokens, counts in zip(facts["completion_tokens"], known.tolist(), strict=True)]
-    per_mini_batch = size // num_mini_batches
-    metrics: dict[str, float | None] = {
-        "reward/mean": float(rewards[known].mean()),
-        "reward/std": float(batch_std(grid)),
-        "reward/zero_std_groups_frac": float(zero_std.float().mean()),
-        "reward/unscored_frac": float((~known).float().mean()),
-        "completion/tokens_mean": sum(facts["completion_tokens"]) / size,
-        "completion/truncated_frac": sum(facts["truncated"]) / size,
-        **{f"batching/{name}": value for name, value in plan_metrics(plan, num_tokens).items()},
-    }
-    for name in next(part["by_name"] for part in parts if part["by_name"]):
-        values = [value for part in parts for value in part["by_name"].get(name, [])]
-        applying = [value for value in values if value is not None]
-        usable = [value for value in applying if not math.isnan(value)]
-        metrics[f"reward/{name}/mean"] = sum(usable) / len(usable) if usable else None
-        metrics[f"reward/{name}/not_applicable_frac"] = 1 - len(applying) / size
-        metrics[f"reward/{name}/invalid_frac"] = (len(applying) - len(usable)) / size
-    return Decision(
-        advantages=advantages.flatten().tolist(),
-        counts=known.tolist(),
-        plan=plan,
-        num_loss_tokens=[sum(counted[start : start + per_mini_batch]) for start in range(0, size, per_mini_batch)],
-        num_tokens=sum(num_tokens),
-        num_completion_tokens=sum(facts["completion_tokens"]),
-        metrics=metrics,
-    )
+    def decide(parts: list[dict[str, float]]) -> dict[str, Any]:
+        kl = {int(rollout_id): value for part in parts for rollout_id, value in part.items()}
+        penalties = [config.loss.kl_coef * kl.get(i, 0.0) for i in range(len(decision.rewards))]
+        penalised = torch.tensor(decision.rewards, dtype=torch.float64) - torch.tensor(penalties, dtype=torch.float64)
+        metrics = decision.metrics | {"reward/kl_penalty_mean": sum(penalties) / max(len(penalties), 1)}
+        return {"advantages": _advantages(penalised.view(-1, config.rollout.group_size), config), "metrics": metrics}
+
+    decision = dataclasses.replace(decision, **on_rank0(decide, local_kl))
+    for micro_batch in micro_batches:
+        if micro_batch.rollout_ids:
+            advantages = torch.tensor([decision.advantages[i] for i in micro_batch.rollout_ids], dtype=torch.float32)
+            micro_batch.advantages = advantages.to(micro_batch.advantages.device)[micro_batch.sequence_index]
+    return decision
 
 
-def _in_order(parts: list[dict[str, Any]], name: str, size: int) -> list[Any]:
-    """Merge what ranks reported into the order of rollout ids; each id must have come exactly once."""
-    merged = {i: value for part in parts for i, value in zip(part["rollout_ids"], part[name], strict=True)}
-    reported = sum(len(part["rollout_ids"]) for part in parts)
-    assert reported == size, (reported, size)
-    assert sorted(merged) == list(range(size)), merged.keys()
-    return [merged[i] for i in range(size)]
+def _advantages(rewards: Tensor, config: Config) -> list[float]:
+    advantages, _ = compute_advantages(rewards, config.advantage.estimator, config.advantage.normalize_std)
+    values: list[float] = advantages.flatten().tolist()
+    return values
+
+
+def _rewards(facts: dict[str, Any], config: Config) -> list[float]:
+    """The rewards of a group as the advantages take them: the overlong penalty taken off, NaN where unknown."""
+    return [math.nan if r is None else r - p for r, p in zip(facts["rewards"], _overlong(facts, config), strict=True)]
+
+
+def _overlong(facts: dict[str, Any], config: Config) -> list[float]:
+    lengths = torch.tensor([facts["completion_tokens"]], dtype=torch.float64)
+    advantage = config.advantage
+    longest = config.rollout.max_completion_tokens
+    penalties: list[float] = overlong_penalties(lengths, longest, advantage.overlong_buffer_tokens, advantage.overlong_penalty)[0].tolist()
+    return penalties
+
+
+def _alike(rewards: list[float]) -> bool:
+    _, alike = compute_advantages(torch.tensor([rewards], dtype=torch.float64), "dr_grpo", "none")
+    return bool(alike)
+
+
+def _grid(rows: list[list[float]], width: int) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64).view(-1, width)
 
 
 def encode_rollouts(rollouts: Sequence[Rollout]) -> bytes:

@@ -12,7 +12,7 @@ from grpo_spmd.data_types import MicroBatch, Rollout
 Plan = list[list[list[list[int]]]]
 
 
-def plan_batch(num_tokens: Sequence[int], *, num_ranks: int, num_mini_batches: int, max_tokens: int) -> Plan:
+def plan_batch(num_tokens: Sequence[int], *, num_ranks: int, mini_batch_sizes: Sequence[int], max_tokens: int) -> Plan:
     """Who trains on which rollouts, and in which forward passes.
 
     Mini-batches are consecutive blocks of rollouts, whatever the number of ranks, so that each optimizer step sees the same
@@ -22,19 +22,20 @@ def plan_batch(num_tokens: Sequence[int], *, num_ranks: int, num_mini_batches: i
     Args:
         num_tokens: [B], prompt plus completion, in the order of rollout ids.
         num_ranks: ranks that train.
-        num_mini_batches: must divide B.
+        mini_batch_sizes: rollouts of each mini-batch, which add up to B.
         max_tokens: a row's budget; no rollout may be longer.
 
     Returns:
         plan[mini_batch][rank][micro_batch] = rollout ids. In a mini-batch all ranks have the same number of micro-batches, at least
         one (FSDP's collectives would deadlock otherwise); where a rank has no more work its lists are empty.
     """
-    assert len(num_tokens) % num_mini_batches == 0, (len(num_tokens), num_mini_batches)
-    assert max(num_tokens) <= max_tokens, (max(num_tokens), max_tokens)
-    size = len(num_tokens) // num_mini_batches
+    assert sum(mini_batch_sizes) == len(num_tokens), (mini_batch_sizes, len(num_tokens))
+    assert max(num_tokens, default=0) <= max_tokens, (max(num_tokens), max_tokens)
     plan: Plan = []
-    for start in range(0, len(num_tokens), size):
+    start = 0
+    for size in mini_batch_sizes:
         longest_first = sorted(range(start, start + size), key=lambda i: (-num_tokens[i], i))
+        start += size
         ranks: list[list[int]] = [[] for _ in range(num_ranks)]
         loads = [0] * num_ranks
         for i in longest_first:
@@ -45,6 +46,11 @@ def plan_batch(num_tokens: Sequence[int], *, num_ranks: int, num_mini_batches: i
         rows = max(1, max(len(rank) for rank in packed))
         plan.append([rank + [[] for _ in range(rows - len(rank))] for rank in packed])
     return plan
+
+
+def split_groups(num_groups: int, num_mini_batches: int) -> list[int]:
+    """Groups of each mini-batch, as even as can be: dynamic sampling may leave a step with fewer groups than it asked for."""
+    return [num_groups // num_mini_batches + (i < num_groups % num_mini_batches) for i in range(num_mini_batches)]
 
 
 def _first_fit(ids: Sequence[int], num_tokens: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -68,8 +74,8 @@ def plan_metrics(plan: Plan, num_tokens: Sequence[int]) -> dict[str, float]:
     flat = [tokens for mini_batch in row_tokens for rank in mini_batch for tokens in rank]
     per_rank = [sum(sum(mini_batch[rank]) for mini_batch in row_tokens) for rank in range(len(plan[0]))]
     return {
-        "packing_efficiency_frac": sum(flat) / (len(flat) * max(flat)),
-        "rank_token_spread_frac": (max(per_rank) - min(per_rank)) / max(per_rank),
+        "packing_efficiency_frac": sum(flat) / max(len(flat) * max(flat), 1),
+        "rank_token_spread_frac": (max(per_rank) - min(per_rank)) / max(*per_rank, 1),
     }
 
 
@@ -83,6 +89,9 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
     rollout_logprobs: list[float] = []
     advantages: list[float] = []
     loss_mask: list[bool] = []
+    sequence_index: list[int] = []
+    with_tokens = [rollout.rollout_id for rollout in rollouts if rollout.completion_ids]
+    place = {rollout_id: index for index, rollout_id in enumerate(with_tokens)}
     for rollout in rollouts:
         start, num_prompt, num_completion = len(input_ids), len(rollout.prompt_ids), len(rollout.completion_ids)
         input_ids += rollout.prompt_ids + rollout.completion_ids
@@ -94,11 +103,12 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
         rollout_logprobs += rollout.rollout_logprobs
         advantages += [rollout.advantage] * num_completion
         loss_mask += [rollout.counts] * num_completion
+        sequence_index += [place.get(rollout.rollout_id, 0)] * num_completion
     if not input_ids:
         input_ids, position_ids, lengths = [0, 0], [0, 1], [2]
     if not target_ids:  # also where every completion is empty: the backward pass needs at least one logprob to start from
         predict_index, target_ids = [0], [input_ids[1] if len(input_ids) > 1 else 0]
-        rollout_logprobs, advantages, loss_mask = [0.0], [0.0], [False]
+        rollout_logprobs, advantages, loss_mask, sequence_index = [0.0], [0.0], [False], [0]
     return MicroBatch(
         input_ids=torch.tensor(input_ids, device=device),
         position_ids=torch.tensor(position_ids, device=device),
@@ -108,4 +118,6 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
         rollout_logprobs=torch.tensor(rollout_logprobs, dtype=torch.float32, device=device),
         advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
         loss_mask=torch.tensor(loss_mask, dtype=torch.bool, device=device),
+        sequence_index=torch.tensor(sequence_index, dtype=torch.int64, device=device),
+        rollout_ids=with_tokens,
     )

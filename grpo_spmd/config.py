@@ -68,12 +68,21 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     train: str = required("a .jsonl or .parquet file, or hub:REPO:SUBSET:SPLIT (SUBSET may be empty)")
+    eval: dict[str, Any] | str = key({}, "held-out sets, {name: source}, a source written as in data.train; or one source")
     prompt_key: str = key("prompt", "column that holds the prompt: a string, or a list of chat messages")
+    prompt_template: str | None = key(None, "the prompt written out, with columns in braces: 'Use {nums} to make {target}'; not prompt_key")
     as_chat: bool = key(False, "send a string prompt through the tokenizer's chat template as one user message")
     system_prompt: str | None = key(None, "system message put before a chat prompt that has none")
     max_prompt_tokens: int = key(512, "longest prompt, in tokens")
     on_long_prompt: Literal["error", "drop"] = key("error", "what a longer prompt means: refuse to start, or drop it and count")
     shuffle: bool = key(True, "a new order each epoch, a function of seed and epoch alone")
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """The held-out sets by name; a single source is named after its file or hub repository."""
+        if isinstance(self.eval, str):
+            return {Path(self.eval.split(":")[1] if self.eval.startswith("hub:") else self.eval).stem: self.eval} if self.eval else {}
+        return self.eval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +92,8 @@ class RolloutConfig:
     max_completion_tokens: int = key(1024, "longest completion, in tokens")
     temperature: float = key(1.0, "sampling temperature; the policy's logprobs are taken at the same one")
     tensor_parallel_size: int = key(1, "ranks that share one engine")
+    dynamic_sampling: bool = key(False, "drop groups whose rewards are all alike, and refill the step from further prompts")
+    dynamic_sampling_max_rounds: int = key(10, "rounds of generation after which such a step trains on the groups that it has")
     gpu_memory_utilization: float = key(0.6, "share of a GPU's memory that the engine may take (GPU only)")
     sleep_level: Literal[1, 2] = key(2, "what the engine frees while the policy trains: 1 keeps its weights in host memory (GPU only)")
     weight_sync_bucket_mib: int = key(256, "bytes of one gather of the weight sync, over all ranks")
@@ -91,26 +102,54 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    name: str | None = key(None, "a shipped reward (math, gsm8k, countdown, format, exact), or the metric's name for `function`")
+    name: str | None = key(None, "a shipped reward (math, gsm8k, countdown, code, format, exact), or the metric's name for `function`")
     function: str | None = key(None, '"file.py:function" with the signature fn(prompts, completions, completion_ids, **columns)')
     weight: float = key(1.0, "factor of this reward in the sum")
     args: dict[str, Any] = key({}, "further keyword arguments for the function")
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardPoolConfig:
+    num_workers: int = key(4, "processes on each rank that score rewards")
+    timeout_s: float = key(10.0, "seconds that scoring one completion may take before its process is killed")
+    max_error_frac: float = key(0.3, "share of a step's completions without a usable reward at which the run stops")
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    estimator: Literal["grpo", "dr_grpo", "rloo"] = key(
-        "grpo", "grpo: minus the group's mean, scaled by normalize_std; dr_grpo: never scaled; rloo: minus the mean of the others"
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = key(
+        "grpo",
+        "grpo: minus the group's mean, scaled by normalize_std; dr_grpo: never scaled; rloo: minus the mean of the others; "
+        "reinforce_pp: minus the mean of the step's rewards, over their standard deviation",
     )
     normalize_std: Literal["group", "batch", "none"] = key("group", "which standard deviation grpo divides by")
+    overlong_buffer_tokens: int = key(0, "completions that end within this many tokens of the longest are punished, linearly; 0: none")
+    overlong_penalty: float = key(1.0, "what a completion of the full length loses of its reward")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    clip_ratio_low: float = key(0.2, "the ratio is clipped below at 1 - this")
+    policy: Literal["clip", "gspo", "cispo"] = key(
+        "clip",
+        "clip: PPO's, a ratio for each token; gspo: one for each sequence; cispo: a clipped, detached ratio as weight of the logprob",
+    )
+    clip_ratio_low: float = key(0.2, "the ratio is clipped below at 1 - this; 1: never")
     clip_ratio_high: float = key(0.28, "the ratio is clipped above at 1 + this")
+    dual_clip: float | None = key(3.0, "where the advantage is negative the ratio counts as this at most (clip, gspo); null: no bound")
+    aggregation: Literal["token", "sequence", "constant"] = key(
+        "token", "mean over tokens; over sequences of their token means; or token sum over sequences * rollout.max_completion_tokens"
+    )
+    mask_truncated: bool = key(False, "leave completions that were cut off out of the loss (their rewards count in their group)")
+    old_logprobs: Literal["policy", "engine"] = key("policy", "what the ratio is taken to: the policy before the update, or the engine")
+    rollout_correction: Literal["none", "token_tis", "sequence_tis", "icepop"] = key(
+        "token_tis",
+        "weight for the difference of engine and policy, r = policy / engine: min(r, cap) of a token; of a sequence; or r of a token, "
+        "0 outside [1/cap, cap]",
+    )
+    rollout_correction_cap: float = key(2.0, "that cap")
     kl_coef: float = key(0.0, "weight of the KL term to the reference model; 0 builds no reference model")
     kl_estimator: Literal["k1", "k2", "k3"] = key("k3", "per-token estimator of that KL (Schulman's names)")
+    kl_in: Literal["loss", "reward"] = key("loss", "a term of the loss, or taken from a completion's reward, summed over its tokens")
     entropy_coef: float = key(0.0, "weight of an entropy bonus")
 
 
@@ -126,8 +165,25 @@ class OptimizerConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     num_steps: int = key(100, "rollout-and-update steps of the run")
-    num_mini_batches: int = key(1, "optimizer steps a rollout")
+    num_mini_batches: int = key(1, "optimizer steps a rollout, in each epoch over it")
+    num_epochs: int = key(1, "passes over each step's rollouts")
     max_tokens_per_micro_batch: int = key(16384, "prompt and completion tokens of one forward-backward on one rank")
+    max_nonfinite_in_a_row: int = key(3, "updates in a row, skipped since loss or gradient was not finite, at which the run stops")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofConfig:
+    every_steps: int = key(20, "steps between proofs that the engine holds the policy's weights, tensor by tensor; 0: only at the start")
+    max_mismatch: float | None = key(
+        None, "mean |policy - engine| in nats a token at which the run stops; null: from what the first step measures"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    every_steps: int = key(0, "evaluate on the sets of data.eval at each N-th step and after the last; 0: never")
+    num_samples: int = key(4, "completions per prompt")
+    temperature: float = key(1.0, "sampling temperature of the evaluation; 0: greedy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,11 +207,14 @@ class Config:
     data: DataConfig
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     rewards: tuple[RewardConfig, ...] = required("one or more rewards; the reward of a completion is their weighted sum")
+    reward_pool: RewardPoolConfig = dataclasses.field(default_factory=RewardPoolConfig)
     advantage: AdvantageConfig = dataclasses.field(default_factory=AdvantageConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+    proofs: ProofConfig = dataclasses.field(default_factory=ProofConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
 
     @property
@@ -181,6 +240,9 @@ _ENGINE_KEYS_OWNED = {
     "skip_tokenizer_init": None,
     "scheduling_policy": None,
     "quantization": None,
+    "generation_config": None,
+    "override_generation_config": None,
+    "logits_processors": None,
 }
 
 
@@ -190,13 +252,26 @@ def load_config(path: str | os.PathLike[str], overrides: typing.Sequence[str] = 
     Raises:
         ConfigError: one line that names the file or key, the value found and what to do.
     """
+    return load_config_with_sources(path, overrides)[0]
+
+
+def load_config_with_sources(path: str | os.PathLike[str], overrides: typing.Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
+    """`load_config`, and where each value came from.
+
+    Returns:
+        The config, and {dotted key: "default", "FILE:LINE" or "command line"} with the keys of `flat_config`, in their order.
+    """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    given: dict[str, str] = {}
     try:
-        tree = yaml.load(text, Loader=_StrictLoader)
+        loader = _StrictLoader(text)
+        node = loader.get_single_node()
+        tree = loader.construct_document(node) if node is not None else None
+        _mark_lines(node, "", path, given)
     except _YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
@@ -204,10 +279,18 @@ def load_config(path: str | os.PathLike[str], overrides: typing.Sequence[str] = 
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config is a mapping of sections, got {type(tree).__name__}")
     for override in overrides:
-        _apply_override(tree, override)
+        name, value = _apply_override(tree, override)
+        # What the file said below this key is gone with the value that held it.
+        given = {known: source for known, source in given.items() if known != name and not known.startswith(f"{name}.")}
+        given |= {_join(name, inner) if inner else name: "command line" for inner in _flat(value)}
     config: Config = _build(Config, tree, "")
     _cross_check(config)
-    return config
+    return config, {name: given.get(name, "default") for name in flat_config(config)}
+
+
+def flat_config(config: Config) -> dict[str, Any]:
+    """`config_to_dict` as {dotted key: value}, list items by their number: "optimizer.betas.0", "rewards.0.name"."""
+    return _flat(config_to_dict(config))
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -247,7 +330,22 @@ def _strict_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, 
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def _mark_lines(node: yaml.Node | None, where: str, path: Path, given: dict[str, str]) -> None:
+    """Enter {dotted key: "FILE:LINE"} for all that `node` holds. Called once it is constructed: by then merged keys ("<<") are its own."""
+    if isinstance(node, yaml.MappingNode):
+        items = [(str(key_node.value), key_node, value) for key_node, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        items = [(str(index), value, value) for index, value in enumerate(node.value)]
+    else:
+        return
+    for name, marked, value in items:
+        full = _join(where, name)
+        given[full] = f"{path}:{marked.start_mark.line + 1}"
+        _mark_lines(value, full, path, given)
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
+    """Put one `section.key=value` into `tree`; returns its dotted key and value."""
     name, equals, text = override.partition("=")
     if not equals or not name:
         raise ConfigError(f"an override is section.key=value, got {override!r}")
@@ -271,6 +369,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         node[_list_index(node, last, name)] = value
     else:
         node[last] = value
+    return name, value
 
 
 def _list_index(node: list[Any], text: str, where: str) -> int:
@@ -301,7 +400,17 @@ def _build(cls: type, tree: Any, where: str) -> Any:
     return cls(**values)
 
 
+# What people look for and will not find, with the reason.
+_REFUSED_KEYS = {
+    name: f"training samples from the whole distribution: with {name} the engine draws from a part of it, while the policy's logprobs are "
+    "those of the whole, so that every ratio would be off by the mass that was cut away; take it out (temperature is rollout.temperature)"
+    for name in ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+}
+
+
 def _unknown_key(full: str, name: str, where: str) -> str:
+    if name in _REFUSED_KEYS and where in ("", "rollout", "rollout.engine"):
+        return f"{full}: {_REFUSED_KEYS[name]}"
     known = _key_names(Config, "")
     if where.startswith("rewards"):
         known = [_join(where, field.name) for field in dataclasses.fields(RewardConfig)]
@@ -404,6 +513,10 @@ def _cross_check(config: Config) -> None:
         "rollout.max_completion_tokens": (rollout.max_completion_tokens, 1),
         "rollout.tensor_parallel_size": (rollout.tensor_parallel_size, 1),
         "rollout.weight_sync_bucket_mib": (rollout.weight_sync_bucket_mib, 1),
+        "rollout.dynamic_sampling_max_rounds": (rollout.dynamic_sampling_max_rounds, 1),
+        "reward_pool.num_workers": (config.reward_pool.num_workers, 1),
+        "advantage.overlong_buffer_tokens": (config.advantage.overlong_buffer_tokens, 0),
+        "advantage.overlong_penalty": (config.advantage.overlong_penalty, 0),
         "rollout.temperature": (rollout.temperature, 0.01),  # vLLM would silently sample at 0.01
         "loss.kl_coef": (config.loss.kl_coef, 0),
         "loss.entropy_coef": (config.loss.entropy_coef, 0),
@@ -412,22 +525,37 @@ def _cross_check(config: Config) -> None:
         "optimizer.warmup_steps": (config.optimizer.warmup_steps, 0),
         "training.num_steps": (training.num_steps, 1),
         "training.num_mini_batches": (training.num_mini_batches, 1),
+        "training.num_epochs": (training.num_epochs, 1),
+        "training.max_nonfinite_in_a_row": (training.max_nonfinite_in_a_row, 1),
+        "proofs.every_steps": (config.proofs.every_steps, 0),
         "checkpoint.every_steps": (config.checkpoint.every_steps, 0),
         "checkpoint.keep": (config.checkpoint.keep, 1),
+        "eval.every_steps": (config.eval.every_steps, 0),
+        "eval.num_samples": (config.eval.num_samples, 1),
+        "eval.temperature": (config.eval.temperature, 0),
         "logging.rollouts_every_steps": (config.logging.rollouts_every_steps, 0),
     }
     for name, (value, least) in at_least.items():
         if value < least:
             raise ConfigError(f"{name} must be >= {least}; got {value}")
     inside = {
-        "loss.clip_ratio_low": (config.loss.clip_ratio_low, 0.0, 1.0),
         "loss.clip_ratio_high": (config.loss.clip_ratio_high, 0.0, math.inf),
+        "loss.dual_clip": (config.loss.dual_clip if config.loss.dual_clip is not None else 2.0, 1.0, math.inf),
+        "loss.rollout_correction_cap": (config.loss.rollout_correction_cap, 1.0, math.inf),
+        "reward_pool.timeout_s": (config.reward_pool.timeout_s, 0.0, math.inf),
+        "proofs.max_mismatch": (config.proofs.max_mismatch if config.proofs.max_mismatch is not None else 1.0, 0.0, math.inf),
         "optimizer.max_grad_norm": (config.optimizer.max_grad_norm, 0.0, math.inf),
         "rollout.gpu_memory_utilization": (rollout.gpu_memory_utilization, 0.0, 1.0),
     }
     for name, (number, low, high) in inside.items():
         if not low < number < high:
             raise ConfigError(f"{name} must be > {low:g}" + (f" and < {high:g}" if high < math.inf else "") + f"; got {number:g}")
+    for name, number in {
+        "loss.clip_ratio_low": config.loss.clip_ratio_low,
+        "reward_pool.max_error_frac": config.reward_pool.max_error_frac,
+    }.items():
+        if not 0.0 < number <= 1.0:
+            raise ConfigError(f"{name} must be > 0 and <= 1; got {number:g}")
     for index, beta in enumerate(config.optimizer.betas):
         if not 0.0 <= beta < 1.0:
             raise ConfigError(f"optimizer.betas.{index} must be >= 0 and < 1; got {beta:g}")
@@ -446,14 +574,54 @@ def _cross_check(config: Config) -> None:
             f"({rollout.num_prompts_per_step}), so that every optimizer step sees as many prompts"
         )
     for name in rollout.engine:
+        if name in _REFUSED_KEYS:
+            raise ConfigError(f"rollout.engine.{name}: {_REFUSED_KEYS[name]}")
         if name in _ENGINE_KEYS_OWNED:
             instead = _ENGINE_KEYS_OWNED[name]
             raise ConfigError(f"rollout.engine.{name}: " + (f"set {instead} instead" if instead else "the trainer decides this itself"))
+    if config.data.prompt_template is not None and not re.search(r"\{\w+\}", config.data.prompt_template):
+        raise ConfigError(
+            f"data.prompt_template names no column in braces, so that all prompts were alike; got {config.data.prompt_template!r}"
+        )
+    _cross_check_features(config)
     if not config.rewards:
         raise ConfigError("rewards must name at least one reward, e.g. `rewards: [{name: gsm8k}]`")
     for index, reward in enumerate(config.rewards):
         if reward.name is None and reward.function is None:
             raise ConfigError(f"rewards.{index} needs a name (a shipped reward) or a function (file.py:function)")
+
+
+def _cross_check_features(config: Config) -> None:
+    """Combinations that cannot mean what they say."""
+    loss = config.loss
+    if loss.dual_clip is not None and loss.policy != "cispo" and loss.dual_clip <= 1.0 + loss.clip_ratio_high:
+        raise ConfigError(
+            f"loss.dual_clip ({loss.dual_clip:g}) must be > 1 + loss.clip_ratio_high ({1.0 + loss.clip_ratio_high:g}), or it would cut off "
+            "what the upper clip leaves; raise it, or set it to null"
+        )
+    if config.loss.kl_in == "reward" and not config.loss.kl_coef:
+        raise ConfigError("loss.kl_in: reward needs loss.kl_coef > 0; set it, or leave kl_in out")
+    if config.loss.old_logprobs == "engine" and config.loss.rollout_correction != "none":
+        raise ConfigError(
+            f"loss.rollout_correction ({config.loss.rollout_correction}) needs loss.old_logprobs: policy; with engine the ratio itself is "
+            "taken to the engine's logprobs, so that nothing is left to correct: set rollout_correction: none"
+        )
+    if config.advantage.overlong_buffer_tokens > config.rollout.max_completion_tokens:
+        raise ConfigError(
+            f"advantage.overlong_buffer_tokens ({config.advantage.overlong_buffer_tokens}) must be <= rollout.max_completion_tokens "
+            f"({config.rollout.max_completion_tokens})"
+        )
+    if config.data.eval_sets and not config.eval.every_steps:
+        raise ConfigError("data.eval is set, but eval.every_steps is 0, so that nothing would be evaluated; set it, e.g. to 20")
+    if config.eval.every_steps and not config.data.eval_sets:
+        raise ConfigError("eval.every_steps needs held-out sets: set data.eval, e.g. {gsm8k: hub:openai/gsm8k:main:test}")
+    if config.eval.temperature and config.eval.temperature < 0.01:  # vLLM would silently sample at 0.01
+        raise ConfigError(f"eval.temperature must be 0 (greedy) or >= 0.01; got {config.eval.temperature:g}")
+    if not config.eval.temperature and config.eval.num_samples > 1:
+        raise ConfigError(f"eval.num_samples ({config.eval.num_samples}) must be 1 with eval.temperature: 0, where all samples are alike")
+    for name, source in config.data.eval_sets.items():
+        if not isinstance(source, str) or not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(f"data.eval.{name} must be a name (letters, digits, . _ -) with a source as in data.train; got {source!r}")
 
 
 def _plain(value: Any, name: str = "", free_form: bool = False) -> Any:
@@ -467,6 +635,14 @@ def _plain(value: Any, name: str = "", free_form: bool = False) -> Any:
     if free_form and isinstance(value, str) and re.search(r"key|token(?!iz)|secret|password", name, re.IGNORECASE):
         return "<redacted>"
     return value
+
+
+def _flat(value: Any, where: str = "") -> dict[str, Any]:
+    """{dotted key: value} of what a tree of mappings and lists holds; an empty one is a value itself."""
+    if not isinstance(value, dict | list) or not value:
+        return {where: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return {full: leaf for name, inner in items for full, leaf in _flat(inner, _join(where, str(name))).items()}
 
 
 def _describe(cls: type, where: str) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,53 +28,82 @@ class PromptRow:
     where: str
 
 
-def read_rows(config: DataConfig) -> list[PromptRow]:
-    """All rows of `data.train`, each with a usable prompt.
+def key_and_source(config: DataConfig, eval_set: str | None) -> tuple[str, str]:
+    """The config key that names a data set, for messages, and its file or hub name; `eval_set` None is the training set."""
+    if eval_set is None:
+        return "data.train", config.train
+    return ("data.eval" if isinstance(config.eval, str) else f"data.eval.{eval_set}"), config.eval_sets[eval_set]
+
+
+def read_rows(config: DataConfig, eval_set: str | None = None) -> list[PromptRow]:
+    """All rows of `data.train`, or of a set of `data.eval`, each with a usable prompt.
 
     Raises:
         ConfigError: naming file:line (jsonl) or file:row (parquet, hub), what was found and what is expected.
     """
-    source = config.train
+    key, source = key_and_source(config, eval_set)
     if source.startswith("hub:"):
-        records = _read_hub(source)
+        records = _read_hub(source, key)
     elif source.endswith(".jsonl"):
-        records = _read_jsonl(Path(source))
+        records = _read_jsonl(Path(source), key)
     elif source.endswith(".parquet"):
-        records = _read_parquet(Path(source))
+        records = _read_parquet(Path(source), key)
     else:
-        raise ConfigError(f"data.train must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got {source!r}")
+        raise ConfigError(f"{key} must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got {source!r}")
     rows = []
     for where, record in records:
-        if config.prompt_key not in record:
-            raise ConfigError(
-                f"{where}: no column {config.prompt_key!r} (data.prompt_key); the columns are {', '.join(map(str, record)) or 'none'}"
-            )
-        prompt = record[config.prompt_key]
+        prompt = _prompt_of(record, where, config)
         if isinstance(prompt, str):
             prompt = _as_messages(prompt, config) if config.as_chat or config.system_prompt else prompt
         else:
             prompt = _checked_messages(prompt, where, config)
+        origin = "written by data.prompt_template" if config.prompt_template else f"in column {config.prompt_key!r}"
         if not prompt:
-            raise ConfigError(f"{where}: the prompt in column {config.prompt_key!r} is empty")
+            raise ConfigError(f"{where}: the prompt {origin} is empty")
         if not _is_text(prompt):
-            raise ConfigError(f"{where}: the prompt in column {config.prompt_key!r} holds half a surrogate pair, which is no text")
-        rows.append(PromptRow(prompt, {name: value for name, value in record.items() if name != config.prompt_key}, where))
+            raise ConfigError(f"{where}: the prompt {origin} holds half a surrogate pair, which is no text")
+        own = None if config.prompt_template else config.prompt_key
+        rows.append(PromptRow(prompt, {name: value for name, value in record.items() if name != own}, where))
     return rows
 
 
-def check_enough_rows(num_rows: int, config: Config, dropped: int = 0) -> None:
-    """Refuse a data set that cannot fill one step.
+def _prompt_of(record: dict[str, Any], where: str, config: DataConfig) -> Any:
+    def column(name: str, key: str) -> Any:
+        if name not in record:
+            raise ConfigError(f"{where}: no column {name!r} ({key}); the columns are {', '.join(map(str, record)) or 'none'}")
+        return record[name]
+
+    if config.prompt_template is None:
+        return column(config.prompt_key, "data.prompt_key")
+
+    # Not str.format: braces belong to many prompts, and those of a LaTeX command (\boxed{answer}) must not become a column's value.
+    def fill(found: re.Match[str]) -> str:
+        if found[1] is not None:
+            return found[0]
+        value = column(found[2], "data.prompt_template")
+        if value is None:
+            raise ConfigError(f"{where}: the column {found[2]!r} (data.prompt_template) is null")
+        return str(value)
+
+    return re.sub(r"(\\\w+)?\{(\w+)\}", fill, config.prompt_template)
+
+
+def check_enough_rows(num_rows: int, config: Config, dropped: int = 0, eval_set: str | None = None) -> None:
+    """Refuse a training set that cannot fill one step, and a held-out set without a prompt.
 
     Raises:
         ConfigError: with both numbers.
     """
+    key, source = key_and_source(config.data, eval_set)
+    note = f" ({dropped} longer than data.max_prompt_tokens={config.data.max_prompt_tokens} were dropped)" if dropped else ""
     need = config.rollout.num_prompts_per_step
-    if num_rows < need:
-        note = f" ({dropped} longer than data.max_prompt_tokens={config.data.max_prompt_tokens} were dropped)" if dropped else ""
+    if eval_set is None and num_rows < need:
         raise ConfigError(
-            f"data.train: {config.data.train} has {num_rows} usable prompts{note}, but one step takes "
+            f"{key}: {source} has {num_rows} usable prompts{note}, but one step takes "
             f"rollout.num_prompts_per_step={need}; lower that or add prompts"
         )
+    if num_rows == 0:
+        raise ConfigError(f"{key}: {source} has 0 usable prompts{note}; add prompts or leave the set out")
 
 
 def check_template_early(rows: Sequence[PromptRow], config: Config) -> None:
@@ -112,14 +142,14 @@ def check_lengths_early(rows: Sequence[PromptRow], config: Config) -> None:
             raise ConfigError(_too_long(row, len(encoding.ids), config.data))
 
 
-def build_prompts(rows: Sequence[PromptRow], tokenizer: Any, config: Config) -> list[Prompt]:
+def build_prompts(rows: Sequence[PromptRow], tokenizer: Any, config: Config, eval_set: str | None = None) -> list[Prompt]:
     """Tokenize every row: strings as they are, messages through the chat template with a generation prompt.
 
     The `position` of the prompts is their row number until the stream deals them out.
 
     Raises:
         ConfigError: for a prompt over `max_prompt_tokens` with `on_long_prompt: error`, messages without a chat template, or too
-            few prompts for a step.
+            few prompts for a step (in a set of `data.eval`: none).
     """
     prompts = []
     if any(not isinstance(row.prompt, str) for row in rows) and getattr(tokenizer, "chat_template", None) is None:
@@ -140,7 +170,7 @@ def build_prompts(rows: Sequence[PromptRow], tokenizer: Any, config: Config) -> 
             prompts.append(Prompt(number, number, list(token_ids), row.prompt, row.columns))
         elif config.data.on_long_prompt == "error":
             raise ConfigError(_too_long(row, len(token_ids), config.data))
-    check_enough_rows(len(prompts), config, len(rows) - len(prompts))
+    check_enough_rows(len(prompts), config, len(rows) - len(prompts), eval_set)
     return prompts
 
 
@@ -153,10 +183,12 @@ class PromptStream:
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
         self._order: tuple[int, list[int]] = (-1, [])
+        self.position = 0  # of the next prompt
 
-    def take_step(self, step: int, num_prompts: int) -> list[Prompt]:
-        """The prompts of a step: those at positions step * num_prompts and the following."""
-        return [self._at(position) for position in range(step * num_prompts, (step + 1) * num_prompts)]
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """The next prompts; every rank must take as many."""
+        start, self.position = self.position, self.position + num_prompts
+        return [self._at(position) for position in range(start, self.position)]
 
     def _at(self, position: int) -> Prompt:
         epoch, offset = divmod(position, len(self._prompts))
@@ -169,9 +201,9 @@ class PromptStream:
         return Prompt(position, prompt.row, prompt.token_ids, prompt.text, prompt.columns)
 
 
-def _read_jsonl(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def _read_jsonl(path: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
     records = []
-    for number, line in enumerate(_open(path, lambda: path.read_bytes()).split(b"\n"), start=1):
+    for number, line in enumerate(_open(path, key, lambda: path.read_bytes()).split(b"\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
@@ -189,36 +221,36 @@ def _read_jsonl(path: Path) -> list[tuple[str, dict[str, Any]]]:
     return records
 
 
-def _read_parquet(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def _read_parquet(path: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        records = _open(path, lambda: pyarrow.parquet.read_table(path)).to_pylist()
+        records = _open(path, key, lambda: pyarrow.parquet.read_table(path)).to_pylist()
     except (pyarrow.ArrowException, ValueError) as error:  # ValueError: a text column that is not UTF-8
-        raise ConfigError(f"data.train: {path} cannot be read as parquet: {error}") from None
+        raise ConfigError(f"{key}: {path} cannot be read as parquet: {error}") from None
     return [(f"{path}:row {number}", record) for number, record in enumerate(records)]
 
 
-def _read_hub(source: str) -> list[tuple[str, dict[str, Any]]]:
+def _read_hub(source: str, key: str) -> list[tuple[str, dict[str, Any]]]:
     parts = source.split(":", 3)  # a split may hold a colon: train[:100]
     if len(parts) != 4 or not parts[1] or not parts[3]:
-        raise ConfigError(f"data.train: a hub data set is hub:REPO:SUBSET:SPLIT (SUBSET may be empty); got {source!r}")
+        raise ConfigError(f"{key}: a hub data set is hub:REPO:SUBSET:SPLIT (SUBSET may be empty); got {source!r}")
     _, repo, subset, split = parts
     import datasets
 
     try:
         dataset = datasets.load_dataset(repo, subset or None, split=split)
     except Exception as error:  # the library raises many types for "not found", "no network", "no such split"
-        raise ConfigError(f"data.train: cannot load {source}: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"{key}: cannot load {source}: {type(error).__name__}: {error}") from None
     return [(f"{source}:row {number}", dict(record)) for number, record in enumerate(dataset)]
 
 
-def _open(path: Path, read: Callable[[], T]) -> T:
+def _open(path: Path, key: str, read: Callable[[], T]) -> T:
     try:
         return read()
     except OSError as error:
-        raise ConfigError(f"data.train: cannot read {path}: {error.strerror or error}") from None
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror or error}") from None
 
 
 def _as_messages(prompt: str, config: DataConfig) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ C completion tokens of a micro-batch, S sequences of a micro-batch, V vocabulary
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ class Rollout:
 
     rollout_id: int
     advantage: float
-    counts: bool  # False: its reward is unknown, so that no token of it enters the loss
+    counts: bool  # False: no token of it enters the loss (its reward is unknown, or it was cut off and loss.mask_truncated is on)
     prompt_ids: list[int]
     completion_ids: list[int]
     rollout_logprobs: list[float]
@@ -67,7 +68,8 @@ class MicroBatch:
     """Sequences of one forward-backward on one rank, packed into one row without padding.
 
     `predict_index[c]` is the place in the row whose hidden state predicts `target_ids[c]`; all other [C] fields are aligned with
-    it. `loss_mask` is True where a token counts. `old_logprobs` and `ref_logprobs` are None where the loss does not need them.
+    it. `loss_mask` is True where a token counts. `sequence_index[c]` is the place in `rollout_ids` of the rollout that the token belongs
+    to; rollouts without a completion token are in neither. `old_logprobs` and `ref_logprobs` are None where the loss does not need them.
     """
 
     input_ids: Tensor  # int64 [T]
@@ -78,6 +80,8 @@ class MicroBatch:
     rollout_logprobs: Tensor  # float32 [C]
     advantages: Tensor  # float32 [C]
     loss_mask: Tensor  # bool [C]
+    sequence_index: Tensor  # int64 [C]
+    rollout_ids: list[int]
     old_logprobs: Tensor | None = None  # float32 [C]
     ref_logprobs: Tensor | None = None  # float32 [C]
 
@@ -91,19 +95,38 @@ class RolloutBatch:
 
     mini_batches: list[list[MicroBatch]]
     num_loss_tokens: list[int]  # over all ranks, one for each mini-batch: the denominator of its token mean
+    num_loss_sequences: list[int]  # the same, of sequences with a token that counts
 
 
 @dataclass
 class ScoredRollouts:
-    """What one rank scored: aligned lists, one entry a rollout, for collectives and the rollout dump."""
+    """What one rank scored: lists with one entry a completion, in the order of its groups and their completions."""
 
-    rollout_ids: list[int] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)  # the weighted sum; None: no reward is known
     by_name: dict[str, list[float | None]] = field(default_factory=dict)  # None: does not apply; NaN: unusable
+    statuses: dict[str, list[str]] = field(default_factory=dict)  # by name: "ok", "not_applicable", "error" or "timeout"
+    first_error: str | None = None  # the first failure of the function that failed most, with its traceback
     texts: list[str] = field(default_factory=list)
 
+    def extend(self, other: ScoredRollouts) -> None:
+        """Add what a further round scored."""
+        self.rewards += other.rewards
+        self.texts += other.texts
+        self.first_error = self.first_error or other.first_error
+        for name, statuses in other.statuses.items():
+            self.statuses.setdefault(name, []).extend(statuses)
+        for name, values in other.by_name.items():
+            self.by_name.setdefault(name, []).extend(values)
 
-def rollout_seed(seed: int, step: int, position: int, sample: int) -> int:
-    """Sampling seed of one completion: a function of its place in the run, never of ranks or batches. In [0, 2**63)."""
+    def finite_by_name(self, number: int) -> dict[str, float | None]:
+        """Each function's reward of one rollout, None where it is unusable too: NaN is not JSON."""
+        return {name: None if (value := values[number]) is None or math.isnan(value) else value for name, values in self.by_name.items()}
+
+
+def rollout_seed(seed: int, step: int | str, position: int, sample: int) -> int:
+    """Sampling seed of one completion: a function of its place in the run, never of ranks or batches. In [0, 2**63).
+
+    An evaluation has text in the place of `step`, alike at all steps, and the row in the place of `position`.
+    """
     digest = hashlib.blake2b(f"{seed}/{step}/{position}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,10 +1,13 @@
 """Makes what the demo trains, from nothing but a seed: a tiny Qwen3, its tokenizer, and countdown prompts. No download.
 
-    python -m grpo_spmd.demo [--out .demo] [--seed 0]
+    python -m grpo_spmd.demo [--out .demo] [--seed 0] [--numbers 2|3-4]
 
 The task is TinyZero's countdown, cut down to two numbers: "3,8=24:" wants an equation that uses 3 and 8 once each and reaches 24,
 such as "3*8". A supervised warm start of seconds shows the model right equations first, and then a careless teacher who often writes
 random digits, so that it starts out right in about three of ten tries. GRPO, which sees only the reward, takes it from there.
+
+With `--numbers 3-4` it is TinyZero's own task, three or four numbers and targets below 100, with one-digit numbers. The warm start shows
+right equations alone, and too few for more than one right answer in five or ten.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import shutil
 import time
 from pathlib import Path
 
+from grpo_spmd.rewards.verifiers import evaluate
+
 _CHARACTERS = "0123456789+-*,=:"
 _EOS = "<eos>"
 _LARGEST = 9
@@ -24,6 +29,8 @@ _BATCH = 128
 _RIGHT_STEPS, _RIGHT_LR = 300, 5e-3
 _CARELESS_STEPS, _CARELESS_LR = 120, 1e-3
 _CARELESS_RIGHT_FRAC = 0.55
+_LONGER_STEPS, _LONGER_LR = 500, 3e-3
+_LONGER_ROWS = 4096
 
 
 def solvable_tasks() -> list[tuple[int, int, int]]:
@@ -32,14 +39,30 @@ def solvable_tasks() -> list[tuple[int, int, int]]:
     return sorted({(a, b, target) for a in numbers for b in numbers for target in (a + b, a - b, a * b) if target > 0})
 
 
-def prompt_text(a: int, b: int, target: int) -> str:
+def prompt_text(*nums_and_target: int) -> str:
     """The prompt of a task, in the characters of the tokenizer."""
-    return f"{a},{b}={target}:"
+    *nums, target = nums_and_target
+    return f"{','.join(map(str, nums))}={target}:"
 
 
-def make_rows() -> list[dict[str, object]]:
+def longer_task(rng: random.Random) -> tuple[list[int], int, str]:
+    """Three or four numbers, a target from 1 to 99, and an equation over all of them that reaches it."""
+    while True:
+        nums = [rng.randint(1, _LARGEST) for _ in range(rng.choice((3, 4)))]
+        equation = str(nums[0]) + "".join(rng.choice("+-*") + str(number) for number in nums[1:])
+        target = evaluate(equation)
+        if 0 < target < 100:
+            rng.shuffle(nums)
+            return nums, int(target), equation
+
+
+def make_rows(numbers: str, seed: int) -> list[dict[str, object]]:
     """The data set: one row a task, columns prompt, nums, target."""
-    return [{"prompt": prompt_text(*task), "nums": task[:2], "target": task[2]} for task in solvable_tasks()]
+    if numbers == "2":
+        return [{"prompt": prompt_text(*task), "nums": task[:2], "target": task[2]} for task in solvable_tasks()]
+    rng = random.Random(f"rows/{seed}")
+    tasks = [longer_task(rng) for _ in range(_LONGER_ROWS)]
+    return [{"prompt": prompt_text(*nums, target), "nums": nums, "target": target} for nums, target, _ in tasks]
 
 
 def right_equations(a: int, b: int, target: int) -> list[str]:
@@ -67,7 +90,7 @@ def make_tokenizer(folder: Path) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS).save_pretrained(folder)
 
 
-def make_model(folder: Path, seed: int) -> None:
+def make_model(folder: Path, seed: int, numbers: str) -> None:
     """A two-layer Qwen3 of 0.1 million parameters after the warm start."""
     import torch
     import transformers
@@ -95,14 +118,21 @@ def make_model(folder: Path, seed: int) -> None:
     model = transformers.Qwen3ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     tasks = solvable_tasks()
-    for step in range(_RIGHT_STEPS + _CARELESS_STEPS):
-        careless = step >= _RIGHT_STEPS
-        optimizer.param_groups[0]["lr"] = _CARELESS_LR if careless else _RIGHT_LR * min(1.0, (step + 1) / 50)
-        pairs = []
+
+    def lessons(step: int) -> list[tuple[str, str]]:
+        """A batch of prompts, each with the equation that the warm start shows for it."""
+        if numbers != "2":
+            return [(prompt_text(*nums, target), equation) for nums, target, equation in (longer_task(rng) for _ in range(_BATCH))]
+        shown = []
         for a, b, target in rng.choices(tasks, k=_BATCH):
-            right = not careless or rng.random() < _CARELESS_RIGHT_FRAC
-            equation = rng.choice(right_equations(a, b, target)) if right else random_equation(rng)
-            pairs.append(([ids[c] for c in prompt_text(a, b, target)], [*(ids[c] for c in equation), ids[_EOS]]))
+            right = step < _RIGHT_STEPS or rng.random() < _CARELESS_RIGHT_FRAC
+            shown.append((prompt_text(a, b, target), rng.choice(right_equations(a, b, target)) if right else random_equation(rng)))
+        return shown
+
+    for step in range(_RIGHT_STEPS + _CARELESS_STEPS if numbers == "2" else _LONGER_STEPS):
+        peak = _LONGER_LR if numbers != "2" else _RIGHT_LR if step < _RIGHT_STEPS else _CARELESS_LR
+        optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / 50)
+        pairs = [([ids[c] for c in prompt], [*(ids[c] for c in equation), ids[_EOS]]) for prompt, equation in lessons(step)]
         longest = max(len(p) + len(c) for p, c in pairs)
         # Padding on the right: under a causal mask no token that is trained sees it.
         inputs = torch.tensor([p + c + [0] * (longest - len(p) - len(c)) for p, c in pairs])
@@ -115,9 +145,9 @@ def make_model(folder: Path, seed: int) -> None:
     model.save_pretrained(folder)
 
 
-def make_demo(out: Path, seed: int) -> None:
+def make_demo(out: Path, seed: int, numbers: str = "2") -> None:
     """Write `out`/model and `out`/train.jsonl, unless they are there from the same seed and code. `out` is complete or absent."""
-    marker = {"seed": seed, "code": Path(__file__).read_text(encoding="utf-8")}
+    marker = {"seed": seed, "numbers": numbers, "code": Path(__file__).read_text(encoding="utf-8")}
     try:
         if json.loads((out / "made_from.json").read_text(encoding="utf-8")) == marker:
             print(f"demo: {out} is there already")
@@ -129,8 +159,8 @@ def make_demo(out: Path, seed: int) -> None:
     temporary = out.with_name(out.name + f".tmp{os.getpid()}")
     (temporary / "model").mkdir(parents=True)
     make_tokenizer(temporary / "model")
-    make_model(temporary / "model", seed)
-    (temporary / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows()), encoding="utf-8")
+    make_model(temporary / "model", seed, numbers)
+    (temporary / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(numbers, seed)), encoding="utf-8")
     (temporary / "made_from.json").write_text(json.dumps(marker), encoding="utf-8")
     shutil.rmtree(out, ignore_errors=True)
     temporary.rename(out)
@@ -141,8 +171,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m grpo_spmd.demo", description="Make the demo's model and prompts.")
     parser.add_argument("--out", type=Path, default=Path(".demo"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--numbers", choices=("2", "3-4"), default="2", help="how many numbers a task has")
     args = parser.parse_args()
-    make_demo(args.out, args.seed)
+    make_demo(args.out, args.seed, args.numbers)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Numbers for control (rewards, plans, token ids) travel as bytes over gloo on the
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import sys
@@ -117,7 +116,7 @@ def exit_with_outcome() -> Iterator[None]:
         elif isinstance(error, KeyboardInterrupt):
             print(f"rank {rank}: interrupted", file=sys.stderr)
         else:
-            traceback.print_exc()
+            traceback.print_exception(error.__cause__ if isinstance(error, Rank0Error) and error.__cause__ else error)
             print(f"rank {rank}: failed first; all ranks stop", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -157,7 +156,9 @@ def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
     if reply[:1] == b"?":
         raise ConfigError(json.loads(reply[1:]))
     if reply[:1] == b"-":
-        raise Rank0Error(json.loads(reply[1:])) from error
+        # The whole text, which may hold a traceback, on rank 0 alone: it would be printed once a rank.
+        text = json.loads(reply[1:])
+        raise Rank0Error(text if error is not None else text.partition("\n")[0]) from error
     result: T = json.loads(reply[1:])
     return result
 
@@ -204,15 +205,30 @@ def barrier() -> None:
     on_rank0(lambda _: None, None)
 
 
-def merge_sums(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Add up dictionaries of sums that ranks collected; a key missing on a rank counts as 0. Keys "max:..." take the maximum."""
-    merged: dict[str, float] = {}
+def any_rank(flag: bool) -> bool:
+    """Collective. True on every rank if it is on one."""
+    found = torch.tensor([int(flag)])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
+
+
+def merge_sums(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Bring together dictionaries of sums that ranks collected; a key missing on a rank counts as nothing.
+
+    Numbers add up; keys "max:..." take the maximum, "hist:..." add up element by element, "ids:..." are put one after the other.
+    """
+    merged: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
-            if name.startswith("max:"):
-                merged[name] = max(merged.get(name, -math.inf), value)
+            if name not in merged:
+                merged[name] = value
+            elif name.startswith("max:"):
+                merged[name] = max(merged[name], value)
+            elif name.startswith("hist:"):
+                merged[name] = [a + b for a, b in zip(merged[name], value, strict=True)]
             else:
-                merged[name] = merged.get(name, 0.0) + value
+                merged[name] = merged[name] + value
     return merged
 
 

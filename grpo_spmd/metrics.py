@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import yaml
 
-from grpo_spmd.assemble import Decision
+from grpo_spmd.assemble import Decision, SampledStep
 from grpo_spmd.config import Config, ConfigError, config_to_dict
-from grpo_spmd.data_types import RolloutGroup, ScoredRollouts
-from grpo_spmd.distributed import Session, gather_bytes, merge_sums, on_rank0
+from grpo_spmd.distributed import Rank0Error, Session, gather_bytes, merge_sums, on_rank0
+from grpo_spmd.loss import ratio_percentiles
+from grpo_spmd.proofs import LogprobOracle
 from grpo_spmd.weight_sync import SyncStats
 
-PHASES = ("weight_sync", "rollout", "reward", "logprobs", "update", "checkpoint")
-MAX_MISMATCH_ABS_MEAN = 0.2  # nats
+PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
 _log = logging.getLogger("grpo_spmd")
 
 # Dense bf16 peak, FLOP/s, by a part of the device's name (vendor data sheets).
@@ -37,8 +37,11 @@ class MetricsLog:
         self._run_dir = Path(config.run_dir)
         self._times: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
+        self._recorded: dict[str, float | None] = {}
+        self._rank0_sums: dict[str, Any] = {}
         self._step_start = time.perf_counter()
         self._rewards: list[float] = []
+        self._oracle = LogprobOracle(config.model.dtype, config.proofs.max_mismatch)
         self._run_start = time.perf_counter()
         self._file = (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8") if session.is_rank0 else None
         self._wandb = _start_wandb(config) if session.is_rank0 and config.logging.wandb else None
@@ -55,24 +58,60 @@ class MetricsLog:
         self._times[name] = self._times.get(name, 0.0) + time.perf_counter() - start
         self._peaks[name] = max(self._peaks.get(name, 0.0), _peak_memory_gib(self._session.device))
 
-    def end_step(self, step: int, decided: Decision, synced: SyncStats, local_sums: dict[str, float]) -> None:
-        """Collective. Bring the ranks' times and sums (this rank's are what `update_policy` returned) together and write the step."""
-        now = time.perf_counter()
-        part = dict(local_sums)
-        part["max:step_s"] = now - self._step_start
-        part |= {f"max:time/{name}": seconds for name, seconds in self._times.items()}
-        part |= {f"max:memory/{name}": gib for name, gib in self._peaks.items()}
-        sums = on_rank0(_merge_and_check, part)
-        if self._session.is_rank0:
-            self._write({"step": step, **self._derive(decided, synced, sums)})
+    def record(self, metrics: dict[str, float | None]) -> None:
+        """Keep `metrics`, equal on all ranks, for the next line that is written."""
+        self._recorded |= metrics
+
+    def check_step(self, step: int, sampled: SampledStep, decided: Decision, synced: SyncStats, local_sums: dict[str, Any]) -> None:
+        """Collective. Bring the ranks' sums (this rank's are what `PolicyUpdater.update` returned) together and judge them.
+
+        Raises:
+            Rank0Error: on every rank, where engine and policy differ by more than rounding (proofs.py), or too many updates in a row
+                were not finite. The step's line is written all the same: its figures are what one wants to see then.
+        """
+        if local_sums["max:skipped"] and not _dump_is_due(self._config, step):  # the same on all ranks
+            _dump_rollouts(self._config, step, sampled, decided)
+
+        def judge(parts: list[dict[str, Any]]) -> None:
+            self._rank0_sums = merge_sums(parts)
+            try:
+                self._oracle.check(step, self._rank0_sums)
+                _check_skipped(self._rank0_sums, step, self._config)
+            except Exception:
+                self._write_step(step, decided, synced, [self._times_and_peaks()])
+                raise
+
+        on_rank0(judge, local_sums)
+
+    def end_step(self, step: int, decided: Decision, synced: SyncStats) -> None:
+        """Collective. Bring the ranks' times together and write the step."""
+        on_rank0(lambda parts: self._write_step(step, decided, synced, parts), self._times_and_peaks())
+        self._recorded.clear()
         self._times.clear()
         self._peaks.clear()
-        self._step_start = now
+        self._step_start = time.perf_counter()
+
+    def _times_and_peaks(self) -> dict[str, float]:
+        return {
+            "max:step_s": time.perf_counter() - self._step_start,
+            **{f"max:time/{name}": seconds for name, seconds in self._times.items()},
+            **{f"max:memory/{name}": gib for name, gib in self._peaks.items()},
+        }
+
+    def _write_step(self, step: int, decided: Decision, synced: SyncStats, times: list[dict[str, Any]]) -> None:
+        metrics = {"step": step, **self._derive(decided, synced, merge_sums([self._rank0_sums, *times])), **self._recorded}
+        self._write(metrics)
+        self._rewards.append(metrics["reward/mean"] or 0.0)
+        _log.info(_console_line(metrics, self._config.training.num_steps))
+        if not metrics["optim/updates"] and not metrics["optim/skipped_updates"]:
+            _log.warning("step %d: no update was made, since no completion counts (see dynamic_sampling/* and reward/unscored_frac)", step)
 
     def close(self) -> None:
-        """Say how the run went; finish W&B."""
+        """Write what was recorded after the last step, as a line of its own; say how the run went; finish W&B."""
         if not self._session.is_rank0:
             return
+        if self._recorded:
+            self._write({"step": self._config.training.num_steps, **self._recorded})
         first, last = self._rewards[0], self._rewards[-10:]
         minutes, seconds = divmod(int(time.perf_counter() - self._run_start), 60)
         _log.info(
@@ -84,37 +123,47 @@ class MetricsLog:
         if self._wandb is not None:
             _never_fatal(self._wandb.finish)
 
-    def _derive(self, decided: Decision, synced: SyncStats, sums: dict[str, float]) -> dict[str, float | None]:
+    def _derive(self, decided: Decision, synced: SyncStats, sums: dict[str, Any]) -> dict[str, float | None]:
         """The contract's keys from the step's raw numbers."""
         world_size = self._session.world_size
-        tokens = max(sums["loss_tokens"], 1.0)
+        tokens, updates, measured_tokens = sums["loss_tokens"], sums["max:updates"], sums.get("mismatch_tokens", 0.0)
         times = {name: sums.get(f"max:time/{name}", 0.0) for name in PHASES}
         step_s = sums["max:step_s"]
-        rollout, kl_coef, entropy_coef = self._config.rollout, self._config.loss.kl_coef, self._config.loss.entropy_coef
-        policy, kl, entropy = sums["policy"] / tokens, sums["kl"] / tokens, sums["entropy"] / tokens
+        loss_config = self._config.loss
+        kl_coef = loss_config.kl_coef if loss_config.kl_in == "loss" else 0.0
         out = decided.metrics | {
-            "loss/total": policy + kl_coef * kl - entropy_coef * entropy,
-            "loss/policy": policy,
-            "loss/kl": kl,
-            "loss/entropy": entropy,
-            "loss/clip_frac": sums["clipped"] / tokens,
-            "optim/grad_norm": sums["max:grad_norm"],
-            "optim/lr": sums["max:lr"],
-            "weight_sync/mismatch_kl": sums["mismatch_kl"] / tokens,
-            "weight_sync/mismatch_abs_mean": sums["mismatch_abs"] / tokens,
-            "weight_sync/mismatch_abs_max": sums["max:mismatch_abs"],
+            "loss/total": _mean(sums["policy"] + kl_coef * sums["kl"] - loss_config.entropy_coef * sums["entropy"], updates),
+            "loss/policy": _mean(sums["policy"], updates),
+            "loss/kl": _mean(sums["kl"], updates),
+            "loss/entropy": _mean(sums["entropy"], updates),
+            "loss/clip_frac": _mean(sums["clipped"], tokens),
+            "optim/grad_norm": sums.get("max:grad_norm"),
+            "optim/lr": sums.get("max:lr"),
+            "optim/updates": sums["max:updates"],
+            "optim/skipped_updates": sums["max:skipped"],
+            "weight_sync/mismatch_kl": _mean(sums.get("mismatch_kl"), measured_tokens),
+            "weight_sync/mismatch_abs_mean": _mean(sums.get("mismatch_abs"), measured_tokens),
+            "weight_sync/mismatch_abs_max": sums.get("max:mismatch_abs"),
             "weight_sync/bytes": synced.bytes,
             "weight_sync/num_collectives": synced.num_collectives,
+            "weight_sync/proof_s": synced.proof_s,
             "time/step_s": step_s,
             **{f"time/{name}_s": seconds for name, seconds in times.items()},
-            "rollout/tokens_per_s": decided.num_completion_tokens / max(times["rollout"], 1e-9),
-            "throughput/samples_per_s": rollout.num_prompts_per_step * rollout.group_size / step_s,
+            "rollout/tokens_per_s": decided.num_sampled_tokens / max(times["rollout"], 1e-9),
+            "throughput/samples_per_s": len(decided.counts) / step_s,
             "throughput/tokens_per_s_per_rank": decided.num_tokens / step_s / world_size,
             **{f"memory/{name}/peak_gib": sums[f"max:memory/{name}"] for name in PHASES if f"max:memory/{name}" in sums},
         }
+        percents = (1, 50, 99)
+        for percent, ratio in zip(percents, ratio_percentiles(sums.get("hist:mismatch", []), percents), strict=True):
+            out[f"rollout_correction/ratio_p{percent:02d}"] = ratio
+        if loss_config.rollout_correction != "none":
+            out["rollout_correction/weight_mean"] = _mean(sums["correction"], tokens)
+            out["rollout_correction/capped_frac"] = _mean(sums["capped"], tokens)
         if self._session.device.type == "cuda":
             # Forward and backward of a dense model: 6 FLOPs a parameter and token; attention is left out, so this is a lower bound.
-            flops = 6.0 * self._num_parameters * decided.num_tokens / max(times["update"], 1e-9) / world_size
+            num_tokens = decided.num_tokens * self._config.training.num_epochs
+            flops = 6.0 * self._num_parameters * num_tokens / max(times["update"], 1e-9) / world_size
             name = torch.cuda.get_device_name()
             peak = next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
             out["throughput/mfu"] = None if peak is None else flops / peak
@@ -126,57 +175,87 @@ class MetricsLog:
         assert self._file is not None
         self._file.write(json.dumps(clean) + "\n")
         self._file.flush()
-        self._rewards.append(metrics["reward/mean"] or 0.0)
-        _log.info(_console_line(metrics, self._config.training.num_steps))
         if self._wandb is not None and not _never_fatal(self._wandb.log, clean, step=int(metrics["step"] or 0)):
             self._wandb = None
 
 
-def _merge_and_check(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Add up the ranks' sums, and stop where engine and policy give the sampled tokens quite different logprobs.
-
-    Rounding in bfloat16 makes about 0.01 nats; stale weights, or a model whose logprobs this package computes wrongly, make 0.3 and more.
-    """
-    sums = merge_sums(parts)
-    mean = sums["mismatch_abs"] / max(sums["loss_tokens"], 1.0)
-    if mean > MAX_MISMATCH_ABS_MEAN:
-        raise RuntimeError(
-            f"engine and policy differ by {mean:.3g} nats a token on the tokens just sampled, over {MAX_MISMATCH_ABS_MEAN}: "
-            "the engine does not hold the policy's weights, or the policy does not compute this model as the engine does"
-        )
-    return sums
+def _mean(total: float | None, count: float) -> float | None:
+    """None where a step measured nothing (all its updates were skipped, or it kept no group): a 0 would look like a measurement."""
+    return None if total is None or not count else total / count
 
 
-def dump_rollouts_if_due(config: Config, step: int, groups: Sequence[RolloutGroup], scored: ScoredRollouts, decided: Decision) -> None:
-    """Collective. Write `rollouts/step_<step>.jsonl`: one line a rollout, in the order of rollout ids, whatever rank made it."""
-    every = config.logging.rollouts_every_steps
-    if every == 0 or step % every:
+def _check_skipped(sums: dict[str, Any], step: int, config: Config) -> None:
+    skipped, ids, most = int(sums["max:skipped"]), sorted(set(sums["ids:nonfinite"])), config.training.max_nonfinite_in_a_row
+    if not skipped:
         return
-    lines = {}
-    own = ((g, sample, c) for g in groups for sample, c in enumerate(g.completions))
+    suspects = f"rollouts {ids[:10]} have logprobs that are not finite" if ids else "no single rollout's logprobs show it"
+    text = f"step {step}: {skipped} updates skipped, since loss or gradient was not finite; {suspects}; see {_rollouts_file(config, step)}"
+    if sums["max:skipped_in_a_row"] >= most:
+        raise FloatingPointError(f"{text}. That is {most} in a row (training.max_nonfinite_in_a_row)")
+    _log.warning(text)
+
+
+def _rollouts_file(config: Config, step: int) -> Path:
+    return Path(config.run_dir) / "rollouts" / f"step_{step:06d}.jsonl"
+
+
+def dump_rollouts_if_due(config: Config, step: int, sampled: SampledStep, decided: Decision) -> None:
+    """Collective. Each `logging.rollouts_every_steps`: write `rollouts/step_<step>.jsonl`, a line a rollout, whatever rank made it.
+
+    Groups that dynamic sampling dropped are there too, with rollout_id null. The order is that of the prompt stream.
+    """
+    if _dump_is_due(config, step):
+        _dump_rollouts(config, step, sampled, decided)
+
+
+@contextmanager
+def dump_if_refused(config: Config, step: int, sampled: SampledStep) -> Iterator[None]:
+    """Collective, where rank 0 refuses the step's rewards: writes its rollouts, due or not, for they show what was wrong."""
+    try:
+        yield
+    except Rank0Error:  # on all ranks alike
+        _dump_rollouts(config, step, sampled, None)
+        raise
+
+
+def _dump_is_due(config: Config, step: int) -> bool:
+    every = config.logging.rollouts_every_steps
+    return every > 0 and step % every == 0
+
+
+def _dump_rollouts(config: Config, step: int, sampled: SampledStep, decided: Decision | None) -> None:
+    lines: dict[int, str] = {}
+    slots = {position: slot for slot, position in enumerate(decided.positions if decided else [])}
+    scored, size = sampled.scored, config.rollout.group_size
+    own = ((g, sample, c) for g in sampled.groups for sample, c in enumerate(g.completions))
     for number, (group, sample, completion) in enumerate(own):
-        rollout_id = scored.rollout_ids[number]
-        by_name = {name: None if v[number] is None or math.isnan(v[number] or 0.0) else v[number] for name, v in scored.by_name.items()}
+        position = group.prompt.position
+        rollout_id = slots[position] * size + sample if position in slots else None
         record = {
             "rollout_id": rollout_id,
             "row": group.prompt.row,
-            "position": group.prompt.position,
+            "position": position,
             "sample": sample,
             "prompt": group.prompt.text,
             "completion": scored.texts[number],
             "reward": scored.rewards[number],
-            "rewards": by_name,
-            "advantage": decided.advantages[rollout_id],
+            "rewards": scored.finite_by_name(number),
+            "statuses": {name: statuses[number] for name, statuses in scored.statuses.items()},
+            "advantage": None if decided is None or rollout_id is None else decided.advantages[rollout_id],
             "finish_reason": completion.finish_reason,
             "prompt_ids": group.prompt.token_ids,
             "completion_ids": completion.token_ids,
-            "rollout_logprobs": completion.logprobs,
+            "rollout_logprobs": [x if math.isfinite(x) else None for x in completion.logprobs],
         }
-        lines[rollout_id] = json.dumps(record, ensure_ascii=False)
+        lines[position * size + sample] = json.dumps(record, ensure_ascii=False)
+    write_lines_in_order(_rollouts_file(config, step), lines)
+
+
+def write_lines_in_order(path: Path, lines: dict[int, str]) -> None:
+    """Collective. Write all ranks' lines to one file, in the order of their numbers."""
     parts = gather_bytes(json.dumps(lines).encode())
     if parts is not None:
         merged = {int(i): line for part in parts for i, line in json.loads(part).items()}
-        path = Path(config.run_dir) / "rollouts" / f"step_{step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.write_text("".join(merged[i] + "\n" for i in sorted(merged)), encoding="utf-8")
 
@@ -218,14 +297,18 @@ def open_run_dir(config: Config, session: Session, num_dropped_prompts: int) -> 
 
 def _console_line(m: dict[str, float | None], num_steps: int) -> str:
     def value(name: str) -> float:
-        number = m[name]
+        number = m.get(name)
         return math.nan if number is None else number
+
+    def shown(name: str, form: str) -> str:
+        number = m.get(name)
+        return "-" if number is None else format(number, form)
 
     phases = " ".join(f"{name} {value(f'time/{name}_s'):.2f}" for name in PHASES if value(f"time/{name}_s") >= 0.005)
     return (
         f"step {int(value('step')) + 1}/{num_steps}  reward {value('reward/mean'):.3f}  tokens {value('completion/tokens_mean'):.1f}"
-        f"  loss {value('loss/total'):+.4f}  grad {value('optim/grad_norm'):.2f}  entropy {value('loss/entropy'):.2f}"
-        f"  mismatch_kl {value('weight_sync/mismatch_kl'):.0e}  {value('time/step_s'):.2f} s ({phases})"
+        f"  loss {shown('loss/total', '+.4f')}  grad {shown('optim/grad_norm', '.2f')}  entropy {shown('loss/entropy', '.2f')}"
+        f"  mismatch_kl {shown('weight_sync/mismatch_kl', '.0e')}  {value('time/step_s'):.2f} s ({phases})"
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_spmd.config import Config, ConfigError
-from grpo_spmd.data import PromptRow, check_enough_rows, check_lengths_early, check_template_early, read_rows
+from grpo_spmd.data import PromptRow, check_enough_rows, check_lengths_early, check_template_early, key_and_source, read_rows
 from grpo_spmd.rewards import Reward, load_rewards
 
 
@@ -22,35 +22,66 @@ class Inputs:
     """What a run starts from, read and checked."""
 
     rows: list[PromptRow]
-    rewards: list[Reward]
+    eval_rows: dict[str, list[PromptRow]]  # by the set's name; none where eval.every_steps is 0
+
+    @property
+    def columns(self) -> set[str]:
+        """Every column of the training and the held-out sets: a row that lacks one passes None for it."""
+        return {name for rows in (self.rows, *self.eval_rows.values()) for row in rows for name in row.columns}
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows) + sum(len(rows) for rows in self.eval_rows.values())
 
 
-def check_inputs(config: Config) -> Inputs:
+def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inputs:
     """Read data and rewards, and check them, the model folder, the run folder and the number of ranks against the config.
+
+    Args:
+        num_ranks: ranks that will take part.
+        to_run: False leaves the run folder out, for who only asks about a config, perhaps that of a run which is under way.
 
     Raises:
         ConfigError: one line that names the key or file:line.
     """
-    _check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
-    _check_run_dir(Path(config.run_dir))
+    _check_world_size(config, num_ranks)
+    if to_run:
+        _check_run_dir(Path(config.run_dir))
     _check_model(config)
     _check_engine_keys(config)
     rewards = load_rewards(config.rewards)
-    rows = read_rows(config.data)
-    check_enough_rows(len(rows), config)
-    _check_reward_columns(rewards, rows, config)
+    _check_code_time(config)
+    rows = _read_and_check(config, rewards)
+    eval_rows = {name: _read_and_check(config, rewards, name) for name in config.data.eval_sets} if config.eval.every_steps else {}
+    return Inputs(rows, eval_rows)
+
+
+def _check_code_time(config: Config) -> None:
+    for index, reward in enumerate(config.rewards):
+        time_s = reward.args.get("time_s", 8.0)
+        if reward.name == "code" and reward.function is None and time_s > config.reward_pool.timeout_s - 1:
+            raise ConfigError(
+                f"rewards.{index}.args.time_s ({time_s:g}) must be at least a second under reward_pool.timeout_s "
+                f"({config.reward_pool.timeout_s:g}), or an endless loop is killed as unknown before it is found wrong"
+            )
+
+
+def _read_and_check(config: Config, rewards: Sequence[Reward], eval_set: str | None = None) -> list[PromptRow]:
+    rows = read_rows(config.data, eval_set)
+    check_enough_rows(len(rows), config, eval_set=eval_set)
+    _check_reward_columns(rewards, rows, key_and_source(config.data, eval_set)[1])
     check_template_early(rows, config)
     check_lengths_early(rows, config)
-    return Inputs(rows, rewards)
+    return rows
 
 
-def _check_reward_columns(rewards: Sequence[Reward], rows: Sequence[PromptRow], config: Config) -> None:
+def _check_reward_columns(rewards: Sequence[Reward], rows: Sequence[PromptRow], source: str) -> None:
     columns = {name for row in rows for name in row.columns}
     for index, reward in enumerate(rewards):
         for name in reward.needs:
             if name not in columns:
                 raise ConfigError(
-                    f"rewards.{index}: {reward.name!r} needs the column {name!r}, which {config.data.train} does not have; "
+                    f"rewards.{index}: {reward.name!r} needs the column {name!r}, which {source} does not have; "
                     f"besides the prompt it has {', '.join(sorted(columns)) or 'none'}"
                 )
 

@@ -9,9 +9,9 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,31 @@ class Request:
 
     prompt_ids: list[int]
     seed: int
+    temperature: float | None = None  # 0: greedy; None: `rollout.temperature`
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Consecutive rows of one HF tensor within an engine parameter."""
+
+    name: str  # in the HF checkpoint
+    num_hf_rows: int  # of the whole tensor there
+    hf_start: int  # their first row there
+    start: int  # and in the engine's parameter
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """What one parameter of this rank's engine holds of the HF checkpoint, and how to look at it."""
+
+    engine_name: str
+    parts: tuple[HeldRows, ...]
+    values: Tensor | None  # [rows, columns], where the layout is plain
+    product: Callable[[Tensor], Tensor] | None = None  # [columns] -> [rows], where the weights are packed or quantised
+    quantised: bool = False
+    column_slice: int = 0  # it holds this one of so many equal slices of the HF tensor's columns
+    num_column_slices: int = 1
 
 
 class RolloutEngine:
@@ -58,6 +83,7 @@ class RolloutEngine:
     def __init__(self, config: Config, session: Session, stop_token_ids: Iterable[int]) -> None:
         """Collective. Start the engine with dummy weights (the first sync brings the real ones), then put it to sleep."""
         self.policy_version: int | None = None
+        self.proved_version: int | None = None  # the last one whose weights were compared, tensor by tensor (proofs.py)
         self._weights_awake = self._kv_cache_awake = True
         self._config, self._session = config, session
         self._stop_token_ids = sorted(stop_token_ids)
@@ -105,10 +131,17 @@ class RolloutEngine:
         missing = sorted({name for name, _ in self._model.named_parameters()} - self._loaded)
         if missing:
             raise EngineStateError(f"load_weights: {len(missing)} engine parameters were not covered by the policy, first {missing[0]}")
-        # Cached prefixes hold keys and values of the old weights. The call says False, and raises nothing, while requests run.
-        if not self._llm.reset_prefix_cache():
-            raise EngineStateError("load_weights: requests are still running, the prefix cache could not be reset")
+        self.reset_prefix_cache()  # it holds keys and values of the old weights
         self.policy_version = policy_version
+
+    def reset_prefix_cache(self) -> None:
+        """Collective over the engine's ranks. Forget all cached prefixes, so that what comes next does not depend on what came before.
+
+        Raises:
+            EngineStateError: requests are still running.
+        """
+        if not self._llm.reset_prefix_cache():  # says False, and raises nothing, while requests run
+            raise EngineStateError("requests are still running, the prefix cache could not be reset")
 
     def wake_kv_cache(self) -> None:
         """Bring back the memory of the KV cache: after the weights, when the buffers of the sync are free again."""
@@ -127,8 +160,8 @@ class RolloutEngine:
     def generate(self, requests: Sequence[Request], policy_version: int) -> list[Completion]:
         """Collective over the engine's ranks: each must pass the same requests. One completion each, in the order of `requests`.
 
-        Each is a function of the weights, the prompt and its seed, not of the batch. Logprobs are those of the distribution that was
-        sampled from (at `rollout.temperature`); the last token of a "stop" completion is the end-of-sequence token.
+        Each is a function of the weights, the prompt, its seed and temperature, not of the batch. Logprobs are those of the distribution
+        that was sampled from (greedy: of temperature 1); the last token of a "stop" completion is the end-of-sequence token.
 
         Raises:
             EngineStateError: asleep, or the engine holds another version than `policy_version`.
@@ -143,7 +176,7 @@ class RolloutEngine:
         with _isolated(), stance, self._progress(len(requests)) as progress:
             for number, request in enumerate(requests):
                 prompt = {"prompt_token_ids": request.prompt_ids}
-                self._engine.add_request(str(number), prompt, self._sampling_params(request.seed))
+                self._engine.add_request(str(number), prompt, self._sampling_params(request))
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     if output.finished:
@@ -162,14 +195,36 @@ class RolloutEngine:
         dtype: torch.dtype = self._llm.llm_engine.vllm_config.model_config.dtype
         return dtype
 
-    def _sampling_params(self, seed: int) -> Any:
+    def held_tensors(self) -> list[HeldTensor]:
+        """Where the rows of HF's tensors are in this rank's engine; alike in number and kind on all ranks. Every parameter is in it.
+
+        A parameter of a layer that is not known here is taken to be the whole HF tensor of its name.
+        """
+        from vllm.model_executor.layers.linear import LinearBase
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        fused: dict[str, list[str]] = getattr(self._model, "packed_modules_mapping", {})
+        held: list[HeldTensor] = []
+        seen: set[int] = set()  # a tied lm_head may share its parameter with the embedding
+        for path, module in self._model.named_modules():
+            if isinstance(module, LinearBase):
+                held += _held_by_linear(path, module, fused)
+            elif isinstance(module, VocabParallelEmbedding):
+                is_head = isinstance(module, ParallelLMHead) or module is getattr(self._model, "lm_head", None)
+                held += _held_by_vocabulary(path, module, is_head, seen)
+            else:
+                for leaf, parameter in module.named_parameters(path, recurse=False):
+                    held.append(HeldTensor(leaf, (HeldRows(leaf, len(parameter), 0, 0, len(parameter)),), parameter))
+        return held
+
+    def _sampling_params(self, request: Request) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
             max_tokens=self._config.rollout.max_completion_tokens,
-            temperature=self._config.rollout.temperature,
-            seed=seed,
+            temperature=self._config.rollout.temperature if request.temperature is None else request.temperature,
+            seed=request.seed,
             stop_token_ids=self._stop_token_ids,
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
@@ -180,7 +235,7 @@ class RolloutEngine:
     def _progress(self, total: int) -> tqdm[Any]:
         """A bar for a terminal, once a rollout takes more than a few seconds; on the first rank only."""
         disable = True if self._session.rank else None  # None: tqdm's "only on a terminal"
-        return tqdm(total=total, desc="rollout", unit="completion", delay=3, leave=False, disable=disable)
+        return tqdm(total=total, desc="generate", unit="completion", delay=3, leave=False, disable=disable)
 
     def _record_loaded_names(self) -> None:
         # vLLM only logs a warning for parameters that an update did not cover; the names are in what load_weights returns.
@@ -312,6 +367,89 @@ def _completion(output: Any) -> Completion:
     token_ids, logprobs = list(sampled.token_ids), list(sampled.logprobs.logprobs)
     assert len(token_ids) == len(logprobs), (len(token_ids), len(logprobs))
     return Completion(token_ids, logprobs, sampled.finish_reason)
+
+
+def _held_by_linear(path: str, module: Any, fused: dict[str, list[str]]) -> list[HeldTensor]:
+    """The weight and the bias of a vLLM linear layer, which may be a fusion of several of HF's and one rank's slice of it."""
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+
+    leaf = path.rpartition(".")[2]
+    names = [path.removesuffix(leaf) + name for name in fused.get(leaf, [leaf])]
+    rank, ranks = module.tp_rank, module.tp_size
+    if isinstance(module, QKVParallelLinear):  # with fewer KV heads than ranks, neighbours hold the same head
+        value_size, kv_rank = getattr(module, "v_head_size", module.head_size), rank // module.num_kv_head_replicas
+        layout = [
+            (module.num_heads * module.head_size, module.total_num_heads * module.head_size, rank),
+            (module.num_kv_heads * module.head_size, module.total_num_kv_heads * module.head_size, kv_rank),
+            (module.num_kv_heads * value_size, module.total_num_kv_heads * value_size, kv_rank),
+        ]
+    elif isinstance(module, MergedColumnParallelLinear):
+        layout = [(size // ranks, size, rank) for size in module.output_sizes]
+    elif isinstance(module, ColumnParallelLinear):
+        layout = [(module.output_size // ranks, module.output_size, rank)]
+    else:
+        layout = [(module.output_size, module.output_size, 0)]
+    parts = fused_rows(names, layout)
+    columns = (rank, ranks) if isinstance(module, RowParallelLinear) else (0, 1)
+    packed, quantised = hasattr(module, "cpu_linear"), not type(module.quant_method).__name__.startswith("Unquantized")
+    values = None if packed or quantised else module.weight
+    product = None if values is not None else _product(module)
+    held = [HeldTensor(f"{path}.weight", _suffixed(parts, "weight"), values, product, quantised, *columns)]
+    if module.bias is not None:
+        held.append(HeldTensor(f"{path}.bias", _suffixed(parts, "bias"), module.bias))
+    return held
+
+
+def _held_by_vocabulary(path: str, module: Any, is_head: bool, seen: set[int]) -> list[HeldTensor]:
+    """An embedding or an lm_head, split by vocabulary over the ranks and padded at each rank's end.
+
+    On the CPU both have a packed copy, also where they share the plain one: the embedding reads the plain, the lm_head the packed.
+    """
+    rows = module.shard_indices
+    first = rows.org_vocab_start_index
+    parts = (HeldRows(f"{path}.weight", module.org_vocab_size, first, 0, rows.org_vocab_end_index - first),)
+    quantised = not type(module.quant_method).__name__.startswith("Unquantized")
+    held = []
+    if (is_head and hasattr(module, "cpu_linear")) or quantised:
+        held.append(HeldTensor(f"{path}.weight", parts, None, _product(module), quantised))
+    if not quantised and id(module.weight) not in seen:
+        held.append(HeldTensor(f"{path}.weight", parts, module.weight))
+        seen.add(id(module.weight))
+    return held
+
+
+def fused_rows(names: Sequence[str], layout: Sequence[tuple[int, int, int]]) -> tuple[HeldRows, ...]:
+    """Which rows of HF's tensors `names` a fused parameter holds, one below the other.
+
+    Args:
+        names: one for each part of the fusion; a single one where the checkpoint is fused too (Phi-3).
+        layout: for each part (rows held here, rows in all, which block of that many rows is held here).
+    """
+    fused_on_disk = len(names) < len(layout)
+    rows = []
+    start = above = 0
+    for number, (size, total, block) in enumerate(layout):
+        if fused_on_disk:
+            rows.append(HeldRows(names[0], sum(total for _, total, _ in layout), above + block * size, start, size))
+        else:
+            rows.append(HeldRows(names[number], total, block * size, start, size))
+        start, above = start + size, above + total
+    return tuple(rows)
+
+
+def _suffixed(parts: tuple[HeldRows, ...], leaf: str) -> tuple[HeldRows, ...]:
+    return tuple(replace(part, name=f"{part.name}.{leaf}") for part in parts)
+
+
+def _product(module: Any) -> Callable[[Tensor], Tensor]:
+    """What the layer multiplies by, applied to one vector: without its bias, and without the sum over ranks."""
+
+    def product(vector: Tensor) -> Tensor:
+        on_device = vector.to(next(module.parameters()).device)
+        out: Tensor = module.quant_method.apply(module, on_device[None], None)
+        return out[0]
+
+    return product
 
 
 def _itself(model: nn.Module) -> nn.Module:

@@ -7,63 +7,87 @@ python -m grpo_spmd.train --config x.yaml [...]      one process: breakpoint() w
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
+from pathlib import Path
 
 import yaml
 
-from grpo_spmd.config import Config, ConfigError, config_to_dict, describe_keys, load_config, refuse
+from grpo_spmd.config import Config, ConfigError, config_to_dict, describe_keys, load_config_with_sources, refuse
 from grpo_spmd.data import PromptStream, build_prompts
+from grpo_spmd.explain import explain, read_model
 from grpo_spmd.preflight import Inputs, check_inputs
-from grpo_spmd.rewards import score_groups
+from grpo_spmd.rewards.pool import RewardPool
 
 
 def train(config: Config, inputs: Inputs) -> bool:
     """Collective. One whole run; True when it came to its end."""
     # Imported here, because --help and a config error should not wait seconds for torch and vllm.
-    from grpo_spmd.assemble import assemble_batch
+    from grpo_spmd.assemble import SampledStep, assemble_batch, penalise_rewards_by_kl
     from grpo_spmd.checkpoint import save_weights_if_due
     from grpo_spmd.distributed import end_session, start_session
-    from grpo_spmd.metrics import MetricsLog, dump_rollouts_if_due, log_to_terminal, open_run_dir
-    from grpo_spmd.policy import build_optimizer, build_policy, build_reference, load_tokenizer, stop_token_ids
+    from grpo_spmd.evaluate import evaluate, evaluate_if_due
+    from grpo_spmd.metrics import MetricsLog, dump_if_refused, dump_rollouts_if_due, log_to_terminal, open_run_dir
+    from grpo_spmd.policy import build_policy, build_reference, load_tokenizer, stop_token_ids
     from grpo_spmd.rollout import RolloutEngine, rollout_groups
-    from grpo_spmd.update import attach_logprobs, update_policy
+    from grpo_spmd.update import PolicyUpdater, attach_logprobs
     from grpo_spmd.weight_sync import sync_weights
 
     tokenizer = load_tokenizer(config.model.path)
     prompts = build_prompts(inputs.rows, tokenizer, config)
+    held_out = {name: build_prompts(rows, tokenizer, config, name) for name, rows in inputs.eval_rows.items()}
     stream = PromptStream(prompts, config.seed, config.data.shuffle)
 
     session = start_session()
     log_to_terminal(session)
+    log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
+    rewards = RewardPool(config.rewards, config.reward_pool, log_file, columns=inputs.columns)
+    score = functools.partial(rewards.score, tokenizer=tokenizer)
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
     engine = RolloutEngine(config, session, stop_token_ids(config.model.path, tokenizer))
     policy = build_policy(config.model, config.rollout.temperature, session)
     reference = build_reference(config, session)
-    optimizer, schedule = build_optimizer(policy, config.optimizer)
+    updater = PolicyUpdater(policy, config)
     # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
-    open_run_dir(config, session, num_dropped_prompts=len(inputs.rows) - len(prompts))
+    open_run_dir(config, session, num_dropped_prompts=inputs.num_rows - len(prompts) - sum(map(len, held_out.values())))
     log = MetricsLog(config, session, policy.num_parameters)
+    num_steps = config.training.num_steps
 
-    for step in range(config.training.num_steps):
+    for step in range(num_steps):
         with log.phase("weight_sync"):
-            synced = sync_weights(policy, engine, step, config.rollout.weight_sync_bucket_mib)
+            synced = sync_weights(policy, engine, step, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps)
+        with log.phase("eval"):
+            log.record(evaluate_if_due(held_out, engine, score, config, step))
+        sampled = SampledStep(config, session)
+        while sampled.num_missing:  # once, unless dynamic sampling has to refill the step
+            with log.phase("rollout"):
+                groups = rollout_groups(engine, stream.take(sampled.num_missing), config, step)
+            with log.phase("reward"), dump_if_refused(config, step, sampled):
+                sampled.add(groups, score(groups, num_step_completions=sampled.num_completions))
         with log.phase("rollout"):
-            groups = rollout_groups(engine, stream.take_step(step, config.rollout.num_prompts_per_step), config, step)
             engine.sleep()
-        with log.phase("reward"):
-            scored = score_groups(inputs.rewards, groups, tokenizer)
-            batch, decided = assemble_batch(groups, scored, config, session)
-            dump_rollouts_if_due(config, step, groups, scored, decided)
+        with log.phase("reward"), dump_if_refused(config, step, sampled):
+            batch, decided = assemble_batch(sampled, config, session)
         with log.phase("logprobs"):
-            attach_logprobs(policy, reference, batch)
+            attach_logprobs(policy, reference, batch, config)
+            decided = penalise_rewards_by_kl(batch, decided, config)
+        with log.phase("reward"):
+            dump_rollouts_if_due(config, step, sampled, decided)
         with log.phase("update"):
-            sums = update_policy(policy, optimizer, schedule, batch, config.loss, config.optimizer.max_grad_norm)
+            sums = updater.update(batch)
+        log.check_step(step, sampled, decided, synced, sums)  # before a checkpoint is made of it
         with log.phase("checkpoint"):
             save_weights_if_due(policy, config, step + 1, session)
-        log.end_step(step, decided, synced, sums)
+        log.end_step(step, decided, synced)
 
+    if config.eval.every_steps:  # the policy that the run ends with
+        with log.phase("weight_sync"):
+            sync_weights(policy, engine, num_steps, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps)
+        with log.phase("eval"):
+            log.record(evaluate(held_out, engine, score, config, num_steps))
     log.close()
+    rewards.close()
     engine.shutdown()
     end_session()
     return True
@@ -71,12 +95,19 @@ def train(config: Config, inputs: Inputs) -> bool:
 
 def main() -> None:
     """Check everything that can be checked without torch, then train."""
-    args = _parser().parse_intermixed_args()
+    parser = _parser()
+    args = parser.parse_intermixed_args()
+    if args.ranks is not None and (args.ranks < 1 or not args.explain):
+        parser.error("--ranks is a number from 1 on, and goes with --explain")
+    num_ranks = args.ranks or int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        config = load_config(args.config, args.overrides)
-        inputs = check_inputs(config)
+        config, sources = load_config_with_sources(args.config, args.overrides)
+        inputs = check_inputs(config, num_ranks=num_ranks, to_run=not args.explain)
     except ConfigError as error:
         refuse(error)
+    if args.explain:
+        print("\n".join(explain(config, sources, read_model(config.model.path), num_rows=len(inputs.rows), num_ranks=num_ranks)))
+        return
     if args.check:
         yaml.safe_dump(config_to_dict(config), sys.stdout, sort_keys=False)
         return
@@ -102,6 +133,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", required=True, help="a YAML file; configs/ has examples")
     parser.add_argument("--check", action="store_true", help="check config and data, print the resolved config, and stop")
+    parser.add_argument("--explain", action="store_true", help="print what the config comes to and where each value is from, and stop")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="with --explain: the number of ranks to plan for (default: WORLD_SIZE, else 1)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
     return parser
 

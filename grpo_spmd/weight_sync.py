@@ -1,4 +1,4 @@
-"""Policy -> engine: shards are cast, gathered in buckets of bounded size, and loaded as they arrive."""
+"""Policy -> engine: shards are cast, gathered in buckets of bounded size, and loaded as they arrive; then, now and then, the proof."""
 
 from __future__ import annotations
 
@@ -10,26 +10,34 @@ from torch import Tensor
 
 from grpo_spmd.distributed import all_gather_flat
 from grpo_spmd.policy import Policy, hf_named_parameters, rows_per_rank
+from grpo_spmd.proofs import prove_weights
 from grpo_spmd.rollout import RolloutEngine
 
 
 @dataclass
 class SyncStats:
-    """What one sync moved: bytes of the gathered buckets over all ranks, and how many collectives that took."""
+    """What one sync moved: bytes of the gathered buckets over all ranks, how many collectives that took; seconds of the proof, if any."""
 
     bytes: int = 0
     num_collectives: int = 0
+    proof_s: float = 0.0
 
 
-def sync_weights(policy: Policy, engine: RolloutEngine, policy_version: int, bucket_mib: int) -> SyncStats:
+def sync_weights(policy: Policy, engine: RolloutEngine, policy_version: int, bucket_mib: int, prove_every_steps: int) -> SyncStats:
     """Collective. Wake the engine with exactly the policy's weights, as version `policy_version`, its caches emptied.
+
+    That they arrived is proved tensor by tensor at the first sync of a process (of a new run, or of one that goes on), and where
+    `policy_version` is a multiple of `prove_every_steps`; before the KV cache is back, so that the proof finds room on a GPU.
 
     Raises:
         EngineStateError: if an engine parameter was not covered.
+        Rank0Error: on every rank, if an engine holds something other than the policy.
     """
     stats = SyncStats()
     engine.wake_weights()
     engine.load_weights(gather_full_tensors(policy, engine.dtype, bucket_mib << 20, stats), policy_version)
+    if engine.proved_version is None or (prove_every_steps and policy_version % prove_every_steps == 0):
+        stats.proof_s = prove_weights(policy, engine, policy_version)
     engine.wake_kv_cache()
     return stats
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_spmd.advantages import batch_std, compute_advantages
+from grpo_spmd.advantages import batch_std, compute_advantages, overlong_penalties
 
 NAN = math.nan
 
@@ -116,3 +116,45 @@ def test_batch_std_of_one_known_reward_is_zero() -> None:
 def test_batch_std_is_unbiased() -> None:
     # 1, 3: mean 2, (1 + 1) / (2 - 1) = 2
     assert float(batch_std(torch.tensor([[1.0], [3.0]]))) == pytest.approx(math.sqrt(2))
+
+
+@pytest.mark.parametrize("normalize_std", ["group", "batch", "none"])
+def test_reinforce_pp_by_hand(normalize_std: str) -> None:
+    # all six: mean 2, squares 4 + 4 + 0 + 0 + 4 + 4 = 16, over 5: 3.2, root 1.7888544; 2 / that = 1.1180340
+    got = _advantages([[4.0, 0.0], [2.0, 2.0], [4.0, 0.0]], "reinforce_pp", normalize_std)
+    _close(got, [[1.1180340, -1.1180340], [0.0, 0.0], [1.1180340, -1.1180340]])
+
+
+def test_reinforce_pp_teaches_by_a_group_whose_rewards_are_alike() -> None:
+    # mean 1, squares 4 * 1, over 3, root 1.1547005; 1 / that = 0.8660254: the baseline is the step's, not the group's
+    advantages, alike = compute_advantages(torch.tensor([[2.0, 2.0], [0.0, 0.0]]), "reinforce_pp", "group")
+    _close(advantages.tolist(), [[0.8660254, 0.8660254], [-0.8660254, -0.8660254]])
+    assert alike.tolist() == [True, True]
+
+
+def test_reinforce_pp_leaves_unknown_rewards_out_of_mean_and_std() -> None:
+    # known: 3, 1, 2: mean 2, std 1
+    _close(_advantages([[3.0, NAN], [1.0, 2.0], [NAN, NAN]], "reinforce_pp"), [[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
+
+
+@pytest.mark.parametrize("rewards", [[[0.1] * 7], [[NAN, NAN]], [[NAN, 5.0]], [[0.1, 0.1], [0.1, NAN]]])
+def test_reinforce_pp_without_any_spread_teaches_nothing(rewards: list[list[float]]) -> None:
+    assert _advantages(rewards, "reinforce_pp") == [[0.0] * len(group) for group in rewards]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp"])
+def test_no_groups_have_no_advantages(estimator: str) -> None:
+    advantages, alike = compute_advantages(torch.zeros(0, 4), estimator, "batch")
+    assert (list(advantages.shape), list(alike.shape)) == ([0, 4], [0])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    # DAPO, equation 13, with L_max = 20 and L_cache = 8: 0 up to 12; then ((20 - 8) - length) / 8; -1 at 20. Here as what is taken off.
+    [(0, 0.0), (12, 0.0), (13, 0.125), (16, 0.5), (19, 0.875), (20, 1.0)],
+)
+def test_overlong_penalties_are_dapos_soft_punishment(num_tokens: int, expected: float) -> None:
+    lengths = torch.tensor([[float(num_tokens)]])
+    assert overlong_penalties(lengths, 20, 8, 1.0).tolist() == [[expected]]
+    assert overlong_penalties(lengths, 20, 8, 0.5).tolist() == [[0.5 * expected]]
+    assert overlong_penalties(lengths, 20, 0, 1.0).tolist() == [[0.0]]

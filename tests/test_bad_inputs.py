@@ -152,7 +152,7 @@ bad_value(
     "rollout.engine={max_num_seq: 8}",
 )
 bad_value("rollout.gpu_memory_utilization must be > 0 and < 1; got 1.5", "rollout.gpu_memory_utilization=1.5")
-bad_value("loss.clip_ratio_low must be > 0 and < 1; got 1", "loss.clip_ratio_low=1")
+bad_value("loss.clip_ratio_low must be > 0 and <= 1; got 1.5", "loss.clip_ratio_low=1.5")
 bad_value("loss.kl_coef must be >= 0; got -0.1", "loss.kl_coef=-0.1")
 bad_value("loss.kl_estimator must be one of k1, k2, k3; got 'k4'", "loss.kl_estimator=k4")
 bad_value("optimizer.betas must have 2 values", "optimizer.betas=[0.9, 0.95, 0.99]")
@@ -208,6 +208,56 @@ bad_file("data: only blank lines", "train.jsonl", "\n \n\n", "data.train: train.
 bad_file("data: parquet of zero bytes", "x.parquet", "", "data.train: x.parquet cannot be read as parquet", "data.train=x.parquet")
 bad_file("data: jsonl named parquet", "x.parquet", GOOD_LINE * 9, "data.train: x.parquet cannot be read as parquet", "data.train=x.parquet")
 bad_file("data: parquet named jsonl", "train.jsonl", b"PAR1\x15\x04\xff", "train.jsonl:1: not UTF-8")
+
+
+# The held-out sets
+
+EVERY = "eval.every_steps=5"
+
+
+def bad_eval_line(name: str, content: str, expected: str, *overrides: str) -> None:
+    """The second line of the second held-out set is another one."""
+    bad_file(
+        f"eval: {name}", "b.jsonl", GOOD_LINE + content.encode() + b"\n", expected, "data.eval={a: train.jsonl, b: b.jsonl}", *overrides
+    )
+
+
+bad_eval_line("broken JSON", '{"prompt": "1"', "b.jsonl:2: not valid JSON", EVERY)
+bad_eval_line("missing prompt", '{"question": "1"}', "b.jsonl:2: no column 'prompt' (data.prompt_key); the columns are question", EVERY)
+bad_eval_line("prompt too long", '{"prompt": "1+2+3+4+5"}', "b.jsonl:2: the prompt has 9 tokens, over data.max_prompt_tokens=8", EVERY)
+bad_eval_line(
+    "messages without a chat template", '{"prompt": [{"role": "user", "content": "1"}]}', "b.jsonl:2: the prompt is chat messages", EVERY
+)
+bad_file("eval: empty", "b.jsonl", "\n", "data.eval.b: b.jsonl has 0 usable prompts; add prompts or leave", "data.eval={b: b.jsonl}", EVERY)
+bad_file(
+    "eval: missing reward column",
+    "b.jsonl",
+    '{"prompt": "1", "nums": [1]}\n',
+    "rewards.0: 'countdown' needs the column 'target', which b.jsonl does not have; besides the prompt it has nums",
+    "data.eval={a: train.jsonl, b: b.jsonl}",
+    EVERY,
+)
+bad_file("eval: jsonl named parquet", "x.parquet", GOOD_LINE, "data.eval.x: x.parquet cannot be read as", "data.eval={x: x.parquet}", EVERY)
+bad_value("data.eval is set, but eval.every_steps is 0, so that nothing would be evaluated", "data.eval=nowhere.jsonl")
+bad_value("data.prompt_template names no column in braces", "data.prompt_template=Say")
+bad_value("train.jsonl:1: no column 'question' (data.prompt_template); the columns are prompt", "data.prompt_template='Q: {question}'")
+bad_value(
+    "rewards.0.args.time_s (8) must be at least a second under reward_pool.timeout_s (8.5)",
+    "rewards=[{name: code, args: {tests_column: nums}}]",
+    "reward_pool.timeout_s=8.5",
+)
+bad_value("loss.dual_clip (1.2) must be > 1 + loss.clip_ratio_high (1.28)", "loss.dual_clip=1.2")
+bad_value("loss.kl_in: reward needs loss.kl_coef > 0", "loss.kl_in=reward")
+bad_value("loss.rollout_correction (token_tis) needs loss.old_logprobs: policy", "loss.old_logprobs=engine")
+bad_value("rollout.top_p: training samples from the whole distribution", "rollout.top_p=0.9")
+bad_value("rollout.engine.min_p: training samples from the whole distribution", "rollout.engine={min_p: 0.1}")
+bad_value("eval.num_samples (4) must be 1 with eval.temperature: 0", "data.eval=train.jsonl", EVERY, "eval.temperature=0")
+bad_value("eval.temperature must be 0 (greedy) or >= 0.01; got 0.001", "data.eval=train.jsonl", EVERY, "eval.temperature=0.001")
+bad_value("advantage.overlong_buffer_tokens (99) must be <= rollout.max_completion_tokens", "advantage.overlong_buffer_tokens=99")
+bad_value("data.eval: cannot read nowhere.jsonl", "data.eval=nowhere.jsonl", EVERY)
+bad_value("data.eval.a: cannot read nowhere.parquet", "data.eval={a: nowhere.parquet}", EVERY)
+bad_value("data.eval must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got 'test.csv'", "data.eval=test.csv", EVERY)
+bad_value("data.eval.a: a hub data set is hub:REPO:SUBSET:SPLIT", "data.eval={a: 'hub:org/name'}", EVERY)
 
 
 def _write_parquet(records: list[Tree]) -> Path:
@@ -311,7 +361,7 @@ for file, expected in {
 
 # The rewards
 
-bad_value("rewards.0.name: no shipped reward 'gsm9k'; there are countdown, exact, format, gsm8k, math", "rewards=[{name: gsm9k}]")
+bad_value("rewards.0.name: no shipped reward 'gsm9k'; there are code, countdown, exact, format, gsm8k, math", "rewards=[{name: gsm9k}]")
 bad_value("rewards.0 needs a name (a shipped reward) or a function", "rewards=[{weight: 1}]")
 bad_value("rewards.1.name: 'countdown' is given twice", "rewards=[{name: countdown}, {name: countdown}]")
 bad_value("rewards.0.args: countdown does not take 'tag'", "rewards=[{name: countdown, args: {tag: x}}]")
@@ -401,7 +451,14 @@ def test_bad_input_is_refused_in_one_line(
     assert _contents(folder) == before
 
 
-IN_A_PROCESS = ["yaml: key twice", "data: not UTF-8", "run_dir: holds a run", "reward: syntax error", "data: truncated parquet"]
+IN_A_PROCESS = [
+    "yaml: key twice",
+    "data: not UTF-8",
+    "eval: broken JSON",
+    "run_dir: holds a run",
+    "reward: syntax error",
+    "data: truncated parquet",
+]
 
 
 @pytest.mark.parametrize("name", IN_A_PROCESS)

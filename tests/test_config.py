@@ -160,7 +160,7 @@ def test_unknown_key_like_none_points_to_help(tmp_path: Path) -> None:
         ("data.shuffle=1", "data.shuffle must be true or false; got 1"),
         ("data.train=[a]", "data.train must be text; got ['a']"),
         ("data.train=", "data.train must be text; got None"),
-        ("advantage.estimator=gae", "advantage.estimator must be one of grpo, dr_grpo, rloo; got 'gae'"),
+        ("advantage.estimator=gae", "advantage.estimator must be one of grpo, dr_grpo, rloo, reinforce_pp; got 'gae'"),
         ("rollout.sleep_level=true", "rollout.sleep_level must be one of 1, 2; got True"),
         ("logging.wandb=maybe", "logging.wandb must be true or false or online|offline; got 'maybe'"),
         ("rollout=5", "rollout: expected a section (a mapping), got 5"),
@@ -303,7 +303,7 @@ def test_help_describes_every_key(tmp_path: Path) -> None:
     def leaves(tree: dict[str, Any], where: str = "") -> list[str]:
         names = []
         for name, value in tree.items():
-            names += leaves(value, f"{where}{name}.") if isinstance(value, dict) and name != "engine" else [where + name]
+            names += leaves(value, f"{where}{name}.") if isinstance(value, dict) and name != "engine" and value else [where + name]
         return names
 
     described = {line.split()[0] for line in describe_keys().splitlines()}

@@ -275,6 +275,27 @@ def test_one_step_must_be_full(num_rows: int, enough: bool) -> None:
             check_enough_rows(num_rows, config)
 
 
+# Held-out sets
+
+
+def test_held_out_set_is_read_as_the_training_set_is(tmp_path: Path) -> None:
+    held_out = tmp_path / "test.jsonl"
+    held_out.write_text('{"q": "hello", "answer": 1}\n\n{"q": "world"}\n', encoding="utf-8")
+    config = _config("train.jsonl", num_prompts=64, prompt_key="q", system_prompt="be brief", eval={"x": str(held_out)})
+    rows = read_rows(config.data, "x")
+    assert [(row.columns, row.where) for row in rows] == [({"answer": 1}, f"{held_out}:1"), ({}, f"{held_out}:3")]
+    tokenizer = _tokenizer(ROLES)
+    first, _ = build_prompts(rows, tokenizer, config, "x")  # two prompts, though a step takes 64
+    assert _words(tokenizer, first) == "[ system ] be brief [ user ] hello [ assistant ]"
+
+
+def test_held_out_set_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
+    train = _jsonl(tmp_path, {"prompt": "a b c"})
+    config = _config(train, max_prompt_tokens=3, on_long_prompt="drop", eval={"x": train})
+    with pytest.raises(ConfigError, match=r"data\.eval\.x: .* has 0 usable prompts \(1 longer than data\.max_prompt_tokens=3"):
+        build_prompts(read_rows(config.data, "x"), _tokenizer(), config, "x")
+
+
 # The stream
 
 
@@ -283,13 +304,14 @@ def _prompts(count: int) -> list[Prompt]:
 
 
 def _rows(stream: PromptStream, start: int, stop: int) -> list[int]:
-    return [stream.take_step(position, 1)[0].row for position in range(start, stop)]
+    stream.position = start
+    return [prompt.row for prompt in stream.take(stop - start)]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_prompt_comes_exactly_once_an_epoch(shuffle: bool) -> None:
     stream = PromptStream(_prompts(11), seed=0, shuffle=shuffle)
-    rows = [prompt.row for step in range(11) for prompt in stream.take_step(step, 5)]  # five epochs, whose ends fall within steps
+    rows = [prompt.row for _ in range(11) for prompt in stream.take(5)]  # five epochs, whose ends fall within steps
     for epoch in range(5):
         assert sorted(rows[11 * epoch : 11 * (epoch + 1)]) == list(range(11))
 
@@ -297,10 +319,11 @@ def test_every_prompt_comes_exactly_once_an_epoch(shuffle: bool) -> None:
 def test_prompt_is_a_function_of_seed_and_position_alone() -> None:
     in_order = _rows(PromptStream(_prompts(7), seed=3, shuffle=True), 0, 28)
     backwards = PromptStream(_prompts(7), seed=3, shuffle=True)
-    assert [backwards.take_step(position, 1)[0].row for position in reversed(range(28))] == in_order[::-1]
-    # larger steps deal out the same stream
-    larger = PromptStream(_prompts(7), seed=3, shuffle=True)
-    assert [prompt.row for step in range(7) for prompt in larger.take_step(step, 4)] == in_order
+    assert [_rows(backwards, position, position + 1)[0] for position in reversed(range(28))] == in_order[::-1]
+    # steps of any sizes deal out the same stream, none twice and none left out
+    uneven = PromptStream(_prompts(7), seed=3, shuffle=True)
+    assert [prompt.row for size in (4, 1, 0, 9, 14) for prompt in uneven.take(size)] == in_order
+    assert uneven.position == 28
 
 
 def test_order_is_the_same_on_every_machine_and_in_every_version() -> None:
@@ -331,5 +354,25 @@ def test_unshuffled_stream_keeps_the_order_of_the_file() -> None:
 
 def test_dealt_prompt_knows_its_position_and_keeps_the_rest() -> None:
     prompts = _prompts(3)
-    dealt = PromptStream(prompts, seed=0, shuffle=False).take_step(2, 2)
+    stream = PromptStream(prompts, seed=0, shuffle=False)
+    stream.position = 4  # as a run that resumes sets it
+    dealt = stream.take(2)
     assert dealt == [dataclasses.replace(prompts[1], position=4), dataclasses.replace(prompts[2], position=5)]
+
+
+def test_a_template_takes_columns_and_leaves_other_braces_alone(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"nums": [3, 8], "answer": 24, "empty": null}\n')
+
+    def prompt_of(template: str) -> str:
+        row = read_rows(DataConfig(train=str(file), prompt_template=template))[0]
+        assert row.columns == {"nums": [3, 8], "answer": 24, "empty": None}  # the reward gets all of them
+        return str(row.prompt)
+
+    assert prompt_of("Use {nums}.") == "Use [3, 8]."
+    # Not the gold answer into the prompt, and no broken LaTeX:
+    assert (
+        prompt_of(r"Use {nums}, end with \boxed{answer}, \boxed{} or {a b}.") == r"Use [3, 8], end with \boxed{answer}, \boxed{} or {a b}."
+    )
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: the column 'empty' \(data\.prompt_template\) is null"):
+        prompt_of("{nums} {empty}")

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,15 +39,46 @@ def start(tmp_path: Path, model: Path, body: str, num_ranks: int = 2, **sections
     return Job(torchrun(num_ranks, "-m", "grpo_spmd.train", "--config", str(config)))
 
 
-def test_a_raise_in_one_ranks_reward_ends_all_with_its_traceback(tmp_path: Path, model: Path) -> None:
-    job = start(tmp_path, model, 'if os.environ["RANK"] == "1" and calls == 2: raise KeyError("no such column")')
+def test_a_reward_that_always_raises_on_one_rank_ends_all_with_its_traceback(tmp_path: Path, model: Path) -> None:
+    """Half of the step's completions are without a reward, which is over reward_pool.max_error_frac (0.3)."""
+    job = start(tmp_path, model, 'if os.environ["RANK"] == "1": raise KeyError("no such column")')
     code, output = job.wait(120)
     assert code == 1
+    assert "reward 'reward' gave no usable value for 8 of 16 completions (8 error, 0 timeout)" in output
+    assert "reward_pool.max_error_frac=0.3" in output
     assert "reward 'reward' raised KeyError: 'no such column'" in output
     assert f'{tmp_path}/reward.py", line' in output
-    assert "rank 1: failed first" in output
-    assert "rank 0: failed first" not in output  # rank 0 says that it only followed, unless torchrun ends it before it can
+    assert output.split("Root Cause")[0].count("KeyError: 'no such column'") <= 3, output  # once in full, then torchrun's summary
+    rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000000.jsonl").read_text().splitlines()]
+    assert sorted(r["statuses"]["reward"] for r in rollouts) == ["error"] * 8 + ["ok"] * 8
     assert not job.survivors()
+
+
+def test_a_verifier_that_fails_in_evaluation_is_not_a_policy_that_is_never_right(tmp_path: Path, model: Path) -> None:
+    """Evaluation scores one completion a call; training, groups of four."""
+    body = 'if len(completions) == 1: raise ValueError("needs its group")'
+    sections = {"data": {"eval": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 16, "train": str(tmp_path / "train.jsonl")}}
+    code, output = start(tmp_path, model, body, num_ranks=1, eval={"every_steps": 1, "num_samples": 2}, **sections).wait(120)
+    assert code == 1
+    assert "reward 'reward' gave no usable value for 64 of 64 completions (64 error, 0 timeout)" in output
+    assert "pass_at_1" not in output
+
+
+def test_a_reward_that_fails_now_and_then_stops_nothing(tmp_path: Path, model: Path) -> None:
+    """On one rank of two a function raises, exits, kills itself or hangs: counted, left out, and the run comes to its end."""
+    body = """if os.environ["RANK"] == "1" and calls == 1:
+        if completions: os._exit(3)
+    if len(completions) == 1 and os.environ["RANK"] == "1" and columns["target"][0] % 2:
+        import sys; sys.exit("odd")"""
+    config = {"max_error_frac": 0.99, "timeout_s": 5}
+    job = start(tmp_path, model, body, reward_pool=config)
+    code, output = job.wait(120)
+    assert code == 0, output
+    assert not job.survivors()
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(m["reward/reward/error_frac"] + m["reward/reward/timeout_frac"] == m["reward/unscored_frac"] for m in metrics)
+    assert any(m["reward/reward/error_frac"] > 0 for m in metrics)
+    assert "completions failed" in output
 
 
 def test_a_reward_that_calls_exit_is_a_failure(tmp_path: Path, model: Path) -> None:
@@ -63,8 +95,8 @@ def test_what_only_the_engine_refuses_leaves_nothing_behind(tmp_path: Path, mode
     assert not (tmp_path / "run").exists()
 
 
-def test_a_reward_that_scores_nothing_stops_all_ranks_and_says_why(tmp_path: Path, model: Path) -> None:
-    job = start(tmp_path, model, "return [float('nan')] * len(completions)")
+def test_a_reward_that_never_applies_stops_all_ranks_and_says_why(tmp_path: Path, model: Path) -> None:
+    job = start(tmp_path, model, "return [None] * len(completions)")
     code, output = job.wait(120)
     assert code == 1
     assert "none of the 16 completions of this step has a usable reward" in output
@@ -72,15 +104,23 @@ def test_a_reward_that_scores_nothing_stops_all_ranks_and_says_why(tmp_path: Pat
     assert not job.survivors()
 
 
+def rollouts(tmp_path: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / f"run/rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
+
+
 def test_unusable_rewards_are_counted_and_left_out(tmp_path: Path, model: Path) -> None:
-    job = start(tmp_path, model, "return [float('nan'), None, 'high'] + [float(len(c)) for c in completions[3:]]", num_ranks=1)
+    body = "return [float(len(c)) for c in completions[1:]] + [[float('nan'), None, 'high', 2.0][columns['nums'][0][0] % 4]]"
+    job = start(tmp_path, model, body, num_ranks=1, reward_pool={"max_error_frac": 0.5})
     code, output = job.wait(120)
     assert code == 0, output
     for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
         metrics = json.loads(line)
-        assert metrics["reward/unscored_frac"] == 3 / 16
-        assert metrics["reward/reward/invalid_frac"] == 2 / 16
-        assert metrics["reward/reward/not_applicable_frac"] == 1 / 16
+        prompts = [p["prompt"] for p in rollouts(tmp_path, metrics["step"])][::4]
+        kinds = [int(prompt.split(",")[0]) % 4 for prompt in prompts]  # what the last completion of each group got
+        assert metrics["reward/unscored_frac"] == sum(kind < 3 for kind in kinds) / 16
+        assert metrics["reward/reward/error_frac"] == sum(kind in (0, 2) for kind in kinds) / 16
+        assert metrics["reward/reward/timeout_frac"] == 0
+        assert metrics["reward/reward/not_applicable_frac"] == kinds.count(1) / 16
         assert metrics["reward/mean"] > 0
 
 
@@ -100,7 +140,8 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path, model: Path) -> None:
 
 
 def test_a_killed_rank_ends_the_others(tmp_path: Path, model: Path) -> None:
-    job = start(tmp_path, model, 'if os.environ["RANK"] == "0" and calls == 2: os.kill(os.getpid(), 9)')
+    rank = 'int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])'  # a worker's parent's parent
+    job = start(tmp_path, model, f'if os.environ["RANK"] == "0" and calls == 2: os.kill({rank}, 9)')
     code, output = job.wait(120)
     assert code == 1
     assert "SIGKILL" in output

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_spmd.config import ConfigError, RewardConfig
+from grpo_spmd.config import ConfigError, RewardConfig, RewardPoolConfig
 from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, ScoredRollouts
-from grpo_spmd.rewards import Reward, RewardError, load_rewards, score_groups
+from grpo_spmd.rewards import Reward, load_rewards, weighted_sum
+from grpo_spmd.rewards.pool import RewardPool
 from grpo_spmd.rewards.verifiers import SHIPPED, last_number
+from grpo_spmd.rewards.worker import call_reward
 
 
 class CharacterTokenizer:
@@ -32,10 +35,39 @@ def _group(slot: int, prompt: str | list[dict[str, Any]], texts: Sequence[str], 
     return RolloutGroup(slot, Prompt(slot, slot, [1], prompt, columns), completions)
 
 
-def _score(functions: Sequence[Callable[..., Any]], *groups: RolloutGroup, weights: Sequence[float] = ()) -> ScoredRollouts:
-    weights = weights or [1.0] * len(functions)
-    rewards = [Reward(f"f{i}", function, weight) for i, (function, weight) in enumerate(zip(functions, weights, strict=True))]
-    return score_groups(rewards, groups, CharacterTokenizer())
+SPY = """
+import json, pathlib, threading
+def spy(prompts, completions, completion_ids, **columns):
+    got = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, "columns": columns}
+    with open(pathlib.Path(__file__).with_name("got.jsonl"), "a") as file:
+        file.write(json.dumps(got) + "\\n")
+    assert threading.current_thread() is threading.main_thread()  # signal-based deadlines work nowhere else
+    return [float(len(ids)) for ids in completion_ids]
+
+def part(completions, **columns):
+    return [None if "none" in c else float("nan") if "nan" in c else 3.0 for c in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RewardPool, Path]]:
+    folder = tmp_path_factory.mktemp("pool")
+    (folder / "mine.py").write_text(SPY)
+    weights = {"spy": 2.0, "part": -0.5}
+    rewards = [RewardConfig(function=f"{folder}/mine.py:{name}", weight=weight) for name, weight in weights.items()]
+    with RewardPool(rewards, RewardPoolConfig(num_workers=1), folder / "log", columns=["a", "b"]) as pool:
+        yield pool, folder / "got.jsonl"
+
+
+def _spy(pool: tuple[RewardPool, Path], *groups: RolloutGroup) -> tuple[ScoredRollouts, list[dict[str, Any]]]:
+    """What came out, and what the function got, call by call."""
+    pool[1].unlink(missing_ok=True)
+    scored = pool[0].score(groups, CharacterTokenizer())
+    return scored, [json.loads(line) for line in pool[1].read_text().splitlines()]
+
+
+def _call(function: Callable[..., Any], num_completions: int = 1) -> dict[str, Any]:
+    return call_reward(Reward("f", function, 1.0), {"prompts": ["p"] * num_completions})
 
 
 def _returning(values: Any) -> Callable[..., Any]:
@@ -63,97 +95,62 @@ def _shipped(name: str, completion: str, args: dict[str, Any] | None = None, **c
 # The protocol
 
 
-def test_function_gets_what_trl_gives_it() -> None:
-    got: dict[str, Any] = {}
-
-    def reward(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
-        got.update(prompts=prompts, completions=completions, completion_ids=completion_ids, columns=columns)
-        return [0.0] * len(prompts)
-
-    _score([reward], _group(0, "p", ["a", "bc"], answer=1), _group(1, "q", ["d", ""], answer=2))
-    assert got == {
-        "prompts": ["p", "p", "q", "q"],
-        "completions": ["a", "bc", "d", ""],
-        "completion_ids": [[97], [98, 99], [100], []],
-        "columns": {"answer": [1, 1, 2, 2]},
-    }
+def test_function_gets_what_trl_gives_it_a_group_at_a_time(pool: tuple[RewardPool, Path]) -> None:
+    _, calls = _spy(pool, _group(0, "p", ["a", "bc"], a=1, b="x"), _group(1, "q", ["d", ""], a=2, b="y"))
+    assert calls == [
+        {"prompts": ["p", "p"], "completions": ["a", "bc"], "completion_ids": [[97], [98, 99]], "columns": {"a": [1, 1], "b": ["x", "x"]}},
+        {"prompts": ["q", "q"], "completions": ["d", ""], "completion_ids": [[100], []], "columns": {"a": [2, 2], "b": ["y", "y"]}},
+    ]
 
 
-def test_chat_prompt_makes_chat_completions() -> None:
+def test_chat_prompt_makes_chat_completions(pool: tuple[RewardPool, Path]) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    got: dict[str, Any] = {}
-
-    def reward(prompts: Any, completions: Any, **_: Any) -> list[float]:
-        got.update(prompts=prompts, completions=completions)
-        return [0.0]
-
-    _score([reward], _group(0, messages, ["yo"]))
-    assert got == {"prompts": [messages], "completions": [[{"role": "assistant", "content": "yo"}]]}
+    _, (call,) = _spy(pool, _group(0, messages, ["yo"]))
+    assert call["prompts"] == [messages]
+    assert call["completions"] == [[{"role": "assistant", "content": "yo"}]]
 
 
-def test_column_that_some_rows_lack_is_none_there() -> None:
-    got: dict[str, Any] = {}
-
-    def reward(prompts: Any, **columns: Any) -> list[float]:
-        got.update(columns)
-        return [0.0] * len(prompts)
-
-    def without_ids(columns: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in columns.items() if name in ("a", "b")}
-
-    _score([reward], _group(0, "p", ["x", "y"], a=1), _group(1, "q", ["x", "y"], b=2))
-    assert without_ids(got) == {"a": [1, 1, None, None], "b": [None, None, 2, 2]}
+def test_column_that_some_rows_lack_is_none_there(pool: tuple[RewardPool, Path]) -> None:
+    """Whichever rows this rank happens to hold: the pool knows the data set's columns."""
+    _, calls = _spy(pool, _group(0, "p", ["x", "y"], a=1), _group(1, "q", ["x", "y"], b=2))
+    assert [call["columns"] for call in calls] == [{"a": [1, 1], "b": [None, None]}, {"a": [None, None], "b": [2, 2]}]
 
 
-def test_column_named_like_an_argument_does_not_replace_it() -> None:
-    got: dict[str, Any] = {}
-
-    def reward(completions: Any, **_: Any) -> list[float]:
-        got["completions"] = completions
-        return [0.0]
-
-    _score([reward], _group(0, "p", ["mine"], completions="the data's"))
-    assert got["completions"] == ["mine"]
+def test_column_named_like_an_argument_does_not_replace_it(pool: tuple[RewardPool, Path]) -> None:
+    _, (call,) = _spy(pool, _group(0, "p", ["mine"], completions="the data's"))
+    assert call["completions"] == ["mine"]
 
 
-def test_rollout_ids_are_slot_times_group_size_plus_sample() -> None:
-    scored = _score([_returning([0.0] * 4)], _group(3, "p", ["a", "b"]), _group(1, "q", ["c", "d"]))
-    assert scored.rollout_ids == [6, 7, 2, 3]
+def test_scores_are_in_the_order_of_groups_and_their_completions(pool: tuple[RewardPool, Path]) -> None:
+    scored, _ = _spy(pool, _group(3, "p", ["a", "b"]), _group(1, "q", ["c", "d"]))
     assert scored.texts == ["a", "b", "c", "d"]
 
 
-def test_rank_without_groups_scores_nothing() -> None:
-    def reward(**_: Any) -> list[float]:
-        raise AssertionError("called without completions")
+def test_reward_is_the_weighted_sum_of_what_applies(pool: tuple[RewardPool, Path]) -> None:
+    scored, _ = _spy(pool, _group(0, "p", ["a", "ab", "none", "nan"]))
+    assert scored.rewards == [2.0 - 1.5, 4.0 - 1.5, 8.0, None]
+    assert scored.by_name["spy"] == [1.0, 2.0, 4.0, 3.0]
+    assert scored.by_name["part"][:3] == [3.0, 3.0, None]
+    assert scored.statuses == {"spy": ["ok"] * 4, "part": ["ok", "ok", "not_applicable", "error"]}
 
-    assert _score([reward]) == ScoredRollouts()
+
+def test_no_function_that_applies_is_an_unknown_reward_and_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SPY)
+    with RewardPool([RewardConfig(function=f"{tmp_path}/mine.py:part")], RewardPoolConfig(num_workers=1), tmp_path / "log") as own:
+        scored = own.score([_group(0, "p", ["none", "a"])], CharacterTokenizer())
+    assert (scored.rewards, scored.first_error) == ([None, 3.0], None)
+
+
+def test_sum_that_overflows_makes_that_sample_unknown() -> None:
+    assert weighted_sum([(10.0, 1e308)]) is None
 
 
 def test_async_function_is_awaited() -> None:
-    async def reward(completions: Any, **_: Any) -> list[float]:
+    async def reward(prompts: Any) -> list[float]:
         await asyncio.sleep(0)
-        return [float(len(c)) for c in completions]
+        return [float(len(p)) for p in prompts]
 
-    assert _score([reward], _group(0, "p", ["a", "bc"])).rewards == [1.0, 2.0]
-
-
-def test_async_functions_run_together() -> None:
-    order: list[str] = []
-    both_started = asyncio.Event()
-
-    async def first(**_: Any) -> list[float]:
-        order.append("first starts")
-        await asyncio.wait_for(both_started.wait(), timeout=10)
-        order.append("first ends")
-        return [1.0]
-
-    async def second(**_: Any) -> list[float]:
-        order.append("second starts")
-        both_started.set()
-        return [2.0]
-
-    assert _score([first, second], _group(0, "p", ["a"])).rewards == [3.0]
-    assert order == ["first starts", "second starts", "first ends"]
+    assert _call(reward, 2) == {"values": [1.0, 1.0]}
 
 
 def test_sync_function_may_run_its_own_event_loop() -> None:
@@ -161,96 +158,63 @@ def test_sync_function_may_run_its_own_event_loop() -> None:
         await asyncio.sleep(0)
         return 0.75
 
-    async def another(**_: Any) -> list[float]:
-        return [0.0]
-
-    assert _score([another, lambda **_: [asyncio.run(ask_a_judge())]], _group(0, "p", ["a"])).rewards == [0.75]
+    assert _call(lambda **_: [asyncio.run(ask_a_judge())]) == {"values": [0.75]}
 
 
-def test_sync_function_runs_on_the_main_thread() -> None:
-    threads: list[threading.Thread] = []
-
-    def reward(**_: Any) -> list[float]:
-        threads.append(threading.current_thread())
-        return [0.0]
-
-    _score([reward], _group(0, "p", ["a"]))
-    assert threads == [threading.main_thread()]
+# What goes wrong (tests/test_reward_pool.py has what only a process can do)
 
 
-def test_reward_is_the_weighted_sum() -> None:
-    scored = _score([_returning([1.0, 0.0]), _returning([3.0, 5.0])], _group(0, "p", ["a", "b"]), weights=[2.0, -0.5])
-    assert scored.rewards == [2.0 - 1.5, -2.5]
-    assert scored.by_name == {"f0": [1.0, 0.0], "f1": [3.0, 5.0]}
+class _Strange:
+    def __float__(self) -> float:
+        raise SystemError("no")
 
 
-# What goes wrong
-
-
-def test_none_leaves_the_other_functions_sum() -> None:
-    scored = _score([_returning([None, None]), _returning([3.0, None])], _group(0, "p", ["a", "b"]))
-    assert scored.rewards == [3.0, None]
-    assert scored.by_name["f0"] == [None, None]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1.0", b"1", [1.0], {}, object(), 10**400, torch.tensor([1.0, 2.0])])
-def test_unusable_value_makes_that_sample_unknown(value: Any) -> None:
-    scored = _score([_returning([value, 1.0]), _returning([5.0, 5.0])], _group(0, "p", ["a", "b"]))
-    assert scored.rewards == [None, 6.0]
-    unusable, usable = scored.by_name["f0"]
-    assert unusable is not None
-    assert math.isnan(unusable)
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, "1.0", b"1", [1.0], {}, object(), _Strange(), 10**400, torch.tensor([1.0, 2.0])]
+)
+def test_unusable_value_is_said_and_leaves_the_others(value: Any) -> None:
+    unusable, usable = _call(_returning([value, 1.0]), 2)["values"]
+    assert unusable.startswith("returned")
     assert usable == 1.0
-
-
-def test_sum_that_overflows_makes_that_sample_unknown() -> None:
-    assert _score([_returning([1e308])], _group(0, "p", ["a"]), weights=[10.0]).rewards == [None]
 
 
 @pytest.mark.parametrize(
     "values", [[1, True, Fraction(1, 2)], (1.0, 1.0, 0.5), torch.tensor([1.0, 1.0, 0.5])], ids=["list", "tuple", "tensor"]
 )
 def test_number_types_become_floats(values: Any) -> None:
-    scored = _score([_returning(values)], _group(0, "p", ["a", "b", "c"]))
-    assert scored.rewards == [1.0, 1.0, 0.5]
-    assert all(type(value) is float for value in scored.by_name["f0"])
+    got = _call(_returning(values), 3)["values"]
+    assert got == [1.0, 1.0, 0.5]
+    assert all(type(value) is float for value in got)
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0] * 3])
-def test_wrong_length_stops_with_both_numbers(values: list[float]) -> None:
-    with pytest.raises(RewardError, match=rf"reward 'f0' must return one value a completion: 2; got {len(values)}"):
-        _score([_returning(values)], _group(0, "p", ["a", "b"]))
+def test_wrong_length_is_said_with_both_numbers(values: list[float]) -> None:
+    assert _call(_returning(values), 2) == {"failed": f"must return one value a completion: 2; got {len(values)}"}
 
 
 @pytest.mark.parametrize("values", [None, 1.0, "ab", b"ab", {"a": 1.0, "b": 2.0}, {1.0, 2.0}, torch.tensor(1.0)])
-def test_result_that_is_no_list_stops_with_its_type(values: Any) -> None:
-    with pytest.raises(RewardError, match=rf"'f0' must return a list .* got {type(values).__name__}"):
-        _score([_returning(values)], _group(0, "p", ["a", "b"]))
+def test_result_that_is_no_list_is_said_with_its_type(values: Any) -> None:
+    assert _call(_returning(values), 2)["failed"].startswith(f"must return a list of numbers or None; got {type(values).__name__}")
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_exception_stops_with_the_name_and_the_cause(is_async: bool) -> None:
+def test_exception_is_said_with_its_traceback(is_async: bool) -> None:
     def sync_reward(**_: Any) -> list[float]:
         raise KeyError("gone")
 
     async def async_reward(**_: Any) -> list[float]:
         raise KeyError("gone")
 
-    with pytest.raises(RewardError, match="reward 'f1' raised KeyError: 'gone'") as caught:
-        _score([_returning([1.0]), async_reward if is_async else sync_reward], _group(0, "p", ["a"]))
-    assert isinstance(caught.value.__cause__, KeyError)
+    failed = _call(async_reward if is_async else sync_reward)["failed"]
+    assert failed.startswith("raised KeyError: 'gone'\nTraceback (most recent call last)")
+    assert __file__ in failed
 
 
-@pytest.mark.filterwarnings("error")
-def test_exception_leaves_no_coroutine_unawaited() -> None:
-    async def waits(**_: Any) -> list[float]:
-        return [1.0]
+def test_a_long_error_is_cut() -> None:
+    def reward(**_: Any) -> list[float]:
+        raise ValueError("x" * 1_000_000)
 
-    def raises(**_: Any) -> list[float]:
-        raise ValueError("no")
-
-    with pytest.raises(RewardError):
-        _score([waits, raises], _group(0, "p", ["a"]))
+    assert len(_call(reward)["failed"]) < 5000
 
 
 # Loading
@@ -258,18 +222,12 @@ def test_exception_leaves_no_coroutine_unawaited() -> None:
 
 def test_function_without_columns_gets_what_it_names(tmp_path: Path) -> None:
     reward = _load(tmp_path, "def reward(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n")
-    scored = score_groups([reward], [_group(0, "p", ["x", "y"], answer="y", other=1)], CharacterTokenizer())
-    assert scored.rewards == [0.0, 1.0]
+    assert reward.function(prompts=["p"] * 2, completions=["x", "y"], answer=["y"] * 2, other=[1] * 2) == [0.0, 1.0]
 
 
 def test_args_reach_the_function(tmp_path: Path) -> None:
     reward = _load(tmp_path, "def reward(completions, scale, **columns):\n    return [scale] * len(completions)\n", args={"scale": 2.5})
-    assert score_groups([reward], [_group(0, "p", ["x"])], CharacterTokenizer()).rewards == [2.5]
-
-
-def test_async_function_of_a_file_is_awaited(tmp_path: Path) -> None:
-    reward = _load(tmp_path, "async def reward(completions, **columns):\n    return [4.0]\n")
-    assert score_groups([reward], [_group(0, "p", ["x"])], CharacterTokenizer()).rewards == [4.0]
+    assert reward.function(prompts=["p"], completions=["x"], completion_ids=[[1]]) == [2.5]
 
 
 def test_reward_is_named_after_its_function_unless_the_config_says_otherwise(tmp_path: Path) -> None:

@@ -2,19 +2,26 @@
 
 A reward function is `fn(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async. `prompts` and
 `completions` are strings for plain prompts; for chat prompts they are message lists, a completion being
-`[{"role": "assistant", "content": text}]`. Every other column of the data row arrives as a keyword list, aligned with `prompts`.
+`[{"role": "assistant", "content": text}]`. Every other column of the data set arrives as a keyword list, aligned with `prompts`.
 
-The policy for what goes wrong:
+It is called in a worker process (pool.py), for one group at a time: a prompt's G completions in training, a single one in evaluation. So
+its result does not depend on how groups are spread over ranks. Module state is each worker's own.
 
-* None means "does not apply": the sample's reward is the weighted sum of the others.
-* A value that cannot be a reward (NaN, infinite, not a number) belongs to one sample: that sample is left out of the group's
-  statistics and of the loss, and counted. It is never taken for 0. The same holds where no function applies to a sample.
-* What belongs to no one sample (an exception, a list of the wrong length) stops all ranks with the traceback.
+The policy for what goes wrong, per completion and function (`ScoredRollouts.statuses`):
+
+* "ok": a finite number.
+* "not_applicable": None. The completion's reward is the weighted sum of the other functions.
+* "error": the function raised, exited, crashed, or returned NaN, infinity, text, or a list of the wrong length.
+* "timeout": it took longer than `reward_pool.timeout_s` and was killed, with the processes it had started.
+
+Where the call for a group fails as a whole, each completion is tried in a call of its own, with the whole deadline: what fails then is
+that completion's failure, and the others get their rewards. A completion with an "error" or a "timeout", or to which no function
+applies, is left out of its group's statistics and of the loss, and counted. It is never taken for 0. Where a function leaves
+`reward_pool.max_error_frac` of a step's completions without a usable value, all ranks stop, with the function's traceback.
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib.machinery
 import importlib.util
 import inspect
@@ -23,20 +30,21 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config import ConfigError, RewardConfig
-from grpo_spmd.data_types import RolloutGroup, ScoredRollouts
-from grpo_spmd.rewards.verifiers import SHIPPED, matches_format
+from grpo_spmd.rewards.sandbox import SandboxError, check_isolation
+from grpo_spmd.rewards.verifiers import SHIPPED, matches_format, run_tests
 
 _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
 
 
 class RewardError(RuntimeError):
-    """A reward function broke its contract in a way that belongs to no one sample."""
+    """Rewards fail in a way that leaving completions out would hide."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ class Reward:
     function: Callable[..., Any]
     weight: float
     needs: tuple[str, ...] = ()  # columns without which it cannot be called
+    one_at_a_time: bool = False  # each completion is a call of its own, with the whole deadline
 
 
 def load_rewards(configs: Sequence[RewardConfig]) -> list[Reward]:
@@ -72,99 +81,41 @@ def load_rewards(configs: Sequence[RewardConfig]) -> list[Reward]:
     return rewards
 
 
-def score_groups(rewards: Sequence[Reward], groups: Sequence[RolloutGroup], tokenizer: Any) -> ScoredRollouts:
-    """Score every completion of `groups` in this process, so that `breakpoint()` in a reward function works.
+def check_error_rate(
+    statuses: Sequence[Mapping[str, Sequence[str]]], first_errors: Sequence[str | None], max_error_frac: float
+) -> dict[str, float]:
+    """What share of a step's completions each function left without a value, over all ranks' `ScoredRollouts`.
+
+    Args:
+        statuses: every rank's `statuses`; a rank that scored nothing gives an empty one.
+        first_errors: every rank's `first_error`.
+        max_error_frac: `reward_pool.max_error_frac`.
+
+    Returns:
+        Metrics `reward/<name>/error_frac`, `.../timeout_frac` and `.../not_applicable_frac`, each in [0, 1].
 
     Raises:
-        RewardError: a function raised or returned a list of another length; the message names it.
+        RewardError: "error" and "timeout" together reach `max_error_frac` for some function.
     """
-    token_ids = [completion.token_ids for group in groups for completion in group.completions]
-    texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True) if token_ids else []
-    scored = ScoredRollouts(texts=texts)
-    if not groups:
-        return scored
-    prompts: list[Any] = []
-    completions: list[Any] = []
-    completion_ids: list[list[int]] = []
-    columns: dict[str, list[Any]] = {}
-    for group in groups:
-        for sample, completion in enumerate(group.completions):
-            text = texts[len(prompts)]
-            prompts.append(group.prompt.text)
-            completions.append(text if isinstance(group.prompt.text, str) else [{"role": "assistant", "content": text}])
-            completion_ids.append(completion.token_ids)
-            scored.rollout_ids.append(group.slot * len(group.completions) + sample)
-    # Every column that any row has, so that a function's keyword lists are as long as `prompts`; a row without it holds None.
-    for name in dict.fromkeys(name for group in groups for name in group.prompt.columns):
-        columns[name] = [group.prompt.columns.get(name) for group in groups for _ in group.completions]
-    for reserved in _ALWAYS_GIVEN:
-        columns.pop(reserved, None)
-
-    results = _call_all(rewards, {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns})
-    for reward, values in zip(rewards, results, strict=True):
-        scored.by_name[reward.name] = [_as_reward(value) for value in values]
-    scored.rewards = [_weighted_sum([(r.weight, scored.by_name[r.name][i]) for r in rewards]) for i in range(len(prompts))]
-    return scored
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in statuses for name in part):
+        counts = Counter(status for part in statuses for status in part.get(name, ()))
+        num_completions = max(counts.total(), 1)
+        failed = counts["error"] + counts["timeout"]
+        if failed and failed / num_completions >= max_error_frac:
+            told = [error for error in first_errors if error]
+            first = next((error for error in told if error.startswith(f"reward {name!r}")), (told or ["not recorded"])[0])
+            raise RewardError(
+                f"reward {name!r} gave no usable value for {failed} of {num_completions} completions "
+                f"({counts['error']} error, {counts['timeout']} timeout): {failed / num_completions:.3g} is not under "
+                f"reward_pool.max_error_frac={max_error_frac:g}. The first failure:\n{first}"
+            )
+        for status in ("error", "timeout", "not_applicable"):
+            metrics[f"reward/{name}/{status}_frac"] = counts[status] / num_completions
+    return metrics
 
 
-def _call_all(rewards: Sequence[Reward], keywords: dict[str, Any]) -> list[Any]:
-    """Sync functions run one after the other on the main thread (signal-based deadlines work nowhere else), async ones together.
-
-    No event loop runs around the sync ones, so that a function may call `asyncio.run` itself.
-    """
-
-    def failed(reward: Reward, error: BaseException) -> RewardError:
-        return RewardError(f"reward {reward.name!r} raised {type(error).__name__}: {error}")
-
-    async def finish(reward: Reward, values: Any) -> Any:
-        try:
-            return await values if inspect.isawaitable(values) else values
-        except (Exception, SystemExit) as error:
-            raise failed(reward, error) from error
-
-    async def finish_all() -> list[Any]:
-        return await asyncio.gather(*(finish(reward, values) for reward, values in zip(rewards, results, strict=True)))
-
-    results: list[Any] = []
-    try:
-        for reward in rewards:
-            try:
-                results.append(reward.function(**keywords))
-            except (Exception, SystemExit) as error:
-                raise failed(reward, error) from error
-        if any(inspect.isawaitable(values) for values in results):
-            results = asyncio.run(finish_all())
-    finally:
-        for values in results:
-            if inspect.iscoroutine(values):  # still not awaited because another function raised
-                values.close()
-    expected = len(keywords["prompts"])
-    for reward, values in zip(rewards, results, strict=True):
-        try:
-            num_values = -1 if isinstance(values, str | bytes | dict | set) else len(values)
-        except TypeError:
-            num_values = -1
-        if num_values < 0:
-            raise RewardError(f"reward {reward.name!r} must return a list of numbers or None; got {type(values).__name__}")
-        if num_values != expected:
-            raise RewardError(f"reward {reward.name!r} must return one value a completion: {expected}; got {num_values}")
-    return results
-
-
-def _as_reward(value: Any) -> float | None:
-    """None stays None ("does not apply"), a finite number becomes a float, everything else NaN ("unusable")."""
-    if value is None:
-        return None
-    if isinstance(value, str | bytes):
-        return math.nan
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several numbers
-        return math.nan
-    return number if math.isfinite(number) else math.nan
-
-
-def _weighted_sum(parts: Sequence[tuple[float, float | None]]) -> float | None:
+def weighted_sum(parts: Sequence[tuple[float, float | None]]) -> float | None:
     """The sum over the functions that apply; None where none does or where one gave something unusable."""
     applying = [(weight, value) for weight, value in parts if value is not None]
     if not applying or any(math.isnan(value) for _, value in applying):
@@ -237,10 +188,33 @@ def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, wh
         except (re.error, TypeError) as error:
             raise ConfigError(f"{where}.args.pattern: {args['pattern']!r} is not a regular expression: {error}") from None
 
+    needs = tuple(n for n in required if n not in args and n not in _ALWAYS_GIVEN)
+    if function is run_tests:
+        _check_sandbox(args, where)
+        needs = (args.get("tests_column", "tests"),)
+
     def call(**columns: Any) -> Any:
         known = {**columns, **args}
         if not takes_any:  # a function without **columns gets what it names
             known = {name: value for name, value in known.items() if name in parameters}
         return function(**known)
 
-    return Reward(name, call, config.weight, tuple(n for n in required if n not in args and n not in _ALWAYS_GIVEN))
+    # Each run of model-written code may take its whole time: in one call for the group they would add up beyond one deadline.
+    return Reward(name, call, config.weight, needs, one_at_a_time=function is run_tests)
+
+
+def _check_sandbox(args: Mapping[str, Any], where: str) -> None:
+    for key in ("time_s", "memory_mib"):
+        value = args.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"{where}.args.{key} must be a positive number; got {value!r}")
+    for key, kind in (("tests_column", str), ("partial_credit", bool)):
+        if not isinstance(args.get(key, kind()), kind):
+            raise ConfigError(f"{where}.args.{key} must be a {kind.__name__}; got {args[key]!r}")
+    if args.get("isolation", "required") not in ("required", "none"):
+        raise ConfigError(f'{where}.args.isolation must be "required" or "none"; got {args["isolation"]!r}')
+    if args.get("isolation") != "none":
+        try:
+            check_isolation()
+        except SandboxError as error:
+            raise ConfigError(f'{where}: {error}; to run it unprotected, set args.isolation to "none"') from None

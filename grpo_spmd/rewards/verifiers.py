@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import json
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
+
+from grpo_spmd.rewards.sandbox import Limits, passes_program_test, passes_statements
 
 Completion = str | list[dict[str, Any]]
 
@@ -89,6 +94,11 @@ def _reaches(equation: str, given: Sequence[int], target: Fraction) -> bool:
     return value == target and used == Counter(given)
 
 
+def evaluate(equation: str) -> Fraction:
+    """The exact value of an equation of whole numbers, + - * / and brackets. Raises ValueError or SyntaxError for anything else."""
+    return _value(ast.parse(equation.strip(), mode="eval").body)
+
+
 def _value(node: ast.expr) -> Fraction:
     """Exact value of a tree of integers and + - * / with signs; no name, call or power is ever evaluated."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -138,7 +148,84 @@ def equal_by_math_verify(completions: Sequence[Completion], answer: Sequence[Any
     return scores
 
 
+def run_tests(
+    completions: Sequence[Completion],
+    *,
+    tests_column: str = "tests",
+    partial_credit: bool = False,
+    time_s: float = 8.0,
+    memory_mib: float = 1024,
+    isolation: str = "required",
+    **columns: Any,
+) -> list[float | None]:
+    """1.0 where the completion's Python passes every test of its row; with `partial_credit`, the share of tests that it passes.
+
+    The code is the last ```python block of the completion, or all of it where there is none. A row's tests are statements
+    ("assert f(2) == 4"), {"input": ..., "output": ...} pairs, or both, one or a list of them, perhaps as JSON; sandbox.py says how far
+    each kind can be trusted. A row without tests gives None.
+
+    The code runs in a limited process, one for each pair and one for all statements. `time_s` seconds are for all of a completion's tests
+    together, start-up not counted; a test that they do not reach is failed, so that an endless loop is wrong and not unknown. Keep time_s
+    under reward_pool.timeout_s, by 0.1 to 0.3 s for each pair. It can start threads but no process, and write only to a small folder.
+    Where it cannot be shut in, this raises instead of running it, unless `isolation` is "none": then only time and memory are limited.
+    """
+    limits = Limits(time_s, int(memory_mib), isolation)
+    scores: list[float | None] = []
+    for completion, given in zip(completions, columns[tests_column], strict=True):
+        tests = _tests(given)
+        if not tests:
+            scores.append(None)
+            continue
+        code = python_code(completion_text(completion))
+        statements = [test for test in tests if isinstance(test, str)]
+        started = time.monotonic()
+        passed = sum(passes_statements(code, statements, limits)) if statements else 0
+        left_s = time_s - _own_time(started, passed == len(statements))
+        for test in tests:
+            if not partial_credit and passed < len(statements):
+                break  # lost already
+            if isinstance(test, dict):
+                started = time.monotonic()
+                own = dataclasses.replace(limits, time_s=left_s)
+                ok = left_s > 0 and passes_program_test(code, str(test["input"]), str(test["output"]), own)
+                left_s -= _own_time(started, ok)
+                passed += ok
+                if not ok and not partial_credit:
+                    break
+        scores.append(passed / len(tests) if partial_credit else float(passed == len(tests)))
+    return scores
+
+
+def _own_time(started: float, ended: bool) -> float:
+    """Seconds since `started` on the monotonic clock; of a run that ended well, without what starting the interpreter takes at most."""
+    return max(0.0, time.monotonic() - started - (0.5 if ended else 0.0))
+
+
+def python_code(text: str) -> str:
+    """The last fenced block of Python in `text`, else its last fenced block without a language, else all of it."""
+    blocks = re.findall(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", text, re.DOTALL | re.MULTILINE)
+    for languages in (("python", "py", "python3"), ("",)):
+        for language, code in reversed(blocks):
+            if language.lower() in languages:
+                return str(code)
+    return text
+
+
+def _tests(given: Any) -> list[str | dict[str, Any]]:
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            return [given] if given.strip() else []
+    tests = given if isinstance(given, list) else [] if given is None else [given]
+    for test in tests:
+        if not (isinstance(test, str) or (isinstance(test, dict) and {"input", "output"} <= test.keys())):
+            raise ValueError(f'a test is a statement or {{"input": ..., "output": ...}}; got {str(test)[:200]}')
+    return tests
+
+
 SHIPPED: dict[str, Callable[..., Any]] = {
+    "code": run_tests,
     "countdown": countdown,
     "exact": exact,
     "format": matches_format,

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.batching import pack_rollouts
-from grpo_spmd.config import load_config
+from grpo_spmd.config import Config, load_config
 from grpo_spmd.data_types import Completion, Rollout
 from grpo_spmd.distributed import end_session, exit_with_outcome, start_session
+from grpo_spmd.explain import kv_bytes_per_token, read_model
 from grpo_spmd.policy import Policy, build_optimizer, build_policy, hf_named_parameters
 from grpo_spmd.rollout import EngineStateError, Request, RolloutEngine
 from grpo_spmd.weight_sync import sync_weights
@@ -28,6 +29,7 @@ def main() -> None:
     engine = RolloutEngine(config, session, [0])
     refuses(lambda: engine.generate([Request([1], 0)], 0), "asleep")
     refuses(lambda: engine.load_weights(iter([]), 0), "asleep")
+    kv_cache_is_as_explained(engine, config)
     policy = build_policy(config.model, config.rollout.temperature, session)
     optimizer, _ = build_optimizer(policy, config.optimizer)
     plain = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
@@ -35,7 +37,7 @@ def main() -> None:
     worst = 0.0
     for step in range(num_steps):
         disturb(policy, optimizer, step)
-        sync_weights(policy, engine, step, config.rollout.weight_sync_bucket_mib)
+        sync_weights(policy, engine, step, config.rollout.weight_sync_bucket_mib, 0)
         refuses(lambda version=step: engine.generate([Request([1], 0)], version + 1), "policy_version")
         with torch.no_grad():  # by torch's own full_tensor(), not by the code under test
             full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in hf_named_parameters(policy)}
@@ -54,6 +56,15 @@ def main() -> None:
     assert worst < 1e-4, worst
     engine.shutdown()
     end_session()
+
+
+def kv_cache_is_as_explained(engine: RolloutEngine, config: Config) -> None:
+    """vLLM divides the memory of its KV cache into as many blocks as the bytes of a token by `--explain` say."""
+    facts, cache = read_model(config.model.path), engine._llm.llm_engine.vllm_config.cache_config
+    assert facts is not None
+    assert facts.dimensions is not None
+    token = kv_bytes_per_token(facts.dimensions, 4, config.rollout.tensor_parallel_size)
+    assert cache.num_gpu_blocks == cache.kv_cache_memory_bytes // (cache.block_size * token), cache
 
 
 def disturb(policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> None:

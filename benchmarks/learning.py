@@ -1,0 +1,82 @@
+"""Whether it learns: the demo under each algorithm, and TinyZero's countdown with three to four numbers. Two ranks each, real vLLM.
+
+    benchmarks/run.sh learning [--json FILE]        about 15 minutes on 2 cores
+A row a variant: reward at the first step, mean of the first and of the last ten steps, whether the goal was reached.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.report import Row, main_arguments, report
+from grpo_spmd.demo import make_demo
+
+_ROOT = Path(__file__).resolve().parent.parent
+_GOAL, _IMPROVEMENT = 0.9, 1.5
+# One optimizer step a rollout would leave the ratio at 1 and the clip bounds untouched: the variants of the ratio get four.
+_REUSE = ("training.num_mini_batches=2", "training.num_epochs=2", "optimizer.lr=5e-4")
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "grpo (as shipped)": (),
+    "dynamic sampling": ("rollout.dynamic_sampling=true",),
+    "gspo": (
+        "loss.policy=gspo",
+        "loss.aggregation=sequence",
+        "loss.clip_ratio_low=0.05",
+        "loss.clip_ratio_high=0.05",
+        "loss.rollout_correction=sequence_tis",
+        *_REUSE,
+    ),
+    "cispo": ("loss.policy=cispo", "loss.clip_ratio_low=1", *_REUSE),
+    "dr. grpo": ("advantage.estimator=dr_grpo", "loss.aggregation=constant"),
+    "k3 KL in the loss": ("loss.kl_coef=0.001", "loss.kl_estimator=k3"),
+    "k1 KL in the reward, rloo": ("loss.kl_coef=0.01", "loss.kl_estimator=k1", "loss.kl_in=reward", "advantage.estimator=rloo"),
+    "reinforce++": ("advantage.estimator=reinforce_pp",),
+    "4 updates a rollout": _REUSE,
+    "4 updates, engine's logprobs": ("loss.old_logprobs=engine", "loss.rollout_correction=none", *_REUSE),
+}
+
+
+def main() -> None:
+    args = main_arguments(__doc__)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        make_demo(Path(folder, "2"), seed=0)
+        make_demo(Path(folder, "3-4"), seed=0, numbers="3-4")
+        for name, overrides in VARIANTS.items():
+            rewards = _train(Path(folder), "2", "demo.yaml", overrides)
+            rows.append(_row(name, rewards, f"last ten >= {_GOAL}", _mean(rewards[-10:]) >= _GOAL))
+        rewards = _train(Path(folder), "3-4", "countdown-3to4.yaml", ())
+        better = _mean(rewards[-10:]) >= _IMPROVEMENT * _mean(rewards[:10])
+        rows.append(_row("countdown of 3 to 4 numbers", rewards, f"last ten >= {_IMPROVEMENT} x first ten", better))
+    report("learning", rows, args.json)
+    sys.exit(0 if all(row["reached"] for row in rows) else 1)
+
+
+def _train(folder: Path, numbers: str, config: str, overrides: tuple[str, ...]) -> list[float]:
+    made, run_dir = folder / numbers, Path(tempfile.mkdtemp(dir=folder), "run")
+    paths = (f"model.path={made / 'model'}", f"data.train={made / 'train.jsonl'}", f"run_dir={run_dir}")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "grpo_spmd.train"]
+    quiet = ("logging.rollouts_every_steps=0",)
+    done = subprocess.run(
+        [*command, "--config", str(_ROOT / "configs" / config), *paths, *quiet, *overrides], cwd=_ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+    return [json.loads(line)["reward/mean"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def _row(name: str, rewards: list[float], goal: str, reached: bool) -> Row:
+    first = {"first step": rewards[0], "first ten": _mean(rewards[:10])}
+    return {"variant": name, "steps": len(rewards), **first, "last ten": _mean(rewards[-10:]), "goal": goal, "reached": reached}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+if __name__ == "__main__":
+    main()

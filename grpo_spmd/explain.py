@@ -1,0 +1,465 @@
+"""`--explain`: what a config comes to, by arithmetic, and where each of its values was set. Needs no torch, no vllm, no GPU.
+
+Sizes come from the headers of the model's safetensors files, else from its config.json. What is not exact says "estimate".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd.config import Config, flat_config
+
+Row = tuple[str, str, str]  # name, value, how it follows
+Shapes = dict[str, tuple[int, ...]]
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2}
+_GPU_GIB = (24, 80, 141)
+
+
+# The model
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """What config.json says of a decoder with attention and a gated MLP in each layer."""
+
+    hidden: int  # D
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int  # F
+    vocabulary: int  # V
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The parameters of a model by their names in a checkpoint, a tied lm_head counted once."""
+
+    shapes: Shapes
+    config: dict[str, Any]  # config.json
+    source: str  # where the shapes are from
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def layer_numel(self) -> int:
+        """Parameters of the largest layer: what FSDP gathers at a time."""
+        layers: dict[str, int] = {}
+        for name, shape in self.shapes.items():
+            if found := re.search(r"\.layers\.(\d+)\.", name):
+                layers[found[1]] = layers.get(found[1], 0) + math.prod(shape)
+        return max(layers.values(), default=0)
+
+    @property
+    def root_numel(self) -> int:
+        """Parameters outside the layers: embedding, lm_head, last norm."""
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if not re.search(r"\.layers\.\d+\.", name))
+
+    @property
+    def dimensions(self) -> Dimensions | None:
+        return dimensions(self.config)
+
+
+def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
+    """The sizes in a config.json, or None where it does not name them all."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    sizes = [config.get(name) for name in names]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return None
+    hidden, layers, heads, intermediate, vocabulary = (int(str(size)) for size in sizes)
+    return Dimensions(
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        intermediate=intermediate,
+        vocabulary=vocabulary,
+    )
+
+
+def read_model(path: str) -> ModelFacts | None:
+    """Sizes of `model.path`: a local folder, or a hub id that lies in the local Hugging Face cache. None where neither is there."""
+    folder = Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(path, "config.json")
+        if not isinstance(cached, str):
+            return None
+        folder = Path(cached).parent
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    shapes = shapes_from_headers(folder, tied=bool(config.get("tie_word_embeddings")))
+    if shapes:
+        return ModelFacts(shapes, config, f"safetensors headers in {folder}")
+    shapes = shapes_from_config(config)
+    return ModelFacts(shapes, config, f"{folder / 'config.json'}, worked out; the weights are not there") if shapes else None
+
+
+def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
+    """Shapes of all parameters in the files that the policy would read (those of the index, where there is one); {} if one is missing."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    shapes: Shapes = {}
+    for path in files:
+        if not path.is_file():
+            return {}
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, entry in header.items():
+            # Some checkpoints hold the tied lm_head a second time, or a buffer of the rotary embedding.
+            if name != "__metadata__" and not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
+                shapes[name] = tuple(entry["shape"])
+    return shapes
+
+
+def shapes_from_config(config: Mapping[str, Any]) -> Shapes:
+    """The parameters of a Llama, Mistral, Granite, Qwen2 or Qwen3; {} for others, whose names and biases only their weights tell."""
+    sizes, family = dimensions(config), config.get("model_type")
+    if sizes is None or family not in ("llama", "mistral", "granite", "qwen2", "qwen3"):
+        return {}
+    hidden, query, kv = sizes.hidden, sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    shapes: Shapes = {"model.embed_tokens.weight": (sizes.vocabulary, hidden), "model.norm.weight": (hidden,)}
+    attention_bias = family == "qwen2" or bool(config.get("attention_bias"))
+    for layer in (f"model.layers.{number}" for number in range(sizes.layers)):
+        for name, rows, columns, bias in (
+            ("self_attn.q_proj", query, hidden, attention_bias),
+            ("self_attn.k_proj", kv, hidden, attention_bias),
+            ("self_attn.v_proj", kv, hidden, attention_bias),
+            ("self_attn.o_proj", hidden, query, attention_bias and family != "qwen2"),
+            ("mlp.gate_proj", sizes.intermediate, hidden, bool(config.get("mlp_bias"))),
+            ("mlp.up_proj", sizes.intermediate, hidden, bool(config.get("mlp_bias"))),
+            ("mlp.down_proj", hidden, sizes.intermediate, bool(config.get("mlp_bias"))),
+        ):
+            shapes[f"{layer}.{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{layer}.{name}.bias"] = (rows,)
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        if family == "qwen3":
+            norms |= {"self_attn.q_norm": sizes.head_dim, "self_attn.k_norm": sizes.head_dim}
+        shapes |= {f"{layer}.{name}.weight": (size,) for name, size in norms.items()}
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (sizes.vocabulary, hidden)
+    return shapes
+
+
+# The arithmetic
+
+
+def shard_numel(shapes: Shapes, num_ranks: int) -> int:
+    """Elements of a full shard: FSDP2 deals the rows of each tensor, ceil(rows / ranks) to a rank, and pads the last ones."""
+    return sum(-(-shape[0] // num_ranks) * math.prod(shape[1:]) for shape in shapes.values() if shape)
+
+
+def sync_size(shapes: Shapes, num_ranks: int, itemsize: int, bucket_bytes: int) -> tuple[int, int]:
+    """Bytes over all ranks and number of collectives of one weight sync: what weight_sync.SyncStats counts."""
+    row = shard_numel(shapes, num_ranks)
+    room = min(max(1, bucket_bytes // (num_ranks * itemsize)), row)
+    return num_ranks * row * itemsize, -(-row // room)
+
+
+def num_optimizer_steps(config: Config) -> int:
+    """Optimizer steps a rollout."""
+    return config.training.num_mini_batches * config.training.num_epochs
+
+
+def ratio_is_one(config: Config) -> bool:
+    """Whether the policy that trains is always the one whose logprobs the ratio is taken to."""
+    return num_optimizer_steps(config) == 1 and config.loss.old_logprobs == "policy"
+
+
+def micro_batches_per_step(config: Config, num_ranks: int) -> tuple[int, int]:
+    """Fewest and most forward-backwards of a rank in a step; the most where every rollout is of full length."""
+    in_a_row = config.training.max_tokens_per_micro_batch // config.max_rollout_tokens
+    return num_optimizer_steps(config), num_optimizer_steps(config) * -(-_rollouts_of_a_rank(config, num_ranks) // in_a_row)
+
+
+def micro_batch_tokens(config: Config, num_ranks: int) -> int:
+    """The most tokens of one forward-backward: its budget, or all that a rank gets for one optimizer step."""
+    return min(config.training.max_tokens_per_micro_batch, _rollouts_of_a_rank(config, num_ranks) * config.max_rollout_tokens)
+
+
+def _rollouts_of_a_rank(config: Config, num_ranks: int) -> int:
+    """Rollouts of one rank for one optimizer step, where all are equally long."""
+    samples = config.rollout.num_prompts_per_step * config.rollout.group_size // config.training.num_mini_batches
+    return -(-samples // num_ranks)
+
+
+def logits_bytes_per_element(itemsize: int, num_chunks: int) -> int:
+    """Bytes for each logit of a chunk at the peak of policy.TokenLogprobs, which is in its backward pass.
+
+    Five float32 tensors of [chunk, V] are alive in the longest expression, and from the second chunk on the logits' gradient of the
+    chunk before, in the compute dtype.
+    """
+    return 5 * 4 + (itemsize if num_chunks > 1 else 0)
+
+
+def activation_bytes_per_token(sizes: Dimensions, itemsize: int, *, qk_norm: bool = False) -> int:
+    """What one layer keeps for its backward pass, for each token.
+
+    Both norms keep their input in float32, the normalised and the scaled output; attention its q, k, v and its output twice (once put
+    back in place); the MLP gate, its SiLU, up and their product.
+    """
+    norms = 2 * (4 + 2 * itemsize) * sizes.hidden
+    attention = itemsize * (3 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+    if qk_norm:
+        attention += (4 + itemsize) * (sizes.heads + sizes.kv_heads) * sizes.head_dim
+    return norms + attention + 4 * itemsize * sizes.intermediate
+
+
+def activation_bytes(sizes: Dimensions, tokens: int, itemsize: int, *, checkpointing: bool, qk_norm: bool = False) -> int:
+    """Activations of one micro-batch at their peak: all layers, or each layer's input and one layer in full; and what follows them.
+
+    After the layers come the last norm, the hidden states that are scored, and their gradient.
+    """
+    layer = activation_bytes_per_token(sizes, itemsize, qk_norm=qk_norm)
+    layers = sizes.layers * itemsize * sizes.hidden + layer if checkpointing else sizes.layers * layer
+    return tokens * (layers + (4 + 4 * itemsize) * sizes.hidden)
+
+
+def kv_bytes_per_token(sizes: Dimensions, itemsize: int, tensor_parallel_size: int) -> int:
+    """Keys and values of one token on one rank of an engine; with more ranks than kv heads each rank holds one head."""
+    return 2 * sizes.layers * max(1, sizes.kv_heads // tensor_parallel_size) * sizes.head_dim * itemsize
+
+
+# The page
+
+
+def explain(config: Config, sources: Mapping[str, str], model: ModelFacts | None, *, num_rows: int, num_ranks: int) -> list[str]:
+    """The lines that `--explain` prints.
+
+    Args:
+        sources: of `config.load_config_with_sources`.
+        model: of `read_model`; None leaves out what only the model could tell, and says so.
+        num_rows: rows of data.train.
+        num_ranks: ranks to assume, a multiple of rollout.tensor_parallel_size.
+    """
+    lines = _section("a step", _step_rows(config, num_ranks))
+    lines += _section("the run", _run_rows(config, num_rows))
+    if model is None:
+        unknown = f"sizes, sync and memory of {config.model.path} are not known here: it is no folder with all its weights"
+        lines += ["", f"{unknown}, and not in the local Hugging Face cache (hf download brings it)"]
+    else:
+        lines += _section("model and weight sync", _sync_rows(config, model, num_ranks))
+        lines += _section("memory of a rank: training", _training_rows(config, model, num_ranks))
+        lines += _section("memory of a rank: engine", _engine_rows(config, model, num_ranks))
+    found = list(advice(config, num_ranks))
+    lines += ["", "worth a look" + ("" if found else ": nothing found"), *(f"  - {line}" for line in found)]
+    return [*lines, "", "where each value came from", *_provenance(config, sources)]
+
+
+def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
+    rollout, training, loss = config.rollout, config.training, config.loss
+    prompts, group, longest = rollout.num_prompts_per_step, rollout.group_size, config.max_rollout_tokens
+    samples, steps, budget = prompts * group, num_optimizer_steps(config), training.max_tokens_per_micro_batch
+    engines = num_ranks // rollout.tensor_parallel_size
+    yield "ranks", f"{num_ranks:,}", "--ranks, else WORLD_SIZE, else 1"
+    yield "engines", f"{engines:,}", f"{num_ranks} ranks / tensor_parallel_size {rollout.tensor_parallel_size}"
+    yield "samples", f"{samples:,}", f"{prompts} prompts x group_size {group}"
+    if rollout.dynamic_sampling:
+        yield "samples, generated", f">= {samples:,}", f"dynamic_sampling: up to {rollout.dynamic_sampling_max_rounds} rounds of generation"
+    yield "longest rollout, tokens", f"{longest:,}", f"max_prompt_tokens {config.data.max_prompt_tokens} + {rollout.max_completion_tokens}"
+    yield "tokens", f"<= {samples * longest:,}", f"{samples} samples x {longest}"
+    yield "optimizer steps", f"{steps:,}", f"num_mini_batches {training.num_mini_batches} x num_epochs {training.num_epochs}"
+    per_step = samples // training.num_mini_batches
+    yield "completions per optimizer step", f"{per_step:,}", f"{samples} samples / num_mini_batches {training.num_mini_batches}"
+    yield "micro-batch, tokens", f"<= {budget:,}", f"the budget holds {budget // longest} of the longest rollouts ({budget} / {longest})"
+    fewest, most = micro_batches_per_step(config, num_ranks)
+    rollouts = _rollouts_of_a_rank(config, num_ranks)
+    how = f"optimizer steps x 1, to x ceil({rollouts} rollouts of full length / {budget // longest} in a micro-batch)"
+    yield "micro-batches of a rank", f"{fewest:,} to {most:,}", how
+    if loss.old_logprobs == "engine":
+        yield "extra passes for old logprobs", "0", "old_logprobs engine: those that came with the completions"
+    elif loss.kl_in == "reward":
+        yield "extra passes for old logprobs", "1", "a forward of all rollouts, for the KL in the reward"
+    elif steps == 1:
+        yield "extra passes for old logprobs", "0", "one optimizer step: they are those of the update itself"
+    else:
+        yield "extra passes for old logprobs", "1", f"a forward of all rollouts before the first of {steps} optimizer steps"
+    if loss.kl_coef:
+        yield "extra passes of the reference", "1", f"a forward of all rollouts, for kl_coef {loss.kl_coef:g}"
+    else:
+        yield "extra passes of the reference", "0", "kl_coef 0: no reference model is built"
+
+
+def _run_rows(config: Config, num_rows: int) -> Iterator[Row]:
+    prompts, steps = config.rollout.num_prompts_per_step, config.training.num_steps
+    samples, dynamic = prompts * config.rollout.group_size, config.rollout.dynamic_sampling
+    dropped = config.data.on_long_prompt == "drop"
+    note = "; prompts over max_prompt_tokens are dropped" if dropped else ""
+    yield "rows of data.train", ("<= " if dropped else "") + f"{num_rows:,}", config.data.train + note
+    how = f"{num_rows} rows / {prompts} prompts" + ("; refills take prompts too" if dynamic else "")
+    yield "steps per epoch of the data", ("<= " if dynamic or dropped else "") + f"{num_rows / prompts:,.1f}", how
+    how = f"{steps} steps x {prompts} prompts / {num_rows} rows"
+    yield "epochs of the data", (">= " if dynamic or dropped else "") + f"{steps * prompts / num_rows:,.2f}", how
+    yield "samples trained on", ("<= " if dynamic else "") + f"{steps * samples:,}", f"{steps} steps x {samples} samples"
+    optimizer_steps = num_optimizer_steps(config)
+    yield "optimizer steps", f"{steps * optimizer_steps:,}", f"{steps} steps x {optimizer_steps}"
+
+
+def _sync_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
+    itemsize, mib = _ITEMSIZE[config.model.dtype], config.rollout.weight_sync_bucket_mib
+    moved, collectives = sync_size(model.shapes, num_ranks, itemsize, mib << 20)
+    padding = moved - model.num_parameters * itemsize
+    yield "parameters", f"{model.num_parameters:,}", f"{len(model.shapes)} tensors, tied ones once; {model.source}"
+    padded = f" + {_size(padding)} of padding to full shards" if padding else ""
+    yield "bytes of a sync", _size(moved), f"parameters x {itemsize} ({config.model.dtype}){padded}; all ranks together"
+    piece = min(mib << 20, moved)
+    yield "collectives of a sync", f"{collectives:,}", f"ceil({_size(moved)} / {_size(piece)} bucket)"
+
+
+def _training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
+    itemsize, budget = _ITEMSIZE[config.model.dtype], micro_batch_tokens(config, num_ranks)
+    shard, layer, root = shard_numel(model.shapes, num_ranks), model.layer_numel, model.root_numel
+    divided = f"{shard:,} parameters of a shard (ceil(rows / {num_ranks}) of each tensor)"
+    reference = itemsize * shard if config.loss.kl_coef else 0
+    yield "master parameters", _size(4 * shard), f"{divided} x 4 (float32)"
+    yield "gradients", _size(4 * shard), f"{shard:,} x 4 (float32), in the update only"
+    yield "AdamW's moments", _size(8 * shard), f"{shard:,} x 2 x 4 (float32)"
+    if reference:
+        yield "reference", _size(reference), f"{shard:,} x {itemsize} ({config.model.dtype})"
+    state = 12 * shard + reference
+    yield "state between updates", _size(state), "parameters + moments" + (" + reference" if reference else "")
+
+    gathered = itemsize * (root + 2 * layer)
+    how = f"estimate: {itemsize} x ({root:,} of embedding, lm_head, norm + 2 layers of {layer:,}: in use, arriving)"
+    yield "gathered by FSDP", _size(gathered), how
+    peak, sizes = state + 4 * shard + gathered, model.dimensions
+    if sizes is None:
+        yield "logits and activations", "unknown", "config.json does not name the sizes of a decoder as Llama's does"
+    else:
+        tokens = min(config.model.logprob_chunk_tokens, budget)
+        each = logits_bytes_per_element(itemsize, -(-budget // tokens))
+        logits = tokens * sizes.vocabulary * each
+        one = _size(4 * tokens * sizes.vocabulary)
+        how = f"{tokens} tokens x V {sizes.vocabulary} x {each} bytes in the backward pass (one float32 [chunk, V]: {one})"
+        yield "logits of a chunk", _size(logits), how
+        head = sizes.vocabulary * sizes.hidden * (4 + itemsize)
+        yield "lm_head's gradient", _size(head), f"V {sizes.vocabulary} x D {sizes.hidden} x (4 + {itemsize}): whole, before it is reduced"
+        checkpointing, qk_norm = config.model.activation_checkpointing, any(name.endswith("q_norm.weight") for name in model.shapes)
+        kept = {on: activation_bytes(sizes, budget, itemsize, checkpointing=on, qk_norm=qk_norm) for on in (False, True)}
+        token = activation_bytes_per_token(sizes, itemsize, qk_norm=qk_norm)
+        for on in (False, True):
+            how = f"{sizes.layers} layers x " + (f"D {sizes.hidden} x {itemsize} + " if on else "") + f"{token:,} bytes"
+            name = f"activations, {'with' if on else 'without'} checkpointing" + (" *" if on == checkpointing else "")
+            yield name, _size(kept[on]), f"estimate: {budget} tokens x ({how} + {4 + 4 * itemsize} x D)"
+        peak += logits + head + kept[checkpointing]
+        how = "estimate: state + gradients + gathered + logits + lm_head's gradient + activations (*), without fragmentation"
+        yield "peak of the update", _size(peak), how
+    bucket = min(config.rollout.weight_sync_bucket_mib << 20, sync_size(model.shapes, num_ranks, itemsize, 1)[0])
+    largest = max(math.prod(shape) for shape in model.shapes.values()) * itemsize
+    sync = bucket + bucket // num_ranks + largest
+    how = f"estimate: bucket {_size(bucket)} + a rank's share of it + largest tensor {_size(largest)}"
+    yield "buffers of the weight sync", _size(sync), how
+    left = 1 - config.rollout.gpu_memory_utilization
+    how = f"{_size(state)} of state / (1 - gpu_memory_utilization {config.rollout.gpu_memory_utilization:g}); for the update, its peak"
+    yield "GPU that the rollout needs", f">= {_size(math.ceil(state / left))}", how
+
+
+def _engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
+    rollout, itemsize, tp = config.rollout, _ITEMSIZE[config.model.dtype], config.rollout.tensor_parallel_size
+    weights = itemsize * sum(math.prod(shape) // (tp if len(shape) > 1 else 1) for shape in model.shapes.values())
+    yield "weights", _size(weights), f"estimate: parameters x {itemsize} / tensor_parallel_size {tp} (norms and biases whole)"
+    sizes = model.dimensions
+    if sizes is None:
+        yield "KV cache", "unknown", "config.json does not name the sizes of a decoder as Llama's does"
+        return
+    kv_itemsize = 1 if str(rollout.engine.get("kv_cache_dtype", "")).startswith("fp8") else itemsize
+    token = kv_bytes_per_token(sizes, kv_itemsize, tp)
+    heads = max(1, sizes.kv_heads // tp)
+    how = f"2 x {sizes.layers} layers x {heads} kv heads of a rank x head_dim {sizes.head_dim} x {kv_itemsize}"
+    yield "KV cache of a token", _size(token), how
+    engines = num_ranks // tp
+    sequences = -(-rollout.num_prompts_per_step // engines) * rollout.group_size
+    needed = sequences * config.max_rollout_tokens
+    how = f"{sequences} sequences of an engine x {config.max_rollout_tokens} tokens x {token:,} bytes (a group shares its prompt)"
+    yield "KV cache for all at full length", f"<= {_size(needed * token)}", how
+    if isinstance(given := rollout.engine.get("kv_cache_memory_bytes"), int):
+        yield "tokens that fit", f"{given // token:,} of {needed:,}", f"engine.kv_cache_memory_bytes {given:,} / {token:,}"
+    else:
+        fit = {gib: int(max(0, rollout.gpu_memory_utilization * (gib << 30) - weights) // token) for gib in _GPU_GIB}
+        share = rollout.gpu_memory_utilization
+        how = f"estimate: (gpu_memory_utilization {share:g} x GPU - weights) / {token:,}, before vLLM's own buffers"
+        for gib, tokens in fit.items():
+            yield f"tokens that fit, GPU of {gib} GiB", f"{tokens:,}", how
+            how = f"for all at full length: {needed:,}; what does not fit waits its turn" if gib == _GPU_GIB[0] else ""
+
+
+def advice(config: Config, num_ranks: int) -> Iterator[str]:
+    """What a careful colleague would say about a config that is valid: one line each, with the numbers, only where it is true."""
+    rollout, training, loss, advantage = config.rollout, config.training, config.loss, config.advantage
+    prompts, group, longest = rollout.num_prompts_per_step, rollout.group_size, config.max_rollout_tokens
+    steps, engines = num_optimizer_steps(config), num_ranks // rollout.tensor_parallel_size
+    low, high = loss.clip_ratio_low, loss.clip_ratio_high
+    if training.max_tokens_per_micro_batch < 2 * longest:
+        yield (
+            f"training.max_tokens_per_micro_batch {training.max_tokens_per_micro_batch} holds fewer than 2 of the longest rollouts "
+            f"({longest} tokens): long ones are not packed"
+        )
+    if ratio_is_one(config):
+        yield (
+            f"one optimizer step a rollout: the ratio is exactly 1, so that loss.clip_ratio_low {low:g}, clip_ratio_high {high:g} and "
+            "dual_clip never bind"
+        )
+    elif loss.policy == "gspo" and max(low, high) > 0.01:
+        yield f"loss.policy gspo with clip bounds {low:g} and {high:g}, sized for ratios of tokens: the GSPO paper has 3e-4 and 4e-4"
+    if loss.policy == "gspo" and loss.aggregation == "token":
+        yield "loss.policy gspo with aggregation token: long sequences count for more; the paper takes the mean over sequences (sequence)"
+    if advantage.estimator == "dr_grpo" and loss.aggregation != "constant":
+        yield f"advantage.estimator dr_grpo with loss.aggregation {loss.aggregation}: the paper divides by a constant (constant)"
+    if loss.kl_in == "reward" and advantage.estimator == "grpo" and advantage.normalize_std == "group":
+        yield "loss.kl_in reward with normalize_std group: where rewards are alike, small differences of KL become advantages"
+    if loss.policy == "gspo" and loss.rollout_correction in ("token_tis", "icepop"):
+        yield f"loss.policy gspo with rollout_correction {loss.rollout_correction}: weights of tokens in a loss of sequences (sequence_tis)"
+    if loss.policy == "cispo" and low < 1:
+        yield f"loss.policy cispo with clip_ratio_low {low:g}: it is usually run without a lower bound (1)"
+    if advantage.estimator == "rloo" and group < 4:
+        yield f"advantage.estimator rloo with rollout.group_size {group}: each baseline is the mean of only {group - 1} other rewards"
+    if advantage.estimator == "grpo" and advantage.normalize_std == "group" and group == 2:
+        yield "rollout.group_size 2 with normalize_std group: every pair gets the same two advantages, however far its rewards are apart"
+    if prompts % engines:
+        yield (
+            f"rollout.num_prompts_per_step {prompts} is no multiple of {engines} engines: "
+            f"some sample {-(-prompts // engines)} groups a step, others {prompts // engines}"
+        )
+    per_step = prompts * group // training.num_mini_batches
+    if per_step < num_ranks:
+        yield f"{per_step} completions per optimizer step for {num_ranks} ranks: {num_ranks - per_step} of them have nothing to train on"
+    if rollout.dynamic_sampling and rollout.dynamic_sampling_max_rounds == 1:
+        yield "rollout.dynamic_sampling with dynamic_sampling_max_rounds 1: groups are dropped, and never replaced"
+    if config.optimizer.warmup_steps >= steps * training.num_steps:
+        yield (
+            f"optimizer.warmup_steps {config.optimizer.warmup_steps} covers the run's {steps * training.num_steps} optimizer steps: "
+            f"lr {config.optimizer.lr:g} is reached at its end or never"
+        )
+    if not config.checkpoint.every_steps and training.num_steps >= 100:
+        yield f"checkpoint.every_steps 0: a run that dies before the end of its {training.num_steps} steps leaves no weights"
+
+
+def _section(title: str, rows: Iterator[Row]) -> list[str]:
+    return ["", title, *(f"  {name:36} {value:>16}  {how}".rstrip() for name, value, how in rows)]
+
+
+def _provenance(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
+    for name, value in flat_config(config).items():
+        text = json.dumps(value, ensure_ascii=False)
+        yield f"  {name:40} {text if len(text) <= 48 else text[:45] + '...':48}  {sources[name]}"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:,.2f} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,279 @@
+"""Proofs that run while you train: the engine holds the policy's weights, and gives the sampled tokens the policy's logprobs.
+
+Weights are compared tensor by tensor, as fingerprints of 8 bytes a row: every rank takes those of its FSDP shard, one gather brings
+them to all ranks, and each engine rank compares the rows that it holds. No rank has a full copy of a tensor for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from grpo_spmd.distributed import all_gather_flat, on_rank0
+from grpo_spmd.policy import Policy, hf_named_parameters, rows_per_rank
+from grpo_spmd.rollout import HeldTensor, RolloutEngine
+
+_log = logging.getLogger("grpo_spmd")
+_MAX_NAMED = 4  # tensors that an error describes
+
+
+class WeightProofError(RuntimeError):
+    """An engine does not hold the policy's weights."""
+
+
+class MismatchError(RuntimeError):
+    """Engine and policy give the tokens just sampled logprobs that rounding does not explain."""
+
+
+@dataclass(frozen=True)
+class _View:
+    """A way to look at the rows of one HF tensor: by their bytes, or by their products with a probe; whole, or in slices of columns."""
+
+    name: str
+    by_probe: bool
+    num_slices: int
+
+
+@torch.no_grad()
+def prove_weights(policy: Policy, engine: RolloutEngine, step: int) -> float:
+    """Collective. Compare what every engine holds with the policy's shards, cast as the sync casts them; returns the seconds it took.
+
+    By bytes, where the engine keeps a plain layout: a 64-bit hash of each row, in which one flipped bit shows. By probe, where it packs
+    or quantises: its own layer applied to a random vector, another at each step, within the rounding of such a product (`matches`).
+
+    Raises:
+        Rank0Error: on every rank, naming the tensors that differ, on which ranks, and how.
+    """
+    start = time.perf_counter()
+    parameters: dict[str, DTensor] = dict(policy.model.named_parameters(remove_duplicate=False))
+    held = engine.held_tensors()
+    known = [tensor for tensor in held if _fits(tensor, parameters)]
+    views = list(dict.fromkeys(_view(tensor, part.name) for tensor in known for part in tensor.parts))
+    expected = _gather_fingerprints(parameters, views, engine.dtype, step)
+    wrong: dict[str, str] = {}
+    for tensor in known:
+        wrong |= _differences(tensor, expected, _columns(parameters[tensor.parts[0].name]), engine.dtype, step)
+    names, probed = {view.name for view in views}, {view.name for view in views if view.by_probe}
+    on_rank0(lambda of_ranks: _raise_if_wrong(of_ranks, len(names), step), wrong)
+    seconds = time.perf_counter() - start
+    if engine.proved_version is None and engine.engine_rank == engine.tp_rank == 0:
+        _log.info("weight-sync proof: %.2f s, %d tensors by bytes, %d by probe", seconds, len(names - probed), len(probed))
+        unproved = {tensor.engine_name for tensor in held} - {tensor.engine_name for tensor in known}
+        unproved |= {name for name, _ in hf_named_parameters(policy)} - names
+        if unproved:
+            _log.warning("weight-sync proof: not proved, since their layout in the engine is not known: %s", ", ".join(sorted(unproved)))
+    engine.proved_version = step
+    return seconds
+
+
+def _fits(tensor: HeldTensor, parameters: Mapping[str, Tensor]) -> bool:
+    """Whether the engine's parameter is what its name says, as far as shapes tell."""
+    if not all(part.name in parameters and parameters[part.name].shape[0] == part.num_hf_rows for part in tensor.parts):
+        return False
+    columns = {_columns(parameters[part.name]) for part in tensor.parts}
+    return len(columns) == 1 and (tensor.values is None or _columns(tensor.values) * tensor.num_column_slices == columns.pop())
+
+
+def _columns(tensor: Tensor) -> int:
+    return tensor.numel() // max(1, tensor.shape[0])
+
+
+def _view(tensor: HeldTensor, name: str) -> _View:
+    return _View(name, tensor.values is None, tensor.num_column_slices)
+
+
+def _coefficients(columns: int, by_probe: bool, dtype: torch.dtype, step: int) -> Tensor:
+    """What columns are multiplied by: odd 64-bit numbers for a hash, a probe vector in the engine's dtype else. Alike on all ranks."""
+    if by_probe:
+        return torch.randn(columns, generator=torch.Generator().manual_seed(step)).to(dtype)
+    return torch.randint(-(2**62), 2**62, (columns,), generator=torch.Generator().manual_seed(0)) * 2 + 1
+
+
+def row_fingerprints(matrix: Tensor, coefficients: Tensor, num_slices: int, dtype: torch.dtype) -> Tensor:
+    """Fingerprints [rows, num_slices], int64, of a matrix [rows, columns] cast to `dtype`, for equal slices of its columns.
+
+    With int64 coefficients [columns]: sum of bits * coefficient modulo 2^64. With a probe vector: the product and the row's norm, two
+    float32 in one int64. Temporaries stay small: the rows go through in chunks that fit a CPU's cache, or keep a GPU busy.
+    """
+    out = torch.empty(len(matrix), num_slices, dtype=torch.int64, device=matrix.device)
+    coefficients = coefficients.to(matrix.device)
+    rows_at_a_time = max(1, (1 << 22 if matrix.is_cuda else 1 << 16) // max(1, matrix.shape[1]))
+    for rows, result in zip(matrix.split(rows_at_a_time), out.split(rows_at_a_time), strict=True):
+        cast = rows.to(dtype)
+        if coefficients.dtype == torch.int64:
+            bits = cast.view(torch.int32 if dtype.itemsize == 4 else torch.int16).to(torch.int64)
+            result.copy_(bits.mul_(coefficients).unflatten(1, (num_slices, -1)).sum(-1))
+        else:
+            parts = cast.float().unflatten(1, (num_slices, -1))
+            products = (parts * coefficients.float().view(num_slices, -1)).sum(-1)
+            result.copy_(torch.stack([products, parts.norm(dim=-1)], -1).view(torch.int64)[..., 0])
+    return out
+
+
+def _gather_fingerprints(parameters: Mapping[str, DTensor], views: list[_View], dtype: torch.dtype, step: int) -> dict[_View, Tensor]:
+    """Collective. The policy's fingerprints of all rows [rows, slices] in each view, from those that each rank takes of its shard."""
+    local, sizes = [], []
+    for view in views:
+        parameter = parameters[view.name]
+        shard = parameter.to_local()
+        padded = torch.zeros(rows_per_rank(parameter), view.num_slices, dtype=torch.int64, device=shard.device)
+        coefficients = _coefficients(_columns(parameter), view.by_probe, dtype, step)
+        if len(shard):
+            padded[: len(shard)] = row_fingerprints(shard.reshape(len(shard), -1), coefficients, view.num_slices, dtype)
+        local.append(padded.view(-1))
+        sizes.append(padded.numel())
+    mine = torch.cat(local)
+    ranks = next(iter(parameters.values())).device_mesh.size()
+    gathered = torch.empty(ranks * len(mine), dtype=torch.int64, device=mine.device)
+    all_gather_flat(gathered, mine)
+    blocks = gathered.view(ranks, -1).split(sizes, dim=1)
+    return {v: block.reshape(-1, v.num_slices)[: parameters[v.name].shape[0]] for v, block in zip(views, blocks, strict=True)}
+
+
+def _differences(tensor: HeldTensor, of_policy: Mapping[_View, Tensor], columns: int, dtype: torch.dtype, step: int) -> dict[str, str]:
+    """HF tensors that one of the engine's parameters does not hold as the policy does, and how they differ."""
+    whole = _coefficients(columns, tensor.values is None, dtype, step)
+    coefficients = whole.chunk(tensor.num_column_slices)[tensor.column_slice]
+    if tensor.product is not None:
+        found = tensor.product(coefficients)
+    else:
+        assert tensor.values is not None
+        found = row_fingerprints(tensor.values.reshape(len(tensor.values), -1), coefficients, 1, dtype)[:, 0]
+    differences = {}
+    for part in tensor.parts:
+        view, rows = _view(tensor, part.name), found[part.start : part.start + part.num_rows]
+        here = slice(part.hf_start, part.hf_start + part.num_rows), tensor.column_slice
+        expected = of_policy[view][here]
+        same = matches(rows, expected, coefficients, dtype, tensor.quantised)
+        if same.all():
+            continue
+        alike = [v for v in of_policy if v != view and replace(v, name=view.name) == view and len(of_policy[v]) == part.num_hf_rows]
+        those = [v.name for v in alike if matches(rows, of_policy[v][here], coefficients, dtype, tensor.quantised).all()]
+        how = f"{int((~same).sum())} of its {len(same)} rows here differ"
+        if those:
+            how += f", there are those of {those[0]}"
+        elif matches(rows.sort()[0], _in_order(expected, rows.dtype), coefficients, dtype).all():
+            how += ", they are there in another order"
+        differences[part.name] = how
+    return differences
+
+
+def matches(found: Tensor, expected: Tensor, coefficients: Tensor, dtype: torch.dtype, quantised: bool = False) -> Tensor:
+    """For each row, whether the engine's hash (int64) or product (of dtype `dtype`) is the one in the policy's fingerprint.
+
+    A product of n terms is summed in float32 on both sides, in different order: at most 1.4e-7 of |row| * |probe| was seen in 1e5 rows
+    (oneDNN), and 1e-6 is allowed. A result in bfloat16 is rounded by up to 2^-8 of itself, and twice that is allowed. An FP8 weight is
+    off by up to 2^-4 of itself, and so is what it is applied to: at most 0.15 of |row| * |probe| / sqrt(n) was seen (vLLM's
+    fp8_per_channel), and 0.4 is allowed: enough to see a wrong tensor, not a stale one.
+    """
+    if coefficients.dtype == torch.int64:
+        return found == expected
+    product, row_norm = _products_and_norms(expected)
+    scale = row_norm * coefficients.float().norm().to(row_norm.device)
+    rounding = 0.4 / math.sqrt(len(coefficients)) * scale if quantised else (dtype.itemsize < 4) * 2.0**-7 * product.abs()
+    same: Tensor = (found.float() - product).abs() <= rounding + 1e-6 * scale
+    return same  # False where one is NaN
+
+
+def _products_and_norms(fingerprints: Tensor) -> tuple[Tensor, Tensor]:
+    pairs = fingerprints.contiguous().view(torch.float32).view(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def _in_order(fingerprints: Tensor, dtype: torch.dtype) -> Tensor:
+    """Fingerprints of rows by rising hash, or by rising product."""
+    return fingerprints[(fingerprints if dtype == torch.int64 else _products_and_norms(fingerprints)[0]).argsort()]
+
+
+def _raise_if_wrong(of_ranks: list[dict[str, str]], num_tensors: int, step: int) -> None:
+    """On rank 0: every rank's differences -> one message."""
+    where: dict[str, dict[str, list[int]]] = {}
+    for rank, differences in enumerate(of_ranks):
+        for name, how in differences.items():
+            where.setdefault(name, {}).setdefault(how, []).append(rank)
+    if not where:
+        return
+    described = []
+    for name, by_how in list(where.items())[:_MAX_NAMED]:
+        on_ranks = (f"rank {', '.join(map(str, ranks))}: {how}" for how, ranks in by_how.items())
+        described.append(f"{name} ({'; '.join(on_ranks)})")
+    if len(where) > _MAX_NAMED:
+        described.append(f"and {len(where) - _MAX_NAMED} more")
+    likely = "the last update did not reach it" if len(where) == num_tensors else "the sync left them stale, or put something else there"
+    raise WeightProofError(
+        f"step {step}: the engine does not hold the policy's weights in {len(where)} of {num_tensors} tensors, likely because {likely}: "
+        + "; ".join(described)
+    )
+
+
+# Bounds in nats by compute dtype: for the mean |policy - engine| of the first step; for that of later ones, at least and at most; for
+# the largest, at least and at most.
+_BOUNDS = {"float32": (1e-2, 1e-4, 5e-2, 0.05, 1.0), "bfloat16": (0.05, 0.02, 0.2, 15.0, 15.0)}
+
+
+class LogprobOracle:
+    """Stops a run whose engine and policy give the sampled tokens logprobs that rounding does not explain. Lives on rank 0.
+
+    The first step sets the scale: ten times its mean is the bound of later means, ten times its largest that of later largest ones,
+    both within limits by dtype. The first step has a limit of its own, so that what is wrong from the start is not taken for
+    rounding. On the sampled tokens rounding makes about 1e-6 nats a token in float32 and 0.005 to 0.02 in bfloat16; a temperature of
+    0.7 on one side makes 0.1 and more, stale prefixes about 0.3, stale weights 1.
+
+    The extreme is for the few completions that a mean hides. In bfloat16 its tails are heavy: logits of 50 are rounded by 0.1, a
+    layer may amplify that, and a month has 1e10 tokens; differences of a few nats are no fault. But 15 nats, a probability
+    wrong by a factor of 3 million, come from tokens that were scored in another place or after another prefix.
+
+    A step without tokens has no verdict. A NaN is a breach: an update whose loss it entered was skipped, so that here it can only be a
+    logprob of the engine that the loss does not use.
+    """
+
+    def __init__(self, dtype: str, max_mismatch: float | None) -> None:
+        """`max_mismatch`, where set, bounds the mean of every step, and nothing else is bounded."""
+        self._first_mean, self._least_mean, self._most_mean, self._least_max, self._most_max = _BOUNDS[dtype]
+        self._max_mismatch = max_mismatch
+        self._measured: tuple[float, float] | None = None
+
+    def check(self, step: int, sums: Mapping[str, Any]) -> None:
+        """Judge one step by its sums over all ranks: "mismatch_abs", "max:mismatch_abs" and "mismatch_tokens".
+
+        Raises:
+            MismatchError: with step, figures, bounds and likely causes.
+        """
+        num_tokens = sums.get("mismatch_tokens", 0.0)
+        if not num_tokens:
+            return
+        mean, largest = sums["mismatch_abs"] / num_tokens, sums["max:mismatch_abs"]
+        bounds = self._bounds()
+        if mean <= bounds[0] and largest <= bounds[1]:
+            self._measured = self._measured or (mean, largest)
+            return
+        if self._measured is None:
+            causes = (
+                "the policy does not compute this model as the engine does; the temperatures differ; the engine does not hold the "
+                "policy's weights; or this model's rounding is that large (then set proofs.max_mismatch)"
+            )
+        else:
+            causes = (
+                "the engine answered from old weights or old cached prefixes (proofs.every_steps: 1 tells which tensor); rollouts are "
+                "scored with other tokens than were sampled; or rounding has grown as the policy changed (then set proofs.max_mismatch)"
+            )
+        raise MismatchError(
+            f"step {step}: engine and policy differ by {mean:.3g} nats a token on the tokens just sampled, at most by {largest:.3g}; the "
+            f"bounds are {bounds[0]:.3g} and {bounds[1]:.3g}. Likely, in this order: {causes}"
+        )
+
+    def _bounds(self) -> tuple[float, float]:
+        if self._max_mismatch is not None:
+            return self._max_mismatch, math.inf
+        if self._measured is None:
+            return self._first_mean, self._most_max
+        mean, largest = self._measured
+        return min(max(10 * mean, self._least_mean), self._most_mean), min(max(10 * largest, self._least_max), self._most_max)
