@@ -110,9 +110,8 @@ def debugged(demo: Path) -> Run:
     )
     own = "rewards=[{name: countdown, function: '" + f"{reward}:stop_once" + "'}]"
     return train(
-        0, demo, demo.parent / "debugged", own, "training.num_steps=5", "checkpoint.every_steps=2", "reward_pool.num_workers=1",
-        stdin="p len(completions) * 1000\nc\n",
-    )  # fmt: skip
+        0, demo, demo.parent / "debugged", own, "training.num_steps=5", "checkpoint.every_steps=2", stdin="p len(completions) * 1000\nc\n"
+    )
 
 
 def test_reward_rises_from_the_warm_start_to_mastery(learned: Run) -> None:

@@ -30,7 +30,7 @@ import traceback
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from grpo_spmd.config import ConfigError, RewardConfig
 from grpo_spmd.rewards import Reward, load_rewards
@@ -138,6 +138,12 @@ def _as_reward(value: Any) -> float | str | None:
     return number if math.isfinite(number) else f"returned {number}"
 
 
+class _Debugger(pdb.Pdb):
+    def do_EOF(self, arg: str) -> bool | None:
+        """Ctrl-D on a terminal leaves the debugger. Where commands are piped in, they have been read by one worker of several: go on."""
+        return super().do_EOF(arg) if sys.stdin.isatty() else self.do_continue(arg)
+
+
 class _Worker:
     """One forked process: it serves calls until its socket ends."""
 
@@ -146,6 +152,7 @@ class _Worker:
         self._pid = os.getpid()
         self._buffer = bytearray()
         self._log_fds: tuple[int, int] | None = None
+        self._stdin: TextIO | None = None
         sys.breakpointhook = self._breakpoint
 
     def serve(self) -> None:
@@ -179,8 +186,10 @@ class _Worker:
             self._log_fds = os.dup(0), os.dup(1)
             for fd, terminal in enumerate(self._terminal):
                 os.dup2(terminal, fd)
-            sys.stdin = open(0, closefd=False)  # noqa: SIM115
-        pdb.Pdb().set_trace(sys._getframe(1))
+            if self._stdin is None:  # the same one ever after: it may hold piped commands for a later breakpoint
+                self._stdin = open(0, closefd=False)  # noqa: SIM115
+            sys.stdin = self._stdin
+        _Debugger().set_trace(sys._getframe(1))
 
     def _leave_terminal(self) -> None:
         for fd, log_fd in enumerate(self._log_fds or ()):
