@@ -150,7 +150,7 @@ FAULTS = (
         "evaluate.py",
         "    engine.reset_prefix_cache()\n",
         "",
-        ("tests/test_evaluate.py::test_training_samples_the_same_completions_with_and_without_evaluation",),
+        ("tests/test_evaluate.py::test_greedy_evaluation_is_the_argmax_of_plain_transformers[two engines]",),
         (*_LONG_PROMPTS, "data.eval={{long: {made}/long.jsonl}}", "eval.every_steps=1"),
     ),
     Fault(
