@@ -66,8 +66,9 @@ class MetricsLog:
         """Collective. Bring the ranks' sums (this rank's are what `PolicyUpdater.update` returned) together and judge them.
 
         Raises:
-            Rank0Error: on every rank, where engine and policy differ by more than rounding (proofs.py), or too many updates in a row
-                were not finite. The step's line is written all the same: its figures are what one wants to see then.
+            Rank0Error: on every rank, where engine and policy differ by more than rounding (proofs.py), too many updates in a row were
+                not finite, or other tokens were trained on than rank 0 decided. The step's line is written all the same: its figures are
+                what one wants to see then.
         """
         if local_sums["max:skipped"] and not _dump_is_due(self._config, step):  # the same on all ranks
             _dump_rollouts(self._config, step, sampled, decided)
@@ -77,6 +78,7 @@ class MetricsLog:
             try:
                 self._oracle.check(step, self._rank0_sums)
                 _check_skipped(self._rank0_sums, step, self._config)
+                _check_trained(self._rank0_sums, step, self._config, decided)
             except Exception:
                 self._write_step(step, decided, synced, [self._times_and_peaks()])
                 raise
@@ -193,6 +195,13 @@ def _check_skipped(sums: dict[str, Any], step: int, config: Config) -> None:
     if sums["max:skipped_in_a_row"] >= most:
         raise FloatingPointError(f"{text}. That is {most} in a row (training.max_nonfinite_in_a_row)")
     _log.warning(text)
+
+
+def _check_trained(sums: dict[str, Any], step: int, config: Config, decided: Decision) -> None:
+    """Every token that rank 0 counted, on some rank, once an epoch: a rollout lost or doubled on the way would bias the gradient."""
+    expected = config.training.num_epochs * sum(decided.num_loss_tokens)
+    if not sums["max:skipped"] and sums["loss_tokens"] != expected:
+        raise RuntimeError(f"step {step}: trained on {sums['loss_tokens']:.0f} tokens where rank 0 had decided on {expected}")
 
 
 def _rollouts_file(config: Config, step: int) -> Path:
