@@ -44,7 +44,7 @@ _COOL = ("rollout.temperature=0.7",)
 
 _TIED, _UNTIED = (f"tests/test_weight_sync.py::test_engine_equals_transformers_after_each_of_20_updates[{of}]" for of in
                   ("qwen2-True-1", "granite-False-1"))  # fmt: skip
-_GATHER = "tests/test_weight_sync.py::test_bucketed_gather_equals_full_tensor[1]"
+_GATHER = "tests/test_weight_sync.py::test_bucketed_gather_equals_full_tensor[3-1]"
 _PARTITION = "tests/test_partition.py"
 _LOSS, _ADVANTAGES, _BATCHING, _ROLLOUT = (f"tests/test_{name}.py" for name in ("loss", "advantages", "batching", "rollout"))
 # Made in every copy, also in the one without a fault: the matrix of world sizes 1 to 4 takes three times as long as that of 1 and 2.
@@ -64,17 +64,17 @@ class Fault:
     of_sync: bool = False
 
 
-_YIELD = "        yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
-_TENSOR = "        tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
-_LOAD = "engine.load_weights(gather_full_tensors(policy, engine.dtype, bucket_mib << 20, stats), policy_version)\n"
+_YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
+_TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
+_LOAD = "engine.load_weights(weights, policy_version)\n"
 _SEED = "rollout_seed(config.seed, step, prompts[slot].position, sample)"
 
 FAULTS = (
     Fault(
         "skipped sync: from the second step on",
         "weight_sync.py",
-        f"    {_LOAD}",
-        f"    if engine.proved_version is None:\n        {_LOAD}    engine.policy_version = policy_version\n",
+        f"            {_LOAD}",
+        f"            if engine.proved_version is None:\n                {_LOAD}            engine.policy_version = policy_version\n",
         (_UNTIED,),
         of_sync=True,
     ),
@@ -82,8 +82,8 @@ FAULTS = (
         "one tensor stale: k_proj of layer 1 keeps its first value",
         "weight_sync.py",
         _YIELD,
-        f"{_TENSOR}        kept = policy.__dict__.setdefault('kept', {{}})\n"
-        "        yield name, kept.setdefault(name, tensor) if 'layers.1.self_attn.k_proj' in name else tensor\n",
+        f"{_TENSOR}            kept = policy.__dict__.setdefault('kept', {{}})\n"
+        "            yield name, kept.setdefault(name, tensor) if 'layers.1.self_attn.k_proj' in name else tensor\n",
         (_UNTIED,),
         of_sync=True,
     ),
@@ -100,32 +100,32 @@ FAULTS = (
         "transposed: square tensors, in the gather",
         "weight_sync.py",
         _YIELD,
-        f"{_TENSOR}        yield name, tensor.T if tensor.ndim == 2 and len(tensor) == tensor.shape[1] else tensor\n",
+        f"{_TENSOR}            yield name, tensor.T if tensor.ndim == 2 and len(tensor) == tensor.shape[1] else tensor\n",
         (_GATHER,),
         of_sync=True,
     ),
     Fault(
         "last bucket of the sync dropped: gathered only where full",
         "weight_sync.py",
-        "                all_gather_flat(pieces[: ranks * arrived], piece[:arrived])\n",
-        "                if arrived == room:\n                    all_gather_flat(pieces[: ranks * arrived], piece[:arrived])\n",
+        "        on_its_way.extend(start_all_gather(piece, group))\n",
+        "        if columns == room:\n            on_its_way.extend(start_all_gather(piece, group))\n",
         (_GATHER,),
         _SEVERAL_BUCKETS,
         of_sync=True,
     ),
     Fault(
         "wrong temperature: the policy's logits",
-        "policy.py",
-        "return (hidden @ head.T).float() / temperature",
-        "return (hidden @ head.T).float()",
+        "logprobs.py",
+        "return logits.div_(temperature)",
+        "return logits",
         ("tests/test_policy.py::test_chunked_logprob_gradients_equal_autograd",),
         _COOL,
     ),
     Fault(
         "wrong temperature: the policy is built without it",
         "train.py",
-        "policy = build_policy(config.model, config.rollout.temperature, session)",
-        "policy = build_policy(config.model, 1.0, session)",
+        "policy = build_policy(config.model, config.rollout.temperature, session",
+        "policy = build_policy(config.model, 1.0, session",
         (),
         _COOL,
     ),
@@ -156,29 +156,29 @@ FAULTS = (
     Fault(
         "off by one: a token is scored by the place after the right one",
         "batching.py",
-        "predict_index += range(start + num_prompt - 1, start + num_prompt + num_completion - 1)",
-        "predict_index += range(start + num_prompt, start + num_prompt + num_completion)",
+        "predict_index=on_device(completion_places - 1)",
+        "predict_index=on_device(completion_places)",
         (_BATCHING,),
     ),
     Fault(
         "off by one: the mask leaves out the first token",
         "batching.py",
-        "loss_mask += [rollout.counts] * num_completion",
-        "loss_mask += [rollout.counts and i > 0 for i in range(num_completion)]",
+        "loss_mask=per_token([rollout.counts for rollout in rollouts], np.bool_)",
+        "loss_mask=per_token([rollout.counts for rollout in rollouts], np.bool_) * on_device(np.diff(completion_places, prepend=-1) == 1)",
         (_BATCHING,),
     ),
     Fault(
         "sequences of a row see their neighbours",
         "policy.py",
-        "PackedLayout(batch.sequence_lengths, batch.input_ids.device)",
-        "PackedLayout([sum(batch.sequence_lengths)], batch.input_ids.device)",
+        "PackedLayout(batch.sequence_lengths, batch.input_ids.device, self.attention)",
+        "PackedLayout([sum(batch.sequence_lengths)], batch.input_ids.device, self.attention)",
         ("tests/test_policy.py::test_a_sequence_does_not_see_its_neighbours_in_the_row",),
     ),
     Fault(
         "completions paired with another prompt",
         "rollout.py",
-        "RolloutGroup(slot, prompts[slot], [next(completions) for _ in samples])",
-        "RolloutGroup(slot, prompts[slot - 1], [next(completions) for _ in samples])",
+        "RolloutGroup(slot, prompts[slot], of_prompt)",
+        "RolloutGroup(slot, prompts[slot - 1], of_prompt)",
         (_ROLLOUT,),
     ),
     Fault(
@@ -233,8 +233,8 @@ FAULTS = (
     Fault(
         "unscored sample taken for 0",
         "assemble.py",
-        "[math.nan if r is None else r - p for",
-        "[0.0 if r is None else r - p for",
+        "[math.nan if reward is None else",
+        "[0.0 if reward is None else",
         (_PARTITION,),
     ),
     Fault("seed ignored: samples of a group alike", "rollout.py", _SEED, _SEED.replace("sample", "0"), (_ROLLOUT,)),

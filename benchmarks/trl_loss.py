@@ -16,10 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import subprocess
-import sys
-import sysconfig
 import tempfile
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -32,19 +29,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.report import Row, main_arguments, report
+from benchmarks.trl_environment import NO_VLLM, TRL_VERSION, trl_python
 from grpo_spmd.advantages import compute_advantages, overlong_penalties
 from grpo_spmd.batching import pack_rollouts, plan_batch
 from grpo_spmd.config import AdvantageConfig, Config, DataConfig, LossConfig, ModelConfig, RolloutConfig
 from grpo_spmd.data_types import Rollout
-from grpo_spmd.demo import make_tokenizer
+from grpo_spmd.demo import make_tokenizer, tiny_config
 from grpo_spmd.distributed import Session, end_session, exit_with_outcome, start_session
 from grpo_spmd.loss import kl_estimate
 from grpo_spmd.policy import Policy, build_policy, hf_named_parameters
 from grpo_spmd.update import PolicyUpdater
 
 TOLERANCE = 1e-5
-_PACKAGES = ("trl==1.16.0", "accelerate==1.15.0")
-_ENVIRONMENT = Path(".venv-trl")
 
 _GROUP_SIZE = 4
 _MAX_PROMPT, _MAX_COMPLETION = 9, 24
@@ -321,7 +317,7 @@ def main() -> None:
         chosen = variants(batch)
         (folder / "variants.json").write_text(json.dumps([_for_worker(variant, batch) for variant in chosen]))
         command = [python, "-W", "ignore", "-m", "benchmarks.trl_loss_worker", name]
-        subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1", NO_VLLM: "1"})
         theirs = [load_result(folder / "trl" / f"{number}.safetensors") for number in range(len(chosen))]
         ours = run_ours(folder, batch, chosen)
     rows = [compare(*each, theirs) for each in zip(chosen, ours, theirs, strict=True)]
@@ -333,32 +329,6 @@ def main() -> None:
     print(f"\n{claims - len(failed)} of {claims} claims of agreement within {TOLERANCE:g} hold", flush=True)
     if failed:
         raise AssertionError(f"off by more than {TOLERANCE:g}: {'; '.join(failed)}")
-
-
-def trl_python() -> str:
-    """The interpreter of .venv-trl, made on first use: TRL of its own, torch, transformers and the rest from the environment we run in."""
-    python = _ENVIRONMENT / "bin" / "python"
-    shared = sysconfig.get_path("purelib")
-    wanted = f"{shared} {' '.join(_PACKAGES)}"
-    done = _ENVIRONMENT / "setup_done"
-    if done.is_file() and done.read_text() == wanted:
-        return str(python)
-    print(f"trl_loss: making {_ENVIRONMENT} with {', '.join(_PACKAGES)}", flush=True)
-    shutil.rmtree(_ENVIRONMENT, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", _ENVIRONMENT], check=True)
-    own = next(_ENVIRONMENT.glob("lib/python3*/site-packages"))
-    # Ours come behind its own packages on the path, less vLLM: TRL would import that, take 10 s for it and warn about its version.
-    (own / "shared.pth").write_text(f"{shared}\nimport sys; sys.modules['vllm'] = None\n")
-    # torch and transformers are met by ours; where TRL asked for others, pip shall fail and not fetch a CUDA build.
-    constraints, log = _ENVIRONMENT / "constraints.txt", _ENVIRONMENT / "setup.log"
-    constraints.write_text(f"torch=={torch.__version__}\ntransformers=={transformers.__version__}\n")
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *_PACKAGES, "-c", str(constraints)]
-    with log.open("w") as file:
-        code = subprocess.run(pip, stdout=file, stderr=subprocess.STDOUT).returncode
-    if code:
-        raise SystemExit(f"trl_loss: pip failed; its output is in {log}")
-    done.write_text(wanted)
-    return str(python)
 
 
 def _for_worker(variant: Variant, batch: Batch) -> dict[str, Any]:
@@ -418,21 +388,7 @@ def make(folder: Path) -> Batch:
 def _make_model(folder: Path, seed: int) -> None:
     """Seed 0 is the policy, 1 a neighbour of it, others strangers."""
     make_tokenizer(folder)
-    config = transformers.Qwen3Config(
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=_EOS,
-        pad_token_id=_EOS,
-        dtype="float32",
-    )
+    config = tiny_config(intermediate_size=96, eos_token_id=_EOS, pad_token_id=_EOS)
     model = transformers.Qwen3ForCausalLM(config)
     generator = torch.Generator().manual_seed(0 if seed == 1 else seed)
     nearby = torch.Generator().manual_seed(100)
@@ -543,7 +499,7 @@ def compare(variant: Variant, ours: Result, theirs: Result, all_theirs: list[Res
         "gradient probe TRL": probe(theirs),
         "ours": _settings(variant),
         "TRL": f"{variant.trainer}Trainer " + " ".join(f"{name}={value}" for name, value in variant.trl.items()),
-        "TRL version": _PACKAGES[0].partition("==")[2],
+        "TRL version": TRL_VERSION,
         "why": variant.reason or "-",
     }
 

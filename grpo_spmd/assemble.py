@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -49,13 +49,14 @@ class SampledStep:
     stay the first in the order of the prompt stream are taken, never the first to finish, which would favour short completions.
     """
 
-    def __init__(self, config: Config, session: Session) -> None:
-        self._config, self._session = config, session
+    def __init__(self, config: Config, session: Session, attention_cost_ratio: float = 0.0) -> None:
+        """`attention_cost_ratio`: what a rollout costs beside its tokens, see `batching.attention_cost_ratio`."""
+        self._config, self._session, self._attention_cost_ratio = config, session, attention_cost_ratio
         self.num_missing = config.rollout.num_prompts_per_step  # prompts to draw for the next round; 0: the step is complete
         self.groups: list[RolloutGroup] = []  # this rank's, of all rounds
         self.scored = ScoredRollouts()  # aligned with them
         self._num_groups = 0  # over all ranks and rounds
-        self._rank0_facts: list[dict[str, Any]] = []  # of all ranks' groups
+        self._rank0_facts: list[dict[str, Any]] = []  # of all ranks' groups: as `add` sends them, and what `_with_rewards` adds
         self._rank0_kept: list[int] = []  # positions
         self._rank0_rounds = 0
         self._rank0_first_errors: list[str | None] = []
@@ -95,6 +96,8 @@ class SampledStep:
     def _rank0_judge(self, parts: list[dict[str, Any]]) -> int:
         facts = sorted((group for part in parts for group in part["groups"]), key=lambda group: group["position"])
         assert [len(f["rewards"]) for f in facts] == [self._config.rollout.group_size] * self.num_missing, (len(facts), self.num_missing)
+        assert len({f["position"] for f in facts}) == len(facts), "a group was sampled twice, and another not at all"
+        facts = _with_rewards(facts, self._config)
         self._rank0_facts += facts
         self._rank0_first_errors += [part["first_error"] for part in parts]
         self._rank0_rounds += 1
@@ -104,7 +107,7 @@ class SampledStep:
         if not rollout.dynamic_sampling:
             self._rank0_kept = [f["position"] for f in facts]
             return 0
-        self._rank0_kept += [f["position"] for f in facts if not _alike(_rewards(f, self._config))]
+        self._rank0_kept += [f["position"] for f in facts if not f["alike"]]
         missing = wanted - len(self._rank0_kept)
         if missing <= 0 or self._rank0_rounds == rollout.dynamic_sampling_max_rounds:
             return 0
@@ -122,7 +125,7 @@ class SampledStep:
         positions = sorted(self._rank0_kept)[: config.rollout.num_prompts_per_step]
         by_position = {f["position"]: f for f in self._rank0_facts}
         used = [by_position[position] for position in positions]
-        rewards = _grid([_rewards(f, config) for f in used], group_size)
+        rewards = _grid([f["penalised"] for f in used], group_size)
         completion_tokens = [n for f in used for n in f["completion_tokens"]]
         truncated = [t for f in used for t in f["truncated"]]
         counts = [
@@ -131,15 +134,17 @@ class SampledStep:
         ]
         counted = [tokens if counts[i] else 0 for i, tokens in enumerate(completion_tokens)]
         num_tokens = [f["prompt_tokens"] + n for f in used for n in f["completion_tokens"]]
+        costs = [n + self._attention_cost_ratio * n * n for n in num_tokens]
         sizes = [n * group_size for n in split_groups(len(used), config.training.num_mini_batches)]
         plan = plan_batch(
             num_tokens,
             num_ranks=self._session.world_size,
             mini_batch_sizes=sizes,
             max_tokens=config.training.max_tokens_per_micro_batch,
+            costs=costs,
         )
         ends = np.cumsum([0, *sizes]).tolist()
-        blocks = [counted[start:end] for start, end in itertools.pairwise(ends)]
+        blocks = [counted[start:end] for start, end in pairwise(ends)]
         return Decision(
             positions=positions,
             rewards=rewards.flatten().tolist(),
@@ -150,31 +155,31 @@ class SampledStep:
             num_loss_sequences=[sum(tokens > 0 for tokens in block) for block in blocks],
             num_tokens=sum(num_tokens),
             num_sampled_tokens=sum(n for f in self._rank0_facts for n in f["completion_tokens"]),
-            metrics=self._rank0_metrics(len(positions)) | {f"batching/{n}": v for n, v in plan_metrics(plan, num_tokens).items()},
+            metrics=self._rank0_metrics(len(positions)) | {f"batching/{n}": v for n, v in plan_metrics(plan, num_tokens, costs).items()},
         )
 
     def _rank0_metrics(self, num_used: int) -> dict[str, float | None]:
         """Of all groups that were sampled: a mean over those that dynamic sampling keeps would say little about the policy."""
         config, facts = self._config, self._rank0_facts
         size = len(facts) * config.rollout.group_size
-        scored = _grid([[math.nan if r is None else r for r in f["rewards"]] for f in facts], config.rollout.group_size)
-        alike = [_alike(_rewards(f, config)) for f in facts]
+        scored = _grid([_known(f["rewards"]) for f in facts], config.rollout.group_size)
+        num_alike = sum(f["alike"] for f in facts)
         metrics: dict[str, float | None] = {
             "reward/mean": float(scored[~scored.isnan()].mean()),
             "reward/std": float(batch_std(scored)),
-            "reward/zero_std_groups_frac": sum(alike) / len(facts),
+            "reward/zero_std_groups_frac": num_alike / len(facts),
             "reward/unscored_frac": float(scored.isnan().double().mean()),
             "completion/tokens_mean": sum(n for f in facts for n in f["completion_tokens"]) / size,
             "completion/truncated_frac": sum(t for f in facts for t in f["truncated"]) / size,
             **self._rank0_error_rates,
         }
         if config.advantage.overlong_buffer_tokens:
-            metrics["reward/overlong_penalty_mean"] = sum(p for f in facts for p in _overlong(f, config)) / size
+            metrics["reward/overlong_penalty_mean"] = sum(p for f in facts for p in f["overlong"]) / size
         if config.rollout.dynamic_sampling:
             metrics["dynamic_sampling/rounds"] = self._rank0_rounds
             metrics["dynamic_sampling/sampled_groups"] = len(facts)
-            metrics["dynamic_sampling/alike_groups"] = sum(alike)
-            metrics["dynamic_sampling/surplus_groups"] = len(facts) - sum(alike) - num_used
+            metrics["dynamic_sampling/alike_groups"] = num_alike
+            metrics["dynamic_sampling/surplus_groups"] = len(facts) - num_alike - num_used
             metrics["dynamic_sampling/missing_groups"] = config.rollout.num_prompts_per_step - num_used
         for name in facts[0]["by_name"]:
             values = [value for f in facts for value in f["by_name"][name]]
@@ -255,22 +260,19 @@ def _advantages(rewards: Tensor, config: Config) -> list[float]:
     return values
 
 
-def _rewards(facts: dict[str, Any], config: Config) -> list[float]:
-    """The rewards of a group as the advantages take them: the overlong penalty taken off, NaN where unknown."""
-    return [math.nan if r is None else r - p for r, p in zip(facts["rewards"], _overlong(facts, config), strict=True)]
+def _with_rewards(facts: list[dict[str, Any]], config: Config) -> list[dict[str, Any]]:
+    """Adds to each group "overlong", "penalised" (its rewards as the advantages take them) and "alike" (they have no spread)."""
+    size, longest, advantage = config.rollout.group_size, config.rollout.max_completion_tokens, config.advantage
+    lengths = _grid([f["completion_tokens"] for f in facts], size)
+    overlong = overlong_penalties(lengths, longest, advantage.overlong_buffer_tokens, advantage.overlong_penalty)
+    penalised = _grid([_known(f["rewards"]) for f in facts], size) - overlong
+    _, alike = compute_advantages(penalised, "dr_grpo", "none")
+    added = zip(overlong.tolist(), penalised.tolist(), alike.tolist(), strict=True)
+    return [f | {"overlong": o, "penalised": p, "alike": a} for f, (o, p, a) in zip(facts, added, strict=True)]
 
 
-def _overlong(facts: dict[str, Any], config: Config) -> list[float]:
-    lengths = torch.tensor([facts["completion_tokens"]], dtype=torch.float64)
-    advantage = config.advantage
-    longest = config.rollout.max_completion_tokens
-    penalties: list[float] = overlong_penalties(lengths, longest, advantage.overlong_buffer_tokens, advantage.overlong_penalty)[0].tolist()
-    return penalties
-
-
-def _alike(rewards: list[float]) -> bool:
-    _, alike = compute_advantages(torch.tensor([rewards], dtype=torch.float64), "dr_grpo", "none")
-    return bool(alike)
+def _known(rewards: list[float | None]) -> list[float]:
+    return [math.nan if reward is None else reward for reward in rewards]
 
 
 def _grid(rows: list[list[float]], width: int) -> Tensor:
@@ -281,18 +283,18 @@ def encode_rollouts(rollouts: Sequence[Rollout]) -> bytes:
     """Rollouts as bytes: a JSON header, then all token ids (int32), then all logprobs (float64, so that they arrive unchanged)."""
     header = [[r.rollout_id, r.advantage, r.counts, len(r.prompt_ids), len(r.completion_ids)] for r in rollouts]
     text = json.dumps(header).encode()
-    ids = np.array([i for r in rollouts for i in (*r.prompt_ids, *r.completion_ids)], dtype=np.int32)
-    logprobs = np.array([x for r in rollouts for x in r.rollout_logprobs], dtype=np.float64)
-    return len(text).to_bytes(8, "little") + text + ids.tobytes() + logprobs.tobytes()
+    ids = np.fromiter(chain.from_iterable(ids for r in rollouts for ids in (r.prompt_ids, r.completion_ids)), np.int32)
+    logprobs = np.fromiter(chain.from_iterable(r.rollout_logprobs for r in rollouts), np.float64)
+    return b"".join([len(text).to_bytes(8, "little"), text, ids.tobytes(), logprobs.tobytes()])
 
 
 def decode_rollouts(payload: bytes) -> list[Rollout]:
-    """What `encode_rollouts` made."""
+    """What `encode_rollouts` made, with arrays that lie in `payload`."""
     end = 8 + int.from_bytes(payload[:8], "little")
     header = json.loads(payload[8:end])
     num_ids = sum(prompt + completion for *_, prompt, completion in header)
-    ids = np.frombuffer(payload, np.int32, num_ids, end).tolist()
-    logprobs = np.frombuffer(payload, np.float64, offset=end + 4 * num_ids).tolist()
+    ids = np.frombuffer(payload, np.int32, num_ids, end)
+    logprobs = np.frombuffer(payload, np.float64, offset=end + 4 * num_ids)
     rollouts, at, scored = [], 0, 0
     for rollout_id, advantage, counts, prompt, completion in header:
         prompt_ids, completion_ids = ids[at : at + prompt], ids[at + prompt : at + prompt + completion]

@@ -57,12 +57,30 @@ def required(doc: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    rank: int = key(0, "rank of the adapters; 0: full fine-tuning")
+    alpha: float = key(32.0, "the adapters' product counts alpha / rank")
+    target_modules: tuple[str, ...] | Literal["all-linear"] = key("all-linear", "names of the layers that get one, or all but the lm_head")
+    sync: Literal["merged", "adapter"] = key("merged", "what the engine gets: base plus adapters, or, after the start, the adapters alone")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     path: str = required("folder with config.json, safetensors and a tokenizer, or a hub id")
     dtype: Literal["float32", "bfloat16"] = key("bfloat16", "compute dtype of policy and engine; master weights are float32")
-    attention: Literal["auto", "flash", "sdpa"] = key("auto", "auto: flash-attn on a GPU where it is installed, else sdpa")
-    activation_checkpointing: bool = key(False, "recompute each layer in the backward pass instead of keeping its activations")
-    logprob_chunk_tokens: int = key(2048, "tokens whose [tokens, vocabulary] logits exist at one time")
+    attention: Literal["auto", "flash", "sdpa"] = key(
+        "auto", "auto: flash-attn on a GPU where it is installed, else torch's own varlen attention; on the CPU sdpa"
+    )
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    activation_checkpointing: bool | Literal["selective"] = key(
+        False, "true: recompute each layer in the backward pass instead of keeping its activations; selective: all but its products"
+    )
+    offload: bool | Literal["optimizer"] = key(
+        False, "keep in host memory while the engine is awake: optimizer: its state; true: the policy's parameters too"
+    )
+    compile: bool = key(False, "torch.compile the layers")
+    num_replicas: int = key(1, "copies of the policy (HSDP): each is sharded over ranks / this many consecutive ranks")
+    logprob_chunk_tokens: int = key(1024, "tokens whose [tokens, vocabulary] logits exist at one time")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +113,13 @@ class RolloutConfig:
     dynamic_sampling: bool = key(False, "drop groups whose rewards are all alike, and refill the step from further prompts")
     dynamic_sampling_max_rounds: int = key(10, "rounds of generation after which such a step trains on the groups that it has")
     gpu_memory_utilization: float = key(0.6, "share of a GPU's memory that the engine may take (GPU only)")
-    sleep_level: Literal[1, 2] = key(2, "what the engine frees while the policy trains: 1 keeps its weights in host memory (GPU only)")
-    weight_sync_bucket_mib: int = key(256, "bytes of one gather of the weight sync, over all ranks")
+    schedule: Literal["shared_queue", "static"] = key(
+        "shared_queue", "shared_queue: engines claim groups as they get free; static: each has its share from the start"
+    )
+    sleep_level: Literal[1, 2] | None = key(
+        None, "while the policy trains, 1 keeps the engine's weights in host memory, 2 drops them; null: what the sync needs (GPU only)"
+    )
+    weight_sync_bucket_mib: int = key(16, "bytes of one gather of the weight sync, over the ranks of a replica; two are in memory")
     engine: dict[str, Any] = key({}, "passed through to vllm.LLM")
 
 
@@ -170,6 +193,11 @@ class TrainingConfig:
     max_tokens_per_micro_batch: int = key(16384, "prompt and completion tokens of one forward-backward on one rank")
     max_nonfinite_in_a_row: int = key(3, "updates in a row, skipped since loss or gradient was not finite, at which the run stops")
 
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps a rollout."""
+        return self.num_mini_batches * self.num_epochs
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProofConfig:
@@ -222,6 +250,16 @@ class Config:
         """Longest prompt plus longest completion, in tokens: what engine and micro-batch must have room for."""
         return self.data.max_prompt_tokens + self.rollout.max_completion_tokens
 
+    @property
+    def base_stays_in_engine(self) -> bool:
+        """The weight sync brings adapters alone, so that the engine must not lose the weights that they go with."""
+        return self.model.lora.rank > 0 and self.model.lora.sync == "adapter"
+
+    @property
+    def sleep_level(self) -> int:
+        """`rollout.sleep_level`, or what the weight sync needs: 2 where it brings every weight anyway, 1 where the base stays."""
+        return self.rollout.sleep_level or (1 if self.base_stays_in_engine else 2)
+
 
 # What the trainer itself decides about the engine: a second value for it in `rollout.engine` would be a second source of truth.
 _ENGINE_KEYS_OWNED = {
@@ -230,6 +268,8 @@ _ENGINE_KEYS_OWNED = {
     "seed": "seed",
     "tensor_parallel_size": "rollout.tensor_parallel_size",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "enable_lora": "model.lora.sync",
+    "max_lora_rank": "model.lora.rank",
     "max_model_len": "data.max_prompt_tokens and rollout.max_completion_tokens",
     "distributed_executor_backend": None,
     "data_parallel_size": None,
@@ -409,7 +449,7 @@ _REFUSED_KEYS = {
 
 
 def _unknown_key(full: str, name: str, where: str) -> str:
-    if name in _REFUSED_KEYS and where in ("", "rollout", "rollout.engine"):
+    if name in _REFUSED_KEYS and where in ("", "rollout"):
         return f"{full}: {_REFUSED_KEYS[name]}"
     known = _key_names(Config, "")
     if where.startswith("rewards"):
@@ -507,6 +547,8 @@ def _cross_check(config: Config) -> None:
     at_least = {
         "seed": (config.seed, 0),
         "model.logprob_chunk_tokens": (config.model.logprob_chunk_tokens, 1),
+        "model.lora.rank": (config.model.lora.rank, 0),
+        "model.num_replicas": (config.model.num_replicas, 1),
         "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1),
         "rollout.num_prompts_per_step": (rollout.num_prompts_per_step, 1),
         "rollout.group_size": (rollout.group_size, 2),
@@ -539,6 +581,7 @@ def _cross_check(config: Config) -> None:
         if value < least:
             raise ConfigError(f"{name} must be >= {least}; got {value}")
     inside = {
+        "model.lora.alpha": (config.model.lora.alpha, 0.0, math.inf),
         "loss.clip_ratio_high": (config.loss.clip_ratio_high, 0.0, math.inf),
         "loss.dual_clip": (config.loss.dual_clip if config.loss.dual_clip is not None else 2.0, 1.0, math.inf),
         "loss.rollout_correction_cap": (config.loss.rollout_correction_cap, 1.0, math.inf),
@@ -610,6 +653,11 @@ def _cross_check_features(config: Config) -> None:
         raise ConfigError(
             f"advantage.overlong_buffer_tokens ({config.advantage.overlong_buffer_tokens}) must be <= rollout.max_completion_tokens "
             f"({config.rollout.max_completion_tokens})"
+        )
+    if config.rollout.sleep_level == 2 and config.base_stays_in_engine:
+        raise ConfigError(
+            "rollout.sleep_level: 2 drops the engine's weights, and with model.lora.sync: adapter no sync brings the base back; "
+            "leave sleep_level out, or set it to 1"
         )
     if config.data.eval_sets and not config.eval.every_steps:
         raise ConfigError("data.eval is set, but eval.every_steps is 0, so that nothing would be evaluated; set it, e.g. to 20")

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # data.py is used before torch may be imported
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
 
@@ -49,14 +51,17 @@ class RolloutGroup:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sequence to train on; `rollout_id` = slot * G + sample. It crosses ranks, so it holds numbers and no text."""
+    """One sequence to train on; `rollout_id` = slot * G + sample. It crosses ranks, so it holds numbers and no text.
+
+    Its token ids and logprobs are the engine's lists, and arrays once they have crossed: a list of a step's tokens takes long to make.
+    """
 
     rollout_id: int
     advantage: float
     counts: bool  # False: no token of it enters the loss (its reward is unknown, or it was cut off and loss.mask_truncated is on)
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    rollout_logprobs: list[float]
+    prompt_ids: list[int] | npt.NDArray[np.int32]
+    completion_ids: list[int] | npt.NDArray[np.int32]
+    rollout_logprobs: list[float] | npt.NDArray[np.float64]
 
     @property
     def num_tokens(self) -> int:

@@ -19,6 +19,7 @@ import random
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from grpo_spmd.rewards.verifiers import evaluate
 
@@ -90,6 +91,25 @@ def make_tokenizer(folder: Path) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS).save_pretrained(folder)
 
 
+def tiny_config(**sizes: Any) -> Any:
+    """A two-layer Qwen3 for the demo's tokenizer."""
+    import transformers
+
+    return transformers.Qwen3Config(
+        vocab_size=32,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        dtype="float32",
+        **sizes,
+    )
+
+
 def make_model(folder: Path, seed: int, numbers: str) -> None:
     """A two-layer Qwen3 of 0.1 million parameters after the warm start."""
     import torch
@@ -100,21 +120,7 @@ def make_model(folder: Path, seed: int, numbers: str) -> None:
     ids = {character: tokenizer.convert_tokens_to_ids(character) for character in [*_CHARACTERS, _EOS]}
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    config = transformers.Qwen3Config(
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+    config = tiny_config(intermediate_size=128, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model = transformers.Qwen3ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     tasks = solvable_tasks()

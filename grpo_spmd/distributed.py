@@ -5,6 +5,7 @@ Numbers for control (rewards, plans, token ids) travel as bytes over gloo on the
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -31,13 +32,14 @@ _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 
 @dataclass(frozen=True)
 class Session:
-    """Facts of this rank in the run, and the mesh over which the policy is sharded."""
+    """Facts of this rank in the run, and the mesh over which the policy is sharded: "shard", or "replicate" x "shard" (HSDP)."""
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
     mesh: DeviceMesh
+    engine_group: dist.ProcessGroup | None  # the ranks that share this one's engine, over gloo; None where it has an engine of its own
 
     @property
     def is_rank0(self) -> bool:
@@ -51,8 +53,13 @@ class Rank0Error(RuntimeError):
 _store: dist.Store | None = None
 
 
-def start_session() -> Session:
-    """Collective. Join the process group that torchrun describes, or a group of one where there is no torchrun."""
+def start_session(num_replicas: int = 1, tensor_parallel_size: int = 1) -> Session:
+    """Collective. Join the process group that torchrun describes, or a group of one where there is no torchrun.
+
+    Args:
+        num_replicas: copies of the policy; consecutive ranks share one. Divides the number of ranks.
+        tensor_parallel_size: consecutive ranks that share an engine. Divides it too.
+    """
     global _store
     if "RANK" not in os.environ:  # debug mode: vLLM's external_launcher wants the same variables that torchrun would set
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -72,8 +79,17 @@ def start_session() -> Session:
         world_size=world_size,
         timeout=_TIMEOUT,
     )
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    return Session(rank, world_size, local_rank, device, mesh)
+    mesh = policy_mesh(device, num_replicas)
+    engine_group = dist.new_subgroups(tensor_parallel_size, backend="gloo")[0] if tensor_parallel_size > 1 else None
+    return Session(rank, world_size, local_rank, device, mesh, engine_group)
+
+
+def policy_mesh(device: torch.device, num_replicas: int) -> DeviceMesh:
+    """Collective. All ranks as "shard", or as "replicate" x "shard" (HSDP), consecutive ranks holding one copy of the policy."""
+    world_size = dist.get_world_size()
+    if num_replicas == 1:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (num_replicas, world_size // num_replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def end_session() -> None:
@@ -192,12 +208,38 @@ def exchange_bytes(payloads: list[bytes]) -> list[bytes]:
     return [part.numpy().tobytes() for part in out.split(received.tolist())]
 
 
-def all_gather_flat(out: Tensor, local: Tensor) -> None:
-    """Collective. `out` [world_size * n] receives every rank's `local` [n] in rank order."""
-    if dist.get_world_size() == 1:
-        out.copy_(local)
-    else:
-        _ALL_GATHER(out, local)
+def start_all_gather(rows: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Collective. Over `group`: bring all ranks' rows into `rows` [ranks, n], in place; this rank has written its own already.
+
+    Returns what `wait_for` waits for, before `rows` is read or written.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rows.is_cuda:
+        work = _ALL_GATHER(rows.view(-1), rows[rank], group, async_op=True)
+        return [work] if work is not None else []
+    # gloo's own all-gather receives into a new buffer of the whole size and copies it over: 3 times the time, and a bucket more.
+    works = []
+    for distance in range(1, ranks):
+        source, target = (rank - distance) % ranks, (rank + distance) % ranks
+        works += [dist.irecv(rows[source], group=group, group_src=source), dist.isend(rows[rank], group=group, group_dst=target)]
+    return [work for work in works if work is not None]
+
+
+def wait_for(works: list[dist.Work]) -> None:
+    """Wait for each of `works`, and empty the list: gloo never returns from a second wait for the same message."""
+    while works:
+        works.pop(0).wait()
+
+
+def ranks_that_differ(payload: bytes, group: dist.ProcessGroup) -> list[int]:
+    """Collective. Over `group`: its ranks, numbered from 0, whose `payload` is not that of its first; alike on all of them.
+
+    Only digests of 32 bytes travel.
+    """
+    mine = _as_tensor(hashlib.sha256(payload).digest())
+    digests = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(digests, mine, group=group)
+    return [rank for rank, digest in enumerate(digests) if not torch.equal(digest, digests[0])]
 
 
 def barrier() -> None:
@@ -211,6 +253,19 @@ def any_rank(flag: bool) -> bool:
     if dist.get_world_size() > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)
     return bool(found)
+
+
+def claim(queue: str, num_jobs: int, num_claimers: int) -> int | None:
+    """The first of the numbers 0 .. `num_jobs` - 1 that nobody has claimed yet, or None when all are taken. Waits for nobody.
+
+    Each of the `num_claimers` ranks must claim until it gets its None: the last None removes the queue from the run's store, which would
+    otherwise grow with every step. `queue` must name nothing that some rank may still claim from.
+    """
+    assert _store is not None, "start_session comes first"
+    number = _store.add(queue, 1) - 1
+    if number == num_jobs + num_claimers - 1:
+        _store.delete_key(queue)
+    return number if number < num_jobs else None
 
 
 def merge_sums(parts: list[dict[str, Any]]) -> dict[str, Any]:

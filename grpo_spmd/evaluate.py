@@ -24,6 +24,7 @@ from grpo_spmd.data_types import Prompt, RolloutGroup, ScoredRollouts, rollout_s
 from grpo_spmd.distributed import on_rank0
 from grpo_spmd.metrics import write_lines_in_order
 from grpo_spmd.rewards import check_error_rate
+from grpo_spmd.rewards.verifiers import tagged
 from grpo_spmd.rollout import Request, RolloutEngine
 
 HeldOut = Mapping[str, Sequence[Prompt]]  # the prompts of each set, equal on all ranks
@@ -51,7 +52,7 @@ def evaluate_if_due(held_out: HeldOut, engine: RolloutEngine, score: Score, conf
 def evaluate(held_out: HeldOut, engine: RolloutEngine, score: Score, config: Config, step: int) -> dict[str, float | None]:
     """Collective. Sample and score `eval.num_samples` completions of every held-out prompt with the weights of `step`.
 
-    Completions, not prompts, are dealt to the engines in turn, so that one prompt with 64 samples keeps all of them busy; a rank that
+    Completions, not prompts, are shared out over the engines, so that one prompt with 64 samples keeps all of them busy; a rank that
     gets none takes part all the same. The engine is left as it was found: what training samples next does not depend on this.
 
     Args:
@@ -65,15 +66,16 @@ def evaluate(held_out: HeldOut, engine: RolloutEngine, score: Score, config: Con
     """
     num_samples, tensor_parallel = config.eval.num_samples, config.rollout.tensor_parallel_size
     wanted = [(name, prompt, sample) for name, prompts in held_out.items() for prompt in prompts for sample in range(num_samples)]
-    numbers = range(engine.engine_rank, len(wanted), engine.num_engines)
-    requests = []
-    for name, prompt, sample in (wanted[number] for number in numbers):
+
+    def request(number: int, _: int) -> Request:
+        name, prompt, sample = wanted[number]
         seed = rollout_seed(config.seed, f"eval/{name}", prompt.row, sample)
-        requests.append(Request(prompt.token_ids, seed, config.eval.temperature))
-    completions = engine.generate(requests, policy_version=step)
+        return Request(prompt.token_ids, seed, config.eval.temperature)
+
+    completions = engine.generate_shared(len(wanted), 1, request, policy_version=step)
     # A training prompt that finds its prefix computed already is computed in other pieces, which rounds differently.
     engine.reset_prefix_cache()
-    groups = [RolloutGroup(number, wanted[number][1], [c]) for number, c in zip(numbers, completions, strict=True)]
+    groups = [RolloutGroup(number, wanted[number][1], [completion]) for number, [completion] in completions.items()]
     groups = groups[engine.tp_rank :: tensor_parallel]
     scored = score(groups, num_step_completions=len(wanted))
     outcomes = _outcomes(groups, scored)
@@ -127,9 +129,8 @@ def final_answer(text: str) -> str:
     _, marker, after = text.rpartition("####")
     if marker:
         return after.strip()
-    before, closing, _ = text.rpartition("</answer>")
-    _, opening, inside = before.rpartition("<answer>")
-    return (inside if opening and closing else text).strip()
+    inside = tagged(text, "answer")
+    return text.strip() if inside is None else inside
 
 
 def summarise(prompts: Sequence[Sequence[Outcome]]) -> dict[str, float | None]:

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from grpo_spmd.config import Config, flat_config
+from grpo_spmd.config import Config, LoraConfig, flat_config
 
 Row = tuple[str, str, str]  # name, value, how it follows
 Shapes = dict[str, tuple[int, ...]]
@@ -163,27 +163,38 @@ def shard_numel(shapes: Shapes, num_ranks: int) -> int:
     return sum(-(-shape[0] // num_ranks) * math.prod(shape[1:]) for shape in shapes.values() if shape)
 
 
+def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> Shapes:
+    """A and B of every adapter, (rank, columns) and (rows, rank) beside each matrix of a layer that `target_modules` names."""
+    found: Shapes = {}
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        if (
+            len(shape) == 2
+            and re.search(r"\.layers\.\d+\.", name)
+            and (lora.target_modules == "all-linear" or module in lora.target_modules)
+        ):
+            found |= {f"{name}.lora_A": (lora.rank, shape[1]), f"{name}.lora_B": (shape[0], lora.rank)}
+    return found
+
+
 def sync_size(shapes: Shapes, num_ranks: int, itemsize: int, bucket_bytes: int) -> tuple[int, int]:
-    """Bytes over all ranks and number of collectives of one weight sync: what weight_sync.SyncStats counts."""
+    """Bytes and number of collectives of one weight sync over the ranks of a replica: what weight_sync.SyncStats counts."""
     row = shard_numel(shapes, num_ranks)
+    if num_ranks == 1:
+        return row * itemsize, 0
     room = min(max(1, bucket_bytes // (num_ranks * itemsize)), row)
     return num_ranks * row * itemsize, -(-row // room)
 
 
-def num_optimizer_steps(config: Config) -> int:
-    """Optimizer steps a rollout."""
-    return config.training.num_mini_batches * config.training.num_epochs
-
-
 def ratio_is_one(config: Config) -> bool:
     """Whether the policy that trains is always the one whose logprobs the ratio is taken to."""
-    return num_optimizer_steps(config) == 1 and config.loss.old_logprobs == "policy"
+    return config.training.num_optimizer_steps == 1 and config.loss.old_logprobs == "policy"
 
 
 def micro_batches_per_step(config: Config, num_ranks: int) -> tuple[int, int]:
     """Fewest and most forward-backwards of a rank in a step; the most where every rollout is of full length."""
     in_a_row = config.training.max_tokens_per_micro_batch // config.max_rollout_tokens
-    return num_optimizer_steps(config), num_optimizer_steps(config) * -(-_rollouts_of_a_rank(config, num_ranks) // in_a_row)
+    return config.training.num_optimizer_steps, config.training.num_optimizer_steps * -(-_rollouts_of_a_rank(config, num_ranks) // in_a_row)
 
 
 def micro_batch_tokens(config: Config, num_ranks: int) -> int:
@@ -197,13 +208,12 @@ def _rollouts_of_a_rank(config: Config, num_ranks: int) -> int:
     return -(-samples // num_ranks)
 
 
-def logits_bytes_per_element(itemsize: int, num_chunks: int) -> int:
-    """Bytes for each logit of a chunk at the peak of policy.TokenLogprobs, which is in its backward pass.
+def logits_bytes_per_element(itemsize: int) -> int:
+    """Bytes for each logit of a chunk at the peak of logprobs.TokenLogprobs, forward and backward.
 
-    Five float32 tensors of [chunk, V] are alive in the longest expression, and from the second chunk on the logits' gradient of the
-    chunk before, in the compute dtype.
+    One float32 [chunk, V] (or two of half as many rows), and the product in the compute dtype where that is another.
     """
-    return 5 * 4 + (itemsize if num_chunks > 1 else 0)
+    return 4 if itemsize == 4 else 4 + itemsize
 
 
 def activation_bytes_per_token(sizes: Dimensions, itemsize: int, *, qk_norm: bool = False) -> int:
@@ -219,14 +229,21 @@ def activation_bytes_per_token(sizes: Dimensions, itemsize: int, *, qk_norm: boo
     return norms + attention + 4 * itemsize * sizes.intermediate
 
 
-def activation_bytes(sizes: Dimensions, tokens: int, itemsize: int, *, checkpointing: bool, qk_norm: bool = False) -> int:
-    """Activations of one micro-batch at their peak: all layers, or each layer's input and one layer in full; and what follows them.
+def activation_bytes(
+    sizes: Dimensions, tokens: int, itemsize: int, *, checkpointing: bool | Literal["selective"], qk_norm: bool = False
+) -> int:
+    """Activations of one micro-batch at their peak: what all layers keep, what one layer makes again, and what follows the layers.
 
-    After the layers come the last norm, the hidden states that are scored, and their gradient.
+    With checkpointing a layer keeps its input; selective also the outputs of its seven products and of attention. After the layers come
+    the last norm, the hidden states that are scored, and their gradient.
     """
-    layer = activation_bytes_per_token(sizes, itemsize, qk_norm=qk_norm)
-    layers = sizes.layers * itemsize * sizes.hidden + layer if checkpointing else sizes.layers * layer
-    return tokens * (layers + (4 + 4 * itemsize) * sizes.hidden)
+    layer = kept = activation_bytes_per_token(sizes, itemsize, qk_norm=qk_norm)
+    if checkpointing:
+        kept = itemsize * sizes.hidden
+    if checkpointing == "selective":
+        kept += itemsize * (2 * sizes.hidden + 2 * (sizes.heads + sizes.kv_heads) * sizes.head_dim + 2 * sizes.intermediate)
+    again = 0 if not checkpointing else layer if checkpointing is True else layer - kept
+    return tokens * (sizes.layers * kept + again + (4 + 4 * itemsize) * sizes.hidden)
 
 
 def kv_bytes_per_token(sizes: Dimensions, itemsize: int, tensor_parallel_size: int) -> int:
@@ -263,7 +280,7 @@ def explain(config: Config, sources: Mapping[str, str], model: ModelFacts | None
 def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     rollout, training, loss = config.rollout, config.training, config.loss
     prompts, group, longest = rollout.num_prompts_per_step, rollout.group_size, config.max_rollout_tokens
-    samples, steps, budget = prompts * group, num_optimizer_steps(config), training.max_tokens_per_micro_batch
+    samples, steps, budget = prompts * group, config.training.num_optimizer_steps, training.max_tokens_per_micro_batch
     engines = num_ranks // rollout.tensor_parallel_size
     yield "ranks", f"{num_ranks:,}", "--ranks, else WORLD_SIZE, else 1"
     yield "engines", f"{engines:,}", f"{num_ranks} ranks / tensor_parallel_size {rollout.tensor_parallel_size}"
@@ -305,67 +322,94 @@ def _run_rows(config: Config, num_rows: int) -> Iterator[Row]:
     how = f"{steps} steps x {prompts} prompts / {num_rows} rows"
     yield "epochs of the data", (">= " if dynamic or dropped else "") + f"{steps * prompts / num_rows:,.2f}", how
     yield "samples trained on", ("<= " if dynamic else "") + f"{steps * samples:,}", f"{steps} steps x {samples} samples"
-    optimizer_steps = num_optimizer_steps(config)
+    optimizer_steps = config.training.num_optimizer_steps
     yield "optimizer steps", f"{steps * optimizer_steps:,}", f"{steps} steps x {optimizer_steps}"
 
 
 def _sync_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
     itemsize, mib = _ITEMSIZE[config.model.dtype], config.rollout.weight_sync_bucket_mib
-    moved, collectives = sync_size(model.shapes, num_ranks, itemsize, mib << 20)
+    ranks = num_ranks // config.model.num_replicas
+    moved, collectives = sync_size(model.shapes, ranks, itemsize, mib << 20)
     padding = moved - model.num_parameters * itemsize
     yield "parameters", f"{model.num_parameters:,}", f"{len(model.shapes)} tensors, tied ones once; {model.source}"
     padded = f" + {_size(padding)} of padding to full shards" if padding else ""
-    yield "bytes of a sync", _size(moved), f"parameters x {itemsize} ({config.model.dtype}){padded}; all ranks together"
+    yield "bytes of a sync", _size(moved), f"parameters x {itemsize} ({config.model.dtype}){padded}; what each engine is handed"
     piece = min(mib << 20, moved)
-    yield "collectives of a sync", f"{collectives:,}", f"ceil({_size(moved)} / {_size(piece)} bucket)"
+    how = f"ceil({_size(moved)} / {_size(piece)} bucket), over {ranks} ranks" if ranks > 1 else "one rank holds the whole policy"
+    yield "collectives of a sync", f"{collectives:,}", how
+    if config.base_stays_in_engine:
+        adapters = itemsize * sum(math.prod(shape) for shape in adapter_shapes(model.shapes, config.model.lora).values())
+        yield "bytes of a later sync", _size(adapters), "the adapters alone, in one collective; the base stays in the engine"
 
 
 def _training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
     itemsize, budget = _ITEMSIZE[config.model.dtype], micro_batch_tokens(config, num_ranks)
-    shard, layer, root = shard_numel(model.shapes, num_ranks), model.layer_numel, model.root_numel
-    divided = f"{shard:,} parameters of a shard (ceil(rows / {num_ranks}) of each tensor)"
-    reference = itemsize * shard if config.loss.kl_coef else 0
-    yield "master parameters", _size(4 * shard), f"{divided} x 4 (float32)"
-    yield "gradients", _size(4 * shard), f"{shard:,} x 4 (float32), in the update only"
-    yield "AdamW's moments", _size(8 * shard), f"{shard:,} x 2 x 4 (float32)"
-    if reference:
-        yield "reference", _size(reference), f"{shard:,} x {itemsize} ({config.model.dtype})"
-    state = 12 * shard + reference
-    yield "state between updates", _size(state), "parameters + moments" + (" + reference" if reference else "")
+    ranks = num_ranks // config.model.num_replicas
+    shard, layer, root = shard_numel(model.shapes, ranks), model.layer_numel, model.root_numel
+    divided = f"{shard:,} parameters of a shard (ceil(rows / {ranks}) of each tensor)"
+    frozen = {"base": 0, "reference": 0}  # bytes
+    trained = shard
+    if config.model.lora.rank:
+        trained = shard_numel(adapter_shapes(model.shapes, config.model.lora), ranks)
+        frozen["base"] = itemsize * shard
+        yield "base", _size(frozen["base"]), f"{divided} x {itemsize} ({config.model.dtype}), frozen; the reference too"
+        divided = f"{trained:,} parameters of a shard of the adapters (rank {config.model.lora.rank})"
+    elif config.loss.kl_coef:
+        frozen["reference"] = itemsize * shard
+    yield "master parameters", _size(4 * trained), f"{divided} x 4 (float32)"
+    yield "gradients", _size(4 * trained), f"{trained:,} x 4 (float32), in the update only"
+    yield "AdamW's moments", _size(8 * trained), f"{trained:,} x 2 x 4 (float32)"
+    if frozen["reference"]:
+        yield "reference", _size(frozen["reference"]), f"{shard:,} x {itemsize} ({config.model.dtype})"
+    named = ["parameters + moments", *(name for name, size in frozen.items() if size)]
+    state = 12 * trained + sum(frozen.values())
+    yield "state between updates", _size(state), " + ".join(named)
+    offload = config.model.offload
+    away = {False: 0, "optimizer": 8 * trained, True: state}[offload]
+    if offload:
+        yield "of it in host memory", _size(away), f"while the engine is awake: offload {str(offload).lower()}"
 
     gathered = itemsize * (root + 2 * layer)
     how = f"estimate: {itemsize} x ({root:,} of embedding, lm_head, norm + 2 layers of {layer:,}: in use, arriving)"
     yield "gathered by FSDP", _size(gathered), how
-    peak, sizes = state + 4 * shard + gathered, model.dimensions
+    peak, sizes = state + 4 * trained + gathered, model.dimensions
     if sizes is None:
         yield "logits and activations", "unknown", "config.json does not name the sizes of a decoder as Llama's does"
     else:
         tokens = min(config.model.logprob_chunk_tokens, budget)
-        each = logits_bytes_per_element(itemsize, -(-budget // tokens))
+        each = logits_bytes_per_element(itemsize)
         logits = tokens * sizes.vocabulary * each
         one = _size(4 * tokens * sizes.vocabulary)
         how = f"{tokens} tokens x V {sizes.vocabulary} x {each} bytes in the backward pass (one float32 [chunk, V]: {one})"
         yield "logits of a chunk", _size(logits), how
-        head = sizes.vocabulary * sizes.hidden * (4 + itemsize)
-        yield "lm_head's gradient", _size(head), f"V {sizes.vocabulary} x D {sizes.hidden} x (4 + {itemsize}): whole, before it is reduced"
+        head = 0 if config.model.lora.rank else sizes.vocabulary * sizes.hidden * (4 + itemsize)
+        if head:
+            how = f"V {sizes.vocabulary} x D {sizes.hidden} x (4 + {itemsize}): whole, before it is reduced"
+            yield "lm_head's gradient", _size(head), how
         checkpointing, qk_norm = config.model.activation_checkpointing, any(name.endswith("q_norm.weight") for name in model.shapes)
-        kept = {on: activation_bytes(sizes, budget, itemsize, checkpointing=on, qk_norm=qk_norm) for on in (False, True)}
+        choices: tuple[tuple[bool | Literal["selective"], str, str], ...] = (
+            (False, "without checkpointing", "all kept"),
+            ("selective", "selective checkpointing", "one in full, of the others the input, the products and attention"),
+            (True, "with checkpointing", "one in full, of the others the input"),
+        )
         token = activation_bytes_per_token(sizes, itemsize, qk_norm=qk_norm)
-        for on in (False, True):
-            how = f"{sizes.layers} layers x " + (f"D {sizes.hidden} x {itemsize} + " if on else "") + f"{token:,} bytes"
-            name = f"activations, {'with' if on else 'without'} checkpointing" + (" *" if on == checkpointing else "")
-            yield name, _size(kept[on]), f"estimate: {budget} tokens x ({how} + {4 + 4 * itemsize} x D)"
-        peak += logits + head + kept[checkpointing]
+        for choice, name, what in choices:
+            kept = activation_bytes(sizes, budget, itemsize, checkpointing=choice, qk_norm=qk_norm)
+            how = f"estimate: {budget} tokens x ({sizes.layers} layers of {token:,} bytes, {what}; and {4 + 4 * itemsize} x D)"
+            yield f"activations, {name}" + (" *" if choice == checkpointing else ""), _size(kept), how
+            peak += kept if choice == checkpointing else 0
+        peak += logits + head
         how = "estimate: state + gradients + gathered + logits + lm_head's gradient + activations (*), without fragmentation"
         yield "peak of the update", _size(peak), how
-    bucket = min(config.rollout.weight_sync_bucket_mib << 20, sync_size(model.shapes, num_ranks, itemsize, 1)[0])
+    moved = sync_size(model.shapes, ranks, itemsize, 1)[0]
+    buckets = min(2 * (config.rollout.weight_sync_bucket_mib << 20), moved) if ranks > 1 else 0
     largest = max(math.prod(shape) for shape in model.shapes.values()) * itemsize
-    sync = bucket + bucket // num_ranks + largest
-    how = f"estimate: bucket {_size(bucket)} + a rank's share of it + largest tensor {_size(largest)}"
+    sync = buckets + largest
+    how = f"estimate: two buckets {_size(buckets)} + largest tensor {_size(largest)}; what vLLM keeps until a layer is complete"
     yield "buffers of the weight sync", _size(sync), how
     left = 1 - config.rollout.gpu_memory_utilization
-    how = f"{_size(state)} of state / (1 - gpu_memory_utilization {config.rollout.gpu_memory_utilization:g}); for the update, its peak"
-    yield "GPU that the rollout needs", f">= {_size(math.ceil(state / left))}", how
+    how = f"{_size(state - away)} of state / (1 - gpu_memory_utilization {1 - left:g}); for the update, its peak"
+    yield "GPU that the rollout needs", f">= {_size(math.ceil((state - away) / left))}", how
 
 
 def _engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
@@ -401,7 +445,7 @@ def advice(config: Config, num_ranks: int) -> Iterator[str]:
     """What a careful colleague would say about a config that is valid: one line each, with the numbers, only where it is true."""
     rollout, training, loss, advantage = config.rollout, config.training, config.loss, config.advantage
     prompts, group, longest = rollout.num_prompts_per_step, rollout.group_size, config.max_rollout_tokens
-    steps, engines = num_optimizer_steps(config), num_ranks // rollout.tensor_parallel_size
+    steps, engines = config.training.num_optimizer_steps, num_ranks // rollout.tensor_parallel_size
     low, high = loss.clip_ratio_low, loss.clip_ratio_high
     if training.max_tokens_per_micro_batch < 2 * longest:
         yield (

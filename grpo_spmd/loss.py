@@ -49,7 +49,8 @@ def policy_loss(
     # Masked places may hold anything, also NaN or inf, and 0 * NaN is NaN: choose before the arithmetic, not after.
     zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
     logprobs = torch.where(loss_mask, logprobs, zero)
-    entropy = torch.where(loss_mask, entropy, zero)
+    # Without a bonus it has no gradient at all: one of zeros would make the logprobs' backward pass work through it.
+    entropy = torch.where(loss_mask, entropy if entropy_coef else entropy.detach(), zero)
     old_logprobs = torch.where(loss_mask, old_logprobs, zero)
     advantages = torch.where(loss_mask, advantages, zero)
 

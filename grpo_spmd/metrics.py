@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from grpo_spmd.assemble import Decision, SampledStep
 from grpo_spmd.config import Config, ConfigError, config_to_dict
 from grpo_spmd.distributed import Rank0Error, Session, gather_bytes, merge_sums, on_rank0
 from grpo_spmd.loss import ratio_percentiles
+from grpo_spmd.memory import MemoryLedger
 from grpo_spmd.proofs import LogprobOracle
 from grpo_spmd.weight_sync import SyncStats
 
@@ -32,11 +33,13 @@ _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "B200": 2250e12, 
 class MetricsLog:
     """Times the phases of a step and writes one metrics object a step: `metrics.jsonl`, a console line, W&B if asked for."""
 
-    def __init__(self, config: Config, session: Session, num_parameters: int) -> None:
+    def __init__(self, config: Config, session: Session, num_parameters: int, pool_bytes: Callable[[], int] = lambda: 0) -> None:
+        """`pool_bytes`: the engine's, see memory.MemoryUse."""
         self._config, self._session, self._num_parameters = config, session, num_parameters
         self._run_dir = Path(config.run_dir)
         self._times: dict[str, float] = {}
-        self._peaks: dict[str, float] = {}
+        self._memory = MemoryLedger(config, session.device, pool_bytes)
+        self._largest: dict[str, float] = {}
         self._recorded: dict[str, float | None] = {}
         self._rank0_sums: dict[str, Any] = {}
         self._step_start = time.perf_counter()
@@ -48,22 +51,25 @@ class MetricsLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time of the block to `time/<name>_s` and records its peak memory."""
+        """Adds the time of the block to `time/<name>_s` and its memory to the ledger (memory.py), which an out-of-memory error shows."""
         assert name in PHASES, name
-        _reset_peak_memory(self._session.device)
-        start = time.perf_counter()
-        yield
-        if self._session.device.type == "cuda":
-            torch.cuda.synchronize()  # kernels run on: without this their time would be counted in a later phase
-        self._times[name] = self._times.get(name, 0.0) + time.perf_counter() - start
-        self._peaks[name] = max(self._peaks.get(name, 0.0), _peak_memory_gib(self._session.device))
+        with self._memory.phase(name):
+            start = time.perf_counter()
+            yield
+            if self._session.device.type == "cuda":
+                torch.cuda.synchronize()  # kernels run on: without this their time would be counted in a later phase
+            self._times[name] = self._times.get(name, 0.0) + time.perf_counter() - start
 
     def record(self, metrics: dict[str, float | None]) -> None:
         """Keep `metrics`, equal on all ranks, for the next line that is written."""
         self._recorded |= metrics
 
+    def record_largest(self, local_metrics: dict[str, float]) -> None:
+        """Keep this rank's `local_metrics` for the line of the step, which gets the largest over the ranks."""
+        self._largest |= local_metrics
+
     def check_step(self, step: int, sampled: SampledStep, decided: Decision, synced: SyncStats, local_sums: dict[str, Any]) -> None:
-        """Collective. Bring the ranks' sums (this rank's are what `PolicyUpdater.update` returned) together and judge them.
+        """Collective. Bring the ranks' sums (this rank's are those of the update, and its `take_busy_sums`) together and judge them.
 
         Raises:
             Rank0Error: on every rank, where engine and policy differ by more than rounding (proofs.py), too many updates in a row were
@@ -80,24 +86,25 @@ class MetricsLog:
                 _check_skipped(self._rank0_sums, step, self._config)
                 _check_trained(self._rank0_sums, step, self._config, decided)
             except Exception:
-                self._write_step(step, decided, synced, [self._times_and_peaks()])
+                self._write_step(step, decided, synced, [self._times_and_memory()])
                 raise
 
         on_rank0(judge, local_sums)
 
     def end_step(self, step: int, decided: Decision, synced: SyncStats) -> None:
         """Collective. Bring the ranks' times together and write the step."""
-        on_rank0(lambda parts: self._write_step(step, decided, synced, parts), self._times_and_peaks())
+        on_rank0(lambda parts: self._write_step(step, decided, synced, parts), self._times_and_memory())
         self._recorded.clear()
         self._times.clear()
-        self._peaks.clear()
+        self._largest.clear()
+        self._memory.end_step()
         self._step_start = time.perf_counter()
 
-    def _times_and_peaks(self) -> dict[str, float]:
+    def _times_and_memory(self) -> dict[str, float]:
         return {
             "max:step_s": time.perf_counter() - self._step_start,
             **{f"max:time/{name}": seconds for name, seconds in self._times.items()},
-            **{f"max:memory/{name}": gib for name, gib in self._peaks.items()},
+            **{f"max:{name}": value for name, value in (self._memory.metrics() | self._largest).items()},
         }
 
     def _write_step(self, step: int, decided: Decision, synced: SyncStats, times: list[dict[str, Any]]) -> None:
@@ -151,10 +158,11 @@ class MetricsLog:
             "weight_sync/proof_s": synced.proof_s,
             "time/step_s": step_s,
             **{f"time/{name}_s": seconds for name, seconds in times.items()},
+            "rollout/tail_waste_frac": tail_waste_frac(sums, world_size),
             "rollout/tokens_per_s": decided.num_sampled_tokens / max(times["rollout"], 1e-9),
             "throughput/samples_per_s": len(decided.counts) / step_s,
             "throughput/tokens_per_s_per_rank": decided.num_tokens / step_s / world_size,
-            **{f"memory/{name}/peak_gib": sums[f"max:memory/{name}"] for name in PHASES if f"max:memory/{name}" in sums},
+            **{name.removeprefix("max:"): value for name, value in sums.items() if name.startswith("max:memory/")},
         }
         percents = (1, 50, 99)
         for percent, ratio in zip(percents, ratio_percentiles(sums.get("hist:mismatch", []), percents), strict=True):
@@ -179,6 +187,13 @@ class MetricsLog:
         self._file.flush()
         if self._wandb is not None and not _never_fatal(self._wandb.log, clean, step=int(metrics["step"] or 0)):
             self._wandb = None
+
+
+def tail_waste_frac(sums: dict[str, Any], world_size: int) -> float | None:
+    """The share of rank-seconds of the step's generations in which a rank had come to its end and waited for the slowest."""
+    busy = sum(seconds for name, seconds in sums.items() if name.startswith("busy_s/"))
+    until_slowest = world_size * sum(seconds for name, seconds in sums.items() if name.startswith("max:busy_s/"))
+    return 1 - busy / until_slowest if until_slowest else None
 
 
 def _mean(total: float | None, count: float) -> float | None:
@@ -262,11 +277,13 @@ def _dump_rollouts(config: Config, step: int, sampled: SampledStep, decided: Dec
 
 def write_lines_in_order(path: Path, lines: dict[int, str]) -> None:
     """Collective. Write all ranks' lines to one file, in the order of their numbers."""
-    parts = gather_bytes(json.dumps(lines).encode())
+    # A line is JSON and has no line break of its own. Half a surrogate pair, which a prompt may hold, becomes JSON's escape for it.
+    parts = gather_bytes("".join(f"{number}\t{line}\n" for number, line in lines.items()).encode("utf-8", "backslashreplace"))
     if parts is not None:
-        merged = {int(i): line for part in parts for i, line in json.loads(part).items()}
+        numbered = [line.split(b"\t", 1) for part in parts for line in part.split(b"\n") if line]
+        numbered.sort(key=lambda pair: int(pair[0]))
         path.parent.mkdir(exist_ok=True)
-        path.write_text("".join(merged[i] + "\n" for i in sorted(merged)), encoding="utf-8")
+        path.write_bytes(b"".join(line + b"\n" for _, line in numbered))
 
 
 def log_to_terminal(session: Session) -> None:
@@ -348,26 +365,3 @@ def _never_fatal(call: Any, *args: Any, **kwargs: Any) -> bool:
         _log.warning("W&B failed and is off from here on (%s: %s); metrics.jsonl goes on", type(error).__name__, error)
         return False
     return True
-
-
-def _reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        _write_if_possible(Path("/proc/self/clear_refs"), "5")  # Linux: VmHWM starts again from the present size
-
-
-def _peak_memory_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 2**20
-    return 0.0
-
-
-def _write_if_possible(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError:  # a container may forbid it; the peak is then that of the whole run so far
-        return

@@ -15,6 +15,7 @@ from pathlib import Path
 from grpo_spmd.config import Config, ConfigError
 from grpo_spmd.data import PromptRow, check_enough_rows, check_lengths_early, check_template_early, key_and_source, read_rows
 from grpo_spmd.rewards import Reward, load_rewards
+from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inpu
     Raises:
         ConfigError: one line that names the key or file:line.
     """
-    _check_world_size(config, num_ranks)
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE") if to_run else None
+    _check_world_size(config, num_ranks, int(local_ranks) if local_ranks else None)
     if to_run:
         _check_run_dir(Path(config.run_dir))
     _check_model(config)
@@ -58,7 +60,7 @@ def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inpu
 
 def _check_code_time(config: Config) -> None:
     for index, reward in enumerate(config.rewards):
-        time_s = reward.args.get("time_s", 8.0)
+        time_s = reward.args.get("time_s", DEFAULT_TIME_S)
         if reward.name == "code" and reward.function is None and time_s > config.reward_pool.timeout_s - 1:
             raise ConfigError(
                 f"rewards.{index}.args.time_s ({time_s:g}) must be at least a second under reward_pool.timeout_s "
@@ -86,10 +88,17 @@ def _check_reward_columns(rewards: Sequence[Reward], rows: Sequence[PromptRow], 
                 )
 
 
-def _check_world_size(config: Config, world_size: int) -> None:
-    size = config.rollout.tensor_parallel_size
-    if world_size % size:
-        raise ConfigError(f"rollout.tensor_parallel_size ({size}) must divide the number of ranks ({world_size})")
+def _check_world_size(config: Config, world_size: int, local_world_size: int | None) -> None:
+    """Args: local_world_size: ranks of each node, where they are known."""
+    engine, replicas = config.rollout.tensor_parallel_size, config.model.num_replicas
+    for key, size, whole, what in (
+        ("rollout.tensor_parallel_size", engine, world_size, "the number of ranks"),
+        ("rollout.tensor_parallel_size", engine, local_world_size or engine, "the ranks of a node, since an engine stays on one"),
+        ("model.num_replicas", replicas, world_size, "the number of ranks"),
+    ):
+        if whole % size:
+            would = ", ".join(str(divisor) for divisor in range(1, whole + 1) if whole % divisor == 0)
+            raise ConfigError(f"{key} ({size}) must divide {what} ({whole}): {would} would")
 
 
 def _check_run_dir(run_dir: Path) -> None:

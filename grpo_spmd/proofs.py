@@ -9,20 +9,23 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.distributed import all_gather_flat, on_rank0
-from grpo_spmd.policy import Policy, hf_named_parameters, rows_per_rank
+from grpo_spmd.distributed import on_rank0, start_all_gather, wait_for
+from grpo_spmd.lora import adapter_shards, hf_name, named_adapters
+from grpo_spmd.policy import Policy, hf_named_shards, rows_per_rank, shard_group
 from grpo_spmd.rollout import HeldTensor, RolloutEngine
 
 _log = logging.getLogger("grpo_spmd")
 _MAX_NAMED = 4  # tensors that an error describes
+_Shard = tuple[DTensor, Callable[[], Tensor]]  # the parameter, and a call that gives this rank's rows of what the engine must hold
 
 
 class WeightProofError(RuntimeError):
@@ -53,32 +56,49 @@ def prove_weights(policy: Policy, engine: RolloutEngine, step: int) -> float:
         Rank0Error: on every rank, naming the tensors that differ, on which ranks, and how.
     """
     start = time.perf_counter()
-    parameters: dict[str, DTensor] = dict(policy.model.named_parameters(remove_duplicate=False))
+    shards = _expected_shards(policy, engine)
     held = engine.held_tensors()
-    known = [tensor for tensor in held if _fits(tensor, parameters)]
+    known = [tensor for tensor in held if _fits(tensor, shards)]
     views = list(dict.fromkeys(_view(tensor, part.name) for tensor in known for part in tensor.parts))
-    expected = _gather_fingerprints(parameters, views, engine.dtype, step)
+    expected = _gather_fingerprints(shards, views, engine.dtype, step)
     wrong: dict[str, str] = {}
     for tensor in known:
-        wrong |= _differences(tensor, expected, _columns(parameters[tensor.parts[0].name]), engine.dtype, step)
+        wrong |= _differences(tensor, expected, _columns(shards[tensor.parts[0].name][0]), engine.dtype, step)
+    if engine.takes_adapters:
+        held_names = {part.name for tensor in held for part in tensor.parts}
+        wrong |= {name: "the engine was not given it" for name, _ in named_adapters(policy.model) if name not in held_names}
     names, probed = {view.name for view in views}, {view.name for view in views if view.by_probe}
+    # Alike on all ranks of a replica; between replicas no other check would see that they have drifted apart.
+    digest = sum(int(fingerprints.sum()) for view, fingerprints in expected.items() if not view.by_probe)
+    on_rank0(lambda of_ranks: _raise_if_replicas_differ(of_ranks, step), digest)
     on_rank0(lambda of_ranks: _raise_if_wrong(of_ranks, len(names), step), wrong)
     seconds = time.perf_counter() - start
     if engine.proved_version is None and engine.engine_rank == engine.tp_rank == 0:
         _log.info("weight-sync proof: %.2f s, %d tensors by bytes, %d by probe", seconds, len(names - probed), len(probed))
         unproved = {tensor.engine_name for tensor in held} - {tensor.engine_name for tensor in known}
-        unproved |= {name for name, _ in hf_named_parameters(policy)} - names
+        proved = {id(shards[name][0]) for name in names}  # a tied lm_head may be held under the embedding's name alone
+        unproved |= {name for name, (parameter, _) in shards.items() if id(parameter) not in proved}
         if unproved:
             _log.warning("weight-sync proof: not proved, since their layout in the engine is not known: %s", ", ".join(sorted(unproved)))
     engine.proved_version = step
     return seconds
 
 
-def _fits(tensor: HeldTensor, parameters: Mapping[str, Tensor]) -> bool:
+def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, _Shard]:
+    """Collective where adapters are merged. By HF name, a tied lm_head's too: an engine may pack it for itself."""
+    by_parameter = {id(parameter): (parameter, shard) for _, parameter, shard in hf_named_shards(policy)}
+    names = {hf_name(name): id(parameter) for name, parameter in policy.model.named_parameters(remove_duplicate=False)}
+    expected = {name: by_parameter[which] for name, which in names.items() if which in by_parameter}
+    if engine.takes_adapters:
+        expected |= {name: (parameter, shard) for name, parameter, shard in adapter_shards(policy.model, policy.lora)}
+    return expected
+
+
+def _fits(tensor: HeldTensor, shards: Mapping[str, _Shard]) -> bool:
     """Whether the engine's parameter is what its name says, as far as shapes tell."""
-    if not all(part.name in parameters and parameters[part.name].shape[0] == part.num_hf_rows for part in tensor.parts):
+    if not all(part.name in shards and shards[part.name][0].shape[0] == part.num_hf_rows for part in tensor.parts):
         return False
-    columns = {_columns(parameters[part.name]) for part in tensor.parts}
+    columns = {_columns(shards[part.name][0]) for part in tensor.parts}
     return len(columns) == 1 and (tensor.values is None or _columns(tensor.values) * tensor.num_column_slices == columns.pop())
 
 
@@ -118,24 +138,25 @@ def row_fingerprints(matrix: Tensor, coefficients: Tensor, num_slices: int, dtyp
     return out
 
 
-def _gather_fingerprints(parameters: Mapping[str, DTensor], views: list[_View], dtype: torch.dtype, step: int) -> dict[_View, Tensor]:
+def _gather_fingerprints(shards: Mapping[str, _Shard], views: list[_View], dtype: torch.dtype, step: int) -> dict[_View, Tensor]:
     """Collective. The policy's fingerprints of all rows [rows, slices] in each view, from those that each rank takes of its shard."""
     local, sizes = [], []
     for view in views:
-        parameter = parameters[view.name]
-        shard = parameter.to_local()
+        parameter, of_this_rank = shards[view.name]
+        shard = of_this_rank()
         padded = torch.zeros(rows_per_rank(parameter), view.num_slices, dtype=torch.int64, device=shard.device)
         coefficients = _coefficients(_columns(parameter), view.by_probe, dtype, step)
         if len(shard):
             padded[: len(shard)] = row_fingerprints(shard.reshape(len(shard), -1), coefficients, view.num_slices, dtype)
         local.append(padded.view(-1))
         sizes.append(padded.numel())
-    mine = torch.cat(local)
-    ranks = next(iter(parameters.values())).device_mesh.size()
-    gathered = torch.empty(ranks * len(mine), dtype=torch.int64, device=mine.device)
-    all_gather_flat(gathered, mine)
-    blocks = gathered.view(ranks, -1).split(sizes, dim=1)
-    return {v: block.reshape(-1, v.num_slices)[: parameters[v.name].shape[0]] for v, block in zip(views, blocks, strict=True)}
+        del shard  # before the next one is made
+    mine, group = torch.cat(local), shard_group(next(iter(shards.values()))[0])
+    gathered = mine.new_empty(dist.get_world_size(group), len(mine))
+    gathered[dist.get_rank(group)] = mine
+    wait_for(start_all_gather(gathered, group))
+    blocks = gathered.split(sizes, dim=1)
+    return {v: block.reshape(-1, v.num_slices)[: shards[v.name][0].shape[0]] for v, block in zip(views, blocks, strict=True)}
 
 
 def _differences(tensor: HeldTensor, of_policy: Mapping[_View, Tensor], columns: int, dtype: torch.dtype, step: int) -> dict[str, str]:
@@ -191,6 +212,16 @@ def _products_and_norms(fingerprints: Tensor) -> tuple[Tensor, Tensor]:
 def _in_order(fingerprints: Tensor, dtype: torch.dtype) -> Tensor:
     """Fingerprints of rows by rising hash, or by rising product."""
     return fingerprints[(fingerprints if dtype == torch.int64 else _products_and_norms(fingerprints)[0]).argsort()]
+
+
+def _raise_if_replicas_differ(digests: list[int], step: int) -> None:
+    """On rank 0: every rank's digest of the policy's weights -> nothing, or an error."""
+    differing = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    if differing:
+        raise WeightProofError(
+            f"step {step}: the replicas of the policy (model.num_replicas) hold different weights: those of rank {', '.join(differing)} "
+            "are not those of rank 0, likely because an update ran on some ranks only, or their gradients were not summed over all"
+        )
 
 
 def _raise_if_wrong(of_ranks: list[dict[str, str]], num_tensors: int, step: int) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import random
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from grpo_spmd.config import Config, ConfigError
+from grpo_spmd.config import Config, ConfigError, LoraConfig
 from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, rollout_seed
-from grpo_spmd.distributed import Session, barrier
+from grpo_spmd.distributed import Session, barrier, claim, ranks_that_differ
+from grpo_spmd.lora import engine_target_modules, hf_name
+from grpo_spmd.memory import SleepContract, measure
 
 # vLLM reads these when it is imported, which happens in functions below. In-process is the point of this file; the rest keeps a
 # terminal readable.
@@ -32,6 +35,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # some of its modules log before they have read the variable
 
 _log = logging.getLogger("grpo_spmd")
+_ADAPTER_ID = 1
+_MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
 _TOUCHED_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH", "NUMEXPR_MAX_THREADS")
 
 
@@ -88,17 +93,30 @@ class RolloutEngine:
         self._config, self._session = config, session
         self._stop_token_ids = sorted(stop_token_ids)
         self._loaded: set[str] | None = None
+        self._sleep_contract = SleepContract(session.device)
+        self.busy_s: list[float] = []  # of each generation of rollouts; see take_busy_sums
+        self._num_shared_calls = 0  # advances alike on all ranks: it names the queue of a call
+        self._holds_weights = False
+        self.takes_adapters = config.base_stays_in_engine
+        self._adapted: set[str] = set()  # HF names of the layers whose adapters were loaded
+        self._lora_request: Any = None
         tensor_parallel = config.rollout.tensor_parallel_size
         self.engine_rank, self.tp_rank = divmod(session.rank, tensor_parallel)
         self.num_engines = session.world_size // tensor_parallel
+        assert (session.engine_group is None) == (tensor_parallel == 1), "start_session was given another tensor_parallel_size"
         self._on_cpu = session.device.type == "cpu"
         _log.info("starting vLLM: %d engines of %d ranks, on %s", self.num_engines, tensor_parallel, session.device.type)
-        with _isolated(), warnings.catch_warnings():
+        with _isolated(), _allocator_settings_kept(session.device), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # about vLLM's own use of torch
             self._llm = _start_vllm(config, session)
         self._engine = self._llm.llm_engine
         self._model: nn.Module = self._llm.apply_model(_itself)[0]
         self._record_loaded_names()
+        if self.takes_adapters:
+            from vllm.lora.request import LoRARequest
+
+            # The adapter is there before the first request. Were it not, vLLM would look for this folder, and fail.
+            self._lora_request = LoRARequest("policy", _ADAPTER_ID, "/handed-over-in-memory")
         self.sleep()
 
     def wake_weights(self) -> None:
@@ -110,8 +128,15 @@ class RolloutEngine:
         self._weights_awake = True
         self.policy_version = None
 
+    @property
+    def needs_weights(self) -> bool:
+        """Whether a sync must bring all weights: always, but where adapters come by themselves and the base is still here."""
+        return not (self.takes_adapters and self._holds_weights)
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Collective over the engine's ranks. Replace every weight by (checkpoint name, full tensor) pairs; forget cached prefixes.
+
+        Where adapters come by themselves these are the base, `load_adapters` must follow.
 
         Raises:
             EngineStateError: asleep, requests still running, or an engine parameter that the pairs did not cover.
@@ -120,6 +145,7 @@ class RolloutEngine:
             raise EngineStateError("load_weights: the engine is asleep; call wake_weights first")
         self.policy_version = None
         self._loaded = None
+        self._holds_weights = False
         with _isolated():
             if self._on_cpu:
                 self._llm.apply_model(_before_reload_on_cpu)
@@ -128,11 +154,50 @@ class RolloutEngine:
                 self._llm.apply_model(_after_reload_on_cpu)
         if self._loaded is None:
             raise EngineStateError("load_weights: this model class does not say which weights it loaded, so the sync cannot be proved")
-        missing = sorted({name for name, _ in self._model.named_parameters()} - self._loaded)
+        missing = sorted({hf_name(name) for name, _ in self._model.named_parameters()} - self._loaded)
         if missing:
             raise EngineStateError(f"load_weights: {len(missing)} engine parameters were not covered by the policy, first {missing[0]}")
         self.reset_prefix_cache()  # it holds keys and values of the old weights
+        self._holds_weights = True
+        self.policy_version = None if self.takes_adapters else policy_version
+
+    def load_adapters(self, adapters: Mapping[str, Tensor], policy_version: int) -> None:
+        """Collective over the engine's ranks. Replace all adapters, given as full tensors LAYER.lora_A.weight and LAYER.lora_B.weight
+        (which has the factor alpha / rank in it); forget cached prefixes.
+
+        Raises:
+            EngineStateError: asleep, without the base, requests still running, or an adapter that the engine has no place for.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        if not (self._weights_awake and self._holds_weights):
+            raise EngineStateError("load_adapters: the engine is asleep or lacks the base; call wake_weights and load_weights first")
+        self._drop_adapters()
+        manager: Any = self._model.lora_manager
+        rank = self._config.model.lora.rank
+        layers = {name.removesuffix(".lora_A.weight") for name in adapters if name.endswith(".lora_A.weight")}
+        # Equal rank and alpha: the factor is in B. vLLM would otherwise multiply these tensors in place.
+        weights = {n: LoRALayerWeights(n, rank, rank, adapters[f"{n}.lora_A.weight"], adapters[f"{n}.lora_B.weight"]) for n in layers}
+        with _isolated():
+            manager.add_adapter(LoRAModel(_ADAPTER_ID, rank, weights))
+            manager.activate_adapter(_ADAPTER_ID)
+        # vLLM ignores an adapter whose name it does not know. What it took in is what its layers were given.
+        self._adapted = layers
+        taken = {tensor.engine_name for tensor in self._held_adapters()}
+        if homeless := sorted(adapters.keys() - taken):
+            raise EngineStateError(
+                f"load_adapters: {len(homeless)} adapters have no place in the engine, first {homeless[0]}; set model.lora.sync: merged"
+            )
+        self.reset_prefix_cache()
         self.policy_version = policy_version
+
+    def _drop_adapters(self) -> None:
+        """vLLM keeps a copy of the adapters beside the one in its layers: memory that the update can use."""
+        self.policy_version = None
+        self._adapted = set()
+        manager: Any = self._model.lora_manager
+        manager.remove_adapter(_ADAPTER_ID)
 
     def reset_prefix_cache(self) -> None:
         """Collective over the engine's ranks. Forget all cached prefixes, so that what comes next does not depend on what came before.
@@ -150,12 +215,31 @@ class RolloutEngine:
             self._llm.wake_up(tags=["kv_cache"])
         self._kv_cache_awake = True
 
-    def sleep(self) -> None:
-        """Free weights and KV cache for the policy's update (GPU); without a GPU only the state changes."""
+    def sleep(self, held_bytes: int | None = None) -> dict[str, float]:
+        """Free weights and KV cache for the policy's update (GPU); without a GPU only the state changes.
+
+        What is left in use is measured, and its growth over the run alarmed (memory.SleepContract), where `held_bytes` is given: what the
+        trainer itself holds meanwhile. Returns that check's metrics.
+        """
+        before = measure(self._session.device, self.pool_bytes())
+        if self.takes_adapters:
+            self._drop_adapters()
         if not self._on_cpu:
-            self._llm.sleep(level=self._config.rollout.sleep_level)
+            self._llm.sleep(level=self._config.sleep_level)
+            self._holds_weights = self._holds_weights and self._config.sleep_level == 1
         self._weights_awake = self._kv_cache_awake = False
         self.policy_version = None
+        if held_bytes is None:
+            return {}
+        return self._sleep_contract.check(before, measure(self._session.device, self.pool_bytes()), held_bytes)
+
+    def pool_bytes(self) -> int:
+        """Bytes of vLLM's sleep pool (weights, KV cache), awake or asleep; 0 without a GPU."""
+        if self._on_cpu:
+            return 0
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return int(CuMemAllocator.get_instance().get_current_usage())
 
     def generate(self, requests: Sequence[Request], policy_version: int) -> list[Completion]:
         """Collective over the engine's ranks: each must pass the same requests. One completion each, in the order of `requests`.
@@ -166,23 +250,99 @@ class RolloutEngine:
         Raises:
             EngineStateError: asleep, or the engine holds another version than `policy_version`.
         """
+        return self._generate(iter([requests]), 1, policy_version)
+
+    def generate_shared(
+        self, num_jobs: int, job_size: int, request: Callable[[int, int], Request], policy_version: int
+    ) -> dict[int, list[Completion]]:
+        """Collective. Share jobs 0 .. `num_jobs` - 1 out over all engines; each is `job_size` requests that stay on one engine.
+
+        `rollout.schedule: static` deals the jobs to the engines in turn. `shared_queue` deals each as many as it can run at once, at most
+        its fair share; from then on whoever runs fewer than that claims one of the others, so that an engine with short completions takes
+        more. Where an engine can run its whole share at once the two are the same.
+
+        Args:
+            request: (job, number within the job) -> the request; alike on all ranks, since who samples what must not change it.
+
+        Returns:
+            The completions of this engine's jobs by job, in the order of jobs; the same on all ranks of the engine.
+
+        Raises:
+            EngineStateError: as `generate`.
+        """
+        static = self._config.rollout.schedule == "static" or self.num_engines == 1
+        max_num_seqs = None if static else self._engine.vllm_config.scheduler_config.max_num_seqs
+        max_in_flight, num_dealt = share_out(num_jobs, job_size, self.num_engines, max_num_seqs)
+        queue, first_queued = f"jobs/{self._num_shared_calls}", min(num_dealt * self.num_engines, num_jobs)
+        self._num_shared_calls += 1
+        jobs = list(range(self.engine_rank, first_queued, self.num_engines))
+
+        def batches() -> Iterator[list[Request]]:
+            yield [request(job, number) for job in jobs for number in range(job_size)]
+            while first_queued < num_jobs and (claimed := self._claim(queue, num_jobs - first_queued)) is not None:
+                jobs.append(first_queued + claimed)
+                yield [request(jobs[-1], number) for number in range(job_size)]
+
+        completions = iter(self._generate(batches(), max_in_flight, policy_version))
+        by_job = {job: [next(completions) for _ in range(job_size)] for job in jobs}
+        return dict(sorted(by_job.items()))
+
+    def _claim(self, queue: str, num_jobs: int) -> int | None:
+        """Collective over the engine's ranks: what its first rank claims. They ask alike, since each of them schedules alike."""
+        claimed = claim(queue, num_jobs, self.num_engines) if self.tp_rank == 0 else None
+        if self._session.engine_group is None:
+            return claimed
+        of_first = torch.tensor([-1 if claimed is None else claimed])
+        dist.broadcast(of_first, group_src=0, group=self._session.engine_group)
+        return None if of_first < 0 else int(of_first)
+
+    def _generate(self, batches: Iterator[Sequence[Request]], max_in_flight: int, policy_version: int) -> list[Completion]:
+        """Take the next batch while fewer than `max_in_flight` requests are unfinished; completions in the order of the requests."""
         if not (self._weights_awake and self._kv_cache_awake):
             raise EngineStateError("generate: the engine is asleep; wake_weights, load_weights and wake_kv_cache come first")
         if self.policy_version != policy_version:
             raise EngineStateError(f"generate: the engine holds policy_version {self.policy_version}, this step needs {policy_version}")
         completions: dict[int, Completion] = {}
+        num_requests, all_taken = 0, False
+        scheduler = self._engine.engine_core.engine_core.scheduler
         # vLLM compiles a helper on first use for several seconds on a CPU; its result is the same without.
         stance = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
-        with _isolated(), stance, self._progress(len(requests)) as progress:
-            for number, request in enumerate(requests):
-                prompt = {"prompt_token_ids": request.prompt_ids}
-                self._engine.add_request(str(number), prompt, self._sampling_params(request))
-            while self._engine.has_unfinished_requests():
+        with _isolated(), stance, self._progress() as progress:
+            while True:
+                # Requests that wait for room (the KV cache may hold fewer than max_num_seqs) would be kept from an idle engine.
+                _, num_waiting = scheduler.get_request_counts()
+                while not all_taken and not num_waiting and num_requests - len(completions) < max_in_flight:
+                    batch = next(batches, None)
+                    all_taken = batch is None
+                    self._check_alike(batch or ())
+                    for request in batch or ():
+                        prompt = {"prompt_token_ids": request.prompt_ids}
+                        self._engine.add_request(str(num_requests), prompt, self._sampling_params(request), lora_request=self._lora_request)
+                        num_requests += 1
+                    progress.total = num_requests
+                if not self._engine.has_unfinished_requests():
+                    break
                 for output in self._engine.step():
                     if output.finished:
                         completions[int(output.request_id)] = _completion(output)
                         progress.update()
-        return [completions[number] for number in range(len(requests))]
+        return [completions[number] for number in range(num_requests)]
+
+    def _check_alike(self, requests: Sequence[Request]) -> None:
+        """Collective over the engine's ranks. Each of them samples for itself: unlike requests would give garbage, or hang.
+
+        Raises:
+            EngineStateError: on all of them.
+        """
+        group = self._session.engine_group
+        unlike = ranks_that_differ(repr(requests).encode(), group) if group is not None and requests else []
+        if unlike:
+            raise EngineStateError(f"generate: ranks {unlike} of engine {self.engine_rank} were given other requests than its first rank")
+
+    def take_busy_sums(self) -> dict[str, float]:
+        """This rank's seconds of each generation of rollouts since the last call, for `merge_sums`."""
+        seconds, self.busy_s = self.busy_s, []
+        return {f"{kind}busy_s/{call}": s for call, s in enumerate(seconds) for kind in ("", "max:")}
 
     def shutdown(self) -> None:
         """Collective. Stop vLLM; from 0.24 on this ends the default process group as well, so that all ranks must have come here."""
@@ -204,9 +364,10 @@ class RolloutEngine:
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
         fused: dict[str, list[str]] = getattr(self._model, "packed_modules_mapping", {})
-        held: list[HeldTensor] = []
+        held = self._held_adapters()
         seen: set[int] = set()  # a tied lm_head may share its parameter with the embedding
         for path, module in self._model.named_modules():
+            path = path.removesuffix(".base_layer")  # a layer that can take an adapter is wrapped
             if isinstance(module, LinearBase):
                 held += _held_by_linear(path, module, fused)
             elif isinstance(module, VocabParallelEmbedding):
@@ -216,6 +377,19 @@ class RolloutEngine:
                 for leaf, parameter in module.named_parameters(path, recurse=False):
                     held.append(HeldTensor(leaf, (HeldRows(leaf, len(parameter), 0, 0, len(parameter)),), parameter))
         return held
+
+    def _held_adapters(self) -> list[HeldTensor]:
+        """The adapters in this rank's engine, named as the policy names them, for the layers that were given one."""
+        from vllm.model_executor.layers.linear import LinearBase
+
+        fused: dict[str, list[str]] = getattr(self._model, "packed_modules_mapping", {})
+        held: list[HeldTensor] = []
+        if self._adapted:
+            manager: Any = self._model.lora_manager
+            for path, wrapper in manager.modules.items():
+                if isinstance(wrapper.base_layer, LinearBase):  # older versions also wrap the embedding and the lm_head
+                    held += _held_by_adapters(path, wrapper, fused, self._config.model.lora.rank)
+        return [tensor for tensor in held if tensor.engine_name.rpartition(".lora_")[0] in self._adapted]
 
     def _sampling_params(self, request: Request) -> Any:
         from vllm import SamplingParams
@@ -232,10 +406,10 @@ class RolloutEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _progress(self, total: int) -> tqdm[Any]:
-        """A bar for a terminal, once a rollout takes more than a few seconds; on the first rank only."""
+    def _progress(self) -> tqdm[Any]:
+        """A bar for a terminal, once a rollout takes more than a few seconds; of the first rank's requests only."""
         disable = True if self._session.rank else None  # None: tqdm's "only on a terminal"
-        return tqdm(total=total, desc="generate", unit="completion", delay=3, leave=False, disable=disable)
+        return tqdm(desc="generate", unit="completion", delay=3, leave=False, disable=disable)
 
     def _record_loaded_names(self) -> None:
         # vLLM only logs a warning for parameters that an update did not cover; the names are in what load_weights returns.
@@ -255,20 +429,37 @@ class RolloutEngine:
 
 
 def rollout_groups(engine: RolloutEngine, prompts: Sequence[Prompt], config: Config, step: int) -> list[RolloutGroup]:
-    """Collective over each engine's ranks. G completions for each of the step's prompts; returns the groups that this rank scores.
+    """Collective. G completions for each of the step's prompts; returns the groups that this rank scores, in the order of slots.
 
-    Prompts are dealt to engines in turn, and the groups of one engine to its ranks in turn; every group is on exactly one rank.
+    Prompts go to engines by `rollout.schedule`, and the groups of one engine to its ranks in turn; every group is on exactly one rank,
+    and some may have none.
+
+    Args:
+        prompts: equal on all ranks.
+        step: which policy is sampled, and which random numbers are used.
     """
-    slots = range(engine.engine_rank, len(prompts), engine.num_engines)
-    samples = range(config.rollout.group_size)
-    requests = [
-        Request(prompts[slot].token_ids, rollout_seed(config.seed, step, prompts[slot].position, sample))
-        for slot in slots
-        for sample in samples
-    ]
-    completions = iter(engine.generate(requests, policy_version=step))
-    groups = [RolloutGroup(slot, prompts[slot], [next(completions) for _ in samples]) for slot in slots]
+
+    def request(slot: int, sample: int) -> Request:
+        return Request(prompts[slot].token_ids, rollout_seed(config.seed, step, prompts[slot].position, sample))
+
+    start = time.perf_counter()
+    completions = engine.generate_shared(len(prompts), config.rollout.group_size, request, policy_version=step)
+    engine.busy_s.append(time.perf_counter() - start)
+    groups = [RolloutGroup(slot, prompts[slot], of_prompt) for slot, of_prompt in completions.items()]
     return groups[engine.tp_rank :: config.rollout.tensor_parallel_size]
+
+
+def share_out(num_jobs: int, job_size: int, num_engines: int, max_num_seqs: int | None) -> tuple[int, int]:
+    """How many requests an engine has in flight at most, and how many jobs it is dealt at first: one in turn until each has that many.
+
+    What is not dealt is claimed, by an engine that has fewer requests in flight. Where jobs are many that keeps up to `job_size` - 1
+    requests waiting, so that an engine is never short of work. Without `max_num_seqs` all jobs are dealt.
+    """
+    fair_share = -(-num_jobs // num_engines)
+    if max_num_seqs is None:
+        return fair_share * job_size, fair_share
+    max_in_flight = min(max_num_seqs, fair_share * job_size)
+    return max_in_flight, min(max_in_flight // job_size, num_jobs // num_engines)
 
 
 def _start_vllm(config: Config, session: Session) -> Any:
@@ -292,6 +483,8 @@ def _start_vllm(config: Config, session: Session) -> Any:
         "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
         "disable_log_stats": True,
     }
+    if config.base_stays_in_engine:
+        options.update(_lora_options(config.model.path, config.model.lora))
     if session.device.type == "cpu":
         options.update(enforce_eager=True, block_size=32, kv_cache_memory_bytes=_cpu_kv_cache_bytes(config, session))
     options.update(config.rollout.engine)
@@ -301,6 +494,33 @@ def _start_vllm(config: Config, session: Session) -> Any:
         raise ConfigError(f"rollout.engine: vllm.LLM refused {sorted(config.rollout.engine)}: {error}") from None
     finally:
         torch.set_num_threads = set_num_threads
+
+
+@contextmanager
+def _allocator_settings_kept(device: torch.device) -> Iterator[None]:
+    """The pool of vLLM's sleep mode cannot live in torch's expandable segments: vLLM switches them off while it fills it, and on again.
+
+    Up to 0.30 it looks for them in PYTORCH_CUDA_ALLOC_CONF alone, not in PYTORCH_ALLOC_CONF, and writes nothing but that one option back;
+    torch takes an option that is not in what it is handed for the default, so that the user's others were gone for the rest of the run.
+    """
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")  # in torch's order
+    if device.type != "cuda" or not given:
+        yield
+        return
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = given
+    yield
+    torch._C._accelerator_setAllocatorSettings(given)
+
+
+def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:
+    """Room for one adapter of this rank on the layers that get one, and not on the embedding and the lm_head."""
+    room = [rank for rank in _MAX_LORA_RANKS if rank >= lora.rank]
+    if not room:
+        raise ConfigError(f"model.lora.rank: {lora.rank} is more than vLLM takes ({_MAX_LORA_RANKS[-1]}); set model.lora.sync: merged")
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room[0], "lora_target_modules": engine_target_modules(path, lora)}
+    return {name: value for name, value in options.items() if hasattr(EngineArgs, name)}  # older versions adapt all layers
 
 
 def _cpu_kv_cache_bytes(config: Config, session: Session) -> int:
@@ -397,6 +617,21 @@ def _held_by_linear(path: str, module: Any, fused: dict[str, list[str]]) -> list
     held = [HeldTensor(f"{path}.weight", _suffixed(parts, "weight"), values, product, quantised, *columns)]
     if module.bias is not None:
         held.append(HeldTensor(f"{path}.bias", _suffixed(parts, "bias"), module.bias))
+    return held
+
+
+def _held_by_adapters(path: str, wrapper: Any, fused: dict[str, list[str]], rank: int) -> list[HeldTensor]:
+    """A and B of each HF layer in a vLLM linear layer; they are fused, and split over ranks, as its weight is."""
+    base = _held_by_linear(path, wrapper.base_layer, fused)[0]
+    parts = [base.parts] if wrapper.n_slices == 1 else [(part,) for part in base.parts]
+    held = []
+    for rows, lora_a, lora_b in zip(parts, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True):
+        layer = rows[0].name.removesuffix(".weight")
+        a, b = f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+        # [adapter, 1, largest rank, columns] and [adapter, 1, rows, largest rank]
+        values_a, values_b = lora_a[0, 0, :rank], lora_b[0, 0, :, :rank]
+        held.append(HeldTensor(a, (HeldRows(a, rank, 0, 0, rank),), values_a, None, False, base.column_slice, base.num_column_slices))
+        held.append(HeldTensor(b, tuple(replace(part, name=b, start=part.start - rows[0].start) for part in rows), values_b))
     return held
 
 

@@ -25,9 +25,11 @@ def train(config: Config, inputs: Inputs) -> bool:
     """Collective. One whole run; True when it came to its end."""
     # Imported here, because --help and a config error should not wait seconds for torch and vllm.
     from grpo_spmd.assemble import SampledStep, assemble_batch, penalise_rewards_by_kl
+    from grpo_spmd.batching import attention_cost_ratio
     from grpo_spmd.checkpoint import save_weights_if_due
     from grpo_spmd.distributed import end_session, start_session
     from grpo_spmd.evaluate import evaluate, evaluate_if_due
+    from grpo_spmd.memory import HostOffload
     from grpo_spmd.metrics import MetricsLog, dump_if_refused, dump_rollouts_if_due, log_to_terminal, open_run_dir
     from grpo_spmd.policy import build_policy, build_reference, load_tokenizer, stop_token_ids
     from grpo_spmd.rollout import RolloutEngine, rollout_groups
@@ -39,34 +41,37 @@ def train(config: Config, inputs: Inputs) -> bool:
     held_out = {name: build_prompts(rows, tokenizer, config, name) for name, rows in inputs.eval_rows.items()}
     stream = PromptStream(prompts, config.seed, config.data.shuffle)
 
-    session = start_session()
+    session = start_session(config.model.num_replicas, config.rollout.tensor_parallel_size)
     log_to_terminal(session)
     log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
     rewards = RewardPool(config.rewards, config.reward_pool, log_file, columns=inputs.columns)
     score = functools.partial(rewards.score, tokenizer=tokenizer)
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
     engine = RolloutEngine(config, session, stop_token_ids(config.model.path, tokenizer))
-    policy = build_policy(config.model, config.rollout.temperature, session)
-    reference = build_reference(config, session)
+    policy = build_policy(config.model, config.rollout.temperature, session, seed=config.seed)
+    reference = build_reference(config, session, policy)
     updater = PolicyUpdater(policy, config)
+    offload = HostOffload(config.model.offload, policy, reference, updater.optimizer)
     # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
     open_run_dir(config, session, num_dropped_prompts=inputs.num_rows - len(prompts) - sum(map(len, held_out.values())))
-    log = MetricsLog(config, session, policy.num_parameters)
+    log = MetricsLog(config, session, policy.num_parameters, engine.pool_bytes)
+    cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
     num_steps = config.training.num_steps
 
     for step in range(num_steps):
         with log.phase("weight_sync"):
-            synced = sync_weights(policy, engine, step, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps)
+            synced = sync_weights(policy, engine, step, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps, offload)
         with log.phase("eval"):
             log.record(evaluate_if_due(held_out, engine, score, config, step))
-        sampled = SampledStep(config, session)
+        sampled = SampledStep(config, session, cost_ratio)
         while sampled.num_missing:  # once, unless dynamic sampling has to refill the step
             with log.phase("rollout"):
                 groups = rollout_groups(engine, stream.take(sampled.num_missing), config, step)
             with log.phase("reward"), dump_if_refused(config, step, sampled):
                 sampled.add(groups, score(groups, num_step_completions=sampled.num_completions))
         with log.phase("rollout"):
-            engine.sleep()
+            log.record_largest(engine.sleep(offload.held_bytes))
+            log.record_largest(offload.to_device())
         with log.phase("reward"), dump_if_refused(config, step, sampled):
             batch, decided = assemble_batch(sampled, config, session)
         with log.phase("logprobs"):
@@ -75,7 +80,7 @@ def train(config: Config, inputs: Inputs) -> bool:
         with log.phase("reward"):
             dump_rollouts_if_due(config, step, sampled, decided)
         with log.phase("update"):
-            sums = updater.update(batch)
+            sums = updater.update(batch) | engine.take_busy_sums()
         log.check_step(step, sampled, decided, synced, sums)  # before a checkpoint is made of it
         with log.phase("checkpoint"):
             save_weights_if_due(policy, config, step + 1, session)
@@ -83,7 +88,7 @@ def train(config: Config, inputs: Inputs) -> bool:
 
     if config.eval.every_steps:  # the policy that the run ends with
         with log.phase("weight_sync"):
-            sync_weights(policy, engine, num_steps, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps)
+            sync_weights(policy, engine, num_steps, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps, offload)
         with log.phase("eval"):
             log.record(evaluate(held_out, engine, score, config, num_steps))
     log.close()
@@ -114,6 +119,8 @@ def main() -> None:
 
     # Warnings of torch's C++ side (NUMA binding, hooks at exit) say nothing that a user could act on; its errors still show.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Huge pages for large tensors in host memory: without, page faults are half the time of a weight sync on the CPU.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from grpo_spmd.distributed import exit_with_outcome

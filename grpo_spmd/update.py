@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -12,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config import Config
 from grpo_spmd.data_types import MicroBatch, RolloutBatch
-from grpo_spmd.distributed import any_rank
+from grpo_spmd.distributed import any_rank, merge_sums
 from grpo_spmd.loss import aggregation_weights, mismatch_sums, policy_loss, rollout_correction
-from grpo_spmd.policy import Policy, build_optimizer
+from grpo_spmd.policy import Policy, Scores, build_optimizer
 
 # A rank's sums for the metrics, merged by distributed.merge_sums: numbers add up, "max:..." take the maximum, "hist:..." and "ids:..."
 # are lists.
@@ -22,14 +23,13 @@ Sums = dict[str, Any]
 
 
 @torch.no_grad()
-def attach_logprobs(policy: Policy, reference: Policy | None, batch: RolloutBatch, config: Config) -> None:
+def attach_logprobs(policy: Policy, reference: Callable[[MicroBatch], Scores] | None, batch: RolloutBatch, config: Config) -> None:
     """Collective. Fill `old_logprobs` and `ref_logprobs` of every micro-batch where the loss needs them.
 
     With one optimizer step a rollout the policy that trains is the one that sampled, so that old logprobs are the ones of the update
     itself and no pass is made for them.
     """
-    training = config.training
-    needs_old = training.num_mini_batches * training.num_epochs > 1 or config.loss.kl_in == "reward"
+    needs_old = config.training.num_optimizer_steps > 1 or config.loss.kl_in == "reward"
     for micro_batch in _micro_batches(batch):
         if config.loss.old_logprobs == "engine":
             micro_batch.old_logprobs = micro_batch.rollout_logprobs
@@ -48,6 +48,10 @@ class PolicyUpdater:
         self._policy, self._config = policy, config
         self._optimizer, self._schedule = build_optimizer(policy, config.optimizer)
         self._skipped_in_a_row = 0
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
 
     def update(self, batch: RolloutBatch) -> Sums:
         """Collective. One optimizer step for each mini-batch of each epoch; returns this rank's sums for the metrics.
@@ -94,9 +98,9 @@ class PolicyUpdater:
             return
         self._skipped_in_a_row = 0
         sums["max:updates"] += 1
-        sums["max:grad_norm"] = max(sums.get("max:grad_norm", 0.0), grad_norm)
-        sums["max:lr"] = max(sums.get("max:lr", 0.0), float(self._schedule.get_last_lr()[0]))
-        _add(sums, own)
+        update_sums: Sums = {name: value.tolist() for name, value in own.items()}
+        update_sums |= {"max:grad_norm": grad_norm, "max:lr": float(self._schedule.get_last_lr()[0])}
+        sums.update(merge_sums([sums, update_sums]))
         self._optimizer.step()
         self._schedule.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -165,17 +169,6 @@ def _accumulate(sums: dict[str, Tensor], more: dict[str, Tensor]) -> None:
             sums[name] = value
         else:
             sums[name] = torch.maximum(sums[name], value) if name.startswith("max:") else sums[name] + value
-
-
-def _add(sums: Sums, more: dict[str, Tensor]) -> None:
-    for name, tensor in more.items():
-        value = tensor.tolist()
-        if name.startswith("max:"):
-            sums[name] = max(sums.get(name, -math.inf), value)
-        elif name.startswith("hist:"):
-            sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * len(value)), value, strict=True)]
-        else:
-            sums[name] = sums.get(name, 0.0) + value
 
 
 def _micro_batches(batch: RolloutBatch) -> list[MicroBatch]:

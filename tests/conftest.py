@@ -8,4 +8,4 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two ranks on two cores: with mo
 
 from jaxtyping import install_import_hook
 
-install_import_hook(["grpo_spmd.advantages", "grpo_spmd.loss", "grpo_spmd.policy"], "beartype.beartype")
+install_import_hook(["grpo_spmd.advantages", "grpo_spmd.logprobs", "grpo_spmd.loss", "grpo_spmd.policy"], "beartype.beartype")

@@ -58,7 +58,7 @@ def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overri
     return folder
 
 
-def write_config(folder: Path, model: Path, **sections: Any) -> Path:
+def write_config(folder: Path, model: Path, /, **sections: Any) -> Path:
     """A small, complete config over `model` and the demo's kind of data; `sections` are merged over it."""
     data = folder / "train.jsonl"
     if not data.exists():

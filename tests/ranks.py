@@ -43,6 +43,8 @@ class Job:
             output, _ = self.process.communicate(self._stdin, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
+            for pid in self.survivors():  # torchrun's workers are in sessions of their own, and hold the pipe
+                os.kill(pid, signal.SIGKILL)
             output, _ = self.process.communicate()
             raise AssertionError(f"still running after {timeout_s} s; its output:\n{output}") from None
         return self.process.returncode, output

@@ -34,6 +34,7 @@ class Case:
     spoil: Spoil = lambda tree: None
     overrides: tuple[str, ...] = ()
     world_size: int | None = None
+    local_world_size: int | None = None
 
 
 CASES: list[Case] = []
@@ -49,8 +50,9 @@ def bad(name: str, expected: str, *overrides: str, world_size: int | None = None
     return add
 
 
-def bad_value(expected: str, *overrides: str, world_size: int | None = None) -> None:
-    CASES.append(Case(" ".join(overrides)[:60], expected, overrides=overrides, world_size=world_size))
+def bad_value(expected: str, *overrides: str, world_size: int | None = None, local_world_size: int | None = None) -> None:
+    name = " ".join(overrides)[:60]
+    CASES.append(Case(name, expected, overrides=overrides, world_size=world_size, local_world_size=local_world_size))
 
 
 def bad_file(name: str, file: str, content: str | bytes, expected: str, *overrides: str) -> None:
@@ -167,6 +169,18 @@ bad_value("rollout.engine.max_model_len", "rollout.engine.max_model_len=10")
 bad_value("rewards must name at least one reward", "rewards=[]")
 bad_value("rollout.tensor_parallel_size (2) must divide the number of ranks (1)", "rollout.tensor_parallel_size=2")
 bad_value("rollout.tensor_parallel_size (4) must divide the number of ranks (6)", "rollout.tensor_parallel_size=4", world_size=6)
+bad_value(
+    "rollout.tensor_parallel_size (4) must divide the number of ranks (2): 1, 2 would", "rollout.tensor_parallel_size=4", world_size=2
+)
+bad_value("model.num_replicas (4) must divide the number of ranks (6): 1, 2, 3, 6 would", "model.num_replicas=4", world_size=6)
+bad_value("model.num_replicas (2) must divide the number of ranks (1): 1 would", "model.num_replicas=2")
+bad_value("model.num_replicas must be >= 1; got 0", "model.num_replicas=0")
+bad_value(
+    "rollout.tensor_parallel_size (4) must divide the ranks of a node, since an engine stays on one (6): 1, 2, 3, 6 would",
+    "rollout.tensor_parallel_size=4",
+    world_size=12,
+    local_world_size=6,
+)
 bad_value("must divide the model's 4 attention heads", "rollout.tensor_parallel_size=3", world_size=3)
 
 # The data
@@ -444,6 +458,8 @@ def test_bad_input_is_refused_in_one_line(
     _prepare(case)
     if case.world_size is not None:
         monkeypatch.setenv("WORLD_SIZE", str(case.world_size))
+    if case.local_world_size is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(case.local_world_size))
     before = _contents(folder)
     status = _main(monkeypatch, *case.overrides)
     captured = capsys.readouterr()

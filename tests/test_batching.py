@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import sys
+from collections import Counter
+from types import FrameType
 
 import pytest
 import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.balance import ranks_of_a_group, trace
 from grpo_spmd.assemble import decode_rollouts, encode_rollouts
-from grpo_spmd.batching import Plan, pack_rollouts, plan_batch, plan_metrics, split_groups
+from grpo_spmd.batching import Plan, attention_cost_ratio, pack_rollouts, plan_batch, plan_metrics, split_groups
 from grpo_spmd.data_types import MicroBatch, Rollout
 
 CPU = torch.device("cpu")
@@ -29,47 +36,189 @@ def _random_case(seed: int) -> tuple[list[int], int, list[int], int]:
     return lengths, rng.randint(1, 9), sizes, budget
 
 
-def _random_plan(seed: int) -> tuple[Plan, list[int], int, list[int], int]:
-    lengths, num_ranks, sizes, budget = _random_case(seed)
-    return plan_batch(lengths, num_ranks=num_ranks, mini_batch_sizes=sizes, max_tokens=budget), lengths, num_ranks, sizes, budget
+Case = tuple[Plan, list[int], list[float], int, list[int], int]
+
+
+@pytest.fixture(params=range(60))
+def case(request: pytest.FixtureRequest) -> Case:
+    """A plan with the tokens and costs that it was made of, and its ranks, mini-batches and budget."""
+    lengths, num_ranks, sizes, budget = _random_case(request.param)
+    ratio = [0.0, 0.003, 0.1][request.param % 3]
+    costs = [n + ratio * n * n for n in lengths]
+    plan = plan_batch(lengths, num_ranks=num_ranks, mini_batch_sizes=sizes, max_tokens=budget, costs=costs)
+    return plan, lengths, costs, num_ranks, sizes, budget
 
 
 SEEDS = range(60)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_every_rollout_is_trained_exactly_once(seed: int) -> None:
-    plan, lengths, *_ = _random_plan(seed)
+def test_every_rollout_is_trained_exactly_once(case: Case) -> None:
+    plan, lengths, *_ = case
     assert sorted(i for mini_batch in plan for rank in mini_batch for row in rank for i in row) == list(range(len(lengths)))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_all_ranks_have_the_same_number_of_micro_batches(seed: int) -> None:
-    plan, _, num_ranks, sizes, _ = _random_plan(seed)
+def test_all_ranks_have_the_same_number_of_micro_batches(case: Case) -> None:
+    plan, _, _, num_ranks, sizes, _ = case
     assert [len(mini_batch) for mini_batch in plan] == [num_ranks] * len(sizes)
     assert all(len({len(rank) for rank in mini_batch}) == 1 and mini_batch[0] for mini_batch in plan)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_no_micro_batch_is_over_the_budget(seed: int) -> None:
-    plan, lengths, _, _, budget = _random_plan(seed)
+def test_no_micro_batch_is_over_the_budget(case: Case) -> None:
+    plan, lengths, *_, budget = case
     assert all(sum(lengths[i] for i in row) <= budget for mini_batch in plan for rank in mini_batch for row in rank)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_ranks_differ_by_at_most_the_longest_rollout(seed: int) -> None:
-    plan, lengths, *_ = _random_plan(seed)
+def test_ranks_differ_by_at_most_the_costliest_rollout(case: Case) -> None:
+    plan, _, costs, *_ = case
     for mini_batch in plan:
-        loads = [sum(lengths[i] for row in rank for i in row) for rank in mini_batch]
-        assert max(loads) - min(loads) <= max((lengths[i] for rank in mini_batch for row in rank for i in row), default=0)
+        loads = [sum(costs[i] for row in rank for i in row) for rank in mini_batch]
+        costliest = max((costs[i] for rank in mini_batch for row in rank for i in row), default=0.0)
+        assert max(loads) - min(loads) <= costliest * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_two_micro_batches_of_a_rank_would_not_fit_into_one(seed: int) -> None:
-    plan, lengths, _, _, budget = _random_plan(seed)
-    for rank in (rank for mini_batch in plan for rank in mini_batch):
-        tokens = sorted(sum(lengths[i] for i in row) for row in rank if row)
-        assert len(tokens) < 2 or tokens[0] + tokens[1] > budget
+def test_there_are_no_more_micro_batches_than_rollouts_of_the_greatest_length_would_need(case: Case) -> None:
+    plan, lengths, _, num_ranks, _, budget = case
+    for mini_batch in plan:
+        members = [lengths[i] for rank in mini_batch for row in rank for i in row]
+        if members:
+            fewest = -(-sum(members) // (num_ranks * budget))
+            assert fewest <= len(mini_batch[0]) <= -(-len(members) // (num_ranks * (budget // max(members))))
+
+
+def test_the_same_rollouts_are_planned_alike(case: Case) -> None:
+    plan, lengths, costs, num_ranks, sizes, budget = case
+    assert plan == plan_batch(tuple(lengths), num_ranks=num_ranks, mini_batch_sizes=sizes, max_tokens=budget, costs=tuple(costs))
+
+
+@pytest.mark.parametrize("num_rollouts", [100, 1000, 10_000])
+@pytest.mark.parametrize("num_ranks", [2, 8, 16, 64])
+def test_a_long_tailed_trace_is_balanced(num_rollouts: int, num_ranks: int) -> None:
+    for seed in range(3):
+        lengths = trace(num_rollouts, seed=seed)
+        costs = [n + 3e-5 * n * n for n in lengths]
+        plan = plan_batch(lengths, num_ranks=num_ranks, mini_batch_sizes=[num_rollouts], max_tokens=16384, costs=costs)
+        metrics = plan_metrics(plan, lengths, costs)
+        # By another way than plan_metrics: the time that ranks take in step, beside what no plan can better.
+        in_step = sum(max(sum(costs[i] for i in row) for row in rows) for rows in zip(*plan[0], strict=True))
+        share = sum(costs) / num_ranks
+        assert metrics["packing_efficiency_frac"] == pytest.approx(share / in_step)
+        assert in_step <= 1.02 * max(share, max(costs))
+        if max(costs) <= 0.9 * share:
+            assert metrics["packing_efficiency_frac"] >= 0.98
+            assert metrics["rank_cost_spread_frac"] <= 0.02
+        assert len(plan[0][0]) <= 1.03 * sum(lengths) / (num_ranks * 16384) + 2
+
+
+def test_a_budget_of_one_long_rollout_costs_little() -> None:
+    # a row of short rollouts is out of tokens before it costs as much as the longest rollout, and its rank has to wait
+    for num_ranks, efficiency in [(2, 0.99), (16, 0.97), (32, 0.94), (64, 0.85)]:
+        lengths = trace(1000)
+        costs = [n + 3e-5 * n * n for n in lengths]
+        plan = plan_batch(lengths, num_ranks=num_ranks, mini_batch_sizes=[1000], max_tokens=8448, costs=costs)
+        assert plan_metrics(plan, lengths, costs)["packing_efficiency_frac"] >= efficiency
+
+
+def test_costs_decide_where_tokens_would_not() -> None:
+    # One rollout of 10 tokens costs 10 + 0.1 * 100 = 20, one of 1 token 1.1: by tokens the long one is worth 10 short ones, by cost 18.
+    lengths = [10] + [1] * 10
+    costs = [n + 0.1 * n * n for n in lengths]
+    by_tokens = plan_batch(lengths, num_ranks=2, mini_batch_sizes=[11], max_tokens=100)
+    assert {len(rank[0]) for rank in by_tokens[0]} == {1, 10}
+    lengths += [1] * 8
+    costs += [1.1] * 8
+    plan = plan_batch(lengths, num_ranks=2, mini_batch_sizes=[19], max_tokens=100, costs=costs)
+    assert {len(rank[0]) for rank in plan[0]} == {1, 18}
+    assert plan_metrics(plan, lengths, costs)["rank_cost_spread_frac"] == pytest.approx(0.01)
+    assert plan_metrics(plan, lengths, costs)["rank_token_spread_frac"] == pytest.approx(8 / 18)
+
+
+@pytest.mark.parametrize(("num_ranks", "max_tokens"), [(2, 10_000), (2, 600), (4, 400), (8, 100), (8, 300), (16, 100)])
+def test_siblings_of_one_length_lie_on_different_ranks(num_ranks: int, max_tokens: int) -> None:
+    plan = plan_batch([50] * 64, num_ranks=num_ranks, mini_batch_sizes=[64], max_tokens=max_tokens)
+    rank_of = {i: number for number, rank in enumerate(plan[0]) for row in rank for i in row}
+    for group in range(8):
+        on = Counter(rank_of[8 * group + sample] for sample in range(8))
+        assert max(on.values()) == -(-8 // num_ranks), (group, on)
+
+
+def test_siblings_that_are_alike_are_not_drawn_to_one_rank() -> None:
+    plan = plan_batch(trace(8000), num_ranks=8, mini_batch_sizes=[8000], max_tokens=16384)
+    # 8 rollouts dealt to 8 ranks at random lie on 8 * (1 - (7/8)^8) = 5.25 ranks on average
+    assert ranks_of_a_group(plan, 8000) > 5.1
+
+
+def test_planning_does_not_compare_every_rollout_with_every_row() -> None:
+    """Counted, not timed: comparisons of rollouts and rows by the heap and the sorts grow as n log n."""
+    calls = {}
+    for num_rollouts in (2_000, 20_000):
+        lengths, count = trace(num_rollouts), 0
+
+        def tick(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal count
+            count += 1
+
+        sys.setprofile(tick)
+        plan_batch(lengths, num_ranks=4, mini_batch_sizes=[num_rollouts], max_tokens=16384)
+        sys.setprofile(None)
+        calls[num_rollouts] = count
+    assert calls[20_000] < 15 * calls[2_000], calls
+
+
+def test_a_hundred_thousand_rollouts_can_be_planned() -> None:
+    lengths = trace(100_000)
+    plan = plan_batch(lengths, num_ranks=16, mini_batch_sizes=[50_000, 50_000], max_tokens=16384)
+    metrics = plan_metrics(plan, lengths)
+    assert metrics["packing_efficiency_frac"] > 0.995
+    assert metrics["rank_token_spread_frac"] < 0.001
+    assert metrics["micro_batches"] == sum(len(mini_batch[0]) for mini_batch in plan) <= 1.02 * sum(lengths) / (16 * 16384) + 2
+
+
+@pytest.mark.parametrize(("lengths", "num_ranks"), [([700], 8), ([1000, 1, 1], 4), ([16384] + [10] * 99, 8), ([5] * 33, 32)])
+def test_degenerate_batches_take_one_micro_batch_and_the_time_of_the_bound(lengths: list[int], num_ranks: int) -> None:
+    plan = plan_batch(lengths, num_ranks=num_ranks, mini_batch_sizes=[len(lengths)], max_tokens=16384)
+    assert {len(rank) for rank in plan[0]} == {1}
+    in_step = max(sum(lengths[i] for i in rank[0]) for rank in plan[0])
+    assert in_step == max(max(lengths), min(lengths) * -(-len(lengths) // num_ranks))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # Qwen2.5-1.5B: 28 layers * 12 heads * 128 / 1,543,714,304
+        (transformers.Qwen2Config(num_hidden_layers=28, hidden_size=1536, num_attention_heads=12), 2.786e-5),
+        # a head's size that is not hidden / heads; 2 of 6 layers see all tokens
+        (transformers.Qwen3Config(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, head_dim=32), 2 * 4 * 32 / 1_543_714_304),
+        (
+            transformers.Gemma3TextConfig(
+                num_hidden_layers=2, num_attention_heads=4, head_dim=8, layer_types=["sliding_attention", "full_attention"]
+            ),
+            4 * 8 / 1_543_714_304,
+        ),
+        (transformers.PretrainedConfig(), 0.0),
+    ],
+)
+def test_attention_cost_ratio_by_hand(config: transformers.PretrainedConfig, expected: float) -> None:
+    assert attention_cost_ratio(1_543_714_304, config) == pytest.approx(expected, rel=1e-3)
+
+
+def test_attention_cost_ratio_is_that_of_counted_flops() -> None:
+    """torch's own counter on a forward and backward pass. Plain attention computes the masked half too, so twice what is needed."""
+    config = transformers.Qwen3Config(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=4, head_dim=32, vocab_size=64,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    flops = {}
+    for length in (64, 128, 192):
+        with FlopCounterMode(display=False) as counter:
+            model(torch.arange(length)[None] % 64).logits.sum().backward()
+        flops[length] = counter.get_total_flops()
+    # a * L + b * L^2 through three lengths: it has no other term
+    b = (flops[128] - 2 * flops[64]) / (128**2 - 2 * 64**2)
+    a = flops[64] / 64 - b * 64
+    assert flops[192] == pytest.approx(a * 192 + b * 192**2, rel=1e-6)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert attention_cost_ratio(parameters, config) == pytest.approx(b / 2 / a, rel=0.02)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -98,13 +247,15 @@ def test_mini_batches_of_unequal_sizes_by_hand() -> None:
     # the first block is rollout 0 alone, the second 1 and 2; the third has none, and each rank still one row
     plan = plan_batch([5, 4, 3], num_ranks=2, mini_batch_sizes=[1, 2, 0], max_tokens=5)
     assert plan == [[[[0]], [[]]], [[[1]], [[2]]], [[[]], [[]]]]
-    assert plan_metrics(plan, [5, 4, 3])["packing_efficiency_frac"] == pytest.approx(12 / (6 * 5))
+    # in step: 5, then 4, then nothing
+    assert plan_metrics(plan, [5, 4, 3])["packing_efficiency_frac"] == pytest.approx(12 / (2 * 9))
 
 
 def test_a_step_without_rollouts_can_be_planned_and_measured() -> None:
     plan = plan_batch([], num_ranks=2, mini_batch_sizes=[0, 0], max_tokens=5)
     assert plan == [[[[]], [[]]]] * 2
-    assert plan_metrics(plan, []) == {"packing_efficiency_frac": 0.0, "rank_token_spread_frac": 0.0}
+    nothing = {"packing_efficiency_frac": 0.0, "rank_cost_spread_frac": 0.0, "rank_token_spread_frac": 0.0}
+    assert plan_metrics(plan, []) == {**nothing, "micro_batches": 2}
 
 
 @pytest.mark.parametrize(
@@ -126,9 +277,19 @@ def test_rollout_over_the_budget_is_refused() -> None:
 
 
 def test_plan_metrics_by_hand() -> None:
-    # rows of 9, 0, 5, 5 tokens: 19 of 4 * 9; ranks hold 9 and 10
-    metrics = plan_metrics([[[[0], []], [[1], [2]]]], [9, 5, 5])
-    assert metrics == {"packing_efficiency_frac": pytest.approx(19 / 36), "rank_token_spread_frac": pytest.approx(0.1)}
+    # rank 0 has rows of 9 and 0 tokens, rank 1 of 5 and 5: in step they take 9 + 5
+    plan, lengths = [[[[0], []], [[1], [2]]]], [9, 5, 5]
+    assert plan_metrics(plan, lengths) == {
+        "packing_efficiency_frac": pytest.approx(19 / (2 * 14)),
+        "rank_cost_spread_frac": pytest.approx(0.1),
+        "rank_token_spread_frac": pytest.approx(0.1),
+        "micro_batches": 2,
+    }
+    # and with costs of 18, 5, 7: 18 | 5 and 0 | 7
+    metrics = plan_metrics(plan, lengths, [18.0, 5.0, 7.0])
+    assert metrics["packing_efficiency_frac"] == pytest.approx(30 / (2 * 25))
+    assert metrics["rank_cost_spread_frac"] == pytest.approx(6 / 18)
+    assert metrics["rank_token_spread_frac"] == pytest.approx(0.1)
 
 
 def _rollout(number: int, prompt: list[int], completion: list[int], advantage: float = 1.0, counts: bool = True) -> Rollout:
@@ -177,7 +338,7 @@ def test_packed_targets_are_the_next_tokens_of_their_own_sequence(seed: int) -> 
     for number in range(rng.randint(1, 6)):
         prompt, completion = rng.choices(range(100), k=rng.randint(1, 5)), rng.choices(range(100), k=rng.randint(0, 5))
         rollouts.append(_rollout(number, prompt, completion))
-    if not any(r.completion_ids for r in rollouts):
+    if not any(len(r.completion_ids) for r in rollouts):
         rollouts.append(_rollout(99, [1], [2]))
     row = pack_rollouts(rollouts, CPU)
     torch.testing.assert_close(row.input_ids[row.predict_index + 1], row.target_ids)
@@ -196,9 +357,9 @@ def test_row_without_rollouts_counts_nothing_but_can_be_run() -> None:
 @pytest.mark.parametrize("prompt", [[5], [5, 6]])
 def test_row_of_empty_completions_counts_nothing_but_can_be_run(prompt: list[int]) -> None:
     row = pack_rollouts([_rollout(0, prompt, [])], CPU)
-    assert row.input_ids.tolist() == prompt
     assert row.loss_mask.tolist() == [False]
-    assert 0 <= int(row.predict_index[0]) < len(prompt)
+    assert (len(row.target_ids), row.rollout_ids) == (1, [])
+    assert 0 <= int(row.predict_index[0]) < len(row.input_ids) == sum(row.sequence_lengths)
 
 
 def test_number_of_loss_tokens_survives_any_plan() -> None:
@@ -217,14 +378,34 @@ def test_rollouts_cross_ranks_unchanged() -> None:
         Rollout(7, -0.0, False, [2**31 - 1], [], []),
         Rollout(2**40, 1e-300, True, [0], [9], [-123.45678901234567]),
     ]
-    assert decode_rollouts(encode_rollouts(rollouts)) == rollouts
+    assert [_as_lists(r) for r in decode_rollouts(encode_rollouts(rollouts))] == rollouts
+
+
+def _as_lists(rollout: Rollout) -> Rollout:
+    prompt_ids, completion_ids, logprobs = map(list, (rollout.prompt_ids, rollout.completion_ids, rollout.rollout_logprobs))
+    return dataclasses.replace(rollout, prompt_ids=prompt_ids, completion_ids=completion_ids, rollout_logprobs=logprobs)
+
+
+def test_rollouts_that_crossed_are_packed_as_those_that_did_not() -> None:
+    rollouts = [_rollout(0, [1, 2], [3, 4, 5], 0.5), _rollout(3, [9], []), _rollout(1, [6], [7], -1.5, counts=False)]
+    here, there = pack_rollouts(rollouts, CPU), pack_rollouts(decode_rollouts(encode_rollouts(rollouts)), CPU)
+    for name, value in vars(here).items():
+        assert value.dtype == getattr(there, name).dtype if isinstance(value, torch.Tensor) else True
+        torch.testing.assert_close(getattr(there, name), value, rtol=0, atol=0)
+    dtypes = {name: value.dtype for name, value in vars(here).items() if isinstance(value, torch.Tensor)}
+    whole, real = torch.int64, torch.float32
+    assert dtypes == {
+        **dict.fromkeys(("input_ids", "position_ids", "predict_index", "target_ids", "sequence_index"), whole),
+        **dict.fromkeys(("rollout_logprobs", "advantages"), real),
+        "loss_mask": torch.bool,
+    }
 
 
 def test_random_floats_cross_ranks_to_the_last_bit() -> None:
     rng = random.Random(0)
     logprobs = [-rng.expovariate(1.0) for _ in range(1000)]
     (back,) = decode_rollouts(encode_rollouts([Rollout(0, rng.gauss(0, 1), True, [1], [2] * 1000, logprobs)]))
-    assert [x.hex() for x in back.rollout_logprobs] == [x.hex() for x in logprobs]
+    assert [float(x).hex() for x in back.rollout_logprobs] == [x.hex() for x in logprobs]
 
 
 def test_no_rollouts_cross_ranks_as_none() -> None:

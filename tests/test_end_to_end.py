@@ -190,7 +190,7 @@ def test_checkpoints_are_kept_as_configured(debugged: Run) -> None:
 
 @pytest.fixture(scope="module")
 def elaborate(demo: Path) -> Run:
-    """The other paths: several mini-batches, a reference, tensor parallel, bfloat16, small micro-batches, W&B offline."""
+    """The other paths: several mini-batches, a reference, tensor parallel, a temperature, bfloat16, small micro-batches, W&B offline."""
     return train(
         2,
         demo,
@@ -200,6 +200,7 @@ def elaborate(demo: Path) -> Run:
         "rollout.num_prompts_per_step=16",
         "training.max_tokens_per_micro_batch=64",
         "rollout.tensor_parallel_size=2",
+        "rollout.temperature=0.7",
         "model.dtype=bfloat16",
         "model.activation_checkpointing=true",
         "loss.kl_coef=0.01",

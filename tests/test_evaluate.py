@@ -125,7 +125,7 @@ def test_k_doubles_up_to_the_number_of_samples(num_samples: int, ks: list[int]) 
 
 
 # Whole evaluations. Sets of 1, 3 and 7 prompts are fewer than, or no multiple of, two ranks. The prompts are longer than a block of the
-# prefix cache and occur in training too: an evaluation that left its cache behind would change how training's prompts are computed.
+# prefix cache and occur in training too; that an evaluation leaves no cache behind is seen by tests/workers/evaluate.py.
 
 SETS = {"e1": 1, "e3": 3, "e7": 7}
 NUM_SAMPLES, NUM_STEPS = 4, 3

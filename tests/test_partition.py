@@ -15,11 +15,13 @@ from grpo_spmd.config import Config, LossConfig, load_config
 from tests.models import make_model, write_config
 from tests.ranks import run_worker
 from tests.workers.update import (
+    COMPILED_AT,
     GROUP_SIZE,
     NUM_GROUPS,
-    RECOMPUTED,
+    REPLICATED,
     SETTINGS,
     SPLITS,
+    VARIANTS,
     fixed_groups,
     fixed_reward,
     with_setting,
@@ -88,11 +90,15 @@ def test_the_settings_really_bind(by_ranks: dict[int, Results]) -> None:
 @pytest.mark.parametrize("num_ranks", WORLD_SIZES)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_loss_gradient_and_parameters_do_not_depend_on_the_split(by_ranks: dict[int, Results], setting: str, num_ranks: int) -> None:
-    """Ranks, micro-batches, packing, who sampled what. After the first of several optimizer steps the weights differ by rounding, and
-    Adam, which divides by the gradient's size, hands that on at about ten times the size: 1e-5 there, else 1e-6."""
+    """Ranks, micro-batches, packing, who sampled what, recomputation, compilation. After the first of several optimizer steps the weights
+    differ by rounding, and Adam, which divides by the gradient's size, hands that on at about ten times the size: 1e-5 there, else 1e-6.
+    """
     reference = by_ranks[1][setting, ONE_ROW]
     found = {split: result for (of, split), result in by_ranks[num_ranks].items() if of == setting}
-    assert len(found) == len(SPLITS) - (num_ranks == 3) + (setting == "as configured")
+    replicated = num_ranks % 2 == 0 and setting in ("as configured", SEVERAL_STEPS)
+    variants = len(VARIANTS) - (num_ranks != COMPILED_AT) if setting == "as configured" else 0
+    assert len(found) == len(SPLITS) - (num_ranks == 3) + variants + replicated
+    assert (REPLICATED in found) == replicated
     bound = 1e-5 if setting == SEVERAL_STEPS else 1e-6
     for split, result in found.items():
         for exact in ("loss_tokens", "updates", "mismatch_tokens"):
@@ -111,8 +117,12 @@ def test_loss_gradient_and_parameters_do_not_depend_on_the_split(by_ranks: dict[
                 assert relative_difference(gradients[name], expected) < 5 * bound, (split, name)
 
 
-def test_recomputed_activations_are_among_the_splits(by_ranks: dict[int, Results]) -> None:
-    assert all(("as configured", RECOMPUTED) in results for results in by_ranks.values())
+def test_layers_are_compiled_once_for_all_lengths(by_ranks: dict[int, Results]) -> None:
+    """Before and after attention, with and without gradients, whatever the number of layers and of lengths."""
+    graphs = {variant: by_ranks[COMPILED_AT]["as configured", variant]["graphs"] for variant in VARIANTS}
+    assert graphs["activations recomputed but for products"] == 0
+    assert by_ranks[COMPILED_AT]["as configured", FEW_ROWS]["rows"] > 1
+    assert 0 < graphs["compiled"] <= 10
 
 
 def test_mismatch_is_measured_once_and_on_the_policy_that_sampled(by_ranks: dict[int, Results]) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 from grpo_spmd.rewards.sandbox import Limits, passes_program_test, passes_statements
 
+DEFAULT_TIME_S = 8.0  # of `code`; preflight.py compares it with the pool's deadline
+
 Completion = str | list[dict[str, Any]]
 
 
@@ -65,12 +67,13 @@ def countdown(
         if given is None or goal is None:
             scores.append(None)
             continue
-        equation = _tagged(completion_text(completion), answer_tag)
+        equation = tagged(completion_text(completion), answer_tag)
         scores.append(0.0 if equation is None else float(_reaches(equation, [int(n) for n in given], Fraction(goal))))
     return scores
 
 
-def _tagged(text: str, tag: str | None) -> str | None:
+def tagged(text: str, tag: str | None) -> str | None:
+    """What stands in the last `<tag>...</tag>`, None where there is none; all of the text where `tag` is None. Stripped."""
     if tag is None:
         return text.strip()
     before, closing, _ = text.rpartition(f"</{tag}>")
@@ -153,7 +156,7 @@ def run_tests(
     *,
     tests_column: str = "tests",
     partial_credit: bool = False,
-    time_s: float = 8.0,
+    time_s: float = DEFAULT_TIME_S,
     memory_mib: float = 1024,
     isolation: str = "required",
     **columns: Any,

@@ -36,7 +36,7 @@ def main() -> None:
         scored_here.append(len(groups))
         return pool.score(groups, tokenizer, num_step_completions=num_step_completions)
 
-    session = start_session()
+    session = start_session(tensor_parallel_size=config.rollout.tensor_parallel_size)
     pool = RewardPool(config.rewards, config.reward_pool, Path(config.run_dir, f"rewards_{session.rank}.log"))
     Path(config.run_dir).mkdir(exist_ok=True)
     engine = RolloutEngine(config, session, stop_token_ids(config.model.path, tokenizer))

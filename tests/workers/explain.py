@@ -15,7 +15,7 @@ from grpo_spmd.batching import pack_rollouts
 from grpo_spmd.config import load_config
 from grpo_spmd.data_types import Rollout
 from grpo_spmd.distributed import end_session, exit_with_outcome, on_rank0, start_session
-from grpo_spmd.policy import build_optimizer, build_policy, build_reference
+from grpo_spmd.policy import Policy, build_optimizer, build_policy, build_reference
 from grpo_spmd.weight_sync import SyncStats, gather_full_tensors
 
 
@@ -24,8 +24,9 @@ def main() -> None:
     session = start_session()
     facts = explain.read_model(config.model.path)
     assert facts is not None
-    policy, reference = build_policy(config.model, 1.0, session), build_reference(config, session)
-    assert reference is not None
+    policy = build_policy(config.model, 1.0, session)
+    reference = build_reference(config, session, policy)
+    assert isinstance(reference, Policy)
     assert policy.num_parameters == facts.num_parameters
 
     optimizer, _ = build_optimizer(policy, config.optimizer)

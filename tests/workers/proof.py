@@ -39,7 +39,7 @@ class Trials:
 
     def __init__(self, path: str, overrides: list[str]) -> None:
         self.config = load_config(path, overrides)
-        self.session = start_session()
+        self.session = start_session(tensor_parallel_size=self.config.rollout.tensor_parallel_size)
         self.engine = RolloutEngine(self.config, self.session, [0])
         self.policy = build_policy(self.config.model, self.config.rollout.temperature, self.session)
         self.optimizer, _ = build_optimizer(self.policy, self.config.optimizer)

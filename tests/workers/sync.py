@@ -25,7 +25,7 @@ from grpo_spmd.weight_sync import sync_weights
 
 def main() -> None:
     config, num_steps = load_config(sys.argv[1]), int(sys.argv[2])
-    session = start_session()
+    session = start_session(config.model.num_replicas, config.rollout.tensor_parallel_size)
     engine = RolloutEngine(config, session, [0])
     refuses(lambda: engine.generate([Request([1], 0)], 0), "asleep")
     refuses(lambda: engine.load_weights(iter([]), 0), "asleep")
@@ -39,6 +39,8 @@ def main() -> None:
         disturb(policy, optimizer, step)
         sync_weights(policy, engine, step, config.rollout.weight_sync_bucket_mib, 0)
         refuses(lambda version=step: engine.generate([Request([1], 0)], version + 1), "policy_version")
+        if config.rollout.tensor_parallel_size > 1:
+            refuses(lambda version=step: engine.generate([Request([1], engine.tp_rank)], version), "ranks [1] of engine")
         with torch.no_grad():  # by torch's own full_tensor(), not by the code under test
             full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in hf_named_parameters(policy)}
             plain.load_state_dict(full, strict=False)

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.utils
 
 import grpo_spmd.assemble
 from grpo_spmd.assemble import SampledStep, assemble_batch, penalise_rewards_by_kl
 from grpo_spmd.batching import Plan, plan_batch
 from grpo_spmd.config import Config, load_config
 from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, ScoredRollouts
-from grpo_spmd.distributed import Session, end_session, exit_with_outcome, merge_sums, on_rank0, start_session
+from grpo_spmd.distributed import Session, end_session, exit_with_outcome, merge_sums, on_rank0, policy_mesh, start_session
 from grpo_spmd.policy import Policy, build_policy, build_reference, hf_named_parameters, load_weights
 from grpo_spmd.update import PolicyUpdater, attach_logprobs
 
@@ -93,7 +94,14 @@ SPLITS = {
     "a few rows, dealt as tensor parallel 2 deals": (90, "tensor parallel", True),
     "a row for each rollout, dealt at random": (90, "at random", False),
 }
-RECOMPUTED = "activations recomputed, small logit chunks"
+# What of the model's config differs in one more update each; compiling takes a while, so that it is done at one world size only.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "activations recomputed, small logit chunks": {"activation_checkpointing": True, "logprob_chunk_tokens": 5},
+    "activations recomputed but for products": {"activation_checkpointing": "selective"},
+    "compiled": {"compile": True},
+}
+COMPILED_AT = 2
+REPLICATED = "two replicas of the policy"  # HSDP: 2 x 1 of 2 ranks, 2 x 2 of 4
 
 
 def deal(groups: list[RolloutGroup], how: str, session: Session) -> list[RolloutGroup]:
@@ -118,10 +126,9 @@ def main() -> None:
     config, reference_model, out = load_config(sys.argv[1]), sys.argv[2], sys.argv[3]
     session = start_session()
     policy = build_policy(config.model, config.rollout.temperature, session)
-    checkpointed = dataclasses.replace(config.model, activation_checkpointing=True, logprob_chunk_tokens=5)
-    recomputing = build_policy(checkpointed, config.rollout.temperature, session)
-    reference = build_reference(dataclasses.replace(config, model=dataclasses.replace(config.model, path=reference_model)), session)
-    assert reference is not None
+    of_reference = dataclasses.replace(config, model=dataclasses.replace(config.model, path=reference_model))
+    reference = build_reference(of_reference, session, policy)
+    assert isinstance(reference, Policy)
 
     results = {}
     for setting in SETTINGS:
@@ -131,8 +138,22 @@ def main() -> None:
             changed = with_setting(config, setting)
             changed = dataclasses.replace(changed, training=dataclasses.replace(changed.training, max_tokens_per_micro_batch=tokens))
             results[setting, split] = one_update(changed, policy, reference, deal(fixed_groups(), how, session), packed, session)
-    groups = deal(fixed_groups(), "in turn", session)
-    results["as configured", RECOMPUTED] = one_update(config, recomputing, reference, groups, True, session)
+    for variant, changes in VARIANTS.items():
+        if variant == "compiled" and session.world_size != COMPILED_AT:
+            continue
+        changed_policy = build_policy(dataclasses.replace(config.model, **changes), config.rollout.temperature, session)
+        groups = deal(fixed_groups(), "in turn", session)
+        results["as configured", variant] = one_update(config, changed_policy, reference, groups, True, session)
+        results["as configured", variant]["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    if session.world_size % 2 == 0:
+        replicated = build_policy(
+            config.model, config.rollout.temperature, dataclasses.replace(session, mesh=policy_mesh(session.device, 2))
+        )
+        for setting in ("as configured", "two epochs, two mini-batches"):
+            result = one_update(with_setting(config, setting), replicated, reference, groups, True, session)
+            results[setting, REPLICATED] = result
+            digests = on_rank0(list, [float(parameter.double().sum()) for parameter in result["parameters"].values()])
+            assert all(digest == digests[0] for digest in digests), "replicas differ"
     if session.is_rank0:
         torch.save(results, out)
     end_session()

@@ -1,0 +1,139 @@
+"""One rank of the rollout_tail benchmark: make a model whose prompts decide how long their completions are, or sample from it.
+
+python -m benchmarks.rollout_tail_worker FOLDER make|measure
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+import yaml
+
+from grpo_spmd.config import load_config
+from grpo_spmd.data_types import Prompt
+from grpo_spmd.demo import make_tokenizer
+from grpo_spmd.distributed import barrier, end_session, exit_with_outcome, on_rank0, start_session
+from grpo_spmd.policy import build_policy
+from grpo_spmd.rollout import RolloutEngine, rollout_groups
+from grpo_spmd.weight_sync import sync_weights
+
+NUM_PROMPTS, GROUP_SIZE, AT_ONCE, ROUNDS = 32, 4, 8, 5
+HIDDEN, VOCABULARY, EOS, MAX_TOKENS = 256, 97, 0, 160
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    if sys.argv[2] == "make":
+        make(folder)
+    else:
+        with exit_with_outcome():
+            measure(folder)
+
+
+def mean_tokens(token: int) -> float:
+    """The mean length after a prompt that ends with `token`: drawn from a lognormal of mean 30 and sigma 1; from 80 on 6 or 48."""
+    if token >= 80:
+        return 48.0 if token % 2 else 6.0
+    return 30 * math.exp(random.Random(token).gauss(0, 1) - 0.5)
+
+
+def make(folder: Path) -> None:
+    """A Qwen3 in which attention and MLP add nothing, so that a token is followed by itself, or by the end with a chance of its own.
+
+    Everything is computed all the same, as for any model of its size.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    make_tokenizer(folder / "model")
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+        length = math.sqrt(HIDDEN)  # of a one-hot vector behind the last norm
+        logits = torch.full((VOCABULARY, HIDDEN), -30.0)
+        for token in range(1, VOCABULARY):
+            end = 1 / max(mean_tokens(token), 1.01)
+            logits[token, token], logits[EOS, token] = math.log(1 - end), math.log(end)
+        model.lm_head.weight.copy_(logits / length)
+        model.model.embed_tokens.weight.copy_(torch.eye(VOCABULARY, HIDDEN))
+    model.save_pretrained(folder / "model")
+    (folder / "train.jsonl").write_text("{}\n")  # never read
+    tree = {
+        "run_dir": str(folder / "run"),
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 8},
+        "rewards": [{"name": "exact"}],
+        "rollout": {
+            "num_prompts_per_step": NUM_PROMPTS,
+            "group_size": GROUP_SIZE,
+            "max_completion_tokens": MAX_TOKENS,
+            "engine": {"max_num_seqs": AT_ONCE},
+        },
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+
+
+def measure(folder: Path) -> None:
+    config = load_config(folder / "config.yaml")
+    schedules = {
+        name: dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, schedule=name)) for name in ("static", "shared_queue")
+    }
+    cases = {
+        "prompts of lognormal mean length, sigma 1": [token + 1 for token in range(NUM_PROMPTS)],
+        "every second prompt 8 times as long": [80 + slot % 2 for slot in range(NUM_PROMPTS)],
+    }
+    session = start_session()
+    engine = RolloutEngine(config, session, [EOS])
+    policy = build_policy(config.model, config.rollout.temperature, session)
+    found = []
+    for what, tokens in cases.items():
+        seconds: dict[str, list[list[float]]] = {name: [] for name in schedules}
+        for step in range(1 + ROUNDS):  # the first is for warming up
+            sync_weights(policy, engine, step, config.rollout.weight_sync_bucket_mib, 0)
+            order = list(range(NUM_PROMPTS))
+            if "lognormal" in what:
+                random.Random(step).shuffle(order)
+            prompts = [Prompt(slot, slot, [5, tokens[place]], "", {}) for slot, place in enumerate(order)]
+            made = []
+            for name in sorted(schedules, reverse=bool(step % 2)):
+                engine._config = schedules[name]
+                engine.reset_prefix_cache()
+                barrier()
+                groups = rollout_groups(engine, prompts, config, step)
+                seconds[name].append(on_rank0(list, engine.busy_s.pop()))
+                mine = [[g.slot, [dataclasses.astuple(c) for c in g.completions]] for g in groups]
+                made.append(on_rank0(lambda parts: sorted(group for part in parts for group in part), mine))
+            assert made[0] == made[1], "the schedules sampled different tokens"
+            assert [slot for slot, _ in made[0]] == list(range(NUM_PROMPTS))
+        measured = {name: of_rounds[1:] for name, of_rounds in seconds.items()}
+        per_engine = NUM_PROMPTS * GROUP_SIZE // 2
+        found.append({"what": what, "at_once": AT_ONCE, "per_engine": per_engine, "seconds": measured})
+    if session.is_rank0:
+        (folder / "found.json").write_text(json.dumps(found))
+    engine.shutdown()
+    end_session()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""A whole step beside TRL's: the same model, data, sampling, loss and optimizer, real generation by vLLM on both sides, one thread each.
+
+A random Qwen3 of 5 million parameters (float32) ends a completion with a chance of about 1 % a token, at 256 tokens at most: ragged, with
+a mean near 90. A step is 16 prompts x 8 completions and one optimizer step. Ours is `python -m grpo_spmd.train`, unchanged. TRL's is its
+GRPOTrainer with colocated vLLM in .venv-trl (made on first use), its weight sync repaired for the CPU (step_vs_trl_worker.py says how)
+and without what would slow it down here: bfloat16 and activation checkpointing, both on by default.
+
+First, that both do the same: a small run of ours, whose rollouts TRL's trainer then trains on; loss and advantages of each step must
+agree, and after several optimizer steps TRL's policy must still give our completions the logprobs that our engine, synced from our
+policy, gave them. Then a sweep of TRL's micro-batch, and rounds in turn: ours, TRL at per_device_train_batch_size's default, with all
+rollouts in one batch (gradient_accumulation_steps' default) and at its best. All processes live on between their turns, stopped. Ours
+is stopped within a step, which is left out.
+
+Times are wall-clock seconds of a step. "update" is forward, backward, clip and optimizer; "logprobs" the pass before it: TRL makes one for
+its weights of engine against policy, we take them from the update's own pass.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import transformers
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from benchmarks.report import Row, main_arguments, report
+from benchmarks.trl_environment import TRL_VERSION, trl_python
+
+_ROUNDS = 5
+_STEPS_A_TURN = 2  # of ours; TRL makes one
+_SIZES = (4, 8, 16, 32, 64, 128)
+_DEFAULT_SIZE = 8
+_EOS = "<eos>"
+_VOCABULARY = 4096
+_END_LOGIT = 3.75  # above the rest, near uniform: about 1 % of 4096
+_MAX_PROMPT = 24
+_PHASES = ("generation", "sync", "reward", "logprobs", "update", "step")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A step's size and the learning rate, for both sides."""
+
+    num_prompts: int
+    group_size: int
+    num_steps: int
+    lr: float
+    max_completion_tokens: int = 256
+    max_prompt_tokens: int = _MAX_PROMPT
+
+    @property
+    def num_rollouts(self) -> int:
+        return self.num_prompts * self.group_size
+
+
+_TIMED = Task(16, 8, 1000, 1e-8)  # at larger rates lengths drift, one way on one side and the other on the other
+_COMPARED = Task(4, 4, 4, 1e-4)
+_TOLERANCE = 1e-4  # TRL adds 1e-4 to standard deviations of about 50, which is some of what is seen
+
+
+def main() -> None:
+    args = main_arguments(__doc__)
+    transformers.utils.logging.disable_progress_bar()
+    python = trl_python()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make(folder)
+        equal = compare(folder, python)
+        report("step_vs_trl_equal", equal, args.json)
+        if off := [row["what"] for row in equal if not row["difference"] <= row["at most"]]:
+            raise AssertionError(f"the two sides do not compute the same: {', '.join(off)}")
+        sweep, rows = race(folder, python)
+    report("step_vs_trl_sweep", sweep, args.json)
+    report("step_vs_trl", rows, args.json)
+
+
+# The task
+
+
+def make(folder: Path) -> None:
+    """The model with its tokenizer in FOLDER/model, and FOLDER/train.jsonl."""
+    vocabulary = {_EOS: 0, **{f"w{i}": i for i in range(1, _VOCABULARY)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_EOS))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS).save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=_VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        # An lm_head has no bias: one channel that is the same for every token stands in for it.
+        model.model.embed_tokens.weight[:, 0] = 0.5
+        model.lm_head.weight[0] = 0.0
+        channel = model.model(torch.randint(1, _VOCABULARY, (8, 128))).last_hidden_state[..., 0].mean()
+        model.lm_head.weight[0, 0] = _END_LOGIT / channel
+    model.save_pretrained(folder / "model")
+    rng = random.Random(0)
+    rows = [{"prompt": " ".join(f"w{rng.randrange(1, _VOCABULARY)}" for _ in range(rng.randint(8, _MAX_PROMPT)))} for _ in range(512)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+# Processes that take turns
+
+
+class Side:
+    """A process that writes a line of JSON to `steps` after each step. Only one of all has its turn at a time."""
+
+    def __init__(self, command: list[str], steps: Path, log: Path) -> None:
+        self._steps, self._log = steps, log
+        self._file: TextIO | None = None
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        }
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, text=True, start_new_session=True
+            )
+
+    def wait(self, count: int) -> list[Row]:
+        """The next `count` steps."""
+        lines: list[str] = []
+        part = ""
+        while len(lines) < count:
+            ended = self.process.poll() is not None  # looked at first: what it wrote before its end is read below
+            if self._file is None and self._steps.exists():
+                self._file = self._steps.open()
+            part += self._file.readline() if self._file else ""
+            if part.endswith("\n"):
+                lines.append(part)
+                part = ""
+            elif ended:
+                raise SystemExit(f"{self._steps.stem}: ended with {self.process.returncode}:\n{self._log.read_text()[-3000:]}")
+            else:
+                time.sleep(0.002)
+        return [json.loads(line) for line in lines]
+
+    def end(self) -> None:
+        if self._file:
+            self._file.close()
+        os.killpg(self.process.pid, signal.SIGKILL)  # also where it is stopped; reward processes end with it
+        self.process.wait()
+
+
+class Ours(Side):
+    def __init__(self, folder: Path, name: str, task: Task) -> None:
+        self.run = folder / name
+        config = {
+            "run_dir": str(self.run),
+            "model": {"path": str(folder / "model"), "dtype": "float32"},
+            "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": task.max_prompt_tokens},
+            "rollout": {
+                "num_prompts_per_step": task.num_prompts,
+                "group_size": task.group_size,
+                "max_completion_tokens": task.max_completion_tokens,
+            },
+            "rewards": [{"name": "even", "function": f"{Path(__file__).with_name('step_vs_trl_reward.py')}:even_tokens"}],
+            "reward_pool": {"num_workers": 1},
+            "optimizer": {"lr": task.lr},
+            "training": {"num_steps": task.num_steps},
+        }
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(config))
+        super().__init__(
+            [sys.executable, "-m", "grpo_spmd.train", "--config", str(path)], self.run / "metrics.jsonl", folder / f"{name}.log"
+        )
+
+    def turn(self, count: int) -> list[Row]:
+        """`count` whole steps. The process is stopped at the start of a further one, which the next turn leaves out."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+        steps = self.wait(1 + count)[1:]
+        os.killpg(self.process.pid, signal.SIGSTOP)
+        return [
+            {
+                "generation_s": m["time/rollout_s"],
+                "sync_s": m["time/weight_sync_s"],
+                "reward_s": m["time/reward_s"],
+                "logprobs_s": m["time/logprobs_s"],
+                "update_s": m["time/update_s"],
+                "step_s": m["time/step_s"],
+                "reward_mean": m["reward/mean"],
+                "tokens_mean": m["completion/tokens_mean"],
+            }
+            for m in steps
+        ]
+
+
+class Trl(Side):
+    def __init__(
+        self, folder: Path, name: str, task: Task, python: str, micro_batch: int, replay: Sequence[Sequence[Row]] = (), **arguments: Any
+    ) -> None:
+        settings = {"task": vars(task), "micro_batch": micro_batch, "arguments": arguments, "replay": replay}
+        (folder / f"{name}.json").write_text(json.dumps(settings))
+        command = [python, "-W", "ignore", "-m", "benchmarks.step_vs_trl_worker", str(folder), name]
+        super().__init__(command, folder / f"{name}.jsonl", folder / f"{name}.log")
+
+    def turn(self, count: int) -> list[Row]:
+        """`count` steps, after which the process waits."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{count}\n")
+        self.process.stdin.flush()
+        return self.wait(count)
+
+
+# The same numbers first
+
+
+def compare(folder: Path, python: str) -> list[Row]:
+    """TRL's trainer on the rollouts of a run of ours, over several optimizer steps."""
+    ours = Ours(folder, "compared", _COMPARED)
+    metrics = ours.wait(_COMPARED.num_steps)
+    ours.end()
+    rollouts = [_lines(ours.run / "rollouts" / f"step_{step:06d}.jsonl") for step in range(_COMPARED.num_steps)]
+    kept = ("prompt_ids", "completion_ids", "rollout_logprobs")
+    replay = [[{key: rollout[key] for key in kept} for rollout in step] for step in rollouts]
+    theirs = {}
+    for name, arguments in (("trained", {}), ("untrained", {"learning_rate": 0.0})):
+        trl = Trl(folder, name, _COMPARED, python, _COMPARED.group_size, replay, **arguments)
+        theirs[name] = trl.turn(_COMPARED.num_steps)
+        trl.end()
+    pairs = [(m, step, trl) for m, step, trl in zip(metrics, rollouts, theirs["trained"], strict=True)]
+    rewards = max(abs(m["reward/mean"] - trl["reward_mean"]) for m, _, trl in pairs)
+    loss = max(abs(m["loss/total"] - trl["loss"]) for m, _, trl in pairs)
+    advantages = max(abs(r["advantage"] - a) for _, step, trl in pairs for r, a in zip(step, trl["advantages"], strict=True))
+    logprobs, untrained = (theirs[name][-1]["logprob_difference"] for name in ("trained", "untrained"))
+    facts = {"steps": _COMPARED.num_steps, "rollouts a step": _COMPARED.num_rollouts, "lr": _COMPARED.lr, "TRL version": TRL_VERSION}
+    return [
+        {"what": what, "difference": difference, "at most": most, "if TRL had not trained": idle, **facts}
+        for what, difference, most, idle in (
+            ("mean reward", rewards, _TOLERANCE, "-"),
+            ("loss", loss, _TOLERANCE, "-"),
+            ("advantages", advantages, _TOLERANCE, "-"),
+            ("logprobs of the last step: TRL's policy, our engine", logprobs, untrained / 100, untrained),
+        )
+    ]
+
+
+def _lines(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# The times
+
+
+def race(folder: Path, python: str) -> tuple[list[Row], list[Row]]:
+    """Rows of the sweep over TRL's micro-batch, and of the rounds."""
+    sides: list[Side] = []
+    try:
+        ours = Ours(folder, "ours", _TIMED)
+        sides.append(ours)
+        ours.turn(1)
+        trl: dict[int, Trl] = {}
+        swept: dict[int, Row] = {}
+        for size in _SIZES:
+            trl[size] = Trl(folder, f"trl_{size}", _TIMED, python, size)
+            sides.append(trl[size])
+            _, swept[size] = trl[size].turn(2)
+        best = min(_SIZES, key=lambda size: swept[size]["step_s"])
+        for size in set(_SIZES) - {_DEFAULT_SIZE, max(_SIZES), best}:
+            trl.pop(size).end()
+        own: list[list[Row]] = []
+        theirs: dict[int, list[list[Row]]] = {size: [] for size in trl}
+        for number in range(_ROUNDS):
+            own.append(ours.turn(_STEPS_A_TURN))
+            for size in trl:
+                theirs[size].append(trl[size].turn(1))
+            print(f"round {number + 1} of {_ROUNDS}", flush=True)
+    finally:
+        for side in sides:
+            if side.process.returncode is None:
+                side.end()
+    facts = {"rollouts": _TIMED.num_rollouts, "threads": 1, "TRL version": TRL_VERSION}
+    sweep = [{"TRL's micro-batch": size, **{f"{p}_s": swept[size][f"{p}_s"] for p in _PHASES}, **facts} for size in _SIZES]
+    rows = []
+    for size, rounds in theirs.items():
+        names = ((_DEFAULT_SIZE, "its default"), (max(_SIZES), "one batch"), (best, "its best"))
+        label = ", ".join([str(size), *(name for each, name in names if each == size)])
+        rows += [_row(label, phase, own, rounds) | facts for phase in ("step", "generation", "sync", "update", "logprobs + update")]
+    return sweep, rows
+
+
+def _row(label: str, phase: str, own: list[list[Row]], theirs: list[list[Row]]) -> Row:
+    """One phase in all rounds; a round's ratio is between its own turns."""
+
+    def seconds(turn: list[Row]) -> float:
+        return statistics.mean(sum(float(step[f"{part}_s"]) for part in phase.split(" + ")) for step in turn)
+
+    ratios = sorted(seconds(b) / seconds(a) for a, b in zip(own, theirs, strict=True))
+
+    def median(rounds: list[list[Row]], value: Callable[[list[Row]], float]) -> float:
+        return statistics.median(value(turn) for turn in rounds)
+
+    def tokens(turn: list[Row]) -> float:
+        return statistics.mean(float(step["tokens_mean"]) for step in turn)
+
+    return {
+        "TRL's micro-batch": label,
+        "phase": phase,
+        "ours_s": median(own, seconds),
+        "trl_s": median(theirs, seconds),
+        "ratio": statistics.median(ratios),
+        "min": ratios[0],
+        "max": ratios[-1],
+        "ours_samples_per_s": _TIMED.num_rollouts / median(own, seconds),
+        "trl_samples_per_s": _TIMED.num_rollouts / median(theirs, seconds),
+        "ours_tokens_mean": median(own, tokens),
+        "trl_tokens_mean": median(theirs, tokens),
+        "rounds": len(ratios),
+    }
+
+
+if __name__ == "__main__":
+    main()

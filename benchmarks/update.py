@@ -1,0 +1,254 @@
+"""The update phase: packed rows against padded batches, the same weights, rollouts, loss and optimizer, in turn; and what recomputation
+and compilation do to time and memory.
+
+Random Qwen3 models; completions of lognormal lengths, 240 tokens at most, after prompts of 8 to 20. "packed" is PolicyUpdater over the rows
+that batching makes of the rollouts, packing included. "padded" is plain transformers as TRL lays a batch out: prompts padded on the left,
+completions on the right, to the longest of a micro-batch; log_softmax of the completions' logits, our policy_loss, clipping and AdamW.
+Loss and gradient norm of the first update are checked to agree. One thread; every round runs each row once, and `to_first` is the
+ratio to the first row of the block in the same round (median, min, max). Memory is that of tensors at the peak, beyond what was there.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import transformers
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.report import Row, main_arguments, report
+from grpo_spmd.batching import pack_rollouts, plan_batch
+from grpo_spmd.config import Config, DataConfig, ModelConfig, RewardConfig, TrainingConfig
+from grpo_spmd.data_types import Rollout, RolloutBatch
+from grpo_spmd.distributed import Session, end_session, start_session
+from grpo_spmd.loss import aggregation_weights, policy_loss, rollout_correction
+from grpo_spmd.policy import build_policy
+from grpo_spmd.update import PolicyUpdater
+
+_ROUNDS = 5
+_VARIANT_ROUNDS = 3
+_MIB = 2**20
+# Name, config, rollouts of an update.
+_MODELS: tuple[tuple[str, dict[str, int], int], ...] = (
+    ("5 M", {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5, "num_attention_heads": 4}, 128),
+    ("20 M", {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 5, "num_attention_heads": 8}, 32),
+)
+
+Update = Callable[[], tuple[float, float]]  # -> loss and gradient norm
+
+
+def main() -> None:
+    args = main_arguments(__doc__)
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    session = start_session()
+    rows: list[Row] = []
+    for name, sizes, num_rollouts in _MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            _make_model(folder, sizes)
+            config, rollouts = _config(folder), _rollouts(num_rollouts, sizes["vocab_size"])
+            tokens = sum(rollout.num_tokens for rollout in rollouts)
+            updates = {"packed": packed(config, rollouts, session)}
+            for size in (16, num_rollouts):
+                updates[f"padded, batches of {size}"] = padded(config, rollouts, size, session.device)
+            rows += _compare(name, updates, tokens, _ROUNDS)
+            if name == "20 M":
+                variants: dict[str, dict[str, Any]] = {
+                    "packed": {},
+                    "packed, selective recomputation": {"activation_checkpointing": "selective"},
+                    "packed, full recomputation": {"activation_checkpointing": True},
+                    "packed, compiled": {"compile": True},
+                    "packed, compiled, full recomputation": {"compile": True, "activation_checkpointing": True},
+                }
+                updates = {
+                    variant: packed(replace(config, model=replace(config.model, **changes)), rollouts, session)
+                    for variant, changes in variants.items()
+                }
+                rows += _compare(name, updates, tokens, _VARIANT_ROUNDS)
+    end_session()
+    report("update", rows, args.json)
+
+
+def _compare(model: str, updates: dict[str, Update], tokens: int, num_rounds: int) -> list[Row]:
+    """A row for each update, after one of each that is not timed."""
+    first = {name: update() for name, update in updates.items()}
+    loss, norm = next(iter(first.values()))
+    for name, (other_loss, other_norm) in first.items():
+        assert abs(other_loss / loss - 1) < 1e-4, (name, other_loss, loss)
+        assert abs(other_norm / norm - 1) < 1e-4, (name, other_norm, norm)
+    seconds: dict[str, list[float]] = {name: [] for name in updates}
+    for _ in range(num_rounds):
+        for name, update in updates.items():
+            start = time.perf_counter()
+            update()
+            _wait()
+            seconds[name].append(time.perf_counter() - start)
+    rows = []
+    for name, update in updates.items():
+        ratios = sorted(mine / base for mine, base in zip(seconds[name], next(iter(seconds.values())), strict=True))
+        rows.append(
+            {
+                "model": model,
+                "update": name,
+                "tokens": tokens,
+                "seconds": statistics.median(seconds[name]),
+                "to_first": statistics.median(ratios),
+                "min": ratios[0],
+                "max": ratios[-1],
+                "tokens_per_s": tokens / statistics.median(seconds[name]),
+                "peak_mib": _peak_bytes(update) / _MIB,
+                "loss": first[name][0],
+            }
+        )
+    return rows
+
+
+def packed(config: Config, rollouts: list[Rollout], session: Session) -> Update:
+    """Ours."""
+    policy = build_policy(config.model, config.rollout.temperature, session)
+    updater = PolicyUpdater(policy, config)
+    num_tokens, counted = [rollout.num_tokens for rollout in rollouts], sum(len(rollout.completion_ids) for rollout in rollouts)
+
+    def update() -> tuple[float, float]:
+        budget = config.training.max_tokens_per_micro_batch
+        plan = plan_batch(num_tokens, num_ranks=1, mini_batch_sizes=[len(rollouts)], max_tokens=budget)
+        mini_batch = [pack_rollouts([rollouts[i] for i in row], session.device) for row in plan[0][0]]
+        sums = updater.update(RolloutBatch([mini_batch], [counted], [len(rollouts)]))
+        return sums["policy"], sums["max:grad_norm"]
+
+    return update
+
+
+def padded(config: Config, rollouts: list[Rollout], size: int, device: torch.device) -> Update:
+    """Plain transformers, `size` rollouts a forward pass."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32, attn_implementation="sdpa").to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, betas=config.optimizer.betas)
+    counted = sum(len(rollout.completion_ids) for rollout in rollouts)
+
+    def update() -> tuple[float, float]:
+        total = 0.0
+        for start in range(0, len(rollouts), size):
+            loss = _padded_loss(config, model, rollouts[start : start + size], counted, device)
+            loss.backward()
+            total += float(loss.detach())
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+        return total, norm
+
+    return update
+
+
+def _padded_loss(config: Config, model: Any, rollouts: list[Rollout], counted: int, device: torch.device) -> Tensor:
+    num_prompt = max(len(rollout.prompt_ids) for rollout in rollouts)
+    num_completion = max(len(rollout.completion_ids) for rollout in rollouts)
+    ids = torch.zeros(len(rollouts), num_prompt + num_completion, dtype=torch.int64)
+    real = torch.zeros_like(ids, dtype=torch.bool)
+    rollout_logprobs = torch.zeros(len(rollouts), num_completion)
+    for i, rollout in enumerate(rollouts):
+        start, end = num_prompt - len(rollout.prompt_ids), num_prompt + len(rollout.completion_ids)
+        ids[i, start:end] = torch.tensor(rollout.prompt_ids + rollout.completion_ids)
+        real[i, start:end] = True
+        rollout_logprobs[i, : len(rollout.completion_ids)] = torch.tensor(rollout.rollout_logprobs)
+    ids, real, rollout_logprobs = ids.to(device), real.to(device), rollout_logprobs.to(device)
+    logits = model(ids, attention_mask=real, use_cache=False, logits_to_keep=num_completion + 1).logits[:, :-1]
+    scores = (logits.float() / config.rollout.temperature).log_softmax(-1)
+    logprobs = scores.gather(-1, ids[:, num_prompt:, None])[..., 0].flatten()
+    mask, rollout_logprobs = real[:, num_prompt:].flatten(), rollout_logprobs.flatten()
+    sequence_index = torch.arange(len(rollouts), device=device).repeat_interleave(num_completion)
+    advantages = torch.tensor([rollout.advantage for rollout in rollouts], device=device)[sequence_index]
+    old, settings = logprobs.detach(), config.loss
+    correction = rollout_correction("token_tis", settings.rollout_correction_cap, old, rollout_logprobs, mask, sequence_index)
+    weights = aggregation_weights(
+        "token",
+        mask,
+        sequence_index,
+        num_loss_tokens=counted,
+        num_loss_sequences=len(rollouts),
+        max_completion_tokens=config.rollout.max_completion_tokens,
+    )
+    loss, _ = policy_loss(
+        logprobs,
+        torch.zeros_like(logprobs),
+        old,
+        None,
+        advantages,
+        mask,
+        weights,
+        sequence_index,
+        correction,
+        policy="clip",
+        clip_ratio_low=settings.clip_ratio_low,
+        clip_ratio_high=settings.clip_ratio_high,
+        dual_clip=settings.dual_clip,
+        kl_coef=0.0,
+        kl_estimator=settings.kl_estimator,
+        entropy_coef=0.0,
+    )
+    return loss
+
+
+def _peak_bytes(update: Update) -> float:
+    gc.collect()
+    if torch.cuda.is_available():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        update()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        update()
+    assert recorded.profiler is not None
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _config(folder: str) -> Config:
+    return Config(
+        run_dir=str(Path(folder, "run")),
+        model=ModelConfig(path=folder, dtype="float32"),
+        data=DataConfig(train="none"),
+        rewards=(RewardConfig(name="exact"),),
+        training=TrainingConfig(max_tokens_per_micro_batch=4096),
+    )
+
+
+def _rollouts(number: int, vocabulary: int) -> list[Rollout]:
+    rng = random.Random(0)
+
+    def ids(length: int) -> list[int]:
+        return [rng.randrange(1, vocabulary) for _ in range(length)]
+
+    def logprobs(length: int) -> Iterator[float]:
+        return (-rng.uniform(8.0, 10.0) for _ in range(length))
+
+    lengths = [max(2, min(240, int(rng.lognormvariate(4.2, 0.8)))) for _ in range(number)]
+    return [
+        Rollout(i, rng.uniform(-1.0, 1.0), True, ids(rng.randint(8, 20)), ids(length), list(logprobs(length)))
+        for i, length in enumerate(lengths)
+    ]
+
+
+def _make_model(folder: str, sizes: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**sizes, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, dtype="float32")
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()

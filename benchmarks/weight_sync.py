@@ -1,0 +1,69 @@
+"""Weight sync against a memcpy of the same bytes: the gather alone for several bucket sizes, and whole syncs into a real vLLM.
+
+Random Qwen3 models are made in a temporary folder. "gather" draws all full tensors and throws them away. x_memcpy is the time over that
+of copying as many bytes between two buffers that are already mapped, by every rank at once, in the same round; median, least and most of
+the rounds. "all-gather alone" moves the same bytes between the ranks, and neither casts nor unpacks: the floor of any sync over this
+network. peak_mib is resident memory beyond what was there before (VmHWM); bound_mib is two buckets and the largest tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import Row, main_arguments, report
+
+_MIB = 2**20
+_BUCKETS_MIB = (1, 4, 16, 64, 256)
+_GATHERS = [(size, ranks, dtype) for size in ("0.3M", "20M", "98M") for ranks in (1, 2) for dtype in ("bfloat16", "float32")]
+_SYNCS = [(size, ranks, "bfloat16") for size in ("20M", "98M") for ranks in (1, 2)]
+
+
+def main() -> None:
+    args = main_arguments(__doc__)
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "benchmarks.weight_sync_worker", "make", folder], check=True)
+        gathers = [row for case in _GATHERS for row in _measure(folder, "gather", *case)]
+        report("weight_sync gather", gathers, args.json)
+        syncs = [row for case in _SYNCS for row in _measure(folder, "engine", *case)]
+        report("weight_sync into vLLM", syncs, args.json)
+
+
+def _measure(folder: str, what: str, size: str, num_ranks: int, dtype: str) -> list[Row]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += ["-m", "benchmarks.weight_sync_worker", what, str(Path(folder, size)), dtype, ",".join(map(str, _BUCKETS_MIB))]
+    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}  # as train.py sets it
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    marked = [line.partition("weight_sync_worker: ")[2] for line in done.stdout.splitlines() if "weight_sync_worker: " in line]
+    found: list[dict[str, Any]] = [json.loads(line) for line in marked]
+    assert found, done.stdout + done.stderr
+    memcpy = found[0]["seconds"]
+    rows = []
+    for figures in found:
+        ratios = sorted(seconds / copied for seconds, copied in zip(figures["seconds"], memcpy, strict=True))
+        rows.append(
+            {
+                "model": size,
+                "ranks": num_ranks,
+                "dtype": dtype,
+                "what": figures["what"],
+                "ms": 1e3 * sorted(figures["seconds"])[len(ratios) // 2],
+                "x_memcpy": ratios[len(ratios) // 2],
+                "min": ratios[0],
+                "max": ratios[-1],
+                "collectives": figures["collectives"],
+                "moved_mib": figures["moved_bytes"] / _MIB,
+                "needed_mib": figures["needed_bytes"] / _MIB,
+                **({"peak_mib": figures["peak_bytes"] / _MIB, "bound_mib": figures["bound_bytes"] / _MIB} if what == "gather" else {}),
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Each attention back end that is there against the formula; and on a GPU the lm_head's gradient in bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_spmd.attention import Backend, PackedLayout, choose_backend, packed_attention
+from grpo_spmd.logprobs import TokenLogprobs
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+LENGTHS = [300, 300, 131, 64, 64, 7, 1]
+
+
+def eager(qkv: list[torch.Tensor], scale: float, window: int | None) -> torch.Tensor:
+    """Softmax attention written out, sequence by sequence, in float32; out [T, heads, head_dim]."""
+    q, k, v = (x[0].transpose(0, 1) for x in qkv)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    parts = []
+    for one_q, one_k, one_v in zip(*(x.float().split(LENGTHS) for x in (q, k, v)), strict=True):
+        place = torch.arange(len(one_q), device=q.device)
+        distance = place[:, None] - place
+        seen = (distance >= 0) & (distance < (window or len(one_q)))
+        scores = torch.einsum("qhd,khd->hqk", one_q, one_k) * scale
+        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), one_v))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(
+    ("backend", "where"),
+    [("sdpa", "cpu"), *(pytest.param(backend, "cuda", marks=on_gpu) for backend in ("sdpa", "varlen", "flash"))],
+)
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("window", [None, 50])
+def test_attention_equals_the_formula_forward_and_backward(backend: Backend, where: str, kv_heads: int, window: int | None) -> None:
+    device, dtype = torch.device(where), torch.bfloat16 if where == "cuda" else torch.float32
+    if backend == "flash":
+        pytest.importorskip("flash_attn")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, sum(LENGTHS), 64, device=device).to(dtype) for heads in (8, kv_heads, kv_heads))
+    given = [x.clone().requires_grad_() for x in (q, k, v)]
+    layout = PackedLayout(LENGTHS, device, backend)
+    out, _ = packed_attention(nn.Module(), *given, None, packed_layout=layout, scaling=0.1, sliding_window=window)
+    exact = [x.float().requires_grad_() for x in (q, k, v)]
+    expected = eager(exact, 0.1, window)
+    weights = torch.randn_like(expected)
+    (out[0].float() * weights).sum().backward()
+    (expected * weights).sum().backward()
+    bound = 1e-2 if where == "cuda" else 1e-5
+    assert relative_difference(out[0], expected) < bound
+    for mine, theirs in zip(given, exact, strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert relative_difference(mine.grad, theirs.grad) < 2 * bound
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_in_bfloat16_gets_a_kernel_for_variable_lengths() -> None:
+    device = torch.device("cuda")
+    assert choose_backend("auto", device, torch.bfloat16, 64) in ("flash", "varlen")
+    assert choose_backend("auto", device, torch.float32, 64) == "sdpa"
+    assert choose_backend("sdpa", device, torch.bfloat16, 64) == "sdpa"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_heads_gradient_is_accumulated_in_float32() -> None:
+    """Over many chunks, rounding each chunk's share to bfloat16 would show."""
+    torch.manual_seed(0)
+    hidden, head = (torch.randn(4096, 64, device="cuda").bfloat16(), torch.randn(500, 64, device="cuda").bfloat16())
+    target = torch.randint(0, 500, (4096,), device="cuda")
+    found = []
+    for dtype, chunk in ((torch.float32, 4096), (torch.bfloat16, 16)):
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, head)]
+        TokenLogprobs.apply(*leaves, target, 1.0, chunk)[0].sum().backward()
+        assert leaves[1].grad is not None
+        found.append(leaves[1].grad)
+    assert relative_difference(found[1], found[0]) < 5e-3
+
+
+def relative_difference(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.float() - expected.float()).norm().detach() / expected.float().norm().detach())
