@@ -151,6 +151,10 @@ def _descendants(pid: int) -> set[int]:
     return found - {pid}
 
 
+def _children(pid: int) -> set[int]:
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
 def _alive(pids: set[int]) -> set[int]:
     return {pid for pid in pids if Path(f"/proc/{pid}").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()}
 
@@ -332,7 +336,7 @@ def test_helpers_of_a_killed_worker_are_killed_even_in_a_session_of_their_own(po
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("when", ["idle", "scoring"])
+@pytest.mark.parametrize("when", ["idle", "scoring", "a worker's death unheard"])
 def test_a_killed_rank_leaves_no_process(tmp_path: Path, when: str) -> None:
     (tmp_path / "mine.py").write_text(BEHAVIOURS)
     text = "fork lingers" if when == "idle" else "daemon hangs"
@@ -351,6 +355,13 @@ def test_a_killed_rank_leaves_no_process(tmp_path: Path, when: str) -> None:
         while len(processes := _descendants(rank.pid)) < 4:
             assert time.monotonic() < deadline, processes
             time.sleep(0.05)
+        if when == "a worker's death unheard":  # the kernel then ends the nursery's connection with an error instead of an end of file
+            os.kill(rank.pid, signal.SIGSTOP)
+            (nursery,) = _children(rank.pid)
+            hanging = [worker for worker in sorted(_children(nursery)) if _children(worker)]
+            os.kill(hanging[0], signal.SIGKILL)
+            _wait_until_gone({hanging[0]})
+            time.sleep(0.2)
         os.kill(rank.pid, signal.SIGKILL)
         _wait_until_gone(processes)
 

@@ -219,6 +219,16 @@ class _Nursery:
         os.close(devnull)
 
     def run(self) -> None:
+        try:
+            self._serve()
+        except ConnectionError:  # the rank died with messages of ours unread
+            pass
+        except BaseException:
+            traceback.print_exc()
+            self._end(code=1)
+        self._end()
+
+    def _serve(self) -> None:
         setup = json.loads(self._rank.recv(1 << 20))
         sys.path[:] = setup["sys_path"]
         rewards = self._load([RewardConfig(**reward) for reward in setup["rewards"]])
@@ -304,9 +314,9 @@ class _Nursery:
             else:
                 os.waitpid(ended.si_pid, 0)
 
-    def _kill_adopted(self) -> None:
-        """Kill what was reparented to us: each kill may hand us the children of the killed one, so until there are none (or for 2 s)."""
-        deadline = time.monotonic() + 2
+    def _kill_adopted(self, patience_s: float = 2) -> None:
+        """Kill what was reparented to us: each kill may hand us the children of the killed one, so until there are none."""
+        deadline = time.monotonic() + patience_s
         while adopted := [pid for pid in _children() if pid not in self._workers]:
             for pid in adopted:
                 with suppress(ProcessLookupError):
@@ -323,13 +333,13 @@ class _Nursery:
         except OSError:
             self._end()
 
-    def _end(self, *_: Any) -> None:
-        """Leave nothing behind."""
+    def _end(self, *_: Any, code: int = 0) -> None:
+        """Leave nothing behind. Patient, because nobody comes after us: a machine that stalls for seconds must not cut the hunt short."""
         for pid in self._workers:
             _kill_group(pid)
         self._workers.clear()
-        self._kill_adopted()
-        os._exit(0)
+        self._kill_adopted(patience_s=60)
+        os._exit(code)
 
 
 def _first_dead_child() -> Any:
