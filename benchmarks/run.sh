@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-names=(init weight_sync loss_memory update balance host_overhead rollout_tail step_vs_trl gpu learning trl_loss mutations)
+names=(init weight_sync loss_memory update balance host_overhead rollout_tail step_vs_trl gpu learning trl_loss mutations slurm_trial faults)
 name=${1:-}
 case " ${names[*]} all " in
   *" $name "*) [ -n "$name" ] || { echo "usage: benchmarks/run.sh NAME|all [--json FILE]   NAME: ${names[*]}" >&2; exit 2; } ;;

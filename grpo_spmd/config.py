@@ -192,6 +192,7 @@ class TrainingConfig:
     num_epochs: int = key(1, "passes over each step's rollouts")
     max_tokens_per_micro_batch: int = key(16384, "prompt and completion tokens of one forward-backward on one rank")
     max_nonfinite_in_a_row: int = key(3, "updates in a row, skipped since loss or gradient was not finite, at which the run stops")
+    max_time_s: float | None = key(None, "seconds after which the run saves and ends as preempted; null: when Slurm's time ends")
 
     @property
     def num_optimizer_steps(self) -> int:
@@ -216,8 +217,22 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    every_steps: int = key(0, "write the weights each N steps; 0: only at the end of the run")
-    keep: int = key(2, "how many of them stay on disk")
+    every_steps: int = key(
+        100, "save all that the run needs to go on each N steps; 0: only at the end of the run, and when it is preempted"
+    )
+    keep: int = key(2, "how many of the newest checkpoints stay on disk")
+    best_metric: str | None = key(None, "a key of metrics.jsonl, e.g. eval/gsm8k/mean: the checkpoint with its highest value stays too")
+    export_every_steps: int = key(0, "put the model in HF's format (adapters in peft's) into each N-th step's checkpoint; 0: the last")
+    resume: str = key(
+        "never", "auto: go on from the newest good checkpoint of run_dir, if any; never: refuse a run_dir in use; or a checkpoint's folder"
+    )
+    rollout_buffer: bool = key(True, "keep finished completions on disk until their step is saved, so that none is sampled again on resume")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchdogConfig:
+    timeout_s: float = key(1800.0, "seconds that a phase may take on a rank before the run is stopped with a report of where each rank is")
+    phase_timeouts_s: dict[str, Any] = key({}, "other limits by phase: {rollout: 3600, checkpoint: 600}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +257,7 @@ class Config:
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     proofs: ProofConfig = dataclasses.field(default_factory=ProofConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
 
@@ -572,6 +588,7 @@ def _cross_check(config: Config) -> None:
         "proofs.every_steps": (config.proofs.every_steps, 0),
         "checkpoint.every_steps": (config.checkpoint.every_steps, 0),
         "checkpoint.keep": (config.checkpoint.keep, 1),
+        "checkpoint.export_every_steps": (config.checkpoint.export_every_steps, 0),
         "eval.every_steps": (config.eval.every_steps, 0),
         "eval.num_samples": (config.eval.num_samples, 1),
         "eval.temperature": (config.eval.temperature, 0),
@@ -588,6 +605,8 @@ def _cross_check(config: Config) -> None:
         "reward_pool.timeout_s": (config.reward_pool.timeout_s, 0.0, math.inf),
         "proofs.max_mismatch": (config.proofs.max_mismatch if config.proofs.max_mismatch is not None else 1.0, 0.0, math.inf),
         "optimizer.max_grad_norm": (config.optimizer.max_grad_norm, 0.0, math.inf),
+        "training.max_time_s": (training.max_time_s if training.max_time_s is not None else 1.0, 0.0, math.inf),
+        "watchdog.timeout_s": (config.watchdog.timeout_s, 0.0, math.inf),
         "rollout.gpu_memory_utilization": (rollout.gpu_memory_utilization, 0.0, 1.0),
     }
     for name, (number, low, high) in inside.items():
@@ -659,6 +678,13 @@ def _cross_check_features(config: Config) -> None:
             "rollout.sleep_level: 2 drops the engine's weights, and with model.lora.sync: adapter no sync brings the base back; "
             "leave sleep_level out, or set it to 1"
         )
+    phases = ("start", "weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
+    for name, limit_s in config.watchdog.phase_timeouts_s.items():
+        where = f"watchdog.phase_timeouts_s.{name}"
+        if name not in phases:
+            raise ConfigError(f"{where}: no such phase; there are {', '.join(phases)}")
+        if _coerce(float, limit_s, where) <= 0:
+            raise ConfigError(f"{where} must be > 0; got {limit_s}")
     if config.data.eval_sets and not config.eval.every_steps:
         raise ConfigError("data.eval is set, but eval.every_steps is 0, so that nothing would be evaluated; set it, e.g. to 20")
     if config.eval.every_steps and not config.data.eval_sets:

@@ -9,11 +9,9 @@ import hashlib
 import json
 import os
 import socket
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,10 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from grpo_spmd.config import ConfigError, refuse
+from grpo_spmd import doctor
+from grpo_spmd.config import ConfigError, WatchdogConfig
+from grpo_spmd.doctor import Rank0Error as Rank0Error
+from grpo_spmd.doctor import count_collective
+from grpo_spmd.doctor import exit_with_outcome as exit_with_outcome
 
 T = TypeVar("T")
-_TIMEOUT = timedelta(minutes=30)
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 
 
@@ -40,30 +41,33 @@ class Session:
     device: torch.device
     mesh: DeviceMesh
     engine_group: dist.ProcessGroup | None  # the ranks that share this one's engine, over gloo; None where it has an engine of its own
+    is_restart: bool = False  # torchrun started the ranks again after a failure; alike on all ranks
+    attempt: int = 1  # a number that no earlier start by this torchrun has had
 
     @property
     def is_rank0(self) -> bool:
         return self.rank == 0
 
 
-class Rank0Error(RuntimeError):
-    """`on_rank0` failed on rank 0; every rank raises this, so that none waits for a result that never comes."""
-
-
 _store: dist.Store | None = None
 
 
-def start_session(num_replicas: int = 1, tensor_parallel_size: int = 1) -> Session:
+def start_session(num_replicas: int = 1, tensor_parallel_size: int = 1, watchdog: WatchdogConfig | None = None) -> Session:
     """Collective. Join the process group that torchrun describes, or a group of one where there is no torchrun.
+
+    The doctor watches from here until `end_session`.
 
     Args:
         num_replicas: copies of the policy; consecutive ranks share one. Divides the number of ranks.
         tensor_parallel_size: consecutive ranks that share an engine. Divides it too.
+        watchdog: the limits of phases.
     """
     global _store
+    watchdog = watchdog or WatchdogConfig()
     if "RANK" not in os.environ:  # debug mode: vLLM's external_launcher wants the same variables that torchrun would set
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # the flight recorder, for the doctor's report of a hang
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
@@ -71,17 +75,73 @@ def start_session(num_replicas: int = 1, tensor_parallel_size: int = 1) -> Sessi
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    _store, _, _ = next(iter(dist.rendezvous("env://", timeout=_TIMEOUT)))
+    timeout = collective_timeout(watchdog)
+    of_run, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    of_run.set_timeout(timedelta(seconds=doctor.limit_s(watchdog, "start")))
+    try:
+        attempt, is_restart = _join(of_run, rank, world_size)
+    except dist.DistStoreError as error:
+        raise RuntimeError(
+            "another rank did not come within the limit of phase start (watchdog.phase_timeouts_s): see its output"
+        ) from error
+    of_run.set_timeout(timeout)
+    _store = dist.PrefixStore(f"grpo_spmd/{attempt}", of_run)
+    doctor.start(dist.PrefixStore("doctor", _store), rank, world_size, watchdog)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",
-        store=dist.PrefixStore("grpo_spmd", _store),
+        store=dist.PrefixStore("default_group", _store),
         rank=rank,
         world_size=world_size,
-        timeout=_TIMEOUT,
+        timeout=timeout,
     )
     mesh = policy_mesh(device, num_replicas)
     engine_group = dist.new_subgroups(tensor_parallel_size, backend="gloo")[0] if tensor_parallel_size > 1 else None
-    return Session(rank, world_size, local_rank, device, mesh, engine_group)
+    return Session(rank, world_size, local_rank, device, mesh, engine_group, is_restart, attempt)
+
+
+def _join(store: dist.Store, rank: int, world_size: int) -> tuple[int, bool]:
+    """Collective. A number that no earlier attempt of this run has had, alike on all ranks; and whether there was an earlier one.
+
+    torchrun's agent keeps one store over all restarts, so that without a number in their names a new attempt would read the keys of the old
+    one, addresses of dead processes among them. TORCHELASTIC_RESTART_COUNT is not that number: a node that restarts because another one has
+    failed does not count it. So rank 0 draws one, and gives it to whoever shows a sign that only this attempt can know.
+    """
+    num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if rank != 0:
+        sign = uuid.uuid4().hex
+        store.set(f"grpo_spmd/sign/{rank}", f"{sign} {num_restarts}")
+        attempt, is_restart = json.loads(store.get(f"grpo_spmd/joins/{sign}"))  # waits for it
+        store.delete_key(f"grpo_spmd/joins/{sign}")
+        return int(attempt), bool(is_restart)
+    attempt = store.add("grpo_spmd/attempts", 1)
+    # First all signs, to learn of restarts that rank 0's own node has not counted; then the answers. A sign of an earlier attempt is
+    # answered in vain, until its rank has come with a new one: only its owner deletes the answer.
+    signs = {other: store.get(f"grpo_spmd/sign/{other}").decode().split() for other in range(1, world_size)}
+    is_restart = attempt > 1 or max([num_restarts, *(int(count) for _, count in signs.values())]) > 0
+    reply, answered = json.dumps([attempt, is_restart]), dict[int, str]()
+    while signs:
+        for other in list(signs):
+            sign = store.get(f"grpo_spmd/sign/{other}").decode().split()[0]
+            if answered.get(other) != sign:
+                store.set(f"grpo_spmd/joins/{sign}", reply)
+                answered[other] = sign
+            elif not store.check([f"grpo_spmd/joins/{sign}"]):
+                del signs[other]
+        time.sleep(0.01)
+    return attempt, is_restart
+
+
+def collective_timeout(watchdog: WatchdogConfig) -> timedelta:
+    """Of process groups: far beyond any phase's limit, so that the doctor, who knows which rank the others wait for, speaks first."""
+    return timedelta(seconds=max(3600.0, 4 * max([watchdog.timeout_s, *map(float, watchdog.phase_timeouts_s.values())])))
+
+
+def set_collective_timeouts(watchdog: WatchdogConfig) -> None:
+    """`collective_timeout` for all groups that exist: those that vLLM and device meshes made have torch's default, 10 minutes over NCCL."""
+    from torch.distributed import distributed_c10d
+
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(collective_timeout(watchdog), group)
 
 
 def policy_mesh(device: torch.device, num_replicas: int) -> DeviceMesh:
@@ -96,6 +156,8 @@ def end_session() -> None:
     """Collective. Leave the process group, all ranks together (the engine's shutdown may have done so already)."""
     if dist.is_initialized():
         barrier()
+    doctor.stop()
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -103,50 +165,6 @@ def _free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
-
-
-@contextmanager
-def exit_with_outcome() -> Iterator[None]:
-    """Ends this process when the block ends, with exit code 0, or 2 for a ConfigError, or 1 for anything else.
-
-    A rank that raises prints its traceback and leaves at once, so that its peers' collectives fail instead of waiting. Peers see broken
-    connections; they say which rank failed first instead of printing a second traceback that would hide it.
-    """
-    try:
-        yield
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not through the interpreter's own exit: it now and then aborts in threads that gloo left ("terminate called without an active
-        # exception"), and torchrun would report a run that had come to its end as failed.
-        os._exit(0)
-    except ConfigError as error:  # seen only now: it took the tokenizer or the model to see it
-        with suppress(SystemExit):
-            refuse(error)
-        os._exit(2)
-    except BaseException as error:
-        rank = os.environ.get("RANK", "0")
-        first = "0" if isinstance(error, Rank0Error) else _first_to_fail(rank)
-        if first not in (None, rank) or (first is None and "onnection" in str(error)):
-            print(f"rank {rank}: stopped because rank {first or '?'} failed first (see its traceback)", file=sys.stderr)
-            time.sleep(1)  # torchrun ends all ranks once the first is gone: let the one with the traceback finish printing
-        elif isinstance(error, KeyboardInterrupt):
-            print(f"rank {rank}: interrupted", file=sys.stderr)
-        else:
-            traceback.print_exception(error.__cause__ if isinstance(error, Rank0Error) and error.__cause__ else error)
-            print(f"rank {rank}: failed first; all ranks stop", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: finalizers of vLLM and of the process group wait for peers that are blocked in a collective with us.
-        os._exit(1)
-
-
-def _first_to_fail(rank: str) -> str | None:
-    if _store is None:
-        return rank
-    try:
-        return _store.compare_set("first_to_fail", "", rank).decode()
-    except Exception:  # the store died with the rank that held it
-        return None
 
 
 def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
@@ -181,6 +199,7 @@ def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
 
 def gather_bytes(payload: bytes) -> list[bytes] | None:
     """Collective. Every rank's payload in rank order on rank 0; None elsewhere."""
+    count_collective()
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if world_size == 1:
         return [payload]
@@ -198,6 +217,7 @@ def gather_bytes(payload: bytes) -> list[bytes] | None:
 
 def exchange_bytes(payloads: list[bytes]) -> list[bytes]:
     """Collective. Send `payloads[r]` to rank r; returns what each rank sent here, in rank order."""
+    count_collective()
     if len(payloads) == 1:
         return payloads
     sent = torch.tensor([len(p) for p in payloads])
@@ -213,6 +233,7 @@ def start_all_gather(rows: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
 
     Returns what `wait_for` waits for, before `rows` is read or written.
     """
+    count_collective()
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if rows.is_cuda:
         work = _ALL_GATHER(rows.view(-1), rows[rank], group, async_op=True)
@@ -249,6 +270,7 @@ def barrier() -> None:
 
 def any_rank(flag: bool) -> bool:
     """Collective. True on every rank if it is on one."""
+    count_collective()
     found = torch.tensor([int(flag)])
     if dist.get_world_size() > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -266,6 +288,25 @@ def claim(queue: str, num_jobs: int, num_claimers: int) -> int | None:
     if number == num_jobs + num_claimers - 1:
         _store.delete_key(queue)
     return number if number < num_jobs else None
+
+
+def own_store() -> dist.Store:
+    """The run's store over a connection of its own, for a thread: on a shared one a call that waits would make the main thread wait."""
+    assert _store is not None, "start_session comes first"
+    clone: dist.Store = _store.clone()  # type: ignore[attr-defined]
+    return clone
+
+
+def post(notice: str, text: str) -> None:
+    """Show `text` to all ranks under the name `notice`, in the run's store. Waits for nobody."""
+    assert _store is not None, "start_session comes first"
+    _store.set(notice, text)
+
+
+def posted(notice: str) -> str | None:
+    """What some rank has posted under this name, or None. Waits for nobody."""
+    assert _store is not None, "start_session comes first"
+    return _store.get(notice).decode() if _store.check([notice]) else None
 
 
 def merge_sums(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -288,6 +329,7 @@ def merge_sums(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _broadcast_bytes(payload: bytes) -> bytes:
+    count_collective()
     if dist.get_world_size() == 1:
         return payload
     size = torch.tensor([len(payload)])

@@ -72,7 +72,7 @@ def evaluate(held_out: HeldOut, engine: RolloutEngine, score: Score, config: Con
         seed = rollout_seed(config.seed, f"eval/{name}", prompt.row, sample)
         return Request(prompt.token_ids, seed, config.eval.temperature)
 
-    completions = engine.generate_shared(len(wanted), 1, request, policy_version=step)
+    completions = engine.generate_shared([1] * len(wanted), request, policy_version=step)
     # A training prompt that finds its prefix computed already is computed in other pieces, which rounds differently.
     engine.reset_prefix_cache()
     groups = [RolloutGroup(number, wanted[number][1], [completion]) for number, [completion] in completions.items()]

@@ -368,6 +368,7 @@ def _training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterato
     away = {False: 0, "optimizer": 8 * trained, True: state}[offload]
     if offload:
         yield "of it in host memory", _size(away), f"while the engine is awake: offload {str(offload).lower()}"
+    yield "checkpoint's copy in host memory", _size(12 * trained), "parameters that train + moments, while a thread writes them"
 
     gathered = itemsize * (root + 2 * layer)
     how = f"estimate: {itemsize} x ({root:,} of embedding, lm_head, norm + 2 layers of {layer:,}: in use, arriving)"
@@ -489,7 +490,7 @@ def advice(config: Config, num_ranks: int) -> Iterator[str]:
             f"lr {config.optimizer.lr:g} is reached at its end or never"
         )
     if not config.checkpoint.every_steps and training.num_steps >= 100:
-        yield f"checkpoint.every_steps 0: a run that dies before the end of its {training.num_steps} steps leaves no weights"
+        yield f"checkpoint.every_steps 0: a run that dies before the end of its {training.num_steps} steps has nothing to go on from"
 
 
 def _section(title: str, rows: Iterator[Row]) -> list[str]:

@@ -49,6 +49,7 @@ class Policy(nn.Module):
         self.logprob_chunk_tokens = logprob_chunk_tokens
         self.attention = attention
         self.lora = LoraConfig()  # no adapters
+        self.frozen_sum: int | None = None  # of the bits that do not train (proofs.weights_id)
 
     @property
     def num_parameters(self) -> int:
@@ -248,7 +249,7 @@ def load_weights(policy: Policy, folder: Path) -> None:
                     f"model.path: {name} has shape {list(stored.get_shape())} in {folder}, but config.json asks for {list(parameter.shape)}"
                 )
             local = parameter.to_local()
-            first = _first_row(parameter)
+            first = first_row(parameter)
             if len(local):
                 local.copy_(stored[first : first + len(local)])
 
@@ -277,7 +278,12 @@ def rows_per_rank(parameter: DTensor) -> int:
     return -(-parameter.shape[0] // parameter.device_mesh.shape[-1])
 
 
-def _first_row(parameter: DTensor) -> int:
+def is_first_replica(parameter: DTensor) -> bool:
+    """Whether this rank's shard is not a copy of another rank's that comes before it."""
+    return parameter.device_mesh.ndim == 1 or parameter.device_mesh.get_local_rank("replicate") == 0
+
+
+def first_row(parameter: DTensor) -> int:
     """First row of this rank's shard: FSDP2 deals rows in equal blocks, the last ranks may get fewer or none."""
     return min(parameter.device_mesh.get_local_rank("shard") * rows_per_rank(parameter), parameter.shape[0])
 

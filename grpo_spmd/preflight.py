@@ -14,6 +14,16 @@ from pathlib import Path
 
 from grpo_spmd.config import Config, ConfigError
 from grpo_spmd.data import PromptRow, check_enough_rows, check_lengths_early, check_template_early, key_and_source, read_rows
+from grpo_spmd.manifest import (
+    CheckpointError,
+    NewerFormatError,
+    check_same_run,
+    is_inside,
+    is_same_launch,
+    list_checkpoints,
+    read_trainer,
+    refuse_in_use,
+)
 from grpo_spmd.rewards import Reward, load_rewards
 from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
 
@@ -48,7 +58,7 @@ def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inpu
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE") if to_run else None
     _check_world_size(config, num_ranks, int(local_ranks) if local_ranks else None)
     if to_run:
-        _check_run_dir(Path(config.run_dir))
+        _check_run_dir(config)
     _check_model(config)
     _check_engine_keys(config)
     rewards = load_rewards(config.rewards)
@@ -101,7 +111,8 @@ def _check_world_size(config: Config, world_size: int, local_world_size: int | N
             raise ConfigError(f"{key} ({size}) must divide {what} ({whole}): {would} would")
 
 
-def _check_run_dir(run_dir: Path) -> None:
+def _check_run_dir(config: Config) -> None:
+    run_dir = Path(config.run_dir)
     for path in (run_dir, *run_dir.parents):
         if path.exists():
             if not path.is_dir():
@@ -109,9 +120,33 @@ def _check_run_dir(run_dir: Path) -> None:
             if not os.access(path, os.W_OK):
                 raise ConfigError(f"run_dir: no permission to write in {path}")
             break
-    for name in ("metrics.jsonl", "config.yaml"):
-        if (run_dir / name).exists():
-            raise ConfigError(f"run_dir: {run_dir} holds a {name} already, and nothing is written over; choose another or move it away")
+    resume = config.checkpoint.resume
+    if resume == "auto" or is_same_launch(run_dir):
+        _check_newest(list_checkpoints(run_dir)[-1:], config)
+        return
+    if resume != "never":
+        folder = Path(resume)
+        if not folder.is_dir():
+            raise ConfigError(f"checkpoint.resume: there is no folder {folder}; it is auto, never, or the folder of a checkpoint")
+        if not (folder / "manifest.json").exists():
+            inside = list_checkpoints(folder)
+            hint = f"; this is a run's folder, its newest checkpoint is {inside[-1]}" if inside else ""
+            raise ConfigError(f"checkpoint.resume: {folder} is no checkpoint, it has no manifest.json{hint}")
+        _check_newest([folder], config)
+        if is_inside(folder, run_dir):
+            return
+    refuse_in_use(run_dir)
+
+
+def _check_newest(checkpoints: list[Path], config: Config) -> None:
+    """What can be said before torch is there. A damaged checkpoint is passed over later, when all ranks have looked at it."""
+    for checkpoint in checkpoints:
+        try:
+            check_same_run(checkpoint, read_trainer(checkpoint), config)
+        except NewerFormatError as error:
+            raise ConfigError(f"checkpoint.resume: {error}") from None
+        except (CheckpointError, KeyError, TypeError):
+            continue
 
 
 def _check_model(config: Config) -> None:

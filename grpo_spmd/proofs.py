@@ -6,6 +6,7 @@ them to all ranks, and each engine rank compares the rows that it holds. No rank
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.distributed import on_rank0, start_all_gather, wait_for
 from grpo_spmd.lora import adapter_shards, hf_name, named_adapters
-from grpo_spmd.policy import Policy, hf_named_shards, rows_per_rank, shard_group
+from grpo_spmd.policy import Policy, first_row, hf_named_shards, is_first_replica, rows_per_rank, shard_group
 from grpo_spmd.rollout import HeldTensor, RolloutEngine
 
 _log = logging.getLogger("grpo_spmd")
@@ -136,6 +137,36 @@ def row_fingerprints(matrix: Tensor, coefficients: Tensor, num_slices: int, dtyp
             products = (parts * coefficients.float().view(num_slices, -1)).sum(-1)
             result.copy_(torch.stack([products, parts.norm(dim=-1)], -1).view(torch.int64)[..., 0])
     return out
+
+
+@torch.no_grad()
+def weights_id(policy: Policy) -> str:
+    """Collective. Names the policy's weights, to the bit: alike on all ranks, and whatever the number of ranks and replicas.
+
+    A sum over all elements of their bits times odd numbers that stand for tensor, row and column, modulo 2^64; each rank sums its shard.
+    """
+    parameters = dict(policy.model.named_parameters())
+    if policy.frozen_sum is None:  # of a base under adapters, once
+        policy.frozen_sum = _sum_of_bits({name: p for name, p in parameters.items() if not p.requires_grad})
+    total = policy.frozen_sum + _sum_of_bits({name: p for name, p in parameters.items() if p.requires_grad})
+    return on_rank0(lambda parts: f"{sum(parts) % 2**64:016x}", total)
+
+
+def _sum_of_bits(parameters: Mapping[str, Tensor]) -> int:
+    """Of this rank's shards."""
+    if not parameters:
+        return 0
+    total = torch.zeros((), dtype=torch.int64, device=next(iter(parameters.values())).device)
+    for name, parameter in parameters.items():
+        assert isinstance(parameter, DTensor), name
+        shard = parameter.to_local()
+        if len(shard) and is_first_replica(parameter):
+            coefficients = _coefficients(_columns(parameter), False, shard.dtype, 0)
+            of_rows = row_fingerprints(shard.reshape(len(shard), -1), coefficients, 1, shard.dtype)[:, 0]
+            places = torch.arange(len(of_rows), device=shard.device) + first_row(parameter)
+            of_name = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True) | 1
+            total += (of_rows * (2 * places + 1)).sum() * of_name
+    return int(total)
 
 
 def _gather_fingerprints(shards: Mapping[str, _Shard], views: list[_View], dtype: torch.dtype, step: int) -> dict[_View, Tensor]:
@@ -270,7 +301,7 @@ class LogprobOracle:
         """`max_mismatch`, where set, bounds the mean of every step, and nothing else is bounded."""
         self._first_mean, self._least_mean, self._most_mean, self._least_max, self._most_max = _BOUNDS[dtype]
         self._max_mismatch = max_mismatch
-        self._measured: tuple[float, float] | None = None
+        self.measured: tuple[float, float] | None = None  # mean and largest of the first step
 
     def check(self, step: int, sums: Mapping[str, Any]) -> None:
         """Judge one step by its sums over all ranks: "mismatch_abs", "max:mismatch_abs" and "mismatch_tokens".
@@ -284,9 +315,9 @@ class LogprobOracle:
         mean, largest = sums["mismatch_abs"] / num_tokens, sums["max:mismatch_abs"]
         bounds = self._bounds()
         if mean <= bounds[0] and largest <= bounds[1]:
-            self._measured = self._measured or (mean, largest)
+            self.measured = self.measured or (mean, largest)
             return
-        if self._measured is None:
+        if self.measured is None:
             causes = (
                 "the policy does not compute this model as the engine does; the temperatures differ; the engine does not hold the "
                 "policy's weights; or this model's rounding is that large (then set proofs.max_mismatch)"
@@ -304,7 +335,7 @@ class LogprobOracle:
     def _bounds(self) -> tuple[float, float]:
         if self._max_mismatch is not None:
             return self._max_mismatch, math.inf
-        if self._measured is None:
+        if self.measured is None:
             return self._first_mean, self._most_max
-        mean, largest = self._measured
+        mean, largest = self.measured
         return min(max(10 * mean, self._least_mean), self._most_mean), min(max(10 * largest, self._least_max), self._most_max)

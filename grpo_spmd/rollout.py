@@ -21,11 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from grpo_spmd import doctor
 from grpo_spmd.config import Config, ConfigError, LoraConfig
 from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, rollout_seed
 from grpo_spmd.distributed import Session, barrier, claim, ranks_that_differ
 from grpo_spmd.lora import engine_target_modules, hf_name
 from grpo_spmd.memory import SleepContract, measure
+from grpo_spmd.rollout_buffer import RolloutBuffer
 
 # vLLM reads these when it is imported, which happens in functions below. In-process is the point of this file; the rest keeps a
 # terminal readable.
@@ -37,6 +39,7 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # some of 
 _log = logging.getLogger("grpo_spmd")
 _ADAPTER_ID = 1
 _MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
+_AGREE_EVERY_STEPS = 8  # ranks that share an engine ask each other this often whether to end a generation early
 _TOUCHED_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH", "NUMEXPR_MAX_THREADS")
 
 
@@ -85,12 +88,19 @@ class RolloutEngine:
     the same, so that a mistake shows there too.
     """
 
-    def __init__(self, config: Config, session: Session, stop_token_ids: Iterable[int]) -> None:
-        """Collective. Start the engine with dummy weights (the first sync brings the real ones), then put it to sleep."""
+    def __init__(
+        self, config: Config, session: Session, stop_token_ids: Iterable[int], should_abort: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Collective. Start the engine with dummy weights (the first sync brings the real ones), then put it to sleep.
+
+        Args:
+            should_abort: asked before each step of a shared generation, see `generate_shared`; once True it must stay so.
+        """
         self.policy_version: int | None = None
+        self.weights_id = ""  # of the policy's weights that it holds (proofs.py)
         self.proved_version: int | None = None  # the last one whose weights were compared, tensor by tensor (proofs.py)
         self._weights_awake = self._kv_cache_awake = True
-        self._config, self._session = config, session
+        self._config, self._session, self._should_abort = config, session, should_abort
         self._stop_token_ids = sorted(stop_token_ids)
         self._loaded: set[str] | None = None
         self._sleep_contract = SleepContract(session.device)
@@ -250,41 +260,64 @@ class RolloutEngine:
         Raises:
             EngineStateError: asleep, or the engine holds another version than `policy_version`.
         """
-        return self._generate(iter([requests]), 1, policy_version)
+        completions = self._generate(iter([requests]), 1, policy_version)
+        return [completions[number] for number in range(len(requests))]
 
     def generate_shared(
-        self, num_jobs: int, job_size: int, request: Callable[[int, int], Request], policy_version: int
+        self,
+        job_sizes: Sequence[int],
+        request: Callable[[int, int], Request],
+        policy_version: int,
+        finished: Callable[[int, int, Completion], None] = lambda job, number, completion: None,
     ) -> dict[int, list[Completion]]:
-        """Collective. Share jobs 0 .. `num_jobs` - 1 out over all engines; each is `job_size` requests that stay on one engine.
+        """Collective. Share jobs out over all engines; job j is `job_sizes[j]` >= 1 requests that stay on one engine.
 
         `rollout.schedule: static` deals the jobs to the engines in turn. `shared_queue` deals each as many as it can run at once, at most
         its fair share; from then on whoever runs fewer than that claims one of the others, so that an engine with short completions takes
         more. Where an engine can run its whole share at once the two are the same.
 
+        Once `should_abort` is True on a rank, its engine drops what is unfinished and claims no more. Other engines notice by themselves
+        or finish: it is for the caller to agree on all ranks that nothing comes of this (`Preemption.guard`).
+
         Args:
             request: (job, number within the job) -> the request; alike on all ranks, since who samples what must not change it.
+            finished: is given (job, number, completion) of each as soon as it is there, on all ranks of the engine.
 
         Returns:
-            The completions of this engine's jobs by job, in the order of jobs; the same on all ranks of the engine.
+            The completions of this engine's jobs by job, in the order of jobs; the same on all ranks of the engine. None where it aborted.
 
         Raises:
             EngineStateError: as `generate`.
         """
         static = self._config.rollout.schedule == "static" or self.num_engines == 1
         max_num_seqs = None if static else self._engine.vllm_config.scheduler_config.max_num_seqs
-        max_in_flight, num_dealt = share_out(num_jobs, job_size, self.num_engines, max_num_seqs)
+        num_jobs = len(job_sizes)
+        max_in_flight, num_dealt = share_out(num_jobs, max(job_sizes, default=1), self.num_engines, max_num_seqs)
         queue, first_queued = f"jobs/{self._num_shared_calls}", min(num_dealt * self.num_engines, num_jobs)
         self._num_shared_calls += 1
-        jobs = list(range(self.engine_rank, first_queued, self.num_engines))
+        places: list[tuple[int, int]] = []  # (job, number) of each request of this engine
+
+        def batch(jobs: Iterable[int]) -> list[Request]:
+            new = [(job, number) for job in jobs for number in range(job_sizes[job])]
+            places.extend(new)
+            return [request(*place) for place in new]
 
         def batches() -> Iterator[list[Request]]:
-            yield [request(job, number) for job in jobs for number in range(job_size)]
+            yield batch(range(self.engine_rank, first_queued, self.num_engines))
             while first_queued < num_jobs and (claimed := self._claim(queue, num_jobs - first_queued)) is not None:
-                jobs.append(first_queued + claimed)
-                yield [request(jobs[-1], number) for number in range(job_size)]
+                yield batch([first_queued + claimed])
 
-        completions = iter(self._generate(batches(), max_in_flight, policy_version))
-        by_job = {job: [next(completions) for _ in range(job_size)] for job in jobs}
+        taken = batches()
+        done = self._generate(
+            taken, max_in_flight, policy_version, self._must_abort, lambda number, completion: finished(*places[number], completion)
+        )
+        for _ in taken:  # aborted: whoever claims must claim until there is nothing left
+            pass
+        if len(done) < len(places):
+            return {}
+        by_job: dict[int, list[Completion]] = {}
+        for number, (job, _) in enumerate(places):
+            by_job.setdefault(job, []).append(done[number])
         return dict(sorted(by_job.items()))
 
     def _claim(self, queue: str, num_jobs: int) -> int | None:
@@ -296,14 +329,43 @@ class RolloutEngine:
         dist.broadcast(of_first, group_src=0, group=self._session.engine_group)
         return None if of_first < 0 else int(of_first)
 
-    def _generate(self, batches: Iterator[Sequence[Request]], max_in_flight: int, policy_version: int) -> list[Completion]:
-        """Take the next batch while fewer than `max_in_flight` requests are unfinished; completions in the order of the requests."""
+    def _must_abort(self, num_steps: int) -> bool:
+        """Collective over the engine's ranks: whether one of them should abort. They run in lockstep, so that they must stop alike."""
+        if self._session.engine_group is None:
+            return self._should_abort()
+        if num_steps % _AGREE_EVERY_STEPS:
+            return False
+        found = torch.tensor([int(self._should_abort())])
+        dist.all_reduce(found, dist.ReduceOp.MAX, self._session.engine_group)
+        return bool(found)
+
+    def _abort(self, numbers: Iterable[int]) -> None:
+        """Drop these requests, all that are unfinished, and leave an engine that has none."""
+        self._engine.abort_request([str(number) for number in numbers])
+        core = self._engine.engine_core.engine_core
+        # The model's side learns of it with the next step; with asynchronous scheduling (GPU) a batch may still be under way.
+        while core.scheduler.has_requests() or getattr(core, "batch_queue", None):
+            self._engine.step()
+
+    def _generate(
+        self,
+        batches: Iterator[Sequence[Request]],
+        max_in_flight: int,
+        policy_version: int,
+        must_abort: Callable[[int], bool] = lambda num_steps: False,
+        finished: Callable[[int, Completion], None] = lambda number, completion: None,
+    ) -> dict[int, Completion]:
+        """Take the next batch while fewer than `max_in_flight` requests are unfinished.
+
+        Returns:
+            The completions by the number of the request, in the order in which they came; not of all where `must_abort` said so.
+        """
         if not (self._weights_awake and self._kv_cache_awake):
             raise EngineStateError("generate: the engine is asleep; wake_weights, load_weights and wake_kv_cache come first")
         if self.policy_version != policy_version:
             raise EngineStateError(f"generate: the engine holds policy_version {self.policy_version}, this step needs {policy_version}")
         completions: dict[int, Completion] = {}
-        num_requests, all_taken = 0, False
+        num_requests, num_steps, all_taken = 0, 0, False
         scheduler = self._engine.engine_core.engine_core.scheduler
         # vLLM compiles a helper on first use for several seconds on a CPU; its result is the same without.
         stance = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
@@ -322,11 +384,17 @@ class RolloutEngine:
                     progress.total = num_requests
                 if not self._engine.has_unfinished_requests():
                     break
+                if must_abort(num_steps):
+                    self._abort(set(range(num_requests)) - completions.keys())
+                    break
+                num_steps += 1
                 for output in self._engine.step():
                     if output.finished:
-                        completions[int(output.request_id)] = _completion(output)
+                        number = int(output.request_id)
+                        completions[number] = _completion(output)
+                        finished(number, completions[number])
                         progress.update()
-        return [completions[number] for number in range(num_requests)]
+        return completions
 
     def _check_alike(self, requests: Sequence[Request]) -> None:
         """Collective over the engine's ranks. Each of them samples for itself: unlike requests would give garbage, or hang.
@@ -347,6 +415,7 @@ class RolloutEngine:
     def shutdown(self) -> None:
         """Collective. Stop vLLM; from 0.24 on this ends the default process group as well, so that all ranks must have come here."""
         barrier()
+        doctor.stop()  # from here on ranks end one by one, each when it is ready: none of them is lost
         self._engine.engine_core.shutdown()
 
     @property
@@ -428,25 +497,50 @@ class RolloutEngine:
         )
 
 
-def rollout_groups(engine: RolloutEngine, prompts: Sequence[Prompt], config: Config, step: int) -> list[RolloutGroup]:
+def rollout_groups(
+    engine: RolloutEngine, prompts: Sequence[Prompt], config: Config, step: int, buffer: RolloutBuffer | None = None
+) -> list[RolloutGroup]:
     """Collective. G completions for each of the step's prompts; returns the groups that this rank scores, in the order of slots.
 
     Prompts go to engines by `rollout.schedule`, and the groups of one engine to its ranks in turn; every group is on exactly one rank,
-    and some may have none.
+    and some may have none. What the buffer has is not sampled again, and what is sampled goes into it. A generation that is ended early
+    (see `RolloutEngine.generate_shared`) keeps what was finished; its groups are not complete, and `Preemption.guard` ends the step.
 
     Args:
         prompts: equal on all ranks.
         step: which policy is sampled, and which random numbers are used.
     """
+    group_size, tensor_parallel = config.rollout.group_size, config.rollout.tensor_parallel_size
+    kept = buffer.find(step, engine.weights_id, prompts, group_size) if buffer is not None else {}
+    missing = {slot: [n for n in range(group_size) if (slot, n) not in kept] for slot in range(len(prompts))}
+    jobs = [slot for slot, samples in missing.items() if samples]
 
-    def request(slot: int, sample: int) -> Request:
-        return Request(prompts[slot].token_ids, rollout_seed(config.seed, step, prompts[slot].position, sample))
+    def request(job: int, number: int) -> Request:
+        slot = jobs[job]
+        return Request(prompts[slot].token_ids, rollout_seed(config.seed, step, prompts[slot].position, missing[slot][number]))
+
+    def keep(job: int, number: int, completion: Completion) -> None:
+        if buffer is not None and engine.tp_rank == 0:  # all ranks of an engine have the same
+            buffer.keep(prompts[jobs[job]], missing[jobs[job]][number], completion)
 
     start = time.perf_counter()
-    completions = engine.generate_shared(len(prompts), config.rollout.group_size, request, policy_version=step)
+    try:
+        sampled = engine.generate_shared([len(missing[slot]) for slot in jobs], request, step, keep)
+    finally:
+        if buffer is not None:
+            buffer.write()
     engine.busy_s.append(time.perf_counter() - start)
-    groups = [RolloutGroup(slot, prompts[slot], of_prompt) for slot, of_prompt in completions.items()]
-    return groups[engine.tp_rank :: config.rollout.tensor_parallel_size]
+    complete = [slot for slot, samples in missing.items() if not samples]
+    num_ranks = engine.num_engines * tensor_parallel
+    of_rank: dict[int, list[Completion]] = {
+        slot: [] for slot in complete[engine.engine_rank * tensor_parallel + engine.tp_rank :: num_ranks]
+    } | {jobs[job]: sampled[job] for job in list(sampled)[engine.tp_rank :: tensor_parallel]}
+    groups = []
+    for slot, new in sorted(of_rank.items()):
+        fresh = iter(new)
+        completions = [buffer.read(kept[slot, n]) if buffer and (slot, n) in kept else next(fresh) for n in range(group_size)]
+        groups.append(RolloutGroup(slot, prompts[slot], completions))
+    return groups
 
 
 def share_out(num_jobs: int, job_size: int, num_engines: int, max_num_seqs: int | None) -> tuple[int, int]:
@@ -467,7 +561,7 @@ def _start_vllm(config: Config, session: Session) -> Any:
 
     # The CPU worker replaces this by a function that only warns.
     set_num_threads = torch.set_num_threads
-    _name_shared_memory_after_job()
+    _name_shared_memory_after_job(session.attempt)
     options: dict[str, Any] = {
         "model": config.model.path,
         "dtype": config.model.dtype,
@@ -541,7 +635,7 @@ def _cpu_kv_cache_bytes(config: Config, session: Session) -> int:
     return max(64 << 20, min(int(wanted), most))
 
 
-def _name_shared_memory_after_job() -> None:
+def _name_shared_memory_after_job(attempt: int) -> None:
     """CPU with tensor parallelism: vLLM names its shared memory alike for every external_launcher job, so that two jobs on a host, or a
     leftover of a killed one, fail with errno 17 (0.28 to 0.32). The text after the last ':' of the init method enters the name."""
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -551,8 +645,8 @@ def _name_shared_memory_after_job() -> None:
     def distributed_args(self: Any) -> Any:
         method, rank, local_rank = original(self)
         if dist.is_initialized():  # then the method is used for nothing else
-            job = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-            method = "env://:" + "-".join(os.environ.get(name, "0") for name in job)
+            job = [os.environ.get(name, "0") for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID")]
+            method = "env://:" + "-".join([*job, str(attempt)])
         return method, rank, local_rank
 
     ExecutorWithExternalLauncher._distributed_args = distributed_args

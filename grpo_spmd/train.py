@@ -26,13 +26,15 @@ def train(config: Config, inputs: Inputs) -> bool:
     # Imported here, because --help and a config error should not wait seconds for torch and vllm.
     from grpo_spmd.assemble import SampledStep, assemble_batch, penalise_rewards_by_kl
     from grpo_spmd.batching import attention_cost_ratio
-    from grpo_spmd.checkpoint import save_weights_if_due
+    from grpo_spmd.checkpoint import Checkpoints, find_start
     from grpo_spmd.distributed import end_session, start_session
     from grpo_spmd.evaluate import evaluate, evaluate_if_due
     from grpo_spmd.memory import HostOffload
     from grpo_spmd.metrics import MetricsLog, dump_if_refused, dump_rollouts_if_due, log_to_terminal, open_run_dir
     from grpo_spmd.policy import build_policy, build_reference, load_tokenizer, stop_token_ids
+    from grpo_spmd.preemption import Preempted, Preemption
     from grpo_spmd.rollout import RolloutEngine, rollout_groups
+    from grpo_spmd.rollout_buffer import open_rollout_buffer
     from grpo_spmd.update import PolicyUpdater, attach_logprobs
     from grpo_spmd.weight_sync import sync_weights
 
@@ -41,56 +43,82 @@ def train(config: Config, inputs: Inputs) -> bool:
     held_out = {name: build_prompts(rows, tokenizer, config, name) for name, rows in inputs.eval_rows.items()}
     stream = PromptStream(prompts, config.seed, config.data.shuffle)
 
-    session = start_session(config.model.num_replicas, config.rollout.tensor_parallel_size)
+    session = start_session(config.model.num_replicas, config.rollout.tensor_parallel_size, config.watchdog)
+    preemption = Preemption(config)
     log_to_terminal(session)
+    start = find_start(config, session, prompts)
+    if start.is_over:
+        end_session()
+        return True
     log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
     rewards = RewardPool(config.rewards, config.reward_pool, log_file, columns=inputs.columns)
-    score = functools.partial(rewards.score, tokenizer=tokenizer)
+    score = preemption.guard(functools.partial(rewards.score, tokenizer=tokenizer))
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
-    engine = RolloutEngine(config, session, stop_token_ids(config.model.path, tokenizer))
+    engine = RolloutEngine(config, session, stop_token_ids(config.model.path, tokenizer), preemption.should_abort)
     policy = build_policy(config.model, config.rollout.temperature, session, seed=config.seed)
     reference = build_reference(config, session, policy)
     updater = PolicyUpdater(policy, config)
     offload = HostOffload(config.model.offload, policy, reference, updater.optimizer)
+    checkpoints = Checkpoints(config, session, policy, updater, prompts)
+    checkpoints.load(start)
     # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
-    open_run_dir(config, session, num_dropped_prompts=inputs.num_rows - len(prompts) - sum(map(len, held_out.values())))
-    log = MetricsLog(config, session, policy.num_parameters, engine.pool_bytes)
+    num_dropped = inputs.num_rows - len(prompts) - sum(map(len, held_out.values()))
+    open_run_dir(config, session, num_dropped, start)
+    log = MetricsLog(config, session, policy.num_parameters, engine.pool_bytes, start.step)
+    log.restore(start.trainer)
+    stream.position = start.position
+    buffer = open_rollout_buffer(config, session)
     cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
     num_steps = config.training.num_steps
 
-    for step in range(num_steps):
-        with log.phase("weight_sync"):
-            synced = sync_weights(policy, engine, step, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps, offload)
-        with log.phase("eval"):
-            log.record(evaluate_if_due(held_out, engine, score, config, step))
-        sampled = SampledStep(config, session, cost_ratio)
-        while sampled.num_missing:  # once, unless dynamic sampling has to refill the step
+    try:
+        for step in range(start.step, num_steps):
+            begun = step, stream.position  # what a step that is given up leaves
+            preemption.begin_step(checkpoints.time_to_save_s)
+            with log.phase("weight_sync"):
+                synced = sync_weights(policy, engine, step, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps, offload)
+            with log.phase("eval"):
+                log.record(evaluate_if_due(held_out, engine, score, config, step))
+            sampled = SampledStep(config, session, cost_ratio)
+            while sampled.num_missing:  # once, unless dynamic sampling has to refill the step
+                with log.phase("rollout"):
+                    groups = rollout_groups(engine, stream.take(sampled.num_missing), config, step, buffer)
+                with log.phase("reward"), dump_if_refused(config, step, sampled):
+                    sampled.add(groups, score(groups, num_step_completions=sampled.num_completions))
             with log.phase("rollout"):
-                groups = rollout_groups(engine, stream.take(sampled.num_missing), config, step)
+                log.record_largest(engine.sleep(offload.held_bytes))
+                log.record_largest(offload.to_device())
             with log.phase("reward"), dump_if_refused(config, step, sampled):
-                sampled.add(groups, score(groups, num_step_completions=sampled.num_completions))
-        with log.phase("rollout"):
-            log.record_largest(engine.sleep(offload.held_bytes))
-            log.record_largest(offload.to_device())
-        with log.phase("reward"), dump_if_refused(config, step, sampled):
-            batch, decided = assemble_batch(sampled, config, session)
-        with log.phase("logprobs"):
-            attach_logprobs(policy, reference, batch, config)
-            decided = penalise_rewards_by_kl(batch, decided, config)
-        with log.phase("reward"):
-            dump_rollouts_if_due(config, step, sampled, decided)
-        with log.phase("update"):
-            sums = updater.update(batch) | engine.take_busy_sums()
-        log.check_step(step, sampled, decided, synced, sums)  # before a checkpoint is made of it
-        with log.phase("checkpoint"):
-            save_weights_if_due(policy, config, step + 1, session)
-        log.end_step(step, decided, synced)
+                batch, decided = assemble_batch(sampled, config, session)
+            with log.phase("logprobs"):
+                attach_logprobs(policy, reference, batch, config)
+                decided = penalise_rewards_by_kl(batch, decided, config)
+            with log.phase("reward"):
+                dump_rollouts_if_due(config, step, sampled, decided)
+            preemption.check_before_update()  # the last moment at which the step can be given up
+            with log.phase("update"):
+                sums = updater.update(batch) | engine.take_busy_sums()
+            log.check_step(step, sampled, decided, synced, sums)  # before a checkpoint is made of it
+            with log.phase("checkpoint"):
+                checkpoints.stage_if_due(step + 1, stream.position, log.state())
+            log.end_step(step, decided, synced)
+            checkpoints.write_staged()  # in the background, now that the step's line is on disk
 
-    if config.eval.every_steps:  # the policy that the run ends with
-        with log.phase("weight_sync"):
-            sync_weights(policy, engine, num_steps, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps, offload)
-        with log.phase("eval"):
-            log.record(evaluate(held_out, engine, score, config, num_steps))
+        begun = num_steps, stream.position
+        if config.eval.every_steps:  # the policy that the run ends with
+            preemption.begin_step(checkpoints.time_to_save_s)
+            with log.phase("weight_sync"):
+                sync_weights(policy, engine, num_steps, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps, offload)
+            with log.phase("eval"):
+                log.record(evaluate(held_out, engine, score, config, num_steps))
+        with log.phase("checkpoint"):
+            checkpoints.wait()
+        log.end_run()
+    except Preempted as preempted:
+        with log.phase("checkpoint"):
+            engine.sleep()
+            offload.to_device()
+            checkpoints.save_begun(*begun, log.state(), preempted.reason)
     log.close()
     rewards.close()
     engine.shutdown()
@@ -123,7 +151,7 @@ def main() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from grpo_spmd.distributed import exit_with_outcome
+    from grpo_spmd.doctor import exit_with_outcome
 
     with exit_with_outcome():
         finished = record(train)(config, inputs)

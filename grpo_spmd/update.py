@@ -47,11 +47,24 @@ class PolicyUpdater:
     def __init__(self, policy: Policy, config: Config) -> None:
         self._policy, self._config = policy, config
         self._optimizer, self._schedule = build_optimizer(policy, config.optimizer)
-        self._skipped_in_a_row = 0
+        self._num_updates = self._skipped_in_a_row = 0
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self._optimizer
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint must hold beside the optimizer's moments; the schedule follows from the number of updates."""
+        return {"num_updates": self._num_updates, "skipped_in_a_row": self._skipped_in_a_row}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self._num_updates, self._skipped_in_a_row = state["num_updates"], state["skipped_in_a_row"]
+        schedule = cast(torch.optim.lr_scheduler.LambdaLR, self._schedule)
+        rates = [base * schedule.lr_lambdas[0](self._num_updates) for base in schedule.base_lrs]
+        schedule.load_state_dict({**schedule.state_dict(), "last_epoch": self._num_updates, "_last_lr": rates})
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def update(self, batch: RolloutBatch) -> Sums:
         """Collective. One optimizer step for each mini-batch of each epoch; returns this rank's sums for the metrics.
@@ -96,7 +109,7 @@ class PolicyUpdater:
                 places = micro_batch.sequence_index[bad_tokens].unique().tolist()
                 sums["ids:nonfinite"] += [micro_batch.rollout_ids[place] for place in places]
             return
-        self._skipped_in_a_row = 0
+        self._num_updates, self._skipped_in_a_row = self._num_updates + 1, 0
         sums["max:updates"] += 1
         update_sums: Sums = {name: value.tolist() for name, value in own.items()}
         update_sums |= {"max:grad_norm": grad_norm, "max:lr": float(self._schedule.get_last_lr()[0])}

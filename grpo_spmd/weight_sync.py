@@ -15,7 +15,7 @@ from grpo_spmd.distributed import start_all_gather, wait_for
 from grpo_spmd.lora import adapter_shards, gather_adapters
 from grpo_spmd.memory import HostOffload
 from grpo_spmd.policy import Policy, hf_named_shards, rows_per_rank, shard_group
-from grpo_spmd.proofs import prove_weights
+from grpo_spmd.proofs import prove_weights, weights_id
 from grpo_spmd.rollout import RolloutEngine
 
 
@@ -60,6 +60,7 @@ def sync_weights(
         engine.load_adapters(_gather_adapters(policy, engine.dtype, stats), policy_version)
     if engine.proved_version is None or (prove_every_steps and policy_version % prove_every_steps == 0):
         stats.proof_s = prove_weights(policy, engine, policy_version)
+    engine.weights_id = weights_id(policy)
     if offload is not None:
         offload.after_sync()
     engine.wake_kv_cache()

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two ranks on two cores: with more threads vLLM's CPU back end is 20 times slower
 
 from jaxtyping import install_import_hook
 
 install_import_hook(["grpo_spmd.advantages", "grpo_spmd.logprobs", "grpo_spmd.loss", "grpo_spmd.policy"], "beartype.beartype")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new folder for a module's files, with a tiny Qwen3 in folder/model. Modules that want more in it have a fixture of their own."""
+    from tests.models import make_model
+
+    folder = tmp_path_factory.mktemp("tiny")
+    make_model(folder / "model", "qwen3", tied=True)
+    return folder

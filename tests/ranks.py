@@ -17,12 +17,12 @@ _OF_A_GROUP = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_A
 class Job:
     """A command in a process group of its own; all its descendants carry a mark in their environment."""
 
-    def __init__(self, command: list[str], *, stdin: str | None = None, env: dict[str, str] | None = None) -> None:
+    def __init__(self, command: list[str], *, stdin: str | None = None, env: dict[str, str] | None = None, cwd: Path = ROOT) -> None:
         self.mark = uuid.uuid4().hex
         self._stdin = stdin
         self.process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=cwd,
             env={
                 **{n: v for n, v in os.environ.items() if n not in _OF_A_GROUP},
                 "OMP_NUM_THREADS": "1",

@@ -11,18 +11,11 @@ import pytest
 import torch
 
 from grpo_spmd.advantages import compute_advantages
-from tests.models import make_model, write_config
+from tests.models import write_config
 from tests.ranks import Job, run_worker, torchrun
 from tests.workers.sampling import GROUP_SIZE, SCENARIOS
 
 Results = dict[str, dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sampling")
-    make_model(folder / "model", "qwen3", tied=True)
-    return folder
 
 
 @pytest.fixture(scope="module")

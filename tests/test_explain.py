@@ -403,7 +403,7 @@ GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
         ("rollout.dynamic_sampling=true rollout.dynamic_sampling_max_rounds=1", 1, "never replaced"),
         ("optimizer.warmup_steps=100", 1, "warmup_steps 100 covers the run's 100 optimizer steps"),
         ("optimizer.warmup_steps=99", 1, None),
-        ("training.num_steps=100", 1, "before the end of its 100 steps leaves no weights"),
+        ("training.num_steps=100 checkpoint.every_steps=0", 1, "before the end of its 100 steps has nothing to go on from"),
     ],
 )
 def test_advice(tmp_path: Path, overrides: str, num_ranks: int, expected: str | None) -> None:

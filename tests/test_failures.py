@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -100,7 +101,8 @@ def test_a_reward_that_never_applies_stops_all_ranks_and_says_why(tmp_path: Path
     code, output = job.wait(120)
     assert code == 1
     assert "none of the 16 completions of this step has a usable reward" in output
-    assert "rank 1: failed first" not in output
+    assert "failed first, in phase reward, step 0" in output
+    assert output.split("torch/distributed/elastic")[0].count("Traceback") == 1, output
     assert not job.survivors()
 
 
@@ -145,6 +147,10 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, model: Path) -> None:
     code, output = job.wait(120)
     assert code == 1
     assert "SIGKILL" in output
+    first = next(line for line in output.splitlines() if "went silent" in line)
+    assert re.match(r"rank 0 \(.*\) went silent in phase (reward|rollout), step \d: its process is gone", first), output
+    assert first in (tmp_path / "run/logs/failure.txt").read_text()
+    assert "Traceback" not in output.split("torch/distributed/elastic")[0]  # a survivor's lost connection explains nothing
     assert not job.survivors()
 
 

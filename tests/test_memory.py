@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -152,7 +153,7 @@ def test_a_rank_that_runs_out_of_memory_in_a_run_says_so_after_it_was_alarmed(tm
     code, output = job.wait(120)
     assert code == 1
     assert not job.survivors()
-    assert "rank 1: failed first" in output
+    assert re.search(r"^rank 1 \(.*\) failed first, in phase update, step 2: RuntimeError: ", output, re.M), output
     assert "rank 1 ran out of memory in phase update; the host has" in output
     assert "update, when it failed" in output
     assert "what may help, the likeliest first: lower training.max_tokens_per_micro_batch (64);" in output

@@ -1,8 +1,11 @@
-"""What is written, and that a tracker never stops a training."""
+"""What is written, and what a full disk leaves of it."""
 
 from __future__ import annotations
 
+import json
 import logging
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,29 +13,39 @@ import pytest
 from grpo_spmd.assemble import Decision
 from grpo_spmd.config import load_config
 from grpo_spmd.distributed import merge_sums
-from grpo_spmd.metrics import _check_trained, _never_fatal, _start_wandb
+from grpo_spmd.metrics import LineFile, _check_trained
 from tests.models import write_config
 
 
-def test_wandb_without_a_key_is_off_with_a_warning(
+def test_what_a_full_disk_refuses_is_written_when_there_is_space_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    config = load_config(write_config(tmp_path, tmp_path / "model", logging={"wandb": "online"}))
-    with caplog.at_level(logging.WARNING, logger="grpo_spmd"):
-        logging.getLogger("grpo_spmd").propagate = True
-        assert _start_wandb(config) is None
-    assert "W&B is off for this run" in caplog.text
-
-
-def test_a_tracker_that_raises_is_given_up_and_not_fatal() -> None:
-    def log(_: int) -> None:
-        raise OSError("disk full")
-
-    assert _never_fatal(log, 1) is False
-    assert _never_fatal(len, [1]) is True
+    """A real ENOSPC needs a file system of one's own; a limit on the size of this process's files gives OSError after a part as well."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("{}\n")
+    monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    lines = [json.dumps({"step": step, "x": "y" * 50}) for step in range(4)]
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        file = LineFile(path)
+        file.write(lines[0])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))  # takes a part of the second line
+        file.write(lines[1])
+        assert path.read_text() == f"{{}}\n{lines[0]}\n"
+        file.write(lines[2])
+        assert path.read_text() == f"{{}}\n{lines[0]}\n"
+        assert "File too large; 2 lines wait in memory" in caplog.text
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        file.write(lines[3])
+        assert path.read_text().splitlines() == ["{}", *lines]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+        file.write("lost")
+        file.close()
+        assert "lacks its last 1 lines" in caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 def test_sums_of_ranks_add_up_and_maxima_stay_maxima() -> None:

@@ -9,18 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models import make_model, write_config
+from tests.models import write_config
 from tests.ranks import Job, run_worker, torchrun
 from tests.workers.update import GROUP_SIZE, NUM_GROUPS, UNSCORED, fixed_groups
 
 LR = 1e-3
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("nonfinite")
-    make_model(folder / "model", "qwen3", tied=True)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.attention import PackedLayout, packed_attention
 from grpo_spmd.batching import pack_rollouts
-from grpo_spmd.checkpoint import save_weights
 from grpo_spmd.config import ConfigError, ModelConfig, OptimizerConfig
 from grpo_spmd.data_types import Rollout
 from grpo_spmd.distributed import Session, end_session, start_session
 from grpo_spmd.logprobs import TokenLogprobs
 from grpo_spmd.policy import build_optimizer, build_policy, load_weights
+from grpo_spmd.proofs import weights_id
+from tests.checkpoints import export_policy
 from tests.models import FAMILIES, make_model
 
 CPU = torch.device("cpu")
@@ -182,6 +183,27 @@ def test_bfloat16_compute_keeps_float32_master_weights(tmp_path: Path, session: 
     assert 1e-5 < difference.item() < 0.3  # it did compute in bfloat16, and not something else
 
 
+def test_the_name_of_the_weights_changes_with_any_bit_and_place(tmp_path: Path, session: Session) -> None:
+    policy = build_policy(model_config(make_model(tmp_path, "qwen2", tied=True)), 1.0, session)
+    names = {weights_id(policy)}
+    layers = policy.model.model.layers
+    first, second = (layers[i].mlp.gate_proj.weight.to_local() for i in (0, 1))
+    row, other = first[0].clone(), first[1].clone()
+    with torch.no_grad():
+        first[0, 0] = torch.nextafter(first[0, 0], torch.tensor(2.0))  # the last bit of one element
+        names.add(weights_id(policy))
+        first[0, 1] = torch.nextafter(first[0, 1], torch.tensor(-2.0))  # and another one's, the other way
+        names.add(weights_id(policy))
+        first[0], first[1] = other, row  # two rows change places
+        names.add(weights_id(policy))
+        first[:], second[:] = second.clone(), first.clone()  # two tensors
+        names.add(weights_id(policy))
+        assert len(names) == 5
+        first[:], second[:] = second.clone(), first.clone()
+        first[0], first[1] = row, other  # all as it was
+        assert weights_id(build_policy(model_config(tmp_path), 1.0, session)) == weights_id(policy)
+
+
 def test_the_reference_in_bfloat16_scores_as_the_policy_does(tmp_path: Path, session: Session) -> None:
     config = model_config(make_model(tmp_path, "qwen3", tied=True), dtype="bfloat16")
     policy = build_policy(config, 1.0, session)
@@ -199,7 +221,7 @@ def test_saved_weights_load_in_transformers(tmp_path: Path, session: Session, ti
     optimizer, _ = build_optimizer(policy, OptimizerConfig(lr=1e-2))
     policy(pack_rollouts(rollouts(LENGTHS), CPU))[0].sum().backward()
     optimizer.step()
-    save_weights(policy, model_config(folder), tmp_path / "saved", session)
+    export_policy(policy, folder, tmp_path / "saved", session)
     logprobs, _ = policy(pack_rollouts(rollouts([(4, 6)]), CPU))
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     rollout = rollouts([(4, 6)])[0]

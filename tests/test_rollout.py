@@ -15,7 +15,7 @@ from grpo_spmd.config import Config, load_config
 from grpo_spmd.data_types import Completion, Prompt, RolloutGroup
 from grpo_spmd.metrics import tail_waste_frac
 from grpo_spmd.rollout import Request, RolloutEngine, rollout_groups
-from tests.models import make_model, write_config
+from tests.models import write_config
 from tests.ranks import Job, torchrun
 from tests.workers.schedule import NUM_PROMPTS as NUM_PROMPTS_OF
 from tests.workers.schedule import PROMPTS as PROMPTS_OF_ALL
@@ -35,9 +35,13 @@ class Recorder:
     busy_s: list[float] = dataclasses.field(default_factory=list)
     _num_shared_calls: int = 0
 
-    def _generate(self, batches: Any, max_in_flight: int, policy_version: int) -> list[Completion]:
+    def _generate(self, batches: Any, max_in_flight: int, policy_version: int, *_: Any) -> dict[int, Completion]:
         requests: list[Request] = [request for batch in batches for request in batch]
-        return [Completion([*request.prompt_ids, request.seed], [policy_version, 0.0, 0.0], "stop") for request in requests]
+        made = [Completion([*request.prompt_ids, request.seed], [policy_version, 0.0, 0.0], "stop") for request in requests]
+        return dict(enumerate(made))
+
+    def _must_abort(self, num_steps: int) -> bool:
+        return False
 
     generate_shared = RolloutEngine.generate_shared
 
@@ -116,13 +120,6 @@ Found = dict[str, Any]
 RANKS = {"one": (1, 1), "two": (2, 1)} | ({"tp2": (2, 2), "two tp2": (4, 2)} if os.environ.get("FULL_MATRIX") else {})
 SCENARIOS = [f"{name}/{schedule}" for schedule in ("static", "shared_queue") for name in NUM_PROMPTS_OF]
 SHARED = [name for name in RANKS if name.startswith("two")]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rollout")
-    make_model(folder / "model", "qwen3", tied=True)
-    return folder
 
 
 @pytest.fixture(scope="module")

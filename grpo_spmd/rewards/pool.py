@@ -28,6 +28,7 @@ from typing import Any
 
 from grpo_spmd.config import RewardConfig, RewardPoolConfig
 from grpo_spmd.data_types import RolloutGroup, ScoredRollouts
+from grpo_spmd.doctor import debugger_closes, debugger_opens
 from grpo_spmd.rewards import RewardError, check_error_rate, weighted_sum
 from grpo_spmd.rewards.worker import decode_frame, encode_frame
 
@@ -260,6 +261,7 @@ class RewardPool:
         worker.call, worker.deadline, worker.wants_terminal = None, math.inf, False
         if worker is self._debugged:
             self._debugged = None
+            debugger_closes()
             _give_terminal_to(os.getpgrp())
             self._lend_terminal()
 
@@ -268,6 +270,7 @@ class RewardPool:
         waiting = [worker for worker in self._workers.values() if worker.wants_terminal]
         if self._debugged is None and waiting:
             self._debugged, waiting[0].wants_terminal = waiting[0], False
+            debugger_opens()
             _give_terminal_to(waiting[0].pid)
             waiting[0].sock.sendall(encode_frame({"go": True}))
 

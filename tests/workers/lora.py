@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.batching import pack_rollouts
-from grpo_spmd.checkpoint import save_adapters
 from grpo_spmd.config import load_config
 from grpo_spmd.data_types import Rollout
 from grpo_spmd.distributed import Rank0Error, end_session, exit_with_outcome, on_rank0, start_session
@@ -27,6 +26,7 @@ from grpo_spmd.policy import build_optimizer, build_policy, build_reference, hf_
 from grpo_spmd.proofs import prove_weights
 from grpo_spmd.rollout import Request, RolloutEngine
 from grpo_spmd.weight_sync import SyncStats, gather_full_tensors, sync_weights
+from tests.checkpoints import export_policy
 from tests.workers.sync import difference, refuses
 
 NUM_ROLLOUTS = 6
@@ -87,7 +87,7 @@ class Trials:
     def plain(self) -> peft.PeftModel:
         """transformers and peft, from the base on disk and the adapters as saved."""
         folder = self.out.with_name(f"{self.out.stem}_adapters_{self.step}")
-        save_adapters(self.policy, self.config.model, folder, self.session)
+        export_policy(self.policy, Path(self.config.model.path), folder, self.session)
         base = transformers.AutoModelForCausalLM.from_pretrained(self.config.model.path, dtype=torch.float32)
         return peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
 

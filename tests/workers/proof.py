@@ -20,6 +20,7 @@ from grpo_spmd.config import load_config
 from grpo_spmd.data_types import Rollout
 from grpo_spmd.distributed import Rank0Error, end_session, exit_with_outcome, merge_sums, on_rank0, start_session
 from grpo_spmd.loss import mismatch_sums
+from grpo_spmd.manifest import Start
 from grpo_spmd.metrics import MetricsLog, open_run_dir
 from grpo_spmd.policy import build_optimizer, build_policy, hf_named_parameters
 from grpo_spmd.proofs import LogprobOracle, prove_weights
@@ -208,7 +209,7 @@ class Trials:
 
     def stops_every_rank(self, sums: dict[str, float]) -> None:
         """The step's end, where the sums of all ranks meet the oracle, before anything is made of the step's decisions."""
-        open_run_dir(self.config, self.session, 0)
+        open_run_dir(self.config, self.session, 0, Start())
         log = MetricsLog(self.config, self.session, 0)
         names = ("policy", "kl", "entropy", "clipped", "correction", "capped", "loss_tokens", "max:updates", "max:skipped")
         nothing = {**dict.fromkeys(names, 0.0), "ids:nonfinite": []}

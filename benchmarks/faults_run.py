@@ -1,0 +1,262 @@
+"""A training run under faults: start it, kill it, and judge what is left against a run that nobody touched. Used by faults.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd.manifest import list_checkpoints, read_manifest
+from tests.models import make_model, write_config
+
+ROOT = Path(__file__).resolve().parent.parent
+EVERY, NUM_STEPS, NUM_PROMPTS = 3, 36, 32  # interval of checkpoints, steps of a run, rows of the data
+LIMIT_S = 600.0  # for one launch to end in
+_MARK = "GRPO_SPMD_FAULTS_ID"
+_OF_A_GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Of a metrics line: what no two runs have alike.
+_MEASURED = ("time/", "memory/", "throughput/", "rollout/tail_waste_frac", "rollout/tokens_per_s", "weight_sync/proof_s")
+_started: list[Launch] = []
+_closed = threading.Event()
+
+
+class Launch:
+    """One torchrun over benchmarks.faults_worker. All processes of it carry a mark in their environment."""
+
+    def __init__(self, run: Run, num_ranks: int, *overrides: str, max_restarts: int = 0) -> None:
+        if _closed.is_set():
+            raise RuntimeError("the campaign is over")
+        number = len(list(run.folder.glob("launch_*.log")))
+        self.mark, self.log = uuid.uuid4().hex, run.folder / f"launch_{number:03d}.log"
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "--max-restarts", str(max_restarts)]
+        handed_on = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+        train = ["-m", "benchmarks.faults_worker", "--config", str(run.lab.config), f"run_dir={run.run_dir}", *overrides]
+        env = {name: value for name, value in os.environ.items() if name not in _OF_A_GROUP}
+        env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FAULTS": str(run.folder), _MARK: self.mark}
+        with self.log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, *torchrun, *handed_on, *train],
+                cwd=ROOT,
+                env=env | {"FAULTS_START_S": str(run.lab.start_s)},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        _started.append(self)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def pids(self) -> set[int]:
+        """All processes that are there, torchrun's own included."""
+        found = set()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            if f"{_MARK}={self.mark}".encode() in _read(path):
+                found.add(int(path.parent.name))
+        return found
+
+    def ranks(self) -> dict[int, int]:
+        """Process by rank, of the ranks that run now."""
+        agent, found = self.process.pid, {}
+        for task in Path(f"/proc/{agent}/task").glob("*/children"):
+            for pid in _read(task).split():
+                for entry in _read(Path(f"/proc/{int(pid)}/environ")).split(b"\0"):
+                    if entry.startswith(b"RANK="):
+                        found[int(entry[5:])] = int(pid)
+        return found
+
+    def wait(self, limit_s: float = LIMIT_S) -> int:
+        """Exit code. Past the limit everything is killed, and the code is -1."""
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return -1
+
+    def kill(self) -> None:
+        """SIGKILL for torchrun first, so that it starts nothing any more, then for the rest."""
+        self.process.kill()
+        self.process.wait()
+        while left := self.pids():
+            for pid in left:
+                _kill(pid)
+            time.sleep(0.02)
+
+
+def kill_all_launches() -> None:
+    """Leave nothing behind, however the campaign ends; nothing starts any more."""
+    _closed.set()
+    for launch in _started:
+        if launch.process.poll() is None or launch.pids():
+            launch.kill()
+
+
+def wait_until_gone(pids: set[int], limit_s: float = 60.0) -> float:
+    """Seconds until none of the processes is there."""
+    start = time.monotonic()
+    while any(_read(Path(f"/proc/{pid}/cmdline")) for pid in pids) and time.monotonic() < start + limit_s:
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # gone in the meantime
+        return b""
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+class Lab:
+    """Model, data and config of all runs of a campaign, and the run that nobody touches, made once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        model = make_model(root / "model", "qwen3", tied=True)
+        rows = [{"prompt": f"{a},{a}=", "nums": [a, a], "target": 2 * a} for a in range(1, 5)]
+        (root / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.config = write_config(
+            root,
+            model,
+            data={"eval": {"held": str(root / "held.jsonl")}},
+            eval={"every_steps": 1, "num_samples": 1},
+            optimizer={"lr": 1e-3},
+            # Two mini-batches: the policy's logprobs are taken before the update, in a phase of their own.
+            training={"num_steps": NUM_STEPS, "num_mini_batches": 2, "max_tokens_per_micro_batch": 256},
+            checkpoint={"every_steps": EVERY, "keep": 2, "best_metric": "eval/held/mean", "resume": "never"},
+        )
+        self.start_s = 10.0  # from a process's first line to its first step
+        self._reference: Run | None = None
+
+    def run(self, name: str) -> Run:
+        folder = self.root / name
+        (folder / "plan").mkdir(parents=True)
+        return Run(self, folder)
+
+    @property
+    def reference(self) -> Run:
+        """Two ranks, never interrupted."""
+        if self._reference is None:
+            run = self.run("reference")
+            launch = Launch(run, 2)
+            if launch.wait():
+                raise RuntimeError(f"the run without any fault fails:\n{launch.output}")
+            starts, ends = ([e["time"] for e in run.events() if e["event"] == name] for name in ("start", "resumed"))
+            self.start_s, self._reference = ends[0] - starts[0], run
+        return self._reference
+
+
+@dataclass
+class Strike:
+    """A fault that happened."""
+
+    time: float
+    what: str
+    problems: list[str] = field(default_factory=list)
+    lost_steps: int | None = None
+    in_save: bool = False
+    gone_s: float = 0.0  # until no process of the start was there any more
+
+
+@dataclass
+class Run:
+    lab: Lab
+    folder: Path
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    def plan(self, number: int, **fault: Any) -> None:
+        """See faults_worker.Trap."""
+        (self.folder / "plan" / f"{number:03d}.json").write_text(json.dumps({"do": "kill", "moment": 0.0, "count": 1, "rank": 0} | fault))
+
+    def strikes(self) -> list[Strike]:
+        """Of the plan, those that happened."""
+        done = sorted((self.folder / "plan").glob("*.struck"))
+        return [Strike(path.stat().st_mtime, json.loads(path.read_text())["where"]) for path in done]
+
+    def events(self) -> list[dict[str, Any]]:
+        path = self.folder / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def copy(self, name: str) -> Run:
+        """With all that is on disk."""
+        folder = self.lab.root / name
+        shutil.copytree(self.folder, folder)
+        return Run(self.lab, folder)
+
+    def judge(self, strikes: list[Strike], launch: Launch) -> list[Strike]:
+        """Wait for the end of `launch`, then say what each fault did: by what the start after it found, and by how the run came out."""
+        code = launch.wait()
+        events = self.events()
+        starts = [i for i, event in enumerate(events) if event["event"] == "start"]
+        for strike in strikes:
+            after = [i for i in starts if events[i]["time"] > strike.time]
+            if not after:
+                strike.problems.append("never started again")
+                continue
+            found = events[after[0]]
+            strike.in_save = bool(found["half_written"])
+            if found["damage"]:
+                strike.problems.append(f"newest checkpoint: {found['damage']}")
+            strike.lost_steps = found["finished"] - (found["newest"] or 0)
+            # What was finished while the save was under way comes on top of the interval.
+            most = 2 * EVERY - 1 if found["half_written"] else EVERY
+            if strike.lost_steps > most:
+                strike.problems.append(f"{strike.lost_steps} steps lost")
+            went_on = events[after[0] + 1 : after[0] + 2]
+            if went_on and went_on[0]["event"] == "resumed" and went_on[0]["step"] != (found["newest"] or 0):
+                strike.problems.append(f"went on from step {went_on[0]['step']}, newest was {found['newest']}")
+        problems = [f"exit code {code}: {launch.output[-300:]}"] if code else self.differences()
+        if left := launch.pids():
+            problems.append(f"{len(left)} processes left")
+            launch.kill()
+        for strike in strikes:
+            strike.problems += problems
+        return strikes
+
+    def differences(self, of_checkpoint: bool = True) -> list[str]:
+        """From the run that nobody touched."""
+        reference, found = self.lab.reference.run_dir, []
+        for path in sorted(Path(reference, "rollouts").iterdir()):
+            mine = self.run_dir / "rollouts" / path.name
+            if not mine.exists() or mine.read_bytes() != path.read_bytes():
+                found.append(f"rollouts/{path.name} differs")
+        if len(list(Path(self.run_dir, "rollouts").iterdir())) != len(list(Path(reference, "rollouts").iterdir())):
+            found.append("other files of rollouts")
+        if metrics_of(self.run_dir) != metrics_of(reference):
+            found.append("metrics.jsonl differs")
+        if of_checkpoint and state_of(self.run_dir) != state_of(reference):
+            found.append("the final state differs")
+        return found
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without what is measured with a clock."""
+    lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(_MEASURED)} for line in lines]
+
+
+def state_of(run_dir: Path) -> dict[str, Any]:
+    """Digests of the final checkpoint's shards, and where it says that the run was."""
+    newest = list_checkpoints(run_dir)[-1]
+    trainer = json.loads((newest / "trainer.json").read_text())
+    shards = {name: facts["sha256"] for name, facts in read_manifest(newest).items() if name.startswith("state/")}
+    return shards | {name: trainer[name] for name in ("step", "position", "num_updates", "skipped_in_a_row", "mismatch_scale")}

@@ -1,0 +1,53 @@
+"""How long a save keeps training waiting: python -m benchmarks.faults_save_worker CONFIG RUN_DIR REPEATS (under torchrun for more ranks).
+
+A policy with both moments of Adam, 12 bytes a parameter in all. Asynchronous: the copy, as in a run, with the save before long through.
+Synchronous: the copy, the write and its completion. Rank 0 prints the seconds of each, the slowest rank's, as one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from grpo_spmd.checkpoint import Checkpoints
+from grpo_spmd.config import load_config
+from grpo_spmd.distributed import barrier, end_session, exit_with_outcome, on_rank0, start_session
+from grpo_spmd.policy import build_policy
+from grpo_spmd.update import PolicyUpdater
+
+
+def main() -> None:
+    config_file, run_dir, repeats = sys.argv[1:]
+    config = load_config(config_file, [f"run_dir={run_dir}", "checkpoint.keep=1"])
+    session = start_session()
+    policy = build_policy(config.model, 1.0, session)
+    updater = PolicyUpdater(policy, config)
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    updater.optimizer.step()
+    updater.optimizer.zero_grad(set_to_none=True)
+    Path(run_dir).mkdir(exist_ok=True)
+    checkpoints = Checkpoints(config, session, policy, updater, [])
+    copies, saves = [], []
+    for step in range(1, int(repeats) + 2):
+        barrier()
+        start = time.perf_counter()
+        checkpoints.stage(step, 0, {"mismatch_scale": None})
+        checkpoints.write_staged()
+        copies.append(on_rank0(max, time.perf_counter() - start))
+        checkpoints.wait()
+        saves.append(on_rank0(max, time.perf_counter() - start))
+    if session.is_rank0:
+        num_bytes = sum(path.stat().st_size for path in Path(run_dir, "checkpoints").glob("*/state/*"))
+        # The first copy gets its memory from the system, once a run.
+        print(json.dumps({"bytes": num_bytes, "first_s": copies[0], "copies_s": copies[1:], "saves_s": saves[1:]}))
+    end_session()
+
+
+if __name__ == "__main__":
+    with exit_with_outcome():
+        main()
