@@ -1,6 +1,6 @@
 """The fault table: what a run was put through, how often, and how often it came out as if nothing had happened. Real processes and kills.
 
-    benchmarks/run.sh faults [--json FILE] [--only NAME ...] [--num N]        about 40 minutes on 2 cores
+    benchmarks/run.sh faults [--json FILE] [--only NAME ...] [--num N]        about an hour on 2 cores
 A row a fault: how many were tried, survived and lost, the worst figure, and what went wrong where something did. Rows are printed and
 written as they end. A run of two ranks survives a kill if the newest checkpoint is whole, at most one interval of steps was lost (and
 what was finished while a save was under way), and it ends with the same state, metrics and rollouts, to the bit, as the run that nobody
