@@ -53,6 +53,7 @@ from grpo_spmd.manifest import (
     remove_old,
     step_of,
     sync_path,
+    temporary_path,
     verify_files,
     write_manifest,
 )
@@ -297,7 +298,7 @@ class Checkpoints:
 
     def _prepare(self, folder: Path, num_bytes: int) -> str | None:
         """On rank 0: an empty folder to write into; returns why there is none."""
-        temporary = _temporary(folder)
+        temporary = temporary_path(folder)
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / "state").mkdir(parents=True)
@@ -319,7 +320,7 @@ class Checkpoints:
             if staged.rows:
                 name = f"state/shard_{self._session.rank + 1:05d}.safetensors"
                 tensors = {tensor: self._buffers[tensor] for tensor in staged.rows}
-                mine = {"file": name, **write_shard(_temporary(staged.folder) / name, tensors, staged.rows)}
+                mine = {"file": name, **write_shard(temporary_path(staged.folder) / name, tensors, staged.rows)}
         except Exception as error:  # a full disk most of all
             mine = {"error": f"rank {self._session.rank}: {type(error).__name__}: {error}"}
         self._store.set(f"{key}/{self._session.rank}", json.dumps(mine))
@@ -327,7 +328,7 @@ class Checkpoints:
             try:
                 self._complete(staged, self._hear_all(key))
             except Exception as error:
-                shutil.rmtree(_temporary(staged.folder), ignore_errors=True)  # half a checkpoint would only keep a full disk full
+                shutil.rmtree(temporary_path(staged.folder), ignore_errors=True)  # half a checkpoint would only keep a full disk full
                 self._failure = _tell_failure(staged.folder, error)
 
     def _hear_all(self, key: str) -> list[dict[str, Any]]:
@@ -346,7 +347,7 @@ class Checkpoints:
         """On rank 0: all that is not shards, then the manifest, then the name."""
         if errors := [part["error"] for part in said if "error" in part]:
             raise OSError("; ".join(errors))
-        config, temporary = self._config, _temporary(staged.folder)
+        config, temporary = self._config, temporary_path(staged.folder)
         digests = {part.pop("file"): part for part in said if part["file"]}
         for name in digests:
             if not (temporary / name).is_file():
@@ -407,10 +408,6 @@ class _Staged:
     rows: dict[str, int]  # tensor name to its first row, of what this rank writes
     trainer: dict[str, Any]
     start: float
-
-
-def _temporary(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".tmp")
 
 
 def _tell_failure(folder: Path, error: Exception) -> str:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ class StoredTensor:
 
         whole = torch.empty(self.shape, dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype])
         for piece in self.pieces:
-            rows_at_a_time = max(1, _READ_BYTES * piece.shape[0] // max(1, 4 * _numel(piece.shape)))
+            rows_at_a_time = max(1, _READ_BYTES * piece.shape[0] // max(1, 4 * math.prod(piece.shape)))
             for row in range(0, piece.shape[0], rows_at_a_time):
                 # Opened anew each time: pages of a mapping count as resident memory until it is closed.
                 with safe_open(piece.file, framework="pt") as file:
@@ -140,7 +141,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, *, 
 
 
 def _save_model(tensors: dict[str, StoredTensor], folder: Path, dtype: str, max_file_bytes: int) -> None:
-    sizes = {name: _numel(tensor.shape) * _DTYPE_BYTES[dtype] for name, tensor in tensors.items()}
+    sizes = {name: math.prod(tensor.shape) * _DTYPE_BYTES[dtype] for name, tensor in tensors.items()}
     files: list[list[str]] = [[]]
     for name, size in sizes.items():
         if files[-1] and sum(sizes[other] for other in files[-1]) + size > max_file_bytes:
@@ -190,13 +191,6 @@ def _complete_or_absent(out: Path, *, into_existing: bool) -> Iterator[Path]:
     except BaseException:  # half an export would only keep a full disk full
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
 
 
 def main() -> None:

@@ -114,7 +114,7 @@ def begin_in(run_dir: Path, start: Start) -> None:
     own = checkpoint_path(run_dir, start.step)
     if start.folder is not None and start.folder.resolve() != own.resolve():
         # One of another run, say. A failure before this run's first save must come back to it, and not to the beginning.
-        temporary = own.with_name(own.name + ".tmp")
+        temporary = temporary_path(own)
         shutil.copytree(start.folder, temporary, copy_function=_link_or_copy)
         put_in_place(temporary, own)
 
@@ -157,6 +157,11 @@ def checkpoint_path(run_dir: str | Path, step: int) -> Path:
 def step_of(checkpoint: Path) -> int:
     """The finished steps that the folder's name says."""
     return int(checkpoint.name.removeprefix("step_"))
+
+
+def temporary_path(checkpoint: Path) -> Path:
+    """Where it is written until it is complete."""
+    return checkpoint.with_name(checkpoint.name + ".tmp")
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:

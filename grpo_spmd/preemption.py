@@ -23,6 +23,7 @@ from typing import Any
 from grpo_spmd.config import Config
 from grpo_spmd.data_types import ScoredRollouts
 from grpo_spmd.distributed import on_rank0, post, posted
+from grpo_spmd.manifest import write_durably
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 MARKER = "preempted.json"
@@ -178,9 +179,7 @@ def leave_marker(run_dir: str | os.PathLike[str], step: int, reason: str) -> Non
     """
 
     def write(_: object) -> None:
-        path = Path(run_dir, MARKER)
-        path.with_suffix(".tmp").write_text(json.dumps({"step": step, "reason": reason, "saved": True}) + "\n")
-        path.with_suffix(".tmp").replace(path)
+        write_durably(Path(run_dir, MARKER), json.dumps({"step": step, "reason": reason, "saved": True}).encode() + b"\n")
 
     on_rank0(write, None)
 
