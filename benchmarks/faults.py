@@ -34,8 +34,8 @@ from benchmarks.faults_run import EVERY, NUM_PROMPTS, Lab, Launch, Run, Strike, 
 from benchmarks.faults_worker import PHASES, START, WRITE_POINTS, has_rank
 from benchmarks.report import Row, report
 from grpo_spmd.manifest import CheckpointError, list_checkpoints, read_manifest, verify_checkpoint
-from tests.models import make_model, write_config
-from tests.ranks import torchrun
+from tests.support.models import make_model, write_config
+from tests.support.processes import torchrun
 
 _AT_ONCE = 2  # runs side by side: half of a start waits for something
 _KILLS_A_RUN = 5

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.manifest import list_checkpoints, read_manifest
-from tests.models import make_model, write_config
+from tests.support.models import make_model, write_config
 
 ROOT = Path(__file__).resolve().parent.parent
 EVERY, NUM_STEPS, NUM_PROMPTS = 3, 36, 32  # interval of checkpoints, steps of a run, rows of the data

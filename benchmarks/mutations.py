@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.report import Row, main_arguments, report
 from grpo_spmd.demo import make_demo
-from tests.models import make_model
+from tests.support.models import make_model
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 600
@@ -42,13 +42,14 @@ _LONG_PROMPTS = (  # longer than a block of the prefix cache (32 tokens on a CPU
 _SEVERAL_BUCKETS = ("model.path={made}/wide", "rollout.weight_sync_bucket_mib=1", "optimizer.lr=1e-4")
 _COOL = ("rollout.temperature=0.7",)
 
-_TIED, _UNTIED = (f"tests/test_weight_sync.py::test_engine_equals_transformers_after_each_of_20_updates[{of}]" for of in
+_TIED, _UNTIED = (f"tests/ranks/test_weight_sync.py::test_engine_equals_transformers_after_each_of_20_updates[{of}]" for of in
                   ("qwen2-True-1", "granite-False-1"))  # fmt: skip
-_GATHER = "tests/test_weight_sync.py::test_bucketed_gather_equals_full_tensor[3-1]"
-_PARTITION = "tests/test_partition.py"
-_LOSS, _ADVANTAGES, _BATCHING, _ROLLOUT = (f"tests/test_{name}.py" for name in ("loss", "advantages", "batching", "rollout"))
+_GATHER = "tests/ranks/test_weight_sync.py::test_bucketed_gather_equals_full_tensor[3-1]"
+_PARTITION = "tests/ranks/test_partition.py"
+_LOSS, _ADVANTAGES, _BATCHING = (f"tests/unit/test_{name}.py" for name in ("loss", "advantages", "batching"))
+_ROLLOUT = "tests/ranks/test_rollout.py"
 # Made in every copy, also in the one without a fault: the matrix of world sizes 1 to 4 takes three times as long as that of 1 and 2.
-_SHORTER = ("tests/test_partition.py", "WORLD_SIZES = (1, 2, 3, 4)", "WORLD_SIZES = (1, 2)")
+_SHORTER = ("tests/ranks/test_partition.py", "WORLD_SIZES = (1, 2, 3, 4)", "WORLD_SIZES = (1, 2)")
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ FAULTS = (
         "logprobs.py",
         "return logits.div_(temperature)",
         "return logits",
-        ("tests/test_policy.py::test_chunked_logprob_gradients_equal_autograd",),
+        ("tests/unit/test_policy.py::test_chunked_logprob_gradients_equal_autograd",),
         _COOL,
     ),
     Fault(
@@ -150,7 +151,7 @@ FAULTS = (
         "evaluate.py",
         "    engine.reset_prefix_cache()\n",
         "",
-        ("tests/test_evaluate.py::test_greedy_evaluation_is_the_argmax_of_plain_transformers[two engines]",),
+        ("tests/ranks/test_evaluate.py::test_greedy_evaluation_is_the_argmax_of_plain_transformers[two engines]",),
         (*_LONG_PROMPTS, "data.eval={{long: {made}/long.jsonl}}", "eval.every_steps=1"),
     ),
     Fault(
@@ -172,7 +173,7 @@ FAULTS = (
         "policy.py",
         "PackedLayout(batch.sequence_lengths, batch.input_ids.device, self.attention)",
         "PackedLayout([sum(batch.sequence_lengths)], batch.input_ids.device, self.attention)",
-        ("tests/test_policy.py::test_a_sequence_does_not_see_its_neighbours_in_the_row",),
+        ("tests/unit/test_policy.py::test_a_sequence_does_not_see_its_neighbours_in_the_row",),
     ),
     Fault(
         "completions paired with another prompt",
@@ -228,7 +229,7 @@ FAULTS = (
         "rewards/pool.py",
         "text = texts[len(self._keywords)]",
         "text = texts[len(self._keywords) - 1]",
-        ("tests/test_rewards.py",),
+        ("tests/faults/test_rewards.py",),
     ),
     Fault(
         "unscored sample taken for 0",
@@ -244,7 +245,7 @@ FAULTS = (
         "rollout.py",
         "            seed=request.seed,\n",
         "",
-        ("tests/test_evaluate.py::test_two_ranks_and_tensor_parallelism_evaluate_exactly_as_one_rank[two engines]",),
+        ("tests/ranks/test_evaluate.py::test_two_ranks_and_tensor_parallelism_evaluate_exactly_as_one_rank[two engines]",),
     ),
     Fault(
         "old logprobs taken after the first update",
@@ -268,7 +269,7 @@ FAULTS = (
         "            self._optimizer.zero_grad(set_to_none=True)\n            self._skipped_in_a_row += 1\n",
         "            self._optimizer.zero_grad(set_to_none=False)\n            self._optimizer.step()\n"
         "            self._optimizer.zero_grad(set_to_none=True)\n            self._skipped_in_a_row += 1\n",
-        ("tests/test_nonfinite.py",),
+        ("tests/ranks/test_nonfinite.py",),
     ),
     Fault(
         "KL sign",

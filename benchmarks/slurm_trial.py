@@ -3,7 +3,7 @@
     python -m benchmarks.slurm_trial [--only NAME ...] [--stand-in] [--json FILE]
 Needs root and Debian's slurm-wlm and munge. Brings slurmctld and two slurmd up in a temporary folder, on ports of their own, and takes
 them down again; meanwhile /etc/hosts names the nodes. A tiny random model is trained on the CPU, its rewards slowed so that a step takes
-some 0.6 s; --stand-in takes tests/workers/stand_in_train.py instead of the trainer, to try the script alone. Each row ends `ok` only if the
+some 0.6 s; --stand-in takes the trainer of tests/support/workers/stand_in_train.py, to try the script alone. Each row ends `ok` only if the
 job came to the state expected, left no process behind, took less than 30 s to leave, and the run's metrics have every step once (and the
 last checkpoint every bit of the uninterrupted run's, where the number of ranks is the same).
 """
@@ -399,11 +399,11 @@ def _make_checkout(checkout: Path, stand_in: bool) -> None:
     if stand_in:
         (checkout / "grpo_spmd").mkdir()
         (checkout / "grpo_spmd/__init__.py").touch()
-        shutil.copy(_ROOT / "tests/workers/stand_in_train.py", checkout / "grpo_spmd/train.py")
+        shutil.copy(_ROOT / "tests/support/workers/stand_in_train.py", checkout / "grpo_spmd/train.py")
         config = {"run_dir": "x", "seed": 0, "num_steps": _STEPS, "step_s": 0.6, "crash_at": -1, "checkpoint.resume": "never"}
         (checkout / "config.yaml").write_text(yaml.safe_dump(config))
         return
-    from tests.models import make_model, write_config
+    from tests.support.models import make_model, write_config
 
     (checkout / "grpo_spmd").symlink_to(_ROOT / "grpo_spmd")
     (checkout / "reward.py").write_text(_REWARD)

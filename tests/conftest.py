@@ -17,7 +17,7 @@ install_import_hook(["grpo_spmd.advantages", "grpo_spmd.logprobs", "grpo_spmd.lo
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new folder for a module's files, with a tiny Qwen3 in folder/model. Modules that want more in it have a fixture of their own."""
-    from tests.models import make_model
+    from tests.support.models import make_model
 
     folder = tmp_path_factory.mktemp("tiny")
     make_model(folder / "model", "qwen3", tied=True)

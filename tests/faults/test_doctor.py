@@ -1,0 +1,237 @@
+"""Who failed first, or who sleeps while the others wait, is named with its phase; and all ranks are gone within seconds of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_spmd.doctor import Alarm, Answer, Fault, Place, find_culprit, write_report
+from grpo_spmd.metrics import PHASES
+from tests.support.processes import Job
+
+LIMIT_S = 3.0
+RAISES = [("raise", phase, rank) for phase in PHASES for rank in (0, 1)]
+SLEEPS = [("sleep", phase, number % 2) for number, phase in enumerate(PHASES)] + [("sleep", "update", 0)]
+STRAYS = [
+    ("stop", "rollout", 1), ("stop", "update", 0), ("gil", "reward", 1), ("kill", "rollout", 1), ("kill", "logprobs", 0),
+    ("exit", "eval", 1), ("refuse", "start", 1), ("interrupt", "update", 0), ("debug", "logprobs", 1), ("work", "rollout", 1),
+    ("pass", "", 0),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("doctor")
+    faults = [*RAISES, *SLEEPS, *STRAYS]
+    faults = list(dict.fromkeys(faults))
+    orders = [
+        {"do": do, "phase": phase if phase != "start" else "weight_sync", "rank": str(rank), "folder": str(folder / f"{do}_{phase}_{rank}")}
+        | ({"limit_s": str(LIMIT_S)} if do in ("sleep", "stop", "gil", "debug", "work") else {})
+        for do, phase, rank in faults
+    ]
+    code, output = Job([sys.executable, "-m", "tests.support.workers.doctor", json.dumps(orders)]).wait(200)
+    assert code == 0, output
+    return dict(zip(faults, json.loads(output.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize(("do", "phase", "rank"), RAISES)
+def test_a_raise_ends_all_ranks_with_its_traceback(found: dict[Any, Any], do: str, phase: str, rank: int) -> None:
+    run = found[do, phase, rank]
+    assert run["codes"] == [1, 1], run
+    assert run["seconds"] < 10
+    output = run["output"]
+    assert f"rank {rank} (" in output.splitlines()[0]
+    assert f"failed first, in phase {phase}, step 1: KeyError: 'no such column'" in output.splitlines()[0]
+    assert output.count("Traceback (most recent call last)") == 1, output
+    assert 'raise KeyError("no such column")' in output
+    assert f"rank {1 - rank}: phase {phase}, step 1" in output
+    assert output.count("failed first") == 1
+    assert output.strip() in run["failure.txt"]
+    assert "hang.txt" not in run
+    of_rank = [json.loads(run[f"error_{r}.json"])["message"] for r in range(2)]  # torchrun shows the earliest as the root cause
+    assert 'raise KeyError("no such column")' in of_rank[rank]["message"]
+    assert int(of_rank[rank]["extraInfo"]["timestamp"]) <= int(of_rank[1 - rank]["extraInfo"]["timestamp"])
+
+
+@pytest.mark.parametrize(("do", "phase", "rank"), SLEEPS)
+def test_the_rank_that_sleeps_is_named_not_the_one_that_waits(found: dict[Any, Any], do: str, phase: str, rank: int) -> None:
+    run = found[do, phase, rank]
+    assert run["codes"] == [1, 1], run
+    assert run["seconds"] < LIMIT_S + 5
+    first, hang = run["output"].splitlines()[0], run["hang.txt"]
+    assert first.startswith(f"rank {rank} ("), run["output"]
+    assert f"hangs in phase {phase}, step 1, at " in first
+    assert "(fall_asleep), and the others wait for it" in first
+    assert f"rank {1 - rank}: phase {phase}, step 1, waits in a collective" in run["output"]
+    assert run["output"].count("hangs in") == 1
+    sections = hang.split("--- rank ")[1:]
+    assert [section[0] for section in sections] == ["0", "1"]
+    assert "time.sleep(600)" in sections[rank]
+    assert "time.sleep(600)" not in sections[1 - rank]
+    assert "collectives enqueued" in sections[rank]  # torch's flight recorder
+
+
+@pytest.mark.parametrize(("phase", "rank"), [("rollout", 1), ("update", 0)])
+def test_a_stopped_rank_is_named_and_does_not_stay(found: dict[Any, Any], phase: str, rank: int) -> None:
+    run = found["stop", phase, rank]
+    assert run["codes"][1 - rank] == 1
+    assert run["codes"][rank] == -9  # a stopped process cannot leave by itself
+    assert run["seconds"] < LIMIT_S + 5
+    first = run["output"].splitlines()[0]
+    assert first.startswith(f"rank {rank} ("), run["output"]
+    assert f"went silent in phase {phase}, step 1: its process is stopped" in first
+
+
+def test_a_rank_stuck_in_c_is_named_with_its_stack(found: dict[Any, Any]) -> None:
+    run = found["gil", "reward", 1]
+    assert run["codes"] == [1, -9]
+    assert run["seconds"] < LIMIT_S + 5
+    assert "went silent in phase reward, step 1: its process is there, but its Python does not run" in run["output"].splitlines()[0]
+    assert "in keep_the_gil" in run["hang.txt"]
+
+
+@pytest.mark.parametrize(("do", "phase", "rank"), [("kill", "rollout", 1), ("kill", "logprobs", 0), ("exit", "eval", 1)])
+def test_a_rank_that_is_gone_is_named_by_the_others(found: dict[Any, Any], do: str, phase: str, rank: int) -> None:
+    run = found[do, phase, rank]
+    assert run["codes"][rank] == (-9 if do == "kill" else 0)
+    assert run["codes"][1 - rank] == 1
+    assert run["seconds"] < 10
+    first = run["output"].splitlines()[0]
+    assert first.startswith(f"rank {rank} (")
+    assert f"went silent in phase {phase}, step 1: its process is gone" in first
+    assert "Traceback" not in run["output"]  # the survivor's lost connection explains nothing
+
+
+def test_bad_data_on_one_rank_is_one_line_and_exit_code_2(found: dict[Any, Any]) -> None:
+    run = found["refuse", "start", 1]
+    assert run["codes"] == [2, 2]
+    assert run["output"].startswith("error: data.train: this node lacks the file (said by rank 1 on ")
+    assert len(run["output"].splitlines()) == 1
+
+
+def test_ctrl_c_is_no_traceback(found: dict[Any, Any]) -> None:
+    run = found["interrupt", "update", 0]
+    assert run["codes"] == [1, 1]
+    assert "stopped by Ctrl-C" in run["output"]
+    assert "Traceback" not in run["output"]
+
+
+def test_a_debugger_on_one_rank_stops_the_clocks_of_all(found: dict[Any, Any]) -> None:
+    run = found["debug", "logprobs", 1]
+    assert run["codes"] == [0, 0], run
+    assert run["seconds"] > LIMIT_S + 2
+
+
+def test_waiting_for_a_phase_that_may_take_long_is_no_hang(found: dict[Any, Any]) -> None:
+    """Rank 0 has come to a phase of 3 s while rank 1 is busy for 9 s in the one before, which may take 60 s."""
+    run = found["work", "rollout", 1]
+    assert run["codes"] == [0, 0], run
+    assert run["seconds"] > 2 * LIMIT_S
+
+
+def test_without_a_fault_nothing_is_said(found: dict[Any, Any]) -> None:
+    run = found["pass", "", 0]
+    assert run["codes"] == [0, 0]
+    said = [line for line in run["output"].splitlines() if "ProcessGroup.hpp" not in line]  # torch warns at the end
+    assert sorted(said) == [f"rank {rank} done, restart False" for rank in range(2)]
+    assert "failure.txt" not in run
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[list[str]]]:
+    """Two network namespaces on one wire, each with an address of its own: what to put before a command to run it there."""
+    names = [f"grpo{os.getpid()}{letter}" for letter in "ab"]
+    commands = [f"ip netns add {name}" for name in names] + [f"ip link add {names[0]} type veth peer name {names[1]}"]
+    for number, name in enumerate(names):
+        commands += [f"ip link set {name} netns {name}", f"ip -n {name} addr add 10.77.0.{number + 1}/24 dev {name}"]
+        commands += [f"ip -n {name} link set {name} up", f"ip -n {name} link set lo up"]
+    try:
+        for command in commands:
+            try:
+                subprocess.run(command.split(), check=True, capture_output=True, text=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                pytest.skip(f"needs two network namespaces, which takes root and iproute2: {command}: {error}")
+        yield [["ip", "netns", "exec", name] for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def start_on(hosts: list[list[str]], order: dict[str, str], **options: str) -> list[Job]:
+    """One rank a host, over torchrun's c10d rendezvous on the first."""
+    jobs = []
+    for number, host in enumerate(hosts):
+        address = f"10.77.0.{number + 1}"
+        flags = {"nnodes": "2", "nproc-per-node": "1", "rdzv-backend": "c10d", "rdzv-endpoint": "10.77.0.1:29400", "rdzv-id": "doctor"}
+        flags |= {"rdzv-conf": f"is_host={number == 0}", "local-addr": address} | options
+        command = [*host, sys.executable, "-m", "torch.distributed.run", *(f"--{name}={value}" for name, value in flags.items())]
+        env = {"GLOO_SOCKET_IFNAME": host[-1], "TORCH_CPP_LOG_LEVEL": "ERROR"}  # a host's name leads to no address here
+        jobs.append(Job([*command, "-m", "tests.support.workers.doctor", json.dumps(order)], env=env))
+    return jobs
+
+
+def test_a_raise_on_one_host_ends_the_other(tmp_path: Path, two_hosts: list[list[str]]) -> None:
+    order = {"do": "raise", "rank": "1", "phase": "update", "folder": str(tmp_path)}
+    outcomes = [job.wait(60) for job in start_on(two_hosts, order)]
+    assert time.time() - float((tmp_path / "when").read_text()) < 10
+    assert [code for code, _ in outcomes] == [1, 1]
+    report = (tmp_path / "failure.txt").read_text()
+    assert "failed first, in phase update, step 1: KeyError: 'no such column'" in report
+    assert report.count("=== ") == 1
+    assert "rank 0: phase update, step 1, waits in a collective" in report
+    assert "KeyError: 'no such column'" in outcomes[0][1]  # on the host that has not failed
+
+
+def test_both_hosts_start_again_and_come_to_the_end(tmp_path: Path, two_hosts: list[list[str]]) -> None:
+    """The host that has not failed does not count the restart (TORCHELASTIC_RESTART_COUNT), and the store is the one of before."""
+    order = {"do": "raise", "rank": "1", "phase": "update", "folder": str(tmp_path), "once": str(tmp_path / "done")}
+    outcomes = [job.wait(90) for job in start_on(two_hosts, order, **{"max-restarts": "1"})]
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    assert sorted("done, restart True" in output for _, output in outcomes) == [True, True], outcomes
+    assert (tmp_path / "failure.txt").read_text().count("=== ") == 1
+
+
+def answer(sequence: int = 9, phase: str = "update", **facts: Any) -> Answer:
+    return Answer(Place(phase, 3, sequence), **facts)
+
+
+def test_the_culprit_of_a_hang() -> None:
+    """By the fewest phases and collectives, then by the flight recorder, then by who waits for nobody."""
+    alarm = Alarm("timeout", 0, 0, 60.0)
+    waits = answer(waits="collective")
+    assert find_culprit(alarm, [waits, answer(8, "reward", waits="collective"), waits, answer()])[0] == 1
+    assert find_culprit(alarm, [waits, waits, answer(), waits])[0] == 2
+    behind, ahead = answer(enqueued={"world": 4, "tp": 9}), answer(enqueued={"world": 5}, waits="device")
+    assert find_culprit(alarm, [ahead, ahead, behind, ahead])[0] == 2
+    assert find_culprit(alarm, [waits, waits, answer(waits="device"), waits])[0] == 2
+    assert "no rank can be told" in find_culprit(alarm, [waits, waits])[1]
+    assert find_culprit(alarm, [waits, answer(answers=False, state="stopped"), answer(3)])[0] == 1
+
+
+def test_the_culprit_among_failures() -> None:
+    raised = answer(fault=Fault("raise", "ValueError: x", "Traceback"))
+    follows, stopped = answer(fault=Fault("follows", "RuntimeError: Connection closed")), answer(fault=Fault("stopped", "SIGTERM"))
+    gone = answer(answers=False, state="gone")
+    assert find_culprit(Alarm("raise", 2, 2), [follows, raised, raised])[0] == 2
+    assert find_culprit(Alarm("follows", 0, 0), [follows, answer(), raised])[0] == 2
+    assert find_culprit(Alarm("follows", 0, 0), [follows, answer(), gone])[0] == 2
+    assert find_culprit(Alarm("stopped", 0, 0), [stopped, stopped, gone])[0] == 2
+    assert find_culprit(Alarm("follows", 1, 1), [answer(), follows])[0] == 1  # nobody else knows more
+    assert find_culprit(Alarm("dead", 0, 1), [answer(), answer(answers=False, state="unknown")])[0] == 1
+
+
+def test_a_report_of_a_thousand_ranks_is_still_read() -> None:
+    answers = [answer(waits="collective") for _ in range(1000)]
+    answers[700] = answer(8, "reward", line="reward.py:3 (score)", stacks="the stack")
+    report = write_report(Alarm("timeout", 3, 3, 60.0), answers, ["node, process 1"] * 1000)
+    assert report.culprit == 700
+    assert "ranks 0-699, 701-999: phase update, step 3, waits in a collective" in report.text
+    assert len(report.text.splitlines()) < 10

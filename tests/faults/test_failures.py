@@ -1,0 +1,164 @@
+"""A failure anywhere ends all ranks with the first traceback and leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.models import make_model, write_config
+from tests.support.processes import Job, torchrun
+
+REWARD = """
+import os
+import time
+calls = 0
+def reward(completions, **columns):
+    global calls
+    calls += 1
+    {body}
+    return [float(len(c)) for c in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True)
+
+
+def start(tmp_path: Path, model: Path, body: str, num_ranks: int = 2, **sections: object) -> Job:
+    (tmp_path / "reward.py").write_text(REWARD.format(body=body))
+    rewards = [{"function": f"{tmp_path}/reward.py:reward"}]
+    config = write_config(tmp_path, model, rewards=rewards, **sections)
+    return Job(torchrun(num_ranks, "-m", "grpo_spmd.train", "--config", str(config)))
+
+
+def test_a_reward_that_always_raises_on_one_rank_ends_all_with_its_traceback(tmp_path: Path, model: Path) -> None:
+    """Half of the step's completions are without a reward, which is over reward_pool.max_error_frac (0.3)."""
+    job = start(tmp_path, model, 'if os.environ["RANK"] == "1": raise KeyError("no such column")')
+    code, output = job.wait(120)
+    assert code == 1
+    assert "reward 'reward' gave no usable value for 8 of 16 completions (8 error, 0 timeout)" in output
+    assert "reward_pool.max_error_frac=0.3" in output
+    assert "reward 'reward' raised KeyError: 'no such column'" in output
+    assert f'{tmp_path}/reward.py", line' in output
+    assert output.split("Root Cause")[0].count("KeyError: 'no such column'") <= 3, output  # once in full, then torchrun's summary
+    rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000000.jsonl").read_text().splitlines()]
+    assert sorted(r["statuses"]["reward"] for r in rollouts) == ["error"] * 8 + ["ok"] * 8
+    assert not job.survivors()
+
+
+def test_a_verifier_that_fails_in_evaluation_is_not_a_policy_that_is_never_right(tmp_path: Path, model: Path) -> None:
+    """Evaluation scores one completion a call; training, groups of four."""
+    body = 'if len(completions) == 1: raise ValueError("needs its group")'
+    sections = {"data": {"eval": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 16, "train": str(tmp_path / "train.jsonl")}}
+    code, output = start(tmp_path, model, body, num_ranks=1, eval={"every_steps": 1, "num_samples": 2}, **sections).wait(120)
+    assert code == 1
+    assert "reward 'reward' gave no usable value for 64 of 64 completions (64 error, 0 timeout)" in output
+    assert "pass_at_1" not in output
+
+
+def test_a_reward_that_fails_now_and_then_stops_nothing(tmp_path: Path, model: Path) -> None:
+    """On one rank of two a function raises, exits, kills itself or hangs: counted, left out, and the run comes to its end."""
+    body = """if os.environ["RANK"] == "1" and calls == 1:
+        if completions: os._exit(3)
+    if len(completions) == 1 and os.environ["RANK"] == "1" and columns["target"][0] % 2:
+        import sys; sys.exit("odd")"""
+    config = {"max_error_frac": 0.99, "timeout_s": 5}
+    job = start(tmp_path, model, body, reward_pool=config)
+    code, output = job.wait(120)
+    assert code == 0, output
+    assert not job.survivors()
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(m["reward/reward/error_frac"] + m["reward/reward/timeout_frac"] == m["reward/unscored_frac"] for m in metrics)
+    assert any(m["reward/reward/error_frac"] > 0 for m in metrics)
+    assert "completions failed" in output
+
+
+def test_a_reward_that_calls_exit_is_a_failure(tmp_path: Path, model: Path) -> None:
+    code, output = start(tmp_path, model, "raise SystemExit(0)", num_ranks=1).wait(120)
+    assert code == 1
+    assert "reward 'reward' raised SystemExit: 0" in output
+
+
+def test_what_only_the_engine_refuses_leaves_nothing_behind(tmp_path: Path, model: Path) -> None:
+    config = write_config(tmp_path, model, rollout={"engine": {"max_num_seqs": "many"}})
+    code, output = Job([sys.executable, "-m", "grpo_spmd.train", "--config", str(config)]).wait(120)
+    assert code == 2
+    assert "error: rollout.engine: vllm.LLM refused ['max_num_seqs']" in output.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_never_applies_stops_all_ranks_and_says_why(tmp_path: Path, model: Path) -> None:
+    job = start(tmp_path, model, "return [None] * len(completions)")
+    code, output = job.wait(120)
+    assert code == 1
+    assert "none of the 16 completions of this step has a usable reward" in output
+    assert "failed first, in phase reward, step 0" in output
+    assert output.split("torch/distributed/elastic")[0].count("Traceback") == 1, output
+    assert not job.survivors()
+
+
+def rollouts(tmp_path: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / f"run/rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+def test_unusable_rewards_are_counted_and_left_out(tmp_path: Path, model: Path) -> None:
+    body = "return [float(len(c)) for c in completions[1:]] + [[float('nan'), None, 'high', 2.0][columns['nums'][0][0] % 4]]"
+    job = start(tmp_path, model, body, num_ranks=1, reward_pool={"max_error_frac": 0.5})
+    code, output = job.wait(120)
+    assert code == 0, output
+    for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
+        metrics = json.loads(line)
+        prompts = [p["prompt"] for p in rollouts(tmp_path, metrics["step"])][::4]
+        kinds = [int(prompt.split(",")[0]) % 4 for prompt in prompts]  # what the last completion of each group got
+        assert metrics["reward/unscored_frac"] == sum(kind < 3 for kind in kinds) / 16
+        assert metrics["reward/reward/error_frac"] == sum(kind in (0, 2) for kind in kinds) / 16
+        assert metrics["reward/reward/timeout_frac"] == 0
+        assert metrics["reward/reward/not_applicable_frac"] == kinds.count(1) / 16
+        assert metrics["reward/mean"] > 0
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path: Path, model: Path) -> None:
+    job = start(tmp_path, model, "time.sleep(0.2)", training={"num_steps": 10_000})
+    metrics = tmp_path / "run/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline
+        assert job.process.poll() is None, job.wait()[1]
+        time.sleep(0.2)
+    os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+    code, output = job.wait(20)
+    assert code != 0
+    assert not job.survivors()
+    assert output.count("Traceback (most recent call last)") <= 1, output  # torchrun's own
+
+
+def test_a_killed_rank_ends_the_others(tmp_path: Path, model: Path) -> None:
+    rank = 'int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])'  # a worker's parent's parent
+    job = start(tmp_path, model, f'if os.environ["RANK"] == "0" and calls == 2: os.kill({rank}, 9)')
+    code, output = job.wait(120)
+    assert code == 1
+    assert "SIGKILL" in output
+    first = next(line for line in output.splitlines() if "went silent" in line)
+    assert re.match(r"rank 0 \(.*\) went silent in phase (reward|rollout), step \d: its process is gone", first), output
+    assert first in (tmp_path / "run/logs/failure.txt").read_text()
+    assert "Traceback" not in output.split("torch/distributed/elastic")[0]  # a survivor's lost connection explains nothing
+    assert not job.survivors()
+
+
+def test_a_data_error_seen_only_with_the_tokenizer_is_one_line_and_exit_code_2(tmp_path: Path, model: Path) -> None:
+    config = write_config(tmp_path, model, data={"as_chat": True})
+    code, output = Job([sys.executable, "-m", "grpo_spmd.train", "--config", str(config)]).wait(120)
+    assert code == 2
+    assert [line for line in output.splitlines() if line.strip()] == [
+        f"error: {tmp_path}/train.jsonl:1: the prompt is chat messages, but the tokenizer of model.path has no chat template"
+    ]
+    assert not (tmp_path / "run").exists()

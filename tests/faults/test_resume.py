@@ -1,0 +1,238 @@
+"""A run that was killed goes on as if nothing had happened: to the bit at the same number of ranks, within rounding at another."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from grpo_spmd.checkpoint import write_shard
+from grpo_spmd.manifest import list_checkpoints, verify_checkpoint
+from tests.support.models import make_model, write_config
+from tests.support.processes import Job, run_worker, torchrun
+
+FEATURES: dict[str, Any] = {
+    "training": {"num_steps": 5, "num_mini_batches": 2, "max_tokens_per_micro_batch": 64},
+    "checkpoint": {"every_steps": 2, "resume": "auto"},
+    "optimizer": {"lr": 1e-2, "warmup_steps": 7},
+    "loss": {"kl_coef": 0.01},
+    "rollout": {"num_prompts_per_step": 6, "group_size": 4, "max_completion_tokens": 12, "dynamic_sampling": True},
+}
+# What may differ between two runs of the same thing: how long it took, and memory.
+TIMED = re.compile(r"time/|memory/|throughput/|_s$|tokens_per_s|tail_waste")
+
+
+def start(num_ranks: int, folder: Path, *overrides: str) -> Job:
+    target = ["-m", "grpo_spmd.train", "--config", str(folder / "config.yaml"), *overrides]
+    return Job(torchrun(num_ranks, *target) if num_ranks > 1 else [sys.executable, *target])
+
+
+def finish(num_ranks: int, folder: Path, *overrides: str) -> str:
+    code, output = start(num_ranks, folder, *overrides).wait(200)
+    assert code == 0, output
+    return output
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not TIMED.search(name)} for line in lines]
+
+
+def state(folder: Path, step: int) -> dict[str, str]:
+    """SHA-256 of each rank's shard."""
+    files = json.loads((folder / f"run/checkpoints/step_{step:06d}/manifest.json").read_text())["files"]
+    return {name: facts["sha256"] for name, facts in files.items() if name.startswith("state/")}
+
+
+def make(folder: Path, model: Path, **sections: Any) -> Path:
+    folder.mkdir()
+    for file in (model, model.parent / "train.jsonl"):
+        if file.exists():
+            (folder / file.name).symlink_to(file)
+    write_config(folder, model, **{**FEATURES, **sections})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    made = make_model(folder / "model", "qwen3", tied=True)
+    write_config(folder, made)  # makes the data
+    return made
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model: Path) -> Path:
+    folder = make(model.parent / "uninterrupted", model)
+    finish(2, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def killed(model: Path) -> Path:
+    """Killed in its 4th step, one rank first, then gone on with at the same number of ranks."""
+    folder = make(model.parent / "killed", model)
+    job = start(2, folder)
+    deadline = time.monotonic() + 120
+    while not (folder / "run/metrics.jsonl").exists() or len((folder / "run/metrics.jsonl").read_text().splitlines()) < 3:
+        assert time.monotonic() < deadline, job.wait(1)
+        time.sleep(0.02)
+    ranks = [pid for pid in job.survivors() if b"grpo_spmd.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(random.Random(0).choice([pid for pid in ranks if pid != job.process.pid]), signal.SIGKILL)
+    code, output = job.wait(60)
+    assert code != 0, output
+    (folder / "run/metrics.jsonl").open("a").write('{"step": 77, "half a li')  # as a kill in the middle of a write would leave it
+    (folder / "run/checkpoints/step_000004.tmp/state").mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def preempted(killed: Path) -> Path:
+    """Gone on with, and then told to leave as soon as it has finished a step."""
+    job = start(2, killed)
+    deadline = time.monotonic() + 120
+    while '"half' in (text := (killed / "run/metrics.jsonl").read_text()) or text.count("\n") < 3:
+        assert time.monotonic() < deadline, job.wait(1)
+        time.sleep(0.01)
+    job.process.send_signal(signal.SIGTERM)
+    code, output = job.wait(60)
+    assert code == 1, output  # torchrun's own, which was signalled
+    assert "goes on from" in output, output
+    assert output.count("everything is saved") == 1, output
+    assert job.survivors() == []
+    marker = json.loads((killed / "run/preempted.json").read_text())
+    assert marker == {"step": marker["step"], "reason": "SIGTERM", "saved": True}
+    assert marker["step"] in (3, 4)
+    assert list_checkpoints(killed / "run")[-1].name == f"step_{marker['step']:06d}"
+    return killed
+
+
+def test_a_run_killed_and_preempted_goes_on_to_the_bit(uninterrupted: Path, preempted: Path) -> None:
+    output = finish(2, preempted)
+    assert "goes on from" in output
+    assert not (preempted / "run/preempted.json").exists()
+    assert metrics(preempted) == metrics(uninterrupted)
+    assert [line["step"] for line in metrics(preempted)] == list(range(5))
+    for step in range(5):
+        name = f"run/rollouts/step_{step:06d}.jsonl"
+        assert (preempted / name).read_bytes() == (uninterrupted / name).read_bytes(), step
+    for step in (4, 5):
+        assert state(preempted, step) == state(uninterrupted, step), step
+    assert [path.name for path in sorted((preempted / "run/checkpoints").iterdir())] == ["step_000004", "step_000005"]
+    again = finish(2, preempted)
+    assert "is the end of this run; raise training.num_steps (5) to go on" in again
+    assert "starting vLLM" not in again
+    assert metrics(preempted) == metrics(uninterrupted)
+
+
+def test_other_numbers_of_ranks_go_on_within_rounding(uninterrupted: Path, model: Path) -> None:
+    """From the same checkpoint, that of 2 ranks after 4 steps, the 5th step on 1 rank."""
+    folder = make(model.parent / "one", model)
+    named = f"checkpoint.resume={uninterrupted}/run/checkpoints/step_000004"
+    finish(1, folder, named)
+    (one,), two = metrics(folder), metrics(uninterrupted)[4]
+    assert one["step"] == 4
+    for name in ("loss/total", "loss/policy", "loss/kl", "loss/entropy", "optim/grad_norm", "optim/lr", "reward/mean"):
+        assert math.isclose(one[name], two[name], rel_tol=1e-5, abs_tol=1e-6), name
+    rollouts = "run/rollouts/step_000004.jsonl"
+    mine, theirs = ([json.loads(line) for line in (f / rollouts).read_text().splitlines()] for f in (folder, uninterrupted))
+    assert [r["completion_ids"] for r in mine] == [r["completion_ids"] for r in theirs]
+    # Should it die before its first save, it comes back to where it began, and not to the model.
+    assert [path.name for path in list_checkpoints(folder / "run")] == ["step_000004", "step_000005"]
+    verify_checkpoint(list_checkpoints(folder / "run")[0])
+    code, output = start(1, folder, "checkpoint.resume=never").wait(60)
+    assert code == 2, output
+    assert "set checkpoint.resume: auto to go on" in output
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("seed=4", "seed (4) was 0 in the run that wrote"),
+        ("data.shuffle=false", "data.shuffle (False) was True"),
+        ("model.lora.rank=4", "model.lora.rank (4) was 0"),
+    ],
+)
+def test_what_would_make_it_another_run_is_refused_before_torch(uninterrupted: Path, override: str, expected: str) -> None:
+    code, output = start(1, uninterrupted, override).wait(60)
+    assert code == 2, output
+    assert expected in output
+    assert len(output.splitlines()) == 1
+
+
+def test_another_model_or_other_data_are_refused(uninterrupted: Path, model: Path) -> None:
+    other = make_model(model.parent / "other", "qwen3", tied=True, seed=5)  # the same shapes
+    code, output = start(1, uninterrupted, f"model.path={other}").wait(60)
+    assert code == 2, output
+    assert "model.path holds another model than the run had" in output
+    rows = (model.parent / "train.jsonl").read_text().splitlines()
+    (model.parent / "fewer.jsonl").write_text("\n".join(rows[:-1]) + "\n")
+    code, output = start(1, uninterrupted, f"data.train={model.parent}/fewer.jsonl").wait(60)
+    assert code == 2, output
+    assert "data.train gives other prompts" in output
+
+
+@pytest.mark.parametrize("adapters", [0, 4])
+def test_every_tensor_at_every_number_of_ranks(tmp_path: Path, adapters: int) -> None:
+    """Saved by 2 x 2 ranks (replicas x shards): loaded by 1 and by 3 all tensors have every bit, also where neither divides the rows."""
+    model = make_model(tmp_path / "model", "qwen2", tied=False)
+    for name in ("manifest.json", "trainer.json"):  # a model folder may be another run's last checkpoint
+        (model / name).write_text("{}")
+    sections: dict[str, Any] = {"model": {"path": str(model), "dtype": "float32", "lora": {"rank": adapters}}}
+    config = write_config(tmp_path, model, **sections)
+    folder = tmp_path / "run/checkpoints/step_000002"
+    saved = run_worker(4, "checkpoint", "save", str(folder), str(config), "2").splitlines()
+    assert sorted(path.name for path in (folder / "state").iterdir()) == ["shard_00001.safetensors", "shard_00002.safetensors"]
+    assert (folder / ("adapter_model.safetensors" if adapters else "model.safetensors")).is_file()
+    wanted = [line for line in saved if line.startswith(("lr", "policy.", "exp_avg", "steps"))]
+    assert sum(line.startswith("exp_avg_sq.") for line in wanted) == (28 if adapters else 27), wanted
+    assert "steps {2.0}" in wanted
+    for num_ranks in (3,) if adapters else (1, 3):
+        loaded = run_worker(num_ranks, "checkpoint", "load", str(folder), str(config), "1").splitlines()
+        assert [line for line in loaded if line.startswith(("lr", "policy.", "exp_avg", "steps"))] == wanted
+    if not adapters:
+        other = write_config(tmp_path, make_model(tmp_path / "other", "qwen2", tied=False, vocab_size=98), model={"dtype": "float32"})
+        with pytest.raises(AssertionError, match=r"is of another model: exp_avg\.lm_head\.weight has shape \[97, 128\] there, and \[98"):
+            run_worker(1, "checkpoint", "load", str(folder), str(other), "1")
+
+
+def test_a_shard_is_what_safetensors_and_dcp_read(tmp_path: Path) -> None:
+    whole = torch.randn(7, 3), torch.randn(5)
+    for rank, (first, last) in enumerate([(0, 4), (4, 7)]):
+        rows = {"policy.a": whole[0][first:last], "policy.b": whole[1][first:last]}
+        facts = write_shard(
+            tmp_path / f"shard_{rank}.safetensors", {n: t.contiguous() for n, t in rows.items()}, dict.fromkeys(rows, first)
+        )
+        assert facts["bytes"] == (tmp_path / f"shard_{rank}.safetensors").stat().st_size
+        assert torch.equal(load_file(tmp_path / f"shard_{rank}.safetensors")["policy.b"], rows["policy.b"])
+    with safe_open(tmp_path / "shard_1.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()["DCP_SHARDING_INFO"])["policy.a"] == {"saved_offsets": [4, 0]}
+    read = {"policy.a": torch.zeros(7, 3), "policy.b": torch.zeros(5)}
+    dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert torch.equal(read["policy.a"], whole[0])
+    assert torch.equal(read["policy.b"], whole[1])
+
+
+def test_the_best_checkpoint_stays(uninterrupted: Path, model: Path) -> None:
+    """The measured best is an early one: with keep 1 it and the last one are left, both whole."""
+    folder = make(model.parent / "best", model, checkpoint={"every_steps": 1, "keep": 1, "best_metric": "optim/grad_norm"})
+    finish(1, folder)
+    norms = {line["step"]: line["optim/grad_norm"] for line in metrics(folder)}
+    best = max((step for step in norms if step), key=norms.__getitem__)  # of step 0 there is no checkpoint
+    kept = list_checkpoints(folder / "run")
+    assert [path.name for path in kept] == sorted({f"step_{best:06d}", "step_000005"})
+    for path in kept:
+        verify_checkpoint(path)

@@ -1,0 +1,492 @@
+"""Rewards that misbehave, in real processes: the others' rewards unchanged, the counts exact, nothing left behind."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import logging
+import math
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_spmd.config import RewardConfig, RewardPoolConfig
+from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, ScoredRollouts
+from grpo_spmd.rewards import RewardError, check_error_rate
+from grpo_spmd.rewards.pool import RewardPool
+from tests.support.processes import ROOT, Job
+
+# What a completion says is what the reward does with it; every other completion is worth a number with all 53 bits in use.
+BEHAVIOURS = """
+import asyncio, ctypes, json, math, os, signal, subprocess, sys, time
+
+def worth(text):
+    return math.sqrt(len(text) + 0.1) * sum(map(ord, text)) / 7
+
+def act(text):
+    if text == "raise": raise KeyError("gone")
+    if text == "hang": time.sleep(1000)
+    if text == "spin":
+        while True: pass
+    if text == "ignore":
+        for number in range(1, 65):
+            try: signal.signal(number, signal.SIG_IGN)
+            except (OSError, ValueError): pass
+        while True: time.sleep(1)
+    if text == "none": return None
+    if text == "nan": return math.nan
+    if text == "inf": return math.inf
+    if text == "word": return "1.0"
+    if text == "exit": sys.exit(0)
+    if text == "_exit": os._exit(0)
+    if text == "interrupt": raise KeyboardInterrupt
+    if text == "segfault": ctypes.string_at(0)
+    if text == "close": os.closerange(3, 1000); time.sleep(1000)
+    if text == "garbage":
+        for fd in range(3, 64):
+            try: os.write(fd, b"\\xff" * 64)
+            except OSError: pass
+        time.sleep(1000)
+    if text == "fork returns" and os.fork() == 0: pass
+    if text == "fork raises" and os.fork() == 0: raise ValueError("in the child")
+    if text == "fork lingers" and os.fork() == 0: time.sleep(1000)
+    if text == "fork lingers and dies":
+        if os.fork() == 0: time.sleep(1000)
+        os._exit(3)
+    if text == "daemon hangs":
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        time.sleep(1000)
+    if text == "print":
+        print("x" * 10_000_000); print("y" * 10_000_000, file=sys.stderr)
+    return worth(text)
+
+def one(completions, **columns):
+    return [act(text) for text in completions]
+
+def two(completions, **columns):
+    return [worth(text) + 1 for text in completions]
+
+async def late(completions, **columns):
+    await asyncio.sleep(0.01)
+    return [act(text) for text in completions]
+
+def ranked(completions, **columns):  # what a completion gets depends on the whole group
+    order = sorted(completions)
+    return [act(text) if text in ("raise", "hang") else order.index(text) / 3 for text in completions]
+
+def short(completions, **columns):
+    return [worth(text) for text in completions if text != "short"]
+
+def kept(completions, scale, **columns):
+    return [scale * worth(text) for text in completions]
+"""
+
+FAILS = {
+    **dict.fromkeys(["hang", "spin", "ignore", "daemon hangs"], "timeout"),
+    **dict.fromkeys(
+        ["raise", "nan", "inf", "word", "exit", "_exit", "interrupt", "segfault", "close", "garbage", "fork lingers and dies"], "error"
+    ),
+}
+
+
+class CharacterTokenizer:
+    """Token ids are code points."""
+
+    def batch_decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        assert skip_special_tokens
+        return ["".join(map(chr, ids)) for ids in token_ids]
+
+
+def _groups(*groups: Sequence[str]) -> list[RolloutGroup]:
+    return [
+        RolloutGroup(slot, Prompt(slot, slot, [1], "p", {}), [Completion([ord(c) for c in t], [-1.0] * len(t), "stop") for t in texts])
+        for slot, texts in enumerate(groups)
+    ]
+
+
+def worth(text: str) -> float:
+    return math.sqrt(len(text) + 0.1) * sum(map(ord, text)) / 7
+
+
+Score = Callable[..., ScoredRollouts]
+
+
+@pytest.fixture
+def pools(tmp_path: Path) -> Iterator[Callable[..., RewardPool]]:
+    made: list[RewardPool] = []
+    (tmp_path / "mine.py").write_text(BEHAVIOURS)
+
+    def make(*names: str, num_workers: int = 4, timeout_s: float = 1.0, args: dict[str, Any] | None = None) -> RewardPool:
+        rewards = [RewardConfig(function=f"{tmp_path}/mine.py:{name}", args=args or {}) for name in names]
+        config = RewardPoolConfig(num_workers=num_workers, timeout_s=timeout_s)
+        made.append(RewardPool(rewards, config, tmp_path / "run/logs/rewards_rank_0.log"))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def _descendants(pid: int) -> set[int]:
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(stat.parent.name)] = int(fields[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def _children(pid: int) -> set[int]:
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def _alive(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if Path(f"/proc/{pid}").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()}
+
+
+def _wait_until_gone(pids: set[int]) -> None:
+    deadline = time.monotonic() + 20
+    while left := _alive(pids):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("name", "num_steps"), [("one", 2), ("late", 1)])
+def test_every_misbehaviour_costs_its_own_completion_alone(pools: Callable[..., RewardPool], name: str, num_steps: int) -> None:
+    """Twice with the same pool: what happened in the first step must not show in the second."""
+    bad = [*FAILS, "none", "fork returns", "fork raises", "fork lingers", "print"]
+    groups = [[f"a{i}", text, f"bc{i}", f"d{i}" * 50] for i, text in enumerate(bad)] + [["fine", "too", "", "x"]]
+    expected_status = [FAILS.get(text, "not_applicable" if text == "none" else "ok") for group in groups for text in group]
+    pool = pools(name, "two")
+    for _ in range(num_steps):
+        scored = pool.score(_groups(*groups), CharacterTokenizer())
+        assert scored.statuses == {name: expected_status, "two": ["ok"] * len(expected_status)}
+        for text, status, value, other, total in zip(
+            scored.texts, expected_status, scored.by_name[name], scored.by_name["two"], scored.rewards, strict=True
+        ):
+            assert other == worth(text) + 1
+            if status == "ok":
+                assert value == worth(text), text  # to the last bit
+                assert total == worth(text) + (worth(text) + 1)
+            elif status == "not_applicable":
+                assert (value, total) == (None, worth(text) + 1)
+            else:
+                assert value is not None
+                assert math.isnan(value)
+                assert total is None
+
+
+def test_a_function_over_the_group_sees_the_group(pools: Callable[..., RewardPool]) -> None:
+    pool = pools("ranked")
+    scored = pool.score(_groups(["c", "a", "b", "d"], ["z", "y", "x", "w"]), CharacterTokenizer())
+    assert scored.rewards == [2 / 3, 0, 1 / 3, 1, 1, 2 / 3, 1 / 3, 0]
+    # A failure elsewhere changes nothing for a group that has none.
+    scored = pool.score(_groups(["c", "a", "b", "d"], ["z", "raise", "x", "w"]), CharacterTokenizer())
+    assert scored.rewards[:4] == [2 / 3, 0, 1 / 3, 1]
+    assert scored.statuses["ranked"] == ["ok"] * 5 + ["error", "ok", "ok"]
+
+
+def test_a_list_of_the_wrong_length_is_tried_again_one_by_one(pools: Callable[..., RewardPool]) -> None:
+    scored = pools("short").score(_groups(["a", "short", "b"], ["c", "d", "e"]), CharacterTokenizer())
+    assert scored.statuses["short"] == ["ok", "error", "ok", "ok", "ok", "ok"]
+    assert scored.rewards == [worth("a"), None, *map(worth, "bcde")]
+    assert scored.first_error == "reward 'short' must return one value a completion: 1; got 0"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("raise", "raised KeyError: 'gone'"),
+        ("exit", "raised SystemExit: 0"),
+        ("_exit", "exited with code 0"),
+        ("segfault", "died of SIGSEGV"),
+        ("hang", "took longer than reward_pool.timeout_s=0.3"),
+        ("nan", "returned nan"),
+        ("word", "returned '1.0', which is no number"),
+        ("close", "closed the worker's connection to the pool"),
+        ("fork lingers and dies", "exited with code 3"),
+    ],
+)
+def test_the_first_error_says_what_happened(pools: Callable[..., RewardPool], text: str, why: str) -> None:
+    scored = pools("one", timeout_s=0.3).score(_groups(["a", text]), CharacterTokenizer())
+    assert scored.first_error is not None
+    assert scored.first_error.splitlines()[0] == f"reward 'one' {why}"
+    if text == "raise":
+        assert 'mine.py", line' in scored.first_error
+        assert "worker.py" not in scored.first_error
+
+
+def test_failures_are_counted_in_one_warning(pools: Callable[..., RewardPool], caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("grpo_spmd").propagate = True  # a run turns it off
+    pools("one", timeout_s=0.3).score(_groups(["a", "raise", "hang"], ["word", "b", "c"]), CharacterTokenizer())
+    assert [record.getMessage() for record in caplog.records] == [
+        "reward 'one': 3 of 6 completions failed (1 timeout, 2 error); first: reward 'one' raised KeyError: 'gone'"
+    ]
+
+
+def test_many_hanging_completions_take_bounded_time(pools: Callable[..., RewardPool]) -> None:
+    groups = [
+        ["hang", "a", "hang", "b"] for _ in range(4)
+    ]  # (4 groups + 8 completions) / 4 workers * 0.5 s = 1.5 s; one after the other 6 s
+    start = time.monotonic()
+    scored = pools("one", timeout_s=0.5).score(_groups(*groups), CharacterTokenizer())
+    assert time.monotonic() - start < 5
+    assert scored.statuses["one"] == ["timeout", "ok"] * 8
+
+
+def test_a_function_that_always_hangs_stops_before_every_deadline_has_passed(pools: Callable[..., RewardPool]) -> None:
+    pool = pools("one", timeout_s=0.3)
+    with pytest.raises(RewardError, match=r"reward 'one' gave no usable value for .* reward_pool\.max_error_frac=0\.3") as caught:
+        pool.score(_groups(*[["hang"]] * 20), CharacterTokenizer(), num_step_completions=20)
+    assert any(f"for {failed} of 20 completions" in str(caught.value) for failed in (6, 7, 8, 9))
+    # The pool is still good.
+    assert pool.score(_groups(["a"]), CharacterTokenizer()).rewards == [worth("a")]
+
+
+def test_what_rewards_print_is_in_a_bounded_file(
+    pools: Callable[..., RewardPool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pool = pools("one", timeout_s=30)
+    assert not (tmp_path / "run").exists()  # the run folder is made late: nothing may be there before
+    for _ in range(3):
+        pool.score(_groups(["print"], ["print"]), CharacterTokenizer())
+    log = tmp_path / "run/logs/rewards_rank_0.log"
+    assert log.stat().st_size < 40e6
+    pool.score(_groups(["a"]), CharacterTokenizer())
+    assert log.stat().st_size <= 16 << 20
+    assert capfd.readouterr() == ("", "")
+
+
+def test_columns_arrive_as_they_are(tmp_path: Path) -> None:
+    columns = {
+        "answer": {"a": [1, None, 2.5, "\ud800"]},
+        "blob": b"\x00\xff",
+        "when": datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
+        "day": datetime.date(2026, 1, 2),
+        "price": decimal.Decimal("0.10"),
+        "big": 2**80,
+    }
+    (tmp_path / "mine.py").write_text(
+        f"import datetime\nfrom decimal import Decimal\nexpected = {columns!r}\n"
+        "def reward(prompts, completions, completion_ids, missing, **columns):\n"
+        "    assert columns == {n: [v] * 2 for n, v in (expected | {'elsewhere': None}).items()}, columns\n"
+        "    assert (prompts, completions, completion_ids, missing) == (['p'] * 2, ['a', 'b'], [[97], [98]], [None] * 2)\n"
+        "    return [1.0, 2.0]\n"
+    )
+    (group,) = _groups(["a", "b"])
+    group.prompt.columns.update(columns, prompts="not this one")
+    config = RewardConfig(function=f"{tmp_path}/mine.py:reward")
+    with RewardPool([config], RewardPoolConfig(num_workers=1), tmp_path / "log", columns=["answer", "elsewhere"]) as pool:
+        scored = pool.score([group], CharacterTokenizer())
+        assert scored.first_error is None, scored.first_error
+        assert scored.rewards == [1.0, 2.0]
+        group.prompt.columns["answer"] = object()
+        with pytest.raises(TypeError, match="a value of type object cannot be sent to a reward worker"):
+            pool.score([group], CharacterTokenizer())
+
+
+def test_workers_have_the_ranks_environment_and_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "17")
+    (tmp_path / "mine.py").write_text(
+        "import os, sys\ndef reward(completions):\n    assert 'torch' not in sys.modules\n    return [float(os.environ['RANK'])]\n"
+    )
+    with RewardPool([RewardConfig(function=f"{tmp_path}/mine.py:reward")], RewardPoolConfig(), tmp_path / "log") as pool:
+        assert pool.score(_groups(["a"]), CharacterTokenizer()).rewards == [17.0]
+
+
+def test_shipped_rewards_run_in_the_pool(tmp_path: Path) -> None:
+    """math-verify sets its deadlines with SIGALRM on the main thread; weights and n/a as in the config."""
+    rewards = [RewardConfig(name="math", weight=2.0), RewardConfig(name="format", args={"pattern": ".*4.*"}, weight=0.5)]
+    (group,) = _groups(["so \\boxed{4}", "so \\boxed{5}"])
+    group.prompt.columns["answer"] = "4"
+    with RewardPool(rewards, RewardPoolConfig(), tmp_path / "log") as pool:
+        assert pool.score([group], CharacterTokenizer()).rewards == [2.5, 0.0]
+
+
+def test_close_ends_every_process_and_what_they_left(pools: Callable[..., RewardPool]) -> None:
+    pool = pools("one")
+    pool.score(_groups(["fork lingers"], ["fork lingers"], ["a"]), CharacterTokenizer())
+    processes = _descendants(pool._process.pid)
+    assert len(processes) >= 4
+    pool.close()
+    assert not _alive(processes | {pool._process.pid})
+
+
+def test_helpers_of_a_killed_worker_are_killed_even_in_a_session_of_their_own(pools: Callable[..., RewardPool]) -> None:
+    pool = pools("one", num_workers=1, timeout_s=0.5)
+    pool.score(_groups(["daemon hangs"], ["fork lingers and dies"]), CharacterTokenizer())
+    deadline = time.monotonic() + 10
+    while len(left := _alive(_descendants(pool._process.pid))) > 1:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("when", ["idle", "scoring", "a worker's death unheard"])
+def test_a_killed_rank_leaves_no_process(tmp_path: Path, when: str) -> None:
+    (tmp_path / "mine.py").write_text(BEHAVIOURS)
+    text = "fork lingers" if when == "idle" else "daemon hangs"
+    source = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from tests.faults.test_reward_pool import *\nfrom tests.faults.test_reward_pool import _groups\n"
+        f"pool = RewardPool([RewardConfig(function='{tmp_path}/mine.py:one')], RewardPoolConfig(timeout_s=500), Path('{tmp_path}/log'))\n"
+        f"pool.score(_groups(['a'], ['b']), CharacterTokenizer())\nprint('ready', flush=True)\n"
+        f"pool.score(_groups(['{text}'], ['{text}'], ['c']), CharacterTokenizer())\nprint('idle', flush=True)\ntime.sleep(1000)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        for _ in range(2 if when == "idle" else 1):
+            rank.stdout.readline()
+        deadline = time.monotonic() + 20
+        while len(processes := _descendants(rank.pid)) < 4:
+            assert time.monotonic() < deadline, processes
+            time.sleep(0.05)
+        if when == "a worker's death unheard":  # the kernel then ends the nursery's connection with an error instead of an end of file
+            os.kill(rank.pid, signal.SIGSTOP)
+            (nursery,) = _children(rank.pid)
+            hanging = [worker for worker in sorted(_children(nursery)) if _children(worker)]
+            os.kill(hanging[0], signal.SIGKILL)
+            _wait_until_gone({hanging[0]})
+            time.sleep(0.2)
+        os.kill(rank.pid, signal.SIGKILL)
+        _wait_until_gone(processes)
+
+
+def test_a_killed_nursery_is_an_error_and_not_a_hang(pools: Callable[..., RewardPool]) -> None:
+    pool = pools("one", "two")
+    pool.score(_groups(["a"], ["b"]), CharacterTokenizer())
+    processes = _descendants(pool._process.pid)
+    os.kill(pool._process.pid, signal.SIGKILL)
+    with pytest.raises(RewardError, match="the process that starts the reward workers ended with code -9"):
+        pool.score(_groups(*[["hang"]] * 8), CharacterTokenizer())
+    _wait_until_gone(processes)
+
+
+@pytest.mark.parametrize("source", ["raise ValueError('only the second time')", "import sys\nsys.exit(0)", "import os\nos._exit(5)"])
+def test_a_file_that_cannot_be_imported_in_the_pool_is_an_error(tmp_path: Path, source: str) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    with RewardPool([RewardConfig(function=f"{tmp_path}/mine.py:reward")], RewardPoolConfig(), tmp_path / "log") as pool:
+        expected = "ended with code 5" if "_exit" in source else r"cannot be imported in the reward pool: .*mine\.py:\d cannot be imported"
+        with pytest.raises(RewardError, match=expected):
+            pool.score(_groups(["a"]), CharacterTokenizer())
+
+
+def test_a_rank_without_groups_scores_nothing(pools: Callable[..., RewardPool]) -> None:
+    assert pools("one").score([], CharacterTokenizer()) == ScoredRollouts()
+
+
+# The debugger
+
+DEBUGGED = """
+stopped = False
+def reward(completions, **columns):
+    global stopped
+    value = 1000
+    if not stopped:
+        stopped = True
+        breakpoint()
+    return [float(value)] * len(completions)
+"""
+DEBUG = """
+import sys
+from pathlib import Path
+from tests.faults.test_reward_pool import *
+from tests.faults.test_reward_pool import _groups
+config = RewardPoolConfig(num_workers=2, timeout_s=0.5)
+with RewardPool([RewardConfig(function=sys.argv[1])], config, Path(sys.argv[2])) as pool:
+    for _ in range(2):
+        print("scored", json.dumps(pool.score(_groups(["a"] * 3, ["b"] * 3), CharacterTokenizer()).rewards), flush=True)
+"""
+
+
+def test_a_breakpoint_stops_the_clock_and_has_a_real_terminal(tmp_path: Path) -> None:
+    """Two workers reach it at the same time; each has the terminal in its turn, longer than the deadline, and gets Ctrl-C."""
+    (tmp_path / "mine.py").write_text(DEBUGGED)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", DEBUG, f"{tmp_path}/mine.py:reward", f"{tmp_path}/log"])
+    shown = ""
+
+    def read_until(text: str) -> str:
+        nonlocal shown
+        deadline = time.monotonic() + 30
+        while text not in shown:
+            assert time.monotonic() < deadline, shown
+            if select.select([terminal], [], [], 1)[0]:
+                shown += os.read(terminal, 4096).decode()
+        before, _, shown = shown.partition(text)
+        return before
+
+    for number in (2000, 3000):
+        read_until("(Pdb) ")
+        time.sleep(0.8)  # beyond the deadline
+        os.write(terminal, b"p len(completions) * 1000 + 7\n")
+        assert "3007" in read_until("(Pdb) ")
+        os.write(terminal, b"value = %d\n" % number)
+        read_until("(Pdb) ")
+        os.write(terminal, b"import time; time.sleep(100)\n")
+        time.sleep(0.3)
+        os.write(terminal, b"\x03")  # Ctrl-C reaches the debugged function, not the run
+        assert "KeyboardInterrupt" in read_until("(Pdb) ")
+        os.write(terminal, b"c\n")
+    read_until("scored ")
+    assert sorted(json.loads(read_until("\r\n"))) == [2000.0] * 3 + [3000.0] * 3
+    read_until("scored ")
+    assert json.loads(read_until("\r\n")) == [1000.0] * 6
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(terminal)
+
+
+def test_leaving_the_debugger_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(DEBUGGED)
+    job = Job([sys.executable, "-c", DEBUG, f"{tmp_path}/mine.py:reward", f"{tmp_path}/log"], stdin="q\nq\n")
+    code, output = job.wait(60)
+    assert code == 1
+    assert "RewardError: the debugger was left in reward 'reward'" in output
+    assert not job.survivors()
+
+
+# The error rate
+
+
+def test_error_rates_are_shares_over_all_ranks() -> None:
+    ranks = [{"f": ["ok", "error", "timeout", "not_applicable"], "g": ["ok"] * 4}, {}, {"f": ["ok"] * 4, "g": ["not_applicable"] * 4}]
+    assert check_error_rate(ranks, [None, None, None], 0.3) == {
+        "reward/f/error_frac": 1 / 8,
+        "reward/f/timeout_frac": 1 / 8,
+        "reward/f/not_applicable_frac": 1 / 8,
+        "reward/g/error_frac": 0.0,
+        "reward/g/timeout_frac": 0.0,
+        "reward/g/not_applicable_frac": 4 / 8,
+    }
+
+
+@pytest.mark.parametrize("max_error_frac", [0.25, 0.2, 1e-9])
+def test_the_error_rate_that_is_reached_stops_with_everything_one_needs(max_error_frac: float) -> None:
+    ranks = [{"f": ["ok", "error", "timeout", "not_applicable"], "g": ["ok"] * 4}, {"f": ["ok"] * 4, "g": ["ok", "error", "ok", "ok"]}]
+    errors = ["reward 'g' raised IndexError\nTraceback of g", "reward 'f' raised KeyError: 'x'\nTraceback of f"]
+    with pytest.raises(RewardError) as caught:
+        check_error_rate(ranks, errors, max_error_frac)
+    assert str(caught.value) == (
+        "reward 'f' gave no usable value for 2 of 8 completions (1 error, 1 timeout): 0.25 is not under "
+        f"reward_pool.max_error_frac={max_error_frac:g}. The first failure:\nreward 'f' raised KeyError: 'x'\nTraceback of f"
+    )
+
+
+def test_no_failure_never_stops() -> None:
+    assert check_error_rate([{"f": ["ok", "not_applicable"]}], [None], 0.0)["reward/f/error_frac"] == 0.0

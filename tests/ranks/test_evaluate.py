@@ -1,0 +1,292 @@
+"""Evaluation: its numbers against independent ones, and real evaluations on one and two ranks and with tensor parallelism."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from grpo_spmd.evaluate import Outcome, final_answer, majority, pass_at_k, summarise
+from tests.support.models import make_model, write_config
+from tests.support.processes import Job, run_worker
+
+# The estimators
+
+
+@pytest.mark.parametrize("num_samples", range(1, 8))
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(num_samples: int) -> None:
+    for num_right in range(num_samples + 1):
+        samples = [i < num_right for i in range(num_samples)]
+        for k in range(1, num_samples + 1):
+            subsets = list(itertools.combinations(samples, k))
+            assert pass_at_k(num_samples, num_right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+def test_pass_at_k_of_many_samples_is_a_number() -> None:
+    assert pass_at_k(5000, 1, 2500) == pytest.approx(0.5)  # binomials of 1500 digits
+
+
+@pytest.mark.parametrize(
+    ("answers", "right", "expected"),
+    [
+        ("aab", "110", 1.0),
+        ("aab", "001", 0.0),  # the minority was right
+        ("ab", "10", 0.5),  # a tie of two
+        ("aabbc", "11001", 0.5),  # a tie of two pairs; c has fewer votes
+        ("abcd", "1000", 0.25),  # all differ
+        ("aaab", "1001", 1 / 3),  # one answer that the verifier judges both ways, or that timed out twice
+        ("a", "1", 1.0),
+    ],
+)
+def test_majority_by_hand(answers: str, right: str, expected: float) -> None:
+    assert majority(list(answers), [r == "1" for r in right]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so \\boxed{ 42 } it is", "42"),
+        ("\\boxed{1} no, \\boxed{2}", "2"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed {x_{1}}", "x_{1}"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed{\\left\\{ x }", "\\left\\{ x"),  # an escaped bracket opens nothing
+        ("} \\boxed{3}", "3"),
+        ("\\boxed{7} and then \\boxed{8", "7"),  # cut off: the last whole one
+        ("\\boxed{5} #### 6", "5"),
+        ("#### 6 \n#### 7 ", "7"),
+        ("<answer>1</answer> #### 8", "8"),
+        ("<answer> 1 </answer> or <answer>\n2\n</answer>", "2"),
+        ("<answer>1</answer> <answer>2", "1"),
+        ("1</answer>", "1</answer>"),
+        ("  just text\n", "just text"),
+        ("\\boxed{", "\\boxed{"),
+        ("", ""),
+    ],
+)
+def test_final_answer(text: str, answer: str) -> None:
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize("piece", ["\\boxed{", "{", "}", "<answer>", "</answer>", "####", "\\"])
+def test_final_answer_of_a_model_that_repeats_itself_is_found_in_time(piece: str) -> None:
+    start = time.perf_counter()
+    final_answer(piece * 100_000)
+    assert time.perf_counter() - start < 5
+
+
+def outcome(
+    answer: str, reward: float | None, right: bool, num_tokens: int = 10, truncated: bool = False, unscored: bool = False
+) -> Outcome:
+    return Outcome(reward, right, unscored or reward is None, truncated, num_tokens, answer)
+
+
+def test_metrics_of_a_set_by_hand() -> None:
+    easy = [outcome("4", 1.0, True), outcome("4", 1.1, True), outcome("5", 0.0, False, num_tokens=40, truncated=True)]
+    # 7 was said twice; one of the two timed out. 8 would be right.
+    hard = [outcome("7", None, False), outcome("7", 0.0, False), outcome("8", 1.0, True)]
+    assert summarise([easy, hard]) == pytest.approx(
+        {
+            "mean": 3.1 / 5,
+            "pass_at_1": (2 / 3 + 1 / 3) / 2,
+            "pass_at_2": (1 + 2 / 3) / 2,
+            "pass_at_3": 1.0,
+            "maj_at_3": (1 + 0) / 2,
+            "truncated_frac": 1 / 6,
+            "unscored_frac": 1 / 6,
+            "tokens_mean": 90 / 6,
+            "num_prompts": 2,
+        }
+    )
+
+
+def test_a_set_without_any_reward_has_no_mean_and_nothing_right() -> None:
+    metrics = summarise([[outcome("a", None, False)] * 4])
+    assert metrics["mean"] is None
+    assert [metrics[name] for name in ("pass_at_1", "pass_at_2", "pass_at_4", "maj_at_4")] == [0, 0, 0, 0]
+    assert metrics["unscored_frac"] == 1
+
+
+@pytest.mark.parametrize(("num_samples", "ks"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8])])
+def test_k_doubles_up_to_the_number_of_samples(num_samples: int, ks: list[int]) -> None:
+    metrics = summarise([[outcome("a", 1.0, True)] * num_samples])
+    assert [name for name in metrics if name.startswith("pass")] == [f"pass_at_{k}" for k in ks]
+    assert f"maj_at_{num_samples}" in metrics
+
+
+# Whole evaluations. Sets of 1, 3 and 7 prompts are fewer than, or no multiple of, two ranks. The prompts are longer than a block of the
+# prefix cache and occur in training too; that an evaluation leaves no cache behind is seen by tests/support/workers/evaluate.py.
+
+SETS = {"e1": 1, "e3": 3, "e7": 7}
+NUM_SAMPLES, NUM_STEPS = 4, 3
+# By the first token: None, NaN, or right or wrong; the second reward has 0.1 for digits, so that "right" is not "reward > 0".
+REWARD = """
+def score(completion_ids):
+    return [None if ids[0] % 7 == 0 else float("nan") if ids[0] % 7 == 1 else float(ids[0] % 2) for ids in completion_ids]
+"""
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluate")
+    make_model(folder / "model", "qwen3", tied=True)
+    (folder / "reward.py").write_text(REWARD)
+    rows = [json.dumps({"prompt": f"{'1,2,3,4,5,6,7,8,9+' * 2}{a},{b}="}) + "\n" for a in range(1, 5) for b in range(1, 5)]
+    (folder / "train.jsonl").write_text("".join(rows))
+    for name, size in SETS.items():
+        (folder / f"{name}.jsonl").write_text("".join(rows[:size]))
+    return folder
+
+
+def config_file(folder: Path, name: str, *, evaluates: bool = True, **sections: Any) -> Path:
+    (folder / name).mkdir()
+    evaluated = {"eval": {set_name: str(folder / f"{set_name}.jsonl") for set_name in SETS if evaluates}}
+    return write_config(
+        folder / name,
+        folder / "model",
+        data={"train": str(folder / "train.jsonl"), "max_prompt_tokens": 48, **evaluated},
+        rewards=[
+            {"function": f"{folder}/reward.py:score", "name": "verifier"},
+            {"name": "format", "args": {"pattern": "[0-9].*"}, "weight": 0.1},
+        ],
+        training={"num_steps": NUM_STEPS, "max_tokens_per_micro_batch": 256},
+        **{"eval": {"every_steps": 2 if evaluates else 0, "num_samples": NUM_SAMPLES, "temperature": 0.9}, **sections},
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> dict[str, Path]:
+    """The run folders of two trainings in one process each, with and without evaluation, that run at the same time."""
+    files = {"on": config_file(folder, "on"), "off": config_file(folder, "off", evaluates=False)}
+    jobs = {name: Job([sys.executable, "-m", "grpo_spmd.train", "--config", str(file)]) for name, file in files.items()}
+    for name, job in jobs.items():
+        code, output = job.wait(120)
+        assert code == 0, output
+        (folder / name / "output.txt").write_text(output)
+    return {name: folder / name / "run" for name in jobs}
+
+
+# FULL_MATRIX=1 tests/run.sh -k evaluat    takes tensor parallelism as well: another 20 to 40 s.
+_ENGINES = {1: "two engines", 2: "tensor parallel 2"} if os.environ.get("FULL_MATRIX") else {1: "two engines"}
+
+
+@pytest.fixture(scope="module", params=list(_ENGINES), ids=list(_ENGINES.values()))
+def evaluated(folder: Path, request: pytest.FixtureRequest) -> Path:
+    """The folder of evaluations on two ranks."""
+    run_dir = folder / f"two_ranks_tp{request.param}"
+    config = config_file(folder, f"tp{request.param}", rollout={"max_completion_tokens": 12, "tensor_parallel_size": request.param})
+    output = run_worker(2, "evaluate", str(config), str(run_dir), timeout_s=120)
+    sizes = [json.loads(numbers) for numbers in re.findall(r"scored (\[.*\])", output)]
+    # Shared alike, completion by completion; every completion scored on exactly one rank.
+    assert [sorted(parts) for parts in zip(*sizes, strict=True)] == [[22, 22], [22, 22], [5, 6], [0, 1]]
+    return run_dir
+
+
+def read(run_dir: Path, name: str) -> Rows:
+    return [json.loads(line) for line in (run_dir / "rollouts" / name).read_text().splitlines()]
+
+
+def eval_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metrics.items() if key.startswith("eval/")}
+
+
+def read_metrics(run_dir: Path) -> Rows:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_training_samples_the_same_completions_with_and_without_evaluation(trained: dict[str, Path]) -> None:
+    for step in range(NUM_STEPS):
+        on, off = (read(trained[name], f"step_{step:06d}.jsonl") for name in ("on", "off"))
+        assert on == off  # token ids, logprobs, rewards and advantages, to the last bit
+    assert not list((trained["off"] / "rollouts").glob("eval*"))
+    off_lines, on_lines = read_metrics(trained["off"]), read_metrics(trained["on"])
+    for off_line, on_line in zip(off_lines, on_lines, strict=False):
+        for key in ("loss/policy", "optim/grad_norm", "reward/mean", "weight_sync/mismatch_kl"):
+            assert on_line[key] == off_line[key], key
+
+
+def test_metrics_have_an_evaluation_every_second_step_and_after_the_last(trained: dict[str, Path]) -> None:
+    lines = read_metrics(trained["on"])
+    assert [(line["step"], bool(eval_metrics(line))) for line in lines] == [(0, True), (1, False), (2, True), (3, True)]
+    per_set = ["mean", "pass_at_1", "pass_at_2", "pass_at_4", "maj_at_4", "truncated_frac", "unscored_frac", "tokens_mean", "num_prompts"]
+    for line in (lines[0], lines[2], lines[3]):
+        assert sorted(eval_metrics(line)) == sorted(f"eval/{name}/{key}" for name in SETS for key in per_set)
+    assert lines[0]["time/eval_s"] > 0.001 > lines[1]["time/eval_s"]
+    assert [len(read_metrics(trained["off"])), bool(eval_metrics(read_metrics(trained["off"])[0]))] == [NUM_STEPS, False]
+    output = (trained["on"].parent / "output.txt").read_text()
+    assert [output.count(f"eval after {step} steps, e7: mean ") for step in range(4)] == [1, 0, 1, 1]
+
+
+def test_the_last_evaluation_measures_the_policy_after_the_last_update(trained: dict[str, Path]) -> None:
+    """The evaluations differ although they draw the same random numbers (see the worker): each saw other weights."""
+    steps = [[row["completion"] for row in read(trained["on"], f"eval_e7_step_{step:06d}.jsonl")] for step in (0, 2, 3)]
+    assert steps[0] != steps[1] != steps[2]
+
+
+def test_two_ranks_and_tensor_parallelism_evaluate_exactly_as_one_rank(trained: dict[str, Path], evaluated: Path) -> None:
+    sampled, _ = json.loads((evaluated / "metrics.json").read_text())
+    assert sampled == eval_metrics(read_metrics(trained["on"])[0])
+    for name in SETS:
+        assert read(evaluated, f"eval_{name}_step_000000.jsonl") == read(trained["on"], f"eval_{name}_step_000000.jsonl")
+
+
+def test_metrics_follow_from_the_dump(trained: dict[str, Path]) -> None:
+    """Worked out anew from what was dumped, pass@k over all subsets."""
+    metrics = read_metrics(trained["on"])[0]
+    seen: set[float | None] = set()
+    for name, size in SETS.items():
+        rows = read(trained["on"], f"eval_{name}_step_000000.jsonl")
+        assert [(row["row"], row["sample"]) for row in rows] == list(itertools.product(range(size), range(NUM_SAMPLES)))
+        prompts = [rows[i : i + NUM_SAMPLES] for i in range(0, len(rows), NUM_SAMPLES)]
+        seen |= {row["rewards"]["verifier"] for row in rows}
+        for row in rows:
+            assert row["right"] == (row["rewards"]["verifier"] == 1.0)
+        for k in (1, 2, 4):
+            found = [[any(row["right"] for row in some) for some in itertools.combinations(prompt, k)] for prompt in prompts]
+            expected = sum(sum(f) / len(f) for f in found) / size
+            assert metrics[f"eval/{name}/pass_at_{k}"] == pytest.approx(expected)
+        known = [row["reward"] for row in rows if row["reward"] is not None]
+        assert metrics[f"eval/{name}/mean"] == pytest.approx(sum(known) / len(known))
+        unknown = sum(row["rewards"]["verifier"] is None for row in rows)
+        assert metrics[f"eval/{name}/unscored_frac"] == pytest.approx(unknown / len(rows))
+        cut = sum(row["finish_reason"] == "length" for row in rows)
+        assert metrics[f"eval/{name}/truncated_frac"] == pytest.approx(cut / len(rows))
+    assert seen == {None, 0.0, 1.0}
+
+
+def test_samples_of_a_prompt_and_of_sets_differ(trained: dict[str, Path]) -> None:
+    """e1, e3 and e7 begin with the same prompt: seeds must know the sample and the set."""
+    first = [tuple(r["completion"] for r in read(trained["on"], f"eval_{name}_step_000000.jsonl")[:NUM_SAMPLES]) for name in SETS]
+    assert len(set(first)) == 3
+    assert all(len(set(completions)) > 1 for completions in first)
+
+
+def test_greedy_evaluation_is_the_argmax_of_plain_transformers(folder: Path, evaluated: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    _, metrics = json.loads((evaluated / "metrics.json").read_text())
+    for name, size in SETS.items():
+        rows = read(evaluated, f"eval_{name}_step_000001.jsonl")
+        assert len(rows) == size
+        lengths = []
+        for row in rows:
+            prompt = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
+            ids = prompt
+            while ids.shape[1] < prompt.shape[1] + 12 and not (ids.shape[1] > prompt.shape[1] and ids[0, -1] == tokenizer.eos_token_id):
+                with torch.no_grad():
+                    ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+            completion = ids[0, prompt.shape[1] :]
+            lengths.append(len(completion))
+            assert row["completion"] == tokenizer.decode(completion, skip_special_tokens=True)
+        assert metrics[f"eval/{name}/tokens_mean"] == pytest.approx(math.fsum(lengths) / size)

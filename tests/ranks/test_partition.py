@@ -1,0 +1,290 @@
+"""The same rollouts give the same loss, gradient and parameters however the work is split, and those of plain transformers in fp32."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from grpo_spmd.config import Config, LossConfig, load_config
+from tests.support.models import make_model, write_config
+from tests.support.processes import run_worker
+from tests.support.workers.update import (
+    COMPILED_AT,
+    GROUP_SIZE,
+    NUM_GROUPS,
+    REPLICATED,
+    SETTINGS,
+    SPLITS,
+    VARIANTS,
+    fixed_groups,
+    fixed_reward,
+    with_setting,
+)
+
+Results = dict[tuple[str, str], dict[str, Any]]
+
+# Adam's first step is lr * g / (|g| + eps): where |g| is near eps, rounding of g decides the step. Weights move by at most lr.
+SECTIONS: dict[str, Any] = {
+    "data": {"max_prompt_tokens": 9},
+    "rollout": {"num_prompts_per_step": NUM_GROUPS, "group_size": GROUP_SIZE, "max_completion_tokens": 28, "temperature": 0.8},
+    "training": {"num_mini_batches": 1, "max_tokens_per_micro_batch": 100},
+    "optimizer": {"lr": 1e-5, "max_grad_norm": 0.5},
+    "loss": {"kl_coef": 0.1, "kl_estimator": "k2", "entropy_coef": 0.02},
+}
+WORLD_SIZES = (1, 2, 3, 4)
+ONE_ROW, FEW_ROWS, UNPACKED = SPLITS
+SEVERAL_STEPS = "two epochs, two mini-batches"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("partition")
+    make_model(folder / "model", "qwen3", tied=True)
+    make_model(folder / "reference", "qwen3", tied=True, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config_file(folder: Path) -> Path:
+    return write_config(folder, folder / "model", **SECTIONS)
+
+
+@pytest.fixture(scope="module")
+def by_ranks(folder: Path, config_file: Path) -> dict[int, Results]:
+    found = {}
+    for num_ranks in WORLD_SIZES:
+        out = folder / f"ranks_{num_ranks}.pt"
+        run_worker(num_ranks, "update", str(config_file), str(folder / "reference"), str(out))
+        found[num_ranks] = torch.load(out, weights_only=True)
+    return found
+
+
+def test_the_splits_really_differ(by_ranks: dict[int, Results]) -> None:
+    rows = {key: result["rows"] for key, result in by_ranks[1].items()}
+    assert rows["as configured", ONE_ROW] == 1
+    assert 1 < rows["as configured", FEW_ROWS] < 12
+    assert rows["as configured", UNPACKED] == NUM_GROUPS * GROUP_SIZE
+    assert by_ranks[2]["as configured", FEW_ROWS]["rows"] > 1
+
+
+def test_the_settings_really_bind(by_ranks: dict[int, Results]) -> None:
+    """A setting that clips nothing, caps nothing and masks nothing would show nothing."""
+    result = {setting: by_ranks[1][setting, ONE_ROW] for setting in SETTINGS}
+    for setting in ("clip", "gspo, sequence", "cispo, constant", SEVERAL_STEPS):
+        assert 0.1 < result[setting]["clip_frac"] < 0.99, setting
+    for setting in ("as configured", "sequence_tis", "icepop"):
+        assert 0.1 < result[setting]["capped_frac"] < 0.9, setting
+    for setting in ("kl in reward", "reinforce_pp"):
+        assert abs(result[setting]["metrics"]["reward/kl_penalty_mean"]) > 0.1
+    assert result["mask_truncated"]["loss_tokens"] == result["as configured"]["loss_tokens"] - GROUP_SIZE * 28
+    assert [result[setting]["updates"] for setting in ("as configured", SEVERAL_STEPS)] == [1, 4]
+    assert len({result[setting]["loss"] for setting in SETTINGS}) == len(SETTINGS)
+
+
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_loss_gradient_and_parameters_do_not_depend_on_the_split(by_ranks: dict[int, Results], setting: str, num_ranks: int) -> None:
+    """Ranks, micro-batches, packing, who sampled what, recomputation, compilation. After the first of several optimizer steps the weights
+    differ by rounding, and Adam, which divides by the gradient's size, hands that on at about ten times the size: 1e-5 there, else 1e-6.
+    """
+    reference = by_ranks[1][setting, ONE_ROW]
+    found = {split: result for (of, split), result in by_ranks[num_ranks].items() if of == setting}
+    replicated = num_ranks % 2 == 0 and setting in ("as configured", SEVERAL_STEPS)
+    variants = len(VARIANTS) - (num_ranks != COMPILED_AT) if setting == "as configured" else 0
+    assert len(found) == len(SPLITS) - (num_ranks == 3) + variants + replicated
+    assert (REPLICATED in found) == replicated
+    bound = 1e-5 if setting == SEVERAL_STEPS else 1e-6
+    for split, result in found.items():
+        for exact in ("loss_tokens", "updates", "mismatch_tokens"):
+            assert result[exact] == reference[exact], split
+        for name in ("loss", "grad_norm"):
+            assert result[name] == pytest.approx(reference[name], rel=bound), split
+        for name in ("clip_frac", "correction", "capped_frac", "mismatch_kl"):
+            assert result[name] == pytest.approx(reference[name], rel=1e-5), split
+        assert result["advantages"] == pytest.approx(reference["advantages"], rel=1e-5, abs=1e-6)
+        assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-5)
+        for name, expected in reference["parameters"].items():
+            assert relative_difference(result["parameters"][name], expected) < bound, (split, name)
+        # Tensor by tensor, sums of float32 products in another order differ by a few 1e-7.
+        for gradients, expected_gradients in zip(result["gradients"], reference["gradients"], strict=True):
+            for name, expected in expected_gradients.items():
+                assert relative_difference(gradients[name], expected) < 5 * bound, (split, name)
+
+
+def test_layers_are_compiled_once_for_all_lengths(by_ranks: dict[int, Results]) -> None:
+    """Before and after attention, with and without gradients, whatever the number of layers and of lengths."""
+    graphs = {variant: by_ranks[COMPILED_AT]["as configured", variant]["graphs"] for variant in VARIANTS}
+    assert graphs["activations recomputed but for products"] == 0
+    assert by_ranks[COMPILED_AT]["as configured", FEW_ROWS]["rows"] > 1
+    assert 0 < graphs["compiled"] <= 10
+
+
+def test_mismatch_is_measured_once_and_on_the_policy_that_sampled(by_ranks: dict[int, Results]) -> None:
+    """Over two epochs and two mini-batches every token is measured once, with the logprobs from before the first step."""
+    several, one = by_ranks[1][SEVERAL_STEPS, ONE_ROW], by_ranks[1]["as configured", ONE_ROW]
+    assert several["loss_tokens"] == 2 * one["loss_tokens"] == 2 * several["mismatch_tokens"]
+    assert several["mismatch_kl"] == pytest.approx(one["mismatch_kl"], rel=1e-6)
+    assert several["mismatch_histogram"] == pytest.approx(one["mismatch_histogram"], abs=1.0)
+    assert sum(several["mismatch_histogram"]) == one["mismatch_tokens"]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_loss_gradient_and_parameters_equal_plain_transformers(
+    by_ranks: dict[int, Results], folder: Path, config_file: Path, setting: str
+) -> None:
+    result, plain = by_ranks[2][setting, FEW_ROWS], plain_update(with_setting(load_config(config_file), setting), folder / "reference")
+    bound = 1e-4 if setting == SEVERAL_STEPS else 1e-5
+    assert result["loss_tokens"] == plain["loss_tokens"]
+    assert result["loss"] == pytest.approx(plain["loss"], rel=bound)
+    assert result["grad_norm"] == pytest.approx(plain["grad_norm"], rel=bound)
+    for gradients, expected_gradients in zip(result["gradients"], plain["gradients"], strict=True):
+        for name, expected in expected_gradients.items():
+            assert relative_difference(gradients[name], expected) < bound, name
+    for name, expected in plain["parameters"].items():
+        assert relative_difference(result["parameters"][name], expected) < (1e-5 if setting == SEVERAL_STEPS else 1e-6), name
+
+
+def test_the_update_moves_every_parameter(by_ranks: dict[int, Results], folder: Path) -> None:
+    start = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).state_dict()
+    for name, parameter in by_ranks[2]["as configured", FEW_ROWS]["parameters"].items():
+        assert not torch.equal(parameter, start[name]), name
+
+
+def relative_difference(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result - expected).norm().detach() / expected.norm().detach())
+
+
+def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
+    """GRPO and its relatives written out anew: plain transformers, one sequence at a time, each loss as its paper has it, autograd
+    through all of it, and torch's AdamW; float64 but for the models."""
+    loss_config, longest = config.loss, config.rollout.max_completion_tokens
+
+    def load(path: Any) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+    model, reference = load(config.model.path), load(reference_model)
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    flat = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decay, "weight_decay": config.optimizer.weight_decay}, {"params": flat, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.optimizer.lr, betas=config.optimizer.betas)
+
+    def scores(of: Any, prompt: list[int], completion: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.tensor([prompt + completion])
+        log_p = (of(ids).logits[0, len(prompt) - 1 : -1].double() / config.rollout.temperature).log_softmax(-1)
+        return log_p.gather(-1, ids[0, len(prompt) :, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    def kl(log_p: torch.Tensor, log_r: torch.Tensor) -> torch.Tensor:
+        assert loss_config.kl_estimator == "k2"
+        return 0.5 * (log_p - log_r) ** 2
+
+    sequences: list[dict[str, Any]] = []
+    for group in fixed_groups():
+        for sample, completion in enumerate(group.completions):
+            with torch.no_grad():
+                old, _ = scores(model, group.prompt.token_ids, completion.token_ids)
+                ref, _ = scores(reference, group.prompt.token_ids, completion.token_ids)
+            engine = torch.tensor(completion.logprobs, dtype=torch.float64)
+            reward = fixed_reward(group.slot, sample)
+            if reward is not None and config.advantage.overlong_buffer_tokens:
+                buffer = config.advantage.overlong_buffer_tokens
+                over = min(max(len(completion.token_ids) - (longest - buffer), 0), buffer)
+                reward -= config.advantage.overlong_penalty * over / buffer
+            if reward is not None and loss_config.kl_in == "reward":
+                reward -= loss_config.kl_coef * float(kl(old, ref).sum())
+            truncated = completion.finish_reason == "length"
+            sequences.append(
+                {
+                    "slot": group.slot,
+                    "prompt": group.prompt.token_ids,
+                    "completion": completion.token_ids,
+                    "old": engine if loss_config.old_logprobs == "engine" else old,
+                    "factor": correction(loss_config, (old - engine).exp()),
+                    "ref": ref,
+                    "reward": reward,
+                    "counts": reward is not None and not (truncated and loss_config.mask_truncated),
+                }
+            )
+    add_advantages(sequences, config)
+
+    losses, norms, all_gradients, num_tokens = [], [], [], 0
+    size = NUM_GROUPS // config.training.num_mini_batches
+    for _ in range(config.training.num_epochs):
+        for first in range(0, NUM_GROUPS, size):
+            used = [s for s in sequences if first <= s["slot"] < first + size and s["counts"]]
+            tokens = sum(len(s["completion"]) for s in used)
+            total = torch.zeros((), dtype=torch.float64)
+            for s in used:
+                log_p, entropy = scores(model, s["prompt"], s["completion"])
+                term = policy_terms(loss_config, log_p, s["old"], s["advantage"]) * s["factor"]
+                term = term - loss_config.entropy_coef * entropy
+                if loss_config.kl_in == "loss":
+                    term = term + loss_config.kl_coef * kl(log_p, s["ref"])
+                if loss_config.aggregation == "token":
+                    total = total + term.sum() / tokens
+                elif loss_config.aggregation == "sequence":
+                    total = total + term.mean() / len(used)
+                else:
+                    total = total + term.sum() / (len(used) * longest)
+            optimizer.zero_grad()
+            total.backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)))
+            all_gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            optimizer.step()
+            losses.append(total.item())
+            num_tokens += tokens
+    return {
+        "loss": sum(losses) / len(losses),
+        "loss_tokens": num_tokens,
+        "grad_norm": max(norms),
+        "gradients": all_gradients,
+        "parameters": {name: p.detach() for name, p in model.named_parameters()},
+    }
+
+
+def correction(config: LossConfig, ratio: torch.Tensor) -> torch.Tensor:
+    """The weight of each token of one sequence, `ratio` being p(policy) / p(engine) of its tokens."""
+    cap = config.rollout_correction_cap
+    if config.rollout_correction == "none":
+        return torch.ones_like(ratio)
+    if config.rollout_correction == "token_tis":
+        return torch.tensor([min(float(r), cap) for r in ratio], dtype=torch.float64)
+    if config.rollout_correction == "sequence_tis":
+        return torch.full_like(ratio, min(math.prod(ratio.tolist()), cap))
+    return torch.tensor([float(r) if 1 / cap <= r <= cap else 0.0 for r in ratio], dtype=torch.float64)
+
+
+def policy_terms(config: LossConfig, log_p: torch.Tensor, old: torch.Tensor, advantage: float) -> torch.Tensor:
+    """The policy's term of each token of one sequence."""
+    low, high = 1 - config.clip_ratio_low, 1 + config.clip_ratio_high
+    if config.policy == "cispo":
+        return -advantage * (log_p - old).exp().clamp(low, high).detach() * log_p
+    ratio = (log_p - old).exp()
+    if config.policy == "gspo":
+        ratio = (log_p - old).mean().exp().expand(len(log_p))
+    objective = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    if config.dual_clip is not None and advantage < 0:
+        objective = torch.maximum(objective, torch.full_like(objective, config.dual_clip * advantage))
+    return -objective
+
+
+def add_advantages(sequences: list[dict[str, Any]], config: Config) -> None:
+    known = [s["reward"] for s in sequences if s["reward"] is not None]
+    for slot in range(NUM_GROUPS):
+        group = [s for s in sequences if s["slot"] == slot and s["reward"] is not None]
+        rewards = [s["reward"] for s in group]
+        for s in group:
+            others = [r["reward"] for r in group if r is not s]
+            estimator, normalize = config.advantage.estimator, config.advantage.normalize_std
+            if estimator == "reinforce_pp":
+                s["advantage"] = (s["reward"] - statistics.mean(known)) / statistics.stdev(known)
+            elif estimator == "rloo":
+                s["advantage"] = s["reward"] - statistics.mean(others)
+            else:
+                divisor = {"group": statistics.stdev(rewards), "batch": statistics.stdev(known), "none": 1.0}[normalize]
+                s["advantage"] = (s["reward"] - statistics.mean(rewards)) / (1.0 if estimator == "dr_grpo" else divisor)

@@ -1,0 +1,312 @@
+"""A dumped step, run again without vLLM, gives what the run recorded; what was changed shows, and what is missing is said."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from grpo_spmd.config import ConfigError
+from grpo_spmd.export import export_checkpoint
+from grpo_spmd.replay import Replay, read_step, replay, report
+from tests.support.models import make_model, write_config
+from tests.support.processes import Job, torchrun
+
+REWARD = """
+def odd(completions, nums, **columns):
+    if nums[0] == [2, 2]:
+        raise ValueError("two twos")
+    return [None if own[0] == 1 else float(sum(c.isdigit() for c in text) % 2) for text, own in zip(completions, nums)]
+"""
+COMPARED = ("loss/policy", "loss/kl", "loss/entropy", "loss/clip_frac", "optim/grad_norm", "optim/lr", "reward/mean", "reward/odd/mean")
+
+
+@pytest.fixture(autouse=True)
+def _environment_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # replay sets it, and pytest puts it back
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps on two ranks with all that makes a replay hard: two optimizer steps a rollout (so that the second depends on the
+    optimizer's moments), a reference, dynamic sampling, a reward that fails on some rows and does not apply to others."""
+    folder = tmp_path_factory.mktemp("replay")
+    (folder / "my_reward.py").write_text(REWARD)
+    config = write_config(
+        folder,
+        make_model(folder / "model", "qwen3", tied=True),
+        rewards=[{"name": "format", "args": {"pattern": "[0-9].*"}}, {"function": f"{folder}/my_reward.py:odd", "weight": 0.5}],
+        rollout={"dynamic_sampling": True, "temperature": 0.9},
+        training={"num_steps": 3, "num_mini_batches": 2},
+        loss={"kl_coef": 0.1},
+        advantage={"overlong_buffer_tokens": 4, "overlong_penalty": 0.25},
+        checkpoint={"every_steps": 1, "keep": 9},
+    )
+    code, output = Job(torchrun(2, "-m", "grpo_spmd.train", "--config", str(config))).wait(200)
+    assert code == 0, output
+    return folder / "run"
+
+
+def dumped(run: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+def replayed(run: Path, step: int, *overrides: str, checkpoint: Path | None = None) -> tuple[Replay, str]:
+    recorded = read_step(run, step, overrides)
+    found = replay(recorded, checkpoint)
+    return found, "\n".join(report(recorded, found, 5))
+
+
+def copy_of(run: Path, target: Path, *without: str) -> Path:
+    return Path(shutil.copytree(run, target, ignore=shutil.ignore_patterns(*without)))
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_a_step_is_what_it_was(run: Path, step: int) -> None:
+    """Step 0 from model.path, the others from their checkpoints with the optimizer's moments; recorded on two ranks, replayed on one."""
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    found, text = replayed(run, step)
+    assert [name for name in COMPARED if name not in found.metrics] == []
+    for name, (recorded, again) in found.metrics.items():
+        assert recorded is not None, name
+        assert again is not None, name
+        assert abs(recorded - again) <= 1e-6 * max(1.0, abs(recorded)), (name, recorded, again)
+    assert len(found.rollouts) == len(dumped(run, step))
+    for rollout in found.rollouts:
+        was = rollout.recorded
+        assert (rollout.reward, rollout.rewards, rollout.statuses) == (was["reward"], was["rewards"], was["statuses"])
+        assert rollout.advantage == was["advantage"]
+        if rollout.advantage is not None:
+            assert rollout.logprobs == pytest.approx(was["rollout_logprobs"], abs=1e-5)
+    assert "differ: reward 0, statuses 0, advantage 0, reward format 0, reward odd 0" in text
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before  # nothing was written
+
+
+def test_the_run_had_all_that_it_was_to_have(run: Path) -> None:
+    records = [record for step in range(3) for record in dumped(run, step)]
+    assert {status for record in records for status in record["statuses"].values()} == {"ok", "not_applicable", "error"}
+    assert any(record["rollout_id"] is None for record in records)
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(m["loss/clip_frac"] > 0 and m["loss/kl"] > 0 and m["optim/updates"] == 2 for m in metrics)
+
+
+def test_a_changed_reward_shows(run: Path, tmp_path: Path) -> None:
+    praised = next(r["completion"] for r in dumped(run, 2) if r["rewards"]["odd"] is not None)
+    (tmp_path / "other.py").write_text(REWARD.replace("% 2)", f"% 2) + 10.0 * (text == {praised!r})"))
+    found, text = replayed(run, 2, f"rewards.1.function={tmp_path}/other.py:odd")
+    for rollout in found.rollouts:
+        was = rollout.recorded["rewards"]
+        if was["odd"] is not None:
+            assert rollout.rewards["odd"] == was["odd"] + 10.0 * (rollout.recorded["completion"] == praised)
+            assert rollout.reward == was["format"] + 0.5 * (rollout.rewards["odd"] or 0.0)
+    changed = [r for r in found.rollouts if r.rewards != r.recorded["rewards"]]
+    assert changed
+    assert f"reward odd {len(changed)}" in text
+    assert f"  {changed[0].name:>9}  reward" in text
+    assert found.metrics["reward/odd/mean"][0] != found.metrics["reward/odd/mean"][1]
+
+
+def test_overrides_try_another_weight_and_another_clip_range(run: Path) -> None:
+    found, text = replayed(run, 1, "rewards.1.weight=0", "loss.clip_ratio_low=1", "loss.clip_ratio_high=1000", "loss.dual_clip=null")
+    assert found.metrics["loss/clip_frac"][1] == 0
+    assert "override: rewards.1.weight=0" in text
+    groups: dict[int, list[Any]] = {}
+    for rollout in found.rollouts:
+        groups.setdefault(rollout.recorded["position"], []).append(rollout)
+    for rollouts in groups.values():  # GRPO by hand
+        known = [r for r in rollouts if r.statuses["odd"] != "error"]
+        late = [max(0, len(r.recorded["completion_ids"]) - 8) / 4 * 0.25 for r in known]
+        rewards = [r.recorded["rewards"]["format"] - penalty for r, penalty in zip(known, late, strict=True)]
+        mean = sum(rewards) / max(len(rewards), 1)
+        std = math.sqrt(sum((x - mean) ** 2 for x in rewards) / max(len(rewards) - 1, 1))
+        for rollout, reward in zip(known, rewards, strict=True):
+            if rollout.advantage is not None:
+                assert rollout.advantage == pytest.approx((reward - mean) / std if std > 1e-6 else 0.0, abs=1e-5)
+
+
+def test_without_the_policy_the_engines_logprobs_stand_in(run: Path, tmp_path: Path) -> None:
+    """The laptop has the run folder, and neither the checkpoints nor the data nor the model."""
+    copy = copy_of(run, tmp_path / "run", "checkpoints")
+    found, text = replayed(copy, 2, "data.train=/nowhere/train.jsonl", "model.path=/nowhere/model")
+    assert (
+        f"no {copy}/checkpoints/step_000002 (there are: none; --checkpoint takes another), so the engine's recorded logprobs stand in"
+        in text
+    )
+    assert "rewards are those that the run recorded, since the data set cannot be had as it was: data.train: cannot read /nowhere" in text
+    assert [(r.reward, r.rewards, r.statuses, r.advantage) for r in found.rollouts] == [
+        (r["reward"], r["rewards"], r["statuses"], r["advantage"]) for r in dumped(run, 2)
+    ]
+    assert not [name for name in found.metrics if name.startswith(("optim/", "weight_sync/", "loss/entropy"))]
+    trained = sorted((r for r in dumped(run, 2) if r["rollout_id"] is not None), key=lambda r: r["rollout_id"])
+    expected = []
+    for mini_batch in (trained[:8], trained[8:]):  # ratio 1: minus the token mean of the advantages
+        tokens = [(r["advantage"], len(r["completion_ids"])) for r in mini_batch if r["statuses"]["odd"] != "error"]
+        expected.append(-sum(a * n for a, n in tokens) / sum(n for _, n in tokens))
+    assert found.metrics["loss/policy"][1] == pytest.approx(sum(expected) / 2, abs=1e-6)
+    assert "least likely token, -logprob of the engine:" in text
+
+
+def test_a_checkpoint_needs_no_model_path_but_the_reference_does(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.path: there is no folder /nowhere/model, and the reference or the adapters need it"):
+        replayed(run, 1, "model.path=/nowhere/model")
+    with pytest.raises(ConfigError, match=r"^model\.lora\.rank: 4 does not go with .*step_000001, which holds a whole model$"):
+        replayed(run, 1, "model.lora.rank=4")
+    found, _ = replayed(run, 1, "model.path=/nowhere/model", "loss.kl_coef=0")
+    assert found.metrics["loss/entropy"][1] == pytest.approx(found.metrics["loss/entropy"][0], rel=0.1)  # the KL moves the second update
+    assert found.metrics["weight_sync/mismatch_abs_max"][1] == pytest.approx(found.metrics["weight_sync/mismatch_abs_max"][0])
+
+
+def test_an_older_checkpoint_is_said_to_be_one(run: Path) -> None:
+    found, text = replayed(run, 2, checkpoint=run / "checkpoints/step_000001")
+    assert f"policy: {run}/checkpoints/step_000001, after 1 finished steps" in text
+    assert "that is not the policy that sampled step 2: loss, entropy, gradient and mismatch differ for that alone" in text
+    recorded, again = found.metrics["weight_sync/mismatch_abs_mean"]
+    assert recorded is not None
+    assert again is not None
+    assert again > 1000 * recorded
+
+
+def test_dynamic_sampling_that_would_have_gone_on_or_stopped_is_said(run: Path) -> None:
+    _, text = replayed(run, 1, "rewards.0.weight=0", "rewards.1.weight=0", "advantage.overlong_penalty=0", "loss.kl_coef=0")
+    assert "more prompts, of which there are no rollouts" in text
+    step = next(step for step in range(3) if len(dumped(run, step)) > 16)
+    _, text = replayed(run, step, "rollout.dynamic_sampling=false", "loss.kl_coef=0")
+    assert f"{len(dumped(run, step)) // 4 - 4} groups of the dump are not needed now" in text
+
+
+def test_a_step_whose_rewards_are_refused_is_still_shown(run: Path) -> None:
+    step = next(step for step in range(3) if any("error" in r["statuses"].values() for r in dumped(run, step)))
+    found, text = replayed(run, step, "reward_pool.max_error_frac=0.01")
+    assert "the step is refused: RewardError: reward 'odd' gave no usable value for" in text
+    assert "ValueError: two twos" in text
+    assert found.rollouts
+    assert not found.metrics
+
+
+def test_what_is_not_finite_is_listed(run: Path, tmp_path: Path) -> None:
+    copy = copy_of(run, tmp_path / "run")
+    records = dumped(run, 1)
+    records[2]["rollout_logprobs"][1] = None  # as the dump writes what is not finite
+    (copy / "rollouts/step_000001.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found, text = replayed(copy, 1)
+    assert "1 rollouts with a logprob that is not finite:\n" in text
+    assert text.splitlines()[-1].split()[0] == f"{records[2]['position']}/2"
+    assert found.metrics["optim/skipped_updates"] == (0, 1)
+
+
+def _cut(lines: list[bytes]) -> None:
+    lines[1] = lines[1][: len(lines[1]) // 2]
+
+
+def _change(**values: Any) -> Callable[[list[bytes]], None]:
+    def change(lines: list[bytes]) -> None:
+        lines[1] = json.dumps({**json.loads(lines[1]), **values}).encode()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (_cut, r"step_000001\.jsonl:2: not valid JSON: "),
+        (_change(completion_ids=[1]), r"step_000001\.jsonl:2: 1 completion_ids, but \d+ rollout_logprobs"),
+        (_change(reward="high"), r"step_000001\.jsonl:2: reward is 'high'; this is no rollout dump"),
+        (_change(sample=3), r"step_000001\.jsonl: the group at position \d+ has the samples \[0, 3, 2, 3\], and should have 0 to 3"),
+        (lambda lines: lines.__setitem__(0, b"[]"), r"step_000001\.jsonl:1: expected a JSON object, got list"),
+        (lambda lines: lines.clear(), r"step_000001\.jsonl: no rollouts"),
+    ],
+)
+def test_a_broken_dump_is_one_line(run: Path, tmp_path: Path, damage: Callable[[list[bytes]], None], expected: str) -> None:
+    copy = copy_of(run, tmp_path / "run", "checkpoints")
+    path = copy / "rollouts/step_000001.jsonl"
+    lines = path.read_bytes().splitlines()
+    damage(lines)
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(ConfigError, match=expected) as refused:
+        read_step(copy, 1)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^RUN_DIR: .* holds no config\.yaml, so it is no run folder$"):
+        read_step(tmp_path, 0)
+    with pytest.raises(ConfigError, match=r"step_000009\.jsonl: No such file or directory; there are dumps of the steps 0, 1, 2 "):
+        read_step(run, 9)
+    with pytest.raises(ConfigError, match=r"^rewards\.1\.function: there is no file /nowhere\.py$"):
+        read_step(run, 0, ["rewards.1.function=/nowhere.py:odd"])
+    copy = copy_of(run, tmp_path / "run", "checkpoints")
+    (copy / "metrics.jsonl").write_text('{"step": 0, "loss/po')
+    assert any("metrics.jsonl has no line of step 0" in note for note in read_step(copy, 0).notes)
+    rows = [json.loads(line) for line in (run.parent / "train.jsonl").read_text().splitlines()]
+    moved = tmp_path / "moved.jsonl"
+    moved.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+    notes = read_step(run, 0, [f"data.train={moved}"]).notes
+    assert any(f"the prompt at {moved}:" in note and "is no longer the one that the run sampled from" in note for note in notes)
+    config = (run / "config.yaml").read_text()
+    assert config.count("args: {}") == 1
+    (copy / "config.yaml").write_text(config.replace("args: {}", "args: {api_key: <redacted>}"))
+    assert "rewards.1.args.api_key is redacted in config.yaml; give it as an override, if a reward needs it" in read_step(copy, 0).notes
+    assert not [note for note in read_step(copy, 0, ["rewards.1.args.api_key=x"]).notes if "redacted" in note]
+
+
+def test_the_command_stops_at_a_breakpoint_and_needs_no_vllm(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "stop.py").write_text(REWARD.replace("    if nums", "    breakpoint()\n    if nums"))
+    script = (
+        "import runpy, sys\n"
+        "class NoVllm:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        assert name.partition('.')[0] != 'vllm', 'vllm was imported'\n"
+        "sys.meta_path.insert(0, NoVllm())\n"
+        "runpy.run_module('grpo_spmd.replay', run_name='__main__')\n"
+    )
+    arguments = [str(run), "--step", "0", "--top", "2", f"rewards.1.function={tmp_path}/stop.py:odd"]
+    code, output = Job([sys.executable, "-c", script, *arguments], stdin="p len(completions) * 1000\nc\n").wait(100)
+    assert code == 0, output
+    assert "(Pdb) 4000" in output
+    assert "of 3" in output
+    assert "differ: reward 0, statuses 0, advantage 0" in output
+    assert "Traceback" not in output
+
+
+def test_the_command_ends_with_2_and_one_line(run: Path, tmp_path: Path) -> None:
+    copy = copy_of(run, tmp_path / "run")
+    shard = copy / "checkpoints/step_000001/state/shard_00002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 64
+    shard.write_bytes(content)
+    (copy / "rollouts/step_000002.jsonl").write_text('{"rollout_id": 0,\n')
+    for step, expected in [
+        (1, "state/shard_00002.safetensors is damaged (its SHA-256 is not the manifest's)"),
+        (2, "step_000002.jsonl:1: not valid JSON"),
+    ]:
+        code, output = Job([sys.executable, "-m", "grpo_spmd.replay", str(copy), "--step", str(step)]).wait(60)
+        assert code == 2, output
+        errors = [line for line in output.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert expected in errors[0]
+        assert "Traceback" not in output
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_export_of_a_real_run_is_what_torch_reads_from_its_checkpoint(run: Path, tmp_path: Path) -> None:
+    """Two ranks wrote it; torch's own reader is the second opinion."""
+    checkpoint = run / "checkpoints/step_000003"
+    export_checkpoint(checkpoint, tmp_path / "out")
+    found = load_file(tmp_path / "out/model.safetensors")
+    reader = dcp.HuggingFaceStorageReader(str(checkpoint / "state"))
+    shapes = {name: facts.size for name, facts in reader.read_metadata().state_dict_metadata.items() if name.startswith("policy.")}  # type: ignore[union-attr]
+    state = {name: torch.empty(size) for name, size in shapes.items()}
+    dcp.load(dict(state), storage_reader=reader, no_dist=True)
+    assert found.keys() == {name.removeprefix("policy.") for name in state} == load_file(run.parent / "model/model.safetensors").keys()
+    for name, tensor in state.items():
+        assert torch.equal(found[name.removeprefix("policy.")], tensor), name
+        assert not torch.equal(tensor, load_file(run.parent / "model/model.safetensors")[name.removeprefix("policy.")]), name

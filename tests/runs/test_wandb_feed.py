@@ -1,0 +1,225 @@
+"""A tracker never stops, slows or changes a training, and gets every line in the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_spmd import wandb_feed
+from grpo_spmd.config import Config, load_config
+from grpo_spmd.metrics import LineFile
+from grpo_spmd.wandb_feed import WandbFeed
+from tests.support.models import make_model, write_config
+from tests.support.processes import Job
+
+# A package `wandb` that writes down what it is told, and misbehaves as FAKE_WANDB says.
+FAKE = """
+import json, os, sys, threading
+how, out = os.environ.get("FAKE_WANDB", ""), os.environ["FAKE_WANDB_OUT"]
+if how == "import hangs":
+    import grpo_spmd.wandb_feed
+    grpo_spmd.wandb_feed.FINISH_S = 0.5  # the test need not wait a minute
+    threading.Event().wait()
+def note(**what):
+    with open(out, "a") as file:
+        file.write(json.dumps(what) + "\\n")
+def misbehave(when):
+    if how == when + " raises":
+        raise OSError("no route to W&B")
+    if how == when + " exits":
+        sys.exit(1)
+    if how == when + " hangs":
+        threading.Event().wait()
+class Settings:
+    def __init__(self, **settings): pass
+class Run:
+    logged = 0
+    def define_metric(self, *args, **kwargs): pass
+    def log(self, metrics):
+        self.logged += 1
+        if self.logged == 2:
+            misbehave("log")
+        note(log=metrics)
+    def finish(self):
+        misbehave("finish")
+        note(finish=True)
+def init(**how):
+    misbehave("init")
+    note(init={name: how[name] for name in ("id", "resume", "mode")})
+    return Run()
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the fake package, importable here; what it was told is in `out.jsonl`."""
+    folder = tmp_path / "fake"
+    folder.mkdir()
+    (folder / "wandb.py").write_text(textwrap.dedent(FAKE))
+    monkeypatch.setenv("FAKE_WANDB_OUT", str(folder / "out.jsonl"))
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
+    real = sys.modules.pop("wandb", None)
+    yield folder
+    sys.modules.pop("wandb", None)
+    if real is not None:
+        sys.modules["wandb"] = real
+
+
+def told(folder: Path, what: str) -> list[Any]:
+    path = folder / "out.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)[what] for line in lines if what in json.loads(line)]
+
+
+def run(config: Config, steps: range, finish_s: float = 20) -> float:
+    """Writes the steps' lines as a run does; the seconds that this took beside waiting for the end."""
+    folder = Path(config.run_dir)
+    folder.mkdir(exist_ok=True)
+    file, feed = LineFile(folder / "metrics.jsonl"), WandbFeed(config)
+    start = time.monotonic()
+    for step in steps:
+        file.write(json.dumps({"step": step, "x": step / 7}))
+        feed.line_written()
+    spent = time.monotonic() - start
+    feed.finish(finish_s)
+    file.close()
+    return spent
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load_config(write_config(tmp_path, tmp_path / "model", logging={"wandb": "online"}))
+
+
+def test_every_line_arrives_once_and_in_order(config: Config, fake: Path) -> None:
+    run(config, range(300))
+    assert told(fake, "log") == [{"step": step, "x": step / 7} for step in range(300)]
+    assert told(fake, "finish") == [True]
+
+
+def test_a_run_that_goes_on_has_the_same_id_and_repeated_steps_are_sent_again(config: Config, fake: Path) -> None:
+    run(config, range(10))
+    metrics = Path(config.run_dir, "metrics.jsonl")
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:6]))  # as resuming at step 6 cuts it
+    run(config, range(6, 12))
+    assert [line["step"] for line in told(fake, "log")] == [*range(10), *range(6, 12)]
+    first, second = told(fake, "init")
+    assert first == second
+    assert first["resume"] == "allow"
+
+
+@pytest.mark.parametrize("how", ["init hangs", "log hangs", "finish hangs", "init raises", "init exits", "log raises"])
+def test_a_tracker_that_fails_costs_no_line_and_no_time(
+    how: str, config: Config, fake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAKE_WANDB", how)
+    assert run(config, range(100), finish_s=1.5) < 10  # 0.01 s on an idle core
+    assert len(Path(config.run_dir, "metrics.jsonl").read_text().splitlines()) == 100
+    assert ("did not finish within" if "hangs" in how else "W&B is off from here on") in caplog.text
+    if how.startswith("log"):
+        assert [line["step"] for line in told(fake, "log")] == [0]
+    # Started again with a tracker that works, nothing is missing there.
+    monkeypatch.setenv("FAKE_WANDB", "")
+    sys.modules.pop("wandb", None)
+    run(config, range(100, 102))
+    assert [line["step"] for line in told(fake, "log")] == list(range(102))
+
+
+def test_a_tracker_that_does_not_answer_is_said_once(
+    config: Config, fake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAKE_WANDB", "init hangs")
+    monkeypatch.setattr(wandb_feed, "ANSWER_S", 0.05)
+    Path(config.run_dir).mkdir()
+    feed = WandbFeed(config)
+    for _ in range(3):
+        time.sleep(0.1)
+        feed.line_written()
+    assert caplog.text.count("W&B has not answered for") == 1
+
+
+def test_without_the_package_or_a_key_it_is_off_with_a_warning(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run(config, range(2))
+    assert "W&B is off from here on (UsageError" in caplog.text
+    caplog.clear()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run(config, range(2, 4))
+    assert "W&B is off from here on (ModuleNotFoundError" in caplog.text
+    assert not [thread for thread in threading.enumerate() if thread.name == "wandb" and not thread.daemon]
+
+
+def test_a_training_is_the_same_to_the_bit_beside_a_hanging_tracker(tmp_path: Path, fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(tmp_path / "model", "qwen3", tied=True)
+    manifests, metrics = [], []
+    for name, how, wandb in (("without", "", False), ("hanging", "import hangs", "online")):
+        folder = tmp_path / name
+        folder.mkdir()
+        path = write_config(folder, model, logging={"wandb": wandb}, training={"num_steps": 3})
+        job = Job([sys.executable, "-m", "grpo_spmd.train", "--config", str(path)], env={"FAKE_WANDB": how, "PYTHONPATH": str(fake)})
+        code, output = job.wait(120)
+        assert code == 0, output
+        assert not job.survivors()
+        manifest = json.loads((folder / "run/checkpoints/step_000003/manifest.json").read_text())
+        manifests.append({name: entry for name, entry in manifest["files"].items() if name.startswith("state/")})
+        lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+        measured = re.compile(r"^(time|throughput|memory)/|_s$|tail_waste")
+        metrics.append([{key: value for key, value in line.items() if not measured.search(key)} for line in lines])
+    assert manifests[0] == manifests[1]
+    assert len(metrics[0]) == len(metrics[1]) == 3
+    for without, hanging in zip(*metrics, strict=True):
+        assert without == hanging
+
+
+def test_the_real_package_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A run and its continuation leave two folders of one id, which `wandb sync` puts together."""
+    monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = load_config(write_config(tmp_path, tmp_path / "model", logging={"wandb": "offline"}))
+    run(config, range(5), finish_s=60)
+    time.sleep(1)  # its folders are named by the second
+    run(config, range(3, 7), finish_s=60)
+    assert "W&B" not in caplog.text
+    run_id = json.loads(Path(config.run_dir, "wandb.json").read_text())["id"]
+    assert len(list(Path(config.run_dir).glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))) == 2
+    expected, steps, deadline = [*range(5), *range(3, 7)], [-1], time.monotonic() + 30
+    while steps != expected and time.monotonic() < deadline:  # W&B's own process writes them, when it comes to it
+        steps = []
+        for file in sorted(Path(config.run_dir).glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")):
+            for record in records(file):
+                steps += [int(item.value_json) for item in record.history.item if "step" in (item.key, *item.nested_key)]
+    assert steps == expected
+
+
+def records(path: Path) -> Iterator[Any]:
+    """Of a W&B file: after 7 bytes, blocks of 32 KiB of chunks with checksum, length and type (LevelDB's log format)."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place, whole = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # all of a record, or the last of it
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            whole = b""
+            yield record

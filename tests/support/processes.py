@@ -1,0 +1,74 @@
+"""Run real ranks: torchrun over a worker file or a module, ended by id, with what it printed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_MARK = "GRPO_SPMD_TEST_ID"
+_OF_A_GROUP = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # of a test that started one here
+
+
+class Job:
+    """A command in a process group of its own; all its descendants carry a mark in their environment."""
+
+    def __init__(self, command: list[str], *, stdin: str | None = None, env: dict[str, str] | None = None, cwd: Path = ROOT) -> None:
+        self.mark = uuid.uuid4().hex
+        self._stdin = stdin
+        self.process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={
+                **{n: v for n, v in os.environ.items() if n not in _OF_A_GROUP},
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                _MARK: self.mark,
+                **(env or {}),
+            },
+            stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self, timeout_s: float = 300) -> tuple[int, str]:
+        """Exit code and output. After `timeout_s` the group is killed and the test fails with the output."""
+        try:
+            output, _ = self.process.communicate(self._stdin, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            for pid in self.survivors():  # torchrun's workers are in sessions of their own, and hold the pipe
+                os.kill(pid, signal.SIGKILL)
+            output, _ = self.process.communicate()
+            raise AssertionError(f"still running after {timeout_s} s; its output:\n{output}") from None
+        return self.process.returncode, output
+
+    def survivors(self) -> list[int]:
+        """Processes of this job that are still there."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if f"{_MARK}={self.mark}".encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+            except OSError:  # gone in the meantime, or not ours to read
+                continue
+        return found
+
+
+def torchrun(num_ranks: int, *target: str) -> list[str]:
+    """`target` is a worker file with its arguments, or "-m", a module and its arguments."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *target]
+
+
+def run_worker(num_ranks: int, worker: str, *arguments: str, timeout_s: float = 300) -> str:
+    """The output of tests/support/workers/<worker> on real ranks; fails with it unless the exit code is 0."""
+    command = torchrun(num_ranks)[:1] if num_ranks == 1 else torchrun(num_ranks)  # one rank needs no torchrun
+    code, output = Job([*command, "-m", f"tests.support.workers.{worker}", *arguments]).wait(timeout_s)
+    assert code == 0, output
+    return output

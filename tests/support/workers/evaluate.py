@@ -1,0 +1,80 @@
+"""Worker: evaluations of the held-out sets on real ranks with real vLLM, sampled and then greedy.
+
+    python -m tests.support.workers.evaluate CONFIG RUN_DIR
+The sampled one is dumped in RUN_DIR as step 0, the greedy one as step 1; rank 0 writes RUN_DIR/metrics.json of both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd import rollout
+from grpo_spmd.config import EvalConfig, load_config
+from grpo_spmd.data import build_prompts, read_rows
+from grpo_spmd.data_types import Completion, RolloutGroup, ScoredRollouts
+from grpo_spmd.distributed import end_session, exit_with_outcome, start_session
+from grpo_spmd.evaluate import evaluate, evaluate_if_due
+from grpo_spmd.policy import build_policy, load_tokenizer, stop_token_ids
+from grpo_spmd.rewards.pool import RewardPool
+from grpo_spmd.rollout import Request, RolloutEngine
+from grpo_spmd.weight_sync import sync_weights
+
+
+def main() -> None:
+    config = dataclasses.replace(load_config(sys.argv[1]), run_dir=sys.argv[2])
+    greedy = dataclasses.replace(config, eval=EvalConfig(every_steps=2, num_samples=1, temperature=0.0))
+    tokenizer = load_tokenizer(config.model.path)
+    held_out = {name: build_prompts(read_rows(config.data, name), tokenizer, config, name) for name in config.data.eval_sets}
+    scored_here = []
+
+    def score(groups: Sequence[RolloutGroup], num_step_completions: int) -> ScoredRollouts:
+        scored_here.append(len(groups))
+        return pool.score(groups, tokenizer, num_step_completions=num_step_completions)
+
+    session = start_session(tensor_parallel_size=config.rollout.tensor_parallel_size)
+    pool = RewardPool(config.rewards, config.reward_pool, Path(config.run_dir, f"rewards_{session.rank}.log"))
+    Path(config.run_dir).mkdir(exist_ok=True)
+    engine = RolloutEngine(config, session, stop_token_ids(config.model.path, tokenizer))
+    policy = build_policy(config.model, config.rollout.temperature, session)
+    sync_weights(policy, engine, 0, config.rollout.weight_sync_bucket_mib, 0)
+    sampled_metrics = evaluate_if_due(held_out, engine, score, config, 0)
+    sync_weights(policy, engine, 1, config.rollout.weight_sync_bucket_mib, 0)
+    assert evaluate_if_due(held_out, engine, score, config, 1) == {}  # every second step
+    assert evaluate(held_out, engine, score, config, 1) == sampled_metrics  # the same random numbers at each evaluation
+    greedy_metrics = evaluate(held_out, engine, score, greedy, 1)
+    # One prompt, one sample: somewhere a rank has nothing to score, and takes part all the same.
+    alone = {"e1": held_out["e1"]}
+    assert evaluate(alone, engine, score, greedy, 1) == {k: v for k, v in greedy_metrics.items() if k.startswith("eval/e1/")}
+    # Nothing is left behind: a prompt of the evaluation is computed anew. (Its second time it is not, so this would show.)
+    cached = count_cached_tokens()
+    for _ in range(2):
+        engine.generate([Request(held_out["e1"][0].token_ids, 0)], 1)
+    assert cached[0] == 0 < cached[1], cached
+    if session.is_rank0:
+        Path(config.run_dir, "metrics.json").write_text(json.dumps([sampled_metrics, greedy_metrics]))
+    print(f"rank {session.rank} scored {scored_here}", flush=True)
+    pool.close()
+    engine.shutdown()
+    end_session()
+
+
+def count_cached_tokens() -> list[int]:
+    """A list that gets, from here on, how many of each prompt's tokens vLLM found in its prefix cache."""
+    cached, completion = [], rollout._completion
+
+    def counting(output: Any) -> Completion:
+        cached.append(output.num_cached_tokens)
+        return completion(output)
+
+    rollout._completion = counting
+    return cached
+
+
+if __name__ == "__main__":
+    with exit_with_outcome():
+        main()

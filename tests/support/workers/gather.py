@@ -1,0 +1,118 @@
+"""Worker: the bucketed gather against torch's own full_tensor(), for many bucket sizes; and the control collectives.
+
+python -m tests.support.workers.gather CONFIG
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import grpo_spmd.weight_sync
+from grpo_spmd.config import load_config
+from grpo_spmd.distributed import (
+    Rank0Error,
+    Session,
+    end_session,
+    exchange_bytes,
+    exit_with_outcome,
+    gather_bytes,
+    on_rank0,
+    ranks_that_differ,
+    start_session,
+)
+from grpo_spmd.policy import Policy, build_policy, hf_named_parameters, hf_named_shards, shard_group
+from grpo_spmd.weight_sync import SyncStats, gather_full_tensors
+
+
+def main() -> None:
+    config = load_config(sys.argv[1])
+    session = start_session(config.model.num_replicas, config.rollout.tensor_parallel_size)
+    policy = build_policy(config.model, 1.0, session)
+    expected = {name: parameter.full_tensor() for name, parameter in hf_named_parameters(policy)}
+    numel = sum(t.numel() for t in expected.values())
+    ranks = session.world_size // config.model.num_replicas
+    assert {torch.distributed.get_world_size(shard_group(p)) for _, p in hf_named_parameters(policy)} == {ranks}
+    for dtype in (torch.float32, torch.bfloat16):
+        for bucket_bytes in (6000, 100_000, 1 << 30):
+            stats = SyncStats()
+            kept = list(gather_full_tensors(policy, dtype, bucket_bytes, stats))  # kept, as vLLM keeps them: none may be overwritten
+            assert [name for name, _ in kept] == list(expected)
+            for name, tensor in kept:
+                assert torch.equal(tensor, expected[name].to(dtype)), (name, bucket_bytes)
+            piece = bucket_bytes // (ranks * dtype.itemsize) * ranks * dtype.itemsize
+            assert stats.num_collectives == (math.ceil(stats.bytes / piece) if ranks > 1 else 0), stats
+            padding = ranks * sum(t[:1].numel() for t in expected.values())
+            assert numel <= stats.bytes / dtype.itemsize <= numel + (padding if ranks > 1 else 0), stats
+            for _, tensor in kept:  # the receiver's own, not the policy's, and not a bucket of the next gather
+                tensor.zero_()
+    a_receiver_that_fails_leaves_the_group_usable(policy, expected)
+    one_shard_is_made_at_a_time(policy, expected)
+    ranks_of_an_engine_compare(session)
+
+    payloads = [f"{session.rank}->{to}".encode() * (to * 3) for to in range(session.world_size)]  # of uneven length, some empty
+    assert exchange_bytes(payloads) == [f"{frm}->{session.rank}".encode() * (session.rank * 3) for frm in range(session.world_size)]
+    gathered = gather_bytes(b"x" * session.rank)
+    assert gathered == ([b"x" * r for r in range(session.world_size)] if session.is_rank0 else None)
+    assert on_rank0(sum, session.rank + 1) == session.world_size * (session.world_size + 1) // 2
+    assert math.isnan(on_rank0(lambda values: values[-1], math.nan))
+    try:
+        on_rank0(lambda values: 1 / 0, None)
+    except Rank0Error as error:
+        assert "ZeroDivisionError" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("rank 0's exception did not reach this rank")
+    end_session()
+
+
+def a_receiver_that_fails_leaves_the_group_usable(policy: Policy, expected: dict[str, Tensor]) -> None:
+    """On all ranks alike, with the next bucket on its way: what comes next must not get that bucket for its own."""
+    for number_taken in (1, 4):
+        with closing(gather_full_tensors(policy, torch.float32, 6000, SyncStats())) as tensors:
+            for _ in range(number_taken):
+                next(tensors)
+    for name, tensor in gather_full_tensors(policy, torch.float32, 10_000, SyncStats()):
+        assert torch.equal(tensor, expected[name]), name
+
+
+def one_shard_is_made_at_a_time(policy: Policy, expected: dict[str, Tensor]) -> None:
+    """Shards that are made when they are asked for (merged adapters): each once, and none while the one before is alive."""
+    made: list[weakref.ref[Tensor]] = []
+
+    def doubled(parameter: DTensor) -> Tensor:
+        assert not [number for number, ref in enumerate(made) if ref() is not None]
+        shard = parameter.to_local().detach() * 2
+        made.append(weakref.ref(shard))
+        return shard
+
+    def shards(policy: Policy) -> Iterator[tuple[str, DTensor, Callable[[], Tensor]]]:
+        for name, parameter, _ in hf_named_shards(policy):
+            yield name, parameter, partial(doubled, parameter)
+
+    grpo_spmd.weight_sync.hf_named_shards = shards
+    for name, tensor in gather_full_tensors(policy, torch.float32, 6000, SyncStats()):
+        assert torch.equal(tensor, expected[name] * 2), name
+    assert len(made) == len(expected)
+    grpo_spmd.weight_sync.hf_named_shards = hf_named_shards
+
+
+def ranks_of_an_engine_compare(session: Session) -> None:
+    """Each engine's ranks hear of each other's payloads, and of no other engine's."""
+    if session.engine_group is None:
+        return
+    engine, rank = divmod(session.rank, torch.distributed.get_world_size(session.engine_group))
+    assert ranks_that_differ(b"%d" % engine, session.engine_group) == []
+    assert ranks_that_differ(b"same" if engine else b"%d" % rank, session.engine_group) == ([] if engine else [1])
+
+
+if __name__ == "__main__":
+    with exit_with_outcome():
+        main()

@@ -1,0 +1,114 @@
+"""Worker: updates of the fixed rollouts of tests.support.workers.update, poisoned in several ways.
+
+    python -m tests.support.workers.nonfinite CONFIG OUT.pt
+Rank 0 saves {case: what each rank's update returned, and whether anything moved}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_spmd.assemble import SampledStep, assemble_batch
+from grpo_spmd.config import Config, load_config
+from grpo_spmd.data_types import Completion, RolloutBatch, RolloutGroup
+from grpo_spmd.distributed import Session, end_session, exit_with_outcome, on_rank0, start_session
+from grpo_spmd.policy import Policy, build_policy, hf_named_parameters, load_weights
+from grpo_spmd.update import PolicyUpdater, attach_logprobs
+from tests.support.workers.update import UNSCORED, fixed_groups, score
+
+POISONED = (0, 2)  # (slot, sample) of a rollout that counts: rollout 2
+
+
+def main() -> None:
+    config, out = load_config(sys.argv[1]), sys.argv[2]
+    session = start_session()
+    policy = build_policy(config.model, config.rollout.temperature, session)
+
+    def two_steps(config: Config) -> Config:
+        return dataclasses.replace(config, training=dataclasses.replace(config.training, num_mini_batches=2))
+
+    clean, poisoned, masked, huge = (make_batch(config, session, kind) for kind in ("clean", "nan", "masked nan", "huge reward"))
+    half = make_batch(two_steps(config), session, "nan")
+    attach_logprobs(policy, None, half, two_steps(config))
+    results = {
+        "clean": run(config, policy, [clean]),
+        "nan of the engine": run(config, policy, [poisoned]),
+        "nan in a masked place": run(config, policy, [masked]),
+        "gradient alone": run(config, policy, [huge]),
+        "in a row": run(config, policy, [poisoned, huge, clean, poisoned, clean]),
+        "clean twice": run(config, policy, [clean, clean]),
+        "one mini-batch of two": run(two_steps(config), policy, [half]),
+        "inf in a parameter of rank 1": run(config, policy, [clean], spoil=session.rank == 1),
+    }
+    if session.is_rank0:
+        torch.save(results, out)
+    end_session()
+
+
+def make_batch(config: Config, session: Session, kind: str) -> RolloutBatch:
+    groups = [_poison(group, kind) for group in fixed_groups()][session.rank :: session.world_size]
+    scored = score(groups)
+    if kind == "huge reward":  # the loss stays below float32's largest number, the gradient's sums do not
+        scored.rewards = [None if reward is None else reward * 3e38 for reward in scored.rewards]
+    sampled = SampledStep(config, session)
+    sampled.add(groups, scored)
+    batch, _ = assemble_batch(sampled, config, session)
+    return batch
+
+
+def _poison(group: RolloutGroup, kind: str) -> RolloutGroup:
+    slot, sample = {"nan": POISONED, "masked nan": UNSCORED}.get(kind, (-1, -1))
+    if group.slot != slot:
+        return group
+    completions = list(group.completions)
+    good = completions[sample]
+    completions[sample] = Completion(good.token_ids, [math.nan] * len(good.token_ids), good.finish_reason)
+    return dataclasses.replace(group, completions=completions)
+
+
+def run(config: Config, policy: Policy, batches: list[RolloutBatch], spoil: bool = False) -> dict[str, Any]:
+    """Several updates by one updater: what each returned on each rank, and what each moved."""
+    load_weights(policy, Path(config.model.path))
+    if spoil:  # the shard of one rank
+        dict(hf_named_parameters(policy))["model.norm.weight"].to_local().detach()[0] = math.inf
+    updater = PolicyUpdater(policy, config)
+    returned, moved, learning_rates, loss_is_finite = [], [], [], []
+    for batch in batches:
+        share, _ = updater.backward(batch.mini_batches[0][0], batch.num_loss_tokens[0], batch.num_loss_sequences[0], False)
+        loss_is_finite.append(on_rank0(lambda parts: parts, math.isfinite(share["loss"])))
+        updater._optimizer.zero_grad(set_to_none=True)
+        before = _state(policy, updater)
+        sums = updater.update(batch)
+        returned.append(on_rank0(lambda parts: parts, sums))
+        after = _state(policy, updater)
+        moved.append(sorted(name for name in after if name not in before or not torch.equal(after[name], before[name])))
+        learning_rates.append(updater._schedule.get_last_lr()[0])
+        assert all(parameter.grad is None for parameter in policy.parameters())
+    return {
+        "returned": returned,
+        "loss_is_finite": loss_is_finite,
+        "moved": moved,
+        "learning_rates": learning_rates,
+        "state": _state(policy, updater),
+    }
+
+
+def _state(policy: Policy, updater: PolicyUpdater) -> dict[str, torch.Tensor]:
+    """Parameters and the optimizer's state, whole."""
+    found = {}
+    for name, parameter in hf_named_parameters(policy):
+        found[name] = parameter.full_tensor().detach().clone()
+        for key, value in updater._optimizer.state.get(parameter, {}).items():
+            found[f"{name}/{key}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    return found
+
+
+if __name__ == "__main__":
+    with exit_with_outcome():
+        main()

@@ -1,0 +1,108 @@
+"""Worker: three steps of sync and update with nothing, the optimizer's state, or all of the trainer in host memory in between.
+
+    python -m tests.support.workers.offload CONFIG
+Every bit of weights, moments and sums must be equal, and whoever reads what is away must be refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_spmd.assemble import SampledStep, assemble_batch
+from grpo_spmd.config import Config, load_config
+from grpo_spmd.distributed import Session, end_session, exit_with_outcome, start_session
+from grpo_spmd.memory import HostOffload, _storage
+from grpo_spmd.policy import Policy, build_policy, build_reference, hf_named_parameters
+from grpo_spmd.update import PolicyUpdater, attach_logprobs
+from grpo_spmd.weight_sync import SyncStats, gather_full_tensors
+from tests.support.workers.update import fixed_groups, score
+
+
+def main() -> None:
+    config = load_config(sys.argv[1])
+    session = start_session()
+    seen = {what: three_steps(config, session, what) for what in (False, "optimizer", True)}
+    assert len(seen[False]) > 60
+    for what in ("optimizer", True):
+        assert seen[what].keys() == seen[False].keys()
+        for name, expected in seen[False].items():
+            assert torch.equal(seen[what][name], expected), (what, name)
+    print(f"rank {session.rank}: equal", flush=True)
+    end_session()
+
+
+def three_steps(config: Config, session: Session, what: Any) -> dict[str, Tensor]:
+    policy = build_policy(config.model, config.rollout.temperature, session)
+    reference = build_reference(config, session, policy)
+    assert isinstance(reference, Policy)
+    updater = PolicyUpdater(policy, config)
+    offload = HostOffload(what, policy, reference, updater.optimizer)
+    seen: dict[str, Tensor] = {}
+    for step in range(3):
+        sampled = SampledStep(config, session)
+        groups = fixed_groups()[session.rank :: session.world_size]
+        sampled.add(groups, score(groups))
+        batch, _ = assemble_batch(sampled, config, session)
+
+        held = on_device(policy, reference, updater)
+        offload.before_sync()
+        offload.before_sync()  # again: nothing more happens
+        seen |= {f"{step} {name}": tensor for name, tensor in gather_full_tensors(policy, torch.float32, 4096, SyncStats())}
+        offload.after_sync()
+        gone = {owner for owner, size in on_device(policy, reference, updater).items() if not size and held[owner]}
+        expected = {"policy", "reference"} if what is True else set()
+        if what and step:  # AdamW makes its moments in the first step
+            expected.add("optimizer")
+        assert gone == expected, (what, step, gone)
+        if what is True or (what == "optimizer" and step):
+            refuses(functools.partial(attach_logprobs, policy, reference, batch, config))
+            refuses(updater.optimizer.step)
+        if what is True:
+            refuses(lambda: list(hf_named_parameters(policy)))
+        returned = offload.to_device()["memory/host/offloaded_gib"] * 2**30
+        assert returned == sum(held[owner] for owner in gone), (what, step)
+        assert offload.to_device() == {"memory/host/offloaded_gib": 0.0}
+        assert on_device(policy, reference, updater) == held
+
+        attach_logprobs(policy, reference, batch, config)
+        sums = updater.update(batch)
+        seen |= {f"{step} {name}": torch.tensor(value) for name, value in sums.items() if isinstance(value, float)}
+        for number, tensor in enumerate(moments_of(updater)):
+            seen[f"{step} moment {number}"] = tensor.to_local().clone()  # type: ignore[attr-defined]
+    seen |= {f"3 {name}": tensor for name, tensor in gather_full_tensors(policy, torch.float32, 4096, SyncStats())}
+    first, last = (next(tensor for name, tensor in seen.items() if name.startswith(f"{step} model")) for step in (0, 3))
+    assert not torch.equal(first, last)
+    return seen
+
+
+def moments_of(updater: PolicyUpdater) -> list[Tensor]:
+    return [state[name] for state in updater.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+
+
+def on_device(policy: Policy, reference: Policy, updater: PolicyUpdater) -> dict[str, int]:
+    tensors: dict[str, list[Tensor]] = {
+        "policy": list(policy.parameters()),
+        "reference": list(reference.parameters()),
+        "optimizer": moments_of(updater),
+    }
+    return {owner: sum(_storage(tensor).nbytes() for tensor in group) for owner, group in tensors.items()}
+
+
+def refuses(call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except RuntimeError as error:
+        assert "model.offload" in str(error), error  # noqa: PT017
+    else:
+        raise AssertionError("read what is in host memory")
+
+
+if __name__ == "__main__":
+    with exit_with_outcome():
+        main()

@@ -1,0 +1,174 @@
+"""Worker: a generation that is ended by a signal and goes on from the rollout buffer, on real ranks with real vLLM.
+
+    python -m tests.support.workers.preempt CONFIG OUT FOLDER...
+With no FOLDER: generates undisturbed, then with a signal to the last rank in the middle, then goes on from what was kept. With
+FOLDERs: goes on from each of these run folders, with other weights where its name says so. Rank 0 writes to OUT what the ranks
+made, and how many requests their engines were sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd import distributed, preemption
+from grpo_spmd.config import Config, load_config
+from grpo_spmd.data_types import Prompt, RolloutGroup, ScoredRollouts
+from grpo_spmd.distributed import barrier, end_session, exit_with_outcome, on_rank0, start_session
+from grpo_spmd.policy import build_policy
+from grpo_spmd.preemption import Preempted, Preemption
+from grpo_spmd.rollout import RolloutEngine, rollout_groups
+from grpo_spmd.rollout_buffer import RolloutBuffer
+from grpo_spmd.weight_sync import sync_weights
+
+CUTS = {"first round": signal.SIGTERM, "second round": signal.SIGUSR1}
+STEP, ROUNDS = 3, (8, 5)  # prompts of the two rounds of the step, as with dynamic sampling
+PROMPTS = [Prompt(40 + i, i, [i % 90 + 1, 5, *[i % 7 + 20] * (35 * (i % 2))], "", {}) for i in range(sum(ROUNDS))]
+
+
+class Engine:
+    """The real one, with what it was sent counted, and signalled where a test wants it."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.session = start_session(tensor_parallel_size=config.rollout.tensor_parallel_size)
+        self.preemption = Preemption(config)
+        self.engine = RolloutEngine(config, self.session, [0], lambda: self.preemption.should_abort())
+        policy = build_policy(config.model, config.rollout.temperature, self.session)
+        sync_weights(policy, self.engine, STEP, config.rollout.weight_sync_bucket_mib, 0)
+        self.num_sent = self.num_aborted = self.round = self.num_done = 0
+        add_request = self.engine._engine.add_request
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.num_sent += 1
+            return add_request(*args, **kwargs)
+
+        self.engine._engine.add_request = counting
+
+    def job(self, run_dir: str) -> RolloutBuffer:
+        """What a new process has: no signal yet, nobody's notice, and a buffer that looks at the disk."""
+        barrier()
+        if self.session.is_rank0 and distributed._store is not None:
+            distributed._store.delete_key("preempted")
+        barrier()
+        self.preemption = Preemption(self.config)
+        self.preemption.begin_step()
+        self.num_sent = self.num_aborted = 0
+        return RolloutBuffer(dataclasses.replace(self.config, run_dir=run_dir), self.session)
+
+    def step(self, buffer: RolloutBuffer | None) -> dict[str, Any]:
+        """All rounds of the step, as the trainer runs them."""
+        score = self.preemption.guard(lambda groups: ScoredRollouts())
+        made: list[Any] = []
+        start, reason = 0, ""
+        try:
+            for self.round, num_prompts in enumerate(ROUNDS):
+                self.num_done = 0
+                groups = rollout_groups(self.engine, PROMPTS[start : start + num_prompts], self.config, STEP, buffer)
+                score(groups)
+                made += on_rank0(lambda parts: [item for part in parts for item in part], self.told(groups))
+                start += num_prompts
+        except Preempted as preempted:
+            reason = preempted.reason
+        sent = on_rank0(list, self.num_sent)
+        return {"made": made, "sent": sum(sent[:: self.config.rollout.tensor_parallel_size]), "sent_by_rank": sent, "reason": reason}
+
+    def told(self, groups: list[RolloutGroup]) -> list[Any]:
+        return [[self.session.rank, g.prompt.position, [dataclasses.astuple(c) for c in g.completions]] for g in groups]
+
+    @contextmanager
+    def signalled(self, in_round: int, number: signal.Signals) -> Iterator[list[float]]:
+        """The last rank signals itself when the first completion of a round is there; how many seconds later its generation was ended."""
+        step, sent_at, latency = self.engine._engine.step, [0.0], []
+        is_target = self.session.rank == self.session.world_size - 1
+        abort = self.engine._abort
+
+        def stepping() -> Any:
+            outputs = step()
+            before, self.num_done = self.num_done, self.num_done + sum(output.finished for output in outputs)
+            time.sleep(0.02)  # so that the others are not done before they can notice
+            if is_target and self.round == in_round and before == 0 < self.num_done:
+                sent_at[0] = time.perf_counter()
+                os.kill(os.getpid(), number)
+            return outputs
+
+        def aborting(numbers: Any) -> None:
+            self.num_aborted = len(numbers)
+            self.engine._engine.step = step
+            abort(numbers)
+            if is_target:
+                latency.append(time.perf_counter() - sent_at[0])
+            self.engine._engine.step = stepping
+
+        self.engine._engine.step, self.engine._abort = stepping, aborting  # type: ignore[method-assign]
+        yield latency
+        self.engine._engine.step, self.engine._abort = step, abort  # type: ignore[method-assign]
+
+    def leftovers(self) -> list[Any]:
+        """What an engine that has aborted has none of: unfinished, running and waiting requests, and requests on the model's side."""
+        core = self.engine._engine.engine_core.engine_core
+        runner = core.model_executor.driver_worker.worker.model_runner
+        return [
+            int(self.engine._engine.has_unfinished_requests()),
+            *core.scheduler.get_request_counts(),
+            len(core.scheduler.requests),
+            len(runner.requests),
+        ]
+
+
+def main() -> None:
+    preemption._NOTICE_POLL_S = 0.02
+    config, out, folders = load_config(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    engine = Engine(config)
+    found: dict[str, Any] = {}
+    for folder in folders:
+        name = Path(folder).name
+        weights_id = engine.engine.weights_id
+        engine.engine.weights_id = "another" if name == "other weights" else weights_id
+        found[name] = engine.step(engine.job(folder))
+        engine.engine.weights_id = weights_id
+    if not folders:
+        run_dir = config.run_dir
+        engine.job(run_dir)
+        found["undisturbed"] = engine.step(None)
+        num_keys = distributed._store.num_keys() if distributed._store else 0
+        for in_round, (name, number) in enumerate(CUTS.items()):
+            if in_round and config.rollout.tensor_parallel_size > 1:
+                break  # nothing new
+            buffer = engine.job(f"{run_dir}/{name}")
+            engine.engine.reset_prefix_cache()
+            with engine.signalled(in_round, number) as latency:
+                found[f"cut in the {name}"] = engine.step(buffer)
+            found[f"cut in the {name}"] |= {
+                "aborted": on_rank0(list, engine.num_aborted),
+                "leftovers": on_rank0(list, engine.leftovers()),
+                "latency": on_rank0(lambda parts: [s for part in parts for s in part], latency),
+            }
+            if engine.session.is_rank0:
+                shutil.copytree(f"{run_dir}/{name}", f"{run_dir}/{name}, as it was cut")
+            engine.engine.reset_prefix_cache()
+            engine.engine.sleep()
+            policy = build_policy(config.model, config.rollout.temperature, engine.session)
+            sync_weights(policy, engine.engine, STEP, config.rollout.weight_sync_bucket_mib, 0)
+            found[f"{name}, gone on"] = engine.step(engine.job(f"{run_dir}/{name}"))
+            found[f"{name}, once more"] = engine.step(engine.job(f"{run_dir}/{name}"))
+        engine.job(run_dir)
+        found["new_keys"] = (distributed._store.num_keys() if distributed._store else 0) - num_keys
+    if engine.session.is_rank0:
+        out.write_text(json.dumps(found))
+    engine.engine.shutdown()
+    end_session()
+
+
+if __name__ == "__main__":
+    with exit_with_outcome():
+        main()

@@ -1,0 +1,256 @@
+"""Worker: the weight-sync proof and the logprob oracle on clean syncs and on planted faults, many in one process.
+
+python -m tests.support.workers.proof CONFIG [section.key=value ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+import grpo_spmd.rollout
+from grpo_spmd.assemble import Decision, SampledStep
+from grpo_spmd.batching import pack_rollouts
+from grpo_spmd.config import load_config
+from grpo_spmd.data_types import Rollout
+from grpo_spmd.distributed import Rank0Error, end_session, exit_with_outcome, merge_sums, on_rank0, start_session
+from grpo_spmd.loss import mismatch_sums
+from grpo_spmd.manifest import Start
+from grpo_spmd.metrics import MetricsLog, open_run_dir
+from grpo_spmd.policy import build_optimizer, build_policy, hf_named_parameters
+from grpo_spmd.proofs import LogprobOracle, prove_weights
+from grpo_spmd.rollout import Request, RolloutEngine
+from grpo_spmd.weight_sync import SyncStats, gather_full_tensors, sync_weights
+from tests.support.workers.sync import disturb
+
+BUCKET_MIB = 1
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+LAYER = "model.layers.1."
+PROMPTS = [[5] * 40, [5] * 40, [7, 8, 9] * 13, [3] * 33]  # each fills a block of the prefix cache
+
+
+class Trials:
+    """One policy and its engine. A trial syncs cleanly or with one fault; the proof must see the fault and nothing else."""
+
+    def __init__(self, path: str, overrides: list[str]) -> None:
+        self.config = load_config(path, overrides)
+        self.session = start_session(tensor_parallel_size=self.config.rollout.tensor_parallel_size)
+        self.engine = RolloutEngine(self.config, self.session, [0])
+        self.policy = build_policy(self.config.model, self.config.rollout.temperature, self.session)
+        self.optimizer, _ = build_optimizer(self.policy, self.config.optimizer)
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in hf_named_parameters(self.policy)}
+        self.tied = HEAD not in self.shapes
+        self.step = self.num_faults = 0
+
+    def weights(self) -> dict[str, Tensor]:
+        """The policy's tensors as the sync sends them."""
+        return dict(gather_full_tensors(self.policy, self.engine.dtype, BUCKET_MIB << 20, SyncStats()))
+
+    def update(self, lr: float) -> None:
+        """The first step of a fresh Adam, which moves every weight by about `lr`."""
+        self.step += 1
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        disturb(self.policy, self.optimizer, self.step)
+
+    def sync(self) -> None:
+        sync_weights(self.policy, self.engine, self.step, BUCKET_MIB, 0)
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """A sync that brings these weights."""
+        self.engine.wake_weights()
+        self.engine.load_weights(iter(weights.items()), self.step)
+        self.engine.wake_kv_cache()
+
+    def passes(self) -> None:
+        prove_weights(self.policy, self.engine, self.step)
+
+    def fails(self, names: set[str], *expected: str) -> None:
+        """The proof must stop every rank and name these tensors and no other."""
+        try:
+            self.passes()
+        except Rank0Error as error:
+            text = str(error)
+        else:
+            raise AssertionError(f"was not seen: {names}")
+        seen = f"step {self.step}: the engine does not hold the policy's weights in {len(names)} of "
+        for part in (seen, *(f"{name} (rank" for name in names), *expected):
+            assert part in text, (part, text)
+        self.num_faults += 1
+
+    def of_loaded(self, name: str) -> set[str]:
+        """Where a wrong tensor must show: a tied embedding in the table and in the packed copy of it that the lm_head uses."""
+        return {name, HEAD} if self.tied and name == EMBEDDING else {name}
+
+    def stale_tensors(self, lr: float) -> None:
+        """No sync since an optimizer step; then each kind of tensor left out of it alone."""
+        old = self.weights()
+        self.update(lr)
+        self.fails_everywhere()
+        new = self.weights()
+        kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "input_layernorm", "k_norm")
+        names = [EMBEDDING, HEAD, "model.norm.weight", *(n for n in self.shapes if n.startswith(LAYER) and n.split(".")[-2] in kinds)]
+        for name in names:
+            if name in self.shapes:
+                self.load({**new, name: old[name]})
+                self.fails(self.of_loaded(name), "the sync left them stale, or put something else there")
+        self.load(new)
+        self.passes()
+
+    def fails_everywhere(self) -> None:
+        try:
+            self.passes()
+        except Rank0Error as error:
+            assert "likely because the last update did not reach it: model.embed_tokens.weight (rank" in str(error), error  # noqa: PT017
+        else:
+            raise AssertionError("a skipped sync was not seen")
+
+    def misplaced_tensors(self) -> None:
+        """Right values in a wrong place."""
+        new = self.weights()
+        query, gate, up = (LAYER + name + ".weight" for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"))
+        down, key, norm = (LAYER + name + ".weight" for name in ("mlp.down_proj", "self_attn.k_proj", "input_layernorm"))
+        assert new[query].shape[0] == new[query].shape[1]
+        self.load({**new, query: new[query].T.contiguous()})
+        self.fails({query})
+        self.load({**new, gate: new[up], up: new[gate]})
+        self.fails({gate, up}, f"differ, there are those of {gate}", f"differ, there are those of {up}")
+        self.load({**new, down: new[down].roll(1, 0)})
+        self.fails({down}, "they are there in another order")
+        self.load({**new, key: torch.cat([new[key][:-1], new[key][:1]])})
+        self.fails({key}, "1 of its")
+        self.load({**new, EMBEDDING: new[EMBEDDING].roll(1, 1)})
+        self.fails(self.of_loaded(EMBEDDING))
+        bits = new[norm].clone()
+        bits.view(torch.int32 if bits.dtype == torch.float32 else torch.int16)[3] ^= 1
+        self.load({**new, norm: bits})
+        self.fails({norm}, f"1 of its {len(bits)} rows here differ")
+
+    def stale_head(self) -> None:
+        """A tied lm_head whose packed copy nobody renews (what vLLM does by itself on a CPU)."""
+        repack = grpo_spmd.rollout._after_reload_on_cpu
+        grpo_spmd.rollout._after_reload_on_cpu = lambda model: None
+        self.update(1e-5 if self.engine.dtype == torch.float32 else 1e-3)
+        self.sync()
+        grpo_spmd.rollout._after_reload_on_cpu = repack
+        self.fails({HEAD})
+        self.sync()
+        self.passes()
+
+    def covers_everything(self) -> None:
+        """The engine's ranks together hold every row and column slice of every HF tensor; KV heads also twice."""
+        mine = [
+            [part.name, row, tensor.column_slice, tensor.num_column_slices]
+            for tensor in self.engine.held_tensors()
+            for part in tensor.parts
+            for row in range(part.hf_start, part.hf_start + part.num_rows)
+        ]
+        ranks = self.config.rollout.tensor_parallel_size
+
+        def check(of_ranks: list[list[list[int | str]]]) -> None:
+            held = Counter((name, row, part, parts) for held in of_ranks for name, row, part, parts in held)
+            for name, shape in self.shapes.items():
+                slices = ranks if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+                for row in range(shape[0]):
+                    for part in range(slices):
+                        assert held[name, row, part, slices], (name, row, part)
+            expected = 2 if ranks == 2 and "qwen3" in self.config.model.path else 1
+            assert held[LAYER + "self_attn.k_proj.weight", 0, 0, 1] == expected
+
+        on_rank0(check, mine)
+
+    def mismatch(self) -> dict[str, float]:
+        """Sums over all ranks of |policy - engine| on freshly sampled tokens."""
+        requests = [Request(prompt, i) for i, prompt in enumerate(PROMPTS)]
+        done = self.engine.generate(requests, self.step)
+        rollouts = [Rollout(0, 1.0, True, r.prompt_ids, c.token_ids, c.logprobs) for r, c in zip(requests, done, strict=True)]
+        batch = pack_rollouts(rollouts, self.session.device)
+        with torch.no_grad():
+            logprobs, _ = self.policy(batch)
+        cast(FSDPModule, self.policy).reshard()  # without a backward pass the embedding stays gathered
+        sums = {name: v.tolist() for name, v in mismatch_sums(logprobs, batch.rollout_logprobs, batch.loss_mask).items()}
+        return on_rank0(merge_sums, sums)
+
+    def oracle_faults(self) -> None:
+        oracle = LogprobOracle(self.config.model.dtype, None)
+        self.sync()
+        clean = self.mismatch()
+        oracle.check(self.step, clean)
+        self.update(1e-2)
+        self.sync()
+        oracle.check(self.step, self.mismatch())
+
+        temperature, self.policy.temperature = self.policy.temperature, 1.0
+        wrong = self.mismatch()
+        self.policy.temperature = temperature
+        self.stops(oracle, wrong, "rounding has grown")
+        self.stops(LogprobOracle(self.config.model.dtype, None), wrong, "the temperatures differ")
+        self.stops_every_rank(wrong)
+
+        llm = self.engine._llm
+        reset, llm.reset_prefix_cache = llm.reset_prefix_cache, lambda: True
+        self.update(3e-2)
+        self.sync()
+        llm.reset_prefix_cache = reset
+        self.passes()  # the weights are right
+        self.stops(oracle, self.mismatch(), "old cached prefixes")
+
+        self.sync()
+        self.update(3e-2)
+        self.engine.policy_version = self.step
+        self.stops(oracle, self.mismatch(), "the engine answered from old weights")
+
+    def stops_every_rank(self, sums: dict[str, float]) -> None:
+        """The step's end, where the sums of all ranks meet the oracle, before anything is made of the step's decisions."""
+        open_run_dir(self.config, self.session, 0, Start())
+        log = MetricsLog(self.config, self.session, 0)
+        names = ("policy", "kl", "entropy", "clipped", "correction", "capped", "loss_tokens", "max:updates", "max:skipped")
+        nothing = {**dict.fromkeys(names, 0.0), "ids:nonfinite": []}
+        decided = Decision([], [], [], [], [], [], [], 0, 0, {"reward/mean": 0.0})
+        try:
+            log.check_step(self.step, cast(SampledStep, None), decided, SyncStats(), nothing | sums if self.session.is_rank0 else nothing)
+        except Rank0Error as error:
+            assert f"MismatchError: step {self.step}: engine and policy differ by" in str(error), error  # noqa: PT017
+        else:
+            raise AssertionError("check_step did not stop this rank")
+
+    def stops(self, oracle: LogprobOracle, sums: dict[str, float], expected: str) -> None:
+        try:
+            oracle.check(self.step, sums)
+        except RuntimeError as error:
+            assert expected in str(error), error  # noqa: PT017
+        else:
+            raise AssertionError(f"was not seen: {expected}: {sums}")
+        self.num_faults += 1
+
+
+def main() -> None:
+    trials = Trials(sys.argv[1], sys.argv[2:])
+    trials.sync()
+    assert trials.engine.proved_version == 0
+    trials.covers_everything()
+    float32 = trials.engine.dtype == torch.float32
+    for _ in range(3):
+        trials.update(1e-2)
+        trials.sync()
+        trials.passes()
+    trials.stale_tensors(1e-5 if float32 else 1e-3)
+    trials.misplaced_tensors()
+    if trials.tied:
+        trials.stale_head()
+    trials.oracle_faults()
+    print(f"rank {trials.session.rank}: {trials.num_faults} faults seen", flush=True)
+    trials.engine.shutdown()
+    end_session()
+
+
+if __name__ == "__main__":
+    with exit_with_outcome():
+        main()

@@ -1,0 +1,124 @@
+"""Worker: generations shared out by queue and by deal, on real ranks with real vLLM whose KV cache holds few of the requests.
+
+    python -m tests.support.workers.schedule CONFIG OUT
+Rank 0 writes to OUT, for each scenario and schedule, what every rank made: [rank, slot, position, completions].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd import distributed
+from grpo_spmd.config import Config, load_config
+from grpo_spmd.data_types import Prompt, RolloutGroup
+from grpo_spmd.distributed import Session, barrier, claim, end_session, exit_with_outcome, on_rank0, start_session
+from grpo_spmd.policy import build_policy
+from grpo_spmd.rollout import RolloutEngine, rollout_groups
+from grpo_spmd.weight_sync import sync_weights
+
+NUM_PROMPTS = {"none": 0, "one": 1, "odd": 7, "many": 24}  # for 2 engines: one of them gets nothing, one more than the other, a long queue
+PROMPTS = [
+    Prompt(position=40 + i, row=i, token_ids=[i % 90 + 1, 5, i % 7 + 20], text="", columns={}) for i in range(max(NUM_PROMPTS.values()))
+]
+
+
+def main() -> None:
+    config, out = load_config(sys.argv[1]), Path(sys.argv[2])
+    session = start_session(tensor_parallel_size=config.rollout.tensor_parallel_size)
+    engine = RolloutEngine(config, session, [0])
+    policy = build_policy(config.model, config.rollout.temperature, session)
+    sync_weights(policy, engine, 0, config.rollout.weight_sync_bucket_mib, 0)
+    num_keys = distributed._store.num_keys() if distributed._store else 0
+    found: dict[str, Any] = {"claims": hammer(session)}
+    watched = watch_claims(engine)
+    for schedule in ("static", "shared_queue"):
+        use(engine, schedule)
+        for name, num_prompts in NUM_PROMPTS.items():
+            found[f"{name}/{schedule}"] = gather(rollout_groups(engine, PROMPTS[:num_prompts], config, 0), session)
+    # One rank of the engine: two would wait for each other's sleep, and sleep longer for it.
+    with slowed(engine, engine.engine_rank > 0 and engine.engine_rank == engine.num_engines - 1 and engine.tp_rank == 0):
+        found["slow/shared_queue"] = gather(rollout_groups(engine, PROMPTS, config, 0), session)
+        # With nothing between the two calls the fast engine is in the second while the slow one claims in the first.
+        first, second = rollout_groups(engine, PROMPTS, config, 0), rollout_groups(engine, PROMPTS[:20], config, 0)
+        found["first of two/shared_queue"], found["second of two/shared_queue"] = gather(first, session), gather(second, session)
+    found["num_claims"], found["most_waiting"] = on_rank0(lambda counts: [max(c) for c in zip(*counts, strict=True)], watched)
+    found["busy_s"] = on_rank0(list, engine.busy_s)
+    barrier()
+    found["new_keys"] = (distributed._store.num_keys() if distributed._store else 0) - num_keys
+    if session.is_rank0:
+        out.write_text(json.dumps(found))
+    engine.shutdown()
+    end_session()
+
+
+def use(engine: RolloutEngine, schedule: Any) -> None:
+    config: Config = engine._config
+    engine._config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, schedule=schedule))
+
+
+def hammer(session: Session) -> list[int]:
+    """The numbers that all ranks claimed, at the same time, from a queue of 1000 and from a queue of none."""
+    claimed = []
+    barrier()
+    while (number := claim("hammer", 1000, session.world_size)) is not None:
+        claimed.append(number)
+    assert claim("empty", 0, session.world_size) is None
+    return sorted(on_rank0(lambda parts: [number for part in parts for number in part], claimed))
+
+
+def watch_claims(engine: RolloutEngine) -> list[int]:
+    """[claims, most requests that waited after a step] from here on. Fails when an engine claims while requests of its own wait."""
+    counts, fresh = [0, 0], [True]
+    step, original = engine._engine.step, engine._claim
+
+    def stepping() -> Any:
+        fresh[0] = True
+        outputs = step()
+        counts[1] = max(counts[1], num_waiting(engine))
+        return outputs
+
+    def claiming(queue: str, num_jobs: int) -> int | None:
+        assert not fresh[0] or num_waiting(engine) == 0, "claimed while requests wait"
+        fresh[0] = False  # what was claimed since the last step has not been scheduled yet
+        counts[0] += 1
+        return original(queue, num_jobs)
+
+    engine._engine.step, engine._claim = stepping, claiming  # type: ignore[method-assign]
+    return counts
+
+
+def num_waiting(engine: RolloutEngine) -> int:
+    return int(engine._engine.engine_core.engine_core.scheduler.get_request_counts()[1])
+
+
+@contextmanager
+def slowed(engine: RolloutEngine, is_slow: bool) -> Iterator[None]:
+    step = engine._engine.step
+
+    def sleepy() -> Any:
+        start = time.perf_counter()
+        outputs = step()
+        if is_slow:
+            time.sleep(0.01 + 5 * (time.perf_counter() - start))  # several times slower, also on a machine that is busy otherwise
+        return outputs
+
+    engine._engine.step = sleepy
+    yield
+    engine._engine.step = step
+
+
+def gather(groups: list[RolloutGroup], session: Session) -> list[Any]:
+    mine = [[session.rank, g.slot, g.prompt.position, [dataclasses.astuple(c) for c in g.completions]] for g in groups]
+    return on_rank0(lambda parts: [item for part in parts for item in part], mine)
+
+
+if __name__ == "__main__":
+    with exit_with_outcome():
+        main()

@@ -1,0 +1,39 @@
+"""Worker: steps of nothing but time, until the run is preempted: what a signal, or the deadline, comes to on real ranks.
+
+    python -m tests.support.workers.stop CONFIG STEP_S
+RUN_DIR/rank_R holds the step that the rank comes to; where it stopped it leaves the marker.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from grpo_spmd.config import load_config
+from grpo_spmd.distributed import end_session, exit_with_outcome, start_session
+from grpo_spmd.preemption import Preempted, Preemption, leave_marker, remove_marker
+
+
+def main() -> None:
+    config, step_s = load_config(sys.argv[1]), float(sys.argv[2])
+    session = start_session()
+    preemption = Preemption(config)
+    remove_marker(config.run_dir)
+    step = 0
+    try:
+        for step in range(1000):
+            Path(config.run_dir, f"rank_{session.rank}").write_text(str(step))
+            preemption.begin_step()
+            time.sleep(step_s / 2)
+            preemption.check_before_update()
+            time.sleep(step_s / 2)
+    except Preempted as preempted:
+        print(f"stops: {preempted.reason}\n", end="", flush=True)
+        leave_marker(config.run_dir, step, preempted.reason)
+    end_session()
+
+
+if __name__ == "__main__":
+    with exit_with_outcome():
+        main()

@@ -1,0 +1,208 @@
+"""Worker: updates of a fixed set of rollouts, from scoring's result to new parameters, for several settings and splits of the work.
+
+    python -m tests.support.workers.update CONFIG REFERENCE_MODEL OUT.pt
+Rank 0 saves {(setting, split): {loss, gradients, parameters, ...}}; the rollouts are those of `fixed_groups`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo.utils
+
+import grpo_spmd.assemble
+from grpo_spmd.assemble import SampledStep, assemble_batch, penalise_rewards_by_kl
+from grpo_spmd.batching import Plan, plan_batch
+from grpo_spmd.config import Config, load_config
+from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, ScoredRollouts
+from grpo_spmd.distributed import Session, end_session, exit_with_outcome, merge_sums, on_rank0, policy_mesh, start_session
+from grpo_spmd.policy import Policy, build_policy, build_reference, hf_named_parameters, load_weights
+from grpo_spmd.update import PolicyUpdater, attach_logprobs
+
+NUM_GROUPS, GROUP_SIZE, LONGEST = 6, 4, 28
+UNSCORED = (3, 1)  # (slot, sample) of a completion whose reward is unknown
+
+# What of a config differs from the test's file. The engine's logprobs are made up, so that ratios to them lie on both sides of every bound.
+_ENGINE_RATIO = {"old_logprobs": "engine", "rollout_correction": "none"}
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "as configured": {},
+    "clip": {"loss": {**_ENGINE_RATIO, "dual_clip": 1.5}},
+    "gspo, sequence": {"loss": {**_ENGINE_RATIO, "policy": "gspo", "aggregation": "sequence"}},
+    "cispo, constant": {"loss": {**_ENGINE_RATIO, "policy": "cispo", "aggregation": "constant"}},
+    "sequence_tis": {"loss": {"rollout_correction": "sequence_tis", "rollout_correction_cap": 1.01}},
+    "icepop": {"loss": {"rollout_correction": "icepop", "rollout_correction_cap": 3.0}, "advantage": {"normalize_std": "batch"}},
+    "kl in reward": {
+        "loss": {"kl_in": "reward", "kl_coef": 0.05, "aggregation": "constant"},
+        "advantage": {"estimator": "dr_grpo"},
+    },
+    "reinforce_pp": {"advantage": {"estimator": "reinforce_pp"}, "loss": {"kl_in": "reward"}},
+    "mask_truncated": {
+        "loss": {"mask_truncated": True, "aggregation": "sequence"},
+        "advantage": {"overlong_buffer_tokens": 10, "overlong_penalty": 0.7, "estimator": "rloo"},
+    },
+    "two epochs, two mini-batches": {
+        "optimizer": {"lr": 1e-3},
+        "loss": {"clip_ratio_low": 0.01, "clip_ratio_high": 0.02},
+        "training": {"num_epochs": 2, "num_mini_batches": 2},
+    },
+}
+
+
+def fixed_groups() -> list[RolloutGroup]:
+    """Ragged lengths from 1 to LONGEST, and in slot 2 a group in which every completion was cut off."""
+    rng = random.Random(7)
+    groups = []
+    for slot in range(NUM_GROUPS):
+        prompt = Prompt(slot, slot, [rng.randrange(1, 90) for _ in range(rng.randint(1, 9))], "", {})
+        completions = []
+        for _ in range(GROUP_SIZE):
+            length = LONGEST if slot == 2 else rng.choice([1, 2, 3, 5, 8, 13, 21, LONGEST])
+            token_ids = [rng.randrange(1, 90) for _ in range(length)]
+            completions.append(Completion(token_ids, [-rng.random() * 10 for _ in token_ids], "length" if slot == 2 else "stop"))
+        groups.append(RolloutGroup(slot, prompt, completions))
+    return groups
+
+
+def fixed_reward(slot: int, sample: int) -> float | None:
+    return None if (slot, sample) == UNSCORED else random.Random(f"{slot}/{sample}").random()
+
+
+def score(groups: list[RolloutGroup]) -> ScoredRollouts:
+    """What scoring says about these groups of `fixed_groups`."""
+    scored = ScoredRollouts()
+    for group in groups:
+        for sample in range(GROUP_SIZE):
+            scored.rewards.append(fixed_reward(group.slot, sample))
+    scored.by_name = {"fixed": list(scored.rewards)}
+    return scored
+
+
+def with_setting(config: Config, setting: str) -> Config:
+    for section, values in SETTINGS[setting].items():
+        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+    return config
+
+
+# Tokens of a micro-batch; how groups are dealt to the ranks that sampled them; whether rollouts share a row.
+SPLITS = {
+    "one row, dealt in turn": (100_000, "in turn", True),
+    "a few rows, dealt as tensor parallel 2 deals": (90, "tensor parallel", True),
+    "a row for each rollout, dealt at random": (90, "at random", False),
+}
+# What of the model's config differs in one more update each; compiling takes a while, so that it is done at one world size only.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "activations recomputed, small logit chunks": {"activation_checkpointing": True, "logprob_chunk_tokens": 5},
+    "activations recomputed but for products": {"activation_checkpointing": "selective"},
+    "compiled": {"compile": True},
+}
+COMPILED_AT = 2
+REPLICATED = "two replicas of the policy"  # HSDP: 2 x 1 of 2 ranks, 2 x 2 of 4
+
+
+def deal(groups: list[RolloutGroup], how: str, session: Session) -> list[RolloutGroup]:
+    """The groups of this rank, in the order in which it holds them."""
+    if how == "in turn":
+        return groups[session.rank :: session.world_size]
+    if how == "at random":
+        order = random.Random(3).sample(groups, len(groups))
+        owners = [random.Random(slot).randrange(session.world_size) for slot in range(len(groups))]
+        return [group for group in order if owners[group.slot] == session.rank]
+    size = min(2, session.world_size)  # rollout.rollout_groups: to engines in turn, then to the ranks of an engine in turn
+    return groups[session.rank // size :: session.world_size // size][session.rank % size :: size]
+
+
+def plan_unpacked(*args: Any, **kwargs: Any) -> Plan:
+    """The plan with every rollout in a row of its own."""
+    plan = [[[[i] for row in rank for i in row] for rank in mini_batch] for mini_batch in plan_batch(*args, **kwargs)]
+    return [[rank + [[]] * (max(map(len, mini_batch)) - len(rank)) for rank in mini_batch] for mini_batch in plan]
+
+
+def main() -> None:
+    config, reference_model, out = load_config(sys.argv[1]), sys.argv[2], sys.argv[3]
+    session = start_session()
+    policy = build_policy(config.model, config.rollout.temperature, session)
+    of_reference = dataclasses.replace(config, model=dataclasses.replace(config.model, path=reference_model))
+    reference = build_reference(of_reference, session, policy)
+    assert isinstance(reference, Policy)
+
+    results = {}
+    for setting in SETTINGS:
+        for split, (tokens, how, packed) in SPLITS.items():
+            if session.world_size == 3 and packed and how == "tensor parallel":  # 3 ranks cannot
+                continue
+            changed = with_setting(config, setting)
+            changed = dataclasses.replace(changed, training=dataclasses.replace(changed.training, max_tokens_per_micro_batch=tokens))
+            results[setting, split] = one_update(changed, policy, reference, deal(fixed_groups(), how, session), packed, session)
+    for variant, changes in VARIANTS.items():
+        if variant == "compiled" and session.world_size != COMPILED_AT:
+            continue
+        changed_policy = build_policy(dataclasses.replace(config.model, **changes), config.rollout.temperature, session)
+        groups = deal(fixed_groups(), "in turn", session)
+        results["as configured", variant] = one_update(config, changed_policy, reference, groups, True, session)
+        results["as configured", variant]["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    if session.world_size % 2 == 0:
+        replicated = build_policy(
+            config.model, config.rollout.temperature, dataclasses.replace(session, mesh=policy_mesh(session.device, 2))
+        )
+        for setting in ("as configured", "two epochs, two mini-batches"):
+            result = one_update(with_setting(config, setting), replicated, reference, groups, True, session)
+            results[setting, REPLICATED] = result
+            digests = on_rank0(list, [float(parameter.double().sum()) for parameter in result["parameters"].values()])
+            assert all(digest == digests[0] for digest in digests), "replicas differ"
+    if session.is_rank0:
+        torch.save(results, out)
+    end_session()
+
+
+def one_update(
+    config: Config, policy: Policy, reference: Policy, groups: list[RolloutGroup], packed: bool, session: Session
+) -> dict[str, Any]:
+    load_weights(policy, Path(config.model.path))
+    updater = PolicyUpdater(policy, config)
+    gradients: list[dict[str, torch.Tensor]] = []
+    updater._optimizer.register_step_pre_hook(lambda *_: gradients.append(_full_gradients(policy)))
+
+    sampled = SampledStep(config, session)
+    sampled.add(groups, score(groups))
+    grpo_spmd.assemble.plan_batch = plan_batch if packed else plan_unpacked
+    batch, decided = assemble_batch(sampled, config, session)
+    attach_logprobs(policy, reference, batch, config)
+    decided = penalise_rewards_by_kl(batch, decided, config)
+    sums = on_rank0(merge_sums, updater.update(batch))
+    tokens, updates = sums["loss_tokens"], sums["max:updates"]
+    kl_coef = config.loss.kl_coef if config.loss.kl_in == "loss" else 0.0
+    return {
+        "loss": (sums["policy"] + kl_coef * sums["kl"] - config.loss.entropy_coef * sums["entropy"]) / updates,
+        "updates": updates,
+        "loss_tokens": tokens,
+        "clip_frac": sums["clipped"] / tokens,
+        "correction": sums["correction"] / tokens,
+        "capped_frac": sums["capped"] / tokens,
+        "grad_norm": sums["max:grad_norm"],
+        "mismatch_tokens": sums["mismatch_tokens"],
+        "mismatch_kl": sums["mismatch_kl"] / sums["mismatch_tokens"],
+        "mismatch_histogram": sums["hist:mismatch"],
+        "metrics": {name: value for name, value in decided.metrics.items() if not name.startswith("batching/")},
+        "advantages": decided.advantages,
+        "rows": len(batch.mini_batches[0]),
+        "gradients": gradients,
+        "parameters": {name: parameter.full_tensor().clone() for name, parameter in hf_named_parameters(policy)},
+    }
+
+
+def _full_gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in hf_named_parameters(policy):
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad.full_tensor().clone()  # type: ignore[attr-defined]
+    return found
+
+
+if __name__ == "__main__":
+    with exit_with_outcome():
+        main()

@@ -1,0 +1,361 @@
+"""Loading, coercion, overrides, cross checks and the resolved copy of the config."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import safetensors.numpy
+import yaml
+
+from grpo_spmd.config import Config, ConfigError, config_to_dict, describe_keys, load_config
+
+ROOT = Path(__file__).parents[2]
+MINIMAL: dict[str, Any] = {
+    "run_dir": "runs/x",
+    "model": {"path": "some/model"},
+    "data": {"train": "x.jsonl"},
+    "rewards": [{"name": "exact"}],
+}
+
+
+def _load(tmp_path: Path, tree: Any = None, *overrides: str) -> Config:
+    """`tree` is YAML text, or a mapping that goes over the smallest valid config."""
+    path = tmp_path / "config.yaml"
+    path.write_text(tree if isinstance(tree, str) else yaml.safe_dump({**MINIMAL, **(tree or {})}), encoding="utf-8")
+    return load_config(path, overrides)
+
+
+def _refusal(tmp_path: Path, tree: Any = None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        _load(tmp_path, tree, *overrides)
+    return str(caught.value)
+
+
+# Loading and coercion
+
+
+def test_smallest_config_takes_every_default(tmp_path: Path) -> None:
+    config = _load(tmp_path)
+    assert (config.seed, config.rollout.group_size, config.optimizer.betas, config.rewards[0].weight) == (0, 8, (0.9, 0.95), 1.0)
+
+
+def test_lr_written_as_1e_6_is_a_float(tmp_path: Path) -> None:
+    # YAML 1.1 reads 1e-6, without a dot, as a string
+    assert yaml.safe_load("1e-6") == "1e-6"
+    config = _load(tmp_path, yaml.safe_dump(MINIMAL) + "optimizer:\n  lr: 1e-6\n")
+    assert config.optimizer.lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "name", "value"),
+    [
+        ("optimizer.lr=1", "optimizer", "lr", 1.0),
+        ("optimizer.lr=3E-4", "optimizer", "lr", 3e-4),
+        ("optimizer.betas=[0.8, 1e-1]", "optimizer", "betas", (0.8, 0.1)),
+        ("training.num_steps='12'", "training", "num_steps", 12),
+        ("data.shuffle=false", "data", "shuffle", False),
+        ("data.system_prompt=null", "data", "system_prompt", None),
+        ("data.system_prompt=", "data", "system_prompt", None),
+        ("data.system_prompt=a=b", "data", "system_prompt", "a=b"),
+        ("data.prompt_key=5", "data", "prompt_key", "5"),
+        ("rollout.sleep_level=1", "rollout", "sleep_level", 1),
+        ("rollout.engine.enforce_eager=true", "rollout", "engine", {"enforce_eager": True}),
+        ("logging.wandb=true", "logging", "wandb", True),
+        ("logging.wandb=offline", "logging", "wandb", "offline"),
+    ],
+)
+def test_value_has_the_declared_type(override: str, section: str, name: str, value: Any, tmp_path: Path) -> None:
+    got = getattr(getattr(_load(tmp_path, None, override), section), name)
+    assert (got, type(got)) == (value, type(value))
+
+
+def test_override_wins_over_the_file(tmp_path: Path) -> None:
+    assert _load(tmp_path, {"seed": 1}, "seed=2").seed == 2
+
+
+def test_last_of_two_overrides_wins(tmp_path: Path) -> None:
+    assert _load(tmp_path, None, "seed=2", "seed=3").seed == 3
+
+
+def test_override_leaves_the_rest_of_its_section(tmp_path: Path) -> None:
+    config = _load(tmp_path, {"rollout": {"group_size": 4, "num_prompts_per_step": 6}}, "rollout.group_size=2")
+    assert (config.rollout.group_size, config.rollout.num_prompts_per_step) == (2, 6)
+
+
+def test_override_reaches_into_the_list_of_rewards(tmp_path: Path) -> None:
+    config = _load(tmp_path, {"rewards": [{"name": "exact"}, {"name": "gsm8k"}]}, "rewards.0.weight=2", "rewards.1.args.x=1e-3")
+    assert [r.weight for r in config.rewards] == [2.0, 1.0]
+    assert config.rewards[1].args == {"x": "1e-3"}  # free-form: nobody declared a type
+
+
+def test_override_may_fill_a_section_that_is_empty_in_the_file(tmp_path: Path) -> None:
+    assert _load(tmp_path, yaml.safe_dump(MINIMAL) + "optimizer:\n", "optimizer.lr=2").optimizer.lr == 2.0
+
+
+def test_yaml_merge_keys_work(tmp_path: Path) -> None:
+    text = yaml.safe_dump(MINIMAL).replace(
+        "rewards:\n- name: exact\n", "rewards:\n- &e {name: exact, weight: 2}\n- {<<: *e, name: gsm8k}\n"
+    )
+    assert [(r.name, r.weight) for r in _load(tmp_path, text).rewards] == [("exact", 2.0), ("gsm8k", 2.0)]
+
+
+def test_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
+    assert _load(tmp_path, "\ufeff" + yaml.safe_dump(MINIMAL)).run_dir == "runs/x"
+
+
+def test_max_rollout_tokens_is_prompt_plus_completion(tmp_path: Path) -> None:
+    assert _load(tmp_path, None, "data.max_prompt_tokens=10", "rollout.max_completion_tokens=7").max_rollout_tokens == 17
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_config_is_valid(path: Path) -> None:
+    assert load_config(path).rewards
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("optimizer.learning_rate=1", "optimizer.lr"),
+        ("optimiser.lr=1", "optimizer"),
+        ("rollout.groupsize=2", "rollout.group_size"),
+        ("rollouts.group_size=2", "rollout"),
+        ("group_size=2", "rollout.group_size"),
+        ("max_completion_tokens=2", "rollout.max_completion_tokens"),
+        ("training.num_step=2", "training.num_steps"),
+        ("loss.klcoef=0", "loss.kl_coef"),
+        ("rewards.0.wieght=2", "rewards.0.weight"),
+        ("run_dirr=x", "run_dir"),
+        ("sede=1", "seed"),
+    ],
+)
+def test_unknown_key_names_the_nearest(override: str, nearest: str, tmp_path: Path) -> None:
+    assert _refusal(tmp_path, None, override).endswith(f"unknown key; did you mean {nearest}?")
+
+
+def test_unknown_key_like_none_points_to_help(tmp_path: Path) -> None:
+    assert _refusal(tmp_path, {"zzzzqqq": 1}) == "zzzzqqq: unknown key; --help lists them all"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr=fast", "optimizer.lr must be a finite number; got 'fast'"),
+        ("optimizer.lr=.nan", "optimizer.lr must be a finite number; got nan"),
+        ("optimizer.lr=true", "optimizer.lr must be a number; got True"),
+        ("optimizer.lr=1" + "0" * 400, "optimizer.lr must be a finite number; got 1000"),
+        ("optimizer.betas=[0.9]", "optimizer.betas must have 2 values; got 1: [0.9]"),
+        ("optimizer.betas=[0.9, x]", "optimizer.betas.1 must be a finite number; got 'x'"),
+        ("training.num_steps=1.5", "training.num_steps must be a whole number; got 1.5"),
+        ("training.num_steps=true", "training.num_steps must be a whole number; got True"),
+        ("data.shuffle=1", "data.shuffle must be true or false; got 1"),
+        ("data.train=[a]", "data.train must be text; got ['a']"),
+        ("data.train=", "data.train must be text; got None"),
+        ("advantage.estimator=gae", "advantage.estimator must be one of grpo, dr_grpo, rloo, reinforce_pp; got 'gae'"),
+        ("rollout.sleep_level=true", "rollout.sleep_level must be one of 1, 2; got True"),
+        ("logging.wandb=maybe", "logging.wandb must be true or false or online|offline; got 'maybe'"),
+        ("rollout=5", "rollout: expected a section (a mapping), got 5"),
+        ("rewards={name: exact}", "rewards must be a list; got {'name': 'exact'}"),
+        ("rollout.engine=[1]", "rollout.engine must be a mapping with names as keys; got [1]"),
+        ("rewards.1.weight=2", "rewards.1: '1' is not an index into a list of 1"),
+        ("rewards.²=2", "rewards.²: '²' is not an index into a list of 1"),
+        ("seed.x=2", "seed.x: seed is a value, not a section"),
+        ("seed", "an override is section.key=value, got 'seed'"),
+        ("=1", "an override is section.key=value, got '=1'"),
+        ("seed={", "seed: the value '{' is not valid YAML"),
+    ],
+)
+def test_refusal_names_key_and_value(override: str, message: str, tmp_path: Path) -> None:
+    tree = {"seed": 3}
+    assert _refusal(tmp_path, tree, override).startswith(message)
+
+
+@pytest.mark.parametrize("key", ["run_dir", "model.path", "data.train", "rewards"])
+def test_missing_required_key_is_named(key: str, tmp_path: Path) -> None:
+    section, _, name = key.partition(".")
+    tree = {k: ({} if k == section and name else v) for k, v in MINIMAL.items() if name or k != section}
+    assert _refusal(tmp_path, yaml.safe_dump(tree)).startswith(f"{key} is required and missing")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "numbers"),
+    [
+        (["training.max_tokens_per_micro_batch=99", "data.max_prompt_tokens=60", "rollout.max_completion_tokens=40"], ["99", "100"]),
+        (["training.num_mini_batches=3", "rollout.num_prompts_per_step=8"], ["3", "8"]),
+        (["rollout.group_size=1"], ["2", "1"]),
+        (["loss.clip_ratio_low=1.5"], ["1", "1.5"]),
+        (["rollout.temperature=0"], ["0"]),
+        (["optimizer.betas=[0.9, 1.0]"], ["betas.1", "1"]),
+    ],
+)
+def test_cross_check_prints_both_numbers(overrides: list[str], numbers: list[str], tmp_path: Path) -> None:
+    message = _refusal(tmp_path, None, *overrides)
+    assert overrides[0].partition("=")[0] in message
+    assert all(number in message for number in numbers)
+
+
+def test_budget_that_just_holds_the_longest_rollout_is_enough(tmp_path: Path) -> None:
+    sizes = ["data.max_prompt_tokens=60", "rollout.max_completion_tokens=40"]
+    assert _load(tmp_path, None, "training.max_tokens_per_micro_batch=100", *sizes).training.max_tokens_per_micro_batch == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("model", "model.path"), ("tensor_parallel_size", "rollout.tensor_parallel_size"), ("load_format", "the trainer decides this itself")],
+)
+def test_engine_option_that_the_trainer_owns_is_refused(name: str, instead: str, tmp_path: Path) -> None:
+    message = _refusal(tmp_path, {"rollout": {"engine": {name: 1}}})
+    assert message.startswith(f"rollout.engine.{name}: ")
+    assert instead in message
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("run_dir: x\nseed: 1\nseed: 2\n", 3), ("model:\n  path: a\n  path: b\n", 3), ("a: 1\n b: 2\n", 2), ("? [a]\n: 1\n", 1)],
+    ids=["duplicate", "duplicate_below", "indent", "list_as_key"],
+)
+def test_broken_yaml_names_the_line(text: str, line: int, tmp_path: Path) -> None:
+    assert _refusal(tmp_path, text).startswith(f"{tmp_path}/config.yaml:{line}: not valid YAML: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: 2024-13-45",
+        "a: " + "1" * 5000,
+        "[" * 3000,
+        "a: \0",
+        "a: 0x_",
+        "a: !!bool x",
+        "a: !!timestamp x",
+        "!!python/object:os.system x",
+        "a: *b",
+    ],
+    ids=["date", "digits", "nesting", "nul", "hex", "bool", "timestamp", "python_tag", "alias"],
+)
+def test_whatever_yaml_chokes_on_is_one_line_with_the_file(text: str, tmp_path: Path) -> None:
+    message = _refusal(tmp_path, text)
+    assert message.startswith(f"{tmp_path}/config.yaml")
+    assert "not valid YAML" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "just text\n"])
+def test_config_that_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None:
+    assert "a config is a mapping of sections" in _refusal(tmp_path, text)
+
+
+def test_config_error_is_one_line_whatever_it_quotes() -> None:
+    assert str(ConfigError("a: two\nlines")) == "a: two lines"
+
+
+# The resolved copy
+
+
+def test_resolved_config_loads_to_the_same_config(tmp_path: Path) -> None:
+    tree = {
+        "rewards": [{"function": "a.py:f", "weight": 0.5, "args": {"x": [1, {"y": None}]}}, {"name": "math"}],
+        "rollout": {"engine": {"enforce_eager": True, "compilation_config": {"level": 0}}},
+        "optimizer": {"lr": "1e-6", "betas": [0.8, 0.9]},
+        "logging": {"wandb": "offline"},
+        "data": {"train": "x.jsonl", "system_prompt": "two\nlines: é"},
+    }
+    config = _load(tmp_path, tree)
+    assert _load(tmp_path, yaml.safe_dump(config_to_dict(config), sort_keys=False)) == config
+
+
+def test_resolved_config_is_plain_data(tmp_path: Path) -> None:
+    tree = config_to_dict(_load(tmp_path, {"rollout": {"engine": {"sizes": {1: "a"}}}}))
+    assert yaml.safe_load(yaml.safe_dump(tree)) == tree
+    assert json.loads(json.dumps(tree["optimizer"])) == tree["optimizer"]
+
+
+def test_resolved_config_shows_no_secret(tmp_path: Path) -> None:
+    args = {"api_key": "s3cret", "HF_TOKEN": "s3cret", "nested": [{"password": "s3cret"}], "client_secrets": {"a": "s3cret"}}
+    tree = config_to_dict(_load(tmp_path, {"rewards": [{"name": "exact", "args": args}], "rollout": {"engine": {"hf_token": "s3cret"}}}))
+    assert "s3cret" not in yaml.safe_dump(tree)
+    assert tree["rewards"][0]["args"]["api_key"] == "<redacted>"
+
+
+def test_resolved_config_keeps_what_only_sounds_like_a_secret(tmp_path: Path) -> None:
+    engine = {"tokenizer_mode": "slow", "max_num_batched_tokens": 4096, "block_size": 16}
+    tree = config_to_dict(_load(tmp_path, {"rollout": {"engine": engine}, "data": {"train": "x.jsonl", "prompt_key": "question"}}))
+    assert tree["rollout"]["engine"] == engine
+    assert (tree["data"]["prompt_key"], tree["data"]["max_prompt_tokens"]) == ("question", 512)
+
+
+def test_redacting_does_not_change_the_config_itself(tmp_path: Path) -> None:
+    config = _load(tmp_path, {"rewards": [{"name": "exact", "args": {"api_key": "s3cret"}}]})
+    config_to_dict(config)
+    assert config.rewards[0].args == {"api_key": "s3cret"}
+
+
+def test_help_describes_every_key(tmp_path: Path) -> None:
+    def leaves(tree: dict[str, Any], where: str = "") -> list[str]:
+        names = []
+        for name, value in tree.items():
+            names += leaves(value, f"{where}{name}.") if isinstance(value, dict) and name != "engine" and value else [where + name]
+        return names
+
+    described = {line.split()[0] for line in describe_keys().splitlines()}
+    expected = set(leaves(config_to_dict(_load(tmp_path)))) - {"rewards"}
+    assert described - {name for name in described if name.startswith("rewards.N.")} == expected
+    assert "rewards.N.weight" in described
+
+
+# Without torch
+
+
+def _run(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=60
+    )
+
+
+MAIN = """
+import sys
+from grpo_spmd.train import main
+status = 0
+try:
+    main()
+except SystemExit as stop:
+    status = stop.code
+heavy = sorted({"torch", "vllm", "transformers", "datasets", "sympy"} & set(sys.modules))
+print("status", status, "heavy", heavy)
+"""
+
+
+@pytest.mark.parametrize("case", ["help", "config_error", "data_error", "check"])
+def test_answers_that_need_no_model_import_neither_torch_nor_vllm(case: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
+    (tmp_path / "model" / "model.safetensors").write_bytes(safetensors.numpy.save({"x": numpy.zeros(1)}))
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8")
+    tree = {**MINIMAL, "run_dir": f"{tmp_path}/run", "model": {"path": f"{tmp_path}/model"}, "data": {"train": f"{tmp_path}/x.jsonl"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    config = ["--config", f"{tmp_path}/config.yaml"]
+    args, status = {
+        "help": (["--help"], 0),
+        "config_error": ([*config, "optimizer.lr=x"], 2),
+        "data_error": ([*config, "rollout.num_prompts_per_step=2"], 2),
+        "check": ([*config, "rollout.num_prompts_per_step=1", "--check"], 0),
+    }[case]
+    done = _run(MAIN, *args)
+    assert done.stdout.splitlines()[-1] == f"status {status} heavy []", done.stderr
+
+
+def test_help_lists_the_keys() -> None:
+    help_text = _run(MAIN, "--help").stdout
+    assert "rollout.group_size" in help_text
+    assert "rewards.N.weight" in help_text

@@ -1,0 +1,481 @@
+"""`--explain`: its numbers against hand arithmetic, transformers, torch's own accounting and real ranks; its sources against the files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import huggingface_hub
+import pytest
+import safetensors.torch
+import torch
+import transformers
+import yaml
+from torch.profiler import ProfilerActivity, profile
+
+from grpo_spmd import explain
+from grpo_spmd.batching import pack_rollouts, plan_batch
+from grpo_spmd.config import Config, ConfigError, LoraConfig, flat_config, load_config, load_config_with_sources
+from grpo_spmd.data_types import Rollout
+from grpo_spmd.layers import set_up_layer
+from grpo_spmd.logprobs import TokenLogprobs
+from grpo_spmd.policy import Policy
+from tests.support.models import FAMILIES, make_model, write_config
+from tests.support.processes import ROOT, run_worker
+
+Tree = dict[str, Any]
+
+
+def sources_of(tmp_path: Path, text: str, *overrides: str) -> dict[str, str]:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    config, sources = load_config_with_sources(path, overrides)
+    assert config == load_config(path, overrides)
+    assert list(sources) == list(flat_config(config))
+    return {name: source.replace(f"{path}:", "x.yaml:") for name, source in sources.items()}
+
+
+TEXT = """\
+run_dir: runs/x
+model: {path: some/model,
+        dtype: float32}
+data:
+  train: x.jsonl
+
+optimizer:
+  betas:
+    - 0.9
+    - 0.99
+rewards:
+  - name: exact
+    args: {a: [1, {b: 2}]}
+  - weight: 2
+    function: f.py:g
+rollout:
+training: {}
+"""
+
+
+# Where a value came from
+
+
+def test_every_value_names_its_line_the_command_line_or_default(tmp_path: Path) -> None:
+    sources = sources_of(tmp_path, TEXT, "seed=3", "rollout.engine.enforce_eager=true", "optimizer.betas.1=0.95", "rewards.1.weight=3")
+    given = {name: source for name, source in sources.items() if source != "default"}
+    assert given == {
+        "run_dir": "x.yaml:1",
+        "seed": "command line",
+        "model.path": "x.yaml:2",
+        "model.dtype": "x.yaml:3",
+        "data.train": "x.yaml:5",
+        "rollout.engine.enforce_eager": "command line",
+        "rewards.0.name": "x.yaml:12",
+        "rewards.0.args.a.0": "x.yaml:13",
+        "rewards.0.args.a.1.b": "x.yaml:13",
+        "rewards.1.weight": "command line",
+        "rewards.1.function": "x.yaml:15",
+        "optimizer.betas.0": "x.yaml:9",
+        "optimizer.betas.1": "command line",
+    }
+
+
+def test_an_override_of_a_whole_section_leaves_no_line_of_the_file(tmp_path: Path) -> None:
+    sources = sources_of(tmp_path, TEXT, "rewards=[{name: format, args: {pattern: a}}]", "optimizer={lr: 1e-3}")
+    assert {name: source for name, source in sources.items() if name.startswith(("rewards", "optimizer"))} == {
+        "rewards.0.name": "command line",
+        "rewards.0.function": "default",
+        "rewards.0.weight": "default",
+        "rewards.0.args.pattern": "command line",
+        "optimizer.lr": "command line",
+        "optimizer.weight_decay": "default",
+        "optimizer.betas.0": "default",
+        "optimizer.betas.1": "default",
+        "optimizer.max_grad_norm": "default",
+        "optimizer.warmup_steps": "default",
+    }
+
+
+def test_of_two_overrides_the_later_one_counts_and_an_empty_mapping_has_a_source(tmp_path: Path) -> None:
+    sources = sources_of(tmp_path, TEXT, "rewards.0.args.a=1", "rewards.0.args={}")
+    assert sources["rewards.0.args"] == "command line"
+    assert not any(name.startswith("rewards.0.args.") for name in sources)
+
+
+def test_merged_keys_name_the_line_of_their_anchor(tmp_path: Path) -> None:
+    base = "run_dir: r\nmodel: {path: a/b}\ndata: {train: x.jsonl}\n"
+    text = base + "rewards:\n  - &one\n    name: exact\n    weight: 2\n  - <<: *one\n    weight: 3\n"
+    sources = sources_of(tmp_path, text)
+    assert (sources["rewards.1.name"], sources["rewards.1.weight"]) == ("x.yaml:6", "x.yaml:9")
+
+
+def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        sources_of(tmp_path, "run_dir: &a [*a]\n")
+
+
+# Sizes of the model
+
+
+def true_shapes(folder: Path) -> explain.Shapes:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    model.tie_weights()
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("family", "tied"), list(itertools.product(FAMILIES, (True, False))))
+def test_shapes_equal_those_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
+    folder = make_model(tmp_path / "model", family, tied=tied)
+    facts = explain.read_model(str(folder))
+    assert facts is not None
+    assert facts.shapes == true_shapes(folder)
+    assert facts.shapes == explain.shapes_from_config(json.loads((folder / "config.json").read_text()))
+    layer = sum(math.prod(shape) for name, shape in facts.shapes.items() if ".layers.0." in name)
+    assert (facts.layer_numel, facts.root_numel) == (layer, facts.num_parameters - 2 * layer)
+
+
+def test_shards_of_an_index_and_a_tied_head_that_was_saved_count_once(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "qwen3", tied=True)
+    expected = true_shapes(folder)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors |= {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), "model.layers.0.rotary_emb.inv_freq": torch.zeros(16)}
+    (folder / "model.safetensors").unlink()
+    files = {name: f"part_{number % 3}.safetensors" for number, name in enumerate(tensors)}
+    for file in set(files.values()):
+        safetensors.torch.save_file({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    shutil.copy(folder / "part_0.safetensors", folder / "consolidated.safetensors")  # a second copy that the policy does not read
+    facts = explain.read_model(str(folder))
+    assert facts is not None
+    assert facts.shapes == expected
+
+
+def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert explain.read_model("some/model") is None
+    repo = tmp_path / "models--some--model"
+    folder = make_model(repo / "snapshots/abc", "llama", tied=False)
+    (repo / "refs").mkdir()
+    (repo / "refs/main").write_text("abc")
+    facts = explain.read_model("some/model")
+    assert facts is not None
+    assert facts.source.startswith("safetensors headers")
+    (folder / "model.safetensors").unlink()
+    worked_out = explain.read_model("some/model")
+    assert worked_out is not None
+    assert worked_out.source.endswith("the weights are not there")
+    assert worked_out.shapes == facts.shapes
+
+
+def test_a_config_that_names_no_sizes_gives_none() -> None:
+    assert explain.dimensions({"n_embd": 4, "n_layer": 2}) is None
+    assert explain.shapes_from_config({"model_type": "gpt2", "n_embd": 4}) == {}
+
+
+# Numbers by hand. 3 x 5 and 4 elements over 2 ranks: shards of 2 x 5 and 2; 4 bytes each, 2 ranks: 96 bytes a sync.
+
+
+def test_shards_and_sync_by_hand() -> None:
+    shapes = {"a": (3, 5), "b": (4,)}
+    assert explain.shard_numel(shapes, 1) == 19
+    assert explain.shard_numel(shapes, 2) == 12
+    assert explain.sync_size(shapes, 2, 4, 1 << 20) == (96, 1)
+    assert explain.sync_size(shapes, 2, 4, 40) == (96, 3)  # 5 elements of a rank in a bucket: 5 + 5 + 2
+    assert explain.sync_size(shapes, 2, 4, 1) == (96, 12)  # one element at a time
+    assert explain.sync_size(shapes, 1, 4, 1) == (76, 0)  # one rank has it all
+
+
+def a_config(tmp_path: Path, *overrides: str) -> Config:
+    path = tmp_path / "x.yaml"
+    tree = {
+        "run_dir": "r",
+        "model": {"path": "some/model"},
+        "data": {"train": "x.jsonl", "max_prompt_tokens": 10},
+        "rewards": [{"name": "exact"}],
+        "rollout": {"num_prompts_per_step": 6, "group_size": 4, "max_completion_tokens": 30},
+        "training": {"num_steps": 50, "num_mini_batches": 2, "max_tokens_per_micro_batch": 100},
+    }
+    path.write_text(yaml.safe_dump(tree))
+    return load_config(path, overrides)
+
+
+def rows_of(config: Config, model: explain.ModelFacts | None, num_ranks: int = 1, num_rows: int = 60) -> dict[str, list[str]]:
+    """{name: [value, how, ...]} of the derived part, a name of two sections with both."""
+    lines = explain.explain(config, dict.fromkeys(flat_config(config), "default"), model, num_rows=num_rows, num_ranks=num_ranks)
+    assert lines.index("where each value came from") < 100
+    found: dict[str, list[str]] = {}
+    for line in lines[: lines.index("where each value came from")]:
+        if line.startswith("  ") and not line.startswith("  - "):
+            found.setdefault(line[2:38].strip(), []).extend(line[38:].strip().split("  ", 1))
+    return found
+
+
+def test_a_page_by_hand(tmp_path: Path) -> None:
+    """A model of V 10, D 4, F 6, two layers, one kv head of 2; 4 ranks, 24 samples of at most 40 tokens."""
+    layer = {"q": (4, 4), "k": (2, 4), "v": (2, 4), "o": (4, 4), "up": (6, 4), "norm": (4,)}  # 16 + 8 + 8 + 16 + 24 + 4 = 76
+    shapes: explain.Shapes = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
+    shapes["model.embed_tokens.weight"] = (10, 4)
+    sizes = {"hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 6}
+    model = explain.ModelFacts(shapes, {**sizes, "vocab_size": 10}, "here")
+    config = a_config(tmp_path, "training.num_epochs=3", "loss.kl_coef=0.1", "rollout.tensor_parallel_size=2")
+    rows = rows_of(config, model, num_ranks=4)
+    values = {name: cells[0] for name, cells in rows.items()}
+    assert values["engines"] == "2"
+    assert values["samples"] == "24"
+    assert values["tokens"] == "<= 960"
+    assert rows["optimizer steps"][::2] == ["6", "300"]  # a step; the run of 50
+    assert values["completions per optimizer step"] == "12"
+    # 3 rollouts a rank, 2 in a micro-batch of 100: 2 micro-batches in each of 6 optimizer steps
+    assert values["micro-batches of a rank"] == "6 to 12"
+    assert (values["extra passes for old logprobs"], values["extra passes of the reference"]) == ("1", "1")
+    assert values["steps per epoch of the data"] == "10.0"
+    assert values["epochs of the data"] == "5.00"
+    assert values["samples trained on"] == "1,200"
+    assert values["parameters"] == "192"
+    # Rows over 4 ranks: 1 + 1 + 1 + 1 + 2 rows of 4 and 1 = 25 a layer, 3 rows of 4 = 12: 62 elements, 248 with padding, 2 bytes each
+    assert values["bytes of a sync"] == "496 B"
+    assert values["collectives of a sync"] == "1"
+    assert values["master parameters"] == "248 B"
+    assert values["AdamW's moments"] == "496 B"
+    assert values["reference"] == "124 B"
+    assert values["state between updates"] == "868 B"
+    assert values["gathered by FSDP"] == "384 B"  # 2 x (40 + 2 x 76)
+    assert values["logits of a chunk"] == "5.86 KiB"  # 100 tokens x 10 x (4 + 2)
+    assert values["lm_head's gradient"] == "240 B"  # 40 x 6
+    # A layer: 2 norms of 8 x 4, attention 2 x (3 x 2 + 2) x 2, MLP 8 x 6 = 64 + 32 + 48 = 144 bytes a token, then 12 x 4 after them
+    assert values["activations, without checkpointing *"] == "32.81 KiB"  # 100 x (288 + 48)
+    assert values["activations, selective checkpointing"] == "25.78 KiB"  # 100 x (2 x 2 x (4 x 3 + 2 x 3 x 2 + 2 x 6) + 72 + 48) = 26,400
+    assert values["activations, with checkpointing"] == "20.31 KiB"  # 100 x (2 x 4 x 2 + 144 + 48)
+    assert values["peak of the update"] == "40.37 KiB"  # 868 + 248 + 384 + 6,000 + 240 + 33,600 = 41,340
+    # 3 prompts an engine: 12 sequences of 40 tokens; a token is 2 x 2 layers x 1 head x 2 x 2 bytes
+    assert (values["KV cache of a token"], values["KV cache for all at full length"]) == ("16 B", "<= 7.50 KiB")
+
+
+def test_without_the_model_the_rest_is_still_said(tmp_path: Path) -> None:
+    config = a_config(tmp_path, "rollout.dynamic_sampling=true", "loss.old_logprobs=engine", "loss.rollout_correction=none")
+    lines = explain.explain(config, dict.fromkeys(flat_config(config), "default"), None, num_rows=60, num_ranks=1)
+    assert any("of some/model are not known here" in line for line in lines)
+    rows = rows_of(config, None)
+    assert "parameters" not in rows
+    assert rows["samples, generated"][0] == ">= 24"
+    assert rows["epochs of the data"][0] == ">= 5.00"
+    assert rows["extra passes for old logprobs"][0] == "0"
+
+
+def test_micro_batches_are_those_of_the_real_plan(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        ranks, budget = rng.randint(1, 5), rng.randint(40, 200)
+        config = a_config(tmp_path, f"training.max_tokens_per_micro_batch={budget}", f"rollout.group_size={rng.randint(2, 9)}")
+        samples = 6 * config.rollout.group_size
+
+        def rows(lengths: list[int], ranks: int = ranks, budget: int = budget) -> int:
+            plan = plan_batch(lengths, num_ranks=ranks, mini_batch_sizes=[len(lengths) // 2] * 2, max_tokens=budget)
+            return sum(len(mini_batch[0]) for mini_batch in plan)
+
+        fewest, most = explain.micro_batches_per_step(config, ranks)
+        assert rows([40] * samples) == most
+        low = rng.choice([2, 20, 30])
+        assert fewest <= rows([rng.randint(low, 40) for _ in range(samples)]) <= most
+    assert fewest == 2
+
+
+# Memory against torch's own accounting
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most bytes that were allocated at one time while `work` ran, beyond those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    assert recorded.profiler is not None
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert events
+    changes = [int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("uses_entropy", [True, False])
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_the_logits_alive_are_those_that_token_logprobs_holds(dtype: torch.dtype, uses_entropy: bool, num_chunks: int) -> None:
+    """Two buffers of half the rows (forward, and backward through the entropy) take less than one and a product in bfloat16."""
+    vocabulary, chunk = 8000, 256
+    hidden = torch.randn(num_chunks * chunk, 4, dtype=dtype, requires_grad=True)
+    head = torch.randn(vocabulary, 4, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (len(hidden),))
+    found: list[torch.Tensor] = []
+    forward = peak_bytes(lambda: found.extend(TokenLogprobs.apply(hidden, head, targets, 0.7, chunk)))
+    logprobs, entropy = found
+    backward = peak_bytes(lambda: (logprobs.sum() + entropy.sum() if uses_entropy else logprobs.sum()).backward())
+    two_halves = 4 if dtype is torch.float32 else 4 + dtype.itemsize / 2
+    assert forward / (chunk * vocabulary) == pytest.approx(two_halves, rel=0.06)
+    expected = two_halves if uses_entropy else explain.logits_bytes_per_element(dtype.itemsize)
+    assert backward / (chunk * vocabulary) == pytest.approx(expected, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "checkpointing"), list(itertools.product(("qwen3", "llama"), ("float32", "bfloat16"), (False, "selective", True)))
+)
+def test_activations_are_within_a_tenth_of_what_a_policy_allocates(
+    tmp_path: Path, family: str, dtype: str, checkpointing: bool | Literal["selective"]
+) -> None:
+    folder = make_model(tmp_path / "model", family, tied=False, num_hidden_layers=8)
+    facts = explain.read_model(str(folder))
+    assert facts is not None
+    assert facts.dimensions is not None
+    hf_config, kind, chunk, tokens = transformers.AutoConfig.from_pretrained(folder), getattr(torch, dtype), 64, 512
+    policy = Policy(hf_config, 1.0, chunk, "sdpa", kind)
+    for layer in policy.model.get_decoder().layers:
+        set_up_layer(layer, checkpointing, compile=False)
+    batch = pack_rollouts([Rollout(i, 1.0, True, [1] * 64, [2] * 192, [0.0] * 192) for i in range(2)], torch.device("cpu"))
+
+    def step() -> None:
+        policy(batch)[0].sum().backward()
+
+    step()  # the parameters' gradients exist from here on
+    sizes = facts.dimensions
+    expected = explain.activation_bytes(sizes, tokens, kind.itemsize, checkpointing=checkpointing, qk_norm=family == "qwen3")
+    expected += chunk * sizes.vocabulary * explain.logits_bytes_per_element(kind.itemsize)
+    expected += sizes.vocabulary * sizes.hidden * (4 + kind.itemsize)
+    assert peak_bytes(step) == pytest.approx(expected, rel=0.1)
+
+
+def test_shards_and_sync_are_those_of_real_ranks(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3", tied=True)
+    sizes = {"num_prompts_per_step": 4, "group_size": 4, "max_completion_tokens": 12}
+    path = write_config(tmp_path, model, loss={"kl_coef": 0.1}, rollout=sizes)
+    tree = yaml.safe_load(path.read_text())
+    tree["model"]["dtype"] = "bfloat16"
+    path.write_text(yaml.safe_dump(tree))
+    output = run_worker(2, "explain", str(path))
+    assert output.count("agrees") == 2, output
+
+
+# Advice: the base config gets none, each change one line
+
+
+GSPO = "loss.policy=gspo loss.rollout_correction=sequence_tis"
+GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_ranks", "expected"),
+    [
+        ("", 1, None),
+        (
+            "training.max_tokens_per_micro_batch=79",
+            1,
+            "max_tokens_per_micro_batch 79 holds fewer than 2 of the longest rollouts (40 tokens)",
+        ),
+        ("training.max_tokens_per_micro_batch=80", 1, None),
+        ("training.num_mini_batches=1", 1, "the ratio is exactly 1, so that loss.clip_ratio_low 0.2, clip_ratio_high 0.28"),
+        ("training.num_mini_batches=1 training.num_epochs=2", 1, None),
+        ("training.num_mini_batches=1 loss.old_logprobs=engine loss.rollout_correction=none", 1, None),
+        (f"{GSPO} loss.aggregation=sequence", 1, "gspo with clip bounds 0.2 and 0.28"),
+        (f"{GSPO} {GSPO_BOUNDS}", 1, "gspo with aggregation token"),
+        (f"{GSPO} {GSPO_BOUNDS} loss.aggregation=sequence", 1, None),
+        (
+            f"loss.policy=gspo {GSPO_BOUNDS} loss.aggregation=sequence loss.rollout_correction=icepop",
+            1,
+            "gspo with rollout_correction icepop",
+        ),
+        ("loss.policy=cispo", 1, "cispo with clip_ratio_low 0.2: it is usually run without a lower bound"),
+        ("loss.policy=cispo loss.clip_ratio_low=1", 1, None),
+        ("loss.kl_in=reward loss.kl_coef=0.1", 1, "small differences of KL become advantages"),
+        ("loss.kl_in=reward loss.kl_coef=0.1 advantage.normalize_std=none", 1, None),
+        ("advantage.estimator=dr_grpo", 1, "dr_grpo with loss.aggregation token"),
+        ("advantage.estimator=dr_grpo loss.aggregation=constant", 1, None),
+        ("advantage.estimator=rloo rollout.group_size=3", 1, "the mean of only 2 other rewards"),
+        ("rollout.group_size=2", 1, "rollout.group_size 2 with normalize_std group"),
+        ("rollout.group_size=2 advantage.normalize_std=batch", 1, None),
+        ("", 4, "num_prompts_per_step 6 is no multiple of 4 engines: some sample 2 groups a step, others 1"),
+        ("rollout.tensor_parallel_size=2", 4, None),
+        ("rollout.tensor_parallel_size=3", 18, "12 completions per optimizer step for 18 ranks: 6 of them"),
+        ("rollout.dynamic_sampling=true rollout.dynamic_sampling_max_rounds=1", 1, "never replaced"),
+        ("optimizer.warmup_steps=100", 1, "warmup_steps 100 covers the run's 100 optimizer steps"),
+        ("optimizer.warmup_steps=99", 1, None),
+        ("training.num_steps=100 checkpoint.every_steps=0", 1, "before the end of its 100 steps has nothing to go on from"),
+    ],
+)
+def test_advice(tmp_path: Path, overrides: str, num_ranks: int, expected: str | None) -> None:
+    found = list(explain.advice(a_config(tmp_path, *overrides.split()), num_ranks))
+    assert len(found) == (expected is not None), found
+    assert expected is None or expected in found[0]
+
+
+# The command
+
+
+def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command, with what it imported as the last line of its output."""
+    code = "import sys; from grpo_spmd.train import main; main(); print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **env}
+    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def test_the_command_imports_no_torch_and_plans_a_run_that_is_under_way(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen2", tied=True)
+    path = write_config(tmp_path, model, rollout={"engine": {"hf_token": "hunter2"}})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").touch()
+    done = run("--config", str(path), "--explain", "--ranks", "2", "optimizer.lr=3e-3", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "[]"
+    assert any(line.split()[:2] == ["engines", "2"] for line in lines)
+    table = {line.split()[0]: line for line in lines[lines.index("where each value came from") + 1 : -1]}
+    config = load_config(path, ["optimizer.lr=3e-3"])
+    assert list(table) == list(flat_config(config))
+    assert table["optimizer.lr"].split() == ["optimizer.lr", "0.003", "command", "line"]
+    number = path.read_text().splitlines().index("  max_prompt_tokens: 16") + 1
+    assert table["data.max_prompt_tokens"].split() == ["data.max_prompt_tokens", "16", f"{path}:{number}"]
+    assert "<redacted>" in table["rollout.engine.hf_token"]
+    assert "hunter2" not in done.stdout
+    assert list((tmp_path / "run").iterdir()) == [tmp_path / "run/metrics.jsonl"]
+
+    checked = run("--config", str(path), "--check", cwd=tmp_path)
+    assert checked.returncode == 2
+    assert "nothing is written over" in checked.stderr
+
+
+def test_the_number_of_ranks_is_that_of_torchrun_unless_it_is_given(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen2", tied=True)
+    path = write_config(tmp_path, model)
+    done = run("--config", str(path), "--explain", cwd=tmp_path, WORLD_SIZE="4")
+    assert "\n  ranks                                               4  " in done.stdout
+    done = run("--config", str(path), "--explain", "--ranks", "3", "rollout.tensor_parallel_size=2", cwd=tmp_path, WORLD_SIZE="4")
+    assert done.returncode == 2
+    assert done.stderr == "error: rollout.tensor_parallel_size (2) must divide the number of ranks (3): 1, 3 would\n"
+    for arguments in (["--ranks", "0", "--explain"], ["--ranks", "2"]):
+        assert run("--config", str(path), *arguments, cwd=tmp_path).returncode == 2
+
+
+def test_lora_offload_and_replicas_change_what_a_rank_holds(tmp_path: Path) -> None:
+    """Worked by hand: 2 ranks of 2 replicas are 1 rank of a shard."""
+    model = explain.ModelFacts(
+        {"model.layers.0.q_proj.weight": (8, 6), "model.layers.0.norm.weight": (6,), "lm_head.weight": (10, 6)}, {}, ""
+    )
+    assert explain.adapter_shapes(model.shapes, LoraConfig(rank=2)) == {
+        "model.layers.0.q_proj.weight.lora_A": (2, 6),
+        "model.layers.0.q_proj.weight.lora_B": (8, 2),
+    }
+    assert explain.adapter_shapes(model.shapes, LoraConfig(rank=2, target_modules=("k_proj",))) == {}
+    overrides = ["model.dtype=bfloat16", "model.lora.rank=2", "model.offload=true", "model.num_replicas=2"]
+    config = load_config(write_config(tmp_path, tmp_path), overrides)
+    values = {name: value for name, value, _ in explain._training_rows(config, model, 2)}
+    assert values["base"] == "228 B"  # (48 + 6 + 60) x 2
+    assert values["master parameters"] == values["gradients"] == "112 B"  # (12 + 16) x 4
+    assert values["of it in host memory"] == values["state between updates"] == "564 B"  # 228 + 112 + 224
+    assert "reference" not in values
+    assert values["GPU that the rollout needs"] == ">= 0 B"
+    config = load_config(write_config(tmp_path, tmp_path), [*overrides, "model.lora.sync=adapter"])
+    assert {name: value for name, value, _ in explain._sync_rows(config, model, 2)}["bytes of a later sync"] == "56 B"  # (12 + 16) x 2

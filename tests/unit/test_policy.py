@@ -1,0 +1,340 @@
+"""The policy in one process: logprobs, gradients, loading, against plain transformers and plain autograd."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from grpo_spmd.attention import PackedLayout, packed_attention
+from grpo_spmd.batching import pack_rollouts
+from grpo_spmd.config import ConfigError, ModelConfig, OptimizerConfig
+from grpo_spmd.data_types import Rollout
+from grpo_spmd.distributed import Session, end_session, start_session
+from grpo_spmd.logprobs import TokenLogprobs
+from grpo_spmd.policy import build_optimizer, build_policy, load_weights
+from grpo_spmd.proofs import weights_id
+from tests.support.checkpoints import export_policy
+from tests.support.models import FAMILIES, make_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    yield start_session()
+    end_session()
+
+
+def model_config(folder: Path, **changes: object) -> ModelConfig:
+    return ModelConfig(**{"path": str(folder), "dtype": "float32", **changes})  # type: ignore[arg-type]
+
+
+def rollouts(lengths: list[tuple[int, int]]) -> list[Rollout]:
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(1, 90, (n,), generator=generator).tolist()
+
+    return [Rollout(i, 1.0, True, ids(p), ids(c), [0.0] * c) for i, (p, c) in enumerate(lengths)]
+
+
+LENGTHS = [(3, 9), (1, 1), (12, 40), (5, 0), (7, 30), (2, 9), (9, 33)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_logprobs_equal_transformers_one_by_one(tmp_path: Path, session: Session, family: str, tied: bool) -> None:
+    folder = make_model(tmp_path, family, tied=tied)
+    policy = build_policy(model_config(folder), 0.7, session)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    logprobs, entropy = policy(pack_rollouts(rollouts(LENGTHS), CPU))
+    expected, expected_entropy = [], []
+    for rollout in rollouts(LENGTHS):
+        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+        log_p = (plain(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].double() / 0.7).log_softmax(-1)
+        expected.append(log_p.gather(-1, ids[0, len(rollout.prompt_ids) :, None])[:, 0])
+        expected_entropy.append(-(log_p.exp() * log_p).sum(-1))
+    torch.testing.assert_close(logprobs.double(), torch.cat(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy.double(), torch.cat(expected_entropy), atol=1e-5, rtol=0)
+
+
+def test_sliding_window_equals_transformers(tmp_path: Path, session: Session) -> None:
+    folder = make_model(tmp_path, "mistral", tied=False, sliding_window=8)
+    policy = build_policy(model_config(folder), 1.0, session)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    rollout = rollouts([(12, 40)])[0]
+    ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+    expected = plain(ids).logits[0, 11:-1].log_softmax(-1).gather(-1, ids[0, 12:, None])[:, 0]
+    logprobs, _ = policy(pack_rollouts([rollout], CPU))
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_a_sequence_does_not_see_its_neighbours_in_the_row(tmp_path: Path, session: Session) -> None:
+    policy = build_policy(model_config(make_model(tmp_path, "llama", tied=True)), 1.0, session)
+    first, second = rollouts([(4, 6), (5, 7)])
+    other = Rollout(9, 1.0, True, [1, 2, 3], [4, 5], [0.0, 0.0])
+    alone, _ = policy(pack_rollouts([second], CPU))
+    beside_first, _ = policy(pack_rollouts([first, second], CPU))
+    beside_other, _ = policy(pack_rollouts([other, second], CPU))
+    torch.testing.assert_close(beside_first[6:], alone, atol=1e-6, rtol=0)
+    torch.testing.assert_close(beside_other[2:], alone, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize(("temperature", "used"), [(1.0, "both"), (0.6, "both"), (0.6, "logprobs"), (0.6, "entropy")])
+def test_chunked_logprob_gradients_equal_autograd(chunk: int, temperature: float, used: str) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(33, 16, requires_grad=True)
+    head = torch.randn(50, 16, requires_grad=True)
+    target = torch.randint(0, 50, (33,))
+    weights, entropy_weights = torch.randn(33), torch.randn(33)
+
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        terms = {"logprobs": (logprobs * weights).sum(), "entropy": (entropy * entropy_weights).sum()}
+        return torch.stack([term for name, term in terms.items() if used in (name, "both")]).sum()
+
+    logprobs, entropy = TokenLogprobs.apply(hidden, head, target, temperature, chunk)
+    loss(logprobs, entropy).backward()
+    got = hidden.grad, head.grad
+    hidden.grad = head.grad = None
+
+    log_p = (hidden.double() @ head.double().T / temperature).log_softmax(-1)
+    expected_entropy = -(log_p.exp() * log_p).sum(-1)
+    expected = log_p.gather(-1, target[:, None])[:, 0]
+    loss(expected, expected_entropy).backward()
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-5, rtol=0)
+    for mine, theirs in zip(got, (hidden.grad, head.grad), strict=True):
+        assert mine is not None
+        assert theirs is not None
+        # The entropy's own gradient is p * (log p + entropy), a difference of terms ten times its size.
+        assert float((mine - theirs).norm() / theirs.norm()) < (5e-6 if used == "entropy" else 1e-6)
+
+
+def test_gradients_in_bfloat16_are_those_of_float32_within_rounding() -> None:
+    torch.manual_seed(0)
+    exact_hidden, exact_head, target = torch.randn(33, 16), torch.randn(50, 16), torch.randint(0, 50, (33,))
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden, head = (x.bfloat16().to(dtype).requires_grad_() for x in (exact_hidden, exact_head))
+        logprobs, entropy = TokenLogprobs.apply(hidden, head, target, 0.7, 8)
+        assert logprobs.dtype is entropy.dtype is torch.float32
+        (logprobs.sum() + entropy.sum()).backward()
+        assert hidden.grad is not None
+        assert head.grad is not None
+        assert hidden.grad.dtype is head.grad.dtype is dtype
+        found.append((hidden.grad.float(), head.grad.float()))
+    for exact, rounded in zip(*found, strict=True):
+        assert 1e-4 < float((rounded - exact).norm() / exact.norm()) < 2e-2
+
+
+def test_logits_exist_one_chunk_at_a_time() -> None:
+    """The largest tensor that the computation makes is [chunk, V], forward and backward, not [T, V]."""
+    tokens, vocabulary, chunk = 600, 4000, 50
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for item in torch.utils._pytree.tree_leaves(out):
+                if isinstance(item, torch.Tensor):
+                    largest = max(largest, item.numel())
+            return out
+
+    hidden, head = torch.randn(tokens, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
+    with Watch():
+        logprobs, _ = TokenLogprobs.apply(hidden, head, torch.zeros(tokens, dtype=torch.long), 1.0, chunk)
+        logprobs.sum().backward()
+    assert largest == chunk * vocabulary
+
+
+def test_norms_and_biases_get_no_weight_decay_and_lr_warms_up(tmp_path: Path, session: Session) -> None:
+    policy = build_policy(model_config(make_model(tmp_path, "qwen2", tied=True)), 1.0, session)
+    optimizer, schedule = build_optimizer(policy, OptimizerConfig(lr=1.0, weight_decay=0.3, warmup_steps=4))
+    decays = {parameter.ndim: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert decays == {1: 0.0, 2: 0.3}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(policy.parameters()))
+    rates = []
+    for _ in range(6):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_bfloat16_compute_keeps_float32_master_weights(tmp_path: Path, session: Session) -> None:
+    policy = build_policy(model_config(make_model(tmp_path, "qwen3", tied=True), dtype="bfloat16"), 1.0, session)
+    logprobs, _ = policy(pack_rollouts(rollouts(LENGTHS), CPU))
+    logprobs.sum().backward()
+    assert logprobs.dtype is torch.float32
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in policy.parameters() if p.grad is not None} == {torch.float32}
+    full = build_policy(model_config(tmp_path), 1.0, session)
+    exact, _ = full(pack_rollouts(rollouts(LENGTHS), CPU))
+    difference = (logprobs - exact).abs().max()
+    assert 1e-5 < difference.item() < 0.3  # it did compute in bfloat16, and not something else
+
+
+def test_the_name_of_the_weights_changes_with_any_bit_and_place(tmp_path: Path, session: Session) -> None:
+    policy = build_policy(model_config(make_model(tmp_path, "qwen2", tied=True)), 1.0, session)
+    names = {weights_id(policy)}
+    layers = policy.model.model.layers
+    first, second = (layers[i].mlp.gate_proj.weight.to_local() for i in (0, 1))
+    row, other = first[0].clone(), first[1].clone()
+    with torch.no_grad():
+        first[0, 0] = torch.nextafter(first[0, 0], torch.tensor(2.0))  # the last bit of one element
+        names.add(weights_id(policy))
+        first[0, 1] = torch.nextafter(first[0, 1], torch.tensor(-2.0))  # and another one's, the other way
+        names.add(weights_id(policy))
+        first[0], first[1] = other, row  # two rows change places
+        names.add(weights_id(policy))
+        first[:], second[:] = second.clone(), first.clone()  # two tensors
+        names.add(weights_id(policy))
+        assert len(names) == 5
+        first[:], second[:] = second.clone(), first.clone()
+        first[0], first[1] = row, other  # all as it was
+        assert weights_id(build_policy(model_config(tmp_path), 1.0, session)) == weights_id(policy)
+
+
+def test_the_reference_in_bfloat16_scores_as_the_policy_does(tmp_path: Path, session: Session) -> None:
+    config = model_config(make_model(tmp_path, "qwen3", tied=True), dtype="bfloat16")
+    policy = build_policy(config, 1.0, session)
+    reference = build_policy(config, 1.0, session, trainable=False)
+    batch = pack_rollouts(rollouts(LENGTHS), CPU)
+    assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in reference.parameters())
+    assert torch.equal(policy(batch)[0], reference(batch)[0])  # also its rotary frequencies, which stay float32
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_saved_weights_load_in_transformers(tmp_path: Path, session: Session, tied: bool) -> None:
+    folder = make_model(tmp_path / "model", "qwen3", tied=tied)
+    policy = build_policy(model_config(folder), 1.0, session)
+    optimizer, _ = build_optimizer(policy, OptimizerConfig(lr=1e-2))
+    policy(pack_rollouts(rollouts(LENGTHS), CPU))[0].sum().backward()
+    optimizer.step()
+    export_policy(policy, folder, tmp_path / "saved", session)
+    logprobs, _ = policy(pack_rollouts(rollouts([(4, 6)]), CPU))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    rollout = rollouts([(4, 6)])[0]
+    ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+    expected = plain(ids).logits[0, 3:-1].log_softmax(-1).gather(-1, ids[0, 4:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+    assert not list(tmp_path.glob("saved.tmp"))
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").eos_token_id == 0
+
+
+def test_a_checkpoint_in_several_files_and_bfloat16_is_read(tmp_path: Path, session: Session) -> None:
+    folder = make_model(tmp_path, "llama", tied=False)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    where = {}
+    for part, chosen in enumerate((names[::2], names[1::2])):
+        file = f"model-{part}.safetensors"
+        save_file({name: tensors[name] for name in chosen}, folder / file)
+        where.update(dict.fromkeys(chosen, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    policy = build_policy(model_config(folder), 1.0, session)
+    for name, parameter in policy.model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), tensors[name].float()), name
+
+
+def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path, session: Session) -> None:
+    folder = make_model(tmp_path, "llama", tied=False)
+    policy = build_policy(model_config(folder), 1.0, session)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if "layers.1.mlp.up_proj" not in n}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.path: .* no tensor model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_weights(policy, folder)
+    save_file({**tensors, "lm_head.weight": torch.zeros(3, 64)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"lm_head\.weight has shape \[3, 64\] .* asks for \[97, 64\]"):
+        load_weights(policy, folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("qwen3", {"logits_scaling": 2.0}, "changes its logits by logits_scaling"),
+        ("llama", {"final_logit_softcapping": 30.0}, "changes its logits by final_logit_softcapping"),
+        ("qwen3", {"layer_types": ["linear_attention", "full_attention"]}, "layers other than attention"),
+        ("llama", {"mamba_d_state": 16}, "layers other than attention"),
+    ],
+)
+def test_a_model_whose_logprobs_would_be_wrong_is_refused(
+    tmp_path: Path, session: Session, family: str, changes: dict[str, object], expected: str
+) -> None:
+    folder = make_model(tmp_path, family, tied=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ConfigError, match=expected):
+        build_policy(model_config(folder), 1.0, session)
+
+
+def test_dropout_of_the_checkpoint_is_switched_off(tmp_path: Path, session: Session) -> None:
+    folder = make_model(tmp_path, "starcoder2", tied=True, residual_dropout=0.5, embedding_dropout=0.5, attention_dropout=0.5)
+    policy = build_policy(model_config(folder), 1.0, session)
+    batch = pack_rollouts(rollouts(LENGTHS), CPU)
+    assert torch.equal(policy(batch)[0], policy(batch)[0])
+
+
+def test_the_reference_does_not_stay_gathered(tmp_path: Path, session: Session) -> None:
+    reference = build_policy(model_config(make_model(tmp_path, "llama", tied=False)), 1.0, session, trainable=False)
+    with torch.no_grad():
+        reference(pack_rollouts(rollouts(LENGTHS), CPU))
+    assert all(isinstance(parameter, DTensor) for parameter in reference.parameters())
+
+
+def test_flash_attention_is_refused_where_it_cannot_be_had(tmp_path: Path, session: Session) -> None:
+    folder = make_model(tmp_path, "llama", tied=True)
+    with pytest.raises(ConfigError, match=r"model\.attention: flash needs a GPU"):
+        build_policy(model_config(folder, attention="flash"), 1.0, session)
+    assert build_policy(model_config(folder, attention="auto"), 1.0, session).attention == "sdpa"
+
+
+def test_a_model_that_caps_attention_logits_is_refused(tmp_path: Path, session: Session) -> None:
+    folder = make_model(tmp_path, "llama", tied=True)
+    policy = build_policy(model_config(folder), 1.0, session)
+    layout = PackedLayout([5], CPU, "sdpa")
+    query = torch.randn(1, 2, 5, 8)
+    with pytest.raises(ConfigError, match="caps its attention logits"):
+        packed_attention(policy, query, query, query, None, packed_layout=layout, softcap=50.0)
+
+
+def test_selective_recomputation_repeats_no_product(tmp_path: Path, session: Session) -> None:
+    """Full recomputation runs each product of a layer's forward pass once more, selective none, and without gradients neither is on."""
+    folder = make_model(tmp_path, "qwen3", tied=True)
+
+    class Products(torch.utils._python_dispatch.TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.count += func is torch.ops.aten.mm.default
+            return func(*args, **(kwargs or {}))
+
+    counts = {}
+    for how in (False, "selective", True):
+        policy = build_policy(model_config(folder, activation_checkpointing=how), 1.0, session)
+        logprobs, _ = policy(pack_rollouts(rollouts(LENGTHS), CPU))
+        with Products() as products:
+            logprobs.sum().backward()
+        counts[how] = products.count
+    layers, products_of_a_layer = 2, 7
+    assert counts["selective"] == counts[False]
+    # The last one, down_proj, is not needed again: recomputation stops before it.
+    assert layers * (products_of_a_layer - 1) <= counts[True] - counts[False] <= layers * products_of_a_layer
+
+
+def test_names_and_places_of_parameters_do_not_depend_on_recomputation_and_compilation(tmp_path: Path, session: Session) -> None:
+    folder = make_model(tmp_path, "llama", tied=False)
+    plain = build_policy(model_config(folder), 1.0, session)
+    changed = build_policy(model_config(folder, activation_checkpointing=True, compile=True), 1.0, session)
+    assert list(plain.state_dict()) == list(changed.state_dict())

@@ -1,0 +1,105 @@
+"""The README and the shipped files say what is there."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from grpo_spmd.config import Config, load_config
+from tests.support.processes import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CODE = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "grpo_spmd").rglob("*.py"))}
+
+
+def test_the_map_names_every_module_and_nothing_else() -> None:
+    named = set(re.findall(r"^\| `(grpo_spmd/[\w/.]+)` \|", README, re.MULTILINE))
+    there = {str(path.relative_to(ROOT)) for path in CODE if path.name != "__init__.py" and path.parent.name == "grpo_spmd"}
+    assert named == there | {"grpo_spmd/rewards/"}
+
+
+def test_every_file_that_the_readme_names_exists() -> None:
+    for name in re.findall(r"(?:launch|tests|configs|benchmarks|grpo_spmd)/[\w./-]+\.(?:sh|py|yaml|sbatch)", README):
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_config_loads(config: Path) -> None:
+    load_config(config)
+
+
+def test_every_config_key_is_read_outside_config_py() -> None:
+    """A key that only the config knows would promise what nothing does."""
+    used = "\n".join(text for path, text in CODE.items() if path.name not in ("config.py", "explain.py"))
+
+    def unread(cls: type, prefix: str) -> list[str]:
+        missing = []
+        for field in dataclasses.fields(cls):
+            section = field.default_factory if isinstance(field.default_factory, type) else None
+            section = section or {"model": "ModelConfig", "data": "DataConfig"}.get(field.name)
+            if isinstance(section, str):
+                section = getattr(sys.modules["grpo_spmd.config"], section)
+            if section is not None and dataclasses.is_dataclass(section):
+                missing += unread(cast(type, section), f"{prefix}{field.name}.")
+            elif not re.search(rf"\.{field.name}\b", used):
+                missing.append(prefix + field.name)
+        return missing
+
+    assert unread(Config, "") == []
+
+
+def test_only_rollout_imports_vllm_and_config_imports_no_torch() -> None:
+    for path, text in CODE.items():
+        imported = set()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.split(".")[0])
+        if path.name != "rollout.py":
+            assert "vllm" not in imported, path
+        if path.name in ("config.py", "preflight.py", "data.py", "explain.py"):
+            assert "torch" not in imported, path
+
+
+def test_the_package_uses_no_pickle_and_no_eval() -> None:
+    for path, text in CODE.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("eval", "exec"), f"{path}:{node.lineno}"
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in ("broadcast_object_list", "all_gather_object", "gather_object"), f"{path}:{node.lineno}"
+        assert "import pickle" not in text, path
+
+
+def test_functions_that_communicate_say_so() -> None:
+    """Whoever calls torch.distributed's collectives says "Collective." to those who must call it on all ranks."""
+    text = CODE[ROOT / "grpo_spmd/distributed.py"]
+    collectives = ("dist.all_gather", "dist.gather", "dist.all_to_all", "dist.broadcast", "_ALL_GATHER(", "init_process_group(")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            body = ast.get_source_segment(text, node) or ""
+            if any(call in body for call in collectives):
+                assert (ast.get_docstring(node) or "").startswith("Collective."), node.name
+
+
+@pytest.mark.parametrize(
+    "script", ["launch/setup.sh", "launch/demo.sh", "launch/slurm.sbatch", "tests/run.sh", "benchmarks/run.sh", ".ci/run"]
+)
+def test_scripts_are_executable_and_parse(script: str) -> None:
+    assert os.access(ROOT / script, os.X_OK)
+    subprocess.run(["bash", "-n", ROOT / script], check=True)
+
+
+def test_the_demo_refuses_a_bad_override_in_one_line() -> None:
+    done = subprocess.run([ROOT / "launch/demo.sh", "rollout.group_sise=4"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: rollout.group_sise: unknown key; did you mean rollout.group_size?"]
