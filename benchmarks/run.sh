@@ -4,17 +4,24 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-names=(init weight_sync loss_memory update balance host_overhead rollout_tail step_vs_trl gpu learning trl_loss mutations slurm_trial faults)
+modules=(
+  speed.init speed.weight_sync speed.loss_memory speed.update speed.balance speed.host_overhead speed.rollout_tail speed.step_vs_trl speed.gpu
+  agreement.learning agreement.trl_loss agreement.mutations
+  survival.slurm_trial survival.faults
+)
 name=${1:-}
-case " ${names[*]} all " in
-  *" $name "*) [ -n "$name" ] || { echo "usage: benchmarks/run.sh NAME|all [--json FILE]   NAME: ${names[*]}" >&2; exit 2; } ;;
-  *) echo "usage: benchmarks/run.sh NAME|all [--json FILE]   NAME: ${names[*]}" >&2; exit 2 ;;
-esac
+chosen=()
+for module in "${modules[@]}"; do
+  case $name in all | "${module#*.}") chosen+=("$module") ;; esac
+done
+if [ ${#chosen[@]} = 0 ]; then
+  echo "usage: benchmarks/run.sh NAME|all [--json FILE]   NAME: ${modules[*]#*.}" >&2
+  exit 2
+fi
 shift
 launch/setup.sh
 . .venv/bin/activate
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-if [ "$name" = all ]; then chosen=("${names[@]}"); else chosen=("$name"); fi
-for each in "${chosen[@]}"; do
-  python -m "benchmarks.$each" "$@"
+for module in "${chosen[@]}"; do
+  python -m "benchmarks.$module" "$@"
 done

@@ -1,6 +1,6 @@
 """launch/slurm.sbatch without a Slurm: the real script, real torchrun and real signals; srun, squeue and scontrol are stand-ins.
 
-benchmarks/slurm_trial.py runs the same script, and the trainer, on a real Slurm of two nodes.
+benchmarks/survival/slurm_trial.py runs the same script, and the trainer, on a real Slurm of two nodes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.rollout_tail import finish_times
+from benchmarks.speed.rollout_tail import finish_times
 from grpo_spmd.config import Config, load_config
 from grpo_spmd.data_types import Completion, Prompt, RolloutGroup
 from grpo_spmd.metrics import tail_waste_frac

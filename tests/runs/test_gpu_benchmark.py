@@ -1,4 +1,4 @@
-"""The floors of benchmarks/gpu.py, worked by hand and against torch's own count; its whole flow, on the CPU."""
+"""The floors of benchmarks/speed/gpu.py, worked by hand and against torch's own count; its whole flow, on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.gpu import SIZES, Ceilings, Work, _model_config, decode_bytes, decode_flops, floors, forward_flops
+from benchmarks.speed.gpu import SIZES, Ceilings, Work, _model_config, decode_bytes, decode_flops, floors, forward_flops
 from grpo_spmd.explain import Dimensions, dimensions
 from tests.support.processes import ROOT, Job
 
@@ -47,13 +47,13 @@ def test_forward_flops_are_what_torch_counts() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_and_measures_nothing() -> None:
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "benchmarks.speed.gpu"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "gpu: no GPU: nothing measured\n")
 
 
 def test_the_whole_flow_runs_on_the_cpu(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--size", "tiny", "--steps", "2", "--variants", "offload", "--json", str(tmp_path / "rows.jsonl")]
-    code, output = Job([sys.executable, "-m", "benchmarks.gpu", *arguments]).wait(120)
+    code, output = Job([sys.executable, "-m", "benchmarks.speed.gpu", *arguments]).wait(120)
     assert code == 0, output
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     phases = {row["phase"]: row for row in rows if row["benchmark"] == "gpu"}

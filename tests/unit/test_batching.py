@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.balance import ranks_of_a_group, trace
+from benchmarks.speed.balance import ranks_of_a_group, trace
 from grpo_spmd.assemble import decode_rollouts, encode_rollouts
 from grpo_spmd.batching import Plan, attention_cost_ratio, pack_rollouts, plan_batch, plan_metrics, split_groups
 from grpo_spmd.data_types import MicroBatch, Rollout

@@ -1,4 +1,4 @@
-"""benchmarks/trl_loss.py where there is no TRL: our losses against what TRL gave when it last ran, and the comparison itself."""
+"""benchmarks/agreement/trl_loss.py where there is no TRL: our losses against what TRL gave when it last ran, and the comparison itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.trl_loss import TOLERANCE, Result, Variant, compare, gradient_difference, make, probe, run_ours, variants
+from benchmarks.agreement.trl_loss import TOLERANCE, Result, Variant, compare, gradient_difference, make, probe, run_ours, variants
 
 RECORD = sorted(Path(__file__).parents[2].glob("benchmarks/results/trl_loss_*.jsonl"))[-1]
 Changed = tuple[Variant, str, Variant]

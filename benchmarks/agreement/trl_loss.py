@@ -28,8 +28,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.report import Row, main_arguments, report
-from benchmarks.trl_environment import NO_VLLM, TRL_VERSION, trl_python
+from benchmarks.support.report import Row, main_arguments, report
+from benchmarks.support.trl_environment import NO_VLLM, TRL_VERSION, trl_python
 from grpo_spmd.advantages import compute_advantages, overlong_penalties
 from grpo_spmd.batching import pack_rollouts, plan_batch
 from grpo_spmd.config import AdvantageConfig, Config, DataConfig, LossConfig, ModelConfig, RolloutConfig
@@ -316,7 +316,7 @@ def main() -> None:
         batch = make(folder)
         chosen = variants(batch)
         (folder / "variants.json").write_text(json.dumps([_for_worker(variant, batch) for variant in chosen]))
-        command = [python, "-W", "ignore", "-m", "benchmarks.trl_loss_worker", name]
+        command = [python, "-W", "ignore", "-m", "benchmarks.agreement.trl_loss_worker", name]
         subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1", NO_VLLM: "1"})
         theirs = [load_result(folder / "trl" / f"{number}.safetensors") for number in range(len(chosen))]
         ours = run_ours(folder, batch, chosen)

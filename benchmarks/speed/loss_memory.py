@@ -16,7 +16,7 @@ import tempfile
 
 import torch
 
-from benchmarks.report import Row, main_arguments, report
+from benchmarks.support.report import Row, main_arguments, report
 
 _CHUNKS = (2048, 1024, 512, 256, 128)
 _MIB = 2**20
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _measure(how: str, chunk: int, dtype: str, folder: str) -> Row:
-    command = [sys.executable, "-m", "benchmarks.loss_memory_worker", how, str(chunk), dtype, folder]
+    command = [sys.executable, "-m", "benchmarks.speed.loss_memory_worker", how, str(chunk), dtype, folder]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
     seconds = sorted(found["seconds"])

@@ -1,4 +1,6 @@
-"""How long a save keeps training waiting: python -m benchmarks.faults_save_worker CONFIG RUN_DIR REPEATS (under torchrun for more ranks).
+"""How long a save keeps training waiting (under torchrun for more ranks).
+
+    python -m benchmarks.survival.faults_save_worker CONFIG RUN_DIR REPEATS
 
 A policy with both moments of Adam, 12 bytes a parameter in all. Asynchronous: the copy, as in a run, with the save before long through.
 Synchronous: the copy, the write and its completion. Rank 0 prints the seconds of each, the slowest rank's, as one JSON object.

@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report import Row, main_arguments, report
+from benchmarks.support.report import Row, main_arguments, report
 from grpo_spmd.rollout import share_out
 
 GROUP_SIZE, MEAN_TOKENS, NUM_SEEDS = 8, 1000, 7
@@ -119,7 +119,7 @@ def finish_times(lengths: Lengths, engines: int, at_once: int, static: bool, slo
 def measure() -> list[Row]:
     """The rows of real vLLM on two ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        worker = ["-m", "benchmarks.rollout_tail_worker", folder]
+        worker = ["-m", "benchmarks.speed.rollout_tail_worker", folder]
         subprocess.run([sys.executable, *worker, "make"], check=True)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         done = subprocess.run([*torchrun, *worker, "measure"], capture_output=True, text=True)

@@ -1,6 +1,6 @@
 """A real run on one GPU, each phase beside its floor: the least time that the arithmetic or the bytes of the phase could take here.
 
-    python -m benchmarks.gpu [--size 0.5b|1.5b|tiny] [--steps 6] [--variants plain,offload] [--json FILE]
+    python -m benchmarks.speed.gpu [--size 0.5b|1.5b|tiny] [--steps 6] [--variants plain,offload] [--json FILE]
 A random Qwen2 of that size is made in a temporary folder (no download), and trained by grpo_spmd.train in a process of its own. Its
 completions end at one of many stop tokens, so that their lengths are ragged: geometric, cut at the longest. Ceilings are measured on
 the same device after the runs: bfloat16 products, copies in device memory, copies between pinned host memory and the device. Where
@@ -30,7 +30,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.report import Row, report
+from benchmarks.support.report import Row, report
 from grpo_spmd.explain import Dimensions, dimensions, kv_bytes_per_token
 
 _VARIANTS = {
@@ -165,7 +165,7 @@ def main() -> None:
     ceilings = measure_ceilings(device)  # only now: a context of this process on the GPU would be in the run's ledger
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU (a smoke test, not a measurement)"
     ran = {"model": f"{args.size}, {num_parameters:,} parameters", "device": name}
-    facts = {"command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]), "step": size.step}
+    facts = {"command": shlex.join(["python", "-m", "benchmarks.speed.gpu", *sys.argv[1:]]), "step": size.step}
     report("gpu_ceilings", [{field: value / 1e9 for field, value in vars(ceilings).items()} | {"unit": "1e9/s"} | ran | facts], args.json)
     rows = [row for run in runs.values() for row in phase_rows(run, num_parameters, size, ceilings)]
     report("gpu", [row | ran for row in rows], args.json)

@@ -19,7 +19,7 @@ from typing import Any
 from grpo_spmd.manifest import list_checkpoints, read_manifest
 from tests.support.models import make_model, write_config
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EVERY, NUM_STEPS, NUM_PROMPTS = 3, 36, 32  # interval of checkpoints, steps of a run, rows of the data
 LIMIT_S = 600.0  # for one launch to end in
 _MARK = "GRPO_SPMD_FAULTS_ID"
@@ -31,7 +31,7 @@ _closed = threading.Event()
 
 
 class Launch:
-    """One torchrun over benchmarks.faults_worker. All processes of it carry a mark in their environment."""
+    """One torchrun over benchmarks.survival.faults_worker. All processes of it carry a mark in their environment."""
 
     def __init__(self, run: Run, num_ranks: int, *overrides: str, max_restarts: int = 0) -> None:
         if _closed.is_set():
@@ -40,7 +40,7 @@ class Launch:
         self.mark, self.log = uuid.uuid4().hex, run.folder / f"launch_{number:03d}.log"
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "--max-restarts", str(max_restarts)]
         handed_on = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
-        train = ["-m", "benchmarks.faults_worker", "--config", str(run.lab.config), f"run_dir={run.run_dir}", *overrides]
+        train = ["-m", "benchmarks.survival.faults_worker", "--config", str(run.lab.config), f"run_dir={run.run_dir}", *overrides]
         env = {name: value for name, value in os.environ.items() if name not in _OF_A_GROUP}
         env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FAULTS": str(run.folder), _MARK: self.mark}
         with self.log.open("wb") as file:

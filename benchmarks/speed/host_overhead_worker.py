@@ -1,6 +1,6 @@
 """One rank of the host_overhead benchmark: prints the seconds of each part, a dictionary a round.
 
-python -m benchmarks.host_overhead_worker NUM_ROLLOUTS ROUNDS
+python -m benchmarks.speed.host_overhead_worker NUM_ROLLOUTS ROUNDS
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import grpo_spmd.assemble
-from benchmarks.balance import GROUP_SIZE, trace
+from benchmarks.speed.balance import GROUP_SIZE, trace
 from grpo_spmd.assemble import SampledStep, assemble_batch
 from grpo_spmd.config import Config, DataConfig, LoggingConfig, ModelConfig, RolloutConfig, TrainingConfig
 from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, ScoredRollouts

@@ -1,6 +1,6 @@
 """One row of the loss_memory benchmark.
 
-python -m benchmarks.loss_memory_worker HOW CHUNK DTYPE FOLDER
+python -m benchmarks.speed.loss_memory_worker HOW CHUNK DTYPE FOLDER
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.init_worker import status_bytes
+from benchmarks.speed.init_worker import status_bytes
 from grpo_spmd.logprobs import TokenLogprobs
 
 _TOKENS, _VOCABULARY, _HIDDEN, _TEMPERATURE, _ROUNDS = 4096, 32_000, 256, 0.8, 3

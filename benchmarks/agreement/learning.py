@@ -12,10 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.report import Row, main_arguments, report
+from benchmarks.support.report import Row, main_arguments, report
 from grpo_spmd.demo import make_demo
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _GOAL, _IMPROVEMENT = 0.9, 1.5
 # One optimizer step a rollout would leave the ratio at 1 and the clip bounds untouched: the variants of the ratio get four.
 _REUSE = ("training.num_mini_batches=2", "training.num_epochs=2", "optimizer.lr=5e-4")

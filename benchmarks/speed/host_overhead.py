@@ -13,7 +13,7 @@ import subprocess
 import sys
 from statistics import median
 
-from benchmarks.report import Row, main_arguments, report
+from benchmarks.support.report import Row, main_arguments, report
 
 BUDGET_US = 250
 _ROUNDS = 3
@@ -26,7 +26,7 @@ def main() -> None:
 
 def _measure(num_ranks: int, num_rollouts: int) -> Row:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += ["-m", "benchmarks.host_overhead_worker", str(num_rollouts), str(_ROUNDS)]
+    command += ["-m", "benchmarks.speed.host_overhead_worker", str(num_rollouts), str(_ROUNDS)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     ranks = [json.loads(line.partition("host_overhead_worker: ")[2]) for line in done.stdout.splitlines() if "_worker: " in line]
     assert len(ranks) == num_ranks, done.stdout + done.stderr

@@ -30,9 +30,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults_run import EVERY, NUM_PROMPTS, Lab, Launch, Run, Strike, kill_all_launches, metrics_of, wait_until_gone
-from benchmarks.faults_worker import PHASES, START, WRITE_POINTS, has_rank
-from benchmarks.report import Row, report
+from benchmarks.support.report import Row, report
+from benchmarks.survival.faults_run import EVERY, NUM_PROMPTS, Lab, Launch, Run, Strike, kill_all_launches, metrics_of, wait_until_gone
+from benchmarks.survival.faults_worker import PHASES, START, WRITE_POINTS, has_rank
 from grpo_spmd.manifest import CheckpointError, list_checkpoints, read_manifest, verify_checkpoint
 from tests.support.models import make_model, write_config
 from tests.support.processes import torchrun
@@ -503,7 +503,7 @@ def save_time(lab: Lab, num: int) -> Iterator[Row]:
         config = write_config(folder, model)
         for num_ranks in (1, 2):
             run_dir = folder / f"run_{num_ranks}"
-            worker = ["-m", "benchmarks.faults_save_worker", str(config), str(run_dir), str(repeats)]
+            worker = ["-m", "benchmarks.survival.faults_save_worker", str(config), str(run_dir), str(repeats)]
             env = os.environ | {"OMP_NUM_THREADS": "1"}
             done = subprocess.run(torchrun(num_ranks, *worker), capture_output=True, text=True, env=env)
             shutil.rmtree(run_dir, ignore_errors=True)

@@ -18,7 +18,7 @@ import time
 import numpy as np
 import transformers
 
-from benchmarks.report import Row, main_arguments, report
+from benchmarks.support.report import Row, main_arguments, report
 from grpo_spmd.batching import Plan, attention_cost_ratio, plan_batch, plan_metrics
 
 GROUP_SIZE, LONGEST = 8, 8192

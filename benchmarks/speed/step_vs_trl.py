@@ -36,8 +36,8 @@ import transformers
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmarks.report import Row, main_arguments, report
-from benchmarks.trl_environment import TRL_VERSION, trl_python
+from benchmarks.support.report import Row, main_arguments, report
+from benchmarks.support.trl_environment import TRL_VERSION, trl_python
 
 _ROUNDS = 5
 _STEPS_A_TURN = 2  # of ours; TRL makes one
@@ -220,7 +220,7 @@ class Trl(Side):
     ) -> None:
         settings = {"task": vars(task), "micro_batch": micro_batch, "arguments": arguments, "replay": replay}
         (folder / f"{name}.json").write_text(json.dumps(settings))
-        command = [python, "-W", "ignore", "-m", "benchmarks.step_vs_trl_worker", str(folder), name]
+        command = [python, "-W", "ignore", "-m", "benchmarks.speed.step_vs_trl_worker", str(folder), name]
         super().__init__(command, folder / f"{name}.jsonl", folder / f"{name}.log")
 
     def turn(self, count: int) -> list[Row]:

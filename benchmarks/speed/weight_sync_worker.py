@@ -1,6 +1,6 @@
 """One rank of the weight-sync benchmark: make a model, or time gathers, or whole syncs into vLLM, and print the figures as JSON lines.
 
-python -m benchmarks.weight_sync_worker make|gather|engine FOLDER [DTYPE BUCKET_MIB,...]
+python -m benchmarks.speed.weight_sync_worker make|gather|engine FOLDER [DTYPE BUCKET_MIB,...]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import transformers
 import yaml
 
-from benchmarks.init_worker import status_bytes
+from benchmarks.speed.init_worker import status_bytes
 from grpo_spmd.config import load_config
 from grpo_spmd.distributed import barrier, end_session, exit_with_outcome, on_rank0, start_all_gather, start_session, wait_for
 from grpo_spmd.policy import DTYPES, Policy, build_policy, hf_named_parameters, shard_group

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.report import Row, main_arguments, report
+from benchmarks.support.report import Row, main_arguments, report
 
 _MIB = 2**20
 _ROUNDS = 3
@@ -21,7 +21,7 @@ _ROUNDS = 3
 def main() -> None:
     args = main_arguments(__doc__)
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "benchmarks.init_worker", "make", folder], check=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.speed.init_worker", "make", folder], check=True)
         sizes = json.loads(Path(folder, "sizes.json").read_text())
         rows = [row for num_ranks in (1, 2) for row in _measure(folder, "policy", num_ranks)]
         rows += _measure(folder, "from_pretrained", 1)
@@ -34,7 +34,7 @@ def _measure(folder: str, what: str, num_ranks: int) -> list[Row]:
     beyond, seconds, shard = [], [], 0.0
     for _ in range(_ROUNDS):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        done = subprocess.run([*command, "-m", "benchmarks.init_worker", what, folder], check=True, capture_output=True, text=True)
+        done = subprocess.run([*command, "-m", "benchmarks.speed.init_worker", what, folder], check=True, capture_output=True, text=True)
         ranks = [json.loads(line.partition("init_worker: ")[2]) for line in done.stdout.splitlines() if "init_worker: " in line]
         assert len(ranks) == num_ranks, done.stdout + done.stderr
         beyond.append(max(rank["peak_beyond_shard_bytes"] for rank in ranks) / _MIB)

@@ -27,7 +27,7 @@ import transformers
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.report import Row, main_arguments, report
+from benchmarks.support.report import Row, main_arguments, report
 from grpo_spmd.batching import pack_rollouts, plan_batch
 from grpo_spmd.config import Config, DataConfig, ModelConfig, RewardConfig, TrainingConfig
 from grpo_spmd.data_types import Rollout, RolloutBatch

@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.report import Row, main_arguments, report
+from benchmarks.support.report import Row, main_arguments, report
 from grpo_spmd.demo import make_demo
 from tests.support.models import make_model
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 600
 _NOT_SEEN, _PASSES, _NOT_RUN, _BROKEN = "not seen", "passes", "-", "broken trial: "
 # What may stop a training as a proof.

@@ -1,6 +1,6 @@
 """launch/slurm.sbatch on a real Slurm of two nodes, both on this host: what was tried, and how the run came out of it.
 
-    python -m benchmarks.slurm_trial [--only NAME ...] [--stand-in] [--json FILE]
+    python -m benchmarks.survival.slurm_trial [--only NAME ...] [--stand-in] [--json FILE]
 Needs root and Debian's slurm-wlm and munge. Brings slurmctld and two slurmd up in a temporary folder, on ports of their own, and takes
 them down again; meanwhile /etc/hosts names the nodes. A tiny random model is trained on the CPU, its rewards slowed so that a step takes
 some 0.6 s; --stand-in takes the trainer of tests/support/workers/stand_in_train.py, to try the script alone. Each row ends `ok` only if the
@@ -31,9 +31,9 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.report import Row, report
+from benchmarks.support.report import Row, report
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _NODES = ("trial1", "trial2")
 _STEPS, _LONG = 40, 180  # of most runs, and of those that outlive a walltime of two minutes
 _CONF = """

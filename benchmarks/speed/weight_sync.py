@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Row, main_arguments, report
+from benchmarks.support.report import Row, main_arguments, report
 
 _MIB = 2**20
 _BUCKETS_MIB = (1, 4, 16, 64, 256)
@@ -27,7 +27,7 @@ _SYNCS = [(size, ranks, "bfloat16") for size in ("20M", "98M") for ranks in (1, 
 def main() -> None:
     args = main_arguments(__doc__)
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "benchmarks.weight_sync_worker", "make", folder], check=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.speed.weight_sync_worker", "make", folder], check=True)
         gathers = [row for case in _GATHERS for row in _measure(folder, "gather", *case)]
         report("weight_sync gather", gathers, args.json)
         syncs = [row for case in _SYNCS for row in _measure(folder, "engine", *case)]
@@ -36,7 +36,7 @@ def main() -> None:
 
 def _measure(folder: str, what: str, size: str, num_ranks: int, dtype: str) -> list[Row]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += ["-m", "benchmarks.weight_sync_worker", what, str(Path(folder, size)), dtype, ",".join(map(str, _BUCKETS_MIB))]
+    command += ["-m", "benchmarks.speed.weight_sync_worker", what, str(Path(folder, size)), dtype, ",".join(map(str, _BUCKETS_MIB))]
     environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}  # as train.py sets it
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     marked = [line.partition("weight_sync_worker: ")[2] for line in done.stdout.splitlines() if "weight_sync_worker: " in line]

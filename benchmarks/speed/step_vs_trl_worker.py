@@ -1,6 +1,6 @@
 """TRL's side of `step_vs_trl`: its GRPOTrainer with colocated vLLM, timed. Runs in .venv-trl and imports nothing of grpo_spmd.
 
-    .venv-trl/bin/python -m benchmarks.step_vs_trl_worker FOLDER NAME
+    .venv-trl/bin/python -m benchmarks.speed.step_vs_trl_worker FOLDER NAME
 
 FOLDER/NAME.json holds the settings: `task`, `micro_batch`, `arguments` (of GRPOConfig, over those below) and `replay` (rollouts to train
 on, by step; empty: its own). Standard input gives the turns: each line is a number of steps to make. Each step writes a line of JSON to
@@ -31,7 +31,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 from trl.generation import vllm_generation  # type: ignore[import-not-found]
 
-from benchmarks.step_vs_trl_reward import even_tokens
+from benchmarks.speed.step_vs_trl_reward import even_tokens
 
 _ENGINE = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 28}
 

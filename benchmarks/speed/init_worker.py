@@ -1,6 +1,6 @@
 """One rank of the init benchmark: make the model, or build it in one of two ways and print what that took.
 
-python -m benchmarks.init_worker make|policy|from_pretrained FOLDER
+python -m benchmarks.speed.init_worker make|policy|from_pretrained FOLDER
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One rank of the rollout_tail benchmark: make a model whose prompts decide how long their completions are, or sample from it.
 
-python -m benchmarks.rollout_tail_worker FOLDER make|measure
+python -m benchmarks.speed.rollout_tail_worker FOLDER make|measure
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What several benchmarks share: how they report, the environment of TRL."""

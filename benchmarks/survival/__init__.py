@@ -1,0 +1,1 @@
+"""What a run lives through: kills, damage, full disks, the life of a Slurm job."""
