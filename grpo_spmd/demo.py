@@ -91,23 +91,26 @@ def make_tokenizer(folder: Path) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS).save_pretrained(folder)
 
 
-def tiny_config(**sizes: Any) -> Any:
-    """A two-layer Qwen3 for the demo's tokenizer."""
+def model_config(**sizes: Any) -> Any:
+    """A Qwen3's config: two layers for the demo's tokenizer, but for the `sizes` given."""
     import transformers
 
-    return transformers.Qwen3Config(
-        vocab_size=32,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        dtype="float32",
-        **sizes,
-    )
+    tiny = {
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "dtype": "float32",
+    }
+    return transformers.Qwen3Config(**{**tiny, **sizes})
 
 
 def make_model(folder: Path, seed: int, numbers: str) -> None:
@@ -120,8 +123,7 @@ def make_model(folder: Path, seed: int, numbers: str) -> None:
     ids = {character: tokenizer.convert_tokens_to_ids(character) for character in [*_CHARACTERS, _EOS]}
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    config = tiny_config(intermediate_size=128, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model = transformers.Qwen3ForCausalLM(config)
+    model = transformers.Qwen3ForCausalLM(model_config())
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     tasks = solvable_tasks()
 

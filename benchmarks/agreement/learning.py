@@ -6,14 +6,15 @@ A row a variant: reward at the first step, mean of the first and of the last ten
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import mean
 
-from benchmarks.support.report import Row, main_arguments, report
+from benchmarks.support.report import Row, arguments_parser, read_lines, report
 from grpo_spmd.demo import make_demo
+from tests.support.processes import torchrun
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GOAL, _IMPROVEMENT = 0.9, 1.5
@@ -41,16 +42,16 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    args = main_arguments(__doc__)
+    args = arguments_parser(__doc__).parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         make_demo(Path(folder, "2"), seed=0)
         make_demo(Path(folder, "3-4"), seed=0, numbers="3-4")
         for name, overrides in VARIANTS.items():
             rewards = _train(Path(folder), "2", "demo.yaml", overrides)
-            rows.append(_row(name, rewards, f"last ten >= {_GOAL}", _mean(rewards[-10:]) >= _GOAL))
+            rows.append(_row(name, rewards, f"last ten >= {_GOAL}", mean(rewards[-10:]) >= _GOAL))
         rewards = _train(Path(folder), "3-4", "countdown-3to4.yaml", ())
-        better = _mean(rewards[-10:]) >= _IMPROVEMENT * _mean(rewards[:10])
+        better = mean(rewards[-10:]) >= _IMPROVEMENT * mean(rewards[:10])
         rows.append(_row("countdown of 3 to 4 numbers", rewards, f"last ten >= {_IMPROVEMENT} x first ten", better))
     report("learning", rows, args.json)
     sys.exit(0 if all(row["reached"] for row in rows) else 1)
@@ -59,23 +60,16 @@ def main() -> None:
 def _train(folder: Path, numbers: str, config: str, overrides: tuple[str, ...]) -> list[float]:
     made, run_dir = folder / numbers, Path(tempfile.mkdtemp(dir=folder), "run")
     paths = (f"model.path={made / 'model'}", f"data.train={made / 'train.jsonl'}", f"run_dir={run_dir}")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "grpo_spmd.train"]
-    quiet = ("logging.rollouts_every_steps=0",)
-    done = subprocess.run(
-        [*command, "--config", str(_ROOT / "configs" / config), *paths, *quiet, *overrides], cwd=_ROOT, capture_output=True, text=True
-    )
+    command = torchrun(2, "-m", "grpo_spmd.train", "--config", str(_ROOT / "configs" / config), *paths)
+    done = subprocess.run([*command, "logging.rollouts_every_steps=0", *overrides], cwd=_ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
-    return [json.loads(line)["reward/mean"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line["reward/mean"] for line in read_lines(run_dir / "metrics.jsonl")]
 
 
 def _row(name: str, rewards: list[float], goal: str, reached: bool) -> Row:
-    first = {"first step": rewards[0], "first ten": _mean(rewards[:10])}
-    return {"variant": name, "steps": len(rewards), **first, "last ten": _mean(rewards[-10:]), "goal": goal, "reached": reached}
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    first = {"first step": rewards[0], "first ten": mean(rewards[:10])}
+    return {"variant": name, "steps": len(rewards), **first, "last ten": mean(rewards[-10:]), "goal": goal, "reached": reached}
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.support.report import Row, main_arguments, report
+from benchmarks.support.report import Row, arguments_parser, report
 from grpo_spmd.demo import make_demo
 from tests.support.models import make_model
 
@@ -290,7 +290,7 @@ FAULTS = (
 
 
 def main() -> None:
-    args = main_arguments(__doc__)
+    args = arguments_parser(__doc__).parse_args()
     for fault in FAULTS:
         _planted((_ROOT / "grpo_spmd" / fault.file).read_text(encoding="utf-8"), fault.file, fault.old, fault.new)
     with tempfile.TemporaryDirectory() as folder:

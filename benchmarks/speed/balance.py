@@ -18,7 +18,7 @@ import time
 import numpy as np
 import transformers
 
-from benchmarks.support.report import Row, main_arguments, report
+from benchmarks.support.report import Row, arguments_parser, report
 from grpo_spmd.batching import Plan, attention_cost_ratio, plan_batch, plan_metrics
 
 GROUP_SIZE, LONGEST = 8, 8192
@@ -28,7 +28,7 @@ _PLAIN_UP_TO = 10_000  # its time grows with rollouts * rows
 
 
 def main() -> None:
-    args = main_arguments(__doc__)
+    args = arguments_parser(__doc__).parse_args()
     gc.freeze()  # as vLLM does in a run: else each 100,000 rollouts would pay for walks through all that torch has made
     qwen = transformers.Qwen2Config(num_hidden_layers=28, hidden_size=1536, num_attention_heads=12)
     ratio = attention_cost_ratio(1_543_714_304, qwen)

@@ -14,7 +14,6 @@ figure, against the data sheet and without attention.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shlex
@@ -30,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.support.report import Row, report
+from benchmarks.support.report import Row, arguments_parser, read_lines, report, spread
 from grpo_spmd.explain import Dimensions, dimensions, kv_bytes_per_token
 
 _VARIANTS = {
@@ -143,8 +142,7 @@ def floors(work: Work, ceilings: Ceilings) -> dict[str, tuple[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="append one JSON object a row to this file")
+    parser = arguments_parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="0.5b")
     parser.add_argument("--steps", type=int, default=6, help="of training; the first, which compiles and warms up, is left out")
     parser.add_argument("--variants", default="plain,offload", help=f"of {', '.join(_VARIANTS)}")
@@ -212,9 +210,7 @@ def phase_rows(run: Run, num_parameters: int, size: Size, ceilings: Ceilings) ->
                 "phase": name,
                 "floor": formulas[-1],
                 "floor_s": statistics.median(floor),
-                "measured_s": statistics.median(measured),
-                "min": min(measured),
-                "max": max(measured),
+                **spread("measured_s", measured),
                 "share": statistics.median(f / m for f, m in zip(floor, measured, strict=True)) if any(measured) and any(floor) else "-",
                 "mfu": statistics.median(mfu) if mfu else "-",
                 "mismatch_kl": statistics.median(m["weight_sync/mismatch_kl"] for m in run.metrics) if name == "weight_sync" else "-",
@@ -296,14 +292,9 @@ def make_model(folder: Path, size: Size) -> int:
     import torch
     import transformers
 
-    from grpo_spmd.demo import make_tokenizer
+    from benchmarks.support import models
 
-    transformers.utils.logging.disable_progress_bar()
-    folder.mkdir()
-    make_tokenizer(folder)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**_model_config(size)), dtype=torch.bfloat16)
-    model.save_pretrained(folder)
+    model = models.make_model(folder, transformers.Qwen2Config(**_model_config(size)), dtype=torch.bfloat16)
     stop = [0, *range(size.vocabulary - size.vocabulary // size.mean_tokens, size.vocabulary)]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
     rng = random.Random(0)
@@ -343,14 +334,13 @@ def _train(folder: Path, variant: str, size: Size, steps: int, *, on_gpu: bool) 
     if done.returncode:
         raise SystemExit(f"{shlex.join(command)} ended with exit code {done.returncode}:\n{done.stdout}")
     print(done.stdout, end="")
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_lines(run_dir / "metrics.jsonl")
     lengths = [_lengths(run_dir / "rollouts" / f"step_{line['step']:06d}.jsonl") for line in metrics]
     return Run(variant, yaml.safe_load((run_dir / "config.yaml").read_text()), metrics[1:], lengths[1:])
 
 
 def _lengths(path: Path) -> list[tuple[int, int]]:
-    rollouts = map(json.loads, path.read_text().splitlines())
-    return [(len(rollout["prompt_ids"]), len(rollout["completion_ids"])) for rollout in rollouts]
+    return [(len(rollout["prompt_ids"]), len(rollout["completion_ids"])) for rollout in read_lines(path)]
 
 
 if __name__ == "__main__":

@@ -8,28 +8,22 @@ step's rollouts as jsonl, `logging.rollouts_every_steps`) is not in it.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from statistics import median
 
-from benchmarks.support.report import Row, main_arguments, report
+from benchmarks.support.ranks import measure
+from benchmarks.support.report import Row, arguments_parser, report
 
 BUDGET_US = 250
 _ROUNDS = 3
 
 
 def main() -> None:
-    args = main_arguments(__doc__)
+    args = arguments_parser(__doc__).parse_args()
     report("host_overhead", [_measure(ranks, rollouts) for ranks in (1, 2) for rollouts in (512, 4096, 16384)], args.json)
 
 
 def _measure(num_ranks: int, num_rollouts: int) -> Row:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += ["-m", "benchmarks.speed.host_overhead_worker", str(num_rollouts), str(_ROUNDS)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    ranks = [json.loads(line.partition("host_overhead_worker: ")[2]) for line in done.stdout.splitlines() if "_worker: " in line]
-    assert len(ranks) == num_ranks, done.stdout + done.stderr
+    ranks = measure(num_ranks, "benchmarks.speed.host_overhead_worker", str(num_rollouts), str(_ROUNDS))
     rounds = [{part: max(rank[number][part] for rank in ranks) for part in ranks[0][number]} for number in range(_ROUNDS)]
     return {
         "ranks": num_ranks,

@@ -1,11 +1,10 @@
-"""One rank of the host_overhead benchmark: prints the seconds of each part, a dictionary a round.
+"""One rank of the host_overhead benchmark: tells the seconds of each part, a dictionary a round.
 
 python -m benchmarks.speed.host_overhead_worker NUM_ROLLOUTS ROUNDS
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ import numpy as np
 
 import grpo_spmd.assemble
 from benchmarks.speed.balance import GROUP_SIZE, trace
+from benchmarks.support.ranks import tell
 from grpo_spmd.assemble import SampledStep, assemble_batch
 from grpo_spmd.config import Config, DataConfig, LoggingConfig, ModelConfig, RolloutConfig, TrainingConfig
 from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, ScoredRollouts
@@ -41,7 +41,7 @@ def main() -> None:
         )
         rounds = [one_round(groups, scored, config, session) for _ in range(num_rounds)]
         barrier()  # rank 0's folder must stay until all have written
-    sys.stdout.write(f"host_overhead_worker: {json.dumps(rounds)}\n")  # in one piece: print() would write the line break apart
+    tell(rounds)
     end_session()
 
 

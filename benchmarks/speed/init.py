@@ -6,53 +6,38 @@ its ranks. Resident memory is the kernel's VmHWM, mapped files included, against
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.support.report import Row, main_arguments, report
+from benchmarks.speed.init_worker import make
+from benchmarks.support.ranks import measure
+from benchmarks.support.report import Row, arguments_parser, report, spread
 
 _MIB = 2**20
 _ROUNDS = 3
 
 
 def main() -> None:
-    args = main_arguments(__doc__)
+    args = arguments_parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "benchmarks.speed.init_worker", "make", folder], check=True)
-        sizes = json.loads(Path(folder, "sizes.json").read_text())
-        rows = [row for num_ranks in (1, 2) for row in _measure(folder, "policy", num_ranks)]
-        rows += _measure(folder, "from_pretrained", 1)
-    layer, largest = sizes["layer_bytes"] / _MIB, sizes["largest_tensor_bytes"] / _MIB
-    print(f"\n{sizes['num_parameters']:,} parameters; one layer {layer:.0f} MiB, the largest tensor {largest:.0f} MiB")
+        num_parameters, layer_bytes, largest_bytes = make(Path(folder))
+        rows = [_row(folder, *case) for case in (("policy", 1), ("policy", 2), ("from_pretrained", 1))]
+    layer, largest = layer_bytes / _MIB, largest_bytes / _MIB
+    print(f"\n{num_parameters:,} parameters; one layer {layer:.0f} MiB, the largest tensor {largest:.0f} MiB")
     report("init", rows, args.json)
 
 
-def _measure(folder: str, what: str, num_ranks: int) -> list[Row]:
-    beyond, seconds, shard = [], [], 0.0
-    for _ in range(_ROUNDS):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        done = subprocess.run([*command, "-m", "benchmarks.speed.init_worker", what, folder], check=True, capture_output=True, text=True)
-        ranks = [json.loads(line.partition("init_worker: ")[2]) for line in done.stdout.splitlines() if "init_worker: " in line]
-        assert len(ranks) == num_ranks, done.stdout + done.stderr
-        beyond.append(max(rank["peak_beyond_shard_bytes"] for rank in ranks) / _MIB)
-        seconds.append(max(rank["seconds"] for rank in ranks))
-        shard = max(rank["shard_bytes"] for rank in ranks) / _MIB
-    beyond.sort()
-    seconds.sort()
-    return [
-        {
-            "built by": "build_policy" if what == "policy" else what,
-            "ranks": num_ranks,
-            "shard_mib": shard,
-            "peak_beyond_shard_mib": beyond[_ROUNDS // 2],
-            "min": beyond[0],
-            "max": beyond[-1],
-            "seconds": seconds[_ROUNDS // 2],
-        }
-    ]
+def _row(folder: str, what: str, num_ranks: int) -> Row:
+    rounds = [measure(num_ranks, "benchmarks.speed.init_worker", what, folder) for _ in range(_ROUNDS)]
+    beyond = [max(rank["peak_beyond_shard_bytes"] for rank in ranks) / _MIB for ranks in rounds]
+    return {
+        "built by": "build_policy" if what == "policy" else what,
+        "ranks": num_ranks,
+        "shard_mib": max(rank["shard_bytes"] for rank in rounds[-1]) / _MIB,
+        **spread("peak_beyond_shard_mib", beyond),
+        "seconds": statistics.median(max(rank["seconds"] for rank in ranks) for ranks in rounds),
+    }
 
 
 if __name__ == "__main__":

@@ -8,22 +8,19 @@ computes the entropy, which "chunked" does. Gradients are compared with those of
 
 from __future__ import annotations
 
-import json
-import statistics
-import subprocess
-import sys
 import tempfile
 
 import torch
 
-from benchmarks.support.report import Row, main_arguments, report
+from benchmarks.support.ranks import measure
+from benchmarks.support.report import Row, arguments_parser, report, spread
 
 _CHUNKS = (2048, 1024, 512, 256, 128)
 _MIB = 2**20
 
 
 def main() -> None:
-    args = main_arguments(__doc__)
+    args = arguments_parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = []
         for dtype in ("float32", "bfloat16") if torch.cuda.is_available() else ("float32",):
@@ -37,18 +34,13 @@ def main() -> None:
 
 
 def _measure(how: str, chunk: int, dtype: str, folder: str) -> Row:
-    command = [sys.executable, "-m", "benchmarks.speed.loss_memory_worker", how, str(chunk), dtype, folder]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    seconds = sorted(found["seconds"])
+    (found,) = measure(0, "benchmarks.speed.loss_memory_worker", how, str(chunk), dtype, folder)
     return {
         "logits": how,
         "chunk": chunk or "-",
         "dtype": dtype,
         "peak_mib": found["peak_bytes"] / _MIB,
-        "seconds": statistics.median(seconds),
-        "min": seconds[0],
-        "max": seconds[-1],
+        **spread("seconds", found["seconds"]),
         "gradients_off_by": found["gradients_off_by"],
     }
 

@@ -11,17 +11,16 @@ whose prompts decide the mean length of their completions; static and shared que
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.support.report import Row, main_arguments, report
+from benchmarks.speed import rollout_tail_worker
+from benchmarks.support import ranks
+from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
 from grpo_spmd.rollout import share_out
 
 GROUP_SIZE, MEAN_TOKENS, NUM_SEEDS = 8, 1000, 7
@@ -29,7 +28,7 @@ Lengths = list[list[int]]  # of each group's completions, in tokens
 
 
 def main() -> None:
-    args = main_arguments(__doc__)
+    args = arguments_parser(__doc__).parse_args()
     rows = []
     # alike, engines, requests at once, fair share / that, cap / mean, one engine in 8 at half the speed
     for case in (
@@ -119,20 +118,14 @@ def finish_times(lengths: Lengths, engines: int, at_once: int, static: bool, slo
 def measure() -> list[Row]:
     """The rows of real vLLM on two ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        worker = ["-m", "benchmarks.speed.rollout_tail_worker", folder]
-        subprocess.run([sys.executable, *worker, "make"], check=True)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        done = subprocess.run([*torchrun, *worker, "measure"], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(done.stdout + done.stderr)
-        found = json.loads(Path(folder, "found.json").read_text())
+        rollout_tail_worker.make(Path(folder))
+        found = ranks.measure(2, "benchmarks.speed.rollout_tail_worker", folder)
     return [_row("real", case["what"], 2, case["at_once"], case["per_engine"], case["seconds"]) for case in found]
 
 
 def _row(source: str, what: str, engines: int, at_once: int, per_engine: int, seconds: dict[str, list[list[float]]]) -> Row:
     """`seconds`: by schedule, for each seed or round, of each engine."""
     last = {schedule: [max(of_engines) for of_engines in of_rounds] for schedule, of_rounds in seconds.items()}
-    ratios = [static / shared for static, shared in zip(last["static"], last["shared_queue"], strict=True)]
 
     def waste(schedule: str) -> float:
         return statistics.median(1 - sum(of_engines) / len(of_engines) / max(of_engines) for of_engines in seconds[schedule])
@@ -145,9 +138,7 @@ def _row(source: str, what: str, engines: int, at_once: int, per_engine: int, se
         "completions an engine": per_engine,
         "static_s": statistics.median(last["static"]),
         "shared_queue_s": statistics.median(last["shared_queue"]),
-        "ratio": statistics.median(ratios),
-        "min": min(ratios),
-        "max": max(ratios),
+        **spread("ratio", ratios(last["static"], last["shared_queue"])),
         "static waste": waste("static"),
         "shared waste": waste("shared_queue"),
     }

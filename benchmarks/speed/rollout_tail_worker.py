@@ -1,24 +1,24 @@
-"""One rank of the rollout_tail benchmark: make a model whose prompts decide how long their completions are, or sample from it.
+"""One rank of the rollout_tail benchmark: samples from a model whose prompts decide how long their completions are.
 
-python -m benchmarks.speed.rollout_tail_worker FOLDER make|measure
+python -m benchmarks.speed.rollout_tail_worker FOLDER
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-import transformers
-import yaml
 
-from grpo_spmd.config import load_config
+from benchmarks.support.models import make_model
+from benchmarks.support.ranks import tell
+from grpo_spmd.config import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from grpo_spmd.data_types import Prompt
-from grpo_spmd.demo import make_tokenizer
+from grpo_spmd.demo import model_config
 from grpo_spmd.distributed import barrier, end_session, exit_with_outcome, on_rank0, start_session
 from grpo_spmd.policy import build_policy
 from grpo_spmd.rollout import RolloutEngine, rollout_groups
@@ -26,15 +26,6 @@ from grpo_spmd.weight_sync import sync_weights
 
 NUM_PROMPTS, GROUP_SIZE, AT_ONCE, ROUNDS = 32, 4, 8, 5
 HIDDEN, VOCABULARY, EOS, MAX_TOKENS = 256, 97, 0, 160
-
-
-def main() -> None:
-    folder = Path(sys.argv[1])
-    if sys.argv[2] == "make":
-        make(folder)
-    else:
-        with exit_with_outcome():
-            measure(folder)
 
 
 def mean_tokens(token: int) -> float:
@@ -49,24 +40,8 @@ def make(folder: Path) -> None:
 
     Everything is computed all the same, as for any model of its size.
     """
-    transformers.utils.logging.disable_progress_bar()
-    make_tokenizer(folder / "model")
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=EOS,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
+
+    def change(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()
@@ -77,25 +52,35 @@ def make(folder: Path) -> None:
             logits[token, token], logits[EOS, token] = math.log(1 - end), math.log(end)
         model.lm_head.weight.copy_(logits / length)
         model.model.embed_tokens.weight.copy_(torch.eye(VOCABULARY, HIDDEN))
-    model.save_pretrained(folder / "model")
-    (folder / "train.jsonl").write_text("{}\n")  # never read
-    tree = {
-        "run_dir": str(folder / "run"),
-        "model": {"path": str(folder / "model"), "dtype": "float32"},
-        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 8},
-        "rewards": [{"name": "exact"}],
-        "rollout": {
-            "num_prompts_per_step": NUM_PROMPTS,
-            "group_size": GROUP_SIZE,
-            "max_completion_tokens": MAX_TOKENS,
-            "engine": {"max_num_seqs": AT_ONCE},
-        },
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+
+    config = model_config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=4,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
+    )
+    make_model(folder, config, change=change)
 
 
-def measure(folder: Path) -> None:
-    config = load_config(folder / "config.yaml")
+def main() -> None:
+    folder = sys.argv[1]
+    config = Config(
+        run_dir=f"{folder}/run",
+        model=ModelConfig(path=folder, dtype="float32"),
+        data=DataConfig(train="none", max_prompt_tokens=8),
+        rollout=RolloutConfig(
+            num_prompts_per_step=NUM_PROMPTS,
+            group_size=GROUP_SIZE,
+            max_completion_tokens=MAX_TOKENS,
+            engine={"max_num_seqs": AT_ONCE},
+        ),
+        rewards=(RewardConfig(name="exact"),),
+    )
     schedules = {
         name: dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, schedule=name)) for name in ("static", "shared_queue")
     }
@@ -106,7 +91,6 @@ def measure(folder: Path) -> None:
     session = start_session()
     engine = RolloutEngine(config, session, [EOS])
     policy = build_policy(config.model, config.rollout.temperature, session)
-    found = []
     for what, tokens in cases.items():
         seconds: dict[str, list[list[float]]] = {name: [] for name in schedules}
         for step in range(1 + ROUNDS):  # the first is for warming up
@@ -128,12 +112,12 @@ def measure(folder: Path) -> None:
             assert [slot for slot, _ in made[0]] == list(range(NUM_PROMPTS))
         measured = {name: of_rounds[1:] for name, of_rounds in seconds.items()}
         per_engine = NUM_PROMPTS * GROUP_SIZE // 2
-        found.append({"what": what, "at_once": AT_ONCE, "per_engine": per_engine, "seconds": measured})
-    if session.is_rank0:
-        (folder / "found.json").write_text(json.dumps(found))
+        if session.is_rank0:
+            tell({"what": what, "at_once": AT_ONCE, "per_engine": per_engine, "seconds": measured})
     engine.shutdown()
     end_session()
 
 
 if __name__ == "__main__":
-    main()
+    with exit_with_outcome():
+        main()

@@ -36,8 +36,10 @@ import transformers
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmarks.support.report import Row, main_arguments, report
+from benchmarks.support.models import make_model
+from benchmarks.support.report import Row, arguments_parser, ratios, read_lines, report, spread
 from benchmarks.support.trl_environment import TRL_VERSION, trl_python
+from grpo_spmd.demo import model_config
 
 _ROUNDS = 5
 _STEPS_A_TURN = 2  # of ours; TRL makes one
@@ -72,7 +74,7 @@ _TOLERANCE = 1e-4  # TRL adds 1e-4 to standard deviations of about 50, which is 
 
 
 def main() -> None:
-    args = main_arguments(__doc__)
+    args = arguments_parser(__doc__).parse_args()
     transformers.utils.logging.disable_progress_bar()
     python = trl_python()
     with tempfile.TemporaryDirectory() as name:
@@ -95,30 +97,26 @@ def make(folder: Path) -> None:
     vocabulary = {_EOS: 0, **{f"w{i}": i for i in range(1, _VOCABULARY)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_EOS))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS).save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=_VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
+
+    def change(model: Any) -> None:
         # An lm_head has no bias: one channel that is the same for every token stands in for it.
         model.model.embed_tokens.weight[:, 0] = 0.5
         model.lm_head.weight[0] = 0.0
         channel = model.model(torch.randint(1, _VOCABULARY, (8, 128))).last_hidden_state[..., 0].mean()
         model.lm_head.weight[0, 0] = _END_LOGIT / channel
-    model.save_pretrained(folder / "model")
+
+    config = model_config(
+        vocab_size=_VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    make_model(folder / "model", config, change=change)
+    tokens = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS)
+    tokens.save_pretrained(folder / "model")  # in place of the demo's: words, not characters
     rng = random.Random(0)
     rows = [{"prompt": " ".join(f"w{rng.randrange(1, _VOCABULARY)}" for _ in range(rng.randint(8, _MAX_PROMPT)))} for _ in range(512)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -239,7 +237,7 @@ def compare(folder: Path, python: str) -> list[Row]:
     ours = Ours(folder, "compared", _COMPARED)
     metrics = ours.wait(_COMPARED.num_steps)
     ours.end()
-    rollouts = [_lines(ours.run / "rollouts" / f"step_{step:06d}.jsonl") for step in range(_COMPARED.num_steps)]
+    rollouts = [read_lines(ours.run / "rollouts" / f"step_{step:06d}.jsonl") for step in range(_COMPARED.num_steps)]
     kept = ("prompt_ids", "completion_ids", "rollout_logprobs")
     replay = [[{key: rollout[key] for key in kept} for rollout in step] for step in rollouts]
     theirs = {}
@@ -262,10 +260,6 @@ def compare(folder: Path, python: str) -> list[Row]:
             ("logprobs of the last step: TRL's policy, our engine", logprobs, untrained / 100, untrained),
         )
     ]
-
-
-def _lines(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # The times
@@ -314,8 +308,6 @@ def _row(label: str, phase: str, own: list[list[Row]], theirs: list[list[Row]]) 
     def seconds(turn: list[Row]) -> float:
         return statistics.mean(sum(float(step[f"{part}_s"]) for part in phase.split(" + ")) for step in turn)
 
-    ratios = sorted(seconds(b) / seconds(a) for a, b in zip(own, theirs, strict=True))
-
     def median(rounds: list[list[Row]], value: Callable[[list[Row]], float]) -> float:
         return statistics.median(value(turn) for turn in rounds)
 
@@ -327,14 +319,12 @@ def _row(label: str, phase: str, own: list[list[Row]], theirs: list[list[Row]]) 
         "phase": phase,
         "ours_s": median(own, seconds),
         "trl_s": median(theirs, seconds),
-        "ratio": statistics.median(ratios),
-        "min": ratios[0],
-        "max": ratios[-1],
+        **spread("ratio", ratios([seconds(turn) for turn in theirs], [seconds(turn) for turn in own])),
         "ours_samples_per_s": _TIMED.num_rollouts / median(own, seconds),
         "trl_samples_per_s": _TIMED.num_rollouts / median(theirs, seconds),
         "ours_tokens_mean": median(own, tokens),
         "trl_tokens_mean": median(theirs, tokens),
-        "rounds": len(ratios),
+        "rounds": len(own),
     }
 
 

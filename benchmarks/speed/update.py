@@ -15,7 +15,6 @@ import itertools
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,10 +26,13 @@ import transformers
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.support.report import Row, main_arguments, report
+from benchmarks.support.models import make_model
+from benchmarks.support.ranks import peak_bytes, time_in_turn
+from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
 from grpo_spmd.batching import pack_rollouts, plan_batch
 from grpo_spmd.config import Config, DataConfig, ModelConfig, RewardConfig, TrainingConfig
 from grpo_spmd.data_types import Rollout, RolloutBatch
+from grpo_spmd.demo import model_config
 from grpo_spmd.distributed import Session, end_session, start_session
 from grpo_spmd.loss import aggregation_weights, policy_loss, rollout_correction
 from grpo_spmd.policy import build_policy
@@ -49,14 +51,14 @@ Update = Callable[[], tuple[float, float]]  # -> loss and gradient norm
 
 
 def main() -> None:
-    args = main_arguments(__doc__)
+    args = arguments_parser(__doc__).parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     session = start_session()
     rows: list[Row] = []
     for name, sizes, num_rollouts in _MODELS:
         with tempfile.TemporaryDirectory() as folder:
-            _make_model(folder, sizes)
+            make_model(Path(folder), model_config(**sizes, num_key_value_heads=2, head_dim=64, max_position_embeddings=512))
             config, rollouts = _config(folder), _rollouts(num_rollouts, sizes["vocab_size"])
             tokens = sum(rollout.num_tokens for rollout in rollouts)
             updates = {"packed": packed(config, rollouts, session)}
@@ -82,36 +84,25 @@ def main() -> None:
 
 def _compare(model: str, updates: dict[str, Update], tokens: int, num_rounds: int) -> list[Row]:
     """A row for each update, after one of each that is not timed."""
-    first = {name: update() for name, update in updates.items()}
+    seconds, first = time_in_turn(updates, num_rounds)
     loss, norm = next(iter(first.values()))
     for name, (other_loss, other_norm) in first.items():
         assert abs(other_loss / loss - 1) < 1e-4, (name, other_loss, loss)
         assert abs(other_norm / norm - 1) < 1e-4, (name, other_norm, norm)
-    seconds: dict[str, list[float]] = {name: [] for name in updates}
-    for _ in range(num_rounds):
-        for name, update in updates.items():
-            start = time.perf_counter()
-            update()
-            _wait()
-            seconds[name].append(time.perf_counter() - start)
-    rows = []
-    for name, update in updates.items():
-        ratios = sorted(mine / base for mine, base in zip(seconds[name], next(iter(seconds.values())), strict=True))
-        rows.append(
-            {
-                "model": model,
-                "update": name,
-                "tokens": tokens,
-                "seconds": statistics.median(seconds[name]),
-                "to_first": statistics.median(ratios),
-                "min": ratios[0],
-                "max": ratios[-1],
-                "tokens_per_s": tokens / statistics.median(seconds[name]),
-                "peak_mib": _peak_bytes(update) / _MIB,
-                "loss": first[name][0],
-            }
-        )
-    return rows
+    base = next(iter(seconds.values()))
+    return [
+        {
+            "model": model,
+            "update": name,
+            "tokens": tokens,
+            "seconds": statistics.median(seconds[name]),
+            **spread("to_first", ratios(seconds[name], base)),
+            "tokens_per_s": tokens / statistics.median(seconds[name]),
+            "peak_mib": _peak_bytes(update) / _MIB,
+            "loss": first[name][0],
+        }
+        for name, update in updates.items()
+    ]
 
 
 def packed(config: Config, rollouts: list[Rollout], session: Session) -> Update:
@@ -202,20 +193,12 @@ def _padded_loss(config: Config, model: Any, rollouts: list[Rollout], counted: i
 def _peak_bytes(update: Update) -> float:
     gc.collect()
     if torch.cuda.is_available():
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        update()
-        return torch.cuda.max_memory_allocated() - before
+        return peak_bytes(update)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         update()
     assert recorded.profiler is not None
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(itertools.accumulate(int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns())))
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _config(folder: str) -> Config:
@@ -242,12 +225,6 @@ def _rollouts(number: int, vocabulary: int) -> list[Rollout]:
         Rollout(i, rng.uniform(-1.0, 1.0), True, ids(rng.randint(8, 20)), ids(length), list(logprobs(length)))
         for i, length in enumerate(lengths)
     ]
-
-
-def _make_model(folder: str, sizes: dict[str, int]) -> None:
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(**sizes, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, dtype="float32")
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,13 @@ network. peak_mib is resident memory beyond what was there before (VmHWM); bound
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from benchmarks.support.report import Row, main_arguments, report
+from benchmarks.speed.weight_sync_worker import make
+from benchmarks.support.ranks import measure
+from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
 
 _MIB = 2**20
 _BUCKETS_MIB = (1, 4, 16, 64, 256)
@@ -25,9 +23,9 @@ _SYNCS = [(size, ranks, "bfloat16") for size in ("20M", "98M") for ranks in (1, 
 
 
 def main() -> None:
-    args = main_arguments(__doc__)
+    args = arguments_parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "benchmarks.speed.weight_sync_worker", "make", folder], check=True)
+        make(Path(folder))
         gathers = [row for case in _GATHERS for row in _measure(folder, "gather", *case)]
         report("weight_sync gather", gathers, args.json)
         syncs = [row for case in _SYNCS for row in _measure(folder, "engine", *case)]
@@ -35,34 +33,25 @@ def main() -> None:
 
 
 def _measure(folder: str, what: str, size: str, num_ranks: int, dtype: str) -> list[Row]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += ["-m", "benchmarks.speed.weight_sync_worker", what, str(Path(folder, size)), dtype, ",".join(map(str, _BUCKETS_MIB))]
-    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}  # as train.py sets it
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    marked = [line.partition("weight_sync_worker: ")[2] for line in done.stdout.splitlines() if "weight_sync_worker: " in line]
-    found: list[dict[str, Any]] = [json.loads(line) for line in marked]
-    assert found, done.stdout + done.stderr
-    memcpy = found[0]["seconds"]
-    rows = []
-    for figures in found:
-        ratios = sorted(seconds / copied for seconds, copied in zip(figures["seconds"], memcpy, strict=True))
-        rows.append(
-            {
-                "model": size,
-                "ranks": num_ranks,
-                "dtype": dtype,
-                "what": figures["what"],
-                "ms": 1e3 * sorted(figures["seconds"])[len(ratios) // 2],
-                "x_memcpy": ratios[len(ratios) // 2],
-                "min": ratios[0],
-                "max": ratios[-1],
-                "collectives": figures["collectives"],
-                "moved_mib": figures["moved_bytes"] / _MIB,
-                "needed_mib": figures["needed_bytes"] / _MIB,
-                **({"peak_mib": figures["peak_bytes"] / _MIB, "bound_mib": figures["bound_bytes"] / _MIB} if what == "gather" else {}),
-            }
-        )
-    return rows
+    buckets = ",".join(map(str, _BUCKETS_MIB))
+    environment = {"THP_MEM_ALLOC_ENABLE": "1"}  # as train.py sets it
+    worker = "benchmarks.speed.weight_sync_worker"
+    found = measure(num_ranks, worker, what, str(Path(folder, size)), dtype, buckets, env=environment)
+    return [
+        {
+            "model": size,
+            "ranks": num_ranks,
+            "dtype": dtype,
+            "what": figures["what"],
+            "ms": 1e3 * statistics.median(figures["seconds"]),
+            **spread("x_memcpy", ratios(figures["seconds"], found[0]["seconds"])),
+            "collectives": figures["collectives"],
+            "moved_mib": figures["moved_bytes"] / _MIB,
+            "needed_mib": figures["needed_bytes"] / _MIB,
+            **({"peak_mib": figures["peak_bytes"] / _MIB, "bound_mib": figures["bound_bytes"] / _MIB} if what == "gather" else {}),
+        }
+        for figures in found
+    ]
 
 
 if __name__ == "__main__":

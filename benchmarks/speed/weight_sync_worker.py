@@ -1,25 +1,24 @@
-"""One rank of the weight-sync benchmark: make a model, or time gathers, or whole syncs into vLLM, and print the figures as JSON lines.
+"""One rank of the weight-sync benchmark: time gathers, or whole syncs into vLLM; rank 0 tells the figures.
 
-python -m benchmarks.speed.weight_sync_worker make|gather|engine FOLDER [DTYPE BUCKET_MIB,...]
+python -m benchmarks.speed.weight_sync_worker gather|engine FOLDER DTYPE BUCKET_MIB,...
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 import transformers
-import yaml
 
-from benchmarks.speed.init_worker import status_bytes
-from grpo_spmd.config import load_config
-from grpo_spmd.distributed import barrier, end_session, exit_with_outcome, on_rank0, start_all_gather, start_session, wait_for
+from benchmarks.support import ranks
+from benchmarks.support.models import make_model
+from grpo_spmd.config import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
+from grpo_spmd.demo import model_config
+from grpo_spmd.distributed import end_session, exit_with_outcome, on_rank0, start_all_gather, start_session, wait_for
 from grpo_spmd.policy import DTYPES, Policy, build_policy, hf_named_parameters, shard_group
 from grpo_spmd.rollout import RolloutEngine
 from grpo_spmd.weight_sync import SyncStats, gather_full_tensors, sync_weights
@@ -36,11 +35,15 @@ _HEAD_DIM = 64
 def main() -> None:
     what, folder = sys.argv[1], Path(sys.argv[2])
     transformers.utils.logging.disable_progress_bar()
-    if what == "make":
-        make(folder)
-        return
-    dtype, buckets = DTYPES[sys.argv[3]], [int(mib) for mib in sys.argv[4].split(",")]
-    config = load_config(folder / "config.yaml", [f"model.dtype={sys.argv[3]}"])
+    dtype_name: Any = sys.argv[3]
+    dtype, buckets = DTYPES[dtype_name], [int(mib) for mib in sys.argv[4].split(",")]
+    config = Config(
+        run_dir=str(folder / "run"),
+        model=ModelConfig(path=str(folder), dtype=dtype_name),
+        data=DataConfig(train="none", max_prompt_tokens=32),
+        rollout=RolloutConfig(max_completion_tokens=32),
+        rewards=(RewardConfig(name="gsm8k"),),
+    )
     session = start_session()
     # vLLM comes first, as in a run; it is in the way of nothing that is measured.
     engine = RolloutEngine(config, session, [0]) if what == "engine" else None
@@ -61,62 +64,34 @@ def main() -> None:
         timed["gather alone"] = _gather(policy, dtype, config.rollout.weight_sync_bucket_mib << 20)
         timed["vLLM's load alone"] = lambda: _load(engine, ready)
         timed["whole sync"] = lambda: _sync(policy, engine, config.rollout.weight_sync_bucket_mib)
-    times, stats = time_in_turn(timed)
+    times, stats = ranks.time_in_turn(timed, ROUNDS)
     peaks = {name: peak_bytes(run) for name, run in timed.items()} if engine is None else {}
     for name, of_rounds in times.items():
-        figures: dict[str, Any] = {
-            "what": name,
-            "seconds": of_rounds,
-            "collectives": stats[name].num_collectives,
-            "moved_bytes": stats[name].bytes,
-            "needed_bytes": sum(sizes),
-            "peak_bytes": peaks.get(name, 0),
-            "bound_bytes": bounds.get(name, 0),
-        }
         if session.is_rank0:
-            sys.stdout.write(f"weight_sync_worker: {json.dumps(figures)}\n")  # in one piece, see init_worker
+            ranks.tell(
+                {
+                    "what": name,
+                    "seconds": of_rounds,
+                    "collectives": stats[name].num_collectives,
+                    "moved_bytes": stats[name].bytes,
+                    "needed_bytes": sum(sizes),
+                    "peak_bytes": peaks.get(name, 0),
+                    "bound_bytes": bounds.get(name, 0),
+                }
+            )
     if engine is not None:
         engine.shutdown()
     end_session()
 
 
-def time_in_turn(timed: dict[str, Callable[[], SyncStats]]) -> tuple[dict[str, list[float]], dict[str, SyncStats]]:
-    """Collective. Seconds of the slowest rank in each round; every round takes each of `timed` once, so that all see the same machine."""
-    times: dict[str, list[float]] = {name: [] for name in timed}
-    stats = {}
-    for round_number in range(-1, ROUNDS):  # one to warm up
-        for name, run in timed.items():
-            barrier()
-            start = perf_counter()
-            stats[name] = run()
-            _finish()
-            seconds = on_rank0(max, perf_counter() - start)
-            if round_number >= 0:
-                times[name].append(seconds)
-    return times, stats
-
-
 def peak_bytes(run: Callable[[], SyncStats]) -> int:
-    """Collective. Memory at the peak beyond what was there before, of the rank with most: resident, or allocated on a GPU."""
+    """Collective. `ranks.peak_bytes` of the rank with most, of a run that is not the first."""
     run()
-    if torch.cuda.is_available():
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        return int(on_rank0(max, torch.cuda.max_memory_allocated() - before))
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what torch frees is gone at once, and no slack of the heap is taken for ours
-    libc.malloc_trim(0)  # what was freed before would be used again, and not be seen
-    before = status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
-    run()
-    return int(on_rank0(max, status_bytes("VmHWM") - before))
-
-
-def _finish() -> None:
-    """Wait for a GPU to be done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if not torch.cuda.is_available():
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what torch frees is gone at once, and no slack of the heap is taken for ours
+        libc.malloc_trim(0)  # what was freed before would be used again, and not be seen
+    return int(on_rank0(max, ranks.peak_bytes(run)))
 
 
 def _gather(policy: Policy, dtype: torch.dtype, bucket_bytes: int) -> Callable[[], SyncStats]:
@@ -164,10 +139,10 @@ def _no_stats(_: object) -> SyncStats:
 
 
 def make(folder: Path) -> None:
-    """Random Qwen3 models of SHAPES, each with a config of a run."""
+    """Random Qwen3 models of SHAPES."""
     for name, (hidden, intermediate, layers, vocabulary) in SHAPES.items():
         heads = max(2, hidden // _HEAD_DIM)
-        config = transformers.Qwen3Config(
+        config = model_config(
             vocab_size=vocabulary,
             hidden_size=hidden,
             intermediate_size=intermediate,
@@ -176,17 +151,8 @@ def make(folder: Path) -> None:
             num_key_value_heads=heads // 2,
             head_dim=_HEAD_DIM,
             max_position_embeddings=256,
-            tie_word_embeddings=True,
         )
-        transformers.Qwen3ForCausalLM(config).save_pretrained(folder / name)
-        tree = {
-            "run_dir": str(folder / "run"),
-            "model": {"path": str(folder / name)},
-            "data": {"train": "none", "max_prompt_tokens": 32},
-            "rollout": {"max_completion_tokens": 32},
-            "rewards": [{"name": "gsm8k"}],
-        }
-        (folder / name / "config.yaml").write_text(yaml.safe_dump(tree))
+        make_model(folder / name, config)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import subprocess
+from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,11 @@ from typing import Any
 Row = dict[str, Any]
 
 
-def main_arguments(description: str | None) -> argparse.Namespace:
-    """The arguments that every benchmark takes."""
-    parser = argparse.ArgumentParser(description=description)
+def arguments_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the argument that every benchmark takes, --json."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="append one JSON object a row to this file")
-    return parser.parse_args()
+    return parser
 
 
 def ran_on() -> Row:
@@ -54,6 +56,22 @@ def report(benchmark: str, rows: list[Row], json_path: Path | None) -> None:
         with json_path.open("a", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps({"benchmark": benchmark, **row, **facts}) + "\n")
+
+
+def spread(name: str, values: Iterable[float]) -> Row:
+    """The median under `name`, with the least and the most: how every figure of several rounds is reported."""
+    ordered = sorted(values)
+    return {name: statistics.median(ordered), "min": ordered[0], "max": ordered[-1]}
+
+
+def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Of two rows of rounds: each round against its own, so that both sides saw the same machine."""
+    return [mine / other for mine, other in zip(times, base, strict=True)]
+
+
+def read_lines(path: Path) -> list[Row]:
+    """The objects of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _cell(value: Any) -> str:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.agreement.trl_loss import TOLERANCE, Result, Variant, compare, gradient_difference, make, probe, run_ours, variants
+from benchmarks.agreement.trl_loss import TOLERANCE, Result, compare, gradient_difference, probe, run_ours
+from benchmarks.agreement.trl_loss_batch import make
+from benchmarks.agreement.trl_loss_variants import Variant, variants
 
 RECORD = sorted(Path(__file__).parents[2].glob("benchmarks/results/trl_loss_*.jsonl"))[-1]
 Changed = tuple[Variant, str, Variant]
