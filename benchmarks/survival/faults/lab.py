@@ -1,4 +1,4 @@
-"""A training run under faults: start it, kill it, and judge what is left against a run that nobody touched. Used by faults.py."""
+"""A training run under faults: start it, kill it, and judge what is left against a run that nobody touched. How a campaign does it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -16,10 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.report import read_lines
 from grpo_spmd.manifest import list_checkpoints, read_manifest
 from tests.support.models import make_model, write_config
+from tests.support.processes import torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
+AT_ONCE = 2  # runs side by side: half of a start waits for something
 EVERY, NUM_STEPS, NUM_PROMPTS = 3, 36, 32  # interval of checkpoints, steps of a run, rows of the data
 LIMIT_S = 600.0  # for one launch to end in
 _MARK = "GRPO_SPMD_FAULTS_ID"
@@ -31,21 +33,20 @@ _closed = threading.Event()
 
 
 class Launch:
-    """One torchrun over benchmarks.survival.faults_worker. All processes of it carry a mark in their environment."""
+    """One torchrun over benchmarks.survival.faults.worker. All processes of it carry a mark in their environment."""
 
     def __init__(self, run: Run, num_ranks: int, *overrides: str, max_restarts: int = 0) -> None:
         if _closed.is_set():
             raise RuntimeError("the campaign is over")
         number = len(list(run.folder.glob("launch_*.log")))
         self.mark, self.log = uuid.uuid4().hex, run.folder / f"launch_{number:03d}.log"
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "--max-restarts", str(max_restarts)]
-        handed_on = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
-        train = ["-m", "benchmarks.survival.faults_worker", "--config", str(run.lab.config), f"run_dir={run.run_dir}", *overrides]
+        options = ["--max-restarts", str(max_restarts), "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+        train = ["-m", "benchmarks.survival.faults.worker", "--config", str(run.lab.config), f"run_dir={run.run_dir}", *overrides]
         env = {name: value for name, value in os.environ.items() if name not in _OF_A_GROUP}
         env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FAULTS": str(run.folder), _MARK: self.mark}
         with self.log.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, *torchrun, *handed_on, *train],
+                torchrun(num_ranks, *options, *train),
                 cwd=ROOT,
                 env=env | {"FAULTS_START_S": str(run.lab.start_s)},
                 stdin=subprocess.DEVNULL,
@@ -184,7 +185,7 @@ class Run:
         return self.folder / "run"
 
     def plan(self, number: int, **fault: Any) -> None:
-        """See faults_worker.Trap."""
+        """See worker.Trap."""
         (self.folder / "plan" / f"{number:03d}.json").write_text(json.dumps({"do": "kill", "moment": 0.0, "count": 1, "rank": 0} | fault))
 
     def strikes(self) -> list[Strike]:
@@ -194,7 +195,7 @@ class Run:
 
     def events(self) -> list[dict[str, Any]]:
         path = self.folder / "events.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return read_lines(path) if path.exists() else []
 
     def copy(self, name: str) -> Run:
         """With all that is on disk."""
@@ -250,7 +251,7 @@ class Run:
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl without what is measured with a clock."""
-    lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run_dir / "metrics.jsonl")
     return [{name: value for name, value in line.items() if not name.startswith(_MEASURED)} for line in lines]
 
 

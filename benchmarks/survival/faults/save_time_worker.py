@@ -1,20 +1,20 @@
 """How long a save keeps training waiting (under torchrun for more ranks).
 
-    python -m benchmarks.survival.faults_save_worker CONFIG RUN_DIR REPEATS
+    python -m benchmarks.survival.faults.save_time_worker CONFIG RUN_DIR REPEATS
 
 A policy with both moments of Adam, 12 bytes a parameter in all. Asynchronous: the copy, as in a run, with the save before long through.
-Synchronous: the copy, the write and its completion. Rank 0 prints the seconds of each, the slowest rank's, as one JSON object.
+Synchronous: the copy, the write and its completion. Rank 0 tells the seconds of each, the slowest rank's.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
 
 import torch
 
+from benchmarks.support.ranks import tell
 from grpo_spmd.checkpoint import Checkpoints
 from grpo_spmd.config import load_config
 from grpo_spmd.distributed import barrier, end_session, exit_with_outcome, on_rank0, start_session
@@ -46,7 +46,7 @@ def main() -> None:
     if session.is_rank0:
         num_bytes = sum(path.stat().st_size for path in Path(run_dir, "checkpoints").glob("*/state/*"))
         # The first copy gets its memory from the system, once a run.
-        print(json.dumps({"bytes": num_bytes, "first_s": copies[0], "copies_s": copies[1:], "saves_s": saves[1:]}))
+        tell({"bytes": num_bytes, "first_s": copies[0], "copies_s": copies[1:], "saves_s": saves[1:]})
     end_session()
 
 

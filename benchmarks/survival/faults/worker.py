@@ -1,6 +1,6 @@
 """A rank of a run under faults: grpo_spmd.train as it is, in a process that dies where the harness has planned it.
 
-    FAULTS=FOLDER torchrun ... -m benchmarks.survival.faults_worker --config FILE run_dir=FOLDER/run ...
+    FAULTS=FOLDER torchrun ... -m benchmarks.survival.faults.worker --config FILE run_dir=FOLDER/run ...
 FOLDER/plan/*.json are faults, and each happens once: the first that is left is the one of this start. FOLDER/events.jsonl gets what rank 0
 finds at each start, before the training looks at anything, and the step that the run then goes on from. The product has no hooks: its
 functions are wrapped here.
