@@ -7,16 +7,21 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two ranks on two cores: with more threads vLLM's CPU back end is 20 times slower
+# two ranks on two cores: with more threads vLLM's CPU back end is 20 times slower
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from jaxtyping import install_import_hook
 
-install_import_hook(["grpo_spmd.advantages", "grpo_spmd.logprobs", "grpo_spmd.loss", "grpo_spmd.policy"], "beartype.beartype")
+install_import_hook(
+    ["grpo_spmd.learn.advantages", "grpo_spmd.model.logprobs", "grpo_spmd.learn.losses", "grpo_spmd.model.policy"],
+    "beartype.beartype",
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new folder for a module's files, with a tiny Qwen3 in folder/model. Modules that want more in it have a fixture of their own."""
+    """A new folder for a module's files, with a tiny Qwen3 in folder/model. Modules that want more in it have a fixture
+    of their own."""
     from tests.support.models import make_model
 
     folder = tmp_path_factory.mktemp("tiny")

@@ -1,4 +1,5 @@
-"""Whether it learns: the demo under each algorithm, and TinyZero's countdown with three to four numbers. Two ranks each, real vLLM.
+"""Whether it learns: the demo under each algorithm, and TinyZero's countdown with three to four numbers. Two ranks
+each, real vLLM.
 
     benchmarks/run.sh learning [--json FILE]        about 15 minutes on 2 cores
 A row a variant: reward at the first step, mean of the first and of the last ten steps, whether the goal was reached.
@@ -18,7 +19,8 @@ from tests.support.processes import torchrun
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GOAL, _IMPROVEMENT = 0.9, 1.5
-# One optimizer step a rollout would leave the ratio at 1 and the clip bounds untouched: the variants of the ratio get four.
+# One optimizer step a rollout would leave the ratio at 1 and the clip bounds untouched: the variants of the ratio get
+# four.
 _REUSE = ("training.num_mini_batches=2", "training.num_epochs=2", "optimizer.lr=5e-4")
 VARIANTS: dict[str, tuple[str, ...]] = {
     "grpo (as shipped)": (),
@@ -34,7 +36,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "cispo": ("loss.policy=cispo", "loss.clip_ratio_low=1", *_REUSE),
     "dr. grpo": ("advantage.estimator=dr_grpo", "loss.aggregation=constant"),
     "k3 KL in the loss": ("loss.kl_coef=0.001", "loss.kl_estimator=k3"),
-    "k1 KL in the reward, rloo": ("loss.kl_coef=0.01", "loss.kl_estimator=k1", "loss.kl_in=reward", "advantage.estimator=rloo"),
+    "k1 KL in the reward, rloo": (
+        "loss.kl_coef=0.01",
+        "loss.kl_estimator=k1",
+        "loss.kl_in=reward",
+        "advantage.estimator=rloo",
+    ),
     "reinforce++": ("advantage.estimator=reinforce_pp",),
     "4 updates a rollout": _REUSE,
     "4 updates, engine's logprobs": ("loss.old_logprobs=engine", "loss.rollout_correction=none", *_REUSE),
@@ -61,7 +68,9 @@ def _train(folder: Path, numbers: str, config: str, overrides: tuple[str, ...]) 
     made, run_dir = folder / numbers, Path(tempfile.mkdtemp(dir=folder), "run")
     paths = (f"model.path={made / 'model'}", f"data.train={made / 'train.jsonl'}", f"run_dir={run_dir}")
     command = torchrun(2, "-m", "grpo_spmd.train", "--config", str(_ROOT / "configs" / config), *paths)
-    done = subprocess.run([*command, "logging.rollouts_every_steps=0", *overrides], cwd=_ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "logging.rollouts_every_steps=0", *overrides], cwd=_ROOT, capture_output=True, text=True
+    )
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
     return [line["reward/mean"] for line in read_lines(run_dir / "metrics.jsonl")]
@@ -69,7 +78,14 @@ def _train(folder: Path, numbers: str, config: str, overrides: tuple[str, ...]) 
 
 def _row(name: str, rewards: list[float], goal: str, reached: bool) -> Row:
     first = {"first step": rewards[0], "first ten": mean(rewards[:10])}
-    return {"variant": name, "steps": len(rewards), **first, "last ten": mean(rewards[-10:]), "goal": goal, "reached": reached}
+    return {
+        "variant": name,
+        "steps": len(rewards),
+        **first,
+        "last ten": mean(rewards[-10:]),
+        "goal": goal,
+        "reached": reached,
+    }
 
 
 if __name__ == "__main__":

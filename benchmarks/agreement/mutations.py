@@ -1,11 +1,13 @@
-"""Mutation trials: a fault is planted in a copy of this repository; do the running proofs of a short training, or the tests, see it?
+"""Mutation trials: a fault is planted in a copy of this repository; do the running proofs of a short training, or the
+tests, see it?
 
     benchmarks/run.sh mutations [--json FILE]        about 20 minutes on 2 cores
-A row a fault. "running proofs": what stopped a training of four steps on two ranks at the default settings; for faults of the weight
-sync also with proofs.every_steps=1, which names the tensor. "tests": the first that fails of those listed with the fault, the fast ones
-first; not the whole suite. The first row, without a fault, goes through all of these trainings and tests and must pass. The exit code
-is 1 if it does not, or if a fault was seen by neither. A fault whose source is no longer there exactly once, or which simply crashes, is
-a broken trial that shows nothing; that ends with 1 too.
+A row a fault. "running proofs": what stopped a training of four steps on two ranks at the default settings; for faults
+of the weight sync also with proofs.every_steps=1, which names the tensor. "tests": the first that fails of those listed
+with the fault, the fast ones first; not the whole suite. The first row, without a fault, goes through all of these
+trainings and tests and must pass. The exit code is 1 if it does not, or if a fault was seen by neither. A fault whose
+source is no longer there exactly once, or which simply crashes, is a broken trial that shows nothing; that ends with 1
+too.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ _GATHER = "tests/ranks/test_weight_sync.py::test_bucketed_gather_equals_full_ten
 _PARTITION = "tests/ranks/test_partition.py"
 _LOSS, _ADVANTAGES, _BATCHING = (f"tests/unit/test_{name}.py" for name in ("loss", "advantages", "batching"))
 _ROLLOUT = "tests/ranks/test_rollout.py"
-# Made in every copy, also in the one without a fault: the matrix of world sizes 1 to 4 takes three times as long as that of 1 and 2.
+# Made in every copy, also in the one without a fault: the matrix of world sizes 1 to 4 takes three times as long as
+# that of 1 and 2.
 _SHORTER = ("tests/ranks/test_partition.py", "WORLD_SIZES = (1, 2, 3, 4)", "WORLD_SIZES = (1, 2)")
 
 
@@ -75,7 +78,8 @@ FAULTS = (
         "skipped sync: from the second step on",
         "weight_sync.py",
         f"            {_LOAD}",
-        f"            if engine.proved_version is None:\n                {_LOAD}            engine.policy_version = policy_version\n",
+        f"            if engine.proved_version is None:\n                {_LOAD}            engine.policy_version = "
+        "policy_version\n",
         (_UNTIED,),
         of_sync=True,
     ),
@@ -101,7 +105,8 @@ FAULTS = (
         "transposed: square tensors, in the gather",
         "weight_sync.py",
         _YIELD,
-        f"{_TENSOR}            yield name, tensor.T if tensor.ndim == 2 and len(tensor) == tensor.shape[1] else tensor\n",
+        f"{_TENSOR}            yield name, tensor.T if tensor.ndim == 2 and len(tensor) == tensor.shape[1] else "
+        "tensor\n",
         (_GATHER,),
         of_sync=True,
     ),
@@ -165,7 +170,8 @@ FAULTS = (
         "off by one: the mask leaves out the first token",
         "batching.py",
         "loss_mask=per_token([rollout.counts for rollout in rollouts], np.bool_)",
-        "loss_mask=per_token([rollout.counts for rollout in rollouts], np.bool_) * on_device(np.diff(completion_places, prepend=-1) == 1)",
+        "loss_mask=per_token([rollout.counts for rollout in rollouts], np.bool_) * "
+        "on_device(np.diff(completion_places, prepend=-1) == 1)",
         (_BATCHING,),
     ),
     Fault(
@@ -245,7 +251,10 @@ FAULTS = (
         "rollout.py",
         "            seed=request.seed,\n",
         "",
-        ("tests/ranks/test_evaluate.py::test_two_ranks_and_tensor_parallelism_evaluate_exactly_as_one_rank[two engines]",),
+        (
+            "tests/ranks/test_evaluate.py::test_two_ranks_and_tensor_parallelism_evaluate_exactly_as_one_rank[two "
+            "engines]",
+        ),
     ),
     Fault(
         "old logprobs taken after the first update",
@@ -355,7 +364,9 @@ def _replace(copy: Path, file: str, old: str, new: str) -> None:
 
 def _planted(text: str, file: str, old: str, new: str) -> str:
     if text.count(old) != 1:
-        raise ValueError(f"{file} holds what is to be replaced {text.count(old)} times, not once; adapt this benchmark:\n{old}")
+        raise ValueError(
+            f"{file} holds what is to be replaced {text.count(old)} times, not once; adapt this benchmark:\n{old}"
+        )
     return text.replace(old, new)
 
 
@@ -364,7 +375,11 @@ def _train(copy: Path, made: Path, variants: Sequence[tuple[str, ...]]) -> str:
     short = ("training.num_steps=4", "rollout.num_prompts_per_step=8", "logging.rollouts_every_steps=0")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "grpo_spmd.train"]
     for overrides in dict.fromkeys(variants):
-        paths = ("model.path={made}/model", "data.train={made}/train.jsonl", f"run_dir={tempfile.mkdtemp(dir=copy)}/run")
+        paths = (
+            "model.path={made}/model",
+            "data.train={made}/train.jsonl",
+            f"run_dir={tempfile.mkdtemp(dir=copy)}/run",
+        )
         values = [value.format(made=made) for value in (*paths, *overrides)]
         code, output = _run(copy, [*command, "--config", "configs/demo.yaml", *short, *values])
         if code == 0:
@@ -398,7 +413,13 @@ def _broken(output: str) -> str:
 
 def _run(copy: Path, arguments: list[str]) -> tuple[int, str]:
     """Exit code and output of Python in the copy, whose modules come before this repository's."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "300"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "COLUMNS": "300",
+    }
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=copy,

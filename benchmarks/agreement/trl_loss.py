@@ -1,12 +1,15 @@
-"""Our losses beside TRL's: the same data, weights and settings, loss and gradient of every parameter, float32 on the CPU.
+"""Our losses beside TRL's: the same data, weights and settings, loss and gradient of every parameter, float32 on the
+CPU.
 
-A tiny random Qwen3 and a ragged batch are made in a temporary folder. TRL's GRPOTrainer and RLOOTrainer (trl_loss_worker.py, in .venv-trl,
-made on first use) take them from rewards and token ids to gradients, padded as TRL pads; ours goes from the same rewards and ids through
-the sharded policy, packed micro-batches and grpo_spmd.loss.
+A tiny random Qwen3 and a ragged batch are made in a temporary folder. TRL's GRPOTrainer and RLOOTrainer
+(trl_loss_worker.py, in .venv-trl, made on first use) take them from rewards and token ids to gradients, padded as TRL
+pads; ours goes from the same rewards and ids through the sharded policy, packed micro-batches and
+grpo_spmd.learn.losses.
 
-What is claimed to be the same must agree within 1e-5: the loss (relative where it is above 1) and, for every parameter, the norm of the
-difference of the gradients over the norm of TRL's. "next variant" is that same distance to the closest other variant of the table: what a
-switch without effect would show. Exit code 1 where a claim fails. Rows that differ say why.
+What is claimed to be the same must agree within 1e-5: the loss (relative where it is above 1) and, for every parameter,
+the norm of the difference of the gradients over the norm of TRL's. "next variant" is that same distance to the closest
+other variant of the table: what a switch without effect would show. Exit code 1 where a claim fails. Rows that differ
+say why.
 
 Both sides clip at 0.8 and 1.28 and take rewards minus the group's mean, unless the row says otherwise.
 """
@@ -32,14 +35,16 @@ from benchmarks.agreement.trl_loss_batch import Batch, make
 from benchmarks.agreement.trl_loss_variants import NOT_OURS, NOT_THEIRS, Variant, variants
 from benchmarks.support.report import Row, arguments_parser, report
 from benchmarks.support.trl_environment import NO_VLLM, TRL_VERSION, trl_python
-from grpo_spmd.advantages import compute_advantages, overlong_penalties
-from grpo_spmd.batching import pack_rollouts, plan_batch
-from grpo_spmd.config import Config, DataConfig, ModelConfig, RolloutConfig
-from grpo_spmd.data_types import Rollout
-from grpo_spmd.distributed import Session, end_session, exit_with_outcome, start_session
-from grpo_spmd.loss import kl_estimate
-from grpo_spmd.policy import Policy, build_policy, hf_named_parameters
-from grpo_spmd.update import PolicyUpdater
+from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.learn.advantages import compute_advantages, overlong_penalties
+from grpo_spmd.learn.balance import plan_batch
+from grpo_spmd.learn.losses import kl_estimate
+from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
+from grpo_spmd.records import Rollout
 
 TOLERANCE = 1e-5
 _MAX_ROW_TOKENS = 100  # several micro-batches
@@ -120,9 +125,13 @@ def _score(policy: Policy, batch: Batch, session: Session) -> list[Tensor]:
     return [policy(pack_rollouts([Rollout(0, 0.0, True, *ids)], session.device))[0] for ids in sequences]
 
 
-def _run(variant: Variant, batch: Batch, policy: Policy, old: list[Tensor], ref: list[Tensor], session: Session) -> Result:
+def _run(
+    variant: Variant, batch: Batch, policy: Policy, old: list[Tensor], ref: list[Tensor], session: Session
+) -> Result:
     loss_config, advantage_config = variant.loss_config, variant.advantage_config
-    rewards = torch.tensor([math.nan if r is None else r for r in batch.rewards_of(variant.rewards)], dtype=torch.float64)
+    rewards = torch.tensor(
+        [math.nan if r is None else r for r in batch.rewards_of(variant.rewards)], dtype=torch.float64
+    )
     if advantage_config.overlong_buffer_tokens:
         num_tokens = torch.tensor([len(ids) for ids in batch.completion_ids], dtype=torch.float64)[None]
         buffer, penalty = advantage_config.overlong_buffer_tokens, advantage_config.overlong_penalty
@@ -130,7 +139,9 @@ def _run(variant: Variant, batch: Batch, policy: Policy, old: list[Tensor], ref:
     if loss_config.kl_in == "reward":
         estimates = [kl_estimate(*pair, loss_config.kl_estimator).double().sum() for pair in zip(old, ref, strict=True)]
         rewards -= loss_config.kl_coef * torch.stack(estimates)
-    advantages, _ = compute_advantages(rewards.view(-1, batch.group_size), advantage_config.estimator, advantage_config.normalize_std)
+    advantages, _ = compute_advantages(
+        rewards.view(-1, batch.group_size), advantage_config.estimator, advantage_config.normalize_std
+    )
     advantages = advantages.flatten()
     masked = [cut and loss_config.mask_truncated for cut in batch.truncated]
     rollouts = [
@@ -138,7 +149,9 @@ def _run(variant: Variant, batch: Batch, policy: Policy, old: list[Tensor], ref:
         for i, ids in enumerate(zip(batch.prompt_ids, batch.completion_ids, batch.rollout_logprobs, strict=True))
     ]
     counted = [rollout for rollout in rollouts if rollout.counts]
-    plan = plan_batch([r.num_tokens for r in rollouts], num_ranks=1, mini_batch_sizes=[len(rollouts)], max_tokens=_MAX_ROW_TOKENS)
+    plan = plan_batch(
+        [r.num_tokens for r in rollouts], num_ranks=1, mini_batch_sizes=[len(rollouts)], max_tokens=_MAX_ROW_TOKENS
+    )
     loss = 0.0
     policy.zero_grad()
     config = Config(
@@ -199,13 +212,16 @@ def compare(variant: Variant, ours: Result, theirs: Result, all_theirs: list[Res
 def gradient_difference(ours: Result, theirs: Result) -> tuple[float, str]:
     """The largest norm of the difference over the norm of theirs of a parameter, and its name."""
     assert ours.gradients.keys() == theirs.gradients.keys(), ours.gradients.keys() ^ theirs.gradients.keys()
-    far = {name: float((ours.gradients[name] - theirs).norm() / theirs.norm()) for name, theirs in theirs.gradients.items()}
+    far = {
+        name: float((ours.gradients[name] - theirs).norm() / theirs.norm()) for name, theirs in theirs.gradients.items()
+    }
     worst = max(far, key=lambda name: math.inf if math.isnan(far[name]) else far[name])
     return far[worst], worst
 
 
 def probe(result: Result) -> float:
-    """The gradient's product with a fixed random direction of unit length: a number that knows its sign and place, for the record."""
+    """The gradient's product with a fixed random direction of unit length: a number that knows its sign and place, for
+    the record."""
     generator = torch.Generator().manual_seed(7)
     total, squares = 0.0, 0.0
     for _, gradient in sorted(result.gradients.items()):

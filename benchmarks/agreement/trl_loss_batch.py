@@ -45,7 +45,8 @@ class Batch:
 
 
 def make(folder: Path) -> Batch:
-    """The models policy, old and ref, a tokenizer, and the batch, from seeds of our own: the same on every machine and version."""
+    """The models policy, old and ref, a tokenizer, and the batch, from seeds of our own: the same on every machine and
+    version."""
     for number, name in enumerate(("policy", "old", "ref")):
         _make_model(folder / name, seed=number)
     generator = torch.Generator().manual_seed(11)
@@ -70,9 +71,16 @@ def make(folder: Path) -> Batch:
         with torch.no_grad():
             logits = old(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
         logprobs = (logits / _TEMPERATURE).log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
-        noise = 0.4 * torch.randn(len(completion), generator=generator)  # an engine far from the policy, so that caps bind
+        # an engine far from the policy, so that caps bind
+        noise = 0.4 * torch.randn(len(completion), generator=generator)
         rollout_logprobs.append((logprobs + noise).clamp(max=-1e-3).tolist())
-    batch = Batch(["".join(_CHARACTERS[i - 1] for i in p) for p in prompt_ids], prompt_ids, completion_ids, rollout_logprobs, rewards)
+    batch = Batch(
+        ["".join(_CHARACTERS[i - 1] for i in p) for p in prompt_ids],
+        prompt_ids,
+        completion_ids,
+        rollout_logprobs,
+        rewards,
+    )
     (folder / "batch.json").write_text(json.dumps(asdict(batch)))
     return batch
 

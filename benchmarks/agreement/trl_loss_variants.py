@@ -1,4 +1,5 @@
-"""The variants of `trl_loss`: every loss that both sides have, then those that differ on purpose, and what only one side has."""
+"""The variants of `trl_loss`: every loss that both sides have, then those that differ on purpose, and what only one
+side has."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.agreement.trl_loss_batch import MAX_COMPLETION, UNKNOWN, Batch
-from grpo_spmd.config import AdvantageConfig, LossConfig
+from grpo_spmd.config.schema import AdvantageConfig, LossConfig
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One setting on both sides. Our side begins at PPO's clip without any extra; `trl` holds arguments of GRPOConfig or RLOOConfig."""
+    """One setting on both sides. Our side begins at PPO's clip without any extra; `trl` holds arguments of GRPOConfig
+    or RLOOConfig."""
 
     name: str
     trl: dict[str, Any]
@@ -28,13 +30,19 @@ class Variant:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All that TRL is given: its clip is at 0.8 and 1.2 by default, and its GRPOTrainer divides by the group's std."""
+        """All that TRL is given: its clip is at 0.8 and 1.2 by default, and its GRPOTrainer divides by the group's
+        std."""
         plain: dict[str, Any] = {"epsilon": 0.2, "epsilon_high": 0.28}
         return {**plain, **({"scale_rewards": "none"} if self.trainer == "GRPO" else {}), **self.trl}
 
     @property
     def loss_config(self) -> LossConfig:
-        plain: dict[str, Any] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "dual_clip": None, "rollout_correction": "none"}
+        plain: dict[str, Any] = {
+            "clip_ratio_low": 0.2,
+            "clip_ratio_high": 0.28,
+            "dual_clip": None,
+            "rollout_correction": "none",
+        }
         return LossConfig(**{**plain, **self.loss})
 
     @property
@@ -67,7 +75,13 @@ _SAME = (
     Variant("Dr. GRPO", _DR_GRPO, {"aggregation": "constant"}),
     Variant("DAPO", _DAPO),
     Variant("DAPO, old policy = policy", _DAPO, on_policy=True),
-    Variant("GRPO, std of the group", {**_GRPO, **_GROUP_STD}, {"aggregation": "sequence"}, {"estimator": "grpo"}, rewards="times_1000"),
+    Variant(
+        "GRPO, std of the group",
+        {**_GRPO, **_GROUP_STD},
+        {"aggregation": "sequence"},
+        {"estimator": "grpo"},
+        rewards="times_1000",
+    ),
     Variant(
         "DAPO, std of the batch",
         {**_DAPO, "scale_rewards": "batch"},
@@ -77,7 +91,9 @@ _SAME = (
     Variant("two bounds (dual clip)", {**_DAPO, "delta": 1.5}, {"dual_clip": 1.5}),
     Variant("GSPO", {**_GSPO, **_GRPO}, {**_OURS_GSPO, "aggregation": "sequence"}),
     Variant("GSPO, token mean", {**_GSPO, **_DAPO}, _OURS_GSPO),
-    Variant("GSPO, dual clip", {**_GSPO, **_GRPO, "delta": 1.2}, {**_OURS_GSPO, "aggregation": "sequence", "dual_clip": 1.2}),
+    Variant(
+        "GSPO, dual clip", {**_GSPO, **_GRPO, "delta": 1.2}, {**_OURS_GSPO, "aggregation": "sequence", "dual_clip": 1.2}
+    ),
     Variant(
         "LUSPO (ours times max_completion_tokens)",
         {**_GSPO, "loss_type": "luspo"},
@@ -95,7 +111,11 @@ _SAME = (
     Variant("GRPO, token TIS", {**_GRPO, **_TOKEN_CAP}, {**_OURS_TOKEN_CAP, "aggregation": "sequence"}),
     Variant("DAPO, sequence TIS", {**_DAPO, **_SEQUENCE_CAP}, _OURS_SEQUENCE_CAP),
     Variant("DAPO, IcePop", {**_DAPO, **_BAND}, {"rollout_correction": "icepop", "rollout_correction_cap": 1.5}),
-    Variant("GSPO, sequence TIS", {**_GSPO, **_GRPO, **_SEQUENCE_CAP}, {**_OURS_GSPO, **_OURS_SEQUENCE_CAP, "aggregation": "sequence"}),
+    Variant(
+        "GSPO, sequence TIS",
+        {**_GSPO, **_GRPO, **_SEQUENCE_CAP},
+        {**_OURS_GSPO, **_OURS_SEQUENCE_CAP, "aggregation": "sequence"},
+    ),
     Variant("CISPO, token TIS", {**_CISPO, **_TOKEN_CAP}, {**_OURS_CISPO, **_OURS_TOKEN_CAP}),
     Variant(
         "DAPO, soft overlong punishment",
@@ -135,8 +155,15 @@ _SAME = (
 
 _DIFFER = (
     Variant("GRPO, truncated masked", {**_GRPO, **_MASK}, {"aggregation": "sequence", **_OURS_MASK}, reason=_COUNTED),
-    Variant("Dr. GRPO, truncated masked", {**_DR_GRPO, **_MASK}, {"aggregation": "constant", **_OURS_MASK}, reason=_COUNTED),
-    Variant("DAPO, one reward unknown", _DAPO, rewards="one_unknown", reason="TRL counts its tokens in the mean, with advantage 0"),
+    Variant(
+        "Dr. GRPO, truncated masked", {**_DR_GRPO, **_MASK}, {"aggregation": "constant", **_OURS_MASK}, reason=_COUNTED
+    ),
+    Variant(
+        "DAPO, one reward unknown",
+        _DAPO,
+        rewards="one_unknown",
+        reason="TRL counts its tokens in the mean, with advantage 0",
+    ),
     Variant(
         "DAPO, k3, one reward unknown",
         {**_DAPO, **_K3},
@@ -182,7 +209,11 @@ _DIFFER = (
         {"entropy_coef": 0.05},
         reason="TRL's bonus is a mean of micro-batch means",
     ),
-    Variant("BNPO, two micro-batches", {"loss_type": "bnpo"}, reason="TRL's mean is over each micro-batch: it depends on the split"),
+    Variant(
+        "BNPO, two micro-batches",
+        {"loss_type": "bnpo"},
+        reason="TRL's mean is over each micro-batch: it depends on the split",
+    ),
     Variant(
         "DAPO, TRL's default correction",
         {**_DAPO, "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 2.0},

@@ -1,9 +1,11 @@
-"""TRL's side of `trl_loss`: its own trainers on the batch of a folder. Runs in .venv-trl and imports nothing of grpo_spmd.
+"""TRL's side of `trl_loss`: its own trainers on the batch of a folder. Runs in .venv-trl and imports nothing of
+grpo_spmd.
 
     .venv-trl/bin/python -m benchmarks.agreement.trl_loss_worker FOLDER
 
-Only generation is replaced, by the completions of the batch. Tokenising, padding, old and reference logprobs, importance sampling ratios,
-advantages, the split into micro-batches and the loss are TRL's code as it stands. Writes FOLDER/trl/N.safetensors for each variant N.
+Only generation is replaced, by the completions of the batch. Tokenising, padding, old and reference logprobs,
+importance sampling ratios, advantages, the split into micro-batches and the loss are TRL's code as it stands. Writes
+FOLDER/trl/N.safetensors for each variant N.
 """
 
 from __future__ import annotations

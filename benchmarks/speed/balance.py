@@ -1,12 +1,14 @@
-"""How even the plans are, and what planning takes: long-tailed traces of 100 to 100,000 rollouts over 2 to 64 ranks, by arithmetic.
+"""How even the plans are, and what planning takes: long-tailed traces of 100 to 100,000 rollouts over 2 to 64 ranks, by
+arithmetic.
 
-Completions are lognormal (sigma 1, median 512 tokens) and cut off at 8,192; the 8 of a group are alike (0.81 of the variance is the
-group's). Rows hold 16,384 tokens, and once 8,448. Costs are those of Qwen2.5-1.5B: a token of a rollout of 8,192 costs 1.23 times that of
-a short one.
+Completions are lognormal (sigma 1, median 512 tokens) and cut off at 8,192; the 8 of a group are alike (0.81 of the
+variance is the group's). Rows hold 16,384 tokens, and once 8,448. Costs are those of Qwen2.5-1.5B: a token of a rollout
+of 8,192 costs 1.23 times that of a short one.
 
 The bound is what no plan can better: a rank's fair share of the cost, or the longest rollout where that is more ("best"
-is the efficiency there: where it is below 1, ranks must wait). The gap is how far ours is above the bound. "plain" is the efficiency of
-tokens dealt longest first to the rank with the fewest, then first fit into rows. CPU time is the least of three.
+is the efficiency there: where it is below 1, ranks must wait). The gap is how far ours is above the bound. "plain" is
+the efficiency of tokens dealt longest first to the rank with the fewest, then first fit into rows. CPU time is the
+least of three.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import numpy as np
 import transformers
 
 from benchmarks.support.report import Row, arguments_parser, report
-from grpo_spmd.batching import Plan, attention_cost_ratio, plan_batch, plan_metrics
+from grpo_spmd.learn.balance import attention_cost_ratio, plan_batch, plan_metrics
+from grpo_spmd.records import Plan
 
 GROUP_SIZE, LONGEST = 8, 8192
 BUDGET = 16384
@@ -43,8 +46,10 @@ def main() -> None:
     usual = [row for row in rows if row["max_tokens"] == BUDGET]
     possible = [row for row in usual if row["best"] == 1]
     print(
-        f"\nwhere no rollout is above a rank's fair share ({len(possible)} of {len(usual)} at {BUDGET:,} tokens): efficiency >= "
-        f"{min(row['efficiency'] for row in possible):.4f}, rank cost spread <= {max(row['rank_cost_spread'] for row in possible):.2%}; "
+        f"\nwhere no rollout is above a rank's fair share ({len(possible)} of {len(usual)} at {BUDGET:,} tokens): "
+        "efficiency >= "
+        f"{min(row['efficiency'] for row in possible):.4f}, rank cost spread <= "
+        f"{max(row['rank_cost_spread'] for row in possible):.2%}; "
         f"in the others at most {max(row['gap_to_bound'] for row in usual if row['best'] < 1):.2%} above the bound"
     )
     for few, many in ((1_000, 10_000), (10_000, 100_000)):
@@ -58,14 +63,18 @@ def _measure(num_rollouts: int, num_ranks: int, max_tokens: int, ratio: float) -
     seconds = []
     for _ in range(3):
         start = time.process_time()
-        plan = plan_batch(num_tokens, num_ranks=num_ranks, mini_batch_sizes=[num_rollouts], max_tokens=max_tokens, costs=costs)
+        plan = plan_batch(
+            num_tokens, num_ranks=num_ranks, mini_batch_sizes=[num_rollouts], max_tokens=max_tokens, costs=costs
+        )
         seconds.append(time.process_time() - start)
     figures = plan_metrics(plan, num_tokens, costs)
     share = sum(costs) / num_ranks
     bound = max(share, *costs)
     plain = None
     if num_rollouts <= _PLAIN_UP_TO:
-        plain = plan_metrics(plan_by_tokens(num_tokens, num_ranks, max_tokens), num_tokens, costs)["packing_efficiency_frac"]
+        plain = plan_metrics(plan_by_tokens(num_tokens, num_ranks, max_tokens), num_tokens, costs)[
+            "packing_efficiency_frac"
+        ]
     return {
         "max_tokens": max_tokens,
         "rollouts": num_rollouts,
@@ -84,7 +93,8 @@ def _measure(num_rollouts: int, num_ranks: int, max_tokens: int, ratio: float) -
 
 
 def trace(num_rollouts: int, *, median: int = 512, longest: int = LONGEST, seed: int = 0) -> list[int]:
-    """Tokens of each rollout, in the order of ids: lognormal completions behind prompts of 64 to 256 tokens, groups side by side."""
+    """Tokens of each rollout, in the order of ids: lognormal completions behind prompts of 64 to 256 tokens, groups
+    side by side."""
     rng = np.random.default_rng(seed)
     num_groups = -(-num_rollouts // GROUP_SIZE)
     logs = rng.normal(0, 0.9, (num_groups, 1)) + rng.normal(0, (1 - 0.9**2) ** 0.5, (num_groups, GROUP_SIZE))
@@ -94,7 +104,8 @@ def trace(num_rollouts: int, *, median: int = 512, longest: int = LONGEST, seed:
 
 
 def plan_by_tokens(num_tokens: list[int], num_ranks: int, max_tokens: int) -> Plan:
-    """The plain way: tokens dealt longest first to the rank with the fewest, then each into the first of its rows that has room."""
+    """The plain way: tokens dealt longest first to the rank with the fewest, then each into the first of its rows that
+    has room."""
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     room: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]
@@ -115,7 +126,9 @@ def ranks_of_a_group(plan: Plan, num_rollouts: int) -> float:
     """On how many ranks the rollouts of a group lie, on average."""
     rank_of = {i: rank for rank, rows in enumerate(plan[0]) for row in rows for i in row}
     groups = range(num_rollouts // GROUP_SIZE)
-    return sum(len({rank_of[GROUP_SIZE * group + sample] for sample in range(GROUP_SIZE)}) for group in groups) / len(groups)
+    return sum(len({rank_of[GROUP_SIZE * group + sample] for sample in range(GROUP_SIZE)}) for group in groups) / len(
+        groups
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""A real run on one GPU, each phase beside its floor: the least time that the arithmetic or the bytes of the phase could take here.
+"""A real run on one GPU, each phase beside its floor: the least time that the arithmetic or the bytes of the phase
+could take here.
 
     python -m benchmarks.speed.gpu [--size 0.5b|1.5b|tiny] [--steps 6] [--variants plain,offload] [--json FILE]
-A random Qwen2 of that size is made in a temporary folder (no download), and trained by grpo_spmd.train in a process of its own. Its
-completions end at one of many stop tokens, so that their lengths are ragged: geometric, cut at the longest. Ceilings are measured on
-the same device after the runs: bfloat16 products, copies in device memory, copies between pinned host memory and the device. Where
-there is no GPU nothing is measured; `--device cpu --size tiny` runs it all on the CPU, to see that it works.
+A random Qwen2 of that size is made in a temporary folder (no download), and trained by grpo_spmd.train in a process of
+its own. Its completions end at one of many stop tokens, so that their lengths are ragged: geometric, cut at the
+longest. Ceilings are measured on the same device after the runs: bfloat16 products, copies in device memory, copies
+between pinned host memory and the device. Where there is no GPU nothing is measured; `--device cpu --size tiny` runs it
+all on the CPU, to see that it works.
 
-Time of weight_sync includes waking the engine, that of rollout its falling asleep. Counted is the work of the algorithm, not of this
-implementation: each byte once, products of layers and lm_head (2 FLOPs a weight and token forward, twice that backward), causal attention
-(2 * length^2 * heads * head_dim forward). The share of the update's floor is the MFU against the measured ceiling; "mfu" is the run's own
-figure, against the data sheet and without attention.
+Time of weight_sync includes waking the engine, that of rollout its falling asleep. Counted is the work of the
+algorithm, not of this
+implementation: each byte once, products of layers and lm_head (2 FLOPs a weight and token forward, twice that
+backward), causal attention (2 * length^2 * heads * head_dim forward). The share of the update's floor is the MFU
+against the measured ceiling; "mfu" is the run's own figure, against the data sheet and without attention.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from typing import Any
 import yaml
 
 from benchmarks.support.report import Row, arguments_parser, read_lines, report, spread
-from grpo_spmd.explain import Dimensions, dimensions, kv_bytes_per_token
+from grpo_spmd.preflight.arithmetic import kv_bytes_per_token
+from grpo_spmd.preflight.model_facts import Dimensions, dimensions
 
 _VARIANTS = {
     "plain": [],
@@ -59,7 +63,8 @@ class Size:
     @property
     def step(self) -> str:
         return (
-            f"{self.num_prompts} prompts x {_GROUP_SIZE}, at most {self.max_prompt_tokens} + {self.max_completion_tokens} tokens, "
+            f"{self.num_prompts} prompts x {_GROUP_SIZE}, at most {self.max_prompt_tokens} + "
+            f"{self.max_completion_tokens} tokens, "
             f"{self.max_tokens_per_micro_batch} a micro-batch, {_MINI_BATCHES} optimizer steps"
         )
 
@@ -75,7 +80,8 @@ _MINI_BATCHES = 2  # so that the phase `logprobs` has something to do
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device reached: FLOP/s of a large product, bytes/s (read plus written) of a copy, bytes/s to and from pinned memory."""
+    """What this device reached: FLOP/s of a large product, bytes/s (read plus written) of a copy, bytes/s to and from
+    pinned memory."""
 
     matmul_flops: float
     memory_bytes: float
@@ -111,12 +117,15 @@ class Work:
 
 def forward_flops(work: Work) -> float:
     """Every token through the layers, completions through the lm_head, causal attention within each rollout."""
-    attention = 2 * work.sizes.layers * work.sizes.heads * work.sizes.head_dim * sum((p + c) ** 2 for p, c in work.lengths)
+    attention = (
+        2 * work.sizes.layers * work.sizes.heads * work.sizes.head_dim * sum((p + c) ** 2 for p, c in work.lengths)
+    )
     return 2 * work.layer_parameters * work.tokens + 2 * work.head_parameters * work.completion_tokens + attention
 
 
 def decode_bytes(work: Work) -> float:
-    """All weights once for each token of the longest completion, and for each sampled token the keys and values of what precedes it."""
+    """All weights once for each token of the longest completion, and for each sampled token the keys and values of what
+    precedes it."""
     longest = max(completion for _, completion in work.lengths)
     preceding = sum(completion * prompt + completion * (completion - 1) // 2 for prompt, completion in work.lengths)
     return longest * work.num_parameters * work.itemsize + preceding * kv_bytes_per_token(work.sizes, work.itemsize, 1)
@@ -134,7 +143,10 @@ def floors(work: Work, ceilings: Ceilings) -> dict[str, tuple[str, float]]:
     rollout = max(decode_bytes(work) / ceilings.memory_bytes, decode_flops(work) / ceilings.matmul_flops)
     optimizer = work.optimizer_steps * 28 * n / ceilings.memory_bytes
     return {
-        "weight_sync": (f"(4N read + {work.itemsize}N written)/mem{moved}", (4 + work.itemsize) * n / ceilings.memory_bytes + leave),
+        "weight_sync": (
+            f"(4N read + {work.itemsize}N written)/mem{moved}",
+            (4 + work.itemsize) * n / ceilings.memory_bytes + leave,
+        ),
         "rollout": (f"max((longest*weights + KV read)/mem, 2N*sampled/matmul){moved}", rollout + back),
         "logprobs": ("forward/matmul", forward_flops(work) / ceilings.matmul_flops),
         "update": ("3*forward/matmul + steps*28N/mem", 3 * forward_flops(work) / ceilings.matmul_flops + optimizer),
@@ -144,9 +156,13 @@ def floors(work: Work, ceilings: Ceilings) -> dict[str, tuple[str, float]]:
 def main() -> None:
     parser = arguments_parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="0.5b")
-    parser.add_argument("--steps", type=int, default=6, help="of training; the first, which compiles and warms up, is left out")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="of training; the first, which compiles and warms up, is left out"
+    )
     parser.add_argument("--variants", default="plain,offload", help=f"of {', '.join(_VARIANTS)}")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a smoke test of this file, no measurement")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a smoke test of this file, no measurement"
+    )
     args = parser.parse_args()
     variants = args.variants.split(",")
     if args.steps < 2 or not set(variants) <= set(_VARIANTS):
@@ -164,7 +180,11 @@ def main() -> None:
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU (a smoke test, not a measurement)"
     ran = {"model": f"{args.size}, {num_parameters:,} parameters", "device": name}
     facts = {"command": shlex.join(["python", "-m", "benchmarks.speed.gpu", *sys.argv[1:]]), "step": size.step}
-    report("gpu_ceilings", [{field: value / 1e9 for field, value in vars(ceilings).items()} | {"unit": "1e9/s"} | ran | facts], args.json)
+    report(
+        "gpu_ceilings",
+        [{field: value / 1e9 for field, value in vars(ceilings).items()} | {"unit": "1e9/s"} | ran | facts],
+        args.json,
+    )
     rows = [row for run in runs.values() for row in phase_rows(run, num_parameters, size, ceilings)]
     report("gpu", [row | ran for row in rows], args.json)
     report("gpu_memory", [row | ran for run in runs.values() for row in memory_rows(run)], args.json)
@@ -181,7 +201,8 @@ class Run:
 
 
 def phase_rows(run: Run, num_parameters: int, size: Size, ceilings: Ceilings) -> list[Row]:
-    """One row a phase and one for the step: medians over the steps of floor and time, each step beside its own floor."""
+    """One row a phase and one for the step: medians over the steps of floor and time, each step beside its own
+    floor."""
     sizes = dimensions(_model_config(size))
     assert sizes is not None
     found: list[dict[str, tuple[str, float, float]]] = []
@@ -196,7 +217,11 @@ def phase_rows(run: Run, num_parameters: int, size: Size, ceilings: Ceilings) ->
             offloaded_bytes=metrics["memory/host/offloaded_gib"] * 2**30,
         )
         known = floors(work, ceilings)
-        phases = {name.removeprefix("time/").removesuffix("_s"): value for name, value in metrics.items() if name.startswith("time/")}
+        phases = {
+            name.removeprefix("time/").removesuffix("_s"): value
+            for name, value in metrics.items()
+            if name.startswith("time/")
+        }
         step = sum(seconds for _, seconds in known.values())
         found.append({name: (*known.get(name, ("-", 0.0)), seconds) for name, seconds in phases.items()})
         found[-1]["step"] = ("sum of the above", step, metrics["time/step_s"])
@@ -211,25 +236,42 @@ def phase_rows(run: Run, num_parameters: int, size: Size, ceilings: Ceilings) ->
                 "floor": formulas[-1],
                 "floor_s": statistics.median(floor),
                 **spread("measured_s", measured),
-                "share": statistics.median(f / m for f, m in zip(floor, measured, strict=True)) if any(measured) and any(floor) else "-",
+                "share": statistics.median(f / m for f, m in zip(floor, measured, strict=True))
+                if any(measured) and any(floor)
+                else "-",
                 "mfu": statistics.median(mfu) if mfu else "-",
-                "mismatch_kl": statistics.median(m["weight_sync/mismatch_kl"] for m in run.metrics) if name == "weight_sync" else "-",
+                "mismatch_kl": statistics.median(m["weight_sync/mismatch_kl"] for m in run.metrics)
+                if name == "weight_sync"
+                else "-",
             }
         )
     return rows
 
 
 def memory_rows(run: Run) -> list[Row]:
-    """The ledger (grpo_spmd/memory.py) of each phase, in GiB, the most over the steps; and what the engine's sleep frees and leaves."""
+    """The ledger (grpo_spmd/memory.py) of each phase, in GiB, the most over the steps; and what the engine's sleep
+    frees and leaves."""
 
     def most(key: str) -> float:
         return float(max(metrics[key] for metrics in run.metrics if key in metrics))
 
     fields = ("peak", "allocated", "reserved", "driver_used", "other")
-    phases = {key.split("/")[1] for metrics in run.metrics for key in metrics if key.startswith("memory/") and key.endswith("/peak_gib")}
-    order = [phase for phase in ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint") if phase in phases]
+    phases = {
+        key.split("/")[1]
+        for metrics in run.metrics
+        for key in metrics
+        if key.startswith("memory/") and key.endswith("/peak_gib")
+    }
+    order = [
+        phase
+        for phase in ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
+        if phase in phases
+    ]
     nothing: Row = dict.fromkeys((*fields, "freed", "left"), "-")
-    rows = [{"variant": run.variant, "phase": p, **nothing, **{f: most(f"memory/{p}/{f}_gib") for f in fields}} for p in order]
+    rows = [
+        {"variant": run.variant, "phase": p, **nothing, **{f: most(f"memory/{p}/{f}_gib") for f in fields}}
+        for p in order
+    ]
     sleep = {"freed": most("memory/sleep/freed_gib"), "left": most("memory/sleep/left_gib")}
     return [*rows, {"variant": run.variant, "phase": "sleep", **nothing, **sleep}]
 
@@ -285,7 +327,8 @@ def _model_config(size: Size) -> dict[str, Any]:
 
 
 def make_model(folder: Path, size: Size) -> int:
-    """A random Qwen2 whose next-token distributions are near uniform, so that `vocabulary / mean_tokens` stop tokens give that mean length.
+    """A random Qwen2 whose next-token distributions are near uniform, so that `vocabulary / mean_tokens` stop tokens
+    give that mean length.
 
     Returns its number of parameters.
     """
@@ -299,7 +342,8 @@ def make_model(folder: Path, size: Size) -> int:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
     rng = random.Random(0)
     prompts = [
-        "".join(rng.choices("0123456789+-*,=:", k=rng.randint(size.max_prompt_tokens // 2, size.max_prompt_tokens))) for _ in range(512)
+        "".join(rng.choices("0123456789+-*,=:", k=rng.randint(size.max_prompt_tokens // 2, size.max_prompt_tokens)))
+        for _ in range(512)
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     return int(model.num_parameters())  # a tied one once
@@ -326,7 +370,9 @@ def _train(folder: Path, variant: str, size: Size, steps: int, *, on_gpu: bool) 
         },
         "proofs": {"every_steps": 0},
     }
-    (folder / "reward.py").write_text("def length(completion_ids, **_):\n    return [float(len(ids) % 7) for ids in completion_ids]\n")
+    (folder / "reward.py").write_text(
+        "def length(completion_ids, **_):\n    return [float(len(ids) % 7) for ids in completion_ids]\n"
+    )
     path = folder / f"{variant}.yaml"
     path.write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "grpo_spmd.train", "--config", str(path), *_VARIANTS[variant]]

@@ -13,14 +13,17 @@ from typing import Any
 
 import numpy as np
 
-import grpo_spmd.assemble
 from benchmarks.speed.balance import GROUP_SIZE, trace
 from benchmarks.support.ranks import tell
-from grpo_spmd.assemble import SampledStep, assemble_batch
-from grpo_spmd.config import Config, DataConfig, LoggingConfig, ModelConfig, RolloutConfig, TrainingConfig
-from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, ScoredRollouts
-from grpo_spmd.distributed import Session, barrier, end_session, exit_with_outcome, on_rank0, start_session
-from grpo_spmd.metrics import dump_rollouts_if_due
+from grpo_spmd.config.schema import Config, DataConfig, LoggingConfig, ModelConfig, RolloutConfig, TrainingConfig
+from grpo_spmd.distributed.collectives import barrier, on_rank0
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.learn import assemble, sampled_step
+from grpo_spmd.learn.assemble import assemble_batch
+from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.observe.rollout_record import dump_rollouts_if_due
+from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
 PARTS = ("plan_batch", "encode_rollouts", "exchange_bytes", "decode_rollouts", "pack_rollouts")  # of assemble_batch
 
@@ -35,7 +38,9 @@ def main() -> None:
             model=ModelConfig(path=""),
             data=DataConfig(train=""),
             rewards=(),
-            rollout=RolloutConfig(num_prompts_per_step=num_rollouts // GROUP_SIZE, group_size=GROUP_SIZE, max_completion_tokens=4096),
+            rollout=RolloutConfig(
+                num_prompts_per_step=num_rollouts // GROUP_SIZE, group_size=GROUP_SIZE, max_completion_tokens=4096
+            ),
             training=TrainingConfig(num_mini_batches=2, max_tokens_per_micro_batch=16384),
             logging=LoggingConfig(rollouts_every_steps=1),
         )
@@ -67,7 +72,8 @@ def make_groups(num_rollouts: int, session: Session) -> tuple[list[RolloutGroup]
 
 
 def one_round(groups: list[RolloutGroup], scored: ScoredRollouts, config: Config, session: Session) -> dict[str, float]:
-    """Seconds of this rank: "add", the parts of assemble_batch and its rest, "total" of these (and in CPU time), and "dump"."""
+    """Seconds of this rank: "add", the parts of assemble_batch and its rest, "total" of these (and in CPU time), and
+    "dump"."""
     seconds: dict[str, float] = {}
 
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,9 +85,10 @@ def one_round(groups: list[RolloutGroup], scored: ScoredRollouts, config: Config
 
         return inner
 
-    originals = {name: getattr(grpo_spmd.assemble, name) for name in PARTS}
+    places = {name: sampled_step if name == "plan_batch" else assemble for name in PARTS}
+    originals = {name: getattr(module, name) for name, module in places.items()}
     for name, original in originals.items():
-        setattr(grpo_spmd.assemble, name, timed(name, original))
+        setattr(places[name], name, timed(name, original))
     sampled = SampledStep(config, session, attention_cost_ratio=2.8e-5)
     barrier()
     cpu_start = time.process_time()
@@ -89,7 +96,7 @@ def one_round(groups: list[RolloutGroup], scored: ScoredRollouts, config: Config
     _, decided = timed("assemble", assemble_batch)(sampled, config, session)
     cpu = time.process_time() - cpu_start
     for name, original in originals.items():
-        setattr(grpo_spmd.assemble, name, original)
+        setattr(places[name], name, original)
     barrier()
     timed("dump", dump_rollouts_if_due)(config, 0, sampled, decided)
     parts = {name: seconds.get(name, 0.0) for name in ("add", *PARTS)}

@@ -1,7 +1,8 @@
 """Memory of building the policy: what a rank holds at its peak beyond its shard, beside a plain from_pretrained.
 
-A random Qwen3 of 0.3 billion parameters (1.2 GB in float32, several files) is made in a temporary folder. Each row is the largest of
-its ranks. Resident memory is the kernel's VmHWM, mapped files included, against what the process held before.
+A random Qwen3 of 0.3 billion parameters (1.2 GB in float32, several files) is made in a temporary folder. Each row is
+the largest of its ranks. Resident memory is the kernel's VmHWM, mapped files included, against what the process held
+before.
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ import transformers
 
 from benchmarks.support.models import make_model
 from benchmarks.support.ranks import peak_bytes, tell
-from grpo_spmd.config import ModelConfig
+from grpo_spmd.config.schema import ModelConfig
 from grpo_spmd.demo import model_config
-from grpo_spmd.distributed import end_session, exit_with_outcome, start_session
-from grpo_spmd.policy import build_policy
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import end_session, start_session
+from grpo_spmd.model.policy import build_policy
 
 
 def main() -> None:
@@ -32,7 +33,9 @@ def main() -> None:
             built.append(build_policy(ModelConfig(path=folder, dtype="float32"), 1.0, session))
             return
         built.append(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-        for p in built[0].parameters():  # it maps the files and reads nothing yet: touch what a first forward pass would
+        for p in built[
+            0
+        ].parameters():  # it maps the files and reads nothing yet: touch what a first forward pass would
             p.detach().sum()
 
     start = time.perf_counter()
@@ -45,7 +48,8 @@ def main() -> None:
 
 
 def make(folder: Path) -> tuple[int, int, int]:
-    """Random weights of 0.3 billion parameters in files of at most 400 MB. Returns how many, bytes of a layer and of the largest tensor."""
+    """Random weights of 0.3 billion parameters in files of at most 400 MB. Returns how many, bytes of a layer and of
+    the largest tensor."""
     config = model_config(
         vocab_size=64000,
         hidden_size=1024,

@@ -1,9 +1,11 @@
-"""Memory and time of logprobs from hidden states, forward and backward: a chunk of logits at a time, beside all of them at once.
+"""Memory and time of logprobs from hidden states, forward and backward: a chunk of logits at a time, beside all of them
+at once.
 
-T = 4096 tokens, V = 32,000, D = 256. Each row is a process of its own. Memory is the most that was held at one time beyond hidden states
-and lm_head, measured (VmHWM, or torch's peak on a GPU), with the gradients of both in it (35 MiB in float32). "full" is log_softmax and
-gather of all logits, as plain transformers code has it; "full, row by row" is how TRL takes logprobs of float32 logits. Neither of them
-computes the entropy, which "chunked" does. Gradients are compared with those of "full" in float32.
+T = 4096 tokens, V = 32,000, D = 256. Each row is a process of its own. Memory is the most that was held at one time
+beyond hidden states and lm_head, measured (VmHWM, or torch's peak on a GPU), with the gradients of both in it (35 MiB
+in float32). "full" is log_softmax and gather of all logits, as plain transformers code has it; "full, row by row" is
+how TRL takes logprobs of float32 logits. Neither of them computes the entropy, which "chunked" does. Gradients are
+compared with those of "full" in float32.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.support.ranks import peak_bytes, tell
-from grpo_spmd.logprobs import TokenLogprobs
+from grpo_spmd.model.logprobs import TokenLogprobs
 
 _TOKENS, _VOCABULARY, _HIDDEN, _TEMPERATURE, _ROUNDS = 4096, 32_000, 256, 0.8, 3
 
@@ -47,7 +47,8 @@ def main() -> None:
         seconds.append(time.perf_counter() - start)
 
     leaves = [x.to(device, getattr(torch, dtype)).requires_grad_() for x in (hidden, head)]
-    torch.mm(leaves[0].detach()[:2], leaves[1].detach()[:8].T)  # the libraries' own first allocations belong to what was there before
+    # the libraries' own first allocations belong to what was there before
+    torch.mm(leaves[0].detach()[:2], leaves[1].detach()[:8].T)
     peak = 0
     for _ in range(_ROUNDS):
         for leaf in leaves:
@@ -59,7 +60,10 @@ def main() -> None:
     if how == "full" and dtype == "float32":
         save_file({"hidden": got[0], "head": got[1]}, file)
     exact = load_file(file)
-    off_by = [float((mine - exact[name]).norm() / exact[name].norm()) for name, mine in zip(("hidden", "head"), got, strict=True)]
+    off_by = [
+        float((mine - exact[name]).norm() / exact[name].norm())
+        for name, mine in zip(("hidden", "head"), got, strict=True)
+    ]
     tell({"peak_bytes": peak, "seconds": seconds, "gradients_off_by": max(off_by)})
 
 

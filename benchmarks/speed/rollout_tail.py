@@ -1,11 +1,12 @@
 """The tail of a rollout: how much sooner the last engine is done with the shared queue than with the static split.
 
     benchmarks/run.sh rollout_tail [--json FILE]        about 2 minutes on 2 cores
-"model" rows replay the two schedules with the engine's own rule and no engine: a decode step of b requests takes 8 ms + 0.05 ms * b
-(about a 7B model on one H100), lengths are lognormal with sigma 1, mean 1000 and a cap, groups have 8 completions; prefill takes no time.
-"alike" is the share of the variance of log(length) that siblings have in common. "real" rows are vLLM on two ranks with a made model
-whose prompts decide the mean length of their completions; static and shared queue in turn, the same tokens asserted in each round.
-`ratio` is static / shared_queue in the time until the last engine is done: median, min and max over seeds or rounds.
+"model" rows replay the two schedules with the engine's own rule and no engine: a decode step of b requests takes 8 ms +
+0.05 ms * b (about a 7B model on one H100), lengths are lognormal with sigma 1, mean 1000 and a cap, groups have 8
+completions; prefill takes no time. "alike" is the share of the variance of log(length) that siblings have in common.
+"real" rows are vLLM on two ranks with a made model whose prompts decide the mean length of their completions; static
+and shared queue in turn, the same tokens asserted in each round. `ratio` is static / shared_queue in the time until the
+last engine is done: median, min and max over seeds or rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from benchmarks.speed import rollout_tail_worker
 from benchmarks.support import ranks
 from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
-from grpo_spmd.rollout import share_out
+from grpo_spmd.engine.requests import share_out
 
 GROUP_SIZE, MEAN_TOKENS, NUM_SEEDS = 8, 1000, 7
 Lengths = list[list[int]]  # of each group's completions, in tokens
@@ -69,7 +70,8 @@ def replay(alike: float, engines: int, at_once: int, load: int, cap: int, one_sl
 
 
 def draw_lengths(rng: random.Random, num_groups: int, alike: float, cap: int) -> Lengths:
-    """Lognormal, sigma 1, of mean MEAN_TOKENS before the cap; `alike` of the variance of the logarithm is the prompt's."""
+    """Lognormal, sigma 1, of mean MEAN_TOKENS before the cap; `alike` of the variance of the logarithm is the
+    prompt's."""
     groups = []
     for _ in range(num_groups):
         of_prompt = math.log(MEAN_TOKENS) - 0.5 + math.sqrt(alike) * rng.gauss(0, 1)
@@ -79,7 +81,8 @@ def draw_lengths(rng: random.Random, num_groups: int, alike: float, cap: int) ->
 
 
 def finish_times(lengths: Lengths, engines: int, at_once: int, static: bool, slowness: Sequence[float]) -> list[float]:
-    """When each engine is done: continuous batching, event by event; between two ends of completions the batch stays the same.
+    """When each engine is done: continuous batching, event by event; between two ends of completions the batch stays
+    the same.
 
     Args:
         at_once: requests that an engine runs at the same time; others of its own wait.
@@ -87,7 +90,8 @@ def finish_times(lengths: Lengths, engines: int, at_once: int, static: bool, slo
     """
     max_in_flight, num_dealt = share_out(len(lengths), len(lengths[0]), engines, None if static else at_once)
     next_group = min(num_dealt * engines, len(lengths))
-    waiting = [[tokens for group in lengths[e:next_group:engines] for tokens in group][::-1] for e in range(engines)]  # the next one last
+    # the next one last
+    waiting = [[tokens for group in lengths[e:next_group:engines] for tokens in group][::-1] for e in range(engines)]
     running: list[list[int]] = [[] for _ in range(engines)]  # by engine: at which of its steps a completion ends
     steps, clock = [0] * engines, [0.0] * engines
     events: list[tuple[float, int]] = []
@@ -123,12 +127,16 @@ def measure() -> list[Row]:
     return [_row("real", case["what"], 2, case["at_once"], case["per_engine"], case["seconds"]) for case in found]
 
 
-def _row(source: str, what: str, engines: int, at_once: int, per_engine: int, seconds: dict[str, list[list[float]]]) -> Row:
+def _row(
+    source: str, what: str, engines: int, at_once: int, per_engine: int, seconds: dict[str, list[list[float]]]
+) -> Row:
     """`seconds`: by schedule, for each seed or round, of each engine."""
     last = {schedule: [max(of_engines) for of_engines in of_rounds] for schedule, of_rounds in seconds.items()}
 
     def waste(schedule: str) -> float:
-        return statistics.median(1 - sum(of_engines) / len(of_engines) / max(of_engines) for of_engines in seconds[schedule])
+        return statistics.median(
+            1 - sum(of_engines) / len(of_engines) / max(of_engines) for of_engines in seconds[schedule]
+        )
 
     return {
         "source": source,

@@ -16,27 +16,32 @@ import torch
 
 from benchmarks.support.models import make_model
 from benchmarks.support.ranks import tell
-from grpo_spmd.config import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
-from grpo_spmd.data_types import Prompt
+from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from grpo_spmd.demo import model_config
-from grpo_spmd.distributed import barrier, end_session, exit_with_outcome, on_rank0, start_session
-from grpo_spmd.policy import build_policy
-from grpo_spmd.rollout import RolloutEngine, rollout_groups
-from grpo_spmd.weight_sync import sync_weights
+from grpo_spmd.distributed.collectives import barrier, on_rank0
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import end_session, start_session
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.weight_sync import sync_weights
+from grpo_spmd.model.policy import build_policy
+from grpo_spmd.records import Prompt
+from grpo_spmd.rollout.sample import sample_groups
 
 NUM_PROMPTS, GROUP_SIZE, AT_ONCE, ROUNDS = 32, 4, 8, 5
 HIDDEN, VOCABULARY, EOS, MAX_TOKENS = 256, 97, 0, 160
 
 
 def mean_tokens(token: int) -> float:
-    """The mean length after a prompt that ends with `token`: drawn from a lognormal of mean 30 and sigma 1; from 80 on 6 or 48."""
+    """The mean length after a prompt that ends with `token`: drawn from a lognormal of mean 30 and sigma 1; from 80 on
+    6 or 48."""
     if token >= 80:
         return 48.0 if token % 2 else 6.0
     return 30 * math.exp(random.Random(token).gauss(0, 1) - 0.5)
 
 
 def make(folder: Path) -> None:
-    """A Qwen3 in which attention and MLP add nothing, so that a token is followed by itself, or by the end with a chance of its own.
+    """A Qwen3 in which attention and MLP add nothing, so that a token is followed by itself, or by the end with a
+    chance of its own.
 
     Everything is computed all the same, as for any model of its size.
     """
@@ -82,7 +87,8 @@ def main() -> None:
         rewards=(RewardConfig(name="exact"),),
     )
     schedules = {
-        name: dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, schedule=name)) for name in ("static", "shared_queue")
+        name: dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, schedule=name))
+        for name in ("static", "shared_queue")
     }
     cases = {
         "prompts of lognormal mean length, sigma 1": [token + 1 for token in range(NUM_PROMPTS)],
@@ -104,7 +110,7 @@ def main() -> None:
                 engine._config = schedules[name]
                 engine.reset_prefix_cache()
                 barrier()
-                groups = rollout_groups(engine, prompts, config, step)
+                groups = sample_groups(engine, prompts, config, step)
                 seconds[name].append(on_rank0(list, engine.busy_s.pop()))
                 mine = [[g.slot, [dataclasses.astuple(c) for c in g.completions]] for g in groups]
                 made.append(on_rank0(lambda parts: sorted(group for part in parts for group in part), mine))

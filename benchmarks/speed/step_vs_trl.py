@@ -1,18 +1,20 @@
-"""A whole step beside TRL's: the same model, data, sampling, loss and optimizer, real generation by vLLM on both sides, one thread each.
+"""A whole step beside TRL's: the same model, data, sampling, loss and optimizer, real generation by vLLM on both sides,
+one thread each.
 
-A random Qwen3 of 5 million parameters (float32) ends a completion with a chance of about 1 % a token, at 256 tokens at most: ragged, with
-a mean near 90. A step is 16 prompts x 8 completions and one optimizer step. Ours is `python -m grpo_spmd.train`, unchanged. TRL's is its
-GRPOTrainer with colocated vLLM in .venv-trl (made on first use), its weight sync repaired for the CPU (step_vs_trl_worker.py says how)
-and without what would slow it down here: bfloat16 and activation checkpointing, both on by default.
+A random Qwen3 of 5 million parameters (float32) ends a completion with a chance of about 1 % a token, at 256 tokens at
+most: ragged, with a mean near 90. A step is 16 prompts x 8 completions and one optimizer step. Ours is `python -m
+grpo_spmd.train`, unchanged. TRL's is its GRPOTrainer with colocated vLLM in .venv-trl (made on first use), its weight
+sync repaired for the CPU (step_vs_trl_worker.py says how) and without what would slow it down here: bfloat16 and
+activation checkpointing, both on by default.
 
-First, that both do the same: a small run of ours, whose rollouts TRL's trainer then trains on; loss and advantages of each step must
-agree, and after several optimizer steps TRL's policy must still give our completions the logprobs that our engine, synced from our
-policy, gave them. Then a sweep of TRL's micro-batch, and rounds in turn: ours, TRL at per_device_train_batch_size's default, with all
-rollouts in one batch (gradient_accumulation_steps' default) and at its best. All processes live on between their turns, stopped. Ours
-is stopped within a step, which is left out.
+First, that both do the same: a small run of ours, whose rollouts TRL's trainer then trains on; loss and advantages of
+each step must agree, and after several optimizer steps TRL's policy must still give our completions the logprobs that
+our engine, synced from our policy, gave them. Then a sweep of TRL's micro-batch, and rounds in turn: ours, TRL at
+per_device_train_batch_size's default, with all rollouts in one batch (gradient_accumulation_steps' default) and at its
+best. All processes live on between their turns, stopped. Ours is stopped within a step, which is left out.
 
-Times are wall-clock seconds of a step. "update" is forward, backward, clip and optimizer; "logprobs" the pass before it: TRL makes one for
-its weights of engine against policy, we take them from the update's own pass.
+Times are wall-clock seconds of a step. "update" is forward, backward, clip and optimizer; "logprobs" the pass before
+it: TRL makes one for its weights of engine against policy, we take them from the update's own pass.
 """
 
 from __future__ import annotations
@@ -118,7 +120,10 @@ def make(folder: Path) -> None:
     tokens = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS)
     tokens.save_pretrained(folder / "model")  # in place of the demo's: words, not characters
     rng = random.Random(0)
-    rows = [{"prompt": " ".join(f"w{rng.randrange(1, _VOCABULARY)}" for _ in range(rng.randint(8, _MAX_PROMPT)))} for _ in range(512)]
+    rows = [
+        {"prompt": " ".join(f"w{rng.randrange(1, _VOCABULARY)}" for _ in range(rng.randint(8, _MAX_PROMPT)))}
+        for _ in range(512)
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -141,7 +146,13 @@ class Side:
         }
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, text=True, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                text=True,
+                start_new_session=True,
             )
 
     def wait(self, count: int) -> list[Row]:
@@ -157,7 +168,9 @@ class Side:
                 lines.append(part)
                 part = ""
             elif ended:
-                raise SystemExit(f"{self._steps.stem}: ended with {self.process.returncode}:\n{self._log.read_text()[-3000:]}")
+                raise SystemExit(
+                    f"{self._steps.stem}: ended with {self.process.returncode}:\n{self._log.read_text()[-3000:]}"
+                )
             else:
                 time.sleep(0.002)
         return [json.loads(line) for line in lines]
@@ -181,7 +194,9 @@ class Ours(Side):
                 "group_size": task.group_size,
                 "max_completion_tokens": task.max_completion_tokens,
             },
-            "rewards": [{"name": "even", "function": f"{Path(__file__).with_name('step_vs_trl_reward.py')}:even_tokens"}],
+            "rewards": [
+                {"name": "even", "function": f"{Path(__file__).with_name('step_vs_trl_reward.py')}:even_tokens"}
+            ],
             "reward_pool": {"num_workers": 1},
             "optimizer": {"lr": task.lr},
             "training": {"num_steps": task.num_steps},
@@ -189,7 +204,9 @@ class Ours(Side):
         path = folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(config))
         super().__init__(
-            [sys.executable, "-m", "grpo_spmd.train", "--config", str(path)], self.run / "metrics.jsonl", folder / f"{name}.log"
+            [sys.executable, "-m", "grpo_spmd.train", "--config", str(path)],
+            self.run / "metrics.jsonl",
+            folder / f"{name}.log",
         )
 
     def turn(self, count: int) -> list[Row]:
@@ -214,7 +231,14 @@ class Ours(Side):
 
 class Trl(Side):
     def __init__(
-        self, folder: Path, name: str, task: Task, python: str, micro_batch: int, replay: Sequence[Sequence[Row]] = (), **arguments: Any
+        self,
+        folder: Path,
+        name: str,
+        task: Task,
+        python: str,
+        micro_batch: int,
+        replay: Sequence[Sequence[Row]] = (),
+        **arguments: Any,
     ) -> None:
         settings = {"task": vars(task), "micro_batch": micro_batch, "arguments": arguments, "replay": replay}
         (folder / f"{name}.json").write_text(json.dumps(settings))
@@ -248,9 +272,16 @@ def compare(folder: Path, python: str) -> list[Row]:
     pairs = [(m, step, trl) for m, step, trl in zip(metrics, rollouts, theirs["trained"], strict=True)]
     rewards = max(abs(m["reward/mean"] - trl["reward_mean"]) for m, _, trl in pairs)
     loss = max(abs(m["loss/total"] - trl["loss"]) for m, _, trl in pairs)
-    advantages = max(abs(r["advantage"] - a) for _, step, trl in pairs for r, a in zip(step, trl["advantages"], strict=True))
+    advantages = max(
+        abs(r["advantage"] - a) for _, step, trl in pairs for r, a in zip(step, trl["advantages"], strict=True)
+    )
     logprobs, untrained = (theirs[name][-1]["logprob_difference"] for name in ("trained", "untrained"))
-    facts = {"steps": _COMPARED.num_steps, "rollouts a step": _COMPARED.num_rollouts, "lr": _COMPARED.lr, "TRL version": TRL_VERSION}
+    facts = {
+        "steps": _COMPARED.num_steps,
+        "rollouts a step": _COMPARED.num_rollouts,
+        "lr": _COMPARED.lr,
+        "TRL version": TRL_VERSION,
+    }
     return [
         {"what": what, "difference": difference, "at most": most, "if TRL had not trained": idle, **facts}
         for what, difference, most, idle in (
@@ -293,12 +324,17 @@ def race(folder: Path, python: str) -> tuple[list[Row], list[Row]]:
             if side.process.returncode is None:
                 side.end()
     facts = {"rollouts": _TIMED.num_rollouts, "threads": 1, "TRL version": TRL_VERSION}
-    sweep = [{"TRL's micro-batch": size, **{f"{p}_s": swept[size][f"{p}_s"] for p in _PHASES}, **facts} for size in _SIZES]
+    sweep = [
+        {"TRL's micro-batch": size, **{f"{p}_s": swept[size][f"{p}_s"] for p in _PHASES}, **facts} for size in _SIZES
+    ]
     rows = []
     for size, rounds in theirs.items():
         names = ((_DEFAULT_SIZE, "its default"), (max(_SIZES), "one batch"), (best, "its best"))
         label = ", ".join([str(size), *(name for each, name in names if each == size)])
-        rows += [_row(label, phase, own, rounds) | facts for phase in ("step", "generation", "sync", "update", "logprobs + update")]
+        rows += [
+            _row(label, phase, own, rounds) | facts
+            for phase in ("step", "generation", "sync", "update", "logprobs + update")
+        ]
     return sweep, rows
 
 

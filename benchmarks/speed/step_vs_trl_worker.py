@@ -1,16 +1,19 @@
-"""TRL's side of `step_vs_trl`: its GRPOTrainer with colocated vLLM, timed. Runs in .venv-trl and imports nothing of grpo_spmd.
+"""TRL's side of `step_vs_trl`: its GRPOTrainer with colocated vLLM, timed. Runs in .venv-trl and imports nothing of
+grpo_spmd.
 
     .venv-trl/bin/python -m benchmarks.speed.step_vs_trl_worker FOLDER NAME
 
-FOLDER/NAME.json holds the settings: `task`, `micro_batch`, `arguments` (of GRPOConfig, over those below) and `replay` (rollouts to train
-on, by step; empty: its own). Standard input gives the turns: each line is a number of steps to make. Each step writes a line of JSON to
-FOLDER/NAME.jsonl; it starts when the turn does, or when the step before it has ended.
+FOLDER/NAME.json holds the settings: `task`, `micro_batch`, `arguments` (of GRPOConfig, over those below) and `replay`
+(rollouts to train on, by step; empty: its own). Standard input gives the turns: each line is a number of steps to make.
+Each step writes a line of JSON to FOLDER/NAME.jsonl; it starts when the turn does, or when the step before it has
+ended.
 
 Everything is TRL's own but for:
-- the weight sync. TRL calls the engine model's `load_weights` tensor by tensor, which fails on vLLM's CPU back end ('Parameter' object
-  has no attribute 'weight_loader'); here the same tensors go through one call of the worker's `reload_weights`. A tied lm_head would
-  need another repair; the model has none.
-- arguments of the engine that TRL does not pass on: enforce_eager, and the size and blocks of the KV cache, as on our side.
+- the weight sync. TRL calls the engine model's `load_weights` tensor by tensor, which fails on vLLM's CPU back end
+  ('Parameter' object has no attribute 'weight_loader'); here the same tensors go through one call of the worker's
+  `reload_weights`. A tied lm_head would need another repair; the model has none.
+- arguments of the engine that TRL does not pass on: enforce_eager, and the size and blocks of the KV cache, as on our
+side.
 - timers around the phases.
 """
 
@@ -117,10 +120,16 @@ class _Steps(transformers.TrainerCallback):  # type: ignore[misc]
         engine.generate = self._timed("generation", engine.generate)
         engine.sync_weights = self._timed("sync", engine.sync_weights)
         trainer._calculate_rewards = self._timed("reward", trainer._calculate_rewards)
-        score, prepare, loss = trainer._get_per_token_logps_and_entropies, trainer._generate_and_score_completions, trainer._compute_loss
+        score, prepare, loss = (
+            trainer._get_per_token_logps_and_entropies,
+            trainer._generate_and_score_completions,
+            trainer._compute_loss,
+        )
 
         def scored(*args: Any, **kwargs: Any) -> Any:
-            return score(*args, **kwargs) if torch.is_grad_enabled() else self._timed("logprobs", score)(*args, **kwargs)
+            return (
+                score(*args, **kwargs) if torch.is_grad_enabled() else self._timed("logprobs", score)(*args, **kwargs)
+            )
 
         def prepared(*args: Any) -> Any:
             out = prepare(*args)
@@ -148,12 +157,13 @@ class _Steps(transformers.TrainerCallback):  # type: ignore[misc]
         # It logs only after this: what it logs is in _metrics by now.
         metrics = {name: values[-1] for name, values in self._trainer._metrics["train"].items() if values}
         self._seconds["step"] = time.perf_counter() - self._start
+        # of the policy and the engine that sampled
         record = {
             **{f"{name}_s": seconds for name, seconds in self._seconds.items()},
             "loss": self._loss,
             "reward_mean": metrics["reward"],
             "tokens_mean": metrics["completions/mean_length"],
-            "logprob_difference": metrics["sampling/sampling_logp_difference/mean"],  # of the policy and the engine that sampled
+            "logprob_difference": metrics["sampling/sampling_logp_difference/mean"],
             "advantages": list(self._trainer._logs["advantages"]),
         }
         self._file.write(json.dumps(record) + "\n")

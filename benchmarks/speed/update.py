@@ -1,11 +1,12 @@
-"""The update phase: packed rows against padded batches, the same weights, rollouts, loss and optimizer, in turn; and what recomputation
-and compilation do to time and memory.
+"""The update phase: packed rows against padded batches, the same weights, rollouts, loss and optimizer, in turn; and
+what recomputation and compilation do to time and memory.
 
-Random Qwen3 models; completions of lognormal lengths, 240 tokens at most, after prompts of 8 to 20. "packed" is PolicyUpdater over the rows
-that batching makes of the rollouts, packing included. "padded" is plain transformers as TRL lays a batch out: prompts padded on the left,
-completions on the right, to the longest of a micro-batch; log_softmax of the completions' logits, our policy_loss, clipping and AdamW.
-Loss and gradient norm of the first update are checked to agree. One thread; every round runs each row once, and `to_first` is the
-ratio to the first row of the block in the same round (median, min, max). Memory is that of tensors at the peak, beyond what was there.
+Random Qwen3 models; completions of lognormal lengths, 240 tokens at most, after prompts of 8 to 20. "packed" is
+PolicyUpdater over the rows that batching makes of the rollouts, packing included. "padded" is plain transformers as TRL
+lays a batch out: prompts padded on the left, completions on the right, to the longest of a micro-batch; log_softmax of
+the completions' logits, our policy_loss, clipping and AdamW. Loss and gradient norm of the first update are checked to
+agree. One thread; every round runs each row once, and `to_first` is the ratio to the first row of the block in the same
+round (median, min, max). Memory is that of tensors at the peak, beyond what was there.
 """
 
 from __future__ import annotations
@@ -29,22 +30,43 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.support.models import make_model
 from benchmarks.support.ranks import peak_bytes, time_in_turn
 from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
-from grpo_spmd.batching import pack_rollouts, plan_batch
-from grpo_spmd.config import Config, DataConfig, ModelConfig, RewardConfig, TrainingConfig
-from grpo_spmd.data_types import Rollout, RolloutBatch
+from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfig, TrainingConfig
 from grpo_spmd.demo import model_config
-from grpo_spmd.distributed import Session, end_session, start_session
-from grpo_spmd.loss import aggregation_weights, policy_loss, rollout_correction
-from grpo_spmd.policy import build_policy
-from grpo_spmd.update import PolicyUpdater
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.learn.balance import plan_batch
+from grpo_spmd.learn.losses import aggregation_weights, policy_loss, rollout_correction
+from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.policy import build_policy
+from grpo_spmd.records import Rollout, RolloutBatch
 
 _ROUNDS = 5
 _VARIANT_ROUNDS = 3
 _MIB = 2**20
 # Name, config, rollouts of an update.
 _MODELS: tuple[tuple[str, dict[str, int], int], ...] = (
-    ("5 M", {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5, "num_attention_heads": 4}, 128),
-    ("20 M", {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 5, "num_attention_heads": 8}, 32),
+    (
+        "5 M",
+        {
+            "vocab_size": 4096,
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 4,
+        },
+        128,
+    ),
+    (
+        "20 M",
+        {
+            "vocab_size": 8192,
+            "hidden_size": 512,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 8,
+        },
+        32,
+    ),
 )
 
 Update = Callable[[], tuple[float, float]]  # -> loss and gradient norm
@@ -58,7 +80,9 @@ def main() -> None:
     rows: list[Row] = []
     for name, sizes, num_rollouts in _MODELS:
         with tempfile.TemporaryDirectory() as folder:
-            make_model(Path(folder), model_config(**sizes, num_key_value_heads=2, head_dim=64, max_position_embeddings=512))
+            make_model(
+                Path(folder), model_config(**sizes, num_key_value_heads=2, head_dim=64, max_position_embeddings=512)
+            )
             config, rollouts = _config(folder), _rollouts(num_rollouts, sizes["vocab_size"])
             tokens = sum(rollout.num_tokens for rollout in rollouts)
             updates = {"packed": packed(config, rollouts, session)}
@@ -109,7 +133,10 @@ def packed(config: Config, rollouts: list[Rollout], session: Session) -> Update:
     """Ours."""
     policy = build_policy(config.model, config.rollout.temperature, session)
     updater = PolicyUpdater(policy, config)
-    num_tokens, counted = [rollout.num_tokens for rollout in rollouts], sum(len(rollout.completion_ids) for rollout in rollouts)
+    num_tokens, counted = (
+        [rollout.num_tokens for rollout in rollouts],
+        sum(len(rollout.completion_ids) for rollout in rollouts),
+    )
 
     def update() -> tuple[float, float]:
         budget = config.training.max_tokens_per_micro_batch
@@ -123,7 +150,9 @@ def packed(config: Config, rollouts: list[Rollout], session: Session) -> Update:
 
 def padded(config: Config, rollouts: list[Rollout], size: int, device: torch.device) -> Update:
     """Plain transformers, `size` rollouts a forward pass."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32, attn_implementation="sdpa").to(device)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=torch.float32, attn_implementation="sdpa"
+    ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, betas=config.optimizer.betas)
     counted = sum(len(rollout.completion_ids) for rollout in rollouts)
 
@@ -160,7 +189,9 @@ def _padded_loss(config: Config, model: Any, rollouts: list[Rollout], counted: i
     sequence_index = torch.arange(len(rollouts), device=device).repeat_interleave(num_completion)
     advantages = torch.tensor([rollout.advantage for rollout in rollouts], device=device)[sequence_index]
     old, settings = logprobs.detach(), config.loss
-    correction = rollout_correction("token_tis", settings.rollout_correction_cap, old, rollout_logprobs, mask, sequence_index)
+    correction = rollout_correction(
+        "token_tis", settings.rollout_correction_cap, old, rollout_logprobs, mask, sequence_index
+    )
     weights = aggregation_weights(
         "token",
         mask,
@@ -198,7 +229,9 @@ def _peak_bytes(update: Update) -> float:
         update()
     assert recorded.profiler is not None
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(itertools.accumulate(int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns())))
+    return max(
+        itertools.accumulate(int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns()))
+    )
 
 
 def _config(folder: str) -> Config:

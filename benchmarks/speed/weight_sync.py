@@ -1,9 +1,11 @@
-"""Weight sync against a memcpy of the same bytes: the gather alone for several bucket sizes, and whole syncs into a real vLLM.
+"""Weight sync against a memcpy of the same bytes: the gather alone for several bucket sizes, and whole syncs into a
+real vLLM.
 
-Random Qwen3 models are made in a temporary folder. "gather" draws all full tensors and throws them away. x_memcpy is the time over that
-of copying as many bytes between two buffers that are already mapped, by every rank at once, in the same round; median, least and most of
-the rounds. "all-gather alone" moves the same bytes between the ranks, and neither casts nor unpacks: the floor of any sync over this
-network. peak_mib is resident memory beyond what was there before (VmHWM); bound_mib is two buckets and the largest tensor.
+Random Qwen3 models are made in a temporary folder. "gather" draws all full tensors and throws them away. x_memcpy is
+the time over that of copying as many bytes between two buffers that are already mapped, by every rank at once, in the
+same round; median, least and most of the rounds. "all-gather alone" moves the same bytes between the ranks, and neither
+casts nor unpacks: the floor of any sync over this network. peak_mib is resident memory beyond what was there before
+(VmHWM); bound_mib is two buckets and the largest tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from benchmarks.support.report import Row, arguments_parser, ratios, report, spr
 
 _MIB = 2**20
 _BUCKETS_MIB = (1, 4, 16, 64, 256)
-_GATHERS = [(size, ranks, dtype) for size in ("0.3M", "20M", "98M") for ranks in (1, 2) for dtype in ("bfloat16", "float32")]
+_GATHERS = [
+    (size, ranks, dtype) for size in ("0.3M", "20M", "98M") for ranks in (1, 2) for dtype in ("bfloat16", "float32")
+]
 _SYNCS = [(size, ranks, "bfloat16") for size in ("20M", "98M") for ranks in (1, 2)]
 
 
@@ -48,7 +52,11 @@ def _measure(folder: str, what: str, size: str, num_ranks: int, dtype: str) -> l
             "collectives": figures["collectives"],
             "moved_mib": figures["moved_bytes"] / _MIB,
             "needed_mib": figures["needed_bytes"] / _MIB,
-            **({"peak_mib": figures["peak_bytes"] / _MIB, "bound_mib": figures["bound_bytes"] / _MIB} if what == "gather" else {}),
+            **(
+                {"peak_mib": figures["peak_bytes"] / _MIB, "bound_mib": figures["bound_bytes"] / _MIB}
+                if what == "gather"
+                else {}
+            ),
         }
         for figures in found
     ]

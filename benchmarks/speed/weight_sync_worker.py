@@ -16,12 +16,16 @@ import transformers
 
 from benchmarks.support import ranks
 from benchmarks.support.models import make_model
-from grpo_spmd.config import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
+from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from grpo_spmd.demo import model_config
-from grpo_spmd.distributed import end_session, exit_with_outcome, on_rank0, start_all_gather, start_session, wait_for
-from grpo_spmd.policy import DTYPES, Policy, build_policy, hf_named_parameters, shard_group
-from grpo_spmd.rollout import RolloutEngine
-from grpo_spmd.weight_sync import SyncStats, gather_full_tensors, sync_weights
+from grpo_spmd.distributed.collectives import on_rank0, start_all_gather, wait_for
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import end_session, start_session
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.weight_sync import gather_full_tensors, sync_weights
+from grpo_spmd.model.policy import DTYPES, Policy, build_policy, hf_named_parameters
+from grpo_spmd.model.sharding import shard_group
+from grpo_spmd.records import SyncStats
 
 ROUNDS = 7
 SHAPES = {  # hidden, intermediate, layers, vocabulary
@@ -60,7 +64,8 @@ def main() -> None:
         timed |= {f"gather, {mib} MiB": _gather(policy, dtype, mib << 20) for mib in buckets}
         bounds = {f"gather, {mib} MiB": 2 * (mib << 20) * (session.world_size > 1) + max(sizes) for mib in buckets}
     else:
-        ready = list(gather_full_tensors(policy, dtype, 1 << 20, SyncStats()))  # what vLLM takes when nothing is gathered
+        # what vLLM takes when nothing is gathered
+        ready = list(gather_full_tensors(policy, dtype, 1 << 20, SyncStats()))
         timed["gather alone"] = _gather(policy, dtype, config.rollout.weight_sync_bucket_mib << 20)
         timed["vLLM's load alone"] = lambda: _load(engine, ready)
         timed["whole sync"] = lambda: _sync(policy, engine, config.rollout.weight_sync_bucket_mib)
@@ -89,7 +94,8 @@ def peak_bytes(run: Callable[[], SyncStats]) -> int:
     run()
     if not torch.cuda.is_available():
         libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what torch frees is gone at once, and no slack of the heap is taken for ours
+        # M_MMAP_THRESHOLD: what torch frees is gone at once, and no slack of the heap is taken for ours
+        libc.mallopt(-3, 1 << 16)
         libc.malloc_trim(0)  # what was freed before would be used again, and not be seen
     return int(on_rank0(max, ranks.peak_bytes(run)))
 

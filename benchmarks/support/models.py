@@ -21,7 +21,8 @@ def make_model(
     change: Callable[[Any], None] | None = None,
     max_shard_size: str = "5GB",
 ) -> Any:
-    """Write a model of a transformers config with random weights, which `change` may edit, and the demo's tokenizer. Returns the model."""
+    """Write a model of a transformers config with random weights, which `change` may edit, and the demo's tokenizer.
+    Returns the model."""
     transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from grpo_spmd.distributed import barrier, on_rank0
+from grpo_spmd.distributed.collectives import barrier, on_rank0
 from tests.support.processes import torchrun
 
 _MARK = "figures: "
@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 
 def measure(num_ranks: int, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> list[Any]:
-    """What the ranks of a module told, in no order of ranks. Zero ranks: a plain process. Raises RuntimeError with their output."""
+    """What the ranks of a module told, in no order of ranks. Zero ranks: a plain process. Raises RuntimeError with
+    their output."""
     command = torchrun(num_ranks, "-m", module) if num_ranks else [sys.executable, "-m", module]
     environment = {**os.environ, **(env or {})}
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment)
@@ -33,12 +34,14 @@ def measure(num_ranks: int, module: str, *arguments: str, env: Mapping[str, str]
 
 def tell(figures: Any) -> None:
     """Hand figures to the `measure` that started this process."""
-    sys.stdout.write(f"{_MARK}{json.dumps(figures)}\n")  # in one piece: print() on torchrun's ranks writes the line break apart
+    # in one piece: print() on torchrun's ranks writes the line break apart
+    sys.stdout.write(f"{_MARK}{json.dumps(figures)}\n")
     sys.stdout.flush()
 
 
 def time_in_turn(timed: Mapping[str, Callable[[], T]], num_rounds: int) -> tuple[dict[str, list[float]], dict[str, T]]:
-    """Collective. Seconds of the slowest rank in each round, and what each call returned in a round before them, which warms up.
+    """Collective. Seconds of the slowest rank in each round, and what each call returned in a round before them, which
+    warms up.
 
     Every round makes each call once, so that all see the same machine.
     """
@@ -60,7 +63,8 @@ def time_in_turn(timed: Mapping[str, Callable[[], T]], num_rounds: int) -> tuple
 
 
 def peak_bytes(work: Callable[[], object], *, on_gpu: bool | None = None) -> int:
-    """Memory at the peak of `work` beyond what was there before: allocated on the GPU where there is one, else resident in this process.
+    """Memory at the peak of `work` beyond what was there before: allocated on the GPU where there is one, else resident
+    in this process.
 
     Resident memory is the kernel's VmHWM, mapped files included.
     """

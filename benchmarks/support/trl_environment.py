@@ -14,11 +14,14 @@ import transformers
 TRL_VERSION = "1.16.0"
 _PACKAGES = (f"trl=={TRL_VERSION}", "accelerate==1.15.0")
 _ENVIRONMENT = Path(".venv-trl")
-NO_VLLM = "BENCHMARK_WITHOUT_VLLM"  # a variable of the worker's environment; TRL takes 10 s to import vLLM where it finds it
+NO_VLLM = (
+    "BENCHMARK_WITHOUT_VLLM"  # a variable of the worker's environment; TRL takes 10 s to import vLLM where it finds it
+)
 
 
 def trl_python() -> str:
-    """The interpreter of .venv-trl, made on first use: TRL of its own, torch, vLLM and the rest from the environment we run in."""
+    """The interpreter of .venv-trl, made on first use: TRL of its own, torch, vLLM and the rest from the environment we
+    run in."""
     python = _ENVIRONMENT / "bin" / "python"
     # Ours come behind its own packages on the path.
     hide_vllm = f"import os, sys; '{NO_VLLM}' in os.environ and sys.modules.update(vllm=None)"
@@ -35,7 +38,18 @@ def trl_python() -> str:
     # torch and transformers are met by ours; where TRL asked for others, pip shall fail and not fetch a CUDA build.
     constraints, log = _ENVIRONMENT / "constraints.txt", _ENVIRONMENT / "setup.log"
     constraints.write_text(f"torch=={torch.__version__}\ntransformers=={transformers.__version__}\n")
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *_PACKAGES, "-c", str(constraints)]
+    pip = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+        *_PACKAGES,
+        "-c",
+        str(constraints),
+    ]
     with log.open("w") as file:
         code = subprocess.run(pip, stdout=file, stderr=subprocess.STDOUT).returncode
     if code:

@@ -63,13 +63,17 @@ class Cluster:
             f"NodeName={n} NodeHostname={host} NodeAddr=127.0.0.1 Port={p} CPUs=2 State=UNKNOWN"
             for n, p in zip(_NODES, ports[1:], strict=True)
         ]
-        root.joinpath("slurm.conf").write_text(_CONF.format(host=host, port=ports[0], root=root, nodes="\n".join(nodes)))
+        root.joinpath("slurm.conf").write_text(
+            _CONF.format(host=host, port=ports[0], root=root, nodes="\n".join(nodes))
+        )
         os.environ["SLURM_CONF"] = str(root / "slurm.conf")
         self._hosts = Path("/etc/hosts").read_text()
         self._munged = subprocess.run(["pgrep", "-x", "munged"], capture_output=True).returncode == 0
 
     def __enter__(self) -> Cluster:
-        Path("/etc/hosts").write_text(self._hosts.rstrip("\n") + "\n" + "".join(f"127.0.0.1 {node}\n" for node in _NODES))
+        Path("/etc/hosts").write_text(
+            self._hosts.rstrip("\n") + "\n" + "".join(f"127.0.0.1 {node}\n" for node in _NODES)
+        )
         if not self._munged:
             Path("/run/munge").mkdir(exist_ok=True)
             shutil.chown("/run/munge", "munge", "munge")
@@ -79,7 +83,9 @@ class Cluster:
         for node in _NODES:
             (self.root / f"d-{node}").mkdir()
             subprocess.run(["slurmd", "-N", node], check=True)
-        until(lambda: run("sinfo", "--noheader", "--format=%D %t", "--partition=main") == "2 idle", 60, "two idle nodes")
+        until(
+            lambda: run("sinfo", "--noheader", "--format=%D %t", "--partition=main") == "2 idle", 60, "two idle nodes"
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,7 +118,8 @@ class Job:
     run_dir: Path
     id: str
     num_steps: int = STEPS
-    left_s: list[float] = field(default_factory=list)  # from what ended the job, or part of it, until its processes were gone
+    # from what ended the job, or part of it, until its processes were gone
+    left_s: list[float] = field(default_factory=list)
 
     def show(self, name: str) -> str:
         """A field of `scontrol show job`."""
@@ -145,7 +152,11 @@ class Job:
         """Seconds from each signal that the batch shell heard until it queued the job again, by its log."""
         times = re.findall(r"slurm.sbatch: (\S+ \S+) (got SIG|preempted and saved|no time|told to leave)", self.log)
         stamps = [(datetime.fromisoformat(stamp), what) for stamp, what in times]
-        return [(after[0] - before[0]).total_seconds() for before, after in pairwise(stamps) if before[1] == "got SIG" != after[1]]
+        return [
+            (after[0] - before[0]).total_seconds()
+            for before, after in pairwise(stamps)
+            if before[1] == "got SIG" != after[1]
+        ]
 
 
 @dataclass
@@ -157,12 +168,22 @@ class Trial:
     key: str  # of the number of steps
     number: int = 0
 
-    def submit(self, *overrides: str, num_steps: int = STEPS, nodes: int = 1, options: tuple[str, ...] = (), **variables: str) -> Job:
+    def submit(
+        self, *overrides: str, num_steps: int = STEPS, nodes: int = 1, options: tuple[str, ...] = (), **variables: str
+    ) -> Job:
         self.number += 1
         run_dir = self.checkout / "runs" / str(self.number)
         env = os.environ | {"NPROC": str(2 // nodes), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
         env["GRPO_SPMD_TRIAL"] = self.cluster.mark
-        command = ["sbatch", "--parsable", f"--nodes={nodes}", "--gpus-per-node=0", "--time=30", *options, "launch/slurm.sbatch"]
+        command = [
+            "sbatch",
+            "--parsable",
+            f"--nodes={nodes}",
+            "--gpus-per-node=0",
+            "--time=30",
+            *options,
+            "launch/slurm.sbatch",
+        ]
         done = subprocess.run(
             [*command, "config.yaml", f"run_dir={run_dir}", f"{self.key}={num_steps}", *overrides],
             cwd=self.checkout,

@@ -1,11 +1,12 @@
 """launch/slurm.sbatch on a real Slurm of two nodes, both on this host: what was tried, and how the run came out of it.
 
     python -m benchmarks.survival.slurm_trial [--only NAME ...] [--stand-in] [--json FILE]
-Needs root and Debian's slurm-wlm and munge. Brings slurmctld and two slurmd up in a temporary folder, on ports of their own, and takes
-them down again; meanwhile /etc/hosts names the nodes. A tiny random model is trained on the CPU, its rewards slowed so that a step takes
-some 0.6 s; --stand-in takes the trainer of tests/support/workers/stand_in_train.py, to try the script alone. Each row ends `ok` only if the
-job came to the state expected, left no process behind, took less than 30 s to leave, and the run's metrics have every step once (and the
-last checkpoint every bit of the uninterrupted run's, where the number of ranks is the same).
+Needs root and Debian's slurm-wlm and munge. Brings slurmctld and two slurmd up in a temporary folder, on ports of their
+own, and takes them down again; meanwhile /etc/hosts names the nodes. A tiny random model is trained on the CPU, its
+rewards slowed so that a step takes some 0.6 s; --stand-in takes the trainer of tests/support/workers/stand_in_train.py,
+to try the script alone. Each row ends `ok` only if the job came to the state expected, left no process behind, took
+less than 30 s to leave, and the run's metrics have every step once (and the last checkpoint every bit of the
+uninterrupted run's, where the number of ranks is the same).
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ def drained(trial: Trial) -> Job:
 def preempted(trial: Trial, partition: str = "main") -> Job:
     job = trial.submit(nodes=2, options=(f"--partition={partition}",))
     job.until_step(8)
-    urgent = run("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+    urgent = run(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"
+    )
     job.until_gone()
     until(lambda: "COMPLETED" in run("scontrol", "show", "job", urgent), 60, "the end of the urgent job", job)
     job.until_state("COMPLETED", "FAILED")
@@ -128,7 +131,9 @@ def array(trial: Trial) -> Job:
         task.until_step(8)
         run("scancel", "--signal=USR1", "--batch", task.id)  # saved, and queued again: this task alone
     for each in ("0", "1"):
-        Job(job.cluster, job.checkout, job.run_dir, f"{job.id}_{each}").until_state("COMPLETED", "FAILED", timeout_s=600)
+        Job(job.cluster, job.checkout, job.run_dir, f"{job.id}_{each}").until_state(
+            "COMPLETED", "FAILED", timeout_s=600
+        )
     return job
 
 
@@ -185,14 +190,24 @@ def main() -> None:
 
 def _row(name: str, job: Job | None, expected: str, reference: dict[int, str], problem: str = "") -> Row:
     if job is None:
-        return {"tried": name, "ended": "-", "starts": "-", "steps": "-", "to_leave_s": "-", "left_behind": "-", "outcome": problem}
+        return {
+            "tried": name,
+            "ended": "-",
+            "starts": "-",
+            "steps": "-",
+            "to_leave_s": "-",
+            "left_behind": "-",
+            "outcome": problem,
+        }
     state, log = job.show("JobState"), job.log
     until(lambda: not job.cluster.survivors(), 30, "no process of the job", job)
     steps, run_dirs = job.steps(), [job.run_dir]
     if name.startswith("array"):
         run_dirs = [Path(f"{job.run_dir}-{n}") for n in (0, 1)]
         steps = [step for run_dir in run_dirs for step in job.steps(run_dir)]
-        log = "".join(path.read_text() for path in job.checkout.glob("slurm-*.log") if int(path.stem.split("-")[1]) >= int(job.id))
+        log = "".join(
+            path.read_text() for path in job.checkout.glob("slurm-*.log") if int(path.stem.split("-")[1]) >= int(job.id)
+        )
     leaving = job.left_s + job.leaving_s()
     problems = [problem] if problem else []
     if state != expected:
@@ -201,7 +216,12 @@ def _row(name: str, job: Job | None, expected: str, reference: dict[int, str], p
         problems.append("took long to leave")
     if expected == "COMPLETED" and steps != list(range(job.num_steps)) * len(run_dirs):
         problems.append(f"{len(steps)} lines for {job.num_steps} steps")
-    if expected == "COMPLETED" and "array" not in name and reference and _digests(job.run_dir, job.num_steps) != reference[job.num_steps]:
+    if (
+        expected == "COMPLETED"
+        and "array" not in name
+        and reference
+        and _digests(job.run_dir, job.num_steps) != reference[job.num_steps]
+    ):
         problems.append("parameters differ from the uninterrupted run's")
     starts = log.count(" starting on ")
     if expected == "COMPLETED" and starts == 1 and name not in ("uninterrupted", "scancel, submitted again"):
@@ -239,7 +259,14 @@ def _make_checkout(checkout: Path, stand_in: bool) -> None:
         (checkout / "grpo_spmd").mkdir()
         (checkout / "grpo_spmd/__init__.py").touch()
         shutil.copy(_ROOT / "tests/support/workers/stand_in_train.py", checkout / "grpo_spmd/train.py")
-        config = {"run_dir": "x", "seed": 0, "num_steps": STEPS, "step_s": 0.6, "crash_at": -1, "checkpoint.resume": "never"}
+        config = {
+            "run_dir": "x",
+            "seed": 0,
+            "num_steps": STEPS,
+            "step_s": 0.6,
+            "crash_at": -1,
+            "checkpoint.resume": "never",
+        }
         (checkout / "config.yaml").write_text(yaml.safe_dump(config))
         return
     from tests.support.models import make_model, write_config

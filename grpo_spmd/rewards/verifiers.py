@@ -1,4 +1,5 @@
-"""The shipped rewards. Each scores a list of completions; 1.0 is right, 0.0 is wrong, None is "this row has nothing to compare with"."""
+"""The shipped rewards. Each scores a list of completions; 1.0 is right, 0.0 is wrong, None is "this row has nothing to
+compare with"."""
 
 from __future__ import annotations
 
@@ -12,10 +13,9 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from grpo_spmd.rewards.sandbox import Limits, passes_program_test, passes_statements
+from grpo_spmd.rewards.sandbox.sandbox import Limits, passes_program_test, passes_statements
 
 DEFAULT_TIME_S = 8.0  # of `code`; preflight.py compares it with the pool's deadline
-
 Completion = str | list[dict[str, Any]]
 
 
@@ -26,7 +26,10 @@ def completion_text(completion: Completion) -> str:
 
 def exact(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
     """1.0 where the completion, stripped of white space, is the column `answer`."""
-    return [None if a is None else float(completion_text(c).strip() == str(a).strip()) for c, a in zip(completions, answer, strict=True)]
+    return [
+        None if a is None else float(completion_text(c).strip() == str(a).strip())
+        for c, a in zip(completions, answer, strict=True)
+    ]
 
 
 def matches_format(completions: Sequence[Completion], *, pattern: str, **_: Any) -> list[float | None]:
@@ -44,9 +47,11 @@ def gsm8k(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) ->
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in `text` as an exact fraction; "1,234.50" and "-3" are read, a full stop after a number is not part of it.
+    """The last number in `text` as an exact fraction; "1,234.50" and "-3" are read, a full stop after a number is not
+    part of it.
 
-    None where there is none, and where its digits are more than Python reads (4300), as a model that repeats itself may write.
+    None where there is none, and where its digits are more than Python reads (4300), as a model that repeats itself may
+    write.
     """
     found = re.findall(r"(?<![A-Za-z0-9.])-?\$?\d[\d,]*(?:\.\d+)?", text)
     try:
@@ -56,7 +61,12 @@ def last_number(text: str) -> Fraction | None:
 
 
 def countdown(
-    completions: Sequence[Completion], nums: Sequence[Sequence[int]], target: Sequence[Any], *, answer_tag: str | None = "answer", **_: Any
+    completions: Sequence[Completion],
+    nums: Sequence[Sequence[int]],
+    target: Sequence[Any],
+    *,
+    answer_tag: str | None = "answer",
+    **_: Any,
 ) -> list[float | None]:
     """1.0 where the equation uses each of `nums` exactly once and reaches `target` (TinyZero's task).
 
@@ -73,7 +83,8 @@ def countdown(
 
 
 def tagged(text: str, tag: str | None) -> str | None:
-    """What stands in the last `<tag>...</tag>`, None where there is none; all of the text where `tag` is None. Stripped."""
+    """What stands in the last `<tag>...</tag>`, None where there is none; all of the text where `tag` is None.
+    Stripped."""
     if tag is None:
         return text.strip()
     before, closing, _ = text.rpartition(f"</{tag}>")
@@ -98,7 +109,8 @@ def _reaches(equation: str, given: Sequence[int], target: Fraction) -> bool:
 
 
 def evaluate(equation: str) -> Fraction:
-    """The exact value of an equation of whole numbers, + - * / and brackets. Raises ValueError or SyntaxError for anything else."""
+    """The exact value of an equation of whole numbers, + - * / and brackets. Raises ValueError or SyntaxError for
+    anything else."""
     return _value(ast.parse(equation.strip(), mode="eval").body)
 
 
@@ -124,8 +136,10 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 def equal_by_math_verify(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
     """1.0 where math-verify finds the completion's final answer equal to the column `answer` (LaTeX or plain).
 
-    A gold answer that math-verify cannot read gives None, and a comparison that runs out of time gives NaN, which is left out and
-    counted: neither is taken for wrong. Its deadlines use SIGALRM, which works on the main thread alone; elsewhere this raises.
+    A gold answer that math-verify cannot read gives None, and a comparison that runs out of time gives NaN, which is
+    left out and
+    counted: neither is taken for wrong. Its deadlines use SIGALRM, which works on the main thread alone; elsewhere this
+    raises.
     """
     import threading
 
@@ -161,16 +175,18 @@ def run_tests(
     isolation: str = "required",
     **columns: Any,
 ) -> list[float | None]:
-    """1.0 where the completion's Python passes every test of its row; with `partial_credit`, the share of tests that it passes.
+    """1.0 where the completion's Python passes every test of its row; with `partial_credit`, the share of tests that it
+    passes.
 
-    The code is the last ```python block of the completion, or all of it where there is none. A row's tests are statements
-    ("assert f(2) == 4"), {"input": ..., "output": ...} pairs, or both, one or a list of them, perhaps as JSON; sandbox.py says how far
-    each kind can be trusted. A row without tests gives None.
+    The code is the last ```python block of the completion, or all of it where there is none. A row's tests are
+    statements ("assert f(2) == 4"), {"input": ..., "output": ...} pairs, or both, one or a list of them, perhaps as
+    JSON; sandbox.py says how far each kind can be trusted. A row without tests gives None.
 
-    The code runs in a limited process, one for each pair and one for all statements. `time_s` seconds are for all of a completion's tests
-    together, start-up not counted; a test that they do not reach is failed, so that an endless loop is wrong and not unknown. Keep time_s
-    under reward_pool.timeout_s, by 0.1 to 0.3 s for each pair. It can start threads but no process, and write only to a small folder.
-    Where it cannot be shut in, this raises instead of running it, unless `isolation` is "none": then only time and memory are limited.
+    The code runs in a limited process, one for each pair and one for all statements. `time_s` seconds are for all of a
+    completion's tests together, start-up not counted; a test that they do not reach is failed, so that an endless loop
+    is wrong and not unknown. Keep time_s under reward_pool.timeout_s, by 0.1 to 0.3 s for each pair. It can start
+    threads but no process, and write only to a small folder. Where it cannot be shut in, this raises instead of running
+    it, unless `isolation` is "none": then only time and memory are limited.
     """
     limits = Limits(time_s, int(memory_mib), isolation)
     scores: list[float | None] = []
@@ -200,7 +216,8 @@ def run_tests(
 
 
 def _own_time(started: float, ended: bool) -> float:
-    """Seconds since `started` on the monotonic clock; of a run that ended well, without what starting the interpreter takes at most."""
+    """Seconds since `started` on the monotonic clock; of a run that ended well, without what starting the interpreter
+    takes at most."""
     return max(0.0, time.monotonic() - started - (0.5 if ended else 0.0))
 
 

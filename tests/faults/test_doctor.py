@@ -1,4 +1,5 @@
-"""Who failed first, or who sleeps while the others wait, is named with its phase; and all ranks are gone within seconds of it."""
+"""Who failed first, or who sleeps while the others wait, is named with its phase; and all ranks are gone within seconds
+of it."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.doctor import Alarm, Answer, Fault, Place, find_culprit, write_report
-from grpo_spmd.metrics import PHASES
+from grpo_spmd.distributed.doctor_report import Alarm, Answer, Fault, Place, find_culprit, write_report
+from grpo_spmd.observe.derive import PHASES
 from tests.support.processes import Job
 
 LIMIT_S = 3.0
@@ -33,7 +34,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int]
     faults = [*RAISES, *SLEEPS, *STRAYS]
     faults = list(dict.fromkeys(faults))
     orders = [
-        {"do": do, "phase": phase if phase != "start" else "weight_sync", "rank": str(rank), "folder": str(folder / f"{do}_{phase}_{rank}")}
+        {
+            "do": do,
+            "phase": phase if phase != "start" else "weight_sync",
+            "rank": str(rank),
+            "folder": str(folder / f"{do}_{phase}_{rank}"),
+        }
         | ({"limit_s": str(LIMIT_S)} if do in ("sleep", "stop", "gil", "debug", "work") else {})
         for do, phase, rank in faults
     ]
@@ -56,13 +62,16 @@ def test_a_raise_ends_all_ranks_with_its_traceback(found: dict[Any, Any], do: st
     assert output.count("failed first") == 1
     assert output.strip() in run["failure.txt"]
     assert "hang.txt" not in run
-    of_rank = [json.loads(run[f"error_{r}.json"])["message"] for r in range(2)]  # torchrun shows the earliest as the root cause
+    # torchrun shows the earliest as the root cause
+    of_rank = [json.loads(run[f"error_{r}.json"])["message"] for r in range(2)]
     assert 'raise KeyError("no such column")' in of_rank[rank]["message"]
     assert int(of_rank[rank]["extraInfo"]["timestamp"]) <= int(of_rank[1 - rank]["extraInfo"]["timestamp"])
 
 
 @pytest.mark.parametrize(("do", "phase", "rank"), SLEEPS)
-def test_the_rank_that_sleeps_is_named_not_the_one_that_waits(found: dict[Any, Any], do: str, phase: str, rank: int) -> None:
+def test_the_rank_that_sleeps_is_named_not_the_one_that_waits(
+    found: dict[Any, Any], do: str, phase: str, rank: int
+) -> None:
     run = found[do, phase, rank]
     assert run["codes"] == [1, 1], run
     assert run["seconds"] < LIMIT_S + 5
@@ -94,11 +103,16 @@ def test_a_rank_stuck_in_c_is_named_with_its_stack(found: dict[Any, Any]) -> Non
     run = found["gil", "reward", 1]
     assert run["codes"] == [1, -9]
     assert run["seconds"] < LIMIT_S + 5
-    assert "went silent in phase reward, step 1: its process is there, but its Python does not run" in run["output"].splitlines()[0]
+    assert (
+        "went silent in phase reward, step 1: its process is there, but its Python does not run"
+        in run["output"].splitlines()[0]
+    )
     assert "in keep_the_gil" in run["hang.txt"]
 
 
-@pytest.mark.parametrize(("do", "phase", "rank"), [("kill", "rollout", 1), ("kill", "logprobs", 0), ("exit", "eval", 1)])
+@pytest.mark.parametrize(
+    ("do", "phase", "rank"), [("kill", "rollout", 1), ("kill", "logprobs", 0), ("exit", "eval", 1)]
+)
 def test_a_rank_that_is_gone_is_named_by_the_others(found: dict[Any, Any], do: str, phase: str, rank: int) -> None:
     run = found[do, phase, rank]
     assert run["codes"][rank] == (-9 if do == "kill" else 0)
@@ -147,7 +161,8 @@ def test_without_a_fault_nothing_is_said(found: dict[Any, Any]) -> None:
 
 @pytest.fixture
 def two_hosts() -> Iterator[list[list[str]]]:
-    """Two network namespaces on one wire, each with an address of its own: what to put before a command to run it there."""
+    """Two network namespaces on one wire, each with an address of its own: what to put before a command to run it
+    there."""
     names = [f"grpo{os.getpid()}{letter}" for letter in "ab"]
     commands = [f"ip netns add {name}" for name in names] + [f"ip link add {names[0]} type veth peer name {names[1]}"]
     for number, name in enumerate(names):
@@ -170,9 +185,21 @@ def start_on(hosts: list[list[str]], order: dict[str, str], **options: str) -> l
     jobs = []
     for number, host in enumerate(hosts):
         address = f"10.77.0.{number + 1}"
-        flags = {"nnodes": "2", "nproc-per-node": "1", "rdzv-backend": "c10d", "rdzv-endpoint": "10.77.0.1:29400", "rdzv-id": "doctor"}
+        flags = {
+            "nnodes": "2",
+            "nproc-per-node": "1",
+            "rdzv-backend": "c10d",
+            "rdzv-endpoint": "10.77.0.1:29400",
+            "rdzv-id": "doctor",
+        }
         flags |= {"rdzv-conf": f"is_host={number == 0}", "local-addr": address} | options
-        command = [*host, sys.executable, "-m", "torch.distributed.run", *(f"--{name}={value}" for name, value in flags.items())]
+        command = [
+            *host,
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *(f"--{name}={value}" for name, value in flags.items()),
+        ]
         env = {"GLOO_SOCKET_IFNAME": host[-1], "TORCH_CPP_LOG_LEVEL": "ERROR"}  # a host's name leads to no address here
         jobs.append(Job([*command, "-m", "tests.support.workers.doctor", json.dumps(order)], env=env))
     return jobs
@@ -191,7 +218,8 @@ def test_a_raise_on_one_host_ends_the_other(tmp_path: Path, two_hosts: list[list
 
 
 def test_both_hosts_start_again_and_come_to_the_end(tmp_path: Path, two_hosts: list[list[str]]) -> None:
-    """The host that has not failed does not count the restart (TORCHELASTIC_RESTART_COUNT), and the store is the one of before."""
+    """The host that has not failed does not count the restart (TORCHELASTIC_RESTART_COUNT), and the store is the one of
+    before."""
     order = {"do": "raise", "rank": "1", "phase": "update", "folder": str(tmp_path), "once": str(tmp_path / "done")}
     outcomes = [job.wait(90) for job in start_on(two_hosts, order, **{"max-restarts": "1"})]
     assert [code for code, _ in outcomes] == [0, 0], outcomes
@@ -218,7 +246,10 @@ def test_the_culprit_of_a_hang() -> None:
 
 def test_the_culprit_among_failures() -> None:
     raised = answer(fault=Fault("raise", "ValueError: x", "Traceback"))
-    follows, stopped = answer(fault=Fault("follows", "RuntimeError: Connection closed")), answer(fault=Fault("stopped", "SIGTERM"))
+    follows, stopped = (
+        answer(fault=Fault("follows", "RuntimeError: Connection closed")),
+        answer(fault=Fault("stopped", "SIGTERM")),
+    )
     gone = answer(answers=False, state="gone")
     assert find_culprit(Alarm("raise", 2, 2), [follows, raised, raised])[0] == 2
     assert find_culprit(Alarm("follows", 0, 0), [follows, answer(), raised])[0] == 2

@@ -49,7 +49,8 @@ def test_a_reward_that_always_raises_on_one_rank_ends_all_with_its_traceback(tmp
     assert "reward_pool.max_error_frac=0.3" in output
     assert "reward 'reward' raised KeyError: 'no such column'" in output
     assert f'{tmp_path}/reward.py", line' in output
-    assert output.split("Root Cause")[0].count("KeyError: 'no such column'") <= 3, output  # once in full, then torchrun's summary
+    # once in full, then torchrun's summary
+    assert output.split("Root Cause")[0].count("KeyError: 'no such column'") <= 3, output
     rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000000.jsonl").read_text().splitlines()]
     assert sorted(r["statuses"]["reward"] for r in rollouts) == ["error"] * 8 + ["ok"] * 8
     assert not job.survivors()
@@ -58,15 +59,20 @@ def test_a_reward_that_always_raises_on_one_rank_ends_all_with_its_traceback(tmp
 def test_a_verifier_that_fails_in_evaluation_is_not_a_policy_that_is_never_right(tmp_path: Path, model: Path) -> None:
     """Evaluation scores one completion a call; training, groups of four."""
     body = 'if len(completions) == 1: raise ValueError("needs its group")'
-    sections = {"data": {"eval": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 16, "train": str(tmp_path / "train.jsonl")}}
-    code, output = start(tmp_path, model, body, num_ranks=1, eval={"every_steps": 1, "num_samples": 2}, **sections).wait(120)
+    sections = {
+        "data": {"eval": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 16, "train": str(tmp_path / "train.jsonl")}
+    }
+    code, output = start(
+        tmp_path, model, body, num_ranks=1, eval={"every_steps": 1, "num_samples": 2}, **sections
+    ).wait(120)
     assert code == 1
     assert "reward 'reward' gave no usable value for 64 of 64 completions (64 error, 0 timeout)" in output
     assert "pass_at_1" not in output
 
 
 def test_a_reward_that_fails_now_and_then_stops_nothing(tmp_path: Path, model: Path) -> None:
-    """On one rank of two a function raises, exits, kills itself or hangs: counted, left out, and the run comes to its end."""
+    """On one rank of two a function raises, exits, kills itself or hangs: counted, left out, and the run comes to its
+    end."""
     body = """if os.environ["RANK"] == "1" and calls == 1:
         if completions: os._exit(3)
     if len(completions) == 1 and os.environ["RANK"] == "1" and columns["target"][0] % 2:
@@ -77,7 +83,9 @@ def test_a_reward_that_fails_now_and_then_stops_nothing(tmp_path: Path, model: P
     assert code == 0, output
     assert not job.survivors()
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert all(m["reward/reward/error_frac"] + m["reward/reward/timeout_frac"] == m["reward/unscored_frac"] for m in metrics)
+    assert all(
+        m["reward/reward/error_frac"] + m["reward/reward/timeout_frac"] == m["reward/unscored_frac"] for m in metrics
+    )
     assert any(m["reward/reward/error_frac"] > 0 for m in metrics)
     assert "completions failed" in output
 
@@ -150,7 +158,8 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, model: Path) -> None:
     first = next(line for line in output.splitlines() if "went silent" in line)
     assert re.match(r"rank 0 \(.*\) went silent in phase (reward|rollout), step \d: its process is gone", first), output
     assert first in (tmp_path / "run/logs/failure.txt").read_text()
-    assert "Traceback" not in output.split("torch/distributed/elastic")[0]  # a survivor's lost connection explains nothing
+    # a survivor's lost connection explains nothing
+    assert "Traceback" not in output.split("torch/distributed/elastic")[0]
     assert not job.survivors()
 
 

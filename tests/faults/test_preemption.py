@@ -13,12 +13,20 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd import distributed
-from grpo_spmd import preemption as module
-from grpo_spmd.config import Config, load_config
-from grpo_spmd.data_types import ScoredRollouts
-from grpo_spmd.distributed import end_session, start_session
-from grpo_spmd.preemption import SIGNALS, Preempted, Preemption, leave_marker, parse_time_left, remove_marker
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed import preemption as module
+from grpo_spmd.distributed import store
+from grpo_spmd.distributed.preemption import (
+    SIGNALS,
+    Preempted,
+    Preemption,
+    leave_marker,
+    parse_time_left,
+    remove_marker,
+)
+from grpo_spmd.distributed.session import end_session, start_session
+from grpo_spmd.records import ScoredRollouts
 from tests.support.models import write_config
 from tests.support.processes import Job, torchrun
 
@@ -48,8 +56,8 @@ def session() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_notice() -> None:
-    if distributed._store is not None:
-        distributed._store.delete_key("preempted")
+    if store._store is not None:
+        store._store.delete_key("preempted")
 
 
 @pytest.fixture
@@ -70,7 +78,9 @@ class Clock:
         monkeypatch.setattr(module, "_seconds_since_launch", lambda: self.now)
 
 
-def runs(preemption: Preemption, clock: Clock, seconds: float, scoring: float = 0.0, rest: float = 0.0, save_s: float = 0.0) -> None:
+def runs(
+    preemption: Preemption, clock: Clock, seconds: float, scoring: float = 0.0, rest: float = 0.0, save_s: float = 0.0
+) -> None:
     """One step, of which `scoring` comes after the generation, and `rest` is update and what follows."""
 
     def score() -> ScoredRollouts:
@@ -102,7 +112,9 @@ def test_no_step_is_begun_that_cannot_finish(session: None, config: Config, monk
     assert stopped.value.reason == str(stopped.value) == "deadline: 92 s left, a step takes 60 s and a save 20 s"
 
 
-def test_the_first_step_counts_only_while_it_is_the_only_one(session: None, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_counts_only_while_it_is_the_only_one(
+    session: None, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock(monkeypatch)
     preemption = Preemption(limited(config, 240))  # 230, and 12 s for a save that nobody has measured
     runs(preemption, clock, 100)
@@ -115,7 +127,9 @@ def test_the_first_step_counts_only_while_it_is_the_only_one(session: None, conf
     preemption.begin_step()  # 103 s are left, and 1.2 * 30 + 12 needed
 
 
-def test_the_update_is_begun_only_if_it_can_finish(session: None, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_update_is_begun_only_if_it_can_finish(
+    session: None, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """200 s less 10; steps of 40 s with an update of 10 s, saves of 5 s: before an update 17 s are needed."""
     clock = Clock(monkeypatch)
     preemption = Preemption(limited(config, 200))
@@ -138,8 +152,11 @@ def test_the_update_is_begun_only_if_it_can_finish(session: None, config: Config
         preemption.check_before_update()
 
 
-def test_scoring_is_not_begun_that_leaves_no_time_for_the_update(session: None, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 s less 10; steps of 40 s with 8 s of scoring and an update of 10 s, saves of 5 s: 26.6 s are needed before, 17 s after it."""
+def test_scoring_is_not_begun_that_leaves_no_time_for_the_update(
+    session: None, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 s less 10; steps of 40 s with 8 s of scoring and an update of 10 s, saves of 5 s: 26.6 s are needed before,
+    17 s after it."""
     clock = Clock(monkeypatch)
     preemption = Preemption(limited(config, 200))
     for _ in range(3):
@@ -268,12 +285,18 @@ def test_the_marker_comes_and_goes(session: None, config: Config) -> None:
     Path(config.run_dir).mkdir()
     leave_marker(config.run_dir, 12, "SIGTERM")
     assert [path.name for path in Path(config.run_dir).iterdir()] == ["preempted.json"]
-    assert json.loads(Path(config.run_dir, "preempted.json").read_text()) == {"step": 12, "reason": "SIGTERM", "saved": True}
+    assert json.loads(Path(config.run_dir, "preempted.json").read_text()) == {
+        "step": 12,
+        "reason": "SIGTERM",
+        "saved": True,
+    }
     remove_marker(config.run_dir)
     assert list(Path(config.run_dir).iterdir()) == []
 
 
-CASES: dict[str, tuple[int, tuple[str, ...], signal.Signals | None, float]] = {  # ranks, torchrun's options, the signal, seconds of a step
+CASES: dict[
+    str, tuple[int, tuple[str, ...], signal.Signals | None, float]
+] = {  # ranks, torchrun's options, the signal, seconds of a step
     "SIGTERM to torchrun": (2, (), signal.SIGTERM, 0.2),
     "SIGUSR1 to torchrun": (2, FORWARDED, signal.SIGUSR1, 0.2),
     "SIGUSR1 to one rank": (2, (), signal.SIGUSR1, 0.2),
@@ -284,7 +307,8 @@ CASES: dict[str, tuple[int, tuple[str, ...], signal.Signals | None, float]] = { 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, float, dict[str, Any], list[int]]]:
-    """Of each case, all at a time: exit code, output, seconds from the signal to the end, files, and processes that stayed."""
+    """Of each case, all at a time: exit code, output, seconds from the signal to the end, files, and processes that
+    stayed."""
     jobs, found = {}, {}
     for case, (num_ranks, options, number, step_s) in CASES.items():
         folder = tmp_path_factory.mktemp("stop")
@@ -301,7 +325,11 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
                 time.sleep(0.05)
             target = job.process.pid
             if case == "SIGUSR1 to one rank":
-                target = max(pid for pid in job.survivors() if b"tests.support.workers.stop" in Path(f"/proc/{pid}/cmdline").read_bytes())
+                target = max(
+                    pid
+                    for pid in job.survivors()
+                    if b"tests.support.workers.stop" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                )
             os.kill(target, number)
         start = time.monotonic()
         code, output = job.wait(60)
@@ -316,11 +344,13 @@ def test_all_ranks_stop_alike_and_leave_a_marker(stopped: dict[str, Any], case: 
     code, output, seconds, files, survivors = stopped[case]
     num_ranks, _, number, _ = CASES[case]
     marker = files.pop("preempted.json")
-    assert code == (1 if case.endswith("to torchrun") else 0), output  # torchrun's agent was signalled, and says so; its ranks ended well
+    # torchrun's agent was signalled, and says so; its ranks ended well
+    assert code == (1 if case.endswith("to torchrun") else 0), output
     assert seconds < 25
     assert survivors == []
     assert [line for line in output.splitlines() if "stops: " in line] == [f"stops: {marker['reason']}"] * num_ranks
-    assert files == {f"rank_{rank}": marker["step"] for rank in range(num_ranks)}  # given up before its update, or never begun
+    # given up before its update, or never begun
+    assert files == {f"rank_{rank}": marker["step"] for rank in range(num_ranks)}
     assert marker["saved"] is True
     if number is not None:
         assert marker["reason"] == number.name

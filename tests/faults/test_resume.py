@@ -1,4 +1,5 @@
-"""A run that was killed goes on as if nothing had happened: to the bit at the same number of ranks, within rounding at another."""
+"""A run that was killed goes on as if nothing had happened: to the bit at the same number of ranks, within rounding at
+another."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from grpo_spmd.checkpoint import write_shard
-from grpo_spmd.manifest import list_checkpoints, verify_checkpoint
+from grpo_spmd.checkpoint.manifest import list_checkpoints, verify_checkpoint
+from grpo_spmd.checkpoint.state import write_shard
 from tests.support.models import make_model, write_config
 from tests.support.processes import Job, run_worker, torchrun
 
@@ -87,14 +88,17 @@ def killed(model: Path) -> Path:
     folder = make(model.parent / "killed", model)
     job = start(2, folder)
     deadline = time.monotonic() + 120
-    while not (folder / "run/metrics.jsonl").exists() or len((folder / "run/metrics.jsonl").read_text().splitlines()) < 3:
+    while (
+        not (folder / "run/metrics.jsonl").exists() or len((folder / "run/metrics.jsonl").read_text().splitlines()) < 3
+    ):
         assert time.monotonic() < deadline, job.wait(1)
         time.sleep(0.02)
     ranks = [pid for pid in job.survivors() if b"grpo_spmd.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(random.Random(0).choice([pid for pid in ranks if pid != job.process.pid]), signal.SIGKILL)
     code, output = job.wait(60)
     assert code != 0, output
-    (folder / "run/metrics.jsonl").open("a").write('{"step": 77, "half a li')  # as a kill in the middle of a write would leave it
+    # as a kill in the middle of a write would leave it
+    (folder / "run/metrics.jsonl").open("a").write('{"step": 77, "half a li')
     (folder / "run/checkpoints/step_000004.tmp/state").mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -148,7 +152,9 @@ def test_other_numbers_of_ranks_go_on_within_rounding(uninterrupted: Path, model
     for name in ("loss/total", "loss/policy", "loss/kl", "loss/entropy", "optim/grad_norm", "optim/lr", "reward/mean"):
         assert math.isclose(one[name], two[name], rel_tol=1e-5, abs_tol=1e-6), name
     rollouts = "run/rollouts/step_000004.jsonl"
-    mine, theirs = ([json.loads(line) for line in (f / rollouts).read_text().splitlines()] for f in (folder, uninterrupted))
+    mine, theirs = (
+        [json.loads(line) for line in (f / rollouts).read_text().splitlines()] for f in (folder, uninterrupted)
+    )
     assert [r["completion_ids"] for r in mine] == [r["completion_ids"] for r in theirs]
     # Should it die before its first save, it comes back to where it began, and not to the model.
     assert [path.name for path in list_checkpoints(folder / "run")] == ["step_000004", "step_000005"]
@@ -166,7 +172,9 @@ def test_other_numbers_of_ranks_go_on_within_rounding(uninterrupted: Path, model
         ("model.lora.rank=4", "model.lora.rank (4) was 0"),
     ],
 )
-def test_what_would_make_it_another_run_is_refused_before_torch(uninterrupted: Path, override: str, expected: str) -> None:
+def test_what_would_make_it_another_run_is_refused_before_torch(
+    uninterrupted: Path, override: str, expected: str
+) -> None:
     code, output = start(1, uninterrupted, override).wait(60)
     assert code == 2, output
     assert expected in output
@@ -187,7 +195,8 @@ def test_another_model_or_other_data_are_refused(uninterrupted: Path, model: Pat
 
 @pytest.mark.parametrize("adapters", [0, 4])
 def test_every_tensor_at_every_number_of_ranks(tmp_path: Path, adapters: int) -> None:
-    """Saved by 2 x 2 ranks (replicas x shards): loaded by 1 and by 3 all tensors have every bit, also where neither divides the rows."""
+    """Saved by 2 x 2 ranks (replicas x shards): loaded by 1 and by 3 all tensors have every bit, also where neither
+    divides the rows."""
     model = make_model(tmp_path / "model", "qwen2", tied=False)
     for name in ("manifest.json", "trainer.json"):  # a model folder may be another run's last checkpoint
         (model / name).write_text("{}")
@@ -195,7 +204,10 @@ def test_every_tensor_at_every_number_of_ranks(tmp_path: Path, adapters: int) ->
     config = write_config(tmp_path, model, **sections)
     folder = tmp_path / "run/checkpoints/step_000002"
     saved = run_worker(4, "checkpoint", "save", str(folder), str(config), "2").splitlines()
-    assert sorted(path.name for path in (folder / "state").iterdir()) == ["shard_00001.safetensors", "shard_00002.safetensors"]
+    assert sorted(path.name for path in (folder / "state").iterdir()) == [
+        "shard_00001.safetensors",
+        "shard_00002.safetensors",
+    ]
     assert (folder / ("adapter_model.safetensors" if adapters else "model.safetensors")).is_file()
     wanted = [line for line in saved if line.startswith(("lr", "policy.", "exp_avg", "steps"))]
     assert sum(line.startswith("exp_avg_sq.") for line in wanted) == (28 if adapters else 27), wanted
@@ -204,8 +216,12 @@ def test_every_tensor_at_every_number_of_ranks(tmp_path: Path, adapters: int) ->
         loaded = run_worker(num_ranks, "checkpoint", "load", str(folder), str(config), "1").splitlines()
         assert [line for line in loaded if line.startswith(("lr", "policy.", "exp_avg", "steps"))] == wanted
     if not adapters:
-        other = write_config(tmp_path, make_model(tmp_path / "other", "qwen2", tied=False, vocab_size=98), model={"dtype": "float32"})
-        with pytest.raises(AssertionError, match=r"is of another model: exp_avg\.lm_head\.weight has shape \[97, 128\] there, and \[98"):
+        other = write_config(
+            tmp_path, make_model(tmp_path / "other", "qwen2", tied=False, vocab_size=98), model={"dtype": "float32"}
+        )
+        with pytest.raises(
+            AssertionError, match=r"is of another model: exp_avg\.lm_head\.weight has shape \[97, 128\] there, and \[98"
+        ):
             run_worker(1, "checkpoint", "load", str(folder), str(other), "1")
 
 
@@ -214,7 +230,9 @@ def test_a_shard_is_what_safetensors_and_dcp_read(tmp_path: Path) -> None:
     for rank, (first, last) in enumerate([(0, 4), (4, 7)]):
         rows = {"policy.a": whole[0][first:last], "policy.b": whole[1][first:last]}
         facts = write_shard(
-            tmp_path / f"shard_{rank}.safetensors", {n: t.contiguous() for n, t in rows.items()}, dict.fromkeys(rows, first)
+            tmp_path / f"shard_{rank}.safetensors",
+            {n: t.contiguous() for n, t in rows.items()},
+            dict.fromkeys(rows, first),
         )
         assert facts["bytes"] == (tmp_path / f"shard_{rank}.safetensors").stat().st_size
         assert torch.equal(load_file(tmp_path / f"shard_{rank}.safetensors")["policy.b"], rows["policy.b"])
@@ -228,7 +246,9 @@ def test_a_shard_is_what_safetensors_and_dcp_read(tmp_path: Path) -> None:
 
 def test_the_best_checkpoint_stays(uninterrupted: Path, model: Path) -> None:
     """The measured best is an early one: with keep 1 it and the last one are left, both whole."""
-    folder = make(model.parent / "best", model, checkpoint={"every_steps": 1, "keep": 1, "best_metric": "optim/grad_norm"})
+    folder = make(
+        model.parent / "best", model, checkpoint={"every_steps": 1, "keep": 1, "best_metric": "optim/grad_norm"}
+    )
     finish(1, folder)
     norms = {line["step"]: line["optim/grad_norm"] for line in metrics(folder)}
     best = max((step for step in norms if step), key=norms.__getitem__)  # of step 0 there is no checkpoint

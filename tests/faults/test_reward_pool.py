@@ -20,13 +20,14 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.config import RewardConfig, RewardPoolConfig
-from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, ScoredRollouts
-from grpo_spmd.rewards import RewardError, check_error_rate
-from grpo_spmd.rewards.pool import RewardPool
+from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
+from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
+from grpo_spmd.rewards.pool.pool import RewardPool
+from grpo_spmd.rewards.protocol import RewardError, check_error_rate
 from tests.support.processes import ROOT, Job
 
-# What a completion says is what the reward does with it; every other completion is worth a number with all 53 bits in use.
+# What a completion says is what the reward does with it; every other completion is worth a number with all 53 bits in
+# use.
 BEHAVIOURS = """
 import asyncio, ctypes, json, math, os, signal, subprocess, sys, time
 
@@ -94,7 +95,20 @@ def kept(completions, scale, **columns):
 FAILS = {
     **dict.fromkeys(["hang", "spin", "ignore", "daemon hangs"], "timeout"),
     **dict.fromkeys(
-        ["raise", "nan", "inf", "word", "exit", "_exit", "interrupt", "segfault", "close", "garbage", "fork lingers and dies"], "error"
+        [
+            "raise",
+            "nan",
+            "inf",
+            "word",
+            "exit",
+            "_exit",
+            "interrupt",
+            "segfault",
+            "close",
+            "garbage",
+            "fork lingers and dies",
+        ],
+        "error",
     ),
 }
 
@@ -109,7 +123,11 @@ class CharacterTokenizer:
 
 def _groups(*groups: Sequence[str]) -> list[RolloutGroup]:
     return [
-        RolloutGroup(slot, Prompt(slot, slot, [1], "p", {}), [Completion([ord(c) for c in t], [-1.0] * len(t), "stop") for t in texts])
+        RolloutGroup(
+            slot,
+            Prompt(slot, slot, [1], "p", {}),
+            [Completion([ord(c) for c in t], [-1.0] * len(t), "stop") for t in texts],
+        )
         for slot, texts in enumerate(groups)
     ]
 
@@ -126,7 +144,9 @@ def pools(tmp_path: Path) -> Iterator[Callable[..., RewardPool]]:
     made: list[RewardPool] = []
     (tmp_path / "mine.py").write_text(BEHAVIOURS)
 
-    def make(*names: str, num_workers: int = 4, timeout_s: float = 1.0, args: dict[str, Any] | None = None) -> RewardPool:
+    def make(
+        *names: str, num_workers: int = 4, timeout_s: float = 1.0, args: dict[str, Any] | None = None
+    ) -> RewardPool:
         rewards = [RewardConfig(function=f"{tmp_path}/mine.py:{name}", args=args or {}) for name in names]
         config = RewardPoolConfig(num_workers=num_workers, timeout_s=timeout_s)
         made.append(RewardPool(rewards, config, tmp_path / "run/logs/rewards_rank_0.log"))
@@ -156,7 +176,9 @@ def _children(pid: int) -> set[int]:
 
 
 def _alive(pids: set[int]) -> set[int]:
-    return {pid for pid in pids if Path(f"/proc/{pid}").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()}
+    return {
+        pid for pid in pids if Path(f"/proc/{pid}").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    }
 
 
 def _wait_until_gone(pids: set[int]) -> None:
@@ -167,11 +189,15 @@ def _wait_until_gone(pids: set[int]) -> None:
 
 
 @pytest.mark.parametrize(("name", "num_steps"), [("one", 2), ("late", 1)])
-def test_every_misbehaviour_costs_its_own_completion_alone(pools: Callable[..., RewardPool], name: str, num_steps: int) -> None:
+def test_every_misbehaviour_costs_its_own_completion_alone(
+    pools: Callable[..., RewardPool], name: str, num_steps: int
+) -> None:
     """Twice with the same pool: what happened in the first step must not show in the second."""
     bad = [*FAILS, "none", "fork returns", "fork raises", "fork lingers", "print"]
     groups = [[f"a{i}", text, f"bc{i}", f"d{i}" * 50] for i, text in enumerate(bad)] + [["fine", "too", "", "x"]]
-    expected_status = [FAILS.get(text, "not_applicable" if text == "none" else "ok") for group in groups for text in group]
+    expected_status = [
+        FAILS.get(text, "not_applicable" if text == "none" else "ok") for group in groups for text in group
+    ]
     pool = pools(name, "two")
     for _ in range(num_steps):
         scored = pool.score(_groups(*groups), CharacterTokenizer())
@@ -231,7 +257,9 @@ def test_the_first_error_says_what_happened(pools: Callable[..., RewardPool], te
         assert "worker.py" not in scored.first_error
 
 
-def test_failures_are_counted_in_one_warning(pools: Callable[..., RewardPool], caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_counted_in_one_warning(
+    pools: Callable[..., RewardPool], caplog: pytest.LogCaptureFixture
+) -> None:
     logging.getLogger("grpo_spmd").propagate = True  # a run turns it off
     pools("one", timeout_s=0.3).score(_groups(["a", "raise", "hang"], ["word", "b", "c"]), CharacterTokenizer())
     assert [record.getMessage() for record in caplog.records] == [
@@ -240,9 +268,8 @@ def test_failures_are_counted_in_one_warning(pools: Callable[..., RewardPool], c
 
 
 def test_many_hanging_completions_take_bounded_time(pools: Callable[..., RewardPool]) -> None:
-    groups = [
-        ["hang", "a", "hang", "b"] for _ in range(4)
-    ]  # (4 groups + 8 completions) / 4 workers * 0.5 s = 1.5 s; one after the other 6 s
+    # (4 groups + 8 completions) / 4 workers * 0.5 s = 1.5 s; one after the other 6 s
+    groups = [["hang", "a", "hang", "b"] for _ in range(4)]
     start = time.monotonic()
     scored = pools("one", timeout_s=0.5).score(_groups(*groups), CharacterTokenizer())
     assert time.monotonic() - start < 5
@@ -251,7 +278,9 @@ def test_many_hanging_completions_take_bounded_time(pools: Callable[..., RewardP
 
 def test_a_function_that_always_hangs_stops_before_every_deadline_has_passed(pools: Callable[..., RewardPool]) -> None:
     pool = pools("one", timeout_s=0.3)
-    with pytest.raises(RewardError, match=r"reward 'one' gave no usable value for .* reward_pool\.max_error_frac=0\.3") as caught:
+    with pytest.raises(
+        RewardError, match=r"reward 'one' gave no usable value for .* reward_pool\.max_error_frac=0\.3"
+    ) as caught:
         pool.score(_groups(*[["hang"]] * 20), CharacterTokenizer(), num_step_completions=20)
     assert any(f"for {failed} of 20 completions" in str(caught.value) for failed in (6, 7, 8, 9))
     # The pool is still good.
@@ -285,13 +314,16 @@ def test_columns_arrive_as_they_are(tmp_path: Path) -> None:
         f"import datetime\nfrom decimal import Decimal\nexpected = {columns!r}\n"
         "def reward(prompts, completions, completion_ids, missing, **columns):\n"
         "    assert columns == {n: [v] * 2 for n, v in (expected | {'elsewhere': None}).items()}, columns\n"
-        "    assert (prompts, completions, completion_ids, missing) == (['p'] * 2, ['a', 'b'], [[97], [98]], [None] * 2)\n"
+        "    assert (prompts, completions, completion_ids, missing) == (['p'] * 2, ['a', 'b'], [[97], [98]], [None] * "
+        "2)\n"
         "    return [1.0, 2.0]\n"
     )
     (group,) = _groups(["a", "b"])
     group.prompt.columns.update(columns, prompts="not this one")
     config = RewardConfig(function=f"{tmp_path}/mine.py:reward")
-    with RewardPool([config], RewardPoolConfig(num_workers=1), tmp_path / "log", columns=["answer", "elsewhere"]) as pool:
+    with RewardPool(
+        [config], RewardPoolConfig(num_workers=1), tmp_path / "log", columns=["answer", "elsewhere"]
+    ) as pool:
         scored = pool.score([group], CharacterTokenizer())
         assert scored.first_error is None, scored.first_error
         assert scored.rewards == [1.0, 2.0]
@@ -303,15 +335,21 @@ def test_columns_arrive_as_they_are(tmp_path: Path) -> None:
 def test_workers_have_the_ranks_environment_and_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "17")
     (tmp_path / "mine.py").write_text(
-        "import os, sys\ndef reward(completions):\n    assert 'torch' not in sys.modules\n    return [float(os.environ['RANK'])]\n"
+        "import os, sys\ndef reward(completions):\n    assert 'torch' not in sys.modules\n    return "
+        "[float(os.environ['RANK'])]\n"
     )
-    with RewardPool([RewardConfig(function=f"{tmp_path}/mine.py:reward")], RewardPoolConfig(), tmp_path / "log") as pool:
+    with RewardPool(
+        [RewardConfig(function=f"{tmp_path}/mine.py:reward")], RewardPoolConfig(), tmp_path / "log"
+    ) as pool:
         assert pool.score(_groups(["a"]), CharacterTokenizer()).rewards == [17.0]
 
 
 def test_shipped_rewards_run_in_the_pool(tmp_path: Path) -> None:
     """math-verify sets its deadlines with SIGALRM on the main thread; weights and n/a as in the config."""
-    rewards = [RewardConfig(name="math", weight=2.0), RewardConfig(name="format", args={"pattern": ".*4.*"}, weight=0.5)]
+    rewards = [
+        RewardConfig(name="math", weight=2.0),
+        RewardConfig(name="format", args={"pattern": ".*4.*"}, weight=0.5),
+    ]
     (group,) = _groups(["so \\boxed{4}", "so \\boxed{5}"])
     group.prompt.columns["answer"] = "4"
     with RewardPool(rewards, RewardPoolConfig(), tmp_path / "log") as pool:
@@ -343,9 +381,11 @@ def test_a_killed_rank_leaves_no_process(tmp_path: Path, when: str) -> None:
     source = (
         "import sys, time\nfrom pathlib import Path\n"
         "from tests.faults.test_reward_pool import *\nfrom tests.faults.test_reward_pool import _groups\n"
-        f"pool = RewardPool([RewardConfig(function='{tmp_path}/mine.py:one')], RewardPoolConfig(timeout_s=500), Path('{tmp_path}/log'))\n"
+        f"pool = RewardPool([RewardConfig(function='{tmp_path}/mine.py:one')], RewardPoolConfig(timeout_s=500), "
+        f"Path('{tmp_path}/log'))\n"
         f"pool.score(_groups(['a'], ['b']), CharacterTokenizer())\nprint('ready', flush=True)\n"
-        f"pool.score(_groups(['{text}'], ['{text}'], ['c']), CharacterTokenizer())\nprint('idle', flush=True)\ntime.sleep(1000)\n"
+        f"pool.score(_groups(['{text}'], ['{text}'], ['c']), CharacterTokenizer())\nprint('idle', "
+        "flush=True)\ntime.sleep(1000)\n"
     )
     with subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
@@ -355,7 +395,8 @@ def test_a_killed_rank_leaves_no_process(tmp_path: Path, when: str) -> None:
         while len(processes := _descendants(rank.pid)) < 4:
             assert time.monotonic() < deadline, processes
             time.sleep(0.05)
-        if when == "a worker's death unheard":  # the kernel then ends the nursery's connection with an error instead of an end of file
+        # the kernel then ends the nursery's connection with an error instead of an end of file
+        if when == "a worker's death unheard":
             os.kill(rank.pid, signal.SIGSTOP)
             (nursery,) = _children(rank.pid)
             hanging = [worker for worker in sorted(_children(nursery)) if _children(worker)]
@@ -376,11 +417,19 @@ def test_a_killed_nursery_is_an_error_and_not_a_hang(pools: Callable[..., Reward
     _wait_until_gone(processes)
 
 
-@pytest.mark.parametrize("source", ["raise ValueError('only the second time')", "import sys\nsys.exit(0)", "import os\nos._exit(5)"])
+@pytest.mark.parametrize(
+    "source", ["raise ValueError('only the second time')", "import sys\nsys.exit(0)", "import os\nos._exit(5)"]
+)
 def test_a_file_that_cannot_be_imported_in_the_pool_is_an_error(tmp_path: Path, source: str) -> None:
     (tmp_path / "mine.py").write_text(source)
-    with RewardPool([RewardConfig(function=f"{tmp_path}/mine.py:reward")], RewardPoolConfig(), tmp_path / "log") as pool:
-        expected = "ended with code 5" if "_exit" in source else r"cannot be imported in the reward pool: .*mine\.py:\d cannot be imported"
+    with RewardPool(
+        [RewardConfig(function=f"{tmp_path}/mine.py:reward")], RewardPoolConfig(), tmp_path / "log"
+    ) as pool:
+        expected = (
+            "ended with code 5"
+            if "_exit" in source
+            else r"cannot be imported in the reward pool: .*mine\.py:\d cannot be imported"
+        )
         with pytest.raises(RewardError, match=expected):
             pool.score(_groups(["a"]), CharacterTokenizer())
 
@@ -414,7 +463,8 @@ with RewardPool([RewardConfig(function=sys.argv[1])], config, Path(sys.argv[2]))
 
 
 def test_a_breakpoint_stops_the_clock_and_has_a_real_terminal(tmp_path: Path) -> None:
-    """Two workers reach it at the same time; each has the terminal in its turn, longer than the deadline, and gets Ctrl-C."""
+    """Two workers reach it at the same time; each has the terminal in its turn, longer than the deadline, and gets
+    Ctrl-C."""
     (tmp_path / "mine.py").write_text(DEBUGGED)
     pid, terminal = pty.fork()
     if pid == 0:
@@ -465,7 +515,11 @@ def test_leaving_the_debugger_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_error_rates_are_shares_over_all_ranks() -> None:
-    ranks = [{"f": ["ok", "error", "timeout", "not_applicable"], "g": ["ok"] * 4}, {}, {"f": ["ok"] * 4, "g": ["not_applicable"] * 4}]
+    ranks = [
+        {"f": ["ok", "error", "timeout", "not_applicable"], "g": ["ok"] * 4},
+        {},
+        {"f": ["ok"] * 4, "g": ["not_applicable"] * 4},
+    ]
     assert check_error_rate(ranks, [None, None, None], 0.3) == {
         "reward/f/error_frac": 1 / 8,
         "reward/f/timeout_frac": 1 / 8,
@@ -478,13 +532,17 @@ def test_error_rates_are_shares_over_all_ranks() -> None:
 
 @pytest.mark.parametrize("max_error_frac", [0.25, 0.2, 1e-9])
 def test_the_error_rate_that_is_reached_stops_with_everything_one_needs(max_error_frac: float) -> None:
-    ranks = [{"f": ["ok", "error", "timeout", "not_applicable"], "g": ["ok"] * 4}, {"f": ["ok"] * 4, "g": ["ok", "error", "ok", "ok"]}]
+    ranks = [
+        {"f": ["ok", "error", "timeout", "not_applicable"], "g": ["ok"] * 4},
+        {"f": ["ok"] * 4, "g": ["ok", "error", "ok", "ok"]},
+    ]
     errors = ["reward 'g' raised IndexError\nTraceback of g", "reward 'f' raised KeyError: 'x'\nTraceback of f"]
     with pytest.raises(RewardError) as caught:
         check_error_rate(ranks, errors, max_error_frac)
     assert str(caught.value) == (
         "reward 'f' gave no usable value for 2 of 8 completions (1 error, 1 timeout): 0.25 is not under "
-        f"reward_pool.max_error_frac={max_error_frac:g}. The first failure:\nreward 'f' raised KeyError: 'x'\nTraceback of f"
+        f"reward_pool.max_error_frac={max_error_frac:g}. The first failure:\nreward 'f' raised KeyError: "
+        "'x'\nTraceback of f"
     )
 
 

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_spmd.config import ConfigError, RewardConfig, RewardPoolConfig
-from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, ScoredRollouts
-from grpo_spmd.rewards import Reward, load_rewards, weighted_sum
-from grpo_spmd.rewards.pool import RewardPool
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
+from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
+from grpo_spmd.rewards.pool.pool import RewardPool
+from grpo_spmd.rewards.pool.worker import call_reward
+from grpo_spmd.rewards.protocol import Reward, load_rewards, weighted_sum
 from grpo_spmd.rewards.verifiers import SHIPPED, last_number
-from grpo_spmd.rewards.worker import call_reward
 
 
 class CharacterTokenizer:
@@ -98,8 +99,18 @@ def _shipped(name: str, completion: str, args: dict[str, Any] | None = None, **c
 def test_function_gets_what_trl_gives_it_a_group_at_a_time(pool: tuple[RewardPool, Path]) -> None:
     _, calls = _spy(pool, _group(0, "p", ["a", "bc"], a=1, b="x"), _group(1, "q", ["d", ""], a=2, b="y"))
     assert calls == [
-        {"prompts": ["p", "p"], "completions": ["a", "bc"], "completion_ids": [[97], [98, 99]], "columns": {"a": [1, 1], "b": ["x", "x"]}},
-        {"prompts": ["q", "q"], "completions": ["d", ""], "completion_ids": [[100], []], "columns": {"a": [2, 2], "b": ["y", "y"]}},
+        {
+            "prompts": ["p", "p"],
+            "completions": ["a", "bc"],
+            "completion_ids": [[97], [98, 99]],
+            "columns": {"a": [1, 1], "b": ["x", "x"]},
+        },
+        {
+            "prompts": ["q", "q"],
+            "completions": ["d", ""],
+            "completion_ids": [[100], []],
+            "columns": {"a": [2, 2], "b": ["y", "y"]},
+        },
     ]
 
 
@@ -136,7 +147,9 @@ def test_reward_is_the_weighted_sum_of_what_applies(pool: tuple[RewardPool, Path
 
 def test_no_function_that_applies_is_an_unknown_reward_and_no_failure(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SPY)
-    with RewardPool([RewardConfig(function=f"{tmp_path}/mine.py:part")], RewardPoolConfig(num_workers=1), tmp_path / "log") as own:
+    with RewardPool(
+        [RewardConfig(function=f"{tmp_path}/mine.py:part")], RewardPoolConfig(num_workers=1), tmp_path / "log"
+    ) as own:
         scored = own.score([_group(0, "p", ["none", "a"])], CharacterTokenizer())
     assert (scored.rewards, scored.first_error) == ([None, 3.0], None)
 
@@ -170,7 +183,8 @@ class _Strange:
 
 
 @pytest.mark.parametrize(
-    "value", [math.nan, math.inf, -math.inf, "1.0", b"1", [1.0], {}, object(), _Strange(), 10**400, torch.tensor([1.0, 2.0])]
+    "value",
+    [math.nan, math.inf, -math.inf, "1.0", b"1", [1.0], {}, object(), _Strange(), 10**400, torch.tensor([1.0, 2.0])],
 )
 def test_unusable_value_is_said_and_leaves_the_others(value: Any) -> None:
     unusable, usable = _call(_returning([value, 1.0]), 2)["values"]
@@ -179,7 +193,9 @@ def test_unusable_value_is_said_and_leaves_the_others(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [[1, True, Fraction(1, 2)], (1.0, 1.0, 0.5), torch.tensor([1.0, 1.0, 0.5])], ids=["list", "tuple", "tensor"]
+    "values",
+    [[1, True, Fraction(1, 2)], (1.0, 1.0, 0.5), torch.tensor([1.0, 1.0, 0.5])],
+    ids=["list", "tuple", "tensor"],
 )
 def test_number_types_become_floats(values: Any) -> None:
     got = _call(_returning(values), 3)["values"]
@@ -194,7 +210,9 @@ def test_wrong_length_is_said_with_both_numbers(values: list[float]) -> None:
 
 @pytest.mark.parametrize("values", [None, 1.0, "ab", b"ab", {"a": 1.0, "b": 2.0}, {1.0, 2.0}, torch.tensor(1.0)])
 def test_result_that_is_no_list_is_said_with_its_type(values: Any) -> None:
-    assert _call(_returning(values), 2)["failed"].startswith(f"must return a list of numbers or None; got {type(values).__name__}")
+    assert _call(_returning(values), 2)["failed"].startswith(
+        f"must return a list of numbers or None; got {type(values).__name__}"
+    )
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -221,12 +239,18 @@ def test_a_long_error_is_cut() -> None:
 
 
 def test_function_without_columns_gets_what_it_names(tmp_path: Path) -> None:
-    reward = _load(tmp_path, "def reward(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n")
+    reward = _load(
+        tmp_path, "def reward(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
+    )
     assert reward.function(prompts=["p"] * 2, completions=["x", "y"], answer=["y"] * 2, other=[1] * 2) == [0.0, 1.0]
 
 
 def test_args_reach_the_function(tmp_path: Path) -> None:
-    reward = _load(tmp_path, "def reward(completions, scale, **columns):\n    return [scale] * len(completions)\n", args={"scale": 2.5})
+    reward = _load(
+        tmp_path,
+        "def reward(completions, scale, **columns):\n    return [scale] * len(completions)\n",
+        args={"scale": 2.5},
+    )
     assert reward.function(prompts=["p"], completions=["x"], completion_ids=[[1]]) == [2.5]
 
 
@@ -238,12 +262,15 @@ def test_reward_is_named_after_its_function_unless_the_config_says_otherwise(tmp
 
 
 def test_columns_that_a_function_cannot_do_without_are_known(tmp_path: Path) -> None:
-    source = "def reward(prompts, completions, completion_ids, answer, scale, level=3, *, hint, **columns):\n    return []\n"
+    source = (
+        "def reward(prompts, completions, completion_ids, answer, scale, level=3, *, hint, **columns):\n    return []\n"
+    )
     assert _load(tmp_path, source, args={"scale": 1}).needs == ("answer", "hint")
 
 
 @pytest.mark.parametrize(
-    ("name", "needs"), [("gsm8k", ("answer",)), ("countdown", ("nums", "target")), ("math", ("answer",)), ("exact", ("answer",))]
+    ("name", "needs"),
+    [("gsm8k", ("answer",)), ("countdown", ("nums", "target")), ("math", ("answer",)), ("exact", ("answer",))],
 )
 def test_columns_that_a_shipped_reward_cannot_do_without_are_known(name: str, needs: tuple[str, ...]) -> None:
     assert load_rewards([RewardConfig(name=name)])[0].needs == needs
@@ -284,7 +311,14 @@ def test_unknown_argument_of_a_shipped_reward_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("completion", "answer", "score"),
-    [("Paris", "Paris", 1.0), ("  Paris \n", "Paris", 1.0), ("paris", "Paris", 0.0), ("42", 42, 1.0), ("", "", 1.0), ("x", None, None)],
+    [
+        ("Paris", "Paris", 1.0),
+        ("  Paris \n", "Paris", 1.0),
+        ("paris", "Paris", 0.0),
+        ("42", 42, 1.0),
+        ("", "", 1.0),
+        ("x", None, None),
+    ],
 )
 def test_exact(completion: str, answer: Any, score: float | None) -> None:
     assert _shipped("exact", completion, answer=answer) == score
@@ -419,7 +453,10 @@ def test_countdown_scores_hostile_strings_zero(hostile: str) -> None:
 
 
 def test_countdown_reads_nested_brackets() -> None:
-    assert _shipped("countdown", "(" * 30 + "3" + ")" * 30 + "*8", args={"answer_tag": None}, nums=[3, 8], target=24) == 1.0
+    assert (
+        _shipped("countdown", "(" * 30 + "3" + ")" * 30 + "*8", args={"answer_tag": None}, nums=[3, 8], target=24)
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize(

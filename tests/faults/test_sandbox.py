@@ -1,4 +1,5 @@
-"""Hostile code gets nothing, with and without namespaces; verdicts cannot be forged; honest code passes; without walls nothing runs."""
+"""Hostile code gets nothing, with and without namespaces; verdicts cannot be forged; honest code passes; without walls
+nothing runs."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.config import ConfigError, RewardConfig, RewardPoolConfig
-from grpo_spmd.data_types import Completion, Prompt, RolloutGroup
-from grpo_spmd.rewards import load_rewards
-from grpo_spmd.rewards.pool import RewardPool
-from grpo_spmd.rewards.sandbox import Limits, SandboxError, _Jail, passes_program_test, passes_statements
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
+from grpo_spmd.records import Completion, Prompt, RolloutGroup
+from grpo_spmd.rewards.pool.pool import RewardPool
+from grpo_spmd.rewards.protocol import load_rewards
+from grpo_spmd.rewards.sandbox.sandbox import Limits, SandboxError, _Jail, passes_program_test, passes_statements
 from grpo_spmd.rewards.verifiers import python_code, run_tests
 from tests.support.processes import ROOT
 
@@ -183,7 +185,11 @@ def outcomes(folder: Path) -> dict[str, Any]:
     data.write_text('{"tests": "the expected values"}\n')
     data.chmod(0o666)
     before = os.stat(data)
-    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as path, socket.socket(socket.AF_UNIX) as abstract:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_UNIX) as path,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
         path.bind(str(folder / "unix"))
         abstract.bind("\0" + folder.name)
         called = []
@@ -218,10 +224,10 @@ def outcomes(folder: Path) -> dict[str, Any]:
 def hostile(request: pytest.FixtureRequest) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="worth_having_"))
     wrapper = [] if request.param == "namespaces" else WITHOUT_NAMESPACES
-    source = (
-        "import json, sys, pathlib\nfrom tests.faults.test_sandbox import outcomes\nprint(json.dumps(outcomes(pathlib.Path(sys.argv[1]))))"
+    source = "import json, sys, pathlib\nfrom tests.faults.test_sandbox import outcomes\nprint(json.dumps(outcomes(pathlib.Path(sys.argv[1]))))"
+    done = subprocess.run(
+        [*wrapper, sys.executable, "-c", source, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
-    done = subprocess.run([*wrapper, sys.executable, "-c", source, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=300)
     shutil.rmtree(folder)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -243,12 +249,22 @@ def test_hostile_code_touches_nothing(hostile: dict[str, Any]) -> None:
 def test_the_attacks_work_where_there_is_no_wall() -> None:
     """Else the tests above would pass because the attacks are broken."""
     with tempfile.TemporaryDirectory() as folder:
-        facts = {"pid": os.getpid(), "data": f"{folder}/d", "code": __file__, "port": 1, "unix": "x", "abstract": "x", "secret_name": "x"}
+        facts = {
+            "pid": os.getpid(),
+            "data": f"{folder}/d",
+            "code": __file__,
+            "port": 1,
+            "unix": "x",
+            "abstract": "x",
+            "secret_name": "x",
+        }
         Path(facts["data"]).write_text("x")  # type: ignore[arg-type]
         seen = {}
         for name in ("environment", "files", "damage", "network"):
             program = PRELUDE.replace("{facts}", repr(facts | {"namespaces": False})) + HOSTILE[name]
-            with _Jail(program.replace("/dev/shm/x", f"{folder}/shm"), "program", Limits(10.0, 1024, "none"), stdin="") as jail:
+            with _Jail(
+                program.replace("/dev/shm/x", f"{folder}/shm"), "program", Limits(10.0, 1024, "none"), stdin=""
+            ) as jail:
                 seen[name] = (jail.output() or b"").decode()
     for name, attempts in {
         "environment": ["environ of", "files of", "memory map of"], "files": ["read /etc/passwd", "list /root", "symlink", "relative"],
@@ -328,7 +344,10 @@ def test_an_endless_loop_is_wrong_and_not_unknown_however_many_tests_there_are()
 
 
 def test_memory_is_bounded() -> None:
-    assert _ends("x = []\ntry:\n    while True: x.append(bytearray(10**7))\nexcept MemoryError: print(len(x) < 60)") == b"True\n"
+    assert (
+        _ends("x = []\ntry:\n    while True: x.append(bytearray(10**7))\nexcept MemoryError: print(len(x) < 60)")
+        == b"True\n"
+    )
 
 
 def test_the_disk_is_bounded() -> None:
@@ -376,7 +395,10 @@ def test_a_hundred_megabytes_of_output_are_not_kept() -> None:
 
 def test_the_scratch_folder_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert _ends("open('a', 'w').write('b'); import os; os.mkdir('c'); print(open('a').read(), os.listdir('.') != [])") == b"b True\n"
+    assert (
+        _ends("open('a', 'w').write('b'); import os; os.mkdir('c'); print(open('a').read(), os.listdir('.') != [])")
+        == b"b True\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -455,7 +477,8 @@ print(int(input()) * 2 + 1) if __name__ == "__main__" else None
 
 
 def test_expected_values_never_enter_the_process() -> None:
-    """The code knows what to look for (the digits of 91, 90, ... 81) and looks at all there is: frames, objects, unread bytes."""
+    """The code knows what to look for (the digits of 91, 90, ... 81) and looks at all there is: frames, objects, unread
+    bytes."""
     code = """
 def f(x):
     import gc, os, select, sys
@@ -477,13 +500,17 @@ def f(x):
 
 def test_common_programs_run() -> None:
     deep = "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 27)\n"
-    deep += (
-        "def main():\n    def g(n): return 0 if n == 0 else 1 + g(n - 1)\n    print(g(20000))\nt = threading.Thread(target=main)\nt.start()"
-    )
+    deep += "def main():\n    def g(n): return 0 if n == 0 else 1 + g(n - 1)\n    print(g(20000))\nt = threading.Thread(target=main)\nt.start()"
     assert passes_program_test(deep, "", "20000", LIMITS)
-    assert passes_program_test("import asyncio\nasync def f(): print(await asyncio.sleep(0, 7))\nasyncio.run(f())", "", "7", LIMITS)
-    text = "import heapq, math, re, json, random, datetime, decimal, itertools, bisect, hashlib, sqlite3, zlib, tempfile\n"
-    assert passes_program_test(text + "import sys\nfor line in sys.stdin: print(line[::-1].strip())", "ab\ncd\n", "ba\ndc", LIMITS)
+    assert passes_program_test(
+        "import asyncio\nasync def f(): print(await asyncio.sleep(0, 7))\nasyncio.run(f())", "", "7", LIMITS
+    )
+    text = (
+        "import heapq, math, re, json, random, datetime, decimal, itertools, bisect, hashlib, sqlite3, zlib, tempfile\n"
+    )
+    assert passes_program_test(
+        text + "import sys\nfor line in sys.stdin: print(line[::-1].strip())", "ab\ncd\n", "ba\ndc", LIMITS
+    )
     data = "from dataclasses import dataclass\nimport typing\n@dataclass\nclass A:\n    x: 'int' = 1\nprint(A(), typing.get_type_hints(A))"
     assert passes_program_test(data, "", "A(x=1) {'x': <class 'int'>}", LIMITS)
     assert not passes_program_test("print(1); raise ValueError", "", "1", LIMITS)
@@ -494,7 +521,10 @@ def test_common_programs_run() -> None:
 
 
 def test_the_reward_scores_completions() -> None:
-    right, wrong = "Sure:\n```python\ndef f(x):\n    return x + 1\n```\nDone.", "```python\ndef f(x):\n    return 2\n```"
+    right, wrong = (
+        "Sure:\n```python\ndef f(x):\n    return x + 1\n```\nDone.",
+        "```python\ndef f(x):\n    return 2\n```",
+    )
     tests = [["assert f(1) == 2", "assert f(2) == 3"]] * 2
     assert run_tests([right, wrong], tests=tests) == [1.0, 0.0]
     assert run_tests([right, wrong], tests=tests, partial_credit=True) == [1.0, 0.5]
@@ -530,7 +560,12 @@ def test_the_reward_in_the_pool_gives_hanging_code_zero_and_its_neighbours_their
         def batch_decode(self, token_ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
             return ["".join(map(chr, ids)) for ids in token_ids]
 
-    texts = ["f = lambda x: x + 1", "while True: pass", "f = lambda x: x", "import os; os.kill(os.getppid(), 9); os.abort()"] * 2
+    texts = [
+        "f = lambda x: x + 1",
+        "while True: pass",
+        "f = lambda x: x",
+        "import os; os.kill(os.getppid(), 9); os.abort()",
+    ] * 2
     prompt = Prompt(0, 0, [1], "p", {"tests": ["assert f(1) == 2"]})
     groups = [RolloutGroup(0, prompt, [Completion([*map(ord, text)], [0.0] * len(text), "stop") for text in texts])]
     config = RewardConfig(name="code", args={"time_s": 1.0})
@@ -547,8 +582,8 @@ def _without(call: int, *, wrapped: bool = False) -> subprocess.CompletedProcess
     """Load the reward and run a program that would print, in a process where system call `call` does not exist."""
     source = f"""
 import ctypes, struct
-from grpo_spmd.config import RewardConfig
-from grpo_spmd.rewards import load_rewards
+from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.rewards.protocol import load_rewards
 program = b"".join(struct.pack("HBBI", *i) for i in [(0x20, 0, 0, 0), (0x15, 0, 1, {call}), (6, 0, 0, 0x50026), (6, 0, 0, 0x7fff0000)])
 libc = ctypes.CDLL(None)
 code = ctypes.create_string_buffer(program)
@@ -574,7 +609,9 @@ print(run_tests(["f = lambda x: x"], tests=["assert f(1) == 1"], isolation="none
 def test_without_landlock_and_namespaces_nothing_runs_unless_asked() -> None:
     done = _without(444, wrapped=True)
     refusal, at_run, unprotected = done.stdout.splitlines()
-    assert refusal.startswith("rewards.0: model-written code cannot be isolated on this machine, and is not run: Linux ")
+    assert refusal.startswith(
+        "rewards.0: model-written code cannot be isolated on this machine, and is not run: Linux "
+    )
     assert "gives neither Landlock" in refusal
     assert refusal.endswith('; to run it unprotected, set args.isolation to "none"')
     assert "is not run" in at_run

@@ -1,4 +1,5 @@
-"""launch/slurm.sbatch without a Slurm: the real script, real torchrun and real signals; srun, squeue and scontrol are stand-ins.
+"""launch/slurm.sbatch without a Slurm: the real script, real torchrun and real signals; srun, squeue and scontrol are
+stand-ins.
 
 benchmarks/survival/slurm_trial.py runs the same script, and the trainer, on a real Slurm of two nodes.
 """
@@ -46,7 +47,14 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "grpo_spmd").mkdir()
     (tmp_path / "grpo_spmd/__init__.py").touch()
     shutil.copy(ROOT / "tests/support/workers/stand_in_train.py", tmp_path / "grpo_spmd/train.py")
-    config = {"run_dir": "runs/a b", "seed": 0, "num_steps": 8, "step_s": 0.05, "crash_at": -1, "checkpoint.resume": "never"}
+    config = {
+        "run_dir": "runs/a b",
+        "seed": 0,
+        "num_steps": 8,
+        "step_s": 0.05,
+        "crash_at": -1,
+        "checkpoint.resume": "never",
+    }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     (tmp_path / "bin").mkdir()
     for name, text in (("srun", SRUN), ("squeue", SQUEUE), ("scontrol", SCONTROL)):

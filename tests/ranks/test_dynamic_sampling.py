@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_spmd.advantages import compute_advantages
+from grpo_spmd.learn.advantages import compute_advantages
 from tests.support.models import write_config
 from tests.support.processes import Job, run_worker, torchrun
 from tests.support.workers.sampling import GROUP_SIZE, SCENARIOS
@@ -38,15 +38,23 @@ def steps(by_ranks: dict[int, Results]) -> Results:
 @pytest.mark.parametrize(
     ("scenario", "drawn", "positions"),
     [
-        # 1 of 4 stayed: 3 missing / (1/4) = 12, but no more than a step's prompts at a time: 4. Then 4, 6, 7 stay: full.
+        # 1 of 4 stayed: 3 missing / (1/4) = 12, but no more than a step's prompts at a time: 4. Then 4, 6, 7 stay:
+        # full.
         ("filled in two rounds", [[0, 1, 2, 3], [4, 5, 6, 7]], [2, 4, 6, 7]),
-        # 6 of 8 stayed: 2 missing / (6/8) = 2.67, rounded up. All 3 stay: one is over, the last of the stream, though it is the shortest.
+        # 6 of 8 stayed: 2 missing / (6/8) = 2.67, rounded up. All 3 stay: one is over, the last of the stream, though
+        # it is the shortest.
         ("surplus", [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10]], [0, 1, 3, 4, 5, 7, 8, 9]),
         # 0 of 4 stayed: taken as 1/4, again 4
         ("nothing kept at first", [[0, 1, 2, 3], [4, 5, 6, 7]], [4, 5, 6, 7]),
-        # 3 of 8, 3 of 16, 3 of 24: 5 missing, so 8 each time. 7 of 32: 1 missing / (1/4), since less is taken for bad luck: 4.
-        ("unlucky", [[*range(8)], [*range(8, 16)], [*range(16, 24)], [*range(24, 32)], [32, 33, 34, 35]], [0, 1, 2, 24, 25, 26, 27, 33]),
-        # 1 of 4: 4. 2 of 8: 2 missing / (1/4) = 8, so 4. The last round brings 1 of 4, and the cap of 3 rounds is reached.
+        # 3 of 8, 3 of 16, 3 of 24: 5 missing, so 8 each time. 7 of 32: 1 missing / (1/4), since less is taken for bad
+        # luck: 4.
+        (
+            "unlucky",
+            [[*range(8)], [*range(8, 16)], [*range(16, 24)], [*range(24, 32)], [32, 33, 34, 35]],
+            [0, 1, 2, 24, 25, 26, 27, 33],
+        ),
+        # 1 of 4: 4. 2 of 8: 2 missing / (1/4) = 8, so 4. The last round brings 1 of 4, and the cap of 3 rounds is
+        # reached.
         ("three rounds", [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], [0, 4, 9]),
         ("no dynamic sampling", [[0, 1, 2, 3]], [0, 1, 2, 3]),
         # 2 of 4: 2 missing / (1/2) = 4. One stays: 3 of 4, and the cap is reached.
@@ -66,7 +74,9 @@ def test_refill_by_hand(steps: Results, scenario: str, drawn: list[list[int]], p
 
 def test_every_prompt_of_the_stream_is_drawn_exactly_once(steps: Results) -> None:
     for scenario, step in steps.items():
-        assert SCENARIOS[scenario].only or [p for prompts in step["drawn"] for p in prompts] == list(range(step["stream_position"]))
+        assert SCENARIOS[scenario].only or [p for prompts in step["drawn"] for p in prompts] == list(
+            range(step["stream_position"])
+        )
 
 
 def test_metrics_are_over_all_sampled_groups(steps: Results) -> None:
@@ -88,7 +98,9 @@ def test_metrics_are_over_all_sampled_groups(steps: Results) -> None:
     partly = steps["partly filled"]["decided"]["metrics"]
     assert (partly["dynamic_sampling/missing_groups"], partly["dynamic_sampling/surplus_groups"]) == (1, 0)
     assert (partly["reward/mean"], partly["dynamic_sampling/alike_groups"]) == ((3 * 1 + 5 * 2) / 16, 5)
-    assert not [name for name in steps["no dynamic sampling"]["decided"]["metrics"] if name.startswith("dynamic_sampling/")]
+    assert not [
+        name for name in steps["no dynamic sampling"]["decided"]["metrics"] if name.startswith("dynamic_sampling/")
+    ]
 
 
 def test_only_the_groups_that_stay_are_trained_with_their_own_advantages(steps: Results) -> None:
@@ -125,7 +137,12 @@ def test_a_partly_filled_step_of_several_mini_batches_skips_those_without_groups
 def test_an_empty_step_changes_nothing(steps: Results, scenario: str) -> None:
     step = steps[scenario]
     assert step["moved"] == []  # weight decay would have
-    assert (step["optimizer_state"], step["lr_steps"], step["sums"]["max:updates"], step["sums"]["max:skipped"]) == (0, 0, 0, 0)
+    assert (step["optimizer_state"], step["lr_steps"], step["sums"]["max:updates"], step["sums"]["max:skipped"]) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert step["decided"]["metrics"]["reward/mean"] == 1.0
     assert steps["partly filled"]["moved"]
     assert steps["partly filled"]["optimizer_state"] > 0
@@ -138,7 +155,9 @@ def test_two_ranks_decide_and_train_as_one_does(by_ranks: dict[int, Results], sc
         assert one[name] == two[name], name
     for name, value in one["decided"].items():
         if name == "metrics":
-            value, other = ({n: v for n, v in of.items() if not n.startswith("batching/")} for of in (value, two["decided"][name]))
+            value, other = (
+                {n: v for n, v in of.items() if not n.startswith("batching/")} for of in (value, two["decided"][name])
+            )
             assert value == other
         else:
             assert value == two["decided"][name], name
@@ -151,8 +170,11 @@ def test_two_ranks_decide_and_train_as_one_does(by_ranks: dict[int, Results], sc
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Three steps on two ranks with real vLLM: the reward is whether a completion of a random model begins with a low token id."""
-    (folder / "reward.py").write_text("def low(completion_ids, **columns):\n    return [float(ids[0] < 25) for ids in completion_ids]\n")
+    """Three steps on two ranks with real vLLM: the reward is whether a completion of a random model begins with a low
+    token id."""
+    (folder / "reward.py").write_text(
+        "def low(completion_ids, **columns):\n    return [float(ids[0] < 25) for ids in completion_ids]\n"
+    )
     config = write_config(
         folder,
         folder / "model",
@@ -171,7 +193,14 @@ def run(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     assert code == 0, output
     metrics = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     return [
-        (m, [json.loads(line) for line in (folder / f"run/rollouts/step_{m['step']:06d}.jsonl").read_text().splitlines()]) for m in metrics
+        (
+            m,
+            [
+                json.loads(line)
+                for line in (folder / f"run/rollouts/step_{m['step']:06d}.jsonl").read_text().splitlines()
+            ],
+        )
+        for m in metrics
     ]
 
 
@@ -181,9 +210,12 @@ def test_a_whole_run_keeps_the_first_groups_that_differ(run: list[tuple[dict[str
     for metrics, rollouts in run:
         groups = [rollouts[i : i + 3] for i in range(0, len(rollouts), 3)]
         positions = [group[0]["position"] for group in groups]
-        assert positions == list(range(position, position + len(groups)))  # the stream goes on where the step before left it
+        # the stream goes on where the step before left it
+        assert positions == list(range(position, position + len(groups)))
         position += len(groups)
-        assert all([r["sample"] for r in group] == [0, 1, 2] and len({r["position"] for r in group}) == 1 for group in groups)
+        assert all(
+            [r["sample"] for r in group] == [0, 1, 2] and len({r["position"] for r in group}) == 1 for group in groups
+        )
         differ = [group for group in groups if len({r["reward"] for r in group}) > 1]
         kept = differ[:6]
         for group in groups:
@@ -199,7 +231,8 @@ def test_a_whole_run_keeps_the_first_groups_that_differ(run: list[tuple[dict[str
         assert metrics["dynamic_sampling/surplus_groups"] == len(differ) - len(kept)
         assert metrics["dynamic_sampling/missing_groups"] == 6 - len(kept)
         assert metrics["reward/mean"] == pytest.approx(sum(r["reward"] for r in rollouts) / len(rollouts))
-        assert metrics["weight_sync/mismatch_abs_mean"] < 1e-5  # the engine is not put to sleep between rounds, nor left awake
+        # the engine is not put to sleep between rounds, nor left awake
+        assert metrics["weight_sync/mismatch_abs_mean"] < 1e-5
         assert math.isfinite(metrics["optim/grad_norm"])
 
 

@@ -1,4 +1,5 @@
-"""Evaluation: its numbers against independent ones, and real evaluations on one and two ranks and with tensor parallelism."""
+"""Evaluation: its numbers against independent ones, and real evaluations on one and two ranks and with tensor
+parallelism."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ import pytest
 import torch
 import transformers
 
-from grpo_spmd.evaluate import Outcome, final_answer, majority, pass_at_k, summarise
+from grpo_spmd.rewards.answers import final_answer
+from grpo_spmd.rollout.evaluate import Outcome, majority, pass_at_k, summarise
 from tests.support.models import make_model, write_config
 from tests.support.processes import Job, run_worker
 
@@ -29,7 +31,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(num_samples: int) ->
         samples = [i < num_right for i in range(num_samples)]
         for k in range(1, num_samples + 1):
             subsets = list(itertools.combinations(samples, k))
-            assert pass_at_k(num_samples, num_right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+            assert pass_at_k(num_samples, num_right, k) == pytest.approx(
+                sum(map(any, subsets)) / len(subsets), abs=1e-12
+            )
 
 
 def test_pass_at_k_of_many_samples_is_a_number() -> None:
@@ -86,7 +90,12 @@ def test_final_answer_of_a_model_that_repeats_itself_is_found_in_time(piece: str
 
 
 def outcome(
-    answer: str, reward: float | None, right: bool, num_tokens: int = 10, truncated: bool = False, unscored: bool = False
+    answer: str,
+    reward: float | None,
+    right: bool,
+    num_tokens: int = 10,
+    truncated: bool = False,
+    unscored: bool = False,
 ) -> Outcome:
     return Outcome(reward, right, unscored or reward is None, truncated, num_tokens, answer)
 
@@ -124,12 +133,14 @@ def test_k_doubles_up_to_the_number_of_samples(num_samples: int, ks: list[int]) 
     assert f"maj_at_{num_samples}" in metrics
 
 
-# Whole evaluations. Sets of 1, 3 and 7 prompts are fewer than, or no multiple of, two ranks. The prompts are longer than a block of the
-# prefix cache and occur in training too; that an evaluation leaves no cache behind is seen by tests/support/workers/evaluate.py.
+# Whole evaluations. Sets of 1, 3 and 7 prompts are fewer than, or no multiple of, two ranks. The prompts are longer
+# than a block of the prefix cache and occur in training too; that an evaluation leaves no cache behind is seen by
+# tests/support/workers/evaluate.py.
 
 SETS = {"e1": 1, "e3": 3, "e7": 7}
 NUM_SAMPLES, NUM_STEPS = 4, 3
-# By the first token: None, NaN, or right or wrong; the second reward has 0.1 for digits, so that "right" is not "reward > 0".
+# By the first token: None, NaN, or right or wrong; the second reward has 0.1 for digits, so that "right" is not "reward
+# > 0".
 REWARD = """
 def score(completion_ids):
     return [None if ids[0] % 7 == 0 else float("nan") if ids[0] % 7 == 1 else float(ids[0] % 2) for ids in completion_ids]
@@ -142,7 +153,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluate")
     make_model(folder / "model", "qwen3", tied=True)
     (folder / "reward.py").write_text(REWARD)
-    rows = [json.dumps({"prompt": f"{'1,2,3,4,5,6,7,8,9+' * 2}{a},{b}="}) + "\n" for a in range(1, 5) for b in range(1, 5)]
+    rows = [
+        json.dumps({"prompt": f"{'1,2,3,4,5,6,7,8,9+' * 2}{a},{b}="}) + "\n" for a in range(1, 5) for b in range(1, 5)
+    ]
     (folder / "train.jsonl").write_text("".join(rows))
     for name, size in SETS.items():
         (folder / f"{name}.jsonl").write_text("".join(rows[:size]))
@@ -185,7 +198,9 @@ _ENGINES = {1: "two engines", 2: "tensor parallel 2"} if os.environ.get("FULL_MA
 def evaluated(folder: Path, request: pytest.FixtureRequest) -> Path:
     """The folder of evaluations on two ranks."""
     run_dir = folder / f"two_ranks_tp{request.param}"
-    config = config_file(folder, f"tp{request.param}", rollout={"max_completion_tokens": 12, "tensor_parallel_size": request.param})
+    config = config_file(
+        folder, f"tp{request.param}", rollout={"max_completion_tokens": 12, "tensor_parallel_size": request.param}
+    )
     output = run_worker(2, "evaluate", str(config), str(run_dir), timeout_s=120)
     sizes = [json.loads(numbers) for numbers in re.findall(r"scored (\[.*\])", output)]
     # Shared alike, completion by completion; every completion scored on exactly one rank.
@@ -219,11 +234,24 @@ def test_training_samples_the_same_completions_with_and_without_evaluation(train
 def test_metrics_have_an_evaluation_every_second_step_and_after_the_last(trained: dict[str, Path]) -> None:
     lines = read_metrics(trained["on"])
     assert [(line["step"], bool(eval_metrics(line))) for line in lines] == [(0, True), (1, False), (2, True), (3, True)]
-    per_set = ["mean", "pass_at_1", "pass_at_2", "pass_at_4", "maj_at_4", "truncated_frac", "unscored_frac", "tokens_mean", "num_prompts"]
+    per_set = [
+        "mean",
+        "pass_at_1",
+        "pass_at_2",
+        "pass_at_4",
+        "maj_at_4",
+        "truncated_frac",
+        "unscored_frac",
+        "tokens_mean",
+        "num_prompts",
+    ]
     for line in (lines[0], lines[2], lines[3]):
         assert sorted(eval_metrics(line)) == sorted(f"eval/{name}/{key}" for name in SETS for key in per_set)
     assert lines[0]["time/eval_s"] > 0.001 > lines[1]["time/eval_s"]
-    assert [len(read_metrics(trained["off"])), bool(eval_metrics(read_metrics(trained["off"])[0]))] == [NUM_STEPS, False]
+    assert [len(read_metrics(trained["off"])), bool(eval_metrics(read_metrics(trained["off"])[0]))] == [
+        NUM_STEPS,
+        False,
+    ]
     output = (trained["on"].parent / "output.txt").read_text()
     assert [output.count(f"eval after {step} steps, e7: mean ") for step in range(4)] == [1, 0, 1, 1]
 
@@ -234,11 +262,15 @@ def test_the_last_evaluation_measures_the_policy_after_the_last_update(trained: 
     assert steps[0] != steps[1] != steps[2]
 
 
-def test_two_ranks_and_tensor_parallelism_evaluate_exactly_as_one_rank(trained: dict[str, Path], evaluated: Path) -> None:
+def test_two_ranks_and_tensor_parallelism_evaluate_exactly_as_one_rank(
+    trained: dict[str, Path], evaluated: Path
+) -> None:
     sampled, _ = json.loads((evaluated / "metrics.json").read_text())
     assert sampled == eval_metrics(read_metrics(trained["on"])[0])
     for name in SETS:
-        assert read(evaluated, f"eval_{name}_step_000000.jsonl") == read(trained["on"], f"eval_{name}_step_000000.jsonl")
+        assert read(evaluated, f"eval_{name}_step_000000.jsonl") == read(
+            trained["on"], f"eval_{name}_step_000000.jsonl"
+        )
 
 
 def test_metrics_follow_from_the_dump(trained: dict[str, Path]) -> None:
@@ -253,7 +285,9 @@ def test_metrics_follow_from_the_dump(trained: dict[str, Path]) -> None:
         for row in rows:
             assert row["right"] == (row["rewards"]["verifier"] == 1.0)
         for k in (1, 2, 4):
-            found = [[any(row["right"] for row in some) for some in itertools.combinations(prompt, k)] for prompt in prompts]
+            found = [
+                [any(row["right"] for row in some) for some in itertools.combinations(prompt, k)] for prompt in prompts
+            ]
             expected = sum(sum(f) / len(f) for f in found) / size
             assert metrics[f"eval/{name}/pass_at_{k}"] == pytest.approx(expected)
         known = [row["reward"] for row in rows if row["reward"] is not None]
@@ -267,7 +301,10 @@ def test_metrics_follow_from_the_dump(trained: dict[str, Path]) -> None:
 
 def test_samples_of_a_prompt_and_of_sets_differ(trained: dict[str, Path]) -> None:
     """e1, e3 and e7 begin with the same prompt: seeds must know the sample and the set."""
-    first = [tuple(r["completion"] for r in read(trained["on"], f"eval_{name}_step_000000.jsonl")[:NUM_SAMPLES]) for name in SETS]
+    first = [
+        tuple(r["completion"] for r in read(trained["on"], f"eval_{name}_step_000000.jsonl")[:NUM_SAMPLES])
+        for name in SETS
+    ]
     assert len(set(first)) == 3
     assert all(len(set(completions)) > 1 for completions in first)
 
@@ -283,7 +320,9 @@ def test_greedy_evaluation_is_the_argmax_of_plain_transformers(folder: Path, eva
         for row in rows:
             prompt = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
             ids = prompt
-            while ids.shape[1] < prompt.shape[1] + 12 and not (ids.shape[1] > prompt.shape[1] and ids[0, -1] == tokenizer.eos_token_id):
+            while ids.shape[1] < prompt.shape[1] + 12 and not (
+                ids.shape[1] > prompt.shape[1] and ids[0, -1] == tokenizer.eos_token_id
+            ):
                 with torch.no_grad():
                     ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
             completion = ids[0, prompt.shape[1] :]

@@ -1,4 +1,5 @@
-"""LoRA: adapters on a frozen base against plain peft and transformers; both ways into the engine; the file that peft and vLLM load."""
+"""LoRA: adapters on a frozen base against plain peft and transformers; both ways into the engine; the file that peft
+and vLLM load."""
 
 from __future__ import annotations
 
@@ -18,13 +19,17 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.batching import pack_rollouts
-from grpo_spmd.config import ConfigError, LoraConfig, ModelConfig, OptimizerConfig, load_config
-from grpo_spmd.distributed import Session, end_session, start_session
-from grpo_spmd.lora import named_adapters
-from grpo_spmd.policy import Policy, build_optimizer, build_policy, hf_named_parameters
-from grpo_spmd.rollout import _lora_options
-from grpo_spmd.weight_sync import SyncStats, gather_full_tensors
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import LoraConfig, ModelConfig, OptimizerConfig
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.engine.start import _lora_options
+from grpo_spmd.engine.weight_sync import gather_full_tensors
+from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.model.lora import named_adapters
+from grpo_spmd.model.optimizer import build_optimizer
+from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
+from grpo_spmd.records import SyncStats
 from tests.support.checkpoints import export_policy
 from tests.support.models import FAMILIES, make_model, write_config
 from tests.support.processes import Job, run_worker, torchrun
@@ -34,7 +39,10 @@ CPU = torch.device("cpu")
 RANK, ALPHA, TEMPERATURE = 5, 7.0, 0.7  # a scale of 1.4, and rows that two ranks cannot share evenly
 # (family, tied, sync, ranks, tensor parallel); FULL_MATRIX=1 runs all 12.
 _ALL = [
-    (f, t, s, n, tp) for f, t in (("qwen3", True), ("qwen2", False)) for s in ("merged", "adapter") for n, tp in ((1, 1), (2, 1), (2, 2))
+    (f, t, s, n, tp)
+    for f, t in (("qwen3", True), ("qwen2", False))
+    for s in ("merged", "adapter")
+    for n, tp in ((1, 1), (2, 1), (2, 2))
 ]
 _SOME = [("qwen3", True, "merged", 1, 1), ("qwen3", True, "adapter", 2, 2)]
 RUNS = _ALL if os.environ.get("FULL_MATRIX") else _SOME
@@ -49,7 +57,8 @@ def session() -> Iterator[Session]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
-    """What tests/support/workers/lora.py found on real ranks with real vLLM; it has checked syncs, proofs and the file by then."""
+    """What tests/support/workers/lora.py found on real ranks with real vLLM; it has checked syncs, proofs and the file
+    by then."""
     found = {}
     for run in RUNS:
         family, tied, sync, num_ranks, tensor_parallel = run
@@ -133,7 +142,9 @@ def test_loss_and_gradient_do_not_depend_on_ranks(results: dict[Any, dict[str, A
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_the_reference_is_the_base_though_adapters_have_moved(results: dict[Any, dict[str, Any]], run: Any) -> None:
     result = results[run]
-    base = transformers.AutoModelForCausalLM.from_pretrained(result["model"], dtype=torch.float32, attn_implementation="eager")
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        result["model"], dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         expected = plain_scores(base)[0]
     torch.testing.assert_close(result["of_reference"], expected, atol=1e-5, rtol=0)
@@ -158,7 +169,15 @@ def test_two_steps_of_the_real_loop(tmp_path: Path, sync: str, num_ranks: int) -
     model = make_model(tmp_path / "model", "qwen2", tied=False)
     config = write_config(tmp_path, model, loss={"kl_coef": 0.05}, proofs={"every_steps": 1})
     lora = [f"model.lora.rank={RANK}", f"model.lora.alpha={ALPHA}", f"model.lora.sync={sync}"]
-    target = ["-m", "grpo_spmd.train", "--config", str(config), *lora, "training.num_steps=3", "model.activation_checkpointing=true"]
+    target = [
+        "-m",
+        "grpo_spmd.train",
+        "--config",
+        str(config),
+        *lora,
+        "training.num_steps=3",
+        "model.activation_checkpointing=true",
+    ]
     code, output = Job(torchrun(num_ranks, *target)).wait(200)
     assert code == 0, output
     assert "not proved" not in output
@@ -166,16 +185,20 @@ def test_two_steps_of_the_real_loop(tmp_path: Path, sync: str, num_ranks: int) -
     assert all(m["weight_sync/mismatch_kl"] < 1e-6 for m in metrics)
     assert all(m["weight_sync/mismatch_abs_max"] < 1e-4 for m in metrics)
     assert all(m["optim/grad_norm"] > 0 for m in metrics)
-    assert metrics[0]["loss/kl"] == 0 < 1e-6 < metrics[1]["loss/kl"]  # adapters start as nothing, then move away from the reference
+    # adapters start as nothing, then move away from the reference
+    assert metrics[0]["loss/kl"] == 0 < 1e-6 < metrics[1]["loss/kl"]
     saved = tmp_path / "run/checkpoints/step_000003"
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in saved.iterdir()}
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     assert peft.PeftModel.from_pretrained(base, saved).peft_config["default"].r == RANK
 
 
-def adapted(folder: Path, session: Session, *, seed: int = 0, dtype: str = "float32", lora: Any = None, **changes: Any) -> Policy:
+def adapted(
+    folder: Path, session: Session, *, seed: int = 0, dtype: str = "float32", lora: Any = None, **changes: Any
+) -> Policy:
     """A policy whose B are random, by a generator of their own."""
-    config = ModelConfig(path=str(folder), dtype=dtype, lora=LoraConfig(rank=RANK, alpha=ALPHA, **(lora or {})), **changes)  # type: ignore[arg-type]
+    adapters = LoraConfig(rank=RANK, alpha=ALPHA, **(lora or {}))
+    config = ModelConfig(path=str(folder), dtype=dtype, lora=adapters, **changes)  # type: ignore[arg-type]
     policy = build_policy(config, TEMPERATURE, session, seed=seed)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in named_adapters(policy.model):
@@ -210,7 +233,9 @@ def test_scores_and_merged_weights_equal_peft(tmp_path: Path, session: Session, 
     assert all(torch.equal(parameter.to_local(), before[name]) for name, parameter in hf_named_parameters(policy))
 
 
-def test_a_bfloat16_base_is_frozen_and_adapters_are_float32(tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bfloat16_base_is_frozen_and_adapters_are_float32(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "grpo_spmd"):
         policy = adapted(make_model(tmp_path, "qwen3", tied=True), session, dtype="bfloat16")
     adapters = dict(named_adapters(policy.model))
@@ -240,7 +265,9 @@ def test_recomputed_activations_give_the_same_gradients(tmp_path: Path, session:
         policy = adapted(folder, session, activation_checkpointing=recompute)
         policy(pack_rollouts(rollouts(), CPU))[0].sum().backward()
         assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
-        gradients.append({name: p.grad.full_tensor() for name, p in named_adapters(policy.model) if isinstance(p.grad, DTensor)})
+        gradients.append(
+            {name: p.grad.full_tensor() for name, p in named_adapters(policy.model) if isinstance(p.grad, DTensor)}
+        )
     assert gradients[0].keys() == gradients[1].keys() == adapters_of(policy).keys()
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
@@ -249,14 +276,18 @@ def test_named_layers_alone_get_adapters_and_another_seed_makes_others(tmp_path:
     folder = make_model(tmp_path, "llama", tied=True)
     some = adapters_of(adapted(folder, session, lora={"target_modules": ("q_proj", "layers.1.mlp.down_proj")}))
     layers = {name.removesuffix(".lora_A.weight").removesuffix(".lora_B.weight") for name in some}
-    assert layers == {f"model.layers.{place}" for place in ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.down_proj")}
+    assert layers == {
+        f"model.layers.{place}" for place in ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.down_proj")
+    }
     other = adapters_of(adapted(folder, session, seed=1))
     name = "model.layers.0.self_attn.q_proj.lora_A.weight"
     assert not torch.equal(some[name], other[name])
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_prj", "input_layernorm", ""])
-def test_a_target_that_is_no_linear_layer_of_the_decoder_is_refused(tmp_path: Path, session: Session, target: str) -> None:
+def test_a_target_that_is_no_linear_layer_of_the_decoder_is_refused(
+    tmp_path: Path, session: Session, target: str
+) -> None:
     folder = make_model(tmp_path, "qwen3", tied=False)
     expected = rf"^model\.lora\.target_modules: '{target}' names no linear layer of Qwen3ForCausalLM's decoder; it has q_proj, k_proj"
     with pytest.raises(ConfigError, match=expected) as refused:
@@ -271,7 +302,9 @@ def test_the_engines_own_lora_keys_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_vllm_has_no_room_for_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.lora\.rank: 513 is more than vLLM takes \(512\); set model\.lora\.sync: merged$"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.lora\.rank: 513 is more than vLLM takes \(512\); set model\.lora\.sync: merged$"
+    ):
         _lora_options("", LoraConfig(rank=513, sync="adapter"))
 
 

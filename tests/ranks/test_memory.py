@@ -16,10 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_spmd.config import Config, ConfigError, load_config
-from grpo_spmd.memory import MemoryLedger, MemoryUse, SleepContract, is_out_of_memory, measure, remedies, reset_peak
-from grpo_spmd.metrics import PHASES
-from grpo_spmd.rollout import _allocator_settings_kept
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.engine.sleep_contract import SleepContract
+from grpo_spmd.engine.start import allocator_settings_kept
+from grpo_spmd.observe.derive import PHASES
+from grpo_spmd.observe.memory import MemoryLedger, MemoryUse, is_out_of_memory, measure, remedies, reset_peak
 from tests.support.models import make_model, write_config
 from tests.support.processes import Job, run_worker, torchrun
 
@@ -69,12 +72,16 @@ def test_measuring_costs_less_than_a_phase() -> None:
     assert min(seconds) < 5e-3  # 0.2 ms measured
 
 
-def test_on_a_gpu_the_engines_pool_is_not_the_trainers_and_is_in_other_only_while_it_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch counts 40 of pool beside 10 of tensors, awake or asleep; the driver counts the pool only while the engine is awake."""
+def test_on_a_gpu_the_engines_pool_is_not_the_trainers_and_is_in_other_only_while_it_is_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch counts 40 of pool beside 10 of tensors, awake or asleep; the driver counts the pool only while the engine
+    is awake."""
     stats = {"allocated_bytes.all.current": 50, "allocated_bytes.all.peak": 57, "reserved_bytes.all.current": 52}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 - 55, 100))
-    assert measure(torch.device("cuda"), pool_bytes=40) == MemoryUse(17, 10, 12, 55, 43)  # 40 of pool, 3 of context and NCCL
+    # 40 of pool, 3 of context and NCCL
+    assert measure(torch.device("cuda"), pool_bytes=40) == MemoryUse(17, 10, 12, 55, 43)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 - 15, 100))
     assert measure(torch.device("cuda"), pool_bytes=40) == MemoryUse(17, 10, 12, 15, 3)
 
@@ -92,7 +99,8 @@ def test_the_ledger_keeps_the_most_of_a_phases_blocks(config: Config) -> None:
     assert found["memory/rollout/allocated_gib"] - found["memory/reward/allocated_gib"] > 0.08
     ledger.end_step()
     assert ledger.metrics() == {}
-    assert "rollout " in ledger.explain("update")  # of the step before: it says what an error of this step is measured against
+    # of the step before: it says what an error of this step is measured against
+    assert "rollout " in ledger.explain("update")
 
 
 def test_a_real_failure_to_allocate_says_where_the_memory_was(config: Config) -> None:
@@ -107,7 +115,10 @@ def test_a_real_failure_to_allocate_says_where_the_memory_was(config: Config) ->
     assert table[0] == ["GiB", *FIELDS]
     assert [row[0] for row in table[1:]] == ["weight_sync", "update,"]
     assert all(float(number) >= 0 for row in table[1:] for number in row[-5:])
-    assert "lower training.max_tokens_per_micro_batch (64); model.activation_checkpointing: true; lower model.logprob_chunk_tokens" in note
+    assert (
+        "lower training.max_tokens_per_micro_batch (64); model.activation_checkpointing: true; lower "
+        "model.logprob_chunk_tokens" in note
+    )
 
 
 def test_other_errors_get_no_note(config: Config) -> None:
@@ -133,7 +144,10 @@ def test_what_an_out_of_memory_error_is(error: Exception, expected: bool) -> Non
 
 def test_remedies_fit_the_phase_and_leave_out_what_is_used_up(config: Config) -> None:
     assert all(remedies(phase, config) for phase in PHASES)
-    assert remedies("rollout", config)[:2] == ["lower rollout.gpu_memory_utilization (0.6)", "model.offload: optimizer, or true"]
+    assert remedies("rollout", config)[:2] == [
+        "lower rollout.gpu_memory_utilization (0.6)",
+        "model.offload: optimizer, or true",
+    ]
     used_up = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, offload=True, activation_checkpointing=True),
@@ -158,11 +172,14 @@ def test_a_rank_that_runs_out_of_memory_in_a_run_says_so_after_it_was_alarmed(tm
     assert "update, when it failed" in output
     assert "what may help, the likeliest first: lower training.max_tokens_per_micro_batch (64);" in output
     alarms = [line for line in output.splitlines() if "memory grows:" in line]
-    assert [line.partition(":")[0] for line in alarms] == ["rank 1", "rank 1"], output  # at the second step's sleep and the third's
+    # at the second step's sleep and the third's
+    assert [line.partition(":")[0] for line in alarms] == ["rank 1", "rank 1"], output
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(metrics) == 2
     for line in metrics:
-        assert {f"memory/{phase}/{field}_gib" for phase in ("weight_sync", "rollout", "update") for field in FIELDS} <= line.keys()
+        assert {
+            f"memory/{phase}/{field}_gib" for phase in ("weight_sync", "rollout", "update") for field in FIELDS
+        } <= line.keys()
         assert line["memory/host/offloaded_gib"] == 0
     assert metrics[1]["memory/sleep/left_gib"] - metrics[0]["memory/sleep/left_gib"] > 0.09
 
@@ -174,7 +191,9 @@ def use(gib: float) -> MemoryUse:
     return MemoryUse(0, int(gib * 2**30), 0, 0, 0)
 
 
-def sleeps(contract: SleepContract, caplog: pytest.LogCaptureFixture, left_gib: list[float], held_gib: float = 0.0) -> list[int]:
+def sleeps(
+    contract: SleepContract, caplog: pytest.LogCaptureFixture, left_gib: list[float], held_gib: float = 0.0
+) -> list[int]:
     """Which of the sleeps were alarmed, where each left so much beside what the trainer holds."""
     alarmed = []
     logging.getLogger("grpo_spmd").propagate = True
@@ -189,7 +208,8 @@ def test_a_growth_is_alarmed_once_and_again_when_it_has_grown_as_much_again(capl
     growth = 2 * 2**30
     assert sleeps(SleepContract(CPU, growth), caplog, [4.0, 11.6, 25.0, 25.0, 25.5]) == [1, 2]  # NeMo-RL #2619
     assert sleeps(SleepContract(CPU, growth), caplog, [4.0, 4.5, 5.0, 5.5, 5.9, 4.2]) == []
-    assert sleeps(SleepContract(CPU, growth), caplog, [6.0, 4.0, 6.1, 6.5, 8.0, 8.2]) == [2, 5]  # from the least, not the first
+    # from the least, not the first
+    assert sleeps(SleepContract(CPU, growth), caplog, [6.0, 4.0, 6.1, 6.5, 8.0, 8.2]) == [2, 5]
     slow = [4.0 + 0.1 * step for step in range(60)]
     assert sleeps(SleepContract(CPU, growth), caplog, slow) == [21, 42]  # a leak of 0.1 GiB a step
 
@@ -227,7 +247,11 @@ def test_a_run_with_offload_ends_with_the_weights_of_one_without(tmp_path: Path,
         path = write_config(
             folder,
             model,
-            data={"train": str(folder / "train.jsonl"), "eval": {"held": str(folder / "train.jsonl")}, "max_prompt_tokens": 16},
+            data={
+                "train": str(folder / "train.jsonl"),
+                "eval": {"held": str(folder / "train.jsonl")},
+                "max_prompt_tokens": 16,
+            },
             eval={"every_steps": 2, "num_samples": 1},
             loss={"kl_coef": 0.01},
             training={"num_steps": 3, "num_mini_batches": 2, "max_tokens_per_micro_batch": 64},
@@ -240,10 +264,13 @@ def test_a_run_with_offload_ends_with_the_weights_of_one_without(tmp_path: Path,
         found[what] = weights, lines
     assert all(torch.equal(tensor, found[True][0][name]) for name, tensor in found[False][0].items())
     keys = ("reward/mean", "loss/total", "loss/kl", "optim/grad_norm", "eval/held/mean")
-    assert [[line.get(key) for key in keys] for line in found[True][1]] == [[line.get(key) for key in keys] for line in found[False][1]]
+    assert [[line.get(key) for key in keys] for line in found[True][1]] == [
+        [line.get(key) for key in keys] for line in found[False][1]
+    ]
     numel = sum(tensor.numel() for tensor in found[True][0].values())
     away = [line["memory/host/offloaded_gib"] * 2**30 for line in found[True][1][:3]]
-    assert away == [numel * 8, numel * 16, numel * 16]  # 4 bytes each for policy and reference, 8 for the moments after the first update
+    # 4 bytes each for policy and reference, 8 for the moments after the first update
+    assert away == [numel * 8, numel * 16, numel * 16]
 
 
 # The sleep level and the allocator's settings
@@ -259,13 +286,17 @@ def test_a_run_with_offload_ends_with_the_weights_of_one_without(tmp_path: Path,
         (["model.lora.rank=0", "model.lora.sync=adapter"], 2),
     ],
 )
-def test_the_engine_drops_what_the_sync_brings(tmp_path: Path, model: Path, overrides: list[str], expected: int) -> None:
+def test_the_engine_drops_what_the_sync_brings(
+    tmp_path: Path, model: Path, overrides: list[str], expected: int
+) -> None:
     assert load_config(write_config(tmp_path, model), overrides).sleep_level == expected
 
 
 def test_a_level_that_loses_the_base_is_refused(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.sleep_level: 2 drops the engine's weights"):
-        load_config(write_config(tmp_path, model), ["rollout.sleep_level=2", "model.lora.rank=8", "model.lora.sync=adapter"])
+        load_config(
+            write_config(tmp_path, model), ["rollout.sleep_level=2", "model.lora.rank=8", "model.lora.sync=adapter"]
+        )
 
 
 def test_allocator_options_of_the_user_outlive_vllms_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +305,7 @@ def test_allocator_options_of_the_user_outlive_vllms_start(monkeypatch: pytest.M
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     before = torch._C._accelerator_getAllocatorSettings()
     try:
-        with _allocator_settings_kept(torch.device("cuda")):
+        with allocator_settings_kept(torch.device("cuda")):
             assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == given  # where vLLM up to 0.30 looks
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # and what it leaves
         assert torch._C._accelerator_getAllocatorSettings() == given
@@ -285,5 +316,5 @@ def test_allocator_options_of_the_user_outlive_vllms_start(monkeypatch: pytest.M
 def test_without_a_gpu_the_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    with _allocator_settings_kept(CPU):
+    with allocator_settings_kept(CPU):
         assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ

@@ -34,7 +34,10 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
 def test_a_clean_update_moves_everything(cases: dict[str, dict[str, Any]]) -> None:
     clean = cases["clean"]
     assert len(clean["moved"][0]) == len(clean["state"])
-    assert [(r["max:updates"], r["max:skipped"], r["ids:nonfinite"]) for r in clean["returned"][0]] == [(1, 0, []), (1, 0, [])]
+    assert [(r["max:updates"], r["max:skipped"], r["ids:nonfinite"]) for r in clean["returned"][0]] == [
+        (1, 0, []),
+        (1, 0, []),
+    ]
     assert clean["learning_rates"] == [pytest.approx(0.2 * LR)]  # of the next update, in a warm-up over ten
 
 
@@ -44,7 +47,9 @@ def test_all_ranks_skip_alike_and_nothing_moves(cases: dict[str, dict[str, Any]]
     for rank in (0, 1):
         sums = result["returned"][0][rank]
         assert (sums["max:updates"], sums["max:skipped"], sums["max:skipped_in_a_row"]) == (0, 1, 1)
-        assert [sums[name] for name in ("policy", "kl", "entropy", "clipped", "correction", "capped", "loss_tokens")] == [0.0] * 7
+        assert [
+            sums[name] for name in ("policy", "kl", "entropy", "clipped", "correction", "capped", "loss_tokens")
+        ] == [0.0] * 7
         assert "max:grad_norm" not in sums
     assert result["moved"] == [[]]  # no parameter, no moment of the optimizer
     assert result["learning_rates"] == [pytest.approx(0.1 * LR)]
@@ -87,7 +92,9 @@ def test_the_count_in_a_row_goes_on_over_steps_and_a_finite_update_ends_it(cases
 
 
 def test_updates_around_a_skipped_one_are_as_if_it_had_not_been(cases: dict[str, dict[str, Any]]) -> None:
-    assert all(torch.equal(value, cases["clean twice"]["state"][name]) for name, value in cases["in a row"]["state"].items())
+    assert all(
+        torch.equal(value, cases["clean twice"]["state"][name]) for name, value in cases["in a row"]["state"].items()
+    )
 
 
 def test_the_other_mini_batch_is_trained_on(cases: dict[str, dict[str, Any]]) -> None:
@@ -104,7 +111,8 @@ def test_the_other_mini_batch_is_trained_on(cases: dict[str, dict[str, Any]]) ->
 def test_a_run_stops_after_several_in_a_row_with_the_rollouts_on_disk(folder: Path) -> None:
     """Steps 0, 2 and 3 have rewards whose gradients overflow; step 1 between them is trained on as ever."""
     (folder / "reward.py").write_text(
-        "def reward(completion_ids, factor, **columns):\n    return [f * (ids[0] % 7) for ids, f in zip(completion_ids, factor)]\n"
+        "def reward(completion_ids, factor, **columns):\n    return [f * (ids[0] % 7) for ids, f in "
+        "zip(completion_ids, factor)]\n"
     )
     rows = [{"prompt": "1,2=3:", "factor": 1.0 if row // 4 == 1 else 4e37} for row in range(24)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -139,6 +147,8 @@ def test_a_run_stops_after_several_in_a_row_with_the_rollouts_on_disk(folder: Pa
         assert [json.loads(line)["rollout_id"] for line in rollouts] == list(range(16))
     assert not (folder / "run/rollouts/step_000001.jsonl").exists()
     assert "step 0: 1 updates skipped, since loss or gradient was not finite" in output
-    stop = "step 3: 1 updates skipped, since loss or gradient was not finite; no single rollout's logprobs show it; see "
+    stop = (
+        "step 3: 1 updates skipped, since loss or gradient was not finite; no single rollout's logprobs show it; see "
+    )
     assert f"FloatingPointError: {stop}{folder}/run/rollouts/step_000003.jsonl. That is 2 in a row" in output
     assert not (folder / "run/checkpoints").exists()

@@ -1,4 +1,5 @@
-"""The same rollouts give the same loss, gradient and parameters however the work is split, and those of plain transformers in fp32."""
+"""The same rollouts give the same loss, gradient and parameters however the work is split, and those of plain
+transformers in fp32."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 import transformers
 
-from grpo_spmd.config import Config, LossConfig, load_config
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config, LossConfig
 from tests.support.models import make_model, write_config
 from tests.support.processes import run_worker
 from tests.support.workers.update import (
@@ -29,10 +31,16 @@ from tests.support.workers.update import (
 
 Results = dict[tuple[str, str], dict[str, Any]]
 
-# Adam's first step is lr * g / (|g| + eps): where |g| is near eps, rounding of g decides the step. Weights move by at most lr.
+# Adam's first step is lr * g / (|g| + eps): where |g| is near eps, rounding of g decides the step. Weights move by at
+# most lr.
 SECTIONS: dict[str, Any] = {
     "data": {"max_prompt_tokens": 9},
-    "rollout": {"num_prompts_per_step": NUM_GROUPS, "group_size": GROUP_SIZE, "max_completion_tokens": 28, "temperature": 0.8},
+    "rollout": {
+        "num_prompts_per_step": NUM_GROUPS,
+        "group_size": GROUP_SIZE,
+        "max_completion_tokens": 28,
+        "temperature": 0.8,
+    },
     "training": {"num_mini_batches": 1, "max_tokens_per_micro_batch": 100},
     "optimizer": {"lr": 1e-5, "max_grad_norm": 0.5},
     "loss": {"kl_coef": 0.1, "kl_estimator": "k2", "entropy_coef": 0.02},
@@ -89,9 +97,12 @@ def test_the_settings_really_bind(by_ranks: dict[int, Results]) -> None:
 
 @pytest.mark.parametrize("num_ranks", WORLD_SIZES)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_loss_gradient_and_parameters_do_not_depend_on_the_split(by_ranks: dict[int, Results], setting: str, num_ranks: int) -> None:
-    """Ranks, micro-batches, packing, who sampled what, recomputation, compilation. After the first of several optimizer steps the weights
-    differ by rounding, and Adam, which divides by the gradient's size, hands that on at about ten times the size: 1e-5 there, else 1e-6.
+def test_loss_gradient_and_parameters_do_not_depend_on_the_split(
+    by_ranks: dict[int, Results], setting: str, num_ranks: int
+) -> None:
+    """Ranks, micro-batches, packing, who sampled what, recomputation, compilation. After the first of several optimizer
+    steps the weights differ by rounding, and Adam, which divides by the gradient's size, hands that on at about ten
+    times the size: 1e-5 there, else 1e-6.
     """
     reference = by_ranks[1][setting, ONE_ROW]
     found = {split: result for (of, split), result in by_ranks[num_ranks].items() if of == setting}
@@ -126,7 +137,8 @@ def test_layers_are_compiled_once_for_all_lengths(by_ranks: dict[int, Results]) 
 
 
 def test_mismatch_is_measured_once_and_on_the_policy_that_sampled(by_ranks: dict[int, Results]) -> None:
-    """Over two epochs and two mini-batches every token is measured once, with the logprobs from before the first step."""
+    """Over two epochs and two mini-batches every token is measured once, with the logprobs from before the first
+    step."""
     several, one = by_ranks[1][SEVERAL_STEPS, ONE_ROW], by_ranks[1]["as configured", ONE_ROW]
     assert several["loss_tokens"] == 2 * one["loss_tokens"] == 2 * several["mismatch_tokens"]
     assert several["mismatch_kl"] == pytest.approx(one["mismatch_kl"], rel=1e-6)
@@ -138,7 +150,10 @@ def test_mismatch_is_measured_once_and_on_the_policy_that_sampled(by_ranks: dict
 def test_loss_gradient_and_parameters_equal_plain_transformers(
     by_ranks: dict[int, Results], folder: Path, config_file: Path, setting: str
 ) -> None:
-    result, plain = by_ranks[2][setting, FEW_ROWS], plain_update(with_setting(load_config(config_file), setting), folder / "reference")
+    result, plain = (
+        by_ranks[2][setting, FEW_ROWS],
+        plain_update(with_setting(load_config(config_file), setting), folder / "reference"),
+    )
     bound = 1e-4 if setting == SEVERAL_STEPS else 1e-5
     assert result["loss_tokens"] == plain["loss_tokens"]
     assert result["loss"] == pytest.approx(plain["loss"], rel=bound)
@@ -147,7 +162,9 @@ def test_loss_gradient_and_parameters_equal_plain_transformers(
         for name, expected in expected_gradients.items():
             assert relative_difference(gradients[name], expected) < bound, name
     for name, expected in plain["parameters"].items():
-        assert relative_difference(result["parameters"][name], expected) < (1e-5 if setting == SEVERAL_STEPS else 1e-6), name
+        assert relative_difference(result["parameters"][name], expected) < (
+            1e-5 if setting == SEVERAL_STEPS else 1e-6
+        ), name
 
 
 def test_the_update_moves_every_parameter(by_ranks: dict[int, Results], folder: Path) -> None:
@@ -161,8 +178,8 @@ def relative_difference(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
-    """GRPO and its relatives written out anew: plain transformers, one sequence at a time, each loss as its paper has it, autograd
-    through all of it, and torch's AdamW; float64 but for the models."""
+    """GRPO and its relatives written out anew: plain transformers, one sequence at a time, each loss as its paper has
+    it, autograd through all of it, and torch's AdamW; float64 but for the models."""
     loss_config, longest = config.loss, config.rollout.max_completion_tokens
 
     def load(path: Any) -> Any:

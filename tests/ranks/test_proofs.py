@@ -9,20 +9,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_spmd.proofs import LogprobOracle, MismatchError, _coefficients, matches, row_fingerprints
-from grpo_spmd.rollout import HeldRows, fused_rows
+from grpo_spmd.engine.weight_map import HeldRows, fused_rows
+from grpo_spmd.engine.weight_proof import _coefficients, matches, row_fingerprints
+from grpo_spmd.observe.logprob_oracle import LogprobOracle, MismatchError
 from tests.support.models import make_model, write_config
 from tests.support.processes import run_worker
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-# Between them: tied and untied, tensor parallel 1 and 2, both dtypes, biases, KV heads held twice, an odd vocabulary that is padded.
+# Between them: tied and untied, tensor parallel 1 and 2, both dtypes, biases, KV heads held twice, an odd vocabulary
+# that is padded.
 @pytest.mark.parametrize(
     ("family", "tied", "tp", "dtype"),
-    [("qwen2", True, 1, "float32"), ("llama", False, 1, "bfloat16"), ("qwen3", False, 2, "float32"), ("qwen2", True, 2, "bfloat16")],
+    [
+        ("qwen2", True, 1, "float32"),
+        ("llama", False, 1, "bfloat16"),
+        ("qwen3", False, 2, "float32"),
+        ("qwen2", True, 2, "bfloat16"),
+    ],
 )
-def test_every_planted_fault_is_seen_and_nothing_else(tmp_path: Path, family: str, tied: bool, tp: int, dtype: str) -> None:
+def test_every_planted_fault_is_seen_and_nothing_else(
+    tmp_path: Path, family: str, tied: bool, tp: int, dtype: str
+) -> None:
     kv_heads = {"num_key_value_heads": 1} if family == "qwen3" else {}
     folder = make_model(tmp_path / family, family, tied=tied, hidden_size=128, **kv_heads)  # 128: q_proj is square
     rollout = {"temperature": 0.7, "tensor_parallel_size": tp, "max_completion_tokens": 16}
@@ -41,7 +50,8 @@ def test_hash_of_a_row_by_hand() -> None:
             width = 4 // num_slices
             expected = [
                 [
-                    sum(b * c for b, c in zip(row[i : i + width], coefficients.tolist()[i : i + width], strict=True)) % 2**64
+                    sum(b * c for b, c in zip(row[i : i + width], coefficients.tolist()[i : i + width], strict=True))
+                    % 2**64
                     for i in range(0, 4, width)
                 ]
                 for row in bits
@@ -96,7 +106,8 @@ def test_probe_is_quiet_about_rounding_and_sees_one_optimizer_step(dtype: torch.
 
 
 def test_probe_of_fp8_is_quiet_about_rounding_and_sees_another_tensor() -> None:
-    """By hand what vLLM's FP8 layers do: a scale a row for the weight, one for the vector, and a product of the rounded ones."""
+    """By hand what vLLM's FP8 layers do: a scale a row for the weight, one for the vector, and a product of the rounded
+    ones."""
 
     def rounded(x: Tensor) -> Tensor:
         scale = x.abs().amax(-1, keepdim=True) / 448
@@ -112,11 +123,18 @@ def test_probe_of_fp8_is_quiet_about_rounding_and_sees_another_tensor() -> None:
 
 
 def test_rows_of_a_fused_parameter_by_hand() -> None:
-    # Four query heads and one KV head of 8 rows over two ranks, seen by the second: query heads 2 and 3, and the KV head once more.
+    # Four query heads and one KV head of 8 rows over two ranks, seen by the second: query heads 2 and 3, and the KV
+    # head once more.
     layout = [(16, 32, 1), (8, 8, 0), (8, 8, 0)]
-    assert fused_rows(["q", "k", "v"], layout) == (HeldRows("q", 32, 16, 0, 16), HeldRows("k", 8, 0, 16, 8), HeldRows("v", 8, 0, 24, 8))
+    assert fused_rows(["q", "k", "v"], layout) == (
+        HeldRows("q", 32, 16, 0, 16),
+        HeldRows("k", 8, 0, 16, 8),
+        HeldRows("v", 8, 0, 24, 8),
+    )
     # The same from a checkpoint in which q, k and v lie below each other in one tensor.
-    assert fused_rows(["qkv"], layout) == tuple(HeldRows("qkv", 48, *place) for place in [(16, 0, 16), (32, 16, 8), (40, 24, 8)])
+    assert fused_rows(["qkv"], layout) == tuple(
+        HeldRows("qkv", 48, *place) for place in [(16, 0, 16), (32, 16, 8), (40, 24, 8)]
+    )
 
 
 def _sums(mean: float, largest: float, tokens: float = 100.0) -> dict[str, float]:
@@ -153,9 +171,13 @@ def test_oracle_bounds_come_from_the_first_step(
         oracle.check(4, _sums(*figures))
 
 
-@pytest.mark.parametrize(("dtype", "mean", "largest"), [("float32", 0.011, 0.5), ("float32", 1e-6, 1.1), ("bfloat16", 0.06, 1.0)])
+@pytest.mark.parametrize(
+    ("dtype", "mean", "largest"), [("float32", 0.011, 0.5), ("float32", 1e-6, 1.1), ("bfloat16", 0.06, 1.0)]
+)
 def test_oracle_does_not_take_a_fault_of_the_first_step_for_rounding(dtype: str, mean: float, largest: float) -> None:
-    with pytest.raises(MismatchError, match="the policy does not compute this model as the engine does; the temperatures differ"):
+    with pytest.raises(
+        MismatchError, match="the policy does not compute this model as the engine does; the temperatures differ"
+    ):
         LogprobOracle(dtype, None).check(0, _sums(mean, largest))
 
 

@@ -11,22 +11,28 @@ from typing import Any
 import pytest
 
 from benchmarks.speed.rollout_tail import finish_times
-from grpo_spmd.config import Config, load_config
-from grpo_spmd.data_types import Completion, Prompt, RolloutGroup
-from grpo_spmd.metrics import tail_waste_frac
-from grpo_spmd.rollout import Request, RolloutEngine, rollout_groups
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.requests import Request
+from grpo_spmd.observe.derive import tail_waste_frac
+from grpo_spmd.records import Completion, Prompt, RolloutGroup
+from grpo_spmd.rollout.sample import sample_groups
 from tests.support.models import write_config
 from tests.support.processes import Job, torchrun
 from tests.support.workers.schedule import NUM_PROMPTS as NUM_PROMPTS_OF
 from tests.support.workers.schedule import PROMPTS as PROMPTS_OF_ALL
 
 NUM_PROMPTS, GROUP_SIZE = 7, 3
-PROMPTS = [Prompt(position=40 + i, row=i % 5, token_ids=[i + 1, i + 2], text="", columns={}) for i in range(NUM_PROMPTS)]
+PROMPTS = [
+    Prompt(position=40 + i, row=i % 5, token_ids=[i + 1, i + 2], text="", columns={}) for i in range(NUM_PROMPTS)
+]
 
 
 @dataclasses.dataclass
 class Recorder:
-    """Stands for one rank's engine under the static schedule: a completion repeats its request, so that a group shows what it came from."""
+    """Stands for one rank's engine under the static schedule: a completion repeats its request, so that a group shows
+    what it came from."""
 
     engine_rank: int
     num_engines: int
@@ -37,7 +43,9 @@ class Recorder:
 
     def _generate(self, batches: Any, max_in_flight: int, policy_version: int, *_: Any) -> dict[int, Completion]:
         requests: list[Request] = [request for batch in batches for request in batch]
-        made = [Completion([*request.prompt_ids, request.seed], [policy_version, 0.0, 0.0], "stop") for request in requests]
+        made = [
+            Completion([*request.prompt_ids, request.seed], [policy_version, 0.0, 0.0], "stop") for request in requests
+        ]
         return dict(enumerate(made))
 
     def _must_abort(self, num_steps: int) -> bool:
@@ -48,14 +56,20 @@ class Recorder:
 
 @pytest.fixture
 def config(tmp_path: Any) -> Config:
-    return load_config(write_config(tmp_path, tmp_path / "model", rollout={"group_size": GROUP_SIZE, "schedule": "static"}, seed=5))
+    return load_config(
+        write_config(tmp_path, tmp_path / "model", rollout={"group_size": GROUP_SIZE, "schedule": "static"}, seed=5)
+    )
 
 
 def sample(config: Config, step: int = 3, engines: int = 1, tensor_parallel: int = 1) -> list[RolloutGroup]:
     """The groups of all ranks, in the order of slots."""
-    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tensor_parallel_size=tensor_parallel))
-    ranks = [Recorder(engine, engines, tp_rank, config) for engine in range(engines) for tp_rank in range(tensor_parallel)]
-    of_ranks = [rollout_groups(rank, PROMPTS, config, step) for rank in ranks]  # type: ignore[arg-type]
+    config = dataclasses.replace(
+        config, rollout=dataclasses.replace(config.rollout, tensor_parallel_size=tensor_parallel)
+    )
+    ranks = [
+        Recorder(engine, engines, tp_rank, config) for engine in range(engines) for tp_rank in range(tensor_parallel)
+    ]
+    of_ranks = [sample_groups(rank, PROMPTS, config, step) for rank in ranks]  # type: ignore[arg-type]
     return sorted((group for groups in of_ranks for group in groups), key=lambda group: group.slot)
 
 
@@ -79,7 +93,9 @@ def test_a_seed_is_that_of_the_place_in_the_stream_and_not_of_the_row(config: Co
 
 
 @pytest.mark.parametrize(("engines", "tensor_parallel"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (9, 1)])
-def test_every_prompt_is_sampled_once_and_stays_with_its_completions(config: Config, engines: int, tensor_parallel: int) -> None:
+def test_every_prompt_is_sampled_once_and_stays_with_its_completions(
+    config: Config, engines: int, tensor_parallel: int
+) -> None:
     groups = sample(config, engines=engines, tensor_parallel=tensor_parallel)
     assert [group.slot for group in groups] == list(range(NUM_PROMPTS))
     for group in groups:
@@ -97,7 +113,11 @@ def test_the_engine_is_asked_for_the_version_of_the_step(config: Config) -> None
     [
         (True, [1, 1], [5, 2]),  # 4 then 1, and 1 then 1
         (False, [1, 1], [4, 3]),  # after the two that are dealt the second engine takes the others
-        (False, [1, 3], [5, 6]),  # the second is free at 3 and takes the third, until 6; the first is free at 4 and takes the fourth
+        (
+            False,
+            [1, 3],
+            [5, 6],
+        ),  # the second is free at 3 and takes the third, until 6; the first is free at 4 and takes the fourth
     ],
 )
 def test_the_model_of_the_benchmark_by_hand(static: bool, slowness: list[float], expected: list[float]) -> None:
@@ -131,10 +151,18 @@ def found(folder: Path) -> dict[str, Found]:
         for name in pair:
             (folder / name).mkdir()
             num_ranks, tensor_parallel = RANKS[name]
-            engine = {"max_num_seqs": 16, "kv_cache_memory_bytes": (1 + 4) * 32 * 1024}  # a block of 32 tokens is 32 KiB; vLLM keeps one
-            rollout = {"group_size": 4, "max_completion_tokens": 8, "tensor_parallel_size": tensor_parallel, "engine": engine}
+            # a block of 32 tokens is 32 KiB; vLLM keeps one
+            engine = {"max_num_seqs": 16, "kv_cache_memory_bytes": (1 + 4) * 32 * 1024}
+            rollout = {
+                "group_size": 4,
+                "max_completion_tokens": 8,
+                "tensor_parallel_size": tensor_parallel,
+                "engine": engine,
+            }
             config = write_config(folder / name, folder / "model", rollout=rollout)
-            jobs[name] = Job(torchrun(num_ranks, "-m", "tests.support.workers.schedule", str(config), str(folder / f"{name}.json")))
+            jobs[name] = Job(
+                torchrun(num_ranks, "-m", "tests.support.workers.schedule", str(config), str(folder / f"{name}.json"))
+            )
         for name, job in jobs.items():
             code, output = job.wait(180)
             assert code == 0, output
@@ -153,10 +181,15 @@ def counts(made: list[Any], num_ranks: int = 2) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", RANKS)
-@pytest.mark.parametrize("scenario", [*SCENARIOS, "slow/shared_queue", "first of two/shared_queue", "second of two/shared_queue"])
-def test_tokens_and_logprobs_do_not_depend_on_who_sampled_what(found: dict[str, Found], layout: str, scenario: str) -> None:
+@pytest.mark.parametrize(
+    "scenario", [*SCENARIOS, "slow/shared_queue", "first of two/shared_queue", "second of two/shared_queue"]
+)
+def test_tokens_and_logprobs_do_not_depend_on_who_sampled_what(
+    found: dict[str, Found], layout: str, scenario: str
+) -> None:
     num_prompts = {**NUM_PROMPTS_OF, "second of two": 20}.get(scenario.split("/")[0], 24)
-    alone = found["tp2" if RANKS[layout][1] > 1 else "one"]  # slices of a layer add up in another order, which rounds differently
+    # slices of a layer add up in another order, which rounds differently
+    alone = found["tp2" if RANKS[layout][1] > 1 else "one"]
     expected = completions(alone["many/static"])[:num_prompts]
     assert [slot for slot, *_ in expected] == list(range(num_prompts))
     assert completions(found[layout][scenario]) == expected  # each group exactly once, bit by bit
@@ -171,7 +204,10 @@ def test_a_short_step_is_shared_out_as_evenly_as_it_can_be(found: dict[str, Foun
             of_ranks = counts(found[layout][f"{name}/{schedule}"], num_ranks)
             of_engines = [sum(of_ranks[i : i + tensor_parallel]) for i in range(0, num_ranks, tensor_parallel)]
             assert sorted(of_engines) == expected, (name, schedule)
-            assert all(max(of_ranks[i : i + tensor_parallel]) - min(of_ranks[i : i + tensor_parallel]) <= 1 for i in (0, tensor_parallel))
+            assert all(
+                max(of_ranks[i : i + tensor_parallel]) - min(of_ranks[i : i + tensor_parallel]) <= 1
+                for i in (0, tensor_parallel)
+            )
     assert counts(found[layout]["many/static"], num_ranks) == [24 // num_ranks] * num_ranks
 
 
@@ -205,8 +241,11 @@ def test_claims_are_distinct_and_leave_nothing_in_the_store(found: dict[str, Fou
 
 
 def test_a_whole_run_is_the_same_under_both_schedules(folder: Path) -> None:
-    """Two steps with two rounds of generation or more each, on two ranks: every figure that is not a time, and every dumped rollout."""
-    (folder / "reward.py").write_text("def low(completion_ids, **columns):\n    return [float(ids[0] < 25) for ids in completion_ids]\n")
+    """Two steps with two rounds of generation or more each, on two ranks: every figure that is not a time, and every
+    dumped rollout."""
+    (folder / "reward.py").write_text(
+        "def low(completion_ids, **columns):\n    return [float(ids[0] < 25) for ids in completion_ids]\n"
+    )
     jobs = {}
     for schedule in ("static", "shared_queue"):
         (folder / schedule).mkdir()
@@ -229,7 +268,10 @@ def test_a_whole_run_is_the_same_under_both_schedules(folder: Path) -> None:
         dumps[schedule] = [(run / f"rollouts/step_{step:06d}.jsonl").read_text() for step in range(2)]
     assert dumps["static"] == dumps["shared_queue"]
     timed = ("time/", "throughput/", "memory/", "rollout/", "weight_sync/proof_s")
-    plain = {name: [{k: v for k, v in m.items() if not k.startswith(timed)} for m in of_run] for name, of_run in metrics.items()}
+    plain = {
+        name: [{k: v for k, v in m.items() if not k.startswith(timed)} for m in of_run]
+        for name, of_run in metrics.items()
+    }
     assert plain["static"] == plain["shared_queue"]
     for m in metrics["static"] + metrics["shared_queue"]:
         assert m["dynamic_sampling/sampled_groups"] > 9

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from grpo_spmd.config import Config, load_config
-from grpo_spmd.data_types import Completion, Prompt
-from grpo_spmd.distributed import Session, end_session, start_session
-from grpo_spmd.rollout_buffer import RolloutBuffer, forget_before, steps_on_disk
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.records import Completion, Prompt
+from grpo_spmd.rollout.buffer import RolloutBuffer, forget_before, steps_on_disk
 from tests.support.models import make_model, write_config
 from tests.support.processes import Job, torchrun
 from tests.support.workers.preempt import CUTS, PROMPTS, ROUNDS
@@ -71,7 +72,13 @@ def on_one_rank(folder: Path, found: dict[str, Found]) -> Found:
     with victim.open("r+b") as file:
         file.truncate(victim.stat().st_size - 4096)  # a page that never came to the disk
     job = Job(
-        [*torchrun(1)[:1], "-m", "tests.support.workers.preempt", *arguments(folder, "one"), *(f"{folder}/resumed/{n}" for n in RESUMED)]
+        [
+            *torchrun(1)[:1],
+            "-m",
+            "tests.support.workers.preempt",
+            *arguments(folder, "one"),
+            *(f"{folder}/resumed/{n}" for n in RESUMED),
+        ]
     )
     code, output = job.wait(180)
     assert code == 0, output
@@ -101,7 +108,9 @@ def num_kept(run_dir: Path) -> list[int]:
 def test_the_step_is_a_step(found: dict[str, Found], layout: str) -> None:
     made = completions(found[layout]["undisturbed"])
     assert [position for position, _ in made] == [prompt.position for prompt in PROMPTS]
-    assert len({len(c[0]) for _, group in made for c in group}) > 5, "completions of all lengths, so that some are done early"
+    assert len({len(c[0]) for _, group in made for c in group}) > 5, (
+        "completions of all lengths, so that some are done early"
+    )
     assert found[layout]["undisturbed"]["sent"] == NUM_COMPLETIONS
 
 
@@ -112,7 +121,8 @@ def test_a_signal_to_one_rank_ends_the_generation_on_all(found: dict[str, Found]
     assert len(step["made"]) == (0 if cut == "first round" else ROUNDS[0])
     assert 0 < step["sent"] <= NUM_COMPLETIONS
     for rank, leftovers in enumerate(step["leftovers"]):
-        # Where an engine came to its end by itself, vLLM drops its last requests from the model's side with the next step.
+        # Where an engine came to its end by itself, vLLM drops its last requests from the model's side with the next
+        # step.
         assert leftovers[: 5 if step["aborted"][rank] else 4] == [0] * (5 if step["aborted"][rank] else 4)
     assert step["aborted"][1] > 0
     if cut == "first round":  # in the second the other rank may have come to its end
@@ -123,7 +133,9 @@ def test_a_signal_to_one_rank_ends_the_generation_on_all(found: dict[str, Found]
 
 
 @pytest.mark.parametrize(("layout", "cut"), CUTS_OF)
-def test_it_goes_on_bit_by_bit_and_samples_nothing_twice(found: dict[str, Found], folder: Path, layout: str, cut: str) -> None:
+def test_it_goes_on_bit_by_bit_and_samples_nothing_twice(
+    found: dict[str, Found], folder: Path, layout: str, cut: str
+) -> None:
     kept = sum(num_kept(folder / layout / "run" / f"{cut}, as it was cut"))
     done_before = 0 if cut == "first round" else GROUP_SIZE * ROUNDS[0]
     assert done_before < kept < NUM_COMPLETIONS
@@ -146,7 +158,9 @@ def test_at_another_world_size(found: dict[str, Found], on_one_rank: Found, fold
 # Files alone.
 
 PROMPT = Prompt(7, 0, [1, 2, 3], "", {})
-COMPLETIONS = [Completion([5, 6 + n, 0], [-0.1, -1 / 3, -n / 7], "stop") for n in range(3)] + [Completion([9], [-1e-300], "length")]
+COMPLETIONS = [Completion([5, 6 + n, 0], [-0.1, -1 / 3, -n / 7], "stop") for n in range(3)] + [
+    Completion([9], [-1e-300], "length")
+]
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +186,9 @@ def written(config: Config, session: Session) -> Path:
     return path
 
 
-def read_back(config: Config, session: Session, step: int = 3, prompt: Prompt = PROMPT, weights_id: str = "these") -> Any:
+def read_back(
+    config: Config, session: Session, step: int = 3, prompt: Prompt = PROMPT, weights_id: str = "these"
+) -> Any:
     buffer = RolloutBuffer(config, session)
     return {place: buffer.read(kept) for place, kept in buffer.find(step, weights_id, [prompt], 4).items()}
 
@@ -208,7 +224,10 @@ def test_damaged_files_are_found_and_left_out(
 ) -> None:
     good = written.read_bytes()
     monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
-    damages = {f"cut at {n}": good[:n] for n in (0, 7, 100, len(good) - 1)} | {"zeros": bytes(len(good)), "longer": good + b"\0"}
+    damages = {f"cut at {n}": good[:n] for n in (0, 7, 100, len(good) - 1)} | {
+        "zeros": bytes(len(good)),
+        "longer": good + b"\0",
+    }
     damages |= {f"flipped at {n}": good[:n] + bytes([good[n] ^ 1]) + good[n + 1 :] for n in range(0, len(good), 37)}
     for name, damaged in damages.items():
         caplog.clear()
@@ -221,7 +240,9 @@ def test_damaged_files_are_found_and_left_out(
     assert len(read_back(config, session)) == 4
 
 
-def test_a_disk_that_takes_nothing_is_only_a_warning(config: Config, session: Session, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_takes_nothing_is_only_a_warning(
+    config: Config, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
     Path(config.run_dir).mkdir()
     Path(config.run_dir, "rollout_buffer").write_text("no folder")
     buffer = RolloutBuffer(config, session)
@@ -231,8 +252,10 @@ def test_a_disk_that_takes_nothing_is_only_a_warning(config: Config, session: Se
     assert "1 completions are not kept on disk" in caplog.text
 
 
-def test_long_generations_are_written_while_they_run(config: Config, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_spmd.rollout_buffer._WRITE_EVERY_S", 0.0)
+def test_long_generations_are_written_while_they_run(
+    config: Config, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_spmd.rollout.buffer._WRITE_EVERY_S", 0.0)
     buffer = RolloutBuffer(config, session)
     buffer.find(0, "these", [PROMPT], 4)
     for sample, completion in enumerate(COMPLETIONS[:3]):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_spmd.proofs import WeightProofError, _raise_if_replicas_differ
+from grpo_spmd.engine.weight_proof import WeightProofError, _raise_if_replicas_differ
 from tests.support.models import FAMILIES, make_model, write_config
 from tests.support.processes import run_worker
 
-# All 16 together take 6 minutes on 2 cores, so that a plain run takes each family once, and tied and untied with each number of ranks.
-# FULL_MATRIX=1 tests/run.sh -k engine_equals    runs them all.
+# All 16 together take 6 minutes on 2 cores, so that a plain run takes each family once, and tied and untied with each
+# number of ranks. FULL_MATRIX=1 tests/run.sh -k engine_equals    runs them all.
 _ALL = [(family, tied, tp) for family in FAMILIES for tied in (True, False) for tp in (1, 2)]
 _SOME = [("qwen2", True, 1), ("qwen3", False, 2), ("llama", True, 2), ("granite", False, 1)]
 _REPLICATED = ("llama",)  # on two ranks each holds the whole policy (HSDP)
@@ -32,7 +32,9 @@ def test_engine_equals_transformers_after_each_of_20_updates(tmp_path: Path, fam
 def test_bucketed_gather_equals_full_tensor(tmp_path: Path, num_ranks: int, replicas: int) -> None:
     model = make_model(tmp_path / "model", "qwen2", tied=replicas > 1)
     tree = {"path": str(model), "dtype": "float32", "num_replicas": replicas}
-    run_worker(num_ranks, "gather", str(write_config(tmp_path, model, model=tree, rollout={"tensor_parallel_size": replicas})))
+    run_worker(
+        num_ranks, "gather", str(write_config(tmp_path, model, model=tree, rollout={"tensor_parallel_size": replicas}))
+    )
 
 
 def test_replicas_that_drifted_apart_stop_the_run() -> None:

@@ -96,7 +96,8 @@ def learned(demo: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def debugged(demo: Path) -> Run:
-    """Five steps in one process without torchrun, through a breakpoint in the reward, on the same seed; then one more answer."""
+    """Five steps in one process without torchrun, through a breakpoint in the reward, on the same seed; then one more
+    answer."""
     reward = demo.parent / "my_reward.py"
     reward.write_text(
         "from grpo_spmd.rewards.verifiers import countdown\n"
@@ -110,7 +111,13 @@ def debugged(demo: Path) -> Run:
     )
     own = "rewards=[{name: countdown, function: '" + f"{reward}:stop_once" + "'}]"
     return train(
-        0, demo, demo.parent / "debugged", own, "training.num_steps=5", "checkpoint.every_steps=2", stdin="p len(completions) * 1000\nc\n"
+        0,
+        demo,
+        demo.parent / "debugged",
+        own,
+        "training.num_steps=5",
+        "checkpoint.every_steps=2",
+        stdin="p len(completions) * 1000\nc\n",
     )
 
 
@@ -158,7 +165,8 @@ def test_the_rollout_dump_agrees_with_the_metrics_and_with_itself(learned: Run, 
         a, b = rollout["prompt"].split("=")[0].split(",")
         target = rollout["prompt"].split("=")[1].rstrip(":")
         text, _, result = rollout["completion"].partition("=")
-        # Worked out here again: both numbers once, one operation, the right value. (Digits and one sign: safe to evaluate.)
+        # Worked out here again: both numbers once, one operation, the right value. (Digits and one sign: safe to
+        # evaluate.)
         legal = len(text) == 3 and text[1] in "+-*" and sorted(text[::2]) == sorted([a, b])
         assert rollout["reward"] == float(legal and eval(text) == int(target) and result in ("", target)), rollout
         assert tokenizer.decode(rollout["completion_ids"], skip_special_tokens=True) == rollout["completion"]
@@ -190,7 +198,8 @@ def test_checkpoints_are_kept_as_configured(debugged: Run) -> None:
 
 @pytest.fixture(scope="module")
 def elaborate(demo: Path) -> Run:
-    """The other paths: several mini-batches, a reference, tensor parallel, a temperature, bfloat16, small micro-batches, W&B offline."""
+    """The other paths: several mini-batches, a reference, tensor parallel, a temperature, bfloat16, small
+    micro-batches, W&B offline."""
     return train(
         2,
         demo,
@@ -213,7 +222,8 @@ def elaborate(demo: Path) -> Run:
 
 def test_mini_batches_reference_tensor_parallel_and_bfloat16_work_together(elaborate: Run) -> None:
     first, *_, last = elaborate.metrics
-    assert 0 < first["loss/kl"] < last["loss/kl"]  # the first of a step's mini-batches still equals the reference, the later ones do not
+    # the first of a step's mini-batches still equals the reference, the later ones do not
+    assert 0 < first["loss/kl"] < last["loss/kl"]
     assert all(m["time/logprobs_s"] > 0.0 for m in elaborate.metrics)
     assert all(m["weight_sync/mismatch_kl"] < 1e-2 for m in elaborate.metrics)
 
@@ -227,7 +237,10 @@ def test_a_rank_with_nothing_to_do_keeps_step(demo: Path) -> None:
 
 
 def test_rollouts_are_dumped_as_often_as_configured(elaborate: Run) -> None:
-    assert sorted(p.name for p in (elaborate.folder / "rollouts").iterdir()) == ["step_000000.jsonl", "step_000002.jsonl"]
+    assert sorted(p.name for p in (elaborate.folder / "rollouts").iterdir()) == [
+        "step_000000.jsonl",
+        "step_000002.jsonl",
+    ]
 
 
 def test_wandb_offline_leaves_a_run(elaborate: Run) -> None:
@@ -237,7 +250,9 @@ def test_wandb_offline_leaves_a_run(elaborate: Run) -> None:
 def test_chat_messages_in_parquet_reach_an_async_reward_as_messages(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama", tied=False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    )
     tokenizer.save_pretrained(model)
     rows = [{"messages": [{"role": "user", "content": f"{i},{i}"}], "answer": str(i)} for i in range(1, 9)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")

@@ -1,4 +1,5 @@
-"""An export holds what the checkpoint held, in files that transformers, peft and vLLM load, and damage is named, never exported."""
+"""An export holds what the checkpoint held, in files that transformers, peft and vLLM load, and damage is named, never
+exported."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_spmd.config import ConfigError
-from grpo_spmd.distributed import end_session, start_session
-from grpo_spmd.export import export_checkpoint
-from grpo_spmd.manifest import CheckpointError, write_manifest
+from grpo_spmd.checkpoint.export import export_checkpoint
+from grpo_spmd.checkpoint.manifest import CheckpointError, write_manifest
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.distributed.session import end_session, start_session
 from tests.support.models import FAMILIES, make_model
 from tests.support.processes import Job
 
@@ -42,12 +43,21 @@ def write_state(folder: Path, tensors: dict[str, Tensor], num_ranks: int) -> Non
                 rows[name] = chunks[rank].contiguous()
                 offsets[name] = {"saved_offsets": [rank * len(chunks[0]), *[0] * (tensor.ndim - 1)]}
         if rows:
-            save_file(rows, folder / f"shard_{rank + 1:05d}.safetensors", metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
+            save_file(
+                rows, folder / f"shard_{rank + 1:05d}.safetensors", metadata={"DCP_SHARDING_INFO": json.dumps(offsets)}
+            )
 
 
 def finish(checkpoint: Path, num_ranks: int, **changes: Any) -> Path:
     """trainer.json and manifest.json."""
-    trainer = {"format": 1, "step": 7, "dtype": "bfloat16", "world_size": num_ranks, "config": {"model.num_replicas": 1}, **changes}
+    trainer = {
+        "format": 1,
+        "step": 7,
+        "dtype": "bfloat16",
+        "world_size": num_ranks,
+        "config": {"model.num_replicas": 1},
+        **changes,
+    }
     (checkpoint / "trainer.json").write_text(json.dumps(trainer))
     write_manifest(checkpoint, {})
     return checkpoint
@@ -87,9 +97,16 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("family", "tied", "num_ranks", "dtype"),
-    [("qwen3", True, 1, None), ("qwen2", False, 2, "float32"), ("llama", True, 3, "bfloat16"), ("granite", False, 5, "float32")],
+    [
+        ("qwen3", True, 1, None),
+        ("qwen2", False, 2, "float32"),
+        ("llama", True, 3, "bfloat16"),
+        ("granite", False, 5, "float32"),
+    ],
 )
-def test_transformers_loads_every_tensor_as_it_was(tmp_path: Path, family: str, tied: bool, num_ranks: int, dtype: str | None) -> None:
+def test_transformers_loads_every_tensor_as_it_was(
+    tmp_path: Path, family: str, tied: bool, num_ranks: int, dtype: str | None
+) -> None:
     assert family in FAMILIES
     model = make_model(tmp_path / "model", family, tied=tied)
     export_checkpoint(make_checkpoint(tmp_path / "step_000007", model, num_ranks), tmp_path / "out", dtype)
@@ -112,7 +129,9 @@ def test_transformers_loads_every_tensor_as_it_was(tmp_path: Path, family: str, 
 def test_a_model_of_several_files_has_an_index_that_transformers_reads(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen3", tied=False)
     largest = 97 * 64 * 4
-    export_checkpoint(make_checkpoint(tmp_path / "c", model, 3), tmp_path / "out", "float32", max_file_bytes=2 * largest)
+    export_checkpoint(
+        make_checkpoint(tmp_path / "c", model, 3), tmp_path / "out", "float32", max_file_bytes=2 * largest
+    )
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 5
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
@@ -153,7 +172,9 @@ def test_special_values_are_rounded_as_torch_rounds_them(tmp_path: Path) -> None
 def test_peft_loads_adapters(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen3", tied=False)
     base = transformers.AutoModelForCausalLM.from_pretrained(model)
-    config = peft.LoraConfig(r=5, lora_alpha=7, target_modules=["q_proj", "down_proj"], base_model_name_or_path=str(model))
+    config = peft.LoraConfig(
+        r=5, lora_alpha=7, target_modules=["q_proj", "down_proj"], base_model_name_or_path=str(model)
+    )
     adapted = peft.get_peft_model(base, config)
     with torch.no_grad():
         for parameter in adapted.parameters():
@@ -165,7 +186,10 @@ def test_peft_loads_adapters(tmp_path: Path) -> None:
     write_state(tmp_path / "c/state", {f"policy.{name}": tensor for name, tensor in adapters.items()}, 3)
     adapted.peft_config["default"].save_pretrained(str(tmp_path / "c/model"))
     export_checkpoint(finish(tmp_path / "c", 3), tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     loaded = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(model), tmp_path / "out")
     assert_same(peft.get_peft_model_state_dict(loaded), peft.get_peft_model_state_dict(adapted))
     ids = torch.tensor([[4, 9, 2, 7]])
@@ -222,7 +246,8 @@ def test_it_needs_no_more_memory_than_one_file(tmp_path: Path) -> None:
     code, output = Job([sys.executable, "-c", script, str(tmp_path / "c"), str(tmp_path / "out")]).wait(100)
     assert code == 0, output
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 6
-    assert int(output.split()[-1]) << 10 < (32 + 16 + 24) * mib, output  # one file, one read, and something for the pages between
+    # one file, one read, and something for the pages between
+    assert int(output.split()[-1]) << 10 < (32 + 16 + 24) * mib, output
     for number in (0, 5):
         assert torch.equal(
             load_file(tmp_path / f"out/model-{number + 1:05d}-of-00006.safetensors")[f"{number}.weight"][::2047],
@@ -245,7 +270,8 @@ def test_into_a_checkpoint_that_is_still_being_made(tmp_path: Path) -> None:
     }
     loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     assert_same({"norm": loaded.model.norm.weight.data}, {"norm": weights_of(model)["model.norm.weight"].bfloat16()})
-    assert json.loads((checkpoint / "model/config.json").read_text())["dtype"] == "float32"  # the companion stays as it was
+    # the companion stays as it was
+    assert json.loads((checkpoint / "model/config.json").read_text())["dtype"] == "float32"
 
 
 def _drop(shard: int) -> Callable[[Path], None]:
@@ -283,7 +309,10 @@ def _rename_a_tensor(checkpoint: Path) -> None:
         (_half, r"shard_00002\.safetensors: not a checkpoint's shard \(SafetensorError"),
         (_bare, r"shard_00002\.safetensors: not a checkpoint's shard \(TypeError"),
         (_empty, r"no shard in its state folder holds a tensor policy\.\*"),
-        (_rename_a_tensor, r"the last rows of policy\.model\.norm\.weight are missing: 44 rows are there, dealt over 3 ranks"),
+        (
+            _rename_a_tensor,
+            r"the last rows of policy\.model\.norm\.weight are missing: 44 rows are there, dealt over 3 ranks",
+        ),
     ],
 )
 def test_rows_that_are_missing_or_doubled_are_named_and_nothing_is_left(
@@ -308,7 +337,9 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pyte
         "from grpo_spmd.export import main\n"
         "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, checkpoint, tmp_path / "out"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script, checkpoint, tmp_path / "out"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {tmp_path / 'out'}: nothing was exported: ")
     assert len(done.stderr.splitlines()) == 1
@@ -327,7 +358,9 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama", tied=False)
     checkpoint = make_checkpoint(run / "checkpoints/step_000007", model, 2)
     (run / "config.yaml").write_text("{}")
-    taken, leftover, flipped, newer, unsealed = (tmp_path / name for name in ("taken", "left", "flipped", "newer", "step_000009"))
+    taken, leftover, flipped, newer, unsealed = (
+        tmp_path / name for name in ("taken", "left", "flipped", "newer", "step_000009")
+    )
     taken.mkdir()
     (taken / "file").write_text("mine")
     (tmp_path / "left.tmp").mkdir()
@@ -353,9 +386,18 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
         ((unsealed, out), f"{unsealed}: manifest.json is missing"),
         ((flipped, out), f"{flipped}: state/shard_00002.safetensors is damaged (its SHA-256 is not the manifest's)"),
         ((newer, out), f"{newer}: written by a newer grpo_spmd (format 2, this one reads up to 1); update grpo_spmd"),
-        ((checkpoint, checkpoint), f"{checkpoint} is the checkpoint itself, which is never changed; choose another OUT"),
-        ((checkpoint, taken), f"{taken} exists and is not an empty folder; nothing is written over: choose another, or move it away"),
-        ((checkpoint, leftover), f"{leftover}.tmp exists: an export is under way there, or one was killed; in that case remove it"),
+        (
+            (checkpoint, checkpoint),
+            f"{checkpoint} is the checkpoint itself, which is never changed; choose another OUT",
+        ),
+        (
+            (checkpoint, taken),
+            f"{taken} exists and is not an empty folder; nothing is written over: choose another, or move it away",
+        ),
+        (
+            (checkpoint, leftover),
+            f"{leftover}.tmp exists: an export is under way there, or one was killed; in that case remove it",
+        ),
     ]:
         code, output = command(*arguments)
         assert (code, output.splitlines()) == (2, [f"error: {expected}"])
@@ -371,5 +413,7 @@ def test_help_and_a_wrong_path_do_not_wait_for_torch(tmp_path: Path) -> None:
     code = "import sys; from grpo_spmd.export import main; sys.argv[1:] = sys.argv[1:]\ntry: main()\nfinally: print('torch' in sys.modules)"
     start = time.monotonic()
     for arguments in (["--help"], [str(tmp_path / "nowhere"), "out"]):
-        assert subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True).stdout.endswith("False\n")
+        assert subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True).stdout.endswith(
+            "False\n"
+        )
     assert time.monotonic() - start < 20

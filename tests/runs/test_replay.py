@@ -1,4 +1,5 @@
-"""A dumped step, run again without vLLM, gives what the run recorded; what was changed shows, and what is missing is said."""
+"""A dumped step, run again without vLLM, gives what the run recorded; what was changed shows, and what is missing is
+said."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from grpo_spmd.config import ConfigError
-from grpo_spmd.export import export_checkpoint
-from grpo_spmd.replay import Replay, read_step, replay, report
+from grpo_spmd.checkpoint.export import export_checkpoint
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.replay.read import Replay, read_step
+from grpo_spmd.replay.redo import replay
+from grpo_spmd.replay.report import report
 from tests.support.models import make_model, write_config
 from tests.support.processes import Job, torchrun
 
@@ -27,7 +30,16 @@ def odd(completions, nums, **columns):
         raise ValueError("two twos")
     return [None if own[0] == 1 else float(sum(c.isdigit() for c in text) % 2) for text, own in zip(completions, nums)]
 """
-COMPARED = ("loss/policy", "loss/kl", "loss/entropy", "loss/clip_frac", "optim/grad_norm", "optim/lr", "reward/mean", "reward/odd/mean")
+COMPARED = (
+    "loss/policy",
+    "loss/kl",
+    "loss/entropy",
+    "loss/clip_frac",
+    "optim/grad_norm",
+    "optim/lr",
+    "reward/mean",
+    "reward/odd/mean",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +49,18 @@ def _environment_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps on two ranks with all that makes a replay hard: two optimizer steps a rollout (so that the second depends on the
-    optimizer's moments), a reference, dynamic sampling, a reward that fails on some rows and does not apply to others."""
+    """Three steps on two ranks with all that makes a replay hard: two optimizer steps a rollout (so that the second
+    depends on the optimizer's moments), a reference, dynamic sampling, a reward that fails on some rows and does not
+    apply to others."""
     folder = tmp_path_factory.mktemp("replay")
     (folder / "my_reward.py").write_text(REWARD)
     config = write_config(
         folder,
         make_model(folder / "model", "qwen3", tied=True),
-        rewards=[{"name": "format", "args": {"pattern": "[0-9].*"}}, {"function": f"{folder}/my_reward.py:odd", "weight": 0.5}],
+        rewards=[
+            {"name": "format", "args": {"pattern": "[0-9].*"}},
+            {"function": f"{folder}/my_reward.py:odd", "weight": 0.5},
+        ],
         rollout={"dynamic_sampling": True, "temperature": 0.9},
         training={"num_steps": 3, "num_mini_batches": 2},
         loss={"kl_coef": 0.1},
@@ -72,7 +88,8 @@ def copy_of(run: Path, target: Path, *without: str) -> Path:
 
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_a_step_is_what_it_was(run: Path, step: int) -> None:
-    """Step 0 from model.path, the others from their checkpoints with the optimizer's moments; recorded on two ranks, replayed on one."""
+    """Step 0 from model.path, the others from their checkpoints with the optimizer's moments; recorded on two ranks,
+    replayed on one."""
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     found, text = replayed(run, step)
     assert [name for name in COMPARED if name not in found.metrics] == []
@@ -116,7 +133,9 @@ def test_a_changed_reward_shows(run: Path, tmp_path: Path) -> None:
 
 
 def test_overrides_try_another_weight_and_another_clip_range(run: Path) -> None:
-    found, text = replayed(run, 1, "rewards.1.weight=0", "loss.clip_ratio_low=1", "loss.clip_ratio_high=1000", "loss.dual_clip=null")
+    found, text = replayed(
+        run, 1, "rewards.1.weight=0", "loss.clip_ratio_low=1", "loss.clip_ratio_high=1000", "loss.dual_clip=null"
+    )
     assert found.metrics["loss/clip_frac"][1] == 0
     assert "override: rewards.1.weight=0" in text
     groups: dict[int, list[Any]] = {}
@@ -138,10 +157,13 @@ def test_without_the_policy_the_engines_logprobs_stand_in(run: Path, tmp_path: P
     copy = copy_of(run, tmp_path / "run", "checkpoints")
     found, text = replayed(copy, 2, "data.train=/nowhere/train.jsonl", "model.path=/nowhere/model")
     assert (
-        f"no {copy}/checkpoints/step_000002 (there are: none; --checkpoint takes another), so the engine's recorded logprobs stand in"
-        in text
+        f"no {copy}/checkpoints/step_000002 (there are: none; --checkpoint takes another), so the engine's recorded "
+        "logprobs stand in" in text
     )
-    assert "rewards are those that the run recorded, since the data set cannot be had as it was: data.train: cannot read /nowhere" in text
+    assert (
+        "rewards are those that the run recorded, since the data set cannot be had as it was: data.train: cannot read "
+        "/nowhere" in text
+    )
     assert [(r.reward, r.rewards, r.statuses, r.advantage) for r in found.rollouts] == [
         (r["reward"], r["rewards"], r["statuses"], r["advantage"]) for r in dumped(run, 2)
     ]
@@ -156,19 +178,28 @@ def test_without_the_policy_the_engines_logprobs_stand_in(run: Path, tmp_path: P
 
 
 def test_a_checkpoint_needs_no_model_path_but_the_reference_does(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^model\.path: there is no folder /nowhere/model, and the reference or the adapters need it"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.path: there is no folder /nowhere/model, and the reference or the adapters need it"
+    ):
         replayed(run, 1, "model.path=/nowhere/model")
-    with pytest.raises(ConfigError, match=r"^model\.lora\.rank: 4 does not go with .*step_000001, which holds a whole model$"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.lora\.rank: 4 does not go with .*step_000001, which holds a whole model$"
+    ):
         replayed(run, 1, "model.lora.rank=4")
     found, _ = replayed(run, 1, "model.path=/nowhere/model", "loss.kl_coef=0")
-    assert found.metrics["loss/entropy"][1] == pytest.approx(found.metrics["loss/entropy"][0], rel=0.1)  # the KL moves the second update
-    assert found.metrics["weight_sync/mismatch_abs_max"][1] == pytest.approx(found.metrics["weight_sync/mismatch_abs_max"][0])
+    # the KL moves the second update
+    assert found.metrics["loss/entropy"][1] == pytest.approx(found.metrics["loss/entropy"][0], rel=0.1)
+    assert found.metrics["weight_sync/mismatch_abs_max"][1] == pytest.approx(
+        found.metrics["weight_sync/mismatch_abs_max"][0]
+    )
 
 
 def test_an_older_checkpoint_is_said_to_be_one(run: Path) -> None:
     found, text = replayed(run, 2, checkpoint=run / "checkpoints/step_000001")
     assert f"policy: {run}/checkpoints/step_000001, after 1 finished steps" in text
-    assert "that is not the policy that sampled step 2: loss, entropy, gradient and mismatch differ for that alone" in text
+    assert (
+        "that is not the policy that sampled step 2: loss, entropy, gradient and mismatch differ for that alone" in text
+    )
     recorded, again = found.metrics["weight_sync/mismatch_abs_mean"]
     assert recorded is not None
     assert again is not None
@@ -176,7 +207,9 @@ def test_an_older_checkpoint_is_said_to_be_one(run: Path) -> None:
 
 
 def test_dynamic_sampling_that_would_have_gone_on_or_stopped_is_said(run: Path) -> None:
-    _, text = replayed(run, 1, "rewards.0.weight=0", "rewards.1.weight=0", "advantage.overlong_penalty=0", "loss.kl_coef=0")
+    _, text = replayed(
+        run, 1, "rewards.0.weight=0", "rewards.1.weight=0", "advantage.overlong_penalty=0", "loss.kl_coef=0"
+    )
     assert "more prompts, of which there are no rollouts" in text
     step = next(step for step in range(3) if len(dumped(run, step)) > 16)
     _, text = replayed(run, step, "rollout.dynamic_sampling=false", "loss.kl_coef=0")
@@ -220,12 +253,17 @@ def _change(**values: Any) -> Callable[[list[bytes]], None]:
         (_cut, r"step_000001\.jsonl:2: not valid JSON: "),
         (_change(completion_ids=[1]), r"step_000001\.jsonl:2: 1 completion_ids, but \d+ rollout_logprobs"),
         (_change(reward="high"), r"step_000001\.jsonl:2: reward is 'high'; this is no rollout dump"),
-        (_change(sample=3), r"step_000001\.jsonl: the group at position \d+ has the samples \[0, 3, 2, 3\], and should have 0 to 3"),
+        (
+            _change(sample=3),
+            r"step_000001\.jsonl: the group at position \d+ has the samples \[0, 3, 2, 3\], and should have 0 to 3",
+        ),
         (lambda lines: lines.__setitem__(0, b"[]"), r"step_000001\.jsonl:1: expected a JSON object, got list"),
         (lambda lines: lines.clear(), r"step_000001\.jsonl: no rollouts"),
     ],
 )
-def test_a_broken_dump_is_one_line(run: Path, tmp_path: Path, damage: Callable[[list[bytes]], None], expected: str) -> None:
+def test_a_broken_dump_is_one_line(
+    run: Path, tmp_path: Path, damage: Callable[[list[bytes]], None], expected: str
+) -> None:
     copy = copy_of(run, tmp_path / "run", "checkpoints")
     path = copy / "rollouts/step_000001.jsonl"
     lines = path.read_bytes().splitlines()
@@ -239,7 +277,9 @@ def test_a_broken_dump_is_one_line(run: Path, tmp_path: Path, damage: Callable[[
 def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^RUN_DIR: .* holds no config\.yaml, so it is no run folder$"):
         read_step(tmp_path, 0)
-    with pytest.raises(ConfigError, match=r"step_000009\.jsonl: No such file or directory; there are dumps of the steps 0, 1, 2 "):
+    with pytest.raises(
+        ConfigError, match=r"step_000009\.jsonl: No such file or directory; there are dumps of the steps 0, 1, 2 "
+    ):
         read_step(run, 9)
     with pytest.raises(ConfigError, match=r"^rewards\.1\.function: there is no file /nowhere\.py$"):
         read_step(run, 0, ["rewards.1.function=/nowhere.py:odd"])
@@ -250,11 +290,16 @@ def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved.jsonl"
     moved.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
     notes = read_step(run, 0, [f"data.train={moved}"]).notes
-    assert any(f"the prompt at {moved}:" in note and "is no longer the one that the run sampled from" in note for note in notes)
+    assert any(
+        f"the prompt at {moved}:" in note and "is no longer the one that the run sampled from" in note for note in notes
+    )
     config = (run / "config.yaml").read_text()
     assert config.count("args: {}") == 1
     (copy / "config.yaml").write_text(config.replace("args: {}", "args: {api_key: <redacted>}"))
-    assert "rewards.1.args.api_key is redacted in config.yaml; give it as an override, if a reward needs it" in read_step(copy, 0).notes
+    assert (
+        "rewards.1.args.api_key is redacted in config.yaml; give it as an override, if a reward needs it"
+        in read_step(copy, 0).notes
+    )
     assert not [note for note in read_step(copy, 0, ["rewards.1.args.api_key=x"]).notes if "redacted" in note]
 
 
@@ -303,10 +348,17 @@ def test_the_export_of_a_real_run_is_what_torch_reads_from_its_checkpoint(run: P
     export_checkpoint(checkpoint, tmp_path / "out")
     found = load_file(tmp_path / "out/model.safetensors")
     reader = dcp.HuggingFaceStorageReader(str(checkpoint / "state"))
-    shapes = {name: facts.size for name, facts in reader.read_metadata().state_dict_metadata.items() if name.startswith("policy.")}  # type: ignore[union-attr]
-    state = {name: torch.empty(size) for name, size in shapes.items()}
+    stored = reader.read_metadata().state_dict_metadata
+    shapes = {name: getattr(facts, "size", None) for name, facts in stored.items() if name.startswith("policy.")}
+    state = {name: torch.empty(size or ()) for name, size in shapes.items()}
     dcp.load(dict(state), storage_reader=reader, no_dist=True)
-    assert found.keys() == {name.removeprefix("policy.") for name in state} == load_file(run.parent / "model/model.safetensors").keys()
+    assert (
+        found.keys()
+        == {name.removeprefix("policy.") for name in state}
+        == load_file(run.parent / "model/model.safetensors").keys()
+    )
     for name, tensor in state.items():
         assert torch.equal(found[name.removeprefix("policy.")], tensor), name
-        assert not torch.equal(tensor, load_file(run.parent / "model/model.safetensors")[name.removeprefix("policy.")]), name
+        assert not torch.equal(
+            tensor, load_file(run.parent / "model/model.safetensors")[name.removeprefix("policy.")]
+        ), name

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd import wandb_feed
-from grpo_spmd.config import Config, load_config
-from grpo_spmd.metrics import LineFile
-from grpo_spmd.wandb_feed import WandbFeed
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.observe import wandb_feed
+from grpo_spmd.observe.metrics_file import LineFile
+from grpo_spmd.observe.wandb_feed import WandbFeed
 from tests.support.models import make_model, write_config
 from tests.support.processes import Job
 
@@ -27,8 +28,8 @@ FAKE = """
 import json, os, sys, threading
 how, out = os.environ.get("FAKE_WANDB", ""), os.environ["FAKE_WANDB_OUT"]
 if how == "import hangs":
-    import grpo_spmd.wandb_feed
-    grpo_spmd.wandb_feed.FINISH_S = 0.5  # the test need not wait a minute
+    import grpo_spmd.observe.wandb_feed
+    grpo_spmd.observe.wandb_feed.FINISH_S = 0.5  # the test need not wait a minute
     threading.Event().wait()
 def note(**what):
     with open(out, "a") as file:
@@ -165,14 +166,19 @@ def test_without_the_package_or_a_key_it_is_off_with_a_warning(
     assert not [thread for thread in threading.enumerate() if thread.name == "wandb" and not thread.daemon]
 
 
-def test_a_training_is_the_same_to_the_bit_beside_a_hanging_tracker(tmp_path: Path, fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_is_the_same_to_the_bit_beside_a_hanging_tracker(
+    tmp_path: Path, fake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_model(tmp_path / "model", "qwen3", tied=True)
     manifests, metrics = [], []
     for name, how, wandb in (("without", "", False), ("hanging", "import hangs", "online")):
         folder = tmp_path / name
         folder.mkdir()
         path = write_config(folder, model, logging={"wandb": wandb}, training={"num_steps": 3})
-        job = Job([sys.executable, "-m", "grpo_spmd.train", "--config", str(path)], env={"FAKE_WANDB": how, "PYTHONPATH": str(fake)})
+        job = Job(
+            [sys.executable, "-m", "grpo_spmd.train", "--config", str(path)],
+            env={"FAKE_WANDB": how, "PYTHONPATH": str(fake)},
+        )
         code, output = job.wait(120)
         assert code == 0, output
         assert not job.survivors()
@@ -187,7 +193,9 @@ def test_a_training_is_the_same_to_the_bit_beside_a_hanging_tracker(tmp_path: Pa
         assert without == hanging
 
 
-def test_the_real_package_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_real_package_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A run and its continuation leave two folders of one id, which `wandb sync` puts together."""
     monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -203,12 +211,15 @@ def test_the_real_package_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         steps = []
         for file in sorted(Path(config.run_dir).glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")):
             for record in records(file):
-                steps += [int(item.value_json) for item in record.history.item if "step" in (item.key, *item.nested_key)]
+                steps += [
+                    int(item.value_json) for item in record.history.item if "step" in (item.key, *item.nested_key)
+                ]
     assert steps == expected
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Of a W&B file: after 7 bytes, blocks of 32 KiB of chunks with checksum, length and type (LevelDB's log format)."""
+    """Of a W&B file: after 7 bytes, blocks of 32 KiB of chunks with checksum, length and type (LevelDB's log
+    format)."""
     from wandb.proto import wandb_internal_pb2
 
     data, place, whole = path.read_bytes(), 7, b""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_spmd.checkpoint import Checkpoints
-from grpo_spmd.config import load_config
-from grpo_spmd.distributed import Session, barrier
-from grpo_spmd.export import export_checkpoint
-from grpo_spmd.manifest import checkpoint_path
-from grpo_spmd.policy import Policy
-from grpo_spmd.update import PolicyUpdater
+from grpo_spmd.checkpoint.export import export_checkpoint
+from grpo_spmd.checkpoint.manifest import checkpoint_path
+from grpo_spmd.checkpoint.save import Checkpoints
+from grpo_spmd.config.load import load_config
+from grpo_spmd.distributed.collectives import barrier
+from grpo_spmd.distributed.session import Session
+from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.policy import Policy
 from tests.support.models import write_config
 
 

@@ -16,7 +16,8 @@ FAMILIES = ("qwen2", "qwen3", "llama", "granite")
 
 
 def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overrides: Any) -> Path:
-    """A two-layer model with odd sizes (rows that no number of ranks divides), biases where the family has them, and a tokenizer."""
+    """A two-layer model with odd sizes (rows that no number of ranks divides), biases where the family has them, and a
+    tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder)
     torch.manual_seed(seed)
@@ -40,7 +41,12 @@ def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overri
         del sizes["head_dim"]
         sizes["hidden_size"] = 128  # Qwen2 and Granite take the size of a head from it
     if family == "granite":  # the scalings that set it apart, away from 1
-        sizes |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 1.7}
+        sizes |= {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 1.7,
+        }
     config = {
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
@@ -63,7 +69,9 @@ def write_config(folder: Path, model: Path, /, **sections: Any) -> Path:
     data = folder / "train.jsonl"
     if not data.exists():
         rows = [
-            {"prompt": f"{a},{b}={a + b}:", "nums": [a, b], "target": a + b, "answer": f"{a}+{b}"} for a in range(1, 9) for b in range(1, 5)
+            {"prompt": f"{a},{b}={a + b}:", "nums": [a, b], "target": a + b, "answer": f"{a}+{b}"}
+            for a in range(1, 9)
+            for b in range(1, 5)
         ]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree: dict[str, Any] = {

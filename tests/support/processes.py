@@ -11,13 +11,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARK = "GRPO_SPMD_TEST_ID"
-_OF_A_GROUP = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # of a test that started one here
+# of a test that started one here
+_OF_A_GROUP = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class Job:
     """A command in a process group of its own; all its descendants carry a mark in their environment."""
 
-    def __init__(self, command: list[str], *, stdin: str | None = None, env: dict[str, str] | None = None, cwd: Path = ROOT) -> None:
+    def __init__(
+        self, command: list[str], *, stdin: str | None = None, env: dict[str, str] | None = None, cwd: Path = ROOT
+    ) -> None:
         self.mark = uuid.uuid4().hex
         self._stdin = stdin
         self.process = subprocess.Popen(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_spmd.advantages import batch_std, compute_advantages, overlong_penalties
+from grpo_spmd.learn.advantages import batch_std, compute_advantages, overlong_penalties
 
 NAN = math.nan
 
@@ -34,8 +34,11 @@ def test_each_group_has_its_own_mean_and_std() -> None:
 
 
 def test_normalize_std_batch_divides_by_the_std_of_all_rewards() -> None:
-    # all four: mean 5/4, squares 1/16 + 25/16 + 49/16 + 1/16 = 4.75, over 3, root: 1.2583057. Centred in the group: +-0.5 and +-1.
-    _close(_advantages([[1.0, 0.0], [3.0, 1.0]], normalize_std="batch"), [[0.3973597, -0.3973597], [0.7947194, -0.7947194]])
+    # all four: mean 5/4, squares 1/16 + 25/16 + 49/16 + 1/16 = 4.75, over 3, root: 1.2583057. Centred in the group:
+    # +-0.5 and +-1.
+    _close(
+        _advantages([[1.0, 0.0], [3.0, 1.0]], normalize_std="batch"), [[0.3973597, -0.3973597], [0.7947194, -0.7947194]]
+    )
 
 
 def test_normalize_std_none_only_centres() -> None:
@@ -64,7 +67,10 @@ def test_nan_reward_is_not_one_of_the_others_of_rloo() -> None:
 
 def test_nan_reward_enters_no_batch_std() -> None:
     # known: 2, 0, 1, 1: mean 1, squares 1 + 1 = 2, over 3: 0.8164966; 1 / that = 1.2247449
-    _close(_advantages([[2.0, 0.0, NAN], [1.0, 1.0, NAN]], normalize_std="batch"), [[1.2247449, -1.2247449, 0.0], [0.0, 0.0, 0.0]])
+    _close(
+        _advantages([[2.0, 0.0, NAN], [1.0, 1.0, NAN]], normalize_std="batch"),
+        [[1.2247449, -1.2247449, 0.0], [0.0, 0.0, 0.0]],
+    )
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
@@ -150,7 +156,8 @@ def test_no_groups_have_no_advantages(estimator: str) -> None:
 
 @pytest.mark.parametrize(
     ("num_tokens", "expected"),
-    # DAPO, equation 13, with L_max = 20 and L_cache = 8: 0 up to 12; then ((20 - 8) - length) / 8; -1 at 20. Here as what is taken off.
+    # DAPO, equation 13, with L_max = 20 and L_cache = 8: 0 up to 12; then ((20 - 8) - length) / 8; -1 at 20. Here as
+    # what is taken off.
     [(0, 0.0), (12, 0.0), (13, 0.125), (16, 0.5), (19, 0.875), (20, 1.0)],
 )
 def test_overlong_penalties_are_dapos_soft_punishment(num_tokens: int, expected: float) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_spmd.attention import Backend, PackedLayout, choose_backend, packed_attention
-from grpo_spmd.logprobs import TokenLogprobs
+from grpo_spmd.model.attention import Backend, PackedLayout, choose_backend, packed_attention
+from grpo_spmd.model.logprobs import TokenLogprobs
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -34,7 +34,9 @@ def eager(qkv: list[torch.Tensor], scale: float, window: int | None) -> torch.Te
 )
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("window", [None, 50])
-def test_attention_equals_the_formula_forward_and_backward(backend: Backend, where: str, kv_heads: int, window: int | None) -> None:
+def test_attention_equals_the_formula_forward_and_backward(
+    backend: Backend, where: str, kv_heads: int, window: int | None
+) -> None:
     device, dtype = torch.device(where), torch.bfloat16 if where == "cuda" else torch.float32
     if backend == "flash":
         pytest.importorskip("flash_attn")

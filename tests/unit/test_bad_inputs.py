@@ -50,7 +50,9 @@ def bad(name: str, expected: str, *overrides: str, world_size: int | None = None
     return add
 
 
-def bad_value(expected: str, *overrides: str, world_size: int | None = None, local_world_size: int | None = None) -> None:
+def bad_value(
+    expected: str, *overrides: str, world_size: int | None = None, local_world_size: int | None = None
+) -> None:
     name = " ".join(overrides)[:60]
     CASES.append(Case(name, expected, overrides=overrides, world_size=world_size, local_world_size=local_world_size))
 
@@ -68,7 +70,13 @@ def bad_file(name: str, file: str, content: str | bytes, expected: str, *overrid
 def bad_line(name: str, content: str | bytes, expected: str, *overrides: str) -> None:
     """The second line of the data set is another one."""
     line = content.encode() if isinstance(content, str) else content
-    bad_file(f"data: {name}", "train.jsonl", GOOD_LINE + line + b"\n" + 4 * GOOD_LINE, f"train.jsonl:2: {expected}", *overrides)
+    bad_file(
+        f"data: {name}",
+        "train.jsonl",
+        GOOD_LINE + line + b"\n" + 4 * GOOD_LINE,
+        f"train.jsonl:2: {expected}",
+        *overrides,
+    )
 
 
 def bad_reward(name: str, source: str | bytes, expected: str, *overrides: str) -> None:
@@ -91,7 +99,12 @@ GOOD_CONFIG: Tree = {
 bad_file("yaml: indent", "config.yaml", "run_dir: a\n seed: 1\n", "config.yaml:2: not valid YAML")
 bad_file("yaml: open bracket", "config.yaml", "run_dir: a\nseed: [1\n", "not valid YAML")
 bad_file("yaml: tab", "config.yaml", "run_dir: a\nmodel:\n\tpath: b\n", "config.yaml:3: not valid YAML")
-bad_file("yaml: key twice", "config.yaml", "run_dir: a\nmodel: {}\nrun_dir: b\n", "config.yaml:3: not valid YAML: the key 'run_dir'")
+bad_file(
+    "yaml: key twice",
+    "config.yaml",
+    "run_dir: a\nmodel: {}\nrun_dir: b\n",
+    "config.yaml:3: not valid YAML: the key 'run_dir'",
+)
 bad_file("yaml: control character", "config.yaml", "run_dir: a\0b\n", "config.yaml: not valid YAML")
 bad_file("yaml: python object", "config.yaml", "run_dir: !!python/name:os.getcwd\n", "config.yaml:1: not valid YAML")
 bad_file("yaml: impossible date", "config.yaml", "run_dir: 2024-13-45\n", "config.yaml: not valid YAML: month")
@@ -163,20 +176,31 @@ bad_value("seed must be >= 0; got -1", "seed=-1")
 bad_value("data.shuffle must be true or false; got 'maybe'", "data.shuffle=maybe")
 bad_value("run_dir must not be empty", "run_dir=''")
 bad_value("run_dir must not be empty, nor contain a NUL", 'run_dir="a\\0b"')
-bad_value("training.max_tokens_per_micro_batch (15) must hold the longest rollout", "training.max_tokens_per_micro_batch=15")
+bad_value(
+    "training.max_tokens_per_micro_batch (15) must hold the longest rollout", "training.max_tokens_per_micro_batch=15"
+)
 bad_value("training.num_mini_batches (3) must divide rollout.num_prompts_per_step (4)", "training.num_mini_batches=3")
 bad_value("rollout.engine.max_model_len", "rollout.engine.max_model_len=10")
 bad_value("rewards must name at least one reward", "rewards=[]")
 bad_value("rollout.tensor_parallel_size (2) must divide the number of ranks (1)", "rollout.tensor_parallel_size=2")
-bad_value("rollout.tensor_parallel_size (4) must divide the number of ranks (6)", "rollout.tensor_parallel_size=4", world_size=6)
 bad_value(
-    "rollout.tensor_parallel_size (4) must divide the number of ranks (2): 1, 2 would", "rollout.tensor_parallel_size=4", world_size=2
+    "rollout.tensor_parallel_size (4) must divide the number of ranks (6)",
+    "rollout.tensor_parallel_size=4",
+    world_size=6,
 )
-bad_value("model.num_replicas (4) must divide the number of ranks (6): 1, 2, 3, 6 would", "model.num_replicas=4", world_size=6)
+bad_value(
+    "rollout.tensor_parallel_size (4) must divide the number of ranks (2): 1, 2 would",
+    "rollout.tensor_parallel_size=4",
+    world_size=2,
+)
+bad_value(
+    "model.num_replicas (4) must divide the number of ranks (6): 1, 2, 3, 6 would", "model.num_replicas=4", world_size=6
+)
 bad_value("model.num_replicas (2) must divide the number of ranks (1): 1 would", "model.num_replicas=2")
 bad_value("model.num_replicas must be >= 1; got 0", "model.num_replicas=0")
 bad_value(
-    "rollout.tensor_parallel_size (4) must divide the ranks of a node, since an engine stays on one (6): 1, 2, 3, 6 would",
+    "rollout.tensor_parallel_size (4) must divide the ranks of a node, since an engine stays on one (6): 1, 2, 3, 6 "
+    "would",
     "rollout.tensor_parallel_size=4",
     world_size=12,
     local_world_size=6,
@@ -201,14 +225,27 @@ bad_line("no messages", '{"prompt": []}', "the prompt in column 'prompt' is empt
 bad_line("prompt is null", '{"prompt": null}', "the prompt in column 'prompt' must be a string or a list")
 bad_line("prompt is a number", '{"prompt": 5}', "the prompt in column 'prompt' must be a string or a list")
 bad_line("prompt is a list of strings", '{"prompt": ["1"]}', "the prompt in column 'prompt' must be a string or a list")
-bad_line("message without a role", '{"prompt": [{"content": "1"}]}', "the prompt in column 'prompt' must be a string or a list")
-bad_line("message without content", '{"prompt": [{"role": "user"}]}', "the prompt in column 'prompt' must be a string or a list")
-bad_line("content is a number", '{"prompt": [{"role": "user", "content": 1}]}', "the prompt in column 'prompt' must be a string or a list")
+bad_line(
+    "message without a role",
+    '{"prompt": [{"content": "1"}]}',
+    "the prompt in column 'prompt' must be a string or a list",
+)
+bad_line(
+    "message without content",
+    '{"prompt": [{"role": "user"}]}',
+    "the prompt in column 'prompt' must be a string or a list",
+)
+bad_line(
+    "content is a number",
+    '{"prompt": [{"role": "user", "content": 1}]}',
+    "the prompt in column 'prompt' must be a string or a list",
+)
 bad_line("half a surrogate pair", '{"prompt": "\\ud800"}', "the prompt in column 'prompt' holds half a surrogate pair")
 bad_line("prompt too long", '{"prompt": "1+2+3+4+5"}', "the prompt has 9 tokens, over data.max_prompt_tokens=8")
 
 bad_value(
-    "data.train: train.jsonl has 5 usable prompts, but one step takes rollout.num_prompts_per_step=6", "rollout.num_prompts_per_step=6"
+    "data.train: train.jsonl has 5 usable prompts, but one step takes rollout.num_prompts_per_step=6",
+    "rollout.num_prompts_per_step=6",
 )
 bad_value("no column 'question' (data.prompt_key)", "data.prompt_key=question")
 bad_value("data.train: cannot read nowhere.jsonl", "data.train=nowhere.jsonl")
@@ -219,8 +256,20 @@ bad_value("data.train: a hub data set is hub:REPO:SUBSET:SPLIT", "data.train=hub
 bad_value("data.train: a hub data set is hub:REPO:SUBSET:SPLIT", "data.train=hub:::train")
 bad_file("data: empty", "train.jsonl", "", "data.train: train.jsonl has 0 usable prompts")
 bad_file("data: only blank lines", "train.jsonl", "\n \n\n", "data.train: train.jsonl has 0 usable prompts")
-bad_file("data: parquet of zero bytes", "x.parquet", "", "data.train: x.parquet cannot be read as parquet", "data.train=x.parquet")
-bad_file("data: jsonl named parquet", "x.parquet", GOOD_LINE * 9, "data.train: x.parquet cannot be read as parquet", "data.train=x.parquet")
+bad_file(
+    "data: parquet of zero bytes",
+    "x.parquet",
+    "",
+    "data.train: x.parquet cannot be read as parquet",
+    "data.train=x.parquet",
+)
+bad_file(
+    "data: jsonl named parquet",
+    "x.parquet",
+    GOOD_LINE * 9,
+    "data.train: x.parquet cannot be read as parquet",
+    "data.train=x.parquet",
+)
 bad_file("data: parquet named jsonl", "train.jsonl", b"PAR1\x15\x04\xff", "train.jsonl:1: not UTF-8")
 
 
@@ -232,17 +281,42 @@ EVERY = "eval.every_steps=5"
 def bad_eval_line(name: str, content: str, expected: str, *overrides: str) -> None:
     """The second line of the second held-out set is another one."""
     bad_file(
-        f"eval: {name}", "b.jsonl", GOOD_LINE + content.encode() + b"\n", expected, "data.eval={a: train.jsonl, b: b.jsonl}", *overrides
+        f"eval: {name}",
+        "b.jsonl",
+        GOOD_LINE + content.encode() + b"\n",
+        expected,
+        "data.eval={a: train.jsonl, b: b.jsonl}",
+        *overrides,
     )
 
 
 bad_eval_line("broken JSON", '{"prompt": "1"', "b.jsonl:2: not valid JSON", EVERY)
-bad_eval_line("missing prompt", '{"question": "1"}', "b.jsonl:2: no column 'prompt' (data.prompt_key); the columns are question", EVERY)
-bad_eval_line("prompt too long", '{"prompt": "1+2+3+4+5"}', "b.jsonl:2: the prompt has 9 tokens, over data.max_prompt_tokens=8", EVERY)
 bad_eval_line(
-    "messages without a chat template", '{"prompt": [{"role": "user", "content": "1"}]}', "b.jsonl:2: the prompt is chat messages", EVERY
+    "missing prompt",
+    '{"question": "1"}',
+    "b.jsonl:2: no column 'prompt' (data.prompt_key); the columns are question",
+    EVERY,
 )
-bad_file("eval: empty", "b.jsonl", "\n", "data.eval.b: b.jsonl has 0 usable prompts; add prompts or leave", "data.eval={b: b.jsonl}", EVERY)
+bad_eval_line(
+    "prompt too long",
+    '{"prompt": "1+2+3+4+5"}',
+    "b.jsonl:2: the prompt has 9 tokens, over data.max_prompt_tokens=8",
+    EVERY,
+)
+bad_eval_line(
+    "messages without a chat template",
+    '{"prompt": [{"role": "user", "content": "1"}]}',
+    "b.jsonl:2: the prompt is chat messages",
+    EVERY,
+)
+bad_file(
+    "eval: empty",
+    "b.jsonl",
+    "\n",
+    "data.eval.b: b.jsonl has 0 usable prompts; add prompts or leave",
+    "data.eval={b: b.jsonl}",
+    EVERY,
+)
 bad_file(
     "eval: missing reward column",
     "b.jsonl",
@@ -251,10 +325,20 @@ bad_file(
     "data.eval={a: train.jsonl, b: b.jsonl}",
     EVERY,
 )
-bad_file("eval: jsonl named parquet", "x.parquet", GOOD_LINE, "data.eval.x: x.parquet cannot be read as", "data.eval={x: x.parquet}", EVERY)
+bad_file(
+    "eval: jsonl named parquet",
+    "x.parquet",
+    GOOD_LINE,
+    "data.eval.x: x.parquet cannot be read as",
+    "data.eval={x: x.parquet}",
+    EVERY,
+)
 bad_value("data.eval is set, but eval.every_steps is 0, so that nothing would be evaluated", "data.eval=nowhere.jsonl")
 bad_value("data.prompt_template names no column in braces", "data.prompt_template=Say")
-bad_value("train.jsonl:1: no column 'question' (data.prompt_template); the columns are prompt", "data.prompt_template='Q: {question}'")
+bad_value(
+    "train.jsonl:1: no column 'question' (data.prompt_template); the columns are prompt",
+    "data.prompt_template='Q: {question}'",
+)
 bad_value(
     "rewards.0.args.time_s (8) must be at least a second under reward_pool.timeout_s (8.5)",
     "rewards=[{name: code, args: {tests_column: nums}}]",
@@ -265,12 +349,24 @@ bad_value("loss.kl_in: reward needs loss.kl_coef > 0", "loss.kl_in=reward")
 bad_value("loss.rollout_correction (token_tis) needs loss.old_logprobs: policy", "loss.old_logprobs=engine")
 bad_value("rollout.top_p: training samples from the whole distribution", "rollout.top_p=0.9")
 bad_value("rollout.engine.min_p: training samples from the whole distribution", "rollout.engine={min_p: 0.1}")
-bad_value("eval.num_samples (4) must be 1 with eval.temperature: 0", "data.eval=train.jsonl", EVERY, "eval.temperature=0")
-bad_value("eval.temperature must be 0 (greedy) or >= 0.01; got 0.001", "data.eval=train.jsonl", EVERY, "eval.temperature=0.001")
-bad_value("advantage.overlong_buffer_tokens (99) must be <= rollout.max_completion_tokens", "advantage.overlong_buffer_tokens=99")
+bad_value(
+    "eval.num_samples (4) must be 1 with eval.temperature: 0", "data.eval=train.jsonl", EVERY, "eval.temperature=0"
+)
+bad_value(
+    "eval.temperature must be 0 (greedy) or >= 0.01; got 0.001",
+    "data.eval=train.jsonl",
+    EVERY,
+    "eval.temperature=0.001",
+)
+bad_value(
+    "advantage.overlong_buffer_tokens (99) must be <= rollout.max_completion_tokens",
+    "advantage.overlong_buffer_tokens=99",
+)
 bad_value("data.eval: cannot read nowhere.jsonl", "data.eval=nowhere.jsonl", EVERY)
 bad_value("data.eval.a: cannot read nowhere.parquet", "data.eval={a: nowhere.parquet}", EVERY)
-bad_value("data.eval must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got 'test.csv'", "data.eval=test.csv", EVERY)
+bad_value(
+    "data.eval must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got 'test.csv'", "data.eval=test.csv", EVERY
+)
 bad_value("data.eval.a: a hub data set is hub:REPO:SUBSET:SPLIT", "data.eval={a: 'hub:org/name'}", EVERY)
 
 
@@ -301,7 +397,9 @@ def _(_: Tree) -> None:
     _write_parquet([{"question": "1"}])
 
 
-@bad("data: parquet with a null prompt", "x.parquet:row 1: the prompt in column 'prompt' must be", "data.train=x.parquet")
+@bad(
+    "data: parquet with a null prompt", "x.parquet:row 1: the prompt in column 'prompt' must be", "data.train=x.parquet"
+)
 def _(_: Tree) -> None:
     _write_parquet([{"prompt": "1"}, {"prompt": None}])
 
@@ -312,7 +410,13 @@ for name, prompt, overrides in [
     ("system prompt", '"1"', ("data.system_prompt=1",)),
 ]:
     content = 5 * ('{"prompt": ' + prompt + ', "nums": [], "target": 0}\n')
-    bad_file(f"data: {name} without a chat template", "train.jsonl", content, "train.jsonl:1: the prompt is chat messages", *overrides)
+    bad_file(
+        f"data: {name} without a chat template",
+        "train.jsonl",
+        content,
+        "train.jsonl:1: the prompt is chat messages",
+        *overrides,
+    )
 
 
 # The run folder
@@ -346,7 +450,9 @@ bad_value(
     "training.max_tokens_per_micro_batch=99",
 )
 bad_file("model: broken config.json", "model/config.json", "{", "model.path: model/config.json is not valid JSON")
-bad_file("model: config.json not UTF-8", "model/config.json", b"\xff", "model.path: model/config.json is not valid JSON")
+bad_file(
+    "model: config.json not UTF-8", "model/config.json", b"\xff", "model.path: model/config.json is not valid JSON"
+)
 bad_file("model: no model_type", "model/config.json", "{}", "model.path: model/config.json names no model_type")
 bad_file(
     "model: weights cut off",
@@ -354,11 +460,24 @@ bad_file(
     ONE_TENSOR[:-1],
     "model.path: model/model.safetensors is not a whole safetensors file",
 )
-bad_file("model: weights empty", "model/model.safetensors", b"", "model.path: model/model.safetensors is not a whole safetensors file")
 bad_file(
-    "model: weights are text", "model/model.safetensors", b"version https://git-lfs", "model.path: model/model.safetensors is not a whole"
+    "model: weights empty",
+    "model/model.safetensors",
+    b"",
+    "model.path: model/model.safetensors is not a whole safetensors file",
 )
-bad_file("model: config.json is a list", "model/config.json", "[]", "model.path: model/config.json must hold a JSON object, got list")
+bad_file(
+    "model: weights are text",
+    "model/model.safetensors",
+    b"version https://git-lfs",
+    "model.path: model/model.safetensors is not a whole",
+)
+bad_file(
+    "model: config.json is a list",
+    "model/config.json",
+    "[]",
+    "model.path: model/config.json must hold a JSON object, got list",
+)
 bad_file("model: broken tokenizer.json", "model/tokenizer.json", "{}", "model.path: cannot read model/tokenizer.json")
 
 
@@ -375,7 +494,10 @@ for file, expected in {
 
 # The rewards
 
-bad_value("rewards.0.name: no shipped reward 'gsm9k'; there are code, countdown, exact, format, gsm8k, math", "rewards=[{name: gsm9k}]")
+bad_value(
+    "rewards.0.name: no shipped reward 'gsm9k'; there are code, countdown, exact, format, gsm8k, math",
+    "rewards=[{name: gsm9k}]",
+)
 bad_value("rewards.0 needs a name (a shipped reward) or a function", "rewards=[{weight: 1}]")
 bad_value("rewards.1.name: 'countdown' is given twice", "rewards=[{name: countdown}, {name: countdown}]")
 bad_value("rewards.0.args: countdown does not take 'tag'", "rewards=[{name: countdown, args: {tag: x}}]")
@@ -385,18 +507,34 @@ bad_value("rewards.0.args.pattern: 5 is not a regular expression", "rewards=[{na
 bad_value("rewards.0: 'gsm8k' needs the column 'answer', which train.jsonl does not have", "rewards=[{name: gsm8k}]")
 bad_value("rewards.0.function: there is no file nowhere.py", "rewards=[{function: 'nowhere.py:score'}]")
 bad_value("rewards.0.function must be \"file.py:function\"; got 'mine.score'", "rewards=[{function: mine.score}]")
-bad_reward("syntax error", "def score(completions:\n    return []\n", "rewards.0.function: mine.py:1 cannot be imported: SyntaxError")
-bad_reward("raises when imported", "x = 1\nx / 0\n", "rewards.0.function: mine.py:2 cannot be imported: ZeroDivisionError")
 bad_reward(
-    "error of two lines", "raise ValueError('two\\nlines')\n", "rewards.0.function: mine.py:1 cannot be imported: ValueError: two lines"
+    "syntax error",
+    "def score(completions:\n    return []\n",
+    "rewards.0.function: mine.py:1 cannot be imported: SyntaxError",
 )
-bad_reward("exits when imported", "import sys\nsys.exit(7)\n", "rewards.0.function: mine.py:2 cannot be imported: SystemExit")
+bad_reward(
+    "raises when imported", "x = 1\nx / 0\n", "rewards.0.function: mine.py:2 cannot be imported: ZeroDivisionError"
+)
+bad_reward(
+    "error of two lines",
+    "raise ValueError('two\\nlines')\n",
+    "rewards.0.function: mine.py:1 cannot be imported: ValueError: two lines",
+)
+bad_reward(
+    "exits when imported", "import sys\nsys.exit(7)\n", "rewards.0.function: mine.py:2 cannot be imported: SystemExit"
+)
 bad_reward("not UTF-8", b"x = '\xff'\n", "rewards.0.function: mine.py")
-bad_reward("no such function", "def other(**_):\n    return []\n", "rewards.0.function: mine.py has no function 'score'")
+bad_reward(
+    "no such function", "def other(**_):\n    return []\n", "rewards.0.function: mine.py has no function 'score'"
+)
 bad_reward("not a function", "score = 5\n", "rewards.0.function: mine.py has no function 'score'")
 bad_reward("without a signature", "score = max\n", "rewards.0.function: mine.py:score has no readable signature")
-bad_reward("missing column", "def score(completions, gold):\n    return []\n", "rewards.0: 'score' needs the column 'gold'")
-bad_reward("args", "def score(completions):\n    return []\n", "rewards.0.args: score does not take 'a'", "rewards.0.args.a=1")
+bad_reward(
+    "missing column", "def score(completions, gold):\n    return []\n", "rewards.0: 'score' needs the column 'gold'"
+)
+bad_reward(
+    "args", "def score(completions):\n    return []\n", "rewards.0.args: score does not take 'a'", "rewards.0.args.a=1"
+)
 
 
 @pytest.fixture
@@ -412,7 +550,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = {"model_type": "qwen3", "max_position_embeddings": 64, "num_attention_heads": 4}
     Path("model/config.json").write_text(json.dumps(model), encoding="utf-8")
     Path("model/model.safetensors").write_bytes(ONE_TENSOR)
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, **{c: i for i, c in enumerate("0123456789+-*,=:", 1)}}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({"<unk>": 0, **{c: i for i, c in enumerate("0123456789+-*,=:", 1)}}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.save("model/tokenizer.json")
     Path("train.jsonl").write_bytes(5 * GOOD_LINE)
@@ -420,7 +560,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _contents(folder: Path) -> dict[str, bytes | None]:
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 def _prepare(case: Case) -> None:
@@ -433,7 +576,8 @@ def _prepare(case: Case) -> None:
 
 
 def _main(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
-    # --check: should a bad input be accepted by mistake, the test fails instead of starting to train in pytest's own process
+    # --check: should a bad input be accepted by mistake, the test fails instead of starting to train in pytest's own
+    # process
     monkeypatch.setattr(sys, "argv", ["train", "--config", "config.yaml", "--check", *overrides])
     try:
         main()
@@ -490,7 +634,9 @@ def test_bad_input_ends_the_command_with_2(name: str, folder: Path) -> None:
     assert _contents(folder) == before
 
 
-def test_the_unspoiled_folder_is_accepted(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_unspoiled_folder_is_accepted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     _prepare(Case("", ""))
     before = _contents(folder)
     assert _main(monkeypatch) == 0
@@ -506,9 +652,21 @@ def test_names_of_cases_are_unique() -> None:
 def test_one_rank_of_a_node_speaks_for_all(folder: Path) -> None:
     """Two ranks of torchrun, one line; the other rank must not end, and torchrun with it, before the line is out."""
     _prepare(Case("", ""))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "grpo_spmd.train"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "grpo_spmd.train",
+    ]
     done = subprocess.run(
-        [*command, "--config", "config.yaml", "seed=-1"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        [*command, "--config", "config.yaml", "seed=-1"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 1  # torchrun's own exit code for ranks that ended with 2
     assert done.stderr.splitlines().count("error: seed must be >= 0; got -1") == 1

@@ -14,9 +14,10 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.speed.balance import ranks_of_a_group, trace
-from grpo_spmd.assemble import decode_rollouts, encode_rollouts
-from grpo_spmd.batching import Plan, attention_cost_ratio, pack_rollouts, plan_batch, plan_metrics, split_groups
-from grpo_spmd.data_types import MicroBatch, Rollout
+from grpo_spmd.learn.balance import attention_cost_ratio, plan_batch, plan_metrics, split_groups
+from grpo_spmd.learn.exchange import decode_rollouts, encode_rollouts
+from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.records import MicroBatch, Plan, Rollout
 
 CPU = torch.device("cpu")
 
@@ -54,7 +55,9 @@ SEEDS = range(60)
 
 def test_every_rollout_is_trained_exactly_once(case: Case) -> None:
     plan, lengths, *_ = case
-    assert sorted(i for mini_batch in plan for rank in mini_batch for row in rank for i in row) == list(range(len(lengths)))
+    assert sorted(i for mini_batch in plan for rank in mini_batch for row in rank for i in row) == list(
+        range(len(lengths))
+    )
 
 
 def test_all_ranks_have_the_same_number_of_micro_batches(case: Case) -> None:
@@ -87,7 +90,9 @@ def test_there_are_no_more_micro_batches_than_rollouts_of_the_greatest_length_wo
 
 def test_the_same_rollouts_are_planned_alike(case: Case) -> None:
     plan, lengths, costs, num_ranks, sizes, budget = case
-    assert plan == plan_batch(tuple(lengths), num_ranks=num_ranks, mini_batch_sizes=sizes, max_tokens=budget, costs=tuple(costs))
+    assert plan == plan_batch(
+        tuple(lengths), num_ranks=num_ranks, mini_batch_sizes=sizes, max_tokens=budget, costs=tuple(costs)
+    )
 
 
 @pytest.mark.parametrize("num_rollouts", [100, 1000, 10_000])
@@ -119,7 +124,8 @@ def test_a_budget_of_one_long_rollout_costs_little() -> None:
 
 
 def test_costs_decide_where_tokens_would_not() -> None:
-    # One rollout of 10 tokens costs 10 + 0.1 * 100 = 20, one of 1 token 1.1: by tokens the long one is worth 10 short ones, by cost 18.
+    # One rollout of 10 tokens costs 10 + 0.1 * 100 = 20, one of 1 token 1.1: by tokens the long one is worth 10 short
+    # ones, by cost 18.
     lengths = [10] + [1] * 10
     costs = [n + 0.1 * n * n for n in lengths]
     by_tokens = plan_batch(lengths, num_ranks=2, mini_batch_sizes=[11], max_tokens=100)
@@ -170,10 +176,16 @@ def test_a_hundred_thousand_rollouts_can_be_planned() -> None:
     metrics = plan_metrics(plan, lengths)
     assert metrics["packing_efficiency_frac"] > 0.995
     assert metrics["rank_token_spread_frac"] < 0.001
-    assert metrics["micro_batches"] == sum(len(mini_batch[0]) for mini_batch in plan) <= 1.02 * sum(lengths) / (16 * 16384) + 2
+    assert (
+        metrics["micro_batches"]
+        == sum(len(mini_batch[0]) for mini_batch in plan)
+        <= 1.02 * sum(lengths) / (16 * 16384) + 2
+    )
 
 
-@pytest.mark.parametrize(("lengths", "num_ranks"), [([700], 8), ([1000, 1, 1], 4), ([16384] + [10] * 99, 8), ([5] * 33, 32)])
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks"), [([700], 8), ([1000, 1, 1], 4), ([16384] + [10] * 99, 8), ([5] * 33, 32)]
+)
 def test_degenerate_batches_take_one_micro_batch_and_the_time_of_the_bound(lengths: list[int], num_ranks: int) -> None:
     plan = plan_batch(lengths, num_ranks=num_ranks, mini_batch_sizes=[len(lengths)], max_tokens=16384)
     assert {len(rank) for rank in plan[0]} == {1}
@@ -187,10 +199,16 @@ def test_degenerate_batches_take_one_micro_batch_and_the_time_of_the_bound(lengt
         # Qwen2.5-1.5B: 28 layers * 12 heads * 128 / 1,543,714,304
         (transformers.Qwen2Config(num_hidden_layers=28, hidden_size=1536, num_attention_heads=12), 2.786e-5),
         # a head's size that is not hidden / heads; 2 of 6 layers see all tokens
-        (transformers.Qwen3Config(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, head_dim=32), 2 * 4 * 32 / 1_543_714_304),
+        (
+            transformers.Qwen3Config(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, head_dim=32),
+            2 * 4 * 32 / 1_543_714_304,
+        ),
         (
             transformers.Gemma3TextConfig(
-                num_hidden_layers=2, num_attention_heads=4, head_dim=8, layer_types=["sliding_attention", "full_attention"]
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                head_dim=8,
+                layer_types=["sliding_attention", "full_attention"],
             ),
             4 * 8 / 1_543_714_304,
         ),
@@ -202,7 +220,8 @@ def test_attention_cost_ratio_by_hand(config: transformers.PretrainedConfig, exp
 
 
 def test_attention_cost_ratio_is_that_of_counted_flops() -> None:
-    """torch's own counter on a forward and backward pass. Plain attention computes the masked half too, so twice what is needed."""
+    """torch's own counter on a forward and backward pass. Plain attention computes the masked half too, so twice what
+    is needed."""
     config = transformers.Qwen3Config(
         num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=4, head_dim=32, vocab_size=64,
         tie_word_embeddings=True,
@@ -262,7 +281,9 @@ def test_a_step_without_rollouts_can_be_planned_and_measured() -> None:
     ("num_groups", "num_mini_batches", "expected"),
     [(8, 4, [2, 2, 2, 2]), (7, 4, [2, 2, 2, 1]), (5, 2, [3, 2]), (1, 4, [1, 0, 0, 0]), (0, 2, [0, 0]), (3, 1, [3])],
 )
-def test_groups_are_split_over_mini_batches_as_evenly_as_can_be(num_groups: int, num_mini_batches: int, expected: list[int]) -> None:
+def test_groups_are_split_over_mini_batches_as_evenly_as_can_be(
+    num_groups: int, num_mini_batches: int, expected: list[int]
+) -> None:
     assert split_groups(num_groups, num_mini_batches) == expected
 
 
@@ -292,12 +313,16 @@ def test_plan_metrics_by_hand() -> None:
     assert metrics["rank_token_spread_frac"] == pytest.approx(0.1)
 
 
-def _rollout(number: int, prompt: list[int], completion: list[int], advantage: float = 1.0, counts: bool = True) -> Rollout:
+def _rollout(
+    number: int, prompt: list[int], completion: list[int], advantage: float = 1.0, counts: bool = True
+) -> Rollout:
     return Rollout(number, advantage, counts, prompt, completion, [-0.25 * (i + 1) for i in range(len(completion))])
 
 
 def _row() -> MicroBatch:
-    return pack_rollouts([_rollout(0, [1, 2], [3, 4, 5], 0.5), _rollout(1, [6], [7], -1.5, counts=False), _rollout(2, [8, 9], [])], CPU)
+    return pack_rollouts(
+        [_rollout(0, [1, 2], [3, 4, 5], 0.5), _rollout(1, [6], [7], -1.5, counts=False), _rollout(2, [8, 9], [])], CPU
+    )
 
 
 def test_pack_concatenates_without_padding() -> None:
@@ -318,7 +343,9 @@ def test_pack_predicts_each_completion_token_from_the_token_before_it() -> None:
 
 
 def test_pack_names_the_sequence_of_each_token() -> None:
-    row = pack_rollouts([_rollout(7, [1], []), _rollout(5, [1, 2], [3, 4]), _rollout(9, [1], []), _rollout(2, [6], [7])], CPU)
+    row = pack_rollouts(
+        [_rollout(7, [1], []), _rollout(5, [1, 2], [3, 4]), _rollout(9, [1], []), _rollout(2, [6], [7])], CPU
+    )
     assert row.rollout_ids == [5, 2]  # those without a token are in neither
     assert row.sequence_index.tolist() == [0, 0, 1]
     assert pack_rollouts([], CPU).rollout_ids == []
@@ -351,7 +378,14 @@ def test_row_without_rollouts_counts_nothing_but_can_be_run() -> None:
     row = pack_rollouts([], CPU)
     assert not row.loss_mask.any()
     assert sum(row.sequence_lengths) == len(row.input_ids) == len(row.position_ids)
-    assert len(row.target_ids) == len(row.predict_index) == len(row.loss_mask) == len(row.advantages) == len(row.rollout_logprobs) >= 1
+    assert (
+        len(row.target_ids)
+        == len(row.predict_index)
+        == len(row.loss_mask)
+        == len(row.advantages)
+        == len(row.rollout_logprobs)
+        >= 1
+    )
 
 
 @pytest.mark.parametrize("prompt", [[5], [5, 6]])
@@ -364,11 +398,17 @@ def test_row_of_empty_completions_counts_nothing_but_can_be_run(prompt: list[int
 
 def test_number_of_loss_tokens_survives_any_plan() -> None:
     rng = random.Random(3)
-    rollouts = [_rollout(i, [1] * rng.randint(1, 4), [2] * rng.randint(0, 6), counts=rng.random() < 0.7) for i in range(24)]
+    rollouts = [
+        _rollout(i, [1] * rng.randint(1, 4), [2] * rng.randint(0, 6), counts=rng.random() < 0.7) for i in range(24)
+    ]
     expected = sum(len(r.completion_ids) for r in rollouts if r.counts)
     for num_ranks, max_tokens in [(1, 1000), (2, 10), (5, 13)]:
-        plan = plan_batch([r.num_tokens for r in rollouts], num_ranks=num_ranks, mini_batch_sizes=[8, 7, 9], max_tokens=max_tokens)
-        rows = [pack_rollouts([rollouts[i] for i in row], CPU) for mini_batch in plan for rank in mini_batch for row in rank]
+        plan = plan_batch(
+            [r.num_tokens for r in rollouts], num_ranks=num_ranks, mini_batch_sizes=[8, 7, 9], max_tokens=max_tokens
+        )
+        rows = [
+            pack_rollouts([rollouts[i] for i in row], CPU) for mini_batch in plan for rank in mini_batch for row in rank
+        ]
         assert sum(int(row.loss_mask.sum()) for row in rows) == expected
 
 
@@ -382,7 +422,9 @@ def test_rollouts_cross_ranks_unchanged() -> None:
 
 
 def _as_lists(rollout: Rollout) -> Rollout:
-    prompt_ids, completion_ids, logprobs = map(list, (rollout.prompt_ids, rollout.completion_ids, rollout.rollout_logprobs))
+    prompt_ids, completion_ids, logprobs = map(
+        list, (rollout.prompt_ids, rollout.completion_ids, rollout.rollout_logprobs)
+    )
     return dataclasses.replace(rollout, prompt_ids=prompt_ids, completion_ids=completion_ids, rollout_logprobs=logprobs)
 
 

@@ -1,4 +1,5 @@
-"""What becomes of a damaged checkpoint, without torch: hundreds of draws against its manifest, and the folders around it.
+"""What becomes of a damaged checkpoint, without torch: hundreds of draws against its manifest, and the folders around
+it.
 
 Real runs that are killed are in test_resume.py, and by the hundred in benchmarks/survival/faults/.
 """
@@ -16,15 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_spmd.checkpoint import _candidates
-from grpo_spmd.config import ConfigError, load_config
-from grpo_spmd.manifest import (
+from grpo_spmd.checkpoint.manifest import (
     CheckpointError,
     NewerFormatError,
-    Start,
-    begin_in,
     checkpoint_path,
-    is_same_launch,
     list_checkpoints,
     put_in_place,
     read_manifest,
@@ -36,7 +32,11 @@ from grpo_spmd.manifest import (
     verify_files,
     write_manifest,
 )
-from grpo_spmd.metrics import cut_metrics
+from grpo_spmd.checkpoint.restore import _candidates
+from grpo_spmd.checkpoint.run_dir import Start, begin_in, is_same_launch
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import load_config
+from grpo_spmd.observe.metrics_file import cut_metrics
 from tests.support.models import write_config
 
 _FILES = ("state/shard_00001.safetensors", "state/shard_00002.safetensors", "model/config.json", "trainer.json")
@@ -44,7 +44,9 @@ _NUM_DRAWS = 40  # of each damage to each file
 Damage = Callable[[Path, random.Random], None]
 
 
-def make_checkpoint(run_dir: Path, step: int, content: int = 0, place: Callable[[Path, Path], object] = Path.rename) -> Path:
+def make_checkpoint(
+    run_dir: Path, step: int, content: int = 0, place: Callable[[Path, Path], object] = Path.rename
+) -> Path:
     """A complete one. Its shards are noise, since nothing here looks into them."""
     folder, noise = checkpoint_path(run_dir, step), random.Random(f"{step} {content}")
     temporary = folder.with_name(folder.name + ".tmp")
@@ -110,7 +112,10 @@ def become_a_folder(path: Path, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("damage", [truncate, flip, zero, lengthen, remove, add, become_a_folder])
 def test_damage_to_any_file_is_found(tmp_path: Path, damage: Damage) -> None:
-    folder, says = make_checkpoint(tmp_path, 3), r"step_000003: .*(is damaged|missing|should have|not in manifest|cannot read)"
+    folder, says = (
+        make_checkpoint(tmp_path, 3),
+        r"step_000003: .*(is damaged|missing|should have|not in manifest|cannot read)",
+    )
     for name in _FILES:
         for draw in range(_NUM_DRAWS):
             with damaged(folder, name, damage, draw), pytest.raises(CheckpointError, match=says):
@@ -151,7 +156,8 @@ def test_what_is_no_manifest_is_damage(tmp_path: Path, manifest: str) -> None:
 
 @pytest.mark.parametrize("name", ["manifest.json", "trainer.json"])
 def test_a_later_format_is_told_from_damage(tmp_path: Path, name: str) -> None:
-    """It must not be passed over: the run would go on from an older one, and overwrite what the later version has done."""
+    """It must not be passed over: the run would go on from an older one, and overwrite what the later version has
+    done."""
     folder = make_checkpoint(tmp_path, 3)
     later = json.loads((folder / name).read_text()) | {"format": 2}
     (folder / name).write_text(json.dumps(later))
@@ -242,7 +248,8 @@ def test_set_aside_is_seen_by_no_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep", "best", "left"), [(2, None, [9, 12]), (2, 3, [3, 9, 12]), (2, 12, [9, 12]), (1, 6, [6, 12]), (9, None, [3, 6, 9, 12])]
+    ("keep", "best", "left"),
+    [(2, None, [9, 12]), (2, 3, [3, 9, 12]), (2, 12, [9, 12]), (1, 6, [6, 12]), (9, None, [3, 6, 9, 12])],
 )
 def test_remove_old(tmp_path: Path, keep: int, best: int | None, left: list[int]) -> None:
     for step in (3, 6, 9, 12):
@@ -338,7 +345,8 @@ def test_which_launch_began_a_run(
 
 
 def test_where_a_restart_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By (checkpoint.resume, restart): which checkpoints are tried, the best first; in a folder that a launch of the same id has used."""
+    """By (checkpoint.resume, restart): which checkpoints are tried, the best first; in a folder that a launch of the
+    same id has used."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "fixed")
     run_dir, theirs = tmp_path / "run", make_checkpoint(tmp_path / "other", 7)
     config = load_config(write_config(tmp_path, tmp_path / "model"))
@@ -358,7 +366,13 @@ def test_where_a_restart_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for step in (3, 6):
         make_checkpoint(run_dir, step)
     newest_first = [str(checkpoint_path(run_dir, step)) for step in (6, 3)]
-    assert tried("never", True) == tried(str(theirs), True) == tried(newest_first[1], True) == tried("auto", True) == newest_first
+    assert (
+        tried("never", True)
+        == tried(str(theirs), True)
+        == tried(newest_first[1], True)
+        == tried("auto", True)
+        == newest_first
+    )
     # another launch of the same id
     for resume in ("never", str(theirs)):
         for is_restart in (False, True):  # a refusal stays one, also where torchrun starts the ranks again
@@ -370,8 +384,12 @@ def test_where_a_restart_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_metrics_are_cut_at_any_byte(tmp_path: Path) -> None:
-    """A kill may cut the last line anywhere, also within a character of two bytes; whole lines before the step stay, byte by byte."""
-    lines = [json.dumps({"step": step, "name": "é", "value": step / 3}, ensure_ascii=False).encode() + b"\n" for step in range(6)]
+    """A kill may cut the last line anywhere, also within a character of two bytes; whole lines before the step stay,
+    byte by byte."""
+    lines = [
+        json.dumps({"step": step, "name": "é", "value": step / 3}, ensure_ascii=False).encode() + b"\n"
+        for step in range(6)
+    ]
     content, path = b"".join(lines), tmp_path / "metrics.jsonl"
     for length in range(len(b"".join(lines[:4])), len(content) + 1):
         for start_step in (2, 6):
@@ -386,7 +404,9 @@ def test_metrics_are_cut_at_any_byte(tmp_path: Path) -> None:
 def test_metrics_after_steps_that_were_run_twice(tmp_path: Path) -> None:
     """A run that a kill has left without a cut: the later line of a step counts."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step, "of": of}) + "\n" for of, step in [(1, 0), (1, 1), (1, 2), (2, 1), (2, 2)]))
+    path.write_text(
+        "".join(json.dumps({"step": step, "of": of}) + "\n" for of, step in [(1, 0), (1, 1), (1, 2), (2, 1), (2, 2)])
+    )
     cut_metrics(path, 3)
     assert [json.loads(line)["of"] for line in path.read_text().splitlines()] == [1, 2, 2]
     cut_metrics(tmp_path / "none.jsonl", 3)

@@ -14,7 +14,11 @@ import pytest
 import safetensors.numpy
 import yaml
 
-from grpo_spmd.config import Config, ConfigError, config_to_dict, describe_keys, load_config
+from grpo_spmd.config.describe import describe_keys
+from grpo_spmd.config.dump import config_to_dict
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
 MINIMAL: dict[str, Any] = {
@@ -43,7 +47,12 @@ def _refusal(tmp_path: Path, tree: Any = None, *overrides: str) -> str:
 
 def test_smallest_config_takes_every_default(tmp_path: Path) -> None:
     config = _load(tmp_path)
-    assert (config.seed, config.rollout.group_size, config.optimizer.betas, config.rewards[0].weight) == (0, 8, (0.9, 0.95), 1.0)
+    assert (config.seed, config.rollout.group_size, config.optimizer.betas, config.rewards[0].weight) == (
+        0,
+        8,
+        (0.9, 0.95),
+        1.0,
+    )
 
 
 def test_lr_written_as_1e_6_is_a_float(tmp_path: Path) -> None:
@@ -90,7 +99,9 @@ def test_override_leaves_the_rest_of_its_section(tmp_path: Path) -> None:
 
 
 def test_override_reaches_into_the_list_of_rewards(tmp_path: Path) -> None:
-    config = _load(tmp_path, {"rewards": [{"name": "exact"}, {"name": "gsm8k"}]}, "rewards.0.weight=2", "rewards.1.args.x=1e-3")
+    config = _load(
+        tmp_path, {"rewards": [{"name": "exact"}, {"name": "gsm8k"}]}, "rewards.0.weight=2", "rewards.1.args.x=1e-3"
+    )
     assert [r.weight for r in config.rewards] == [2.0, 1.0]
     assert config.rewards[1].args == {"x": "1e-3"}  # free-form: nobody declared a type
 
@@ -111,7 +122,9 @@ def test_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
 
 
 def test_max_rollout_tokens_is_prompt_plus_completion(tmp_path: Path) -> None:
-    assert _load(tmp_path, None, "data.max_prompt_tokens=10", "rollout.max_completion_tokens=7").max_rollout_tokens == 17
+    assert (
+        _load(tmp_path, None, "data.max_prompt_tokens=10", "rollout.max_completion_tokens=7").max_rollout_tokens == 17
+    )
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
@@ -189,7 +202,10 @@ def test_missing_required_key_is_named(key: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "numbers"),
     [
-        (["training.max_tokens_per_micro_batch=99", "data.max_prompt_tokens=60", "rollout.max_completion_tokens=40"], ["99", "100"]),
+        (
+            ["training.max_tokens_per_micro_batch=99", "data.max_prompt_tokens=60", "rollout.max_completion_tokens=40"],
+            ["99", "100"],
+        ),
         (["training.num_mini_batches=3", "rollout.num_prompts_per_step=8"], ["3", "8"]),
         (["rollout.group_size=1"], ["2", "1"]),
         (["loss.clip_ratio_low=1.5"], ["1", "1.5"]),
@@ -205,12 +221,19 @@ def test_cross_check_prints_both_numbers(overrides: list[str], numbers: list[str
 
 def test_budget_that_just_holds_the_longest_rollout_is_enough(tmp_path: Path) -> None:
     sizes = ["data.max_prompt_tokens=60", "rollout.max_completion_tokens=40"]
-    assert _load(tmp_path, None, "training.max_tokens_per_micro_batch=100", *sizes).training.max_tokens_per_micro_batch == 100
+    assert (
+        _load(tmp_path, None, "training.max_tokens_per_micro_batch=100", *sizes).training.max_tokens_per_micro_batch
+        == 100
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "instead"),
-    [("model", "model.path"), ("tensor_parallel_size", "rollout.tensor_parallel_size"), ("load_format", "the trainer decides this itself")],
+    [
+        ("model", "model.path"),
+        ("tensor_parallel_size", "rollout.tensor_parallel_size"),
+        ("load_format", "the trainer decides this itself"),
+    ],
 )
 def test_engine_option_that_the_trainer_owns_is_refused(name: str, instead: str, tmp_path: Path) -> None:
     message = _refusal(tmp_path, {"rollout": {"engine": {name: 1}}})
@@ -220,7 +243,12 @@ def test_engine_option_that_the_trainer_owns_is_refused(name: str, instead: str,
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("run_dir: x\nseed: 1\nseed: 2\n", 3), ("model:\n  path: a\n  path: b\n", 3), ("a: 1\n b: 2\n", 2), ("? [a]\n: 1\n", 1)],
+    [
+        ("run_dir: x\nseed: 1\nseed: 2\n", 3),
+        ("model:\n  path: a\n  path: b\n", 3),
+        ("a: 1\n b: 2\n", 2),
+        ("? [a]\n: 1\n", 1),
+    ],
     ids=["duplicate", "duplicate_below", "indent", "list_as_key"],
 )
 def test_broken_yaml_names_the_line(text: str, line: int, tmp_path: Path) -> None:
@@ -280,15 +308,24 @@ def test_resolved_config_is_plain_data(tmp_path: Path) -> None:
 
 
 def test_resolved_config_shows_no_secret(tmp_path: Path) -> None:
-    args = {"api_key": "s3cret", "HF_TOKEN": "s3cret", "nested": [{"password": "s3cret"}], "client_secrets": {"a": "s3cret"}}
-    tree = config_to_dict(_load(tmp_path, {"rewards": [{"name": "exact", "args": args}], "rollout": {"engine": {"hf_token": "s3cret"}}}))
+    args = {
+        "api_key": "s3cret",
+        "HF_TOKEN": "s3cret",
+        "nested": [{"password": "s3cret"}],
+        "client_secrets": {"a": "s3cret"},
+    }
+    tree = config_to_dict(
+        _load(tmp_path, {"rewards": [{"name": "exact", "args": args}], "rollout": {"engine": {"hf_token": "s3cret"}}})
+    )
     assert "s3cret" not in yaml.safe_dump(tree)
     assert tree["rewards"][0]["args"]["api_key"] == "<redacted>"
 
 
 def test_resolved_config_keeps_what_only_sounds_like_a_secret(tmp_path: Path) -> None:
     engine = {"tokenizer_mode": "slow", "max_num_batched_tokens": 4096, "block_size": 16}
-    tree = config_to_dict(_load(tmp_path, {"rollout": {"engine": engine}, "data": {"train": "x.jsonl", "prompt_key": "question"}}))
+    tree = config_to_dict(
+        _load(tmp_path, {"rollout": {"engine": engine}, "data": {"train": "x.jsonl", "prompt_key": "question"}})
+    )
     assert tree["rollout"]["engine"] == engine
     assert (tree["data"]["prompt_key"], tree["data"]["max_prompt_tokens"]) == ("question", 512)
 
@@ -303,7 +340,11 @@ def test_help_describes_every_key(tmp_path: Path) -> None:
     def leaves(tree: dict[str, Any], where: str = "") -> list[str]:
         names = []
         for name, value in tree.items():
-            names += leaves(value, f"{where}{name}.") if isinstance(value, dict) and name != "engine" and value else [where + name]
+            names += (
+                leaves(value, f"{where}{name}.")
+                if isinstance(value, dict) and name != "engine" and value
+                else [where + name]
+            )
         return names
 
     described = {line.split()[0] for line in describe_keys().splitlines()}
@@ -318,7 +359,13 @@ def test_help_describes_every_key(tmp_path: Path) -> None:
 def _run(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     return subprocess.run(
-        [sys.executable, "-c", code, *args], capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=60
+        [sys.executable, "-c", code, *args],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+        timeout=60,
     )
 
 
@@ -342,7 +389,12 @@ def test_answers_that_need_no_model_import_neither_torch_nor_vllm(case: str, tmp
     (tmp_path / "model" / "model.safetensors").write_bytes(safetensors.numpy.save({"x": numpy.zeros(1)}))
     (tmp_path / "model" / "tokenizer_config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8")
-    tree = {**MINIMAL, "run_dir": f"{tmp_path}/run", "model": {"path": f"{tmp_path}/model"}, "data": {"train": f"{tmp_path}/x.jsonl"}}
+    tree = {
+        **MINIMAL,
+        "run_dir": f"{tmp_path}/run",
+        "model": {"path": f"{tmp_path}/model"},
+        "data": {"train": f"{tmp_path}/x.jsonl"},
+    }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     config = ["--config", f"{tmp_path}/config.yaml"]
     args, status = {

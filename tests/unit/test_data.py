@@ -12,9 +12,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from grpo_spmd.config import Config, ConfigError, DataConfig, ModelConfig, RewardConfig, RolloutConfig
-from grpo_spmd.data import PromptRow, PromptStream, build_prompts, check_enough_rows, check_lengths_early, check_template_early, read_rows
-from grpo_spmd.data_types import Prompt
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
+from grpo_spmd.data.prompts import PromptStream, build_prompts, check_lengths_early, check_template_early
+from grpo_spmd.data.rows import PromptRow, check_enough_rows, read_rows
+from grpo_spmd.records import Prompt
 
 ROLES = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}x"
@@ -50,7 +52,9 @@ def _raw_tokenizer() -> Any:
 def _tokenizer(chat_template: str | None = None) -> Any:
     import transformers
 
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=_raw_tokenizer(), unk_token="<unk>", chat_template=chat_template)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=_raw_tokenizer(), unk_token="<unk>", chat_template=chat_template
+    )
 
 
 def _refusal(check: Callable[[], Any]) -> str | None:
@@ -76,7 +80,10 @@ def test_jsonl_row_keeps_prompt_columns_and_line(tmp_path: Path) -> None:
 def test_jsonl_counts_blank_lines_in_line_numbers(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('\n{"prompt": "a"}\r\n   \n{"prompt": "b"}', encoding="utf-8")
-    assert [(row.prompt, row.where) for row in read_rows(DataConfig(train=str(path)))] == [("a", f"{path}:2"), ("b", f"{path}:4")]
+    assert [(row.prompt, row.where) for row in read_rows(DataConfig(train=str(path)))] == [
+        ("a", f"{path}:2"),
+        ("b", f"{path}:4"),
+    ]
 
 
 def test_jsonl_line_ends_only_at_a_newline(tmp_path: Path) -> None:
@@ -98,7 +105,10 @@ def test_parquet_and_jsonl_of_the_same_records_read_alike(tmp_path: Path) -> Non
     ]
     parquet = tmp_path / "train.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), parquet)
-    from_parquet, from_jsonl = read_rows(DataConfig(train=str(parquet))), read_rows(DataConfig(train=_jsonl(tmp_path, *records)))
+    from_parquet, from_jsonl = (
+        read_rows(DataConfig(train=str(parquet))),
+        read_rows(DataConfig(train=_jsonl(tmp_path, *records))),
+    )
     assert [(r.prompt, r.columns) for r in from_parquet] == [(r.prompt, r.columns) for r in from_jsonl]
     assert [r.where for r in from_parquet] == [f"{parquet}:row 0", f"{parquet}:row 1"]
 
@@ -116,7 +126,9 @@ def test_hub_data_set_from_a_local_folder(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "repo"
     folder.mkdir()
-    (folder / "train.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2}\n', encoding="utf-8")
+    (folder / "train.jsonl").write_text(
+        '{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2}\n', encoding="utf-8"
+    )
     rows = read_rows(DataConfig(train=f"hub:{folder}::train"))
     assert [(r.prompt, r.columns, r.where) for r in rows] == [
         ("a", {"answer": 1}, f"hub:{folder}::train:row 0"),
@@ -125,9 +137,12 @@ def test_hub_data_set_from_a_local_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("source", "expected"), [("hub:org/set:main:test", ("org/set", "main", "test")), ("hub:set::train[:9]", ("set", None, "train[:9]"))]
+    ("source", "expected"),
+    [("hub:org/set:main:test", ("org/set", "main", "test")), ("hub:set::train[:9]", ("set", None, "train[:9]"))],
 )
-def test_hub_name_is_repo_subset_split(source: str, expected: tuple[str, str | None, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_name_is_repo_subset_split(
+    source: str, expected: tuple[str, str | None, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import datasets
 
     asked: list[tuple[str, str | None, str]] = []
@@ -222,7 +237,9 @@ def test_template_inside_the_tokenizer_settings_is_found_early(tmp_path: Path) -
 
 
 def test_messages_that_the_template_refuses_name_their_line(tmp_path: Path) -> None:
-    train = _jsonl(tmp_path, {"prompt": [{"role": "user", "content": "b"}]}, {"prompt": [{"role": "system", "content": "b"}]})
+    train = _jsonl(
+        tmp_path, {"prompt": [{"role": "user", "content": "b"}]}, {"prompt": [{"role": "system", "content": "b"}]}
+    )
     config = _config(train)
     with pytest.raises(ConfigError, match=r"train\.jsonl:2: the chat template refused the messages: .*no system here"):
         build_prompts(read_rows(config.data), _tokenizer(REFUSING), config)
@@ -243,7 +260,11 @@ def test_long_prompt_is_refused_with_line_and_both_numbers(tmp_path: Path) -> No
 
 
 def test_long_prompts_are_dropped(tmp_path: Path) -> None:
-    config = _config(_jsonl(tmp_path, *({"prompt": p} for p in ["a", "a b c", "b", "c c c c"])), max_prompt_tokens=3, on_long_prompt="drop")
+    config = _config(
+        _jsonl(tmp_path, *({"prompt": p} for p in ["a", "a b c", "b", "c c c c"])),
+        max_prompt_tokens=3,
+        on_long_prompt="drop",
+    )
     prompts = build_prompts(read_rows(config.data), _tokenizer(), config)
     assert [(p.row, p.text) for p in prompts] == [(0, "a"), (2, "b")]
 
@@ -251,7 +272,9 @@ def test_long_prompts_are_dropped(tmp_path: Path) -> None:
 def test_too_few_prompts_after_dropping_says_how_many_were_dropped(tmp_path: Path) -> None:
     train = _jsonl(tmp_path, {"prompt": "a"}, {"prompt": "a b c"})
     config = _config(train, num_prompts=2, max_prompt_tokens=3, on_long_prompt="drop")
-    with pytest.raises(ConfigError, match=r"1 usable prompts \(1 longer than .*=3 were dropped\).*num_prompts_per_step=2"):
+    with pytest.raises(
+        ConfigError, match=r"1 usable prompts \(1 longer than .*=3 were dropped\).*num_prompts_per_step=2"
+    ):
         build_prompts(read_rows(config.data), _tokenizer(), config)
 
 
@@ -292,7 +315,9 @@ def test_held_out_set_is_read_as_the_training_set_is(tmp_path: Path) -> None:
 def test_held_out_set_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
     train = _jsonl(tmp_path, {"prompt": "a b c"})
     config = _config(train, max_prompt_tokens=3, on_long_prompt="drop", eval={"x": train})
-    with pytest.raises(ConfigError, match=r"data\.eval\.x: .* has 0 usable prompts \(1 longer than data\.max_prompt_tokens=3"):
+    with pytest.raises(
+        ConfigError, match=r"data\.eval\.x: .* has 0 usable prompts \(1 longer than data\.max_prompt_tokens=3"
+    ):
         build_prompts(read_rows(config.data, "x"), _tokenizer(), config, "x")
 
 
@@ -372,7 +397,8 @@ def test_a_template_takes_columns_and_leaves_other_braces_alone(tmp_path: Path) 
     assert prompt_of("Use {nums}.") == "Use [3, 8]."
     # Not the gold answer into the prompt, and no broken LaTeX:
     assert (
-        prompt_of(r"Use {nums}, end with \boxed{answer}, \boxed{} or {a b}.") == r"Use [3, 8], end with \boxed{answer}, \boxed{} or {a b}."
+        prompt_of(r"Use {nums}, end with \boxed{answer}, \boxed{} or {a b}.")
+        == r"Use [3, 8], end with \boxed{answer}, \boxed{} or {a b}."
     )
     with pytest.raises(ConfigError, match=r"rows\.jsonl:1: the column 'empty' \(data\.prompt_template\) is null"):
         prompt_of("{nums} {empty}")

@@ -1,4 +1,5 @@
-"""`--explain`: its numbers against hand arithmetic, transformers, torch's own accounting and real ranks; its sources against the files."""
+"""`--explain`: its numbers against hand arithmetic, transformers, torch's own accounting and real ranks; its sources
+against the files."""
 
 from __future__ import annotations
 
@@ -22,13 +23,17 @@ import transformers
 import yaml
 from torch.profiler import ProfilerActivity, profile
 
-from grpo_spmd import explain
-from grpo_spmd.batching import pack_rollouts, plan_batch
-from grpo_spmd.config import Config, ConfigError, LoraConfig, flat_config, load_config, load_config_with_sources
-from grpo_spmd.data_types import Rollout
-from grpo_spmd.layers import set_up_layer
-from grpo_spmd.logprobs import TokenLogprobs
-from grpo_spmd.policy import Policy
+from grpo_spmd.config.dump import flat_config
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import load_config, load_config_with_sources
+from grpo_spmd.config.schema import Config, LoraConfig
+from grpo_spmd.learn.balance import plan_batch
+from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.model.layers import set_up_layer
+from grpo_spmd.model.logprobs import TokenLogprobs
+from grpo_spmd.model.policy import Policy
+from grpo_spmd.preflight import arithmetic, explain, model_facts
+from grpo_spmd.records import Rollout
 from tests.support.models import FAMILIES, make_model, write_config
 from tests.support.processes import ROOT, run_worker
 
@@ -69,7 +74,9 @@ training: {}
 
 
 def test_every_value_names_its_line_the_command_line_or_default(tmp_path: Path) -> None:
-    sources = sources_of(tmp_path, TEXT, "seed=3", "rollout.engine.enforce_eager=true", "optimizer.betas.1=0.95", "rewards.1.weight=3")
+    sources = sources_of(
+        tmp_path, TEXT, "seed=3", "rollout.engine.enforce_eager=true", "optimizer.betas.1=0.95", "rewards.1.weight=3"
+    )
     given = {name: source for name, source in sources.items() if source != "default"}
     assert given == {
         "run_dir": "x.yaml:1",
@@ -125,7 +132,7 @@ def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
 # Sizes of the model
 
 
-def true_shapes(folder: Path) -> explain.Shapes:
+def true_shapes(folder: Path) -> model_facts.Shapes:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
     model.tie_weights()
@@ -135,10 +142,10 @@ def true_shapes(folder: Path) -> explain.Shapes:
 @pytest.mark.parametrize(("family", "tied"), list(itertools.product(FAMILIES, (True, False))))
 def test_shapes_equal_those_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     folder = make_model(tmp_path / "model", family, tied=tied)
-    facts = explain.read_model(str(folder))
+    facts = model_facts.read_model(str(folder))
     assert facts is not None
     assert facts.shapes == true_shapes(folder)
-    assert facts.shapes == explain.shapes_from_config(json.loads((folder / "config.json").read_text()))
+    assert facts.shapes == model_facts.shapes_from_config(json.loads((folder / "config.json").read_text()))
     layer = sum(math.prod(shape) for name, shape in facts.shapes.items() if ".layers.0." in name)
     assert (facts.layer_numel, facts.root_numel) == (layer, facts.num_parameters - 2 * layer)
 
@@ -147,38 +154,42 @@ def test_shards_of_an_index_and_a_tied_head_that_was_saved_count_once(tmp_path: 
     folder = make_model(tmp_path / "model", "qwen3", tied=True)
     expected = true_shapes(folder)
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    tensors |= {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), "model.layers.0.rotary_emb.inv_freq": torch.zeros(16)}
+    tensors |= {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.layers.0.rotary_emb.inv_freq": torch.zeros(16),
+    }
     (folder / "model.safetensors").unlink()
     files = {name: f"part_{number % 3}.safetensors" for number, name in enumerate(tensors)}
     for file in set(files.values()):
         safetensors.torch.save_file({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    shutil.copy(folder / "part_0.safetensors", folder / "consolidated.safetensors")  # a second copy that the policy does not read
-    facts = explain.read_model(str(folder))
+    # a second copy that the policy does not read
+    shutil.copy(folder / "part_0.safetensors", folder / "consolidated.safetensors")
+    facts = model_facts.read_model(str(folder))
     assert facts is not None
     assert facts.shapes == expected
 
 
 def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    assert explain.read_model("some/model") is None
+    assert model_facts.read_model("some/model") is None
     repo = tmp_path / "models--some--model"
     folder = make_model(repo / "snapshots/abc", "llama", tied=False)
     (repo / "refs").mkdir()
     (repo / "refs/main").write_text("abc")
-    facts = explain.read_model("some/model")
+    facts = model_facts.read_model("some/model")
     assert facts is not None
     assert facts.source.startswith("safetensors headers")
     (folder / "model.safetensors").unlink()
-    worked_out = explain.read_model("some/model")
+    worked_out = model_facts.read_model("some/model")
     assert worked_out is not None
     assert worked_out.source.endswith("the weights are not there")
     assert worked_out.shapes == facts.shapes
 
 
 def test_a_config_that_names_no_sizes_gives_none() -> None:
-    assert explain.dimensions({"n_embd": 4, "n_layer": 2}) is None
-    assert explain.shapes_from_config({"model_type": "gpt2", "n_embd": 4}) == {}
+    assert model_facts.dimensions({"n_embd": 4, "n_layer": 2}) is None
+    assert model_facts.shapes_from_config({"model_type": "gpt2", "n_embd": 4}) == {}
 
 
 # Numbers by hand. 3 x 5 and 4 elements over 2 ranks: shards of 2 x 5 and 2; 4 bytes each, 2 ranks: 96 bytes a sync.
@@ -186,12 +197,12 @@ def test_a_config_that_names_no_sizes_gives_none() -> None:
 
 def test_shards_and_sync_by_hand() -> None:
     shapes = {"a": (3, 5), "b": (4,)}
-    assert explain.shard_numel(shapes, 1) == 19
-    assert explain.shard_numel(shapes, 2) == 12
-    assert explain.sync_size(shapes, 2, 4, 1 << 20) == (96, 1)
-    assert explain.sync_size(shapes, 2, 4, 40) == (96, 3)  # 5 elements of a rank in a bucket: 5 + 5 + 2
-    assert explain.sync_size(shapes, 2, 4, 1) == (96, 12)  # one element at a time
-    assert explain.sync_size(shapes, 1, 4, 1) == (76, 0)  # one rank has it all
+    assert arithmetic.shard_numel(shapes, 1) == 19
+    assert arithmetic.shard_numel(shapes, 2) == 12
+    assert arithmetic.sync_size(shapes, 2, 4, 1 << 20) == (96, 1)
+    assert arithmetic.sync_size(shapes, 2, 4, 40) == (96, 3)  # 5 elements of a rank in a bucket: 5 + 5 + 2
+    assert arithmetic.sync_size(shapes, 2, 4, 1) == (96, 12)  # one element at a time
+    assert arithmetic.sync_size(shapes, 1, 4, 1) == (76, 0)  # one rank has it all
 
 
 def a_config(tmp_path: Path, *overrides: str) -> Config:
@@ -208,9 +219,13 @@ def a_config(tmp_path: Path, *overrides: str) -> Config:
     return load_config(path, overrides)
 
 
-def rows_of(config: Config, model: explain.ModelFacts | None, num_ranks: int = 1, num_rows: int = 60) -> dict[str, list[str]]:
+def rows_of(
+    config: Config, model: model_facts.ModelFacts | None, num_ranks: int = 1, num_rows: int = 60
+) -> dict[str, list[str]]:
     """{name: [value, how, ...]} of the derived part, a name of two sections with both."""
-    lines = explain.explain(config, dict.fromkeys(flat_config(config), "default"), model, num_rows=num_rows, num_ranks=num_ranks)
+    lines = explain.explain(
+        config, dict.fromkeys(flat_config(config), "default"), model, num_rows=num_rows, num_ranks=num_ranks
+    )
     assert lines.index("where each value came from") < 100
     found: dict[str, list[str]] = {}
     for line in lines[: lines.index("where each value came from")]:
@@ -221,11 +236,18 @@ def rows_of(config: Config, model: explain.ModelFacts | None, num_ranks: int = 1
 
 def test_a_page_by_hand(tmp_path: Path) -> None:
     """A model of V 10, D 4, F 6, two layers, one kv head of 2; 4 ranks, 24 samples of at most 40 tokens."""
-    layer = {"q": (4, 4), "k": (2, 4), "v": (2, 4), "o": (4, 4), "up": (6, 4), "norm": (4,)}  # 16 + 8 + 8 + 16 + 24 + 4 = 76
-    shapes: explain.Shapes = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
+    # 16 + 8 + 8 + 16 + 24 + 4 = 76
+    layer = {"q": (4, 4), "k": (2, 4), "v": (2, 4), "o": (4, 4), "up": (6, 4), "norm": (4,)}
+    shapes: model_facts.Shapes = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
     shapes["model.embed_tokens.weight"] = (10, 4)
-    sizes = {"hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 6}
-    model = explain.ModelFacts(shapes, {**sizes, "vocab_size": 10}, "here")
+    sizes = {
+        "hidden_size": 4,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 6,
+    }
+    model = model_facts.ModelFacts(shapes, {**sizes, "vocab_size": 10}, "here")
     config = a_config(tmp_path, "training.num_epochs=3", "loss.kl_coef=0.1", "rollout.tensor_parallel_size=2")
     rows = rows_of(config, model, num_ranks=4)
     values = {name: cells[0] for name, cells in rows.items()}
@@ -241,7 +263,8 @@ def test_a_page_by_hand(tmp_path: Path) -> None:
     assert values["epochs of the data"] == "5.00"
     assert values["samples trained on"] == "1,200"
     assert values["parameters"] == "192"
-    # Rows over 4 ranks: 1 + 1 + 1 + 1 + 2 rows of 4 and 1 = 25 a layer, 3 rows of 4 = 12: 62 elements, 248 with padding, 2 bytes each
+    # Rows over 4 ranks: 1 + 1 + 1 + 1 + 2 rows of 4 and 1 = 25 a layer, 3 rows of 4 = 12: 62 elements, 248 with
+    # padding, 2 bytes each
     assert values["bytes of a sync"] == "496 B"
     assert values["collectives of a sync"] == "1"
     assert values["master parameters"] == "248 B"
@@ -251,9 +274,11 @@ def test_a_page_by_hand(tmp_path: Path) -> None:
     assert values["gathered by FSDP"] == "384 B"  # 2 x (40 + 2 x 76)
     assert values["logits of a chunk"] == "5.86 KiB"  # 100 tokens x 10 x (4 + 2)
     assert values["lm_head's gradient"] == "240 B"  # 40 x 6
-    # A layer: 2 norms of 8 x 4, attention 2 x (3 x 2 + 2) x 2, MLP 8 x 6 = 64 + 32 + 48 = 144 bytes a token, then 12 x 4 after them
+    # A layer: 2 norms of 8 x 4, attention 2 x (3 x 2 + 2) x 2, MLP 8 x 6 = 64 + 32 + 48 = 144 bytes a token, then 12 x
+    # 4 after them
     assert values["activations, without checkpointing *"] == "32.81 KiB"  # 100 x (288 + 48)
-    assert values["activations, selective checkpointing"] == "25.78 KiB"  # 100 x (2 x 2 x (4 x 3 + 2 x 3 x 2 + 2 x 6) + 72 + 48) = 26,400
+    # 100 x (2 x 2 x (4 x 3 + 2 x 3 x 2 + 2 x 6) + 72 + 48) = 26,400
+    assert values["activations, selective checkpointing"] == "25.78 KiB"
     assert values["activations, with checkpointing"] == "20.31 KiB"  # 100 x (2 x 4 x 2 + 144 + 48)
     assert values["peak of the update"] == "40.37 KiB"  # 868 + 248 + 384 + 6,000 + 240 + 33,600 = 41,340
     # 3 prompts an engine: 12 sequences of 40 tokens; a token is 2 x 2 layers x 1 head x 2 x 2 bytes
@@ -261,7 +286,9 @@ def test_a_page_by_hand(tmp_path: Path) -> None:
 
 
 def test_without_the_model_the_rest_is_still_said(tmp_path: Path) -> None:
-    config = a_config(tmp_path, "rollout.dynamic_sampling=true", "loss.old_logprobs=engine", "loss.rollout_correction=none")
+    config = a_config(
+        tmp_path, "rollout.dynamic_sampling=true", "loss.old_logprobs=engine", "loss.rollout_correction=none"
+    )
     lines = explain.explain(config, dict.fromkeys(flat_config(config), "default"), None, num_rows=60, num_ranks=1)
     assert any("of some/model are not known here" in line for line in lines)
     rows = rows_of(config, None)
@@ -275,14 +302,16 @@ def test_micro_batches_are_those_of_the_real_plan(tmp_path: Path) -> None:
     rng = random.Random(0)
     for _ in range(100):
         ranks, budget = rng.randint(1, 5), rng.randint(40, 200)
-        config = a_config(tmp_path, f"training.max_tokens_per_micro_batch={budget}", f"rollout.group_size={rng.randint(2, 9)}")
+        config = a_config(
+            tmp_path, f"training.max_tokens_per_micro_batch={budget}", f"rollout.group_size={rng.randint(2, 9)}"
+        )
         samples = 6 * config.rollout.group_size
 
         def rows(lengths: list[int], ranks: int = ranks, budget: int = budget) -> int:
             plan = plan_batch(lengths, num_ranks=ranks, mini_batch_sizes=[len(lengths) // 2] * 2, max_tokens=budget)
             return sum(len(mini_batch[0]) for mini_batch in plan)
 
-        fewest, most = explain.micro_batches_per_step(config, ranks)
+        fewest, most = arithmetic.micro_batches_per_step(config, ranks)
         assert rows([40] * samples) == most
         low = rng.choice([2, 20, 30])
         assert fewest <= rows([rng.randint(low, 40) for _ in range(samples)]) <= most
@@ -306,9 +335,12 @@ def peak_bytes(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("uses_entropy", [True, False])
 @pytest.mark.parametrize("num_chunks", [1, 3])
-def test_the_logits_alive_are_those_that_token_logprobs_holds(dtype: torch.dtype, uses_entropy: bool, num_chunks: int) -> None:
-    """Two buffers of half the rows (forward, and backward through the entropy) take less than one and a product in bfloat16."""
-    vocabulary, chunk = 8000, 256
+def test_the_logits_alive_are_those_that_token_logprobs_holds(
+    dtype: torch.dtype, uses_entropy: bool, num_chunks: int
+) -> None:
+    """Two buffers of half the rows (forward, and backward through the entropy) take less than one and a product in
+    bfloat16."""
+    vocabulary, chunk = 8000, 1024
     hidden = torch.randn(num_chunks * chunk, 4, dtype=dtype, requires_grad=True)
     head = torch.randn(vocabulary, 4, dtype=dtype, requires_grad=True)
     targets = torch.randint(0, vocabulary, (len(hidden),))
@@ -318,33 +350,38 @@ def test_the_logits_alive_are_those_that_token_logprobs_holds(dtype: torch.dtype
     backward = peak_bytes(lambda: (logprobs.sum() + entropy.sum() if uses_entropy else logprobs.sum()).backward())
     two_halves = 4 if dtype is torch.float32 else 4 + dtype.itemsize / 2
     assert forward / (chunk * vocabulary) == pytest.approx(two_halves, rel=0.06)
-    expected = two_halves if uses_entropy else explain.logits_bytes_per_element(dtype.itemsize)
+    expected = two_halves if uses_entropy else arithmetic.logits_bytes_per_element(dtype.itemsize)
     assert backward / (chunk * vocabulary) == pytest.approx(expected, rel=0.06)
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "checkpointing"), list(itertools.product(("qwen3", "llama"), ("float32", "bfloat16"), (False, "selective", True)))
+    ("family", "dtype", "checkpointing"),
+    list(itertools.product(("qwen3", "llama"), ("float32", "bfloat16"), (False, "selective", True))),
 )
 def test_activations_are_within_a_tenth_of_what_a_policy_allocates(
     tmp_path: Path, family: str, dtype: str, checkpointing: bool | Literal["selective"]
 ) -> None:
     folder = make_model(tmp_path / "model", family, tied=False, num_hidden_layers=8)
-    facts = explain.read_model(str(folder))
+    facts = model_facts.read_model(str(folder))
     assert facts is not None
     assert facts.dimensions is not None
     hf_config, kind, chunk, tokens = transformers.AutoConfig.from_pretrained(folder), getattr(torch, dtype), 64, 512
     policy = Policy(hf_config, 1.0, chunk, "sdpa", kind)
     for layer in policy.model.get_decoder().layers:
         set_up_layer(layer, checkpointing, compile=False)
-    batch = pack_rollouts([Rollout(i, 1.0, True, [1] * 64, [2] * 192, [0.0] * 192) for i in range(2)], torch.device("cpu"))
+    batch = pack_rollouts(
+        [Rollout(i, 1.0, True, [1] * 64, [2] * 192, [0.0] * 192) for i in range(2)], torch.device("cpu")
+    )
 
     def step() -> None:
         policy(batch)[0].sum().backward()
 
     step()  # the parameters' gradients exist from here on
     sizes = facts.dimensions
-    expected = explain.activation_bytes(sizes, tokens, kind.itemsize, checkpointing=checkpointing, qk_norm=family == "qwen3")
-    expected += chunk * sizes.vocabulary * explain.logits_bytes_per_element(kind.itemsize)
+    expected = arithmetic.activation_bytes(
+        sizes, tokens, kind.itemsize, checkpointing=checkpointing, qk_norm=family == "qwen3"
+    )
+    expected += chunk * sizes.vocabulary * arithmetic.logits_bytes_per_element(kind.itemsize)
     expected += sizes.vocabulary * sizes.hidden * (4 + kind.itemsize)
     assert peak_bytes(step) == pytest.approx(expected, rel=0.1)
 
@@ -377,7 +414,11 @@ GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
             "max_tokens_per_micro_batch 79 holds fewer than 2 of the longest rollouts (40 tokens)",
         ),
         ("training.max_tokens_per_micro_batch=80", 1, None),
-        ("training.num_mini_batches=1", 1, "the ratio is exactly 1, so that loss.clip_ratio_low 0.2, clip_ratio_high 0.28"),
+        (
+            "training.num_mini_batches=1",
+            1,
+            "the ratio is exactly 1, so that loss.clip_ratio_low 0.2, clip_ratio_high 0.28",
+        ),
         ("training.num_mini_batches=1 training.num_epochs=2", 1, None),
         ("training.num_mini_batches=1 loss.old_logprobs=engine loss.rollout_correction=none", 1, None),
         (f"{GSPO} loss.aggregation=sequence", 1, "gspo with clip bounds 0.2 and 0.28"),
@@ -403,7 +444,11 @@ GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
         ("rollout.dynamic_sampling=true rollout.dynamic_sampling_max_rounds=1", 1, "never replaced"),
         ("optimizer.warmup_steps=100", 1, "warmup_steps 100 covers the run's 100 optimizer steps"),
         ("optimizer.warmup_steps=99", 1, None),
-        ("training.num_steps=100 checkpoint.every_steps=0", 1, "before the end of its 100 steps has nothing to go on from"),
+        (
+            "training.num_steps=100 checkpoint.every_steps=0",
+            1,
+            "before the end of its 100 steps has nothing to go on from",
+        ),
     ],
 )
 def test_advice(tmp_path: Path, overrides: str, num_ranks: int, expected: str | None) -> None:
@@ -419,7 +464,9 @@ def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
     """The command, with what it imported as the last line of its output."""
     code = "import sys; from grpo_spmd.train import main; main(); print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **env}
-    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=cwd, env=environment, capture_output=True, text=True
+    )
 
 
 def test_the_command_imports_no_torch_and_plans_a_run_that_is_under_way(tmp_path: Path) -> None:
@@ -452,7 +499,16 @@ def test_the_number_of_ranks_is_that_of_torchrun_unless_it_is_given(tmp_path: Pa
     path = write_config(tmp_path, model)
     done = run("--config", str(path), "--explain", cwd=tmp_path, WORLD_SIZE="4")
     assert "\n  ranks                                               4  " in done.stdout
-    done = run("--config", str(path), "--explain", "--ranks", "3", "rollout.tensor_parallel_size=2", cwd=tmp_path, WORLD_SIZE="4")
+    done = run(
+        "--config",
+        str(path),
+        "--explain",
+        "--ranks",
+        "3",
+        "rollout.tensor_parallel_size=2",
+        cwd=tmp_path,
+        WORLD_SIZE="4",
+    )
     assert done.returncode == 2
     assert done.stderr == "error: rollout.tensor_parallel_size (2) must divide the number of ranks (3): 1, 3 would\n"
     for arguments in (["--ranks", "0", "--explain"], ["--ranks", "2"]):
@@ -461,14 +517,14 @@ def test_the_number_of_ranks_is_that_of_torchrun_unless_it_is_given(tmp_path: Pa
 
 def test_lora_offload_and_replicas_change_what_a_rank_holds(tmp_path: Path) -> None:
     """Worked by hand: 2 ranks of 2 replicas are 1 rank of a shard."""
-    model = explain.ModelFacts(
+    model = model_facts.ModelFacts(
         {"model.layers.0.q_proj.weight": (8, 6), "model.layers.0.norm.weight": (6,), "lm_head.weight": (10, 6)}, {}, ""
     )
-    assert explain.adapter_shapes(model.shapes, LoraConfig(rank=2)) == {
+    assert arithmetic.adapter_shapes(model.shapes, LoraConfig(rank=2)) == {
         "model.layers.0.q_proj.weight.lora_A": (2, 6),
         "model.layers.0.q_proj.weight.lora_B": (8, 2),
     }
-    assert explain.adapter_shapes(model.shapes, LoraConfig(rank=2, target_modules=("k_proj",))) == {}
+    assert arithmetic.adapter_shapes(model.shapes, LoraConfig(rank=2, target_modules=("k_proj",))) == {}
     overrides = ["model.dtype=bfloat16", "model.lora.rank=2", "model.offload=true", "model.num_replicas=2"]
     config = load_config(write_config(tmp_path, tmp_path), overrides)
     values = {name: value for name, value, _ in explain._training_rows(config, model, 2)}
@@ -478,4 +534,6 @@ def test_lora_offload_and_replicas_change_what_a_rank_holds(tmp_path: Path) -> N
     assert "reference" not in values
     assert values["GPU that the rollout needs"] == ">= 0 B"
     config = load_config(write_config(tmp_path, tmp_path), [*overrides, "model.lora.sync=adapter"])
-    assert {name: value for name, value, _ in explain._sync_rows(config, model, 2)}["bytes of a later sync"] == "56 B"  # (12 + 16) x 2
+    assert {name: value for name, value, _ in explain._sync_rows(config, model, 2)}[
+        "bytes of a later sync"
+    ] == "56 B"  # (12 + 16) x 2

@@ -10,9 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_spmd.loss import aggregation_weights, kl_estimate, mismatch_sums, policy_loss, ratio_percentiles, rollout_correction
+from grpo_spmd.learn.losses import (
+    aggregation_weights,
+    kl_estimate,
+    mismatch_sums,
+    policy_loss,
+    ratio_percentiles,
+    rollout_correction,
+)
 
-POLICIES, AGGREGATIONS, CORRECTIONS = ("clip", "gspo", "cispo"), ("token", "sequence", "constant"), ("token_tis", "sequence_tis", "icepop")
+POLICIES, AGGREGATIONS, CORRECTIONS = (
+    ("clip", "gspo", "cispo"),
+    ("token", "sequence", "constant"),
+    ("token_tis", "sequence_tis", "icepop"),
+)
 
 
 def _loss(
@@ -31,7 +42,8 @@ def _loss(
     max_completion_tokens: int = 10,
     **settings: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of one micro-batch; without `sequences` it is one sequence, and without counts it is the whole mini-batch."""
+    """The loss of one micro-batch; without `sequences` it is one sequence, and without counts it is the whole
+    mini-batch."""
     mask = torch.ones(len(logprobs), dtype=torch.bool) if mask is None else mask
     sequences = torch.zeros(len(logprobs), dtype=torch.int64) if sequences is None else sequences
     defaults: dict[str, Any] = {
@@ -84,7 +96,9 @@ def _at_ratio(ratio: float, advantage: float, **settings: Any) -> tuple[Tensor, 
         (0.9, -2.0, 1.8, 1.8, 0),
     ],
 )
-def test_clip_is_pessimistic_on_both_sides(ratio: float, advantage: float, loss: float, gradient: float, clipped: int) -> None:
+def test_clip_is_pessimistic_on_both_sides(
+    ratio: float, advantage: float, loss: float, gradient: float, clipped: int
+) -> None:
     got, was_clipped = _at_ratio(ratio, advantage)
     torch.testing.assert_close(got, torch.tensor([loss, gradient], dtype=torch.float64))
     assert int(was_clipped) == clipped
@@ -123,23 +137,26 @@ def test_dual_clip_bounds_bad_tokens_alone(
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient", "clipped"),
     [
-        # -A clip(r, 0.8, 1.28) log p, the factor a constant: the gradient is -A clip(r) also where it clips; log p = log r - 1
+        # -A clip(r, 0.8, 1.28) log p, the factor a constant: the gradient is -A clip(r) also where it clips; log p =
+        # log r - 1
         (1.5, 2.0, -2.56 * (0.4054651 - 1), -2.56, 1),
         (0.5, 2.0, -1.6 * (-0.6931472 - 1), -1.6, 1),
         (1.5, -1.0, 1.28 * (0.4054651 - 1), 1.28, 1),
         (1.2, -1.0, 1.2 * (0.1823216 - 1), 1.2, 0),
     ],
 )
-def test_cispo_weighs_the_logprob_by_a_clipped_constant(ratio: float, advantage: float, loss: float, gradient: float, clipped: int) -> None:
+def test_cispo_weighs_the_logprob_by_a_clipped_constant(
+    ratio: float, advantage: float, loss: float, gradient: float, clipped: int
+) -> None:
     got, was_clipped = _at_ratio(ratio, advantage, policy="cispo")
     torch.testing.assert_close(got, torch.tensor([loss, gradient], dtype=torch.float64))
     assert int(was_clipped) == clipped
 
 
 def test_gspo_by_hand() -> None:
-    # sequence 0: ratios 3 and 0.4033333, whose geometric mean is sqrt(1.21) = 1.1: within the bounds, though both tokens are not.
-    # sequence 1: the one token's ratio is 1.5, clipped to 1.28. Loss: -(1.1 + 1.28) / 2. Gradient: sequence 0's tokens share its slope,
-    # -1.1 / 2 sequences / 2 tokens.
+    # sequence 0: ratios 3 and 0.4033333, whose geometric mean is sqrt(1.21) = 1.1: within the bounds, though both
+    # tokens are not. sequence 1: the one token's ratio is 1.5, clipped to 1.28. Loss: -(1.1 + 1.28) / 2. Gradient:
+    # sequence 0's tokens share its slope, -1.1 / 2 sequences / 2 tokens.
     old = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
     logprobs = (old + torch.tensor([3.0, 1.21 / 3, 1.5], dtype=torch.float64).log()).requires_grad_()
     loss, sums = _loss(
@@ -158,14 +175,20 @@ def test_gspo_by_hand() -> None:
 
 
 def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
-    """Against the objective as GSPO's paper writes it, one term a sequence, with autograd through the geometric mean."""
+    """Against the objective as GSPO's paper writes it, one term a sequence, with autograd through the geometric
+    mean."""
     generator = torch.Generator().manual_seed(5)
     lengths = [1, 4, 2, 7, 3, 5]
     sequences = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths))
     old = -3 * torch.rand(len(sequences), generator=generator, dtype=torch.float64)
     logprobs = (old + 0.5 * torch.randn(len(old), generator=generator, dtype=torch.float64)).requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 2.0, 0.5, -0.5, 1.5], dtype=torch.float64)
-    settings: dict[str, Any] = {"policy": "gspo", "aggregation": "sequence", "num_loss_sequences": 6, "clip_ratio_high": 0.02}
+    settings: dict[str, Any] = {
+        "policy": "gspo",
+        "aggregation": "sequence",
+        "num_loss_sequences": 6,
+        "clip_ratio_high": 0.02,
+    }
     loss, _ = _loss(logprobs, old, advantages[sequences], sequences=sequences, **settings)
 
     terms = []
@@ -180,10 +203,13 @@ def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
 
 
 def test_gspo_keeps_the_digits_of_a_ratio_near_one() -> None:
-    """GSPO clips at some 1e-4: a ratio rounded as the logprobs are, by 1e-6 where they are near -20, would differ from token to token."""
+    """GSPO clips at some 1e-4: a ratio rounded as the logprobs are, by 1e-6 where they are near -20, would differ from
+    token to token."""
     old = torch.tensor([-17.123456, -0.3, -5.7, -12.3])
     logprobs = (old + torch.tensor([1e-4, 2e-4, 3e-4, 2e-4])).requires_grad_()
-    loss, sums = _loss(logprobs, old, -torch.ones(4), policy="gspo", aggregation="sequence", clip_ratio_low=3e-4, clip_ratio_high=3e-4)
+    loss, sums = _loss(
+        logprobs, old, -torch.ones(4), policy="gspo", aggregation="sequence", clip_ratio_low=3e-4, clip_ratio_high=3e-4
+    )
     gradient = torch.autograd.grad(loss, logprobs)[0]
     assert len(set(gradient.tolist())) == 1
     assert float(loss.detach()) == pytest.approx(float((logprobs.detach() - old).double().mean().exp()), rel=1e-7)
@@ -208,9 +234,9 @@ def test_loss_is_a_token_mean_over_the_given_denominator() -> None:
 @pytest.mark.parametrize(
     ("aggregation", "expected", "expected_of_many"),
     [
-        # Sequence 0: advantage 1, three tokens that count. Sequence 1: advantage 3, one token. The ratio is 1: a term is -A.
-        # token: (3 * 1 + 3) / 4. sequence: (1 + 3) / 2. constant: (3 + 3) / (2 * 10).
-        # In a mini-batch of 8 tokens in 5 sequences over all ranks: 6 / 8, (1 + 3) / 5, 6 / 50.
+        # Sequence 0: advantage 1, three tokens that count. Sequence 1: advantage 3, one token. The ratio is 1: a term
+        # is -A. token: (3 * 1 + 3) / 4. sequence: (1 + 3) / 2. constant: (3 + 3) / (2 * 10). In a mini-batch of 8
+        # tokens in 5 sequences over all ranks: 6 / 8, (1 + 3) / 5, 6 / 50.
         ("token", -1.5, -0.75),
         ("sequence", -2.0, -0.8),
         ("constant", -0.3, -0.12),
@@ -233,7 +259,12 @@ def test_aggregation_by_hand(aggregation: str, expected: float, expected_of_many
         assert float(loss) == pytest.approx(value)
         assert float(sums["policy"]) == pytest.approx(value)
     weights = aggregation_weights(
-        aggregation, mask, torch.tensor([0, 0, 0, 0, 1]), num_loss_tokens=4, num_loss_sequences=2, max_completion_tokens=10
+        aggregation,
+        mask,
+        torch.tensor([0, 0, 0, 0, 1]),
+        num_loss_tokens=4,
+        num_loss_sequences=2,
+        max_completion_tokens=10,
     )
     assert (weights.dtype, float(weights[2])) == (torch.float64, 0.0)
     assert float(weights.sum()) == pytest.approx({"token": 1.0, "sequence": 1.0, "constant": 4 / 20}[aggregation])
@@ -242,8 +273,16 @@ def test_aggregation_by_hand(aggregation: str, expected: float, expected_of_many
 def test_correction_weighs_the_policy_term_alone() -> None:
     logprobs = torch.tensor([math.log(0.5), math.log(0.5)], requires_grad=True)
     ref, entropy = torch.full((2,), math.log(0.25)), torch.tensor([1.0, 3.0])
-    settings: dict[str, Any] = {"ref": ref, "entropy": entropy, "kl_coef": 0.5, "kl_estimator": "k1", "entropy_coef": 0.1}
-    loss, sums = _loss(logprobs, logprobs.detach(), torch.tensor([1.0, -1.0]), correction=torch.tensor([2.0, 0.5]), **settings)
+    settings: dict[str, Any] = {
+        "ref": ref,
+        "entropy": entropy,
+        "kl_coef": 0.5,
+        "kl_estimator": "k1",
+        "entropy_coef": 0.1,
+    }
+    loss, sums = _loss(
+        logprobs, logprobs.detach(), torch.tensor([1.0, -1.0]), correction=torch.tensor([2.0, 0.5]), **settings
+    )
     # policy: (-1 * 2 + 1 * 0.5) / 2 = -0.75; KL: log 2 for each token; entropy: 2 on average
     assert float(loss.detach()) == pytest.approx(-0.75 + 0.5 * 0.6931472 - 0.1 * 2.0)
     assert float(sums["policy"]) == pytest.approx(-0.75)
@@ -254,7 +293,11 @@ def test_correction_weighs_the_policy_term_alone() -> None:
 def test_masked_token_does_not_count() -> None:
     logprobs = torch.tensor([-1.0, -1.0, -1.0])
     loss, sums = _loss(
-        logprobs, logprobs, torch.tensor([1.0, 100.0, 3.0]), mask=torch.tensor([True, False, True]), entropy=torch.tensor([0.5, 9.0, 0.25])
+        logprobs,
+        logprobs,
+        torch.tensor([1.0, 100.0, 3.0]),
+        mask=torch.tensor([True, False, True]),
+        entropy=torch.tensor([0.5, 9.0, 0.25]),
     )
     assert float(loss) == pytest.approx(-2.0)
     assert float(sums["policy"]) == pytest.approx(-2.0)
@@ -371,7 +414,8 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(policy: str, aggre
 
 @pytest.mark.parametrize(
     ("estimator", "expected"),
-    # p = 1/2, r = 1/4: log(p/r) = log 2 = 0.6931472. k1: that. k2: half its square. k3: r/p - 1 - log(r/p) = -1/2 + log 2.
+    # p = 1/2, r = 1/4: log(p/r) = log 2 = 0.6931472. k1: that. k2: half its square. k3: r/p - 1 - log(r/p) = -1/2 + log
+    # 2.
     [("k1", 0.6931472), ("k2", 0.2402265), ("k3", 0.1931472)],
 )
 def test_kl_estimators_by_hand(estimator: str, expected: float) -> None:
@@ -424,13 +468,17 @@ def test_entropy_bonus_lowers_the_loss() -> None:
 
 def test_metric_sums_carry_no_graph() -> None:
     logprobs = torch.tensor([-1.0], requires_grad=True)
-    _, sums = _loss(logprobs, logprobs.detach(), torch.ones(1), ref=torch.tensor([-2.0]), entropy=-logprobs, kl_coef=1.0)
+    _, sums = _loss(
+        logprobs, logprobs.detach(), torch.ones(1), ref=torch.tensor([-2.0]), entropy=-logprobs, kl_coef=1.0
+    )
     assert not any(value.requires_grad for value in sums.values())
 
 
 def test_mismatch_kl_by_hand() -> None:
     # policy 1/2, engine 1/4: d = log 2, expm1(d) - d = 1 - 0.6931472; the masked token does not count
-    sums = mismatch_sums(torch.tensor([math.log(0.5), -1.0]), torch.tensor([math.log(0.25), -9.0]), torch.tensor([True, False]))
+    sums = mismatch_sums(
+        torch.tensor([math.log(0.5), -1.0]), torch.tensor([math.log(0.25), -9.0]), torch.tensor([True, False])
+    )
     assert float(sums["mismatch_kl"]) == pytest.approx(0.3068528, rel=1e-5)
     assert float(sums["max:mismatch_abs"]) == pytest.approx(0.6931472)
 
@@ -445,7 +493,9 @@ def test_tiny_mismatch_keeps_its_digits() -> None:
     # half of d squared for a small d; float32 would give 0 or a rounding error of the size of d
     engine = torch.tensor([-1.0], dtype=torch.float32)
     policy = engine + 2.0**-23
-    assert float(mismatch_sums(policy, engine, torch.tensor([True]))["mismatch_kl"]) == pytest.approx(0.5 * 2.0**-46, rel=1e-4, abs=0.0)
+    assert float(mismatch_sums(policy, engine, torch.tensor([True]))["mismatch_kl"]) == pytest.approx(
+        0.5 * 2.0**-46, rel=1e-4, abs=0.0
+    )
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
@@ -471,7 +521,11 @@ _RATIOS, _SEQUENCES = [3.0, 0.5, 4.0, 2.0, 0.25], [0, 0, 1, 1, 2]
     [
         ("token_tis", 2.5, [2.5, 0.5, 2.5, 2.0, 0.25]),
         ("token_tis", 2.0, [2.0, 0.5, 2.0, 2.0, 0.25]),  # 2.0 is at the cap: it stays
-        ("sequence_tis", 2.5, [1.5, 1.5, 2.5, 2.5, 0.25]),  # the product of the sequence, the same for each of its tokens
+        (
+            "sequence_tis",
+            2.5,
+            [1.5, 1.5, 2.5, 2.5, 0.25],
+        ),  # the product of the sequence, the same for each of its tokens
         ("sequence_tis", 1.2, [1.2, 1.2, 1.2, 1.2, 0.25]),
         ("sequence_tis", 9.0, [1.5, 1.5, 8.0, 8.0, 0.25]),
         ("icepop", 2.0, [0.0, 0.5, 0.0, 2.0, 0.0]),  # at 1/cap and at cap a token stays, beyond it counts nothing
@@ -488,21 +542,30 @@ def test_rollout_correction_by_hand(mode: str, cap: float, expected: list[float]
     if cap not in _RATIOS:
         pairs.append((engine + log_ratios, engine))
     for logprobs, rollout in pairs:
-        got = rollout_correction(mode, cap, logprobs, rollout, torch.ones(5, dtype=torch.bool), torch.tensor(_SEQUENCES))
+        got = rollout_correction(
+            mode, cap, logprobs, rollout, torch.ones(5, dtype=torch.bool), torch.tensor(_SEQUENCES)
+        )
         torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64))
         assert not got.requires_grad
 
 
 def test_masked_token_is_no_part_of_its_sequence_s_product() -> None:
     policy, engine = torch.tensor([math.log(3.0), 700.0, math.log(0.5)]), torch.zeros(3)
-    got = rollout_correction("sequence_tis", 2.0, policy, engine, torch.tensor([True, False, True]), torch.tensor([0, 0, 0]))
+    got = rollout_correction(
+        "sequence_tis", 2.0, policy, engine, torch.tensor([True, False, True]), torch.tensor([0, 0, 0])
+    )
     torch.testing.assert_close(got[[0, 2]], torch.tensor([1.5, 1.5]))
 
 
 @pytest.mark.parametrize("mode", CORRECTIONS)
 def test_a_long_sequence_s_correction_does_not_overflow(mode: str) -> None:
     got = rollout_correction(
-        mode, 2.0, torch.zeros(4000), torch.full((4000,), -5.0), torch.ones(4000, dtype=torch.bool), torch.zeros(4000, dtype=torch.int64)
+        mode,
+        2.0,
+        torch.zeros(4000),
+        torch.full((4000,), -5.0),
+        torch.ones(4000, dtype=torch.bool),
+        torch.zeros(4000, dtype=torch.int64),
     )
     assert torch.isfinite(got).all()
     assert set(got.tolist()) == {0.0 if mode == "icepop" else 2.0}
@@ -510,10 +573,13 @@ def test_a_long_sequence_s_correction_does_not_overflow(mode: str) -> None:
 
 @pytest.mark.parametrize(("scale", "shift"), [(1e-4, 0.0), (0.02, 0.001), (0.5, -0.1), (3.0, 1.0)])
 def test_ratio_percentiles_equal_numpy_within_a_bin(scale: float, shift: float) -> None:
-    """A bin is 5 % wide beyond 1e-3 nats and 5e-5 nats wide below that; samples go through several ranks' histograms."""
+    """A bin is 5 % wide beyond 1e-3 nats and 5e-5 nats wide below that; samples go through several ranks'
+    histograms."""
     differences = torch.randn(5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * scale + shift
     histogram = sum(
-        mismatch_sums(part, torch.zeros(len(part), dtype=torch.float64), torch.ones(len(part), dtype=torch.bool))["hist:mismatch"]
+        mismatch_sums(part, torch.zeros(len(part), dtype=torch.float64), torch.ones(len(part), dtype=torch.bool))[
+            "hist:mismatch"
+        ]
         for part in differences.split([1, 1999, 3000])
     )
     assert isinstance(histogram, Tensor)
@@ -536,7 +602,9 @@ def test_ratio_percentiles_of_identical_logprobs_are_one() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_ratio_beyond_float_range_gives_a_finite_loss_and_gradient(policy: str) -> None:
     logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
-    loss, _ = _loss(logprobs, torch.tensor([-500.0, -1.0]), torch.tensor([-1.0, 1.0]), policy=policy, sequences=torch.tensor([0, 1]))
+    loss, _ = _loss(
+        logprobs, torch.tensor([-500.0, -1.0]), torch.tensor([-1.0, 1.0]), policy=policy, sequences=torch.tensor([0, 1])
+    )
     loss.backward()
     assert torch.isfinite(loss)
     assert logprobs.grad is not None

@@ -12,14 +12,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.attention import PackedLayout, packed_attention
-from grpo_spmd.batching import pack_rollouts
-from grpo_spmd.config import ConfigError, ModelConfig, OptimizerConfig
-from grpo_spmd.data_types import Rollout
-from grpo_spmd.distributed import Session, end_session, start_session
-from grpo_spmd.logprobs import TokenLogprobs
-from grpo_spmd.policy import build_optimizer, build_policy, load_weights
-from grpo_spmd.proofs import weights_id
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import ModelConfig, OptimizerConfig
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.engine.weight_proof import weights_id
+from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.model.attention import PackedLayout, packed_attention
+from grpo_spmd.model.logprobs import TokenLogprobs
+from grpo_spmd.model.optimizer import build_optimizer
+from grpo_spmd.model.policy import build_policy, load_weights
+from grpo_spmd.records import Rollout
 from tests.support.checkpoints import export_policy
 from tests.support.models import FAMILIES, make_model
 
@@ -50,7 +52,9 @@ LENGTHS = [(3, 9), (1, 1), (12, 40), (5, 0), (7, 30), (2, 9), (9, 33)]
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_packed_logprobs_equal_transformers_one_by_one(tmp_path: Path, session: Session, family: str, tied: bool) -> None:
+def test_packed_logprobs_equal_transformers_one_by_one(
+    tmp_path: Path, session: Session, family: str, tied: bool
+) -> None:
     folder = make_model(tmp_path, family, tied=tied)
     policy = build_policy(model_config(folder), 0.7, session)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -159,7 +163,9 @@ def test_logits_exist_one_chunk_at_a_time() -> None:
 def test_norms_and_biases_get_no_weight_decay_and_lr_warms_up(tmp_path: Path, session: Session) -> None:
     policy = build_policy(model_config(make_model(tmp_path, "qwen2", tied=True)), 1.0, session)
     optimizer, schedule = build_optimizer(policy, OptimizerConfig(lr=1.0, weight_decay=0.3, warmup_steps=4))
-    decays = {parameter.ndim: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    decays = {
+        parameter.ndim: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]
+    }
     assert decays == {1: 0.0, 2: 0.3}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(policy.parameters()))
     rates = []
@@ -280,7 +286,9 @@ def test_a_model_whose_logprobs_would_be_wrong_is_refused(
 
 
 def test_dropout_of_the_checkpoint_is_switched_off(tmp_path: Path, session: Session) -> None:
-    folder = make_model(tmp_path, "starcoder2", tied=True, residual_dropout=0.5, embedding_dropout=0.5, attention_dropout=0.5)
+    folder = make_model(
+        tmp_path, "starcoder2", tied=True, residual_dropout=0.5, embedding_dropout=0.5, attention_dropout=0.5
+    )
     policy = build_policy(model_config(folder), 1.0, session)
     batch = pack_rollouts(rollouts(LENGTHS), CPU)
     assert torch.equal(policy(batch)[0], policy(batch)[0])
@@ -310,7 +318,8 @@ def test_a_model_that_caps_attention_logits_is_refused(tmp_path: Path, session: 
 
 
 def test_selective_recomputation_repeats_no_product(tmp_path: Path, session: Session) -> None:
-    """Full recomputation runs each product of a layer's forward pass once more, selective none, and without gradients neither is on."""
+    """Full recomputation runs each product of a layer's forward pass once more, selective none, and without gradients
+    neither is on."""
     folder = make_model(tmp_path, "qwen3", tied=True)
 
     class Products(torch.utils._python_dispatch.TorchDispatchMode):
@@ -333,7 +342,9 @@ def test_selective_recomputation_repeats_no_product(tmp_path: Path, session: Ses
     assert layers * (products_of_a_layer - 1) <= counts[True] - counts[False] <= layers * products_of_a_layer
 
 
-def test_names_and_places_of_parameters_do_not_depend_on_recomputation_and_compilation(tmp_path: Path, session: Session) -> None:
+def test_names_and_places_of_parameters_do_not_depend_on_recomputation_and_compilation(
+    tmp_path: Path, session: Session
+) -> None:
     folder = make_model(tmp_path, "llama", tied=False)
     plain = build_policy(model_config(folder), 1.0, session)
     changed = build_policy(model_config(folder, activation_checkpointing=True, compile=True), 1.0, session)

@@ -1,11 +1,12 @@
-"""The fault table: what a run was put through, how often, and how often it came out as if nothing had happened. Real processes and kills.
+"""The fault table: what a run was put through, how often, and how often it came out as if nothing had happened. Real
+processes and kills.
 
     benchmarks/run.sh faults [--json FILE] [--only NAME ...] [--num N]        about an hour on 2 cores
-A row a fault: how many were tried, survived and lost, the worst figure, and what went wrong where something did. Rows are printed and
-written as they end. A run of two ranks survives a kill if the newest checkpoint is whole, at most one interval of steps was lost (and
-what was finished while a save was under way), and it ends with the same state, metrics and rollouts, to the bit, as the run that nobody
-touched. --num: the number of random kills (100) and of draws a kind of damage; kills a phase and repeats are a tenth of it. The exit
-code is 1 if anything was lost.
+A row a fault: how many were tried, survived and lost, the worst figure, and what went wrong where something did. Rows
+are printed and written as they end. A run of two ranks survives a kill if the newest checkpoint is whole, at most one
+interval of steps was lost (and what was finished while a save was under way), and it ends with the same state, metrics
+and rollouts, to the bit, as the run that nobody touched. --num: the number of random kills (100) and of draws a kind of
+damage; kills a phase and repeats are a tenth of it. The exit code is 1 if anything was lost.
 """
 
 from __future__ import annotations
@@ -20,10 +21,7 @@ from typing import Any
 from benchmarks.support.report import Row, arguments_parser, report
 from benchmarks.survival.faults.damage import corruption, disk
 from benchmarks.survival.faults.kills import sigkill_phase, sigkill_random
-from benchmarks.survival.faults.lab import (
-    Lab,
-    kill_all_launches,
-)
+from benchmarks.survival.faults.lab import Lab, kill_all_launches
 from benchmarks.survival.faults.long_runs import soak, world_size
 from benchmarks.survival.faults.save_time import save_time
 from benchmarks.survival.faults.stops import hang, raises, signals

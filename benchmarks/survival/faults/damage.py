@@ -14,16 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.support.report import Row
-from benchmarks.survival.faults.lab import (
-    AT_ONCE,
-    EVERY,
-    Lab,
-    Launch,
-    Run,
-    metrics_of,
-)
+from benchmarks.survival.faults.lab import AT_ONCE, EVERY, Lab, Launch, Run, metrics_of
 from benchmarks.survival.faults.rows import row
-from grpo_spmd.manifest import CheckpointError, list_checkpoints, read_manifest, verify_checkpoint
+from grpo_spmd.checkpoint.manifest import CheckpointError, list_checkpoints, read_manifest, verify_checkpoint
 from tests.support.models import make_model
 
 # Files of a checkpoint
@@ -95,14 +88,17 @@ def corruption(lab: Lab, num: int) -> Iterator[Row]:
                 tried += 1
                 try:
                     verify_checkpoint(copy)
-                    if read_manifest(copy) == facts:  # a blank turned into another one, say: all that it stands for is there
+                    # a blank turned into another one, say: all that it stands for is there
+                    if read_manifest(copy) == facts:
                         harmless += 1
                     else:
                         undetected.append(f"{name}, draw {draw}")
                 except CheckpointError:
                     pass
                 shutil.rmtree(copy)
-        notes = f"{len(facts) + 1} files" + (f"; {harmless} not seen in manifest.json, which still says the same" if harmless else "")
+        notes = f"{len(facts) + 1} files" + (
+            f"; {harmless} not seen in manifest.json, which still says the same" if harmless else ""
+        )
         yield row(f"checkpoint: a file {damage}", tried, undetected, "-", notes)
     yield from _corruption_through_a_start(lab)
 
@@ -132,7 +128,8 @@ def _corruption_through_a_start(lab: Lab) -> Iterator[Row]:
         run, launch = go_on(case, damage, 0, *overrides)
         line = next((line for line in launch.output.splitlines() if line.startswith("error: ")), "")
         kept = metrics_of(run.run_dir) == metrics_of(stopped.run_dir)
-        good = says in line and kept and re.search(r"exitcode *: 2\b", launch.output)  # the rank's; torchrun's own is 1 whatever it was
+        # the rank's; torchrun's own is 1 whatever it was
+        good = says in line and kept and re.search(r"exitcode *: 2\b", launch.output)
         return "" if good else f"{case}: {launch.output[-300:]}"
 
     def nothing(_: Path) -> None:
@@ -166,7 +163,8 @@ def _corruption_through_a_start(lab: Lab) -> Iterator[Row]:
 
 
 def disk(lab: Lab, num: int) -> Iterator[Row]:
-    """The checkpoints, or the whole run folder, on a small disk that runs full or turns read-only at the second save."""
+    """The checkpoints, or the whole run folder, on a small disk that runs full or turns read-only at the second
+    save."""
     probe = lab.root / "probe"
     probe.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(probe)], capture_output=True).returncode:
@@ -179,7 +177,12 @@ def disk(lab: Lab, num: int) -> Iterator[Row]:
     for fault, whole, command, last_code in (
         ("disk full before a save", False, fill.format(disk="{disk}", left=64), 1),
         ("disk full in the middle of a save", False, fill.format(disk="{disk}", left=state_kib + 16), 1),
-        ("disk full, free again after a second", False, fill.format(disk="{disk}", left=64) + "; (sleep 1; rm {disk}/filler) &", 0),
+        (
+            "disk full, free again after a second",
+            False,
+            fill.format(disk="{disk}", left=64) + "; (sleep 1; rm {disk}/filler) &",
+            0,
+        ),
         ("disk of the whole run folder full", True, fill.format(disk="{disk}", left=64), 1),
         ("folder read-only", False, "mount -o remount,ro {disk}", 1),
     ):
@@ -212,7 +215,13 @@ def disk(lab: Lab, num: int) -> Iterator[Row]:
             elif differences := run.differences():
                 problems.append("; ".join(differences))
             kept_names = ", ".join(checkpoint.name for checkpoint in kept)
-            yield row(fault, 1, problems[:1], f"exit code {code}", "; ".join([*problems[1:], f"kept {kept_names}, went on to the bit"]))
+            yield row(
+                fault,
+                1,
+                problems[:1],
+                f"exit code {code}",
+                "; ".join([*problems[1:], f"kept {kept_names}, went on to the bit"]),
+            )
 
 
 @contextmanager

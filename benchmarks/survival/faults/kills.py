@@ -15,14 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.report import Row
-from benchmarks.survival.faults.lab import (
-    AT_ONCE,
-    Lab,
-    Launch,
-    Run,
-    Strike,
-    wait_until_gone,
-)
+from benchmarks.survival.faults.lab import AT_ONCE, Lab, Launch, Run, Strike, wait_until_gone
 from benchmarks.survival.faults.rows import row_of_strikes
 from benchmarks.survival.faults.worker import PHASES, START, WRITE_POINTS, has_rank
 

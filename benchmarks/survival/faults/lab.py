@@ -1,4 +1,5 @@
-"""A training run under faults: start it, kill it, and judge what is left against a run that nobody touched. How a campaign does it."""
+"""A training run under faults: start it, kill it, and judge what is left against a run that nobody touched. How a
+campaign does it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.report import read_lines
-from grpo_spmd.manifest import list_checkpoints, read_manifest
+from grpo_spmd.checkpoint.manifest import list_checkpoints, read_manifest
 from tests.support.models import make_model, write_config
 from tests.support.processes import torchrun
 
@@ -27,7 +28,14 @@ LIMIT_S = 600.0  # for one launch to end in
 _MARK = "GRPO_SPMD_FAULTS_ID"
 _OF_A_GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Of a metrics line: what no two runs have alike.
-_MEASURED = ("time/", "memory/", "throughput/", "rollout/tail_waste_frac", "rollout/tokens_per_s", "weight_sync/proof_s")
+_MEASURED = (
+    "time/",
+    "memory/",
+    "throughput/",
+    "rollout/tail_waste_frac",
+    "rollout/tokens_per_s",
+    "weight_sync/proof_s",
+)
 _started: list[Launch] = []
 _closed = threading.Event()
 
@@ -41,7 +49,14 @@ class Launch:
         number = len(list(run.folder.glob("launch_*.log")))
         self.mark, self.log = uuid.uuid4().hex, run.folder / f"launch_{number:03d}.log"
         options = ["--max-restarts", str(max_restarts), "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
-        train = ["-m", "benchmarks.survival.faults.worker", "--config", str(run.lab.config), f"run_dir={run.run_dir}", *overrides]
+        train = [
+            "-m",
+            "benchmarks.survival.faults.worker",
+            "--config",
+            str(run.lab.config),
+            f"run_dir={run.run_dir}",
+            *overrides,
+        ]
         env = {name: value for name, value in os.environ.items() if name not in _OF_A_GROUP}
         env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FAULTS": str(run.folder), _MARK: self.mark}
         with self.log.open("wb") as file:
@@ -186,7 +201,9 @@ class Run:
 
     def plan(self, number: int, **fault: Any) -> None:
         """See worker.Trap."""
-        (self.folder / "plan" / f"{number:03d}.json").write_text(json.dumps({"do": "kill", "moment": 0.0, "count": 1, "rank": 0} | fault))
+        (self.folder / "plan" / f"{number:03d}.json").write_text(
+            json.dumps({"do": "kill", "moment": 0.0, "count": 1, "rank": 0} | fault)
+        )
 
     def strikes(self) -> list[Strike]:
         """Of the plan, those that happened."""
@@ -204,7 +221,8 @@ class Run:
         return Run(self.lab, folder)
 
     def judge(self, strikes: list[Strike], launch: Launch) -> list[Strike]:
-        """Wait for the end of `launch`, then say what each fault did: by what the start after it found, and by how the run came out."""
+        """Wait for the end of `launch`, then say what each fault did: by what the start after it found, and by how the
+        run came out."""
         code = launch.wait()
         events = self.events()
         starts = [i for i, event in enumerate(events) if event["event"] == "start"]
@@ -260,4 +278,6 @@ def state_of(run_dir: Path) -> dict[str, Any]:
     newest = list_checkpoints(run_dir)[-1]
     trainer = json.loads((newest / "trainer.json").read_text())
     shards = {name: facts["sha256"] for name, facts in read_manifest(newest).items() if name.startswith("state/")}
-    return shards | {name: trainer[name] for name in ("step", "position", "num_updates", "skipped_in_a_row", "mismatch_scale")}
+    return shards | {
+        name: trainer[name] for name in ("step", "position", "num_updates", "skipped_in_a_row", "mismatch_scale")
+    }

@@ -10,17 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.report import Row, read_lines
-from benchmarks.survival.faults.lab import (
-    NUM_PROMPTS,
-    Lab,
-    Launch,
-    Run,
-)
+from benchmarks.survival.faults.lab import NUM_PROMPTS, Lab, Launch, Run
 from benchmarks.survival.faults.rows import row
 
 
 def world_size(lab: Lab, num: int) -> Iterator[Row]:
-    """2 -> 1 -> 2 ranks with five kills over three epochs; the loss of the first step after a change, against the other number of ranks."""
+    """2 -> 1 -> 2 ranks with five kills over three epochs; the loss of the first step after a change, against the other
+    number of ranks."""
     steps_an_epoch = NUM_PROMPTS // 4
     overrides, num_epochs = [f"training.num_steps={3 * steps_an_epoch}"], 3
     run, going = lab.run("world_size"), [*overrides, "checkpoint.resume=auto"]
@@ -54,7 +50,13 @@ def world_size(lab: Lab, num: int) -> Iterator[Row]:
         problems.append(f"losses of the first step differ by {worst:.1e}")
     damaged = [event["damage"] for event in run.events() if event.get("damage")]
     notes = f"each of {NUM_PROMPTS} prompts once in each of {num_epochs} epochs"
-    yield row("2 -> 1 -> 2 ranks, 5 kills, 3 epochs", 5, [*problems, *damaged][:5], f"{worst:.1e} of the first step's losses", notes)
+    yield row(
+        "2 -> 1 -> 2 ranks, 5 kills, 3 epochs",
+        5,
+        [*problems, *damaged][:5],
+        f"{worst:.1e} of the first step's losses",
+        notes,
+    )
 
 
 def _by_step(run: Run) -> dict[int, dict[str, Any]]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.support.report import Row
-from benchmarks.survival.faults.lab import (
-    EVERY,
-    Strike,
-)
+from benchmarks.survival.faults.lab import EVERY, Strike
 
 
 def row(fault: str, tried: int, problems: list[str], worst: str, notes: str = "") -> Row:
@@ -27,4 +24,10 @@ def row_of_strikes(fault: str, strikes: list[Strike], notes: str = "") -> Row:
     in_save = sum(strike.in_save for strike in strikes)
     worst = f"{max(lost, default=0)} steps lost, interval {EVERY}"
     problems = ["; ".join(strike.problems) for strike in strikes if strike.problems]
-    return row(fault, len(strikes), problems, worst, "; ".join(note for note in (f"{in_save} with a save half written", notes) if note))
+    return row(
+        fault,
+        len(strikes),
+        problems,
+        worst,
+        "; ".join(note for note in (f"{in_save} with a save half written", notes) if note),
+    )

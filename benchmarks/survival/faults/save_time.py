@@ -1,4 +1,5 @@
-"""What a save costs: how long training waits for one that is written in the background, and for one written to its end."""
+"""What a save costs: how long training waits for one that is written in the background, and for one written to its
+end."""
 
 from __future__ import annotations
 
@@ -9,9 +10,7 @@ from typing import Any
 
 from benchmarks.support.ranks import measure
 from benchmarks.support.report import Row, ratios
-from benchmarks.survival.faults.lab import (
-    Lab,
-)
+from benchmarks.survival.faults.lab import Lab
 from benchmarks.survival.faults.rows import row
 from tests.support.models import make_model, write_config
 

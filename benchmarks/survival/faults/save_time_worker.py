@@ -2,7 +2,8 @@
 
     python -m benchmarks.survival.faults.save_time_worker CONFIG RUN_DIR REPEATS
 
-A policy with both moments of Adam, 12 bytes a parameter in all. Asynchronous: the copy, as in a run, with the save before long through.
+A policy with both moments of Adam, 12 bytes a parameter in all. Asynchronous: the copy, as in a run, with the save
+before long through.
 Synchronous: the copy, the write and its completion. Rank 0 tells the seconds of each, the slowest rank's.
 """
 
@@ -15,11 +16,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.support.ranks import tell
-from grpo_spmd.checkpoint import Checkpoints
-from grpo_spmd.config import load_config
-from grpo_spmd.distributed import barrier, end_session, exit_with_outcome, on_rank0, start_session
-from grpo_spmd.policy import build_policy
-from grpo_spmd.update import PolicyUpdater
+from grpo_spmd.checkpoint.save import Checkpoints
+from grpo_spmd.config.load import load_config
+from grpo_spmd.distributed.collectives import barrier, on_rank0
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import end_session, start_session
+from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.policy import build_policy
 
 
 def main() -> None:

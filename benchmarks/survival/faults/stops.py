@@ -11,12 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.support.report import Row
 from benchmarks.survival.faults.kills import wait_for_the_moment
-from benchmarks.survival.faults.lab import (
-    AT_ONCE,
-    Lab,
-    Launch,
-    Strike,
-)
+from benchmarks.survival.faults.lab import AT_ONCE, Lab, Launch, Strike
 from benchmarks.survival.faults.rows import row
 from benchmarks.survival.faults.worker import PHASES
 
@@ -34,7 +29,8 @@ def raises(lab: Lab, num: int) -> Iterator[Row]:
 
 
 def hang(lab: Lab, num: int) -> Iterator[Row]:
-    """On either rank in each phase: stopped within the watchdog's limit and 5 s, and the report names the rank and its phase."""
+    """On either rank in each phase: stopped within the watchdog's limit and 5 s, and the report names the rank and its
+    phase."""
 
     def is_named(output: str, rank: int, phase: str) -> bool:
         return re.search(rf"^rank {rank} \([^)]*\) hangs in phase {phase}, ", output, re.MULTILINE) is not None
@@ -58,18 +54,26 @@ def _stop_in_each_phase(
         took = time.time() - struck[0].time if struck else float("inf")
         left = launch.pids()
         good = code > 0 and struck and took < limit_s and not left and says(launch.output, rank, phase)
-        return took, "" if good else f"{phase}, rank {rank}: exit code {code} after {took:.1f} s, {len(left)} left: {launch.output[-200:]}"
+        return (
+            took,
+            ""
+            if good
+            else f"{phase}, rank {rank}: exit code {code} after {took:.1f} s, {len(left)} left: {launch.output[-200:]}",
+        )
 
     cases = [(phase, rank) for phase in PHASES for rank in (0, 1)]
     cases = random.Random(0).sample(cases, min(len(cases), max(2, num // 5)))
     with ThreadPoolExecutor(AT_ONCE) as pool:
         outcomes = list(pool.map(stop, cases))
     problems = [problem for _, problem in outcomes if problem]
-    yield row(f"{fault}, each rank in each phase", len(cases), problems, f"all out after {max(t for t, _ in outcomes):.1f} s")
+    yield row(
+        f"{fault}, each rank in each phase", len(cases), problems, f"all out after {max(t for t, _ in outcomes):.1f} s"
+    )
 
 
 def signals(lab: Lab, num: int) -> Iterator[Row]:
-    """To torchrun, at a random time of the training: saved and gone within 30 s, and the run goes on to the same end."""
+    """To torchrun, at a random time of the training: saved and gone within 30 s, and the run goes on to the same
+    end."""
     assert lab.reference
     for number in (signal.SIGTERM, signal.SIGUSR1):
 
@@ -82,7 +86,10 @@ def signals(lab: Lab, num: int) -> Iterator[Row]:
             code, took = launch.wait(60), time.monotonic() - start
             marked, left = (run.run_dir / "preempted.json").exists(), launch.pids()
             if not marked or left or took > 30:
-                return took, f"exit code {code} after {took:.1f} s, marker {marked}, {len(left)} left: {launch.output[-200:]}"
+                return (
+                    took,
+                    f"exit code {code} after {took:.1f} s, marker {marked}, {len(left)} left: {launch.output[-200:]}",
+                )
             launch = Launch(run, 2, "checkpoint.resume=auto")
             problems = run.judge([Strike(0.0, "")], launch)[0].problems
             return took, "; ".join(problems)
@@ -91,4 +98,6 @@ def signals(lab: Lab, num: int) -> Iterator[Row]:
             outcomes = list(pool.map(preempt, range(max(1, num // 20))))
         problems = [problem for _, problem in outcomes if problem]
         worst = f"out after {max(t for t, _ in outcomes):.1f} s"
-        yield row(f"{number.name} to torchrun", len(outcomes), problems, worst, "marker, no orphans, went on to the bit")
+        yield row(
+            f"{number.name} to torchrun", len(outcomes), problems, worst, "marker, no orphans, went on to the bit"
+        )

@@ -1,9 +1,9 @@
 """A rank of a run under faults: grpo_spmd.train as it is, in a process that dies where the harness has planned it.
 
     FAULTS=FOLDER torchrun ... -m benchmarks.survival.faults.worker --config FILE run_dir=FOLDER/run ...
-FOLDER/plan/*.json are faults, and each happens once: the first that is left is the one of this start. FOLDER/events.jsonl gets what rank 0
-finds at each start, before the training looks at anything, and the step that the run then goes on from. The product has no hooks: its
-functions are wrapped here.
+FOLDER/plan/*.json are faults, and each happens once: the first that is left is the one of this start.
+FOLDER/events.jsonl gets what rank 0 finds at each start, before the training looks at anything, and the step that the
+run then goes on from. The product has no hooks: its functions are wrapped here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_spmd import manifest
 from grpo_spmd import train as train_module
+from grpo_spmd.checkpoint import manifest
 
 PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
 # Of the background write, in its order. The last one: half of an old checkpoint's files are gone.
@@ -51,10 +51,11 @@ class PlannedError(Exception):
 
 
 class Trap:
-    """The fault of this start, sprung at the planned time that its place is come to: {"rank", "where", "count", "moment", "do"}.
+    """The fault of this start, sprung at the planned time that its place is come to: {"rank", "where", "count",
+    "moment", "do"}.
 
-    "moment" is the share of the place's usual duration after which it strikes; if the place is left before, it strikes then. "do" is
-    "kill", "raise", "sleep" or a shell command; all but the first act as the place is entered.
+    "moment" is the share of the place's usual duration after which it strikes; if the place is left before, it strikes
+    then. "do" is "kill", "raise", "sleep" or a shell command; all but the first act as the place is entered.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -131,18 +132,14 @@ def main() -> None:
     trap = Trap(folder, rank)
     if trap.where == START:
         trap.strike_after(trap.moment * float(os.environ["FAULTS_START_S"]))
-    original = train_module.train
-
-    def train(*args: Any) -> Any:
-        _wrap(trap, folder, rank)
-        return original(*args)
-
-    train_module.train = train  # type: ignore[assignment]
+    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # as the command sets it before it imports torch
+    _wrap(trap, folder, rank)
     train_module.main()
 
 
 def _state_of(run_dir: Path) -> dict[str, Any]:
-    """What a kill has left: the newest complete checkpoint and whether it is good, and how many steps have a line in metrics.jsonl."""
+    """What a kill has left: the newest complete checkpoint and whether it is good, and how many steps have a line in
+    metrics.jsonl."""
     found = manifest.list_checkpoints(run_dir)
     damage = None
     if found:
@@ -172,7 +169,8 @@ def _tell(folder: Path, event: dict[str, Any]) -> None:
 
 def _wrap(trap: Trap, folder: Path, rank: int) -> None:
     """The places of a fault; a name that the product no longer has raises AttributeError here."""
-    from grpo_spmd import checkpoint, metrics
+    from grpo_spmd.checkpoint import save as checkpoint
+    from grpo_spmd.observe import log as metrics
 
     phase, load = metrics.MetricsLog.phase, checkpoint.Checkpoints.load
 
@@ -215,7 +213,8 @@ def _around(module: ModuleType, name: str, trap: Trap, before: str = "", after: 
 
 def _in_the_shard(trap: Trap) -> None:
     """A piece of the file is hashed when it has been written: strike after a drawn one."""
-    from grpo_spmd import checkpoint
+    from grpo_spmd.checkpoint import save as checkpoint
+    from grpo_spmd.checkpoint import state
 
     original, pieces_left = checkpoint.write_shard, [0]
 
@@ -242,12 +241,12 @@ def _in_the_shard(trap: Trap) -> None:
             pieces_left[0] = 1 + int(trap.moment * (len(tensors) + 1))  # its length and its header come first
         return original(path, tensors, rows)
 
-    checkpoint.hashlib = Hashlib  # type: ignore[assignment]
+    state.hashlib = Hashlib  # type: ignore[assignment]
     checkpoint.write_shard = write_shard
 
 
 def _in_the_removal(trap: Trap) -> None:
-    original = manifest._remove
+    original = manifest.remove
 
     def remove(folder: Path) -> None:
         if not folder.name.endswith(".tmp") and trap.is_due("write: removing an old one"):
@@ -258,7 +257,7 @@ def _in_the_removal(trap: Trap) -> None:
             trap.strike()
         original(folder)
 
-    manifest._remove = remove
+    manifest.remove = remove
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""python -m tests.support.workers.checkpoint save|load|policy FOLDER CONFIG NUM_REPLICAS: two updates and a save, or a load.
+"""python -m tests.support.workers.checkpoint save|load|policy FOLDER CONFIG NUM_REPLICAS: two updates and a save, or a
+load.
 
-Prints the digest of every full tensor of policy and optimizer, so that the test can compare what different numbers of ranks hold.
+Prints the digest of every full tensor of policy and optimizer, so that the test can compare what different numbers of
+ranks hold.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.checkpoint import Checkpoints, load_state, state_tensors
-from grpo_spmd.config import load_config
-from grpo_spmd.distributed import end_session, exit_with_outcome, start_session
-from grpo_spmd.manifest import read_trainer, verify_checkpoint
-from grpo_spmd.policy import build_policy
-from grpo_spmd.proofs import weights_id
-from grpo_spmd.update import PolicyUpdater
+from grpo_spmd.checkpoint.manifest import read_trainer, verify_checkpoint
+from grpo_spmd.checkpoint.restore import load_state
+from grpo_spmd.checkpoint.save import Checkpoints
+from grpo_spmd.checkpoint.state import state_tensors
+from grpo_spmd.config.load import load_config
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import end_session, start_session
+from grpo_spmd.engine.weight_proof import weights_id
+from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.policy import build_policy
 
 
 def main() -> None:
@@ -33,7 +38,8 @@ def main() -> None:
             for number, parameter in enumerate(p for p in policy.parameters() if p.requires_grad):
                 assert isinstance(parameter, DTensor)
                 rows = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape).sin() + number + step
-                full = DTensor.from_local(rows, parameter.device_mesh, run_check=False)  # the same on all ranks: replicated
+                # the same on all ranks: replicated
+                full = DTensor.from_local(rows, parameter.device_mesh, run_check=False)
                 parameter.grad = full.redistribute(parameter.device_mesh, parameter.placements)
             updater.optimizer.step()
             updater._schedule.step()
@@ -61,7 +67,9 @@ def main() -> None:
 def digests(policy: torch.nn.Module, updater: PolicyUpdater) -> dict[str, str]:
     tensors = {name: tensor.full_tensor().detach() for name, tensor in state_tensors(policy, updater).items()}  # type: ignore[arg-type]
     steps = {float(state["step"]) for state in updater.optimizer.state.values()}
-    return {name: hashlib.sha256(t.numpy().tobytes()).hexdigest()[:16] for name, t in tensors.items()} | {"steps": str(steps)}
+    return {name: hashlib.sha256(t.numpy().tobytes()).hexdigest()[:16] for name, t in tensors.items()} | {
+        "steps": str(steps)
+    }
 
 
 if __name__ == "__main__":

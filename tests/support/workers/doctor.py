@@ -1,8 +1,10 @@
-"""A small loop with the phases of a real one, real collectives and an FSDP update; one rank does in step 1 what its order says.
+"""A small loop with the phases of a real one, real collectives and an FSDP update; one rank does in step 1 what its
+order says.
 
-Argument, under torchrun: an order, JSON {"do", "rank", "phase", "folder", "limit_s", "once"}; `do` is a name of FAULTS, `once` a file that
-says that it was done. Or a list of orders: each gets two ranks, forked from here (so that torch is imported once), a store that outlives
-them, and SIGTERM when the first of them has ended, as torchrun does. Prints what became of them as JSON.
+Argument, under torchrun: an order, JSON {"do", "rank", "phase", "folder", "limit_s", "once"}; `do` is a name of FAULTS,
+`once` a file that says that it was done. Or a list of orders: each gets two ranks, forked from here (so that torch is
+imported once), a store that outlives them, and SIGTERM when the first of them has ended, as torchrun does. Prints what
+became of them as JSON.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 
-from grpo_spmd import doctor
-from grpo_spmd.config import ConfigError, WatchdogConfig
-from grpo_spmd.distributed import Session, any_rank, barrier, end_session, exchange_bytes, on_rank0, set_collective_timeouts, start_session
-from grpo_spmd.metrics import PHASES
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import WatchdogConfig
+from grpo_spmd.distributed import doctor
+from grpo_spmd.distributed.collectives import any_rank, barrier, exchange_bytes, on_rank0
+from grpo_spmd.distributed.session import Session, end_session, set_collective_timeouts, start_session
+from grpo_spmd.observe.derive import PHASES
 
 
 def fail() -> None:
@@ -81,7 +85,13 @@ class Loop:
 
     def misbehave(self, phase: str) -> Any:
         once = "once" not in self.order or not Path(self.order["once"]).exists()
-        if self.step == 1 and phase == self.order["phase"] and str(self.session.rank) == self.order["rank"] and not self.done and once:
+        if (
+            self.step == 1
+            and phase == self.order["phase"]
+            and str(self.session.rank) == self.order["rank"]
+            and not self.done
+            and once
+        ):
             self.done = True
             Path(self.order["folder"], "when").write_text(str(time.time()))
             if "once" in self.order:
@@ -91,7 +101,8 @@ class Loop:
     def run(self, phase: str) -> None:
         doctor.enter_phase(phase, self.step)
         if phase == "update":
-            handle = self.model[1].register_full_backward_hook(lambda *_: self.misbehave(phase))  # inside FSDP's backward
+            # inside FSDP's backward
+            handle = self.model[1].register_full_backward_hook(lambda *_: self.misbehave(phase))
             self.model(torch.ones(4, 8)).sum().backward()
             handle.remove()
         elif phase == "reward":
@@ -141,13 +152,17 @@ def run_as_torchrun(order: dict[str, str]) -> dict[str, object]:
         store = torch.distributed.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         os.write(port_in, str(store.port).encode())
         time.sleep(600)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.read(port_out, 100).decode(), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=os.read(port_out, 100).decode(), TORCHELASTIC_USE_AGENT_STORE="True"
+    )
     os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     ranks = {}
     for rank in range(2):
         pid = os.fork()
         if pid == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), TORCHELASTIC_ERROR_FILE=str(folder / f"error_{rank}.json"))
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), TORCHELASTIC_ERROR_FILE=str(folder / f"error_{rank}.json")
+            )
             with doctor.exit_with_outcome():
                 main(order)
         ranks[pid] = rank

@@ -13,23 +13,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd import rollout
-from grpo_spmd.config import EvalConfig, load_config
-from grpo_spmd.data import build_prompts, read_rows
-from grpo_spmd.data_types import Completion, RolloutGroup, ScoredRollouts
-from grpo_spmd.distributed import end_session, exit_with_outcome, start_session
-from grpo_spmd.evaluate import evaluate, evaluate_if_due
-from grpo_spmd.policy import build_policy, load_tokenizer, stop_token_ids
-from grpo_spmd.rewards.pool import RewardPool
-from grpo_spmd.rollout import Request, RolloutEngine
-from grpo_spmd.weight_sync import sync_weights
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import EvalConfig
+from grpo_spmd.data.prompts import build_prompts
+from grpo_spmd.data.rows import read_rows
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import end_session, start_session
+from grpo_spmd.engine import engine as rollout
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.requests import Request
+from grpo_spmd.engine.weight_sync import sync_weights
+from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
+from grpo_spmd.model.policy import build_policy
+from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
+from grpo_spmd.rewards.pool.pool import RewardPool
+from grpo_spmd.rollout.evaluate import evaluate, evaluate_if_due
 
 
 def main() -> None:
     config = dataclasses.replace(load_config(sys.argv[1]), run_dir=sys.argv[2])
     greedy = dataclasses.replace(config, eval=EvalConfig(every_steps=2, num_samples=1, temperature=0.0))
     tokenizer = load_tokenizer(config.model.path)
-    held_out = {name: build_prompts(read_rows(config.data, name), tokenizer, config, name) for name in config.data.eval_sets}
+    held_out = {
+        name: build_prompts(read_rows(config.data, name), tokenizer, config, name) for name in config.data.eval_sets
+    }
     scored_here = []
 
     def score(groups: Sequence[RolloutGroup], num_step_completions: int) -> ScoredRollouts:
@@ -49,8 +56,11 @@ def main() -> None:
     greedy_metrics = evaluate(held_out, engine, score, greedy, 1)
     # One prompt, one sample: somewhere a rank has nothing to score, and takes part all the same.
     alone = {"e1": held_out["e1"]}
-    assert evaluate(alone, engine, score, greedy, 1) == {k: v for k, v in greedy_metrics.items() if k.startswith("eval/e1/")}
-    # Nothing is left behind: a prompt of the evaluation is computed anew. (Its second time it is not, so this would show.)
+    assert evaluate(alone, engine, score, greedy, 1) == {
+        k: v for k, v in greedy_metrics.items() if k.startswith("eval/e1/")
+    }
+    # Nothing is left behind: a prompt of the evaluation is computed anew. (Its second time it is not, so this would
+    # show.)
     cached = count_cached_tokens()
     for _ in range(2):
         engine.generate([Request(held_out["e1"][0].token_ids, 0)], 1)

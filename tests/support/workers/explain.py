@@ -1,4 +1,5 @@
-"""Worker: what `--explain` works out against what real ranks hold and move: shards, gradients, moments, reference, the sync.
+"""Worker: what `--explain` works out against what real ranks hold and move: shards, gradients, moments, reference, the
+sync.
 
 python -m tests.support.workers.explain CONFIG
 """
@@ -10,19 +11,22 @@ import sys
 import torch
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd import explain
-from grpo_spmd.batching import pack_rollouts
-from grpo_spmd.config import load_config
-from grpo_spmd.data_types import Rollout
-from grpo_spmd.distributed import end_session, exit_with_outcome, on_rank0, start_session
-from grpo_spmd.policy import Policy, build_optimizer, build_policy, build_reference
-from grpo_spmd.weight_sync import SyncStats, gather_full_tensors
+from grpo_spmd.config.load import load_config
+from grpo_spmd.distributed.collectives import on_rank0
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import end_session, start_session
+from grpo_spmd.engine.weight_sync import gather_full_tensors
+from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.model.optimizer import build_optimizer
+from grpo_spmd.model.policy import Policy, build_policy, build_reference
+from grpo_spmd.preflight import arithmetic, model_facts
+from grpo_spmd.records import Rollout, SyncStats
 
 
 def main() -> None:
     config = load_config(sys.argv[1])
     session = start_session()
-    facts = explain.read_model(config.model.path)
+    facts = model_facts.read_model(config.model.path)
     assert facts is not None
     policy = build_policy(config.model, 1.0, session)
     reference = build_reference(config, session, policy)
@@ -40,9 +44,12 @@ def main() -> None:
         "moments": shard_bytes(moments),
         "reference": shard_bytes(list(reference.parameters())),
     }
-    full = explain.shard_numel(facts.shapes, session.world_size)
+    full = arithmetic.shard_numel(facts.shapes, session.world_size)
     if session.is_rank0:  # the first rank always has full shards; the last may have fewer rows
-        assert held == {"master": 4 * full, "gradients": 4 * full, "moments": 8 * full, "reference": 2 * full}, (held, full)
+        assert held == {"master": 4 * full, "gradients": 4 * full, "moments": 8 * full, "reference": 2 * full}, (
+            held,
+            full,
+        )
     assert held["master"] <= 4 * full
     assert on_rank0(sum, held["master"]) == 4 * facts.num_parameters
 
@@ -51,7 +58,7 @@ def main() -> None:
             stats = SyncStats()
             for _ in gather_full_tensors(policy, dtype, bucket_bytes, stats):
                 pass
-            expected = explain.sync_size(facts.shapes, session.world_size, dtype.itemsize, bucket_bytes)
+            expected = arithmetic.sync_size(facts.shapes, session.world_size, dtype.itemsize, bucket_bytes)
             assert (stats.bytes, stats.num_collectives) == expected, (stats, expected)
 
     print(f"rank {session.rank} agrees", flush=True)

@@ -16,21 +16,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import grpo_spmd.weight_sync
-from grpo_spmd.config import load_config
-from grpo_spmd.distributed import (
-    Rank0Error,
-    Session,
-    end_session,
-    exchange_bytes,
-    exit_with_outcome,
-    gather_bytes,
-    on_rank0,
-    ranks_that_differ,
-    start_session,
-)
-from grpo_spmd.policy import Policy, build_policy, hf_named_parameters, hf_named_shards, shard_group
-from grpo_spmd.weight_sync import SyncStats, gather_full_tensors
+import grpo_spmd.engine.weight_sync
+from grpo_spmd.config.load import load_config
+from grpo_spmd.distributed.collectives import exchange_bytes, gather_bytes, on_rank0, ranks_that_differ
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.engine.weight_sync import gather_full_tensors
+from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, hf_named_shards
+from grpo_spmd.model.sharding import shard_group
+from grpo_spmd.records import SyncStats
 
 
 def main() -> None:
@@ -44,7 +39,8 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for bucket_bytes in (6000, 100_000, 1 << 30):
             stats = SyncStats()
-            kept = list(gather_full_tensors(policy, dtype, bucket_bytes, stats))  # kept, as vLLM keeps them: none may be overwritten
+            # kept, as vLLM keeps them: none may be overwritten
+            kept = list(gather_full_tensors(policy, dtype, bucket_bytes, stats))
             assert [name for name, _ in kept] == list(expected)
             for name, tensor in kept:
                 assert torch.equal(tensor, expected[name].to(dtype)), (name, bucket_bytes)
@@ -58,8 +54,11 @@ def main() -> None:
     one_shard_is_made_at_a_time(policy, expected)
     ranks_of_an_engine_compare(session)
 
-    payloads = [f"{session.rank}->{to}".encode() * (to * 3) for to in range(session.world_size)]  # of uneven length, some empty
-    assert exchange_bytes(payloads) == [f"{frm}->{session.rank}".encode() * (session.rank * 3) for frm in range(session.world_size)]
+    # of uneven length, some empty
+    payloads = [f"{session.rank}->{to}".encode() * (to * 3) for to in range(session.world_size)]
+    assert exchange_bytes(payloads) == [
+        f"{frm}->{session.rank}".encode() * (session.rank * 3) for frm in range(session.world_size)
+    ]
     gathered = gather_bytes(b"x" * session.rank)
     assert gathered == ([b"x" * r for r in range(session.world_size)] if session.is_rank0 else None)
     assert on_rank0(sum, session.rank + 1) == session.world_size * (session.world_size + 1) // 2
@@ -84,7 +83,8 @@ def a_receiver_that_fails_leaves_the_group_usable(policy: Policy, expected: dict
 
 
 def one_shard_is_made_at_a_time(policy: Policy, expected: dict[str, Tensor]) -> None:
-    """Shards that are made when they are asked for (merged adapters): each once, and none while the one before is alive."""
+    """Shards that are made when they are asked for (merged adapters): each once, and none while the one before is
+    alive."""
     made: list[weakref.ref[Tensor]] = []
 
     def doubled(parameter: DTensor) -> Tensor:
@@ -97,11 +97,11 @@ def one_shard_is_made_at_a_time(policy: Policy, expected: dict[str, Tensor]) -> 
         for name, parameter, _ in hf_named_shards(policy):
             yield name, parameter, partial(doubled, parameter)
 
-    grpo_spmd.weight_sync.hf_named_shards = shards
+    grpo_spmd.engine.weight_sync.hf_named_shards = shards
     for name, tensor in gather_full_tensors(policy, torch.float32, 6000, SyncStats()):
         assert torch.equal(tensor, expected[name] * 2), name
     assert len(made) == len(expected)
-    grpo_spmd.weight_sync.hf_named_shards = hf_named_shards
+    grpo_spmd.engine.weight_sync.hf_named_shards = hf_named_shards
 
 
 def ranks_of_an_engine_compare(session: Session) -> None:

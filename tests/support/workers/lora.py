@@ -17,15 +17,20 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.batching import pack_rollouts
-from grpo_spmd.config import load_config
-from grpo_spmd.data_types import Rollout
-from grpo_spmd.distributed import Rank0Error, end_session, exit_with_outcome, on_rank0, start_session
-from grpo_spmd.lora import adapter_shards, gather_adapters, named_adapters
-from grpo_spmd.policy import build_optimizer, build_policy, build_reference, hf_named_parameters
-from grpo_spmd.proofs import prove_weights
-from grpo_spmd.rollout import Request, RolloutEngine
-from grpo_spmd.weight_sync import SyncStats, gather_full_tensors, sync_weights
+from grpo_spmd.config.load import load_config
+from grpo_spmd.distributed.collectives import on_rank0
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.session import end_session, start_session
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.requests import Request
+from grpo_spmd.engine.weight_proof import prove_weights
+from grpo_spmd.engine.weight_sync import gather_full_tensors, sync_weights
+from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.model.lora import adapter_shards, gather_adapters, named_adapters
+from grpo_spmd.model.optimizer import build_optimizer
+from grpo_spmd.model.policy import build_policy, build_reference, hf_named_parameters
+from grpo_spmd.records import Rollout, SyncStats
 from tests.support.checkpoints import export_policy
 from tests.support.workers.sync import difference, refuses
 
@@ -37,7 +42,10 @@ def rollouts() -> list[Rollout]:
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 20, (NUM_ROLLOUTS, 2), generator=generator).tolist()
     ids = [torch.randint(1, 90, (sum(pair),), generator=generator).tolist() for pair in lengths]
-    return [Rollout(i, 1.0, True, row[:p], row[p:], [0.0] * c) for i, (row, (p, c)) in enumerate(zip(ids, lengths, strict=True))]
+    return [
+        Rollout(i, 1.0, True, row[:p], row[p:], [0.0] * c)
+        for i, (row, (p, c)) in enumerate(zip(ids, lengths, strict=True))
+    ]
 
 
 class Trials:
@@ -46,7 +54,9 @@ class Trials:
         self.session = start_session(tensor_parallel_size=self.config.rollout.tensor_parallel_size)
         self.engine = RolloutEngine(self.config, self.session, [0])
         random_state = torch.get_rng_state()
-        self.policy = build_policy(self.config.model, self.config.rollout.temperature, self.session, seed=self.config.seed)
+        self.policy = build_policy(
+            self.config.model, self.config.rollout.temperature, self.session, seed=self.config.seed
+        )
         assert torch.equal(random_state, torch.get_rng_state())
         self.optimizer, _ = build_optimizer(self.policy, self.config.optimizer)
         self.base = self.base_bytes()
@@ -54,8 +64,13 @@ class Trials:
 
     def base_bytes(self) -> dict[str, str]:
         """A digest of this rank's shard of every base tensor."""
-        shards = {name: parameter.to_local().detach().contiguous() for name, parameter in hf_named_parameters(self.policy)}
-        return {name: hashlib.sha256(shard.view(torch.uint8).numpy().tobytes()).hexdigest() for name, shard in shards.items()}
+        shards = {
+            name: parameter.to_local().detach().contiguous() for name, parameter in hf_named_parameters(self.policy)
+        }
+        return {
+            name: hashlib.sha256(shard.view(torch.uint8).numpy().tobytes()).hexdigest()
+            for name, shard in shards.items()
+        }
 
     def adapters(self) -> dict[str, Tensor]:
         """By torch's own full_tensor(), not by the code under test."""
@@ -68,7 +83,8 @@ class Trials:
         num_tokens = sum(len(rollout.completion_ids) for rollout in rollouts())
         loss = -(logprobs + 0.1 * entropy).sum() / num_tokens
         loss.backward()
-        assert all(isinstance(parameter, DTensor) for parameter in self.policy.parameters())  # the frozen root is sharded again too
+        # the frozen root is sharded again too
+        assert all(isinstance(parameter, DTensor) for parameter in self.policy.parameters())
         return on_rank0(sum, float(loss.detach()))
 
     def update(self) -> None:
@@ -96,7 +112,9 @@ class Trials:
         requests = [Request(prompt, 1000 * self.engine.engine_rank + i) for i, prompt in enumerate(prompts)]
         done = self.engine.generate(requests, self.step)
         temperature = self.config.rollout.temperature
-        return max(difference(model, request.prompt_ids, c, temperature) for request, c in zip(requests, done, strict=True))
+        return max(
+            difference(model, request.prompt_ids, c, temperature) for request, c in zip(requests, done, strict=True)
+        )
 
     def proof_names(self, *names: str) -> None:
         """The proof must stop every rank and name these tensors and no other."""
@@ -124,7 +142,9 @@ class Trials:
         self.load({name: tensor for name, tensor in new.items() if name not in left_out})
         self.proof_names(*left_out)
         nowhere = {f"model.nowhere.lora_{which}.weight": new[gate] for which in "AB"}
-        refuses(lambda: self.load({**new, **nowhere}), "2 adapters have no place in the engine, first model.nowhere.lora_A")
+        refuses(
+            lambda: self.load({**new, **nowhere}), "2 adapters have no place in the engine, first model.nowhere.lora_A"
+        )
         refuses(lambda: self.engine.generate([Request([1], 0)], self.step), "policy_version")
         self.sync()
 
@@ -154,7 +174,9 @@ def main() -> None:
     first = trials.sync()
     trials.update()  # B is no longer zero
     results["loss"] = trials.backward()
-    results["gradients"] = {name: cast(DTensor, parameter.grad).full_tensor().clone() for name, parameter in named_adapters(policy.model)}
+    results["gradients"] = {
+        name: cast(DTensor, parameter.grad).full_tensor().clone() for name, parameter in named_adapters(policy.model)
+    }
     assert all(parameter.grad is None for _, parameter in hf_named_parameters(policy))
     trials.optimizer.zero_grad()
     results["adapters"] = trials.adapters()
@@ -195,12 +217,16 @@ def with_file(trials: Trials) -> None:
     from vllm.lora.request import LoRARequest
 
     plain, engine = trials.plain(), trials.engine
-    engine.load_adapters({name: torch.randn_like(tensor) for name, tensor in trials.sent_adapters().items()}, trials.step)
+    engine.load_adapters(
+        {name: torch.randn_like(tensor) for name, tensor in trials.sent_adapters().items()}, trials.step
+    )
     assert trials.engine_against(plain) > 0.1
     engine._drop_adapters()
     engine.policy_version = trials.step
     engine.reset_prefix_cache()
-    engine._lora_request = LoRARequest("policy", 1, str(trials.out.with_name(f"{trials.out.stem}_adapters_{trials.step}")))
+    engine._lora_request = LoRARequest(
+        "policy", 1, str(trials.out.with_name(f"{trials.out.stem}_adapters_{trials.step}"))
+    )
     assert trials.engine_against(plain) < 1e-4
 
 

@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 
-from grpo_spmd.assemble import SampledStep, assemble_batch
-from grpo_spmd.config import Config, load_config
-from grpo_spmd.data_types import Completion, RolloutBatch, RolloutGroup
-from grpo_spmd.distributed import Session, end_session, exit_with_outcome, on_rank0, start_session
-from grpo_spmd.policy import Policy, build_policy, hf_named_parameters, load_weights
-from grpo_spmd.update import PolicyUpdater, attach_logprobs
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.collectives import on_rank0
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.learn.assemble import assemble_batch
+from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
+from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
+from grpo_spmd.records import Completion, RolloutBatch, RolloutGroup
 from tests.support.workers.update import UNSCORED, fixed_groups, score
 
 POISONED = (0, 2)  # (slot, sample) of a rollout that counts: rollout 2
@@ -33,7 +37,9 @@ def main() -> None:
     def two_steps(config: Config) -> Config:
         return dataclasses.replace(config, training=dataclasses.replace(config.training, num_mini_batches=2))
 
-    clean, poisoned, masked, huge = (make_batch(config, session, kind) for kind in ("clean", "nan", "masked nan", "huge reward"))
+    clean, poisoned, masked, huge = (
+        make_batch(config, session, kind) for kind in ("clean", "nan", "masked nan", "huge reward")
+    )
     half = make_batch(two_steps(config), session, "nan")
     attach_logprobs(policy, None, half, two_steps(config))
     results = {
@@ -80,7 +86,9 @@ def run(config: Config, policy: Policy, batches: list[RolloutBatch], spoil: bool
     updater = PolicyUpdater(policy, config)
     returned, moved, learning_rates, loss_is_finite = [], [], [], []
     for batch in batches:
-        share, _ = updater.backward(batch.mini_batches[0][0], batch.num_loss_tokens[0], batch.num_loss_sequences[0], False)
+        share, _ = updater.backward(
+            batch.mini_batches[0][0], batch.num_loss_tokens[0], batch.num_loss_sequences[0], False
+        )
         loss_is_finite.append(on_rank0(lambda parts: parts, math.isfinite(share["loss"])))
         updater._optimizer.zero_grad(set_to_none=True)
         before = _state(policy, updater)

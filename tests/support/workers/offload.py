@@ -1,4 +1,5 @@
-"""Worker: three steps of sync and update with nothing, the optimizer's state, or all of the trainer in host memory in between.
+"""Worker: three steps of sync and update with nothing, the optimizer's state, or all of the trainer in host memory in
+between.
 
     python -m tests.support.workers.offload CONFIG
 Every bit of weights, moments and sums must be equal, and whoever reads what is away must be refused.
@@ -14,13 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_spmd.assemble import SampledStep, assemble_batch
-from grpo_spmd.config import Config, load_config
-from grpo_spmd.distributed import Session, end_session, exit_with_outcome, start_session
-from grpo_spmd.memory import HostOffload, _storage
-from grpo_spmd.policy import Policy, build_policy, build_reference, hf_named_parameters
-from grpo_spmd.update import PolicyUpdater, attach_logprobs
-from grpo_spmd.weight_sync import SyncStats, gather_full_tensors
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.engine.weight_sync import gather_full_tensors
+from grpo_spmd.learn.assemble import assemble_batch
+from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
+from grpo_spmd.model.offload import HostOffload, _storage
+from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters
+from grpo_spmd.records import SyncStats
 from tests.support.workers.update import fixed_groups, score
 
 
@@ -53,7 +58,9 @@ def three_steps(config: Config, session: Session, what: Any) -> dict[str, Tensor
         held = on_device(policy, reference, updater)
         offload.before_sync()
         offload.before_sync()  # again: nothing more happens
-        seen |= {f"{step} {name}": tensor for name, tensor in gather_full_tensors(policy, torch.float32, 4096, SyncStats())}
+        seen |= {
+            f"{step} {name}": tensor for name, tensor in gather_full_tensors(policy, torch.float32, 4096, SyncStats())
+        }
         offload.after_sync()
         gone = {owner for owner, size in on_device(policy, reference, updater).items() if not size and held[owner]}
         expected = {"policy", "reference"} if what is True else set()

@@ -1,4 +1,5 @@
-"""Worker: the real training, on whose last rank 100 MiB a step are kept and the third update asks for more memory than there is.
+"""Worker: the real training, on whose last rank 100 MiB a step are kept and the third update asks for more memory than
+there is.
 
 python -m tests.support.workers.out_of_memory --config CONFIG
 """
@@ -11,10 +12,10 @@ from typing import Any
 
 import torch
 
-import grpo_spmd.rollout
-from grpo_spmd.memory import SleepContract
+import grpo_spmd.engine.engine
+from grpo_spmd.engine.sleep_contract import SleepContract
+from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.train import main
-from grpo_spmd.update import PolicyUpdater
 
 _kept: list[torch.Tensor] = []
 _update = PolicyUpdater.update
@@ -29,6 +30,6 @@ def leaking_update(self: PolicyUpdater, batch: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    grpo_spmd.rollout.SleepContract = functools.partial(SleepContract, growth_bytes=64 << 20)  # type: ignore[misc, assignment]
+    grpo_spmd.engine.engine.SleepContract = functools.partial(SleepContract, growth_bytes=64 << 20)  # type: ignore[misc, assignment]
     PolicyUpdater.update = leaking_update  # type: ignore[method-assign]
     main()

@@ -1,9 +1,10 @@
 """Worker: a generation that is ended by a signal and goes on from the rollout buffer, on real ranks with real vLLM.
 
     python -m tests.support.workers.preempt CONFIG OUT FOLDER...
-With no FOLDER: generates undisturbed, then with a signal to the last rank in the middle, then goes on from what was kept. With
-FOLDERs: goes on from each of these run folders, with other weights where its name says so. Rank 0 writes to OUT what the ranks
-made, and how many requests their engines were sent.
+With no FOLDER: generates undisturbed, then with a signal to the last rank in the middle, then goes on from what was
+kept. With
+FOLDERs: goes on from each of these run folders, with other weights where its name says so. Rank 0 writes to OUT what
+the ranks made, and how many requests their engines were sent.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd import distributed, preemption
-from grpo_spmd.config import Config, load_config
-from grpo_spmd.data_types import Prompt, RolloutGroup, ScoredRollouts
-from grpo_spmd.distributed import barrier, end_session, exit_with_outcome, on_rank0, start_session
-from grpo_spmd.policy import build_policy
-from grpo_spmd.preemption import Preempted, Preemption
-from grpo_spmd.rollout import RolloutEngine, rollout_groups
-from grpo_spmd.rollout_buffer import RolloutBuffer
-from grpo_spmd.weight_sync import sync_weights
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed import preemption, store
+from grpo_spmd.distributed.collectives import barrier, on_rank0
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.preemption import Preempted, Preemption
+from grpo_spmd.distributed.session import end_session, start_session
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.weight_sync import sync_weights
+from grpo_spmd.model.policy import build_policy
+from grpo_spmd.records import Prompt, RolloutGroup, ScoredRollouts
+from grpo_spmd.rollout.buffer import RolloutBuffer
+from grpo_spmd.rollout.sample import sample_groups
 
 CUTS = {"first round": signal.SIGTERM, "second round": signal.SIGUSR1}
 STEP, ROUNDS = 3, (8, 5)  # prompts of the two rounds of the step, as with dynamic sampling
@@ -57,8 +62,8 @@ class Engine:
     def job(self, run_dir: str) -> RolloutBuffer:
         """What a new process has: no signal yet, nobody's notice, and a buffer that looks at the disk."""
         barrier()
-        if self.session.is_rank0 and distributed._store is not None:
-            distributed._store.delete_key("preempted")
+        if self.session.is_rank0 and store._store is not None:
+            store._store.delete_key("preempted")
         barrier()
         self.preemption = Preemption(self.config)
         self.preemption.begin_step()
@@ -73,21 +78,27 @@ class Engine:
         try:
             for self.round, num_prompts in enumerate(ROUNDS):
                 self.num_done = 0
-                groups = rollout_groups(self.engine, PROMPTS[start : start + num_prompts], self.config, STEP, buffer)
+                groups = sample_groups(self.engine, PROMPTS[start : start + num_prompts], self.config, STEP, buffer)
                 score(groups)
                 made += on_rank0(lambda parts: [item for part in parts for item in part], self.told(groups))
                 start += num_prompts
         except Preempted as preempted:
             reason = preempted.reason
         sent = on_rank0(list, self.num_sent)
-        return {"made": made, "sent": sum(sent[:: self.config.rollout.tensor_parallel_size]), "sent_by_rank": sent, "reason": reason}
+        return {
+            "made": made,
+            "sent": sum(sent[:: self.config.rollout.tensor_parallel_size]),
+            "sent_by_rank": sent,
+            "reason": reason,
+        }
 
     def told(self, groups: list[RolloutGroup]) -> list[Any]:
         return [[self.session.rank, g.prompt.position, [dataclasses.astuple(c) for c in g.completions]] for g in groups]
 
     @contextmanager
     def signalled(self, in_round: int, number: signal.Signals) -> Iterator[list[float]]:
-        """The last rank signals itself when the first completion of a round is there; how many seconds later its generation was ended."""
+        """The last rank signals itself when the first completion of a round is there; how many seconds later its
+        generation was ended."""
         step, sent_at, latency = self.engine._engine.step, [0.0], []
         is_target = self.session.rank == self.session.world_size - 1
         abort = self.engine._abort
@@ -114,7 +125,8 @@ class Engine:
         self.engine._engine.step, self.engine._abort = step, abort  # type: ignore[method-assign]
 
     def leftovers(self) -> list[Any]:
-        """What an engine that has aborted has none of: unfinished, running and waiting requests, and requests on the model's side."""
+        """What an engine that has aborted has none of: unfinished, running and waiting requests, and requests on the
+        model's side."""
         core = self.engine._engine.engine_core.engine_core
         runner = core.model_executor.driver_worker.worker.model_runner
         return [
@@ -140,7 +152,7 @@ def main() -> None:
         run_dir = config.run_dir
         engine.job(run_dir)
         found["undisturbed"] = engine.step(None)
-        num_keys = distributed._store.num_keys() if distributed._store else 0
+        num_keys = store._store.num_keys() if store._store else 0
         for in_round, (name, number) in enumerate(CUTS.items()):
             if in_round and config.rollout.tensor_parallel_size > 1:
                 break  # nothing new
@@ -162,7 +174,7 @@ def main() -> None:
             found[f"{name}, gone on"] = engine.step(engine.job(f"{run_dir}/{name}"))
             found[f"{name}, once more"] = engine.step(engine.job(f"{run_dir}/{name}"))
         engine.job(run_dir)
-        found["new_keys"] = (distributed._store.num_keys() if distributed._store else 0) - num_keys
+        found["new_keys"] = (store._store.num_keys() if store._store else 0) - num_keys
     if engine.session.is_rank0:
         out.write_text(json.dumps(found))
     engine.engine.shutdown()

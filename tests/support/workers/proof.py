@@ -13,19 +13,26 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-import grpo_spmd.rollout
-from grpo_spmd.assemble import Decision, SampledStep
-from grpo_spmd.batching import pack_rollouts
-from grpo_spmd.config import load_config
-from grpo_spmd.data_types import Rollout
-from grpo_spmd.distributed import Rank0Error, end_session, exit_with_outcome, merge_sums, on_rank0, start_session
-from grpo_spmd.loss import mismatch_sums
-from grpo_spmd.manifest import Start
-from grpo_spmd.metrics import MetricsLog, open_run_dir
-from grpo_spmd.policy import build_optimizer, build_policy, hf_named_parameters
-from grpo_spmd.proofs import LogprobOracle, prove_weights
-from grpo_spmd.rollout import Request, RolloutEngine
-from grpo_spmd.weight_sync import SyncStats, gather_full_tensors, sync_weights
+import grpo_spmd.engine.engine
+from grpo_spmd.checkpoint.run_dir import Start
+from grpo_spmd.config.load import load_config
+from grpo_spmd.distributed.collectives import merge_sums, on_rank0
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.session import end_session, start_session
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.requests import Request
+from grpo_spmd.engine.weight_proof import prove_weights
+from grpo_spmd.engine.weight_sync import gather_full_tensors, sync_weights
+from grpo_spmd.learn.losses import mismatch_sums
+from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.model.optimizer import build_optimizer
+from grpo_spmd.model.policy import build_policy, hf_named_parameters
+from grpo_spmd.observe.log import MetricsLog
+from grpo_spmd.observe.logprob_oracle import LogprobOracle
+from grpo_spmd.records import Decision, Rollout, SyncStats
+from grpo_spmd.run import open_run_dir
 from tests.support.workers.sync import disturb
 
 BUCKET_MIB = 1
@@ -36,7 +43,8 @@ PROMPTS = [[5] * 40, [5] * 40, [7, 8, 9] * 13, [3] * 33]  # each fills a block o
 
 
 class Trials:
-    """One policy and its engine. A trial syncs cleanly or with one fault; the proof must see the fault and nothing else."""
+    """One policy and its engine. A trial syncs cleanly or with one fault; the proof must see the fault and nothing
+    else."""
 
     def __init__(self, path: str, overrides: list[str]) -> None:
         self.config = load_config(path, overrides)
@@ -86,7 +94,8 @@ class Trials:
         self.num_faults += 1
 
     def of_loaded(self, name: str) -> set[str]:
-        """Where a wrong tensor must show: a tied embedding in the table and in the packed copy of it that the lm_head uses."""
+        """Where a wrong tensor must show: a tied embedding in the table and in the packed copy of it that the lm_head
+        uses."""
         return {name, HEAD} if self.tied and name == EMBEDDING else {name}
 
     def stale_tensors(self, lr: float) -> None:
@@ -95,8 +104,23 @@ class Trials:
         self.update(lr)
         self.fails_everywhere()
         new = self.weights()
-        kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "input_layernorm", "k_norm")
-        names = [EMBEDDING, HEAD, "model.norm.weight", *(n for n in self.shapes if n.startswith(LAYER) and n.split(".")[-2] in kinds)]
+        kinds = (
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            "input_layernorm",
+            "k_norm",
+        )
+        names = [
+            EMBEDDING,
+            HEAD,
+            "model.norm.weight",
+            *(n for n in self.shapes if n.startswith(LAYER) and n.split(".")[-2] in kinds),
+        ]
         for name in names:
             if name in self.shapes:
                 self.load({**new, name: old[name]})
@@ -108,7 +132,8 @@ class Trials:
         try:
             self.passes()
         except Rank0Error as error:
-            assert "likely because the last update did not reach it: model.embed_tokens.weight (rank" in str(error), error  # noqa: PT017
+            likely = "likely because the last update did not reach it: model.embed_tokens.weight (rank"
+            assert likely in str(error), error  # noqa: PT017
         else:
             raise AssertionError("a skipped sync was not seen")
 
@@ -116,7 +141,9 @@ class Trials:
         """Right values in a wrong place."""
         new = self.weights()
         query, gate, up = (LAYER + name + ".weight" for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"))
-        down, key, norm = (LAYER + name + ".weight" for name in ("mlp.down_proj", "self_attn.k_proj", "input_layernorm"))
+        down, key, norm = (
+            LAYER + name + ".weight" for name in ("mlp.down_proj", "self_attn.k_proj", "input_layernorm")
+        )
         assert new[query].shape[0] == new[query].shape[1]
         self.load({**new, query: new[query].T.contiguous()})
         self.fails({query})
@@ -135,11 +162,11 @@ class Trials:
 
     def stale_head(self) -> None:
         """A tied lm_head whose packed copy nobody renews (what vLLM does by itself on a CPU)."""
-        repack = grpo_spmd.rollout._after_reload_on_cpu
-        grpo_spmd.rollout._after_reload_on_cpu = lambda model: None
+        repack = grpo_spmd.engine.isolation.after_reload_on_cpu
+        grpo_spmd.engine.isolation.after_reload_on_cpu = lambda model: None
         self.update(1e-5 if self.engine.dtype == torch.float32 else 1e-3)
         self.sync()
-        grpo_spmd.rollout._after_reload_on_cpu = repack
+        grpo_spmd.engine.isolation.after_reload_on_cpu = repack
         self.fails({HEAD})
         self.sync()
         self.passes()
@@ -170,12 +197,16 @@ class Trials:
         """Sums over all ranks of |policy - engine| on freshly sampled tokens."""
         requests = [Request(prompt, i) for i, prompt in enumerate(PROMPTS)]
         done = self.engine.generate(requests, self.step)
-        rollouts = [Rollout(0, 1.0, True, r.prompt_ids, c.token_ids, c.logprobs) for r, c in zip(requests, done, strict=True)]
+        rollouts = [
+            Rollout(0, 1.0, True, r.prompt_ids, c.token_ids, c.logprobs) for r, c in zip(requests, done, strict=True)
+        ]
         batch = pack_rollouts(rollouts, self.session.device)
         with torch.no_grad():
             logprobs, _ = self.policy(batch)
         cast(FSDPModule, self.policy).reshard()  # without a backward pass the embedding stays gathered
-        sums = {name: v.tolist() for name, v in mismatch_sums(logprobs, batch.rollout_logprobs, batch.loss_mask).items()}
+        sums = {
+            name: v.tolist() for name, v in mismatch_sums(logprobs, batch.rollout_logprobs, batch.loss_mask).items()
+        }
         return on_rank0(merge_sums, sums)
 
     def oracle_faults(self) -> None:
@@ -208,14 +239,31 @@ class Trials:
         self.stops(oracle, self.mismatch(), "the engine answered from old weights")
 
     def stops_every_rank(self, sums: dict[str, float]) -> None:
-        """The step's end, where the sums of all ranks meet the oracle, before anything is made of the step's decisions."""
+        """The step's end, where the sums of all ranks meet the oracle, before anything is made of the step's
+        decisions."""
         open_run_dir(self.config, self.session, 0, Start())
         log = MetricsLog(self.config, self.session, 0)
-        names = ("policy", "kl", "entropy", "clipped", "correction", "capped", "loss_tokens", "max:updates", "max:skipped")
+        names = (
+            "policy",
+            "kl",
+            "entropy",
+            "clipped",
+            "correction",
+            "capped",
+            "loss_tokens",
+            "max:updates",
+            "max:skipped",
+        )
         nothing = {**dict.fromkeys(names, 0.0), "ids:nonfinite": []}
         decided = Decision([], [], [], [], [], [], [], 0, 0, {"reward/mean": 0.0})
         try:
-            log.check_step(self.step, cast(SampledStep, None), decided, SyncStats(), nothing | sums if self.session.is_rank0 else nothing)
+            log.check_step(
+                self.step,
+                cast(SampledStep, None),
+                decided,
+                SyncStats(),
+                nothing | sums if self.session.is_rank0 else nothing,
+            )
         except Rank0Error as error:
             assert f"MismatchError: step {self.step}: engine and policy differ by" in str(error), error  # noqa: PT017
         else:

@@ -15,20 +15,25 @@ from typing import Any
 
 import torch
 
-from grpo_spmd.assemble import SampledStep, assemble_batch
-from grpo_spmd.config import Config, load_config
-from grpo_spmd.data import PromptStream
-from grpo_spmd.data_types import Completion, Prompt, RolloutBatch, RolloutGroup, ScoredRollouts
-from grpo_spmd.distributed import Session, end_session, exit_with_outcome, merge_sums, on_rank0, start_session
-from grpo_spmd.policy import Policy, build_policy, hf_named_parameters, load_weights
-from grpo_spmd.update import PolicyUpdater, attach_logprobs
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.data.prompts import PromptStream
+from grpo_spmd.distributed.collectives import merge_sums, on_rank0
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.learn.assemble import assemble_batch
+from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
+from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
+from grpo_spmd.records import Completion, Prompt, RolloutBatch, RolloutGroup, ScoredRollouts
 
 GROUP_SIZE, NUM_ROWS = 2, 11
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One step: P prompts wanted, rounds at most, and the places of the stream whose groups have rewards that differ."""
+    """One step: P prompts wanted, rounds at most, and the places of the stream whose groups have rewards that
+    differ."""
 
     wanted: int
     differ: tuple[int, ...]
@@ -92,7 +97,9 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
     announced: list[int] = []
     drawn, missing = [], [sampled.num_missing]
     while sampled.num_missing:
-        prompts = [p for p in stream.take(max(scenario.only) + 1) if p.position in scenario.only] if scenario.only else None
+        prompts = (
+            [p for p in stream.take(max(scenario.only) + 1) if p.position in scenario.only] if scenario.only else None
+        )
         prompts = prompts or stream.take(sampled.num_missing)
         announced.append(sampled.num_completions)
         drawn.append([prompt.position for prompt in prompts])

@@ -1,4 +1,5 @@
-"""Worker: generations shared out by queue and by deal, on real ranks with real vLLM whose KV cache holds few of the requests.
+"""Worker: generations shared out by queue and by deal, on real ranks with real vLLM whose KV cache holds few of the
+requests.
 
     python -m tests.support.workers.schedule CONFIG OUT
 Rank 0 writes to OUT, for each scenario and schedule, what every rank made: [rank, slot, position, completions].
@@ -15,17 +16,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd import distributed
-from grpo_spmd.config import Config, load_config
-from grpo_spmd.data_types import Prompt, RolloutGroup
-from grpo_spmd.distributed import Session, barrier, claim, end_session, exit_with_outcome, on_rank0, start_session
-from grpo_spmd.policy import build_policy
-from grpo_spmd.rollout import RolloutEngine, rollout_groups
-from grpo_spmd.weight_sync import sync_weights
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed import store
+from grpo_spmd.distributed.collectives import barrier, on_rank0
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.distributed.store import claim
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.weight_sync import sync_weights
+from grpo_spmd.model.policy import build_policy
+from grpo_spmd.records import Prompt, RolloutGroup
+from grpo_spmd.rollout.sample import sample_groups
 
-NUM_PROMPTS = {"none": 0, "one": 1, "odd": 7, "many": 24}  # for 2 engines: one of them gets nothing, one more than the other, a long queue
+# for 2 engines: one of them gets nothing, one more than the other, a long queue
+NUM_PROMPTS = {"none": 0, "one": 1, "odd": 7, "many": 24}
 PROMPTS = [
-    Prompt(position=40 + i, row=i, token_ids=[i % 90 + 1, 5, i % 7 + 20], text="", columns={}) for i in range(max(NUM_PROMPTS.values()))
+    Prompt(position=40 + i, row=i, token_ids=[i % 90 + 1, 5, i % 7 + 20], text="", columns={})
+    for i in range(max(NUM_PROMPTS.values()))
 ]
 
 
@@ -35,23 +43,30 @@ def main() -> None:
     engine = RolloutEngine(config, session, [0])
     policy = build_policy(config.model, config.rollout.temperature, session)
     sync_weights(policy, engine, 0, config.rollout.weight_sync_bucket_mib, 0)
-    num_keys = distributed._store.num_keys() if distributed._store else 0
+    num_keys = store._store.num_keys() if store._store else 0
     found: dict[str, Any] = {"claims": hammer(session)}
     watched = watch_claims(engine)
     for schedule in ("static", "shared_queue"):
         use(engine, schedule)
         for name, num_prompts in NUM_PROMPTS.items():
-            found[f"{name}/{schedule}"] = gather(rollout_groups(engine, PROMPTS[:num_prompts], config, 0), session)
+            found[f"{name}/{schedule}"] = gather(sample_groups(engine, PROMPTS[:num_prompts], config, 0), session)
     # One rank of the engine: two would wait for each other's sleep, and sleep longer for it.
-    with slowed(engine, engine.engine_rank > 0 and engine.engine_rank == engine.num_engines - 1 and engine.tp_rank == 0):
-        found["slow/shared_queue"] = gather(rollout_groups(engine, PROMPTS, config, 0), session)
+    with slowed(
+        engine, engine.engine_rank > 0 and engine.engine_rank == engine.num_engines - 1 and engine.tp_rank == 0
+    ):
+        found["slow/shared_queue"] = gather(sample_groups(engine, PROMPTS, config, 0), session)
         # With nothing between the two calls the fast engine is in the second while the slow one claims in the first.
-        first, second = rollout_groups(engine, PROMPTS, config, 0), rollout_groups(engine, PROMPTS[:20], config, 0)
-        found["first of two/shared_queue"], found["second of two/shared_queue"] = gather(first, session), gather(second, session)
-    found["num_claims"], found["most_waiting"] = on_rank0(lambda counts: [max(c) for c in zip(*counts, strict=True)], watched)
+        first, second = sample_groups(engine, PROMPTS, config, 0), sample_groups(engine, PROMPTS[:20], config, 0)
+        found["first of two/shared_queue"], found["second of two/shared_queue"] = (
+            gather(first, session),
+            gather(second, session),
+        )
+    found["num_claims"], found["most_waiting"] = on_rank0(
+        lambda counts: [max(c) for c in zip(*counts, strict=True)], watched
+    )
     found["busy_s"] = on_rank0(list, engine.busy_s)
     barrier()
-    found["new_keys"] = (distributed._store.num_keys() if distributed._store else 0) - num_keys
+    found["new_keys"] = (store._store.num_keys() if store._store else 0) - num_keys
     if session.is_rank0:
         out.write_text(json.dumps(found))
     engine.shutdown()
@@ -74,7 +89,8 @@ def hammer(session: Session) -> list[int]:
 
 
 def watch_claims(engine: RolloutEngine) -> list[int]:
-    """[claims, most requests that waited after a step] from here on. Fails when an engine claims while requests of its own wait."""
+    """[claims, most requests that waited after a step] from here on. Fails when an engine claims while requests of its
+    own wait."""
     counts, fresh = [0, 0], [True]
     step, original = engine._engine.step, engine._claim
 
@@ -106,7 +122,8 @@ def slowed(engine: RolloutEngine, is_slow: bool) -> Iterator[None]:
         start = time.perf_counter()
         outputs = step()
         if is_slow:
-            time.sleep(0.01 + 5 * (time.perf_counter() - start))  # several times slower, also on a machine that is busy otherwise
+            # several times slower, also on a machine that is busy otherwise
+            time.sleep(0.01 + 5 * (time.perf_counter() - start))
         return outputs
 
     engine._engine.step = sleepy

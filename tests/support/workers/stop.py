@@ -1,4 +1,5 @@
-"""Worker: steps of nothing but time, until the run is preempted: what a signal, or the deadline, comes to on real ranks.
+"""Worker: steps of nothing but time, until the run is preempted: what a signal, or the deadline, comes to on real
+ranks.
 
     python -m tests.support.workers.stop CONFIG STEP_S
 RUN_DIR/rank_R holds the step that the rank comes to; where it stopped it leaves the marker.
@@ -10,9 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-from grpo_spmd.config import load_config
-from grpo_spmd.distributed import end_session, exit_with_outcome, start_session
-from grpo_spmd.preemption import Preempted, Preemption, leave_marker, remove_marker
+from grpo_spmd.config.load import load_config
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.preemption import Preempted, Preemption, leave_marker, remove_marker
+from grpo_spmd.distributed.session import end_session, start_session
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Worker: 20 optimizer steps, each followed by a sync; the engine must answer as plain transformers does with the gathered weights.
+"""Worker: 20 optimizer steps, each followed by a sync; the engine must answer as plain transformers does with the
+gathered weights.
 
 python -m tests.support.workers.sync CONFIG NUM_STEPS
 """
@@ -13,14 +14,19 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.batching import pack_rollouts
-from grpo_spmd.config import Config, load_config
-from grpo_spmd.data_types import Completion, Rollout
-from grpo_spmd.distributed import end_session, exit_with_outcome, start_session
-from grpo_spmd.explain import kv_bytes_per_token, read_model
-from grpo_spmd.policy import Policy, build_optimizer, build_policy, hf_named_parameters
-from grpo_spmd.rollout import EngineStateError, Request, RolloutEngine
-from grpo_spmd.weight_sync import sync_weights
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import end_session, start_session
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.requests import EngineStateError, Request
+from grpo_spmd.engine.weight_sync import sync_weights
+from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.model.optimizer import build_optimizer
+from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
+from grpo_spmd.preflight.arithmetic import kv_bytes_per_token
+from grpo_spmd.preflight.model_facts import read_model
+from grpo_spmd.records import Completion, Rollout
 
 
 def main() -> None:
@@ -40,12 +46,15 @@ def main() -> None:
         sync_weights(policy, engine, step, config.rollout.weight_sync_bucket_mib, 0)
         refuses(lambda version=step: engine.generate([Request([1], 0)], version + 1), "policy_version")
         if config.rollout.tensor_parallel_size > 1:
-            refuses(lambda version=step: engine.generate([Request([1], engine.tp_rank)], version), "ranks [1] of engine")
+            refuses(
+                lambda version=step: engine.generate([Request([1], engine.tp_rank)], version), "ranks [1] of engine"
+            )
         with torch.no_grad():  # by torch's own full_tensor(), not by the code under test
             full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in hf_named_parameters(policy)}
             plain.load_state_dict(full, strict=False)
             plain.tie_weights()
-        # One prompt long enough that its prefix is cached, again at each step: a cache that survived the sync would show.
+        # One prompt long enough that its prefix is cached, again at each step: a cache that survived the sync would
+        # show.
         prompts = [[5] * 40, [5] * 40, [7, 8, 9], [3]]
         requests = [Request(prompt, 1000 * engine.engine_rank + i) for i, prompt in enumerate(prompts)]
         for request, completion in zip(requests, engine.generate(requests, step), strict=True):

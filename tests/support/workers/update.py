@@ -1,4 +1,5 @@
-"""Worker: updates of a fixed set of rollouts, from scoring's result to new parameters, for several settings and splits of the work.
+"""Worker: updates of a fixed set of rollouts, from scoring's result to new parameters, for several settings and splits
+of the work.
 
     python -m tests.support.workers.update CONFIG REFERENCE_MODEL OUT.pt
 Rank 0 saves {(setting, split): {loss, gradients, parameters, ...}}; the rollouts are those of `fixed_groups`.
@@ -15,19 +16,24 @@ from typing import Any
 import torch
 import torch._dynamo.utils
 
-import grpo_spmd.assemble
-from grpo_spmd.assemble import SampledStep, assemble_batch, penalise_rewards_by_kl
-from grpo_spmd.batching import Plan, plan_batch
-from grpo_spmd.config import Config, load_config
-from grpo_spmd.data_types import Completion, Prompt, RolloutGroup, ScoredRollouts
-from grpo_spmd.distributed import Session, end_session, exit_with_outcome, merge_sums, on_rank0, policy_mesh, start_session
-from grpo_spmd.policy import Policy, build_policy, build_reference, hf_named_parameters, load_weights
-from grpo_spmd.update import PolicyUpdater, attach_logprobs
+import grpo_spmd.learn.sampled_step
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.collectives import merge_sums, on_rank0
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import Session, end_session, policy_mesh, start_session
+from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
+from grpo_spmd.learn.balance import plan_batch
+from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
+from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters, load_weights
+from grpo_spmd.records import Completion, Plan, Prompt, RolloutGroup, ScoredRollouts
 
 NUM_GROUPS, GROUP_SIZE, LONGEST = 6, 4, 28
 UNSCORED = (3, 1)  # (slot, sample) of a completion whose reward is unknown
 
-# What of a config differs from the test's file. The engine's logprobs are made up, so that ratios to them lie on both sides of every bound.
+# What of a config differs from the test's file. The engine's logprobs are made up, so that ratios to them lie on both
+# sides of every bound.
 _ENGINE_RATIO = {"old_logprobs": "engine", "rollout_correction": "none"}
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "as configured": {},
@@ -35,7 +41,10 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "gspo, sequence": {"loss": {**_ENGINE_RATIO, "policy": "gspo", "aggregation": "sequence"}},
     "cispo, constant": {"loss": {**_ENGINE_RATIO, "policy": "cispo", "aggregation": "constant"}},
     "sequence_tis": {"loss": {"rollout_correction": "sequence_tis", "rollout_correction_cap": 1.01}},
-    "icepop": {"loss": {"rollout_correction": "icepop", "rollout_correction_cap": 3.0}, "advantage": {"normalize_std": "batch"}},
+    "icepop": {
+        "loss": {"rollout_correction": "icepop", "rollout_correction_cap": 3.0},
+        "advantage": {"normalize_std": "batch"},
+    },
     "kl in reward": {
         "loss": {"kl_in": "reward", "kl_coef": 0.05, "aggregation": "constant"},
         "advantage": {"estimator": "dr_grpo"},
@@ -63,7 +72,9 @@ def fixed_groups() -> list[RolloutGroup]:
         for _ in range(GROUP_SIZE):
             length = LONGEST if slot == 2 else rng.choice([1, 2, 3, 5, 8, 13, 21, LONGEST])
             token_ids = [rng.randrange(1, 90) for _ in range(length)]
-            completions.append(Completion(token_ids, [-rng.random() * 10 for _ in token_ids], "length" if slot == 2 else "stop"))
+            completions.append(
+                Completion(token_ids, [-rng.random() * 10 for _ in token_ids], "length" if slot == 2 else "stop")
+            )
         groups.append(RolloutGroup(slot, prompt, completions))
     return groups
 
@@ -94,7 +105,8 @@ SPLITS = {
     "a few rows, dealt as tensor parallel 2 deals": (90, "tensor parallel", True),
     "a row for each rollout, dealt at random": (90, "at random", False),
 }
-# What of the model's config differs in one more update each; compiling takes a while, so that it is done at one world size only.
+# What of the model's config differs in one more update each; compiling takes a while, so that it is done at one world
+# size only.
 VARIANTS: dict[str, dict[str, Any]] = {
     "activations recomputed, small logit chunks": {"activation_checkpointing": True, "logprob_chunk_tokens": 5},
     "activations recomputed but for products": {"activation_checkpointing": "selective"},
@@ -112,7 +124,8 @@ def deal(groups: list[RolloutGroup], how: str, session: Session) -> list[Rollout
         order = random.Random(3).sample(groups, len(groups))
         owners = [random.Random(slot).randrange(session.world_size) for slot in range(len(groups))]
         return [group for group in order if owners[group.slot] == session.rank]
-    size = min(2, session.world_size)  # rollout.rollout_groups: to engines in turn, then to the ranks of an engine in turn
+    # rollout.rollout_groups: to engines in turn, then to the ranks of an engine in turn
+    size = min(2, session.world_size)
     return groups[session.rank // size :: session.world_size // size][session.rank % size :: size]
 
 
@@ -136,8 +149,12 @@ def main() -> None:
             if session.world_size == 3 and packed and how == "tensor parallel":  # 3 ranks cannot
                 continue
             changed = with_setting(config, setting)
-            changed = dataclasses.replace(changed, training=dataclasses.replace(changed.training, max_tokens_per_micro_batch=tokens))
-            results[setting, split] = one_update(changed, policy, reference, deal(fixed_groups(), how, session), packed, session)
+            changed = dataclasses.replace(
+                changed, training=dataclasses.replace(changed.training, max_tokens_per_micro_batch=tokens)
+            )
+            results[setting, split] = one_update(
+                changed, policy, reference, deal(fixed_groups(), how, session), packed, session
+            )
     for variant, changes in VARIANTS.items():
         if variant == "compiled" and session.world_size != COMPILED_AT:
             continue
@@ -169,7 +186,7 @@ def one_update(
 
     sampled = SampledStep(config, session)
     sampled.add(groups, score(groups))
-    grpo_spmd.assemble.plan_batch = plan_batch if packed else plan_unpacked
+    grpo_spmd.learn.sampled_step.plan_batch = plan_batch if packed else plan_unpacked
     batch, decided = assemble_batch(sampled, config, session)
     attach_logprobs(policy, reference, batch, config)
     decided = penalise_rewards_by_kl(batch, decided, config)

@@ -1,0 +1,141 @@
+"""Plain YAML values into the declared types, or one line that names the key, the value and what it must be."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, Union
+
+from grpo_spmd.config.describe import type_name
+from grpo_spmd.config.dump import join_key
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import Config, RewardConfig
+
+
+def build(cls: type, tree: Any, where: str) -> Any:
+    """Build dataclass `cls` from mapping `tree`; `where` is the dotted path for messages ("" at the root)."""
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{where}: expected a section (a mapping), got {tree!r}")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    for name in tree:
+        if name not in fields:
+            raise ConfigError(_unknown_key(join_key(where, str(name)), str(name), where))
+    values = {}
+    for name, field in fields.items():
+        if name in tree:
+            values[name] = coerce(hints[name], tree[name], join_key(where, name))
+        elif dataclasses.is_dataclass(hints[name]):
+            values[name] = build(typing.cast(type, hints[name]), {}, join_key(where, name))
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{join_key(where, name)} is required and missing: {field.metadata['doc']}")
+    return cls(**values)
+
+
+# What people look for and will not find, with the reason.
+REFUSED_KEYS = {
+    name: f"training samples from the whole distribution: with {name} the engine draws from a part of it, while the "
+    "policy's logprobs are "
+    "those of the whole, so that every ratio would be off by the mass that was cut away; take it out (temperature is "
+    "rollout.temperature)"
+    for name in (
+        "top_p",
+        "top_k",
+        "min_p",
+        "typical_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+    )
+}
+
+
+def _unknown_key(full: str, name: str, where: str) -> str:
+    if name in REFUSED_KEYS and where in ("", "rollout"):
+        return f"{full}: {REFUSED_KEYS[name]}"
+    known = _key_names(Config, "")
+    if where.startswith("rewards"):
+        known = [join_key(where, field.name) for field in dataclasses.fields(RewardConfig)]
+    close = difflib.get_close_matches(full, known, n=1, cutoff=0.6)
+    if not close:  # right name in the wrong section
+        by_last = {candidate.rsplit(".", 1)[-1]: candidate for candidate in known}
+        close = [by_last[match] for match in difflib.get_close_matches(name, list(by_last), n=1, cutoff=0.6)]
+    return f"{full}: unknown key" + (f"; did you mean {close[0]}?" if close else "; --help lists them all")
+
+
+def _key_names(cls: type, where: str) -> list[str]:
+    names = []
+    for name, hint in typing.get_type_hints(cls).items():
+        full = join_key(where, name)
+        names += [full, *_key_names(typing.cast(type, hint), full)] if dataclasses.is_dataclass(hint) else [full]
+    return names
+
+
+def coerce(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the declared type, or ConfigError: "lr: 1e-6" is a string for PyYAML and a float here."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return build(typing.cast(type, hint), value, where)
+    if origin is Literal:
+        for option in args:
+            if value == option and type(value) is type(option):
+                return option
+        raise ConfigError(f"{where} must be one of {', '.join(map(str, args))}; got {value!r}")
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        for option in args:
+            if option is type(None):
+                continue
+            try:
+                return coerce(option, value, where)
+            except ConfigError as error:
+                last = error
+        raise (
+            last
+            if len([a for a in args if a is not type(None)]) == 1
+            else ConfigError(f"{where} must be {' or '.join(type_name(a) for a in args)}; got {value!r}")
+        )
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{where} must be a list; got {value!r}")
+        if len(args) == 2 and args[1] is Ellipsis:
+            return tuple(coerce(args[0], item, f"{where}.{i}") for i, item in enumerate(value))
+        if len(value) != len(args):
+            raise ConfigError(f"{where} must have {len(args)} values; got {len(value)}: {value!r}")
+        return tuple(coerce(arg, item, f"{where}.{i}") for i, (arg, item) in enumerate(zip(args, value, strict=True)))
+    if origin is dict:
+        if value is None:
+            return {}
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+            raise ConfigError(f"{where} must be a mapping with names as keys; got {value!r}")
+        return value
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is int:
+        if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value):
+            return int(value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    if hint is float and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+        raise ConfigError(f"{where} must be a finite number; got {value!r}")
+    if hint is str:
+        if isinstance(value, str):
+            return value
+        if value is not None and not isinstance(value, bool | list | dict):
+            return str(value)
+    raise ConfigError(f"{where} must be {type_name(hint)}; got {value!r}")

@@ -1,0 +1,136 @@
+"""Prompt sets (jsonl, parquet, hub), the tokenizer's template, and a shuffled cursor that knows nothing of ranks.
+
+`read_rows` needs neither torch nor a tokenizer, so that a bad file is named within a second; `build_prompts` needs the
+tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import Config, DataConfig
+from grpo_spmd.data.rows import PromptRow, check_enough_rows
+from grpo_spmd.records import Prompt
+
+
+def check_template_early(rows: Sequence[PromptRow], config: Config) -> None:
+    """With a local model folder, refuse chat messages that have no template before torch is imported; `build_prompts`
+    decides."""
+    folder = Path(config.model.path)
+    where = next((row.where for row in rows if not isinstance(row.prompt, str)), None)
+    if where is None or not folder.is_dir() or any(folder.glob("*chat_template*")):
+        return
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        settings = {}
+    except (OSError, ValueError):
+        return
+    if isinstance(settings, dict) and settings.get("chat_template") is None:
+        raise ConfigError(_no_template(where))
+
+
+def check_lengths_early(rows: Sequence[PromptRow], config: Config) -> None:
+    """With a local tokenizer.json and plain prompts, refuse over-long prompts before torch is imported.
+
+    `build_prompts` decides with the model's own tokenizer class; this only brings its answer forward by some seconds.
+    """
+    tokenizer_file = Path(config.model.path) / "tokenizer.json"
+    if (
+        config.data.on_long_prompt != "error"
+        or not tokenizer_file.is_file()
+        or any(not isinstance(r.prompt, str) for r in rows)
+    ):
+        return
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"model.path: cannot read {tokenizer_file}: {error}") from None
+    tokenizer.no_truncation()
+    for row, encoding in zip(rows, tokenizer.encode_batch([str(row.prompt) for row in rows]), strict=True):
+        if len(encoding.ids) > config.data.max_prompt_tokens:
+            raise ConfigError(_too_long(row, len(encoding.ids), config.data))
+
+
+def build_prompts(
+    rows: Sequence[PromptRow], tokenizer: Any, config: Config, eval_set: str | None = None
+) -> list[Prompt]:
+    """Tokenize every row: strings as they are, messages through the chat template with a generation prompt.
+
+    The `position` of the prompts is their row number until the stream deals them out.
+
+    Raises:
+        ConfigError: for a prompt over `max_prompt_tokens` with `on_long_prompt: error`, messages without a chat
+            template, or too few prompts for a step (in a set of `data.eval`: none).
+    """
+    prompts = []
+    if any(not isinstance(row.prompt, str) for row in rows) and getattr(tokenizer, "chat_template", None) is None:
+        where = next(row.where for row in rows if not isinstance(row.prompt, str))
+        raise ConfigError(_no_template(where))
+    for number, row in enumerate(rows):
+        if isinstance(row.prompt, str):
+            token_ids = tokenizer(row.prompt)["input_ids"]
+        else:
+            try:
+                text = tokenizer.apply_chat_template(row.prompt, tokenize=False, add_generation_prompt=True)
+            except (
+                Exception
+            ) as error:  # a template may refuse with any error, e.g. roles in an order that it does not know
+                raise ConfigError(
+                    f"{row.where}: the chat template refused the messages: {type(error).__name__}: {error}"
+                ) from None
+            # the template writes the special tokens itself
+            token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not token_ids:
+            raise ConfigError(f"{row.where}: the prompt has no tokens")
+        if len(token_ids) <= config.data.max_prompt_tokens:
+            prompts.append(Prompt(number, number, list(token_ids), row.prompt, row.columns))
+        elif config.data.on_long_prompt == "error":
+            raise ConfigError(_too_long(row, len(token_ids), config.data))
+    check_enough_rows(len(prompts), config, len(rows) - len(prompts), eval_set)
+    return prompts
+
+
+class PromptStream:
+    """Endless shuffled prompts: the prompt at a position is a function of (seed, position), whatever the world size.
+
+    Each epoch is a permutation of the whole set, so every prompt comes exactly once an epoch.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
+        self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
+        self._order: tuple[int, list[int]] = (-1, [])
+        self.position = 0  # of the next prompt
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """The next prompts; every rank must take as many."""
+        start, self.position = self.position, self.position + num_prompts
+        return [self._at(position) for position in range(start, self.position)]
+
+    def _at(self, position: int) -> Prompt:
+        epoch, offset = divmod(position, len(self._prompts))
+        if self._order[0] != epoch:
+            order = list(range(len(self._prompts)))
+            if self._shuffle:
+                random.Random(f"{self._seed}/{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        prompt = self._prompts[self._order[1][offset]]
+        return Prompt(position, prompt.row, prompt.token_ids, prompt.text, prompt.columns)
+
+
+def _no_template(where: str) -> str:
+    return f"{where}: the prompt is chat messages, but the tokenizer of model.path has no chat template"
+
+
+def _too_long(row: PromptRow, num_tokens: int, config: DataConfig) -> str:
+    return (
+        f"{row.where}: the prompt has {num_tokens} tokens, over data.max_prompt_tokens={config.max_prompt_tokens}; "
+        "raise that, or set data.on_long_prompt: drop"
+    )

@@ -1,0 +1,191 @@
+"""Rows of jsonl, parquet and the hub, each with a usable prompt. Needs neither torch nor a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import Config, DataConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One usable row: its prompt (text or chat messages), its other columns, and where it came from, for messages."""
+
+    prompt: str | list[dict[str, Any]]
+    columns: dict[str, Any]
+    where: str
+
+
+def key_and_source(config: DataConfig, eval_set: str | None) -> tuple[str, str]:
+    """The config key that names a data set, for messages, and its file or hub name; `eval_set` None is the training
+    set."""
+    if eval_set is None:
+        return "data.train", config.train
+    return ("data.eval" if isinstance(config.eval, str) else f"data.eval.{eval_set}"), config.eval_sets[eval_set]
+
+
+def read_rows(config: DataConfig, eval_set: str | None = None) -> list[PromptRow]:
+    """All rows of `data.train`, or of a set of `data.eval`, each with a usable prompt.
+
+    Raises:
+        ConfigError: naming file:line (jsonl) or file:row (parquet, hub), what was found and what is expected.
+    """
+    key, source = key_and_source(config, eval_set)
+    if source.startswith("hub:"):
+        records = _read_hub(source, key)
+    elif source.endswith(".jsonl"):
+        records = _read_jsonl(Path(source), key)
+    elif source.endswith(".parquet"):
+        records = _read_parquet(Path(source), key)
+    else:
+        raise ConfigError(f"{key} must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got {source!r}")
+    rows = []
+    for where, record in records:
+        prompt = _prompt_of(record, where, config)
+        if isinstance(prompt, str):
+            prompt = _as_messages(prompt, config) if config.as_chat or config.system_prompt else prompt
+        else:
+            prompt = _checked_messages(prompt, where, config)
+        origin = "written by data.prompt_template" if config.prompt_template else f"in column {config.prompt_key!r}"
+        if not prompt:
+            raise ConfigError(f"{where}: the prompt {origin} is empty")
+        if not _is_text(prompt):
+            raise ConfigError(f"{where}: the prompt {origin} holds half a surrogate pair, which is no text")
+        own = None if config.prompt_template else config.prompt_key
+        rows.append(PromptRow(prompt, {name: value for name, value in record.items() if name != own}, where))
+    return rows
+
+
+def _prompt_of(record: dict[str, Any], where: str, config: DataConfig) -> Any:
+    def column(name: str, key: str) -> Any:
+        if name not in record:
+            raise ConfigError(
+                f"{where}: no column {name!r} ({key}); the columns are {', '.join(map(str, record)) or 'none'}"
+            )
+        return record[name]
+
+    if config.prompt_template is None:
+        return column(config.prompt_key, "data.prompt_key")
+
+    # Not str.format: braces belong to many prompts, and those of a LaTeX command (\boxed{answer}) must not become a
+    # column's value.
+    def fill(found: re.Match[str]) -> str:
+        if found[1] is not None:
+            return found[0]
+        value = column(found[2], "data.prompt_template")
+        if value is None:
+            raise ConfigError(f"{where}: the column {found[2]!r} (data.prompt_template) is null")
+        return str(value)
+
+    return re.sub(r"(\\\w+)?\{(\w+)\}", fill, config.prompt_template)
+
+
+def check_enough_rows(num_rows: int, config: Config, dropped: int = 0, eval_set: str | None = None) -> None:
+    """Refuse a training set that cannot fill one step, and a held-out set without a prompt.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    key, source = key_and_source(config.data, eval_set)
+    note = (
+        f" ({dropped} longer than data.max_prompt_tokens={config.data.max_prompt_tokens} were dropped)"
+        if dropped
+        else ""
+    )
+    need = config.rollout.num_prompts_per_step
+    if eval_set is None and num_rows < need:
+        raise ConfigError(
+            f"{key}: {source} has {num_rows} usable prompts{note}, but one step takes "
+            f"rollout.num_prompts_per_step={need}; lower that or add prompts"
+        )
+    if num_rows == 0:
+        raise ConfigError(f"{key}: {source} has 0 usable prompts{note}; add prompts or leave the set out")
+
+
+def _read_jsonl(path: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
+    records = []
+    for number, line in enumerate(_open(path, key, lambda: path.read_bytes()).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from None
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
+        except (RecursionError, ValueError) as error:  # nested too deeply; a number of more digits than Python reads
+            raise ConfigError(f"{where}: not valid JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise ConfigError(f"{where}: expected a JSON object, got {type(record).__name__}")
+        records.append((where, record))
+    return records
+
+
+def _read_parquet(path: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        records = _open(path, key, lambda: pyarrow.parquet.read_table(path)).to_pylist()
+    except (pyarrow.ArrowException, ValueError) as error:  # ValueError: a text column that is not UTF-8
+        raise ConfigError(f"{key}: {path} cannot be read as parquet: {error}") from None
+    return [(f"{path}:row {number}", record) for number, record in enumerate(records)]
+
+
+def _read_hub(source: str, key: str) -> list[tuple[str, dict[str, Any]]]:
+    parts = source.split(":", 3)  # a split may hold a colon: train[:100]
+    if len(parts) != 4 or not parts[1] or not parts[3]:
+        raise ConfigError(f"{key}: a hub data set is hub:REPO:SUBSET:SPLIT (SUBSET may be empty); got {source!r}")
+    _, repo, subset, split = parts
+    import datasets
+
+    try:
+        dataset = datasets.load_dataset(repo, subset or None, split=split)
+    except Exception as error:  # the library raises many types for "not found", "no network", "no such split"
+        raise ConfigError(f"{key}: cannot load {source}: {type(error).__name__}: {error}") from None
+    return [(f"{source}:row {number}", dict(record)) for number, record in enumerate(dataset)]
+
+
+def _open(path: Path, key: str, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror or error}") from None
+
+
+def _as_messages(prompt: str, config: DataConfig) -> list[dict[str, Any]]:
+    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+    return [*system, {"role": "user", "content": prompt}] if prompt else []
+
+
+def _checked_messages(prompt: Any, where: str, config: DataConfig) -> list[dict[str, Any]]:
+    if not isinstance(prompt, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content", 0), str | list | None)
+        for m in prompt
+    ):
+        raise ConfigError(
+            f"{where}: the prompt in column {config.prompt_key!r} must be a string or a list of "
+            f'{{"role": text, "content": text}} messages; got {str(prompt)[:80]}'
+        )
+    if prompt and config.system_prompt and prompt[0]["role"] != "system":
+        return [{"role": "system", "content": config.system_prompt}, *prompt]
+    return prompt
+
+
+def _is_text(prompt: str | list[dict[str, Any]]) -> bool:
+    """False where JSON smuggled in something like "\\ud800", which no tokenizer takes."""
+    texts = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
+    try:
+        "".join(texts).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,182 @@
+"""Every collective that the project uses outside FSDP and vLLM.
+
+Numbers for control (rewards, plans, token ids) travel as bytes over gloo on the CPU: they are small, and no pickle is
+involved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.distributed.doctor import count_collective
+from grpo_spmd.distributed.errors import Rank0Error
+
+T = TypeVar("T")
+
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+
+
+def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
+    """Collective. Gather every rank's `value`, call `fn(values in rank order)` on rank 0, give its result to every
+    rank.
+
+    Values and result must survive JSON; floats do so exactly, NaN included.
+
+    Raises:
+        Rank0Error: on every rank, if `fn` raised on rank 0; a ConfigError stays one.
+    """
+    values = gather_bytes(_encode(value))
+    reply = b""
+    error: Exception | None = None
+    if values is not None:
+        try:
+            reply = b"+" + _encode(fn([json.loads(v) for v in values]))
+        except ConfigError as refused:
+            reply = b"?" + _encode(str(refused))
+        except (
+            Exception
+        ) as caught:  # handed to every rank below: a rank 0 that just left would look like a lost connection
+            error = caught
+            reply = b"-" + _encode(f"{type(caught).__name__}: {caught}")
+    reply = _broadcast_bytes(reply)
+    if reply[:1] == b"?":
+        raise ConfigError(json.loads(reply[1:]))
+    if reply[:1] == b"-":
+        # The whole text, which may hold a traceback, on rank 0 alone: it would be printed once a rank.
+        text = json.loads(reply[1:])
+        raise Rank0Error(text if error is not None else text.partition("\n")[0]) from error
+    result: T = json.loads(reply[1:])
+    return result
+
+
+def gather_bytes(payload: bytes) -> list[bytes] | None:
+    """Collective. Every rank's payload in rank order on rank 0; None elsewhere."""
+    count_collective()
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if world_size == 1:
+        return [payload]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(sizes, torch.tensor([len(payload)]))
+    width = max(int(size) for size in sizes)
+    mine = torch.zeros(width, dtype=torch.uint8)
+    mine[: len(payload)] = _as_tensor(payload)
+    out = [torch.empty(width, dtype=torch.uint8) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(mine, out, dst=0)
+    if out is None:
+        return None
+    return [tensor[: int(size)].numpy().tobytes() for tensor, size in zip(out, sizes, strict=True)]
+
+
+def exchange_bytes(payloads: list[bytes]) -> list[bytes]:
+    """Collective. Send `payloads[r]` to rank r; returns what each rank sent here, in rank order."""
+    count_collective()
+    if len(payloads) == 1:
+        return payloads
+    sent = torch.tensor([len(p) for p in payloads])
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    out = torch.empty(int(received.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(out, _as_tensor(b"".join(payloads)), received.tolist(), sent.tolist())
+    return [part.numpy().tobytes() for part in out.split(received.tolist())]
+
+
+def start_all_gather(rows: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Collective. Over `group`: bring all ranks' rows into `rows` [ranks, n], in place; this rank has written its own
+    already.
+
+    Returns what `wait_for` waits for, before `rows` is read or written.
+    """
+    count_collective()
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rows.is_cuda:
+        work = _ALL_GATHER(rows.view(-1), rows[rank], group, async_op=True)
+        return [work] if work is not None else []
+    # gloo's own all-gather receives into a new buffer of the whole size and copies it over: 3 times the time, and a
+    # bucket more.
+    works = []
+    for distance in range(1, ranks):
+        source, target = (rank - distance) % ranks, (rank + distance) % ranks
+        works += [
+            dist.irecv(rows[source], group=group, group_src=source),
+            dist.isend(rows[rank], group=group, group_dst=target),
+        ]
+    return [work for work in works if work is not None]
+
+
+def wait_for(works: list[dist.Work]) -> None:
+    """Wait for each of `works`, and empty the list: gloo never returns from a second wait for the same message."""
+    while works:
+        works.pop(0).wait()
+
+
+def ranks_that_differ(payload: bytes, group: dist.ProcessGroup) -> list[int]:
+    """Collective. Over `group`: its ranks, numbered from 0, whose `payload` is not that of its first; alike on all of
+    them.
+
+    Only digests of 32 bytes travel.
+    """
+    mine = _as_tensor(hashlib.sha256(payload).digest())
+    digests = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(digests, mine, group=group)
+    return [rank for rank, digest in enumerate(digests) if not torch.equal(digest, digests[0])]
+
+
+def barrier() -> None:
+    """Collective. Wait for all ranks."""
+    on_rank0(lambda _: None, None)
+
+
+def any_rank(flag: bool) -> bool:
+    """Collective. True on every rank if it is on one."""
+    count_collective()
+    found = torch.tensor([int(flag)])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
+
+
+def merge_sums(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Bring together dictionaries of sums that ranks collected; a key missing on a rank counts as nothing.
+
+    Numbers add up; keys "max:..." take the maximum, "hist:..." add up element by element, "ids:..." are put one after
+    the other.
+    """
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in merged:
+                merged[name] = value
+            elif name.startswith("max:"):
+                merged[name] = max(merged[name], value)
+            elif name.startswith("hist:"):
+                merged[name] = [a + b for a, b in zip(merged[name], value, strict=True)]
+            else:
+                merged[name] = merged[name] + value
+    return merged
+
+
+def _broadcast_bytes(payload: bytes) -> bytes:
+    count_collective()
+    if dist.get_world_size() == 1:
+        return payload
+    size = torch.tensor([len(payload)])
+    dist.broadcast(size, src=0)
+    buffer = _as_tensor(payload) if dist.get_rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(buffer, src=0)
+    return buffer.numpy().tobytes()
+
+
+def _encode(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _as_tensor(payload: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,247 @@
+"""Preemption: a signal or the end of the job's time ends the run with everything saved, and no step is begun that
+cannot finish.
+
+The policy changes in a step's update alone. A step that is stopped before is given up: the state to save is the one
+that it began with, and what it has sampled lies in the rollout buffer. A step that has come to its update is finished
+first. All ranks decide alike, at three places, by raising `Preempted`: at the start of a step, where a generation has
+been scored, and before the update.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.collectives import on_rank0
+from grpo_spmd.distributed.store import post, posted
+from grpo_spmd.files import write_durably
+from grpo_spmd.records import ScoredRollouts
+
+_log = logging.getLogger("grpo_spmd")
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+MARKER = "preempted.json"
+_NUM_RECENT = 200  # steps; more than lie between two evaluations, most likely
+_SPREAD = 1.2  # a step may take so many times the longest of the recent ones
+_NOTICE = "preempted"  # in the run's store: a rank that was signalled tells the others
+_NOTICE_POLL_S = 0.5
+_SQUEUE_TIMEOUT_S = 20
+
+
+class Preempted(Exception):
+    """The run has to stop and the step under way is given up; raised on all ranks alike, with one `reason`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Preemption:
+    """Knows when the run has to stop. SIGTERM and SIGUSR1 only set a flag from here on; Ctrl-C interrupts as ever.
+
+    A rank that alone was signalled tells the others. The deadline is `training.max_time_s` after the launch, else the
+    end of the Slurm job; a small part of the time (at most 10 s) is kept back for what follows the save.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Take the signals over: before the engine starts, which takes long."""
+        self._config = config
+        self._signal: str | None = None
+        self._aborting: str | None = None  # why generation was ended early on this rank
+        self._deadline: float | None = None  # on the monotonic clock, like all times here; None: not asked for yet
+        self._next_poll = 0.0
+        # When a step began, its last generation had ended, and its update began; and how long it was from each of them
+        # to the step's end.
+        self._starts = [math.nan] * 3
+        self._took_s: list[deque[float]] = [deque(maxlen=_NUM_RECENT) for _ in range(3)]
+        self._num_steps = 0
+        self._save_s: float | None = None  # what a save may take, once that is known
+        self._unknown_save_s = 0.0
+        self._take_signals()
+
+    def begin_step(self, time_to_save_s: float = 0.0) -> None:
+        """Collective. At the start of each step, and before an evaluation that follows the last.
+
+        Args:
+            time_to_save_s: what a save may take now; 0: not known, since none was made yet.
+
+        Raises:
+            Preempted: this process was signalled, or the time left is less than a step and a save take.
+        """
+        self._save_s = time_to_save_s or None
+        self._take_signals()  # vLLM, or a user's reward, may have set handlers of its own
+        now = time.monotonic()
+        if self._deadline is None:
+            left = on_rank0(lambda _: _seconds_left(self._config), None)
+            self._deadline = math.inf
+            if left is not None:
+                self._deadline = now + left - min(10.0, 0.05 * left)
+                self._unknown_save_s = min(60.0, 0.05 * left)
+        else:
+            for took_s, start in zip(self._took_s, self._starts, strict=True):
+                took_s.append(now - start)
+            self._num_steps += 1
+            if self._num_steps == 2:  # the first took longer, for all that happens once
+                for took_s in self._took_s:
+                    took_s.popleft()
+        self._starts = [now] * 3
+        self._agree(self._why_stop(0, "a step"))
+
+    def check_before_update(self) -> None:
+        """Collective. The last moment at which a step can be given up.
+
+        Raises:
+            Preempted: this process was signalled, or the time left is less than an update and a save take.
+        """
+        self._starts[2] = time.monotonic()
+        self._agree(self._aborting or self._why_stop(2, "an update"))
+
+    def should_abort(self) -> bool:
+        """Whether this rank should end its generation; for the engine, which asks before each of its steps. Waits for
+        nobody."""
+        if self._aborting is None:
+            self._aborting = self._why_give_up()
+            now = time.monotonic()
+            if self._aborting is not None:
+                post(_NOTICE, self._aborting)
+            elif now >= self._next_poll:
+                self._next_poll = now + _NOTICE_POLL_S
+                self._aborting = posted(_NOTICE)
+        return self._aborting is not None
+
+    def guard(self, score: Callable[..., ScoredRollouts]) -> Callable[..., ScoredRollouts]:
+        """`score`, after which all ranks agree whether the step is given up. All ranks must call it alike, after each
+        generation.
+
+        Generation and scoring take each rank its own time; this is where they meet again. Nothing is scored for a step
+        that is given up, and a failure after a signal is one: Slurm signals the reward's processes too.
+        """
+
+        def guarded(*args: Any, **kwargs: Any) -> ScoredRollouts:
+            """Collective.
+
+            Raises:
+                Preempted: generation was ended early on some rank, or what `check_before_update` raises it for.
+            """
+            scored = ScoredRollouts()
+            self._starts[1] = time.monotonic()
+            reason = self._why_give_up()
+            if reason is None:
+                try:
+                    scored = score(*args, **kwargs)
+                except Exception as error:
+                    if self._signal is None:
+                        raise
+                    _log.warning(
+                        "%s: scoring failed and is given up (%s: %s)", self._signal, type(error).__name__, error
+                    )
+            self._agree(reason or self._aborting or self._why_stop(2, "an update"))
+            return scored
+
+        return guarded
+
+    def _why_give_up(self) -> str | None:
+        return self._aborting or self._why_stop(1, "the rest of the step")
+
+    def _why_stop(self, since: int, what: str) -> str | None:
+        """`since`: of `_starts`, the one from which on the step must still come to its end; `what`: that part of it."""
+        needed_s = max(self._took_s[since], default=0.0)
+        if self._signal is not None:
+            return self._signal
+        assert self._deadline is not None, "begin_step comes first"
+        left = self._deadline - time.monotonic()
+        save_s = self._unknown_save_s if self._save_s is None else self._save_s
+        if left >= _SPREAD * needed_s + save_s:
+            return None
+        return f"deadline: {left:.0f} s left, {what} takes {needed_s:.0f} s and a save {save_s:.0f} s"
+
+    def _agree(self, reason: str | None) -> None:
+        first: str | None = on_rank0(lambda reasons: next((r for r in reasons if r is not None), None), reason)
+        if first is not None:
+            raise Preempted(first)
+
+    def _take_signals(self) -> None:
+        for number in SIGNALS:
+            if signal.getsignal(number) != self._on_signal:
+                signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        if self._signal is None:  # nothing else: a handler may run in the middle of anything
+            self._signal = signal.Signals(number).name
+
+
+def leave_marker(run_dir: str | os.PathLike[str], step: int, reason: str) -> None:
+    """Collective. Write `<run_dir>/preempted.json`, which tells a run that stopped with everything saved from one that
+    failed.
+
+    Call it when the save is complete on this rank; it is written when all ranks have come here.
+    """
+
+    def write(_: object) -> None:
+        write_durably(
+            Path(run_dir, MARKER), json.dumps({"step": step, "reason": reason, "saved": True}).encode() + b"\n"
+        )
+
+    on_rank0(write, None)
+
+
+def remove_marker(run_dir: str | os.PathLike[str]) -> None:
+    """Collective. The run goes on."""
+    on_rank0(lambda _: Path(run_dir, MARKER).unlink(missing_ok=True), None)
+
+
+def _seconds_left(config: Config) -> float | None:
+    """Of this job; None where nothing says so."""
+    if config.training.max_time_s is not None:
+        return config.training.max_time_s - _seconds_since_launch()
+    job = os.environ.get("SLURM_JOB_ID")
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    if end.isdecimal():
+        return int(end) - time.time()
+    if job is None:
+        return None
+    command = ["squeue", "-h", "-j", job, "-o", "%L"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_SQUEUE_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning(
+            "the end of the Slurm job is not known (%s); without training.max_time_s only signals stop the run", error
+        )
+        return None
+    left = parse_time_left(said)
+    if left is None and said.strip() != "UNLIMITED":
+        _log.warning(
+            "the end of the Slurm job is not known: squeue said %r; without training.max_time_s only signals stop it",
+            said,
+        )
+    return left
+
+
+def parse_time_left(text: str) -> int | None:
+    """Seconds of squeue's %L, [[days-]hours:]minutes:seconds; None for UNLIMITED, INVALID, NOT_SET and whatever
+    else."""
+    found = re.match(r"\s*(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)\s*$", text, re.ASCII)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _seconds_since_launch() -> float:
+    """Since torchrun was started, so that its restarts of the ranks do not begin the time anew; without it, since this
+    process was."""
+    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    # since boot; the name before may hold anything
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,46 @@
+"""The run's key-value store, which torchrun's agent or rank 0 keeps: what ranks tell each other without waiting."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+_store: dist.Store | None = None
+
+
+def open_store(store: dist.Store) -> None:
+    """Take `store`, whose prefix no earlier attempt of the run has used, for the run's (start_session)."""
+    global _store
+    _store = store
+
+
+def claim(queue: str, num_jobs: int, num_claimers: int) -> int | None:
+    """The first of the numbers 0 .. `num_jobs` - 1 that nobody has claimed yet, or None when all are taken.
+
+    Each of the `num_claimers` ranks must claim until it gets its None: the last None removes the queue from the store,
+    which would otherwise grow with every step. `queue` must name nothing that some rank may still claim from.
+    """
+    number = _run_store().add(queue, 1) - 1
+    if number == num_jobs + num_claimers - 1:
+        _run_store().delete_key(queue)
+    return number if number < num_jobs else None
+
+
+def own_store() -> dist.Store:
+    """The store over a connection of its own, for a thread: a call that waits would make the main thread wait too."""
+    clone: dist.Store = _run_store().clone()  # type: ignore[attr-defined]
+    return clone
+
+
+def post(notice: str, text: str) -> None:
+    """Show `text` to all ranks under the name `notice`."""
+    _run_store().set(notice, text)
+
+
+def posted(notice: str) -> str | None:
+    """What some rank has posted under this name, or None."""
+    return _run_store().get(notice).decode() if _run_store().check([notice]) else None
+
+
+def _run_store() -> dist.Store:
+    assert _store is not None, "start_session comes first"
+    return _store

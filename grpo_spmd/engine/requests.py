@@ -1,0 +1,34 @@
+"""What the engine is asked for, and how work is shared out over engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class EngineStateError(RuntimeError):
+    """The engine was asked for something that its state does not allow: it would have answered from stale or missing
+    weights."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to sample."""
+
+    prompt_ids: list[int]
+    seed: int
+    temperature: float | None = None  # 0: greedy; None: `rollout.temperature`
+
+
+def share_out(num_jobs: int, job_size: int, num_engines: int, max_num_seqs: int | None) -> tuple[int, int]:
+    """How many requests an engine has in flight at most, and how many jobs it is dealt at first: one in turn until each
+    has that many.
+
+    What is not dealt is claimed, by an engine that has fewer requests in flight. Where jobs are many that keeps up to
+    `job_size` - 1 requests waiting, so that an engine is never short of work. Without `max_num_seqs` all jobs are
+    dealt.
+    """
+    fair_share = -(-num_jobs // num_engines)
+    if max_num_seqs is None:
+        return fair_share * job_size, fair_share
+    max_in_flight = min(max_num_seqs, fair_share * job_size)
+    return max_in_flight, min(max_in_flight // job_size, num_jobs // num_engines)

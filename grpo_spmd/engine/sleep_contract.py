@@ -1,0 +1,63 @@
+"""What is left in use when the engine sleeps must not grow."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from grpo_spmd.observe.memory import MemoryUse, total_bytes
+
+_log = logging.getLogger("grpo_spmd")
+
+_GIB = 2**30
+
+
+class SleepContract:
+    """The engine gives back what it took: what is in use after a sleep must not grow over the run."""
+
+    def __init__(self, device: torch.device, growth_bytes: int | None = None) -> None:
+        """`growth_bytes`: what is alarmed; 5 % of the device, but not less than 1 GiB, where it is None."""
+        self._device = device
+        self._growth = max(_GIB, total_bytes(device) // 20) if growth_bytes is None else growth_bytes
+        self._least: int | None = None
+        self._alarmed = 0
+
+    def check(self, before: MemoryUse, after: MemoryUse, held_bytes: int) -> dict[str, float]:
+        """Judge one sleep, measured before and after it; warns where too much is left, and again for each further
+        growth as large.
+
+        Args:
+            held_bytes: what policy, reference and optimizer themselves hold (HostOffload.held_bytes), which changes for
+                good reasons, as when the first update makes the optimizer's state.
+
+        Returns:
+            `memory/sleep/freed_gib`, and `memory/sleep/left_gib`: in use after the sleep, less `held_bytes`.
+        """
+        freed, left = self._used(before) - self._used(after), self._used(after) - held_bytes
+        self._least = left if self._least is None else min(self._least, left)
+        if left - max(self._least, self._alarmed) > self._growth:
+            self._alarmed = left
+            _log.warning(
+                "memory grows: %.2f GiB in use after the engine's sleep, beyond what policy, reference and optimizer "
+                "hold, where it was "
+                "%.2f GiB at the least (alarm at +%.2f GiB); the sleep freed %.2f GiB. %s",
+                left / _GIB, self._least / _GIB, self._growth / _GIB, freed / _GIB, self._parts(after, held_bytes),
+            )  # fmt: skip
+        return {"memory/sleep/freed_gib": freed / _GIB, "memory/sleep/left_gib": left / _GIB}
+
+    def _used(self, use: MemoryUse) -> int:
+        return use.driver_used if self._device.type == "cuda" else use.allocated
+
+    def _parts(self, after: MemoryUse, held_bytes: int) -> str:
+        if self._device.type != "cuda":
+            return "Likely something keeps tensors or texts of earlier steps alive"
+        own, cached = (after.allocated - held_bytes) / _GIB, (after.reserved - after.allocated) / _GIB
+        return (
+            f"Tensors of torch: {own:.2f} GiB (weights that the engine keeps outside its pool, or tensors of earlier "
+            "steps kept alive); "
+            f"cached by torch: {cached:.2f} GiB (fragmentation: try PYTORCH_ALLOC_CONF=expandable_segments:True); "
+            "outside torch: "
+            f"{after.other / _GIB:.2f} GiB (a pool not given back: try another version of vLLM; CUDA graphs, NCCL, "
+            "another process)"
+        )

@@ -1,0 +1,135 @@
+"""vLLM's start: options, environment, and the differences between its versions."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import Config, LoraConfig
+from grpo_spmd.distributed.session import Session
+from grpo_spmd.model.lora import engine_target_modules
+
+# vLLM reads these when it is imported, which happens in functions below. In-process is the point of this file; the rest
+# keeps a terminal readable.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# some of its modules log before they have read the variable
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+_MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
+
+
+def start_vllm(config: Config, session: Session) -> Any:
+    import vllm
+
+    # The CPU worker replaces this by a function that only warns.
+    set_num_threads = torch.set_num_threads
+    _name_shared_memory_after_job(session.attempt)
+    options: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": config.rollout.tensor_parallel_size,
+        "seed": 0,  # every request brings its own seed
+        "max_model_len": config.max_rollout_tokens,
+        "logprobs_mode": "processed_logprobs",  # at the temperature, as the policy's are
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": session.device.type == "cuda",
+        "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
+        "disable_log_stats": True,
+    }
+    if config.base_stays_in_engine:
+        options.update(_lora_options(config.model.path, config.model.lora))
+    if session.device.type == "cpu":
+        options.update(enforce_eager=True, block_size=32, kv_cache_memory_bytes=_cpu_kv_cache_bytes(config, session))
+    options.update(config.rollout.engine)
+    try:
+        return vllm.LLM(**options)
+    except TypeError as error:
+        raise ConfigError(f"rollout.engine: vllm.LLM refused {sorted(config.rollout.engine)}: {error}") from None
+    finally:
+        torch.set_num_threads = set_num_threads
+
+
+@contextmanager
+def allocator_settings_kept(device: torch.device) -> Iterator[None]:
+    """The pool of vLLM's sleep mode cannot live in torch's expandable segments: vLLM switches them off while it fills
+    it, and on again.
+
+    Up to 0.30 it looks for them in PYTORCH_CUDA_ALLOC_CONF alone, not in PYTORCH_ALLOC_CONF, and writes nothing but
+    that one option back; torch takes an option that is not in what it is handed for the default, so that the user's
+    others were gone for the rest of the run.
+    """
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")  # in torch's order
+    if device.type != "cuda" or not given:
+        yield
+        return
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = given
+    yield
+    torch._C._accelerator_setAllocatorSettings(given)
+
+
+def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:
+    """Room for one adapter of this rank on the layers that get one, and not on the embedding and the lm_head."""
+    room = [rank for rank in _MAX_LORA_RANKS if rank >= lora.rank]
+    if not room:
+        raise ConfigError(
+            f"model.lora.rank: {lora.rank} is more than vLLM takes ({_MAX_LORA_RANKS[-1]}); set model.lora.sync: merged"
+        )
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": room[0],
+        "lora_target_modules": engine_target_modules(path, lora),
+    }
+    # older versions adapt all layers
+    return {name: value for name, value in options.items() if hasattr(EngineArgs, name)}
+
+
+def _cpu_kv_cache_bytes(config: Config, session: Session) -> int:
+    """Room for a step's completions at full length, between 64 MiB and 1/8 of the host's memory over its ranks.
+
+    vLLM would otherwise ask for nearly all memory of the host, on each rank.
+    """
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(config.model.path)
+    heads = getattr(model, "num_key_value_heads", model.num_attention_heads)
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    token = 2 * model.num_hidden_layers * heads * head_dim * (4 if config.model.dtype == "float32" else 2)
+    engines = max(1, session.world_size // config.rollout.tensor_parallel_size)
+    wanted = (
+        token * config.max_rollout_tokens * config.rollout.num_prompts_per_step * config.rollout.group_size // engines
+    )
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = host // 8 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(64 << 20, min(int(wanted), most))
+
+
+def _name_shared_memory_after_job(attempt: int) -> None:
+    """CPU with tensor parallelism: vLLM names its shared memory alike for every external_launcher job, so that two jobs
+    on a host, or a leftover of a killed one, fail with errno 17 (0.28 to 0.32). The text after the last ':' of the init
+    method enters the name."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    original = ExecutorWithExternalLauncher._distributed_args
+
+    def distributed_args(self: Any) -> Any:
+        method, rank, local_rank = original(self)
+        if dist.is_initialized():  # then the method is used for nothing else
+            job = [os.environ.get(name, "0") for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID")]
+            method = "env://:" + "-".join([*job, str(attempt)])
+        return method, rank, local_rank
+
+    ExecutorWithExternalLauncher._distributed_args = distributed_args

@@ -1,0 +1,169 @@
+"""Policy -> engine: shards are cast, gathered in buckets of bounded size, and loaded as they arrive; then, now and
+then, the proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from grpo_spmd.distributed.collectives import start_all_gather, wait_for
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.weight_proof import prove_weights, weights_id
+from grpo_spmd.model.lora import adapter_shards, gather_adapters
+from grpo_spmd.model.offload import HostOffload
+from grpo_spmd.model.policy import Policy, hf_named_shards
+from grpo_spmd.model.sharding import rows_per_rank, shard_group
+from grpo_spmd.records import SyncStats
+
+
+def sync_weights(
+    policy: Policy,
+    engine: RolloutEngine,
+    policy_version: int,
+    bucket_mib: int,
+    prove_every_steps: int,
+    offload: HostOffload | None = None,
+) -> SyncStats:
+    """Collective. Wake the engine with exactly the policy's weights, as version `policy_version`, its caches emptied.
+
+    An engine that takes adapters by themselves gets the base once, and again where it slept without keeping it.
+
+    That they arrived is proved tensor by tensor at the first sync of a process (of a new run, or of one that goes on),
+    and where `policy_version` is a multiple of `prove_every_steps`; before the KV cache is back, so that the proof
+    finds room on a GPU. The trainer makes room for the engine (`offload`) in two steps: what the sync does not read
+    leaves before it, the policy's shards after it.
+
+    Raises:
+        EngineStateError: if an engine parameter was not covered.
+        Rank0Error: on every rank, if an engine holds something other than the policy.
+    """
+    stats = SyncStats()
+    if offload is not None:
+        offload.before_sync()
+    engine.wake_weights()
+    if engine.needs_weights:
+        with closing(gather_full_tensors(policy, engine.dtype, bucket_mib << 20, stats)) as weights:
+            engine.load_weights(weights, policy_version)
+    if engine.takes_adapters:
+        engine.load_adapters(_gather_adapters(policy, engine.dtype, stats), policy_version)
+    if engine.proved_version is None or (prove_every_steps and policy_version % prove_every_steps == 0):
+        stats.proof_s = prove_weights(policy, engine, policy_version)
+    engine.weights_id = weights_id(policy)
+    if offload is not None:
+        offload.after_sync()
+    engine.wake_kv_cache()
+    return stats
+
+
+def _gather_adapters(policy: Policy, dtype: torch.dtype, stats: SyncStats) -> dict[str, Tensor]:
+    adapters = gather_adapters(list(adapter_shards(policy.model, policy.lora)), dtype)
+    stats.bytes += sum(tensor.nbytes for tensor in adapters.values())
+    stats.num_collectives += 1
+    return adapters
+
+
+@torch.no_grad()
+def gather_full_tensors(
+    policy: Policy, dtype: torch.dtype, bucket_bytes: int, stats: SyncStats
+) -> Generator[tuple[str, Tensor], None, None]:
+    """Collective. Every rank must draw all of it, in step. Yields (HF checkpoint name, full tensor in `dtype`).
+
+    What `DTensor.full_tensor()` does for one tensor, for a stream of them: the shards of all parameters, cast on the
+    shard, form one long row, which is gathered in pieces of at most `bucket_bytes` over the ranks of a replica. A piece
+    may end inside a tensor. The next piece is on its way while one is in use. Extra memory: two buckets and the tensor
+    that is being put together.
+
+    The yielded tensors are the receiver's: vLLM keeps them until a layer is complete, so they are never views of the
+    reused buckets, nor of the parameters themselves where one rank holds the whole policy and nothing is gathered.
+    """
+    entries = list(hf_named_shards(policy))
+    parameter = entries[0][1]
+    ranks = parameter.device_mesh.shape[-1]
+    if ranks == 1:
+        for name, parameter, shard in entries:
+            stats.bytes += parameter.numel() * dtype.itemsize
+            yield name, shard().to(dtype, copy=True)
+        return
+    widths = [_padded_shard_numel(parameter) for _, parameter, _ in entries]
+    row = _ShardRow([shard for *_, shard in entries], widths)
+    room = min(max(1, bucket_bytes // (ranks * dtype.itemsize)), sum(widths))
+    buckets = [
+        torch.empty(ranks, room, dtype=dtype, device=parameter.device) for _ in range(min(2, -(-sum(widths) // room)))
+    ]
+    with closing(_gathered_pieces(row, buckets, sum(widths), shard_group(parameter), stats)) as pieces:
+        piece = buckets[0][:, :0]  # what is left of the current one
+        for (name, parameter, _), width in zip(entries, widths, strict=True):
+            full = torch.empty(ranks, width, dtype=dtype, device=parameter.device)
+            filled = 0
+            while filled < width:
+                if not piece.shape[1]:
+                    piece = next(pieces)
+                count = min(width - filled, piece.shape[1])
+                full[:, filled : filled + count] = piece[:, :count]
+                piece = piece[:, count:]
+                filled += count
+            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)
+            del full  # before the next one is made
+
+
+def _gathered_pieces(
+    row: _ShardRow, buckets: list[Tensor], total: int, group: dist.ProcessGroup, stats: SyncStats
+) -> Generator[Tensor, None, None]:
+    """The rows of all ranks, `total` elements each, in pieces [ranks, at most a bucket's columns], in order; valid
+    until the next one."""
+    ranks, room = buckets[0].shape
+    num_pieces = -(-total // room)
+    on_its_way: list[dist.Work] = []
+
+    def start(number: int) -> Tensor:
+        columns = min(room, total - number * room)
+        piece = buckets[number % 2].view(-1)[: ranks * columns].view(ranks, columns)
+        row.fill(piece[dist.get_rank(group)])
+        on_its_way.extend(start_all_gather(piece, group))
+        stats.num_collectives += 1
+        stats.bytes += piece.nbytes
+        return piece
+
+    try:
+        following = start(0)
+        for number in range(num_pieces):
+            wait_for(on_its_way)
+            piece = following
+            if number + 1 < num_pieces:
+                following = start(number + 1)
+            yield piece
+    finally:  # the receiver failed: leave no message behind that the next gather would take for its own
+        with suppress(RuntimeError):  # from a peer that is gone; the receiver has an error of its own to tell
+            wait_for(on_its_way)
+
+
+def _padded_shard_numel(parameter: DTensor) -> int:
+    return rows_per_rank(parameter) * (parameter.numel() // max(1, parameter.shape[0]))
+
+
+class _ShardRow:
+    """This rank's shards end to end, each padded to the size of a full one, read in order. A shard is asked for when
+    its turn comes."""
+
+    def __init__(self, shards: list[Callable[[], Tensor]], widths: list[int]) -> None:
+        self._coming = zip(shards, widths, strict=True)
+        # what is still to be read of the current one, and that with its padding
+        self._shard, self._left = (torch.empty(0), 0)
+
+    def fill(self, out: Tensor) -> None:
+        """The next `len(out)` elements of the row, cast to the dtype of `out`; those of padding are left as they
+        are."""
+        while len(out):
+            if not self._left:
+                self._shard = torch.empty(0)  # freed before the next one is made
+                shard, self._left = next(self._coming)
+                self._shard = shard().reshape(-1)
+            count = min(len(out), self._left)
+            # no name for either: it would keep the shard alive
+            out[: min(count, len(self._shard))].copy_(self._shard[:count])
+            out, self._shard, self._left = out[count:], self._shard[count:], self._left - count

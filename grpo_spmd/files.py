@@ -1,0 +1,29 @@
+"""Files that survive a kill, a full disk and a power cut."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync_to_disk(folder: Path) -> None:
+    """fsync of all files and folders below, and of `folder` itself: a rename that outlives a power cut must not name
+    empty files."""
+    for path in [*folder.rglob("*"), folder]:
+        sync_path(path)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Put a file in the place of another: after a kill, a full disk or a power cut it is the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content)
+    sync_path(temporary)
+    temporary.replace(path)
+
+
+def sync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,88 @@
+"""Scored groups -> this rank's share of the step's training batch: rank 0 decides from a few numbers a rollout, then
+rollouts move."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.collectives import exchange_bytes, on_rank0
+from grpo_spmd.distributed.session import Session
+from grpo_spmd.learn.exchange import decode_rollouts, encode_rollouts
+from grpo_spmd.learn.losses import kl_estimate
+from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.sampled_step import SampledStep, advantages_of
+from grpo_spmd.records import Decision, Rollout, RolloutBatch
+
+
+def assemble_batch(sampled: SampledStep, config: Config, session: Session) -> tuple[RolloutBatch, Decision]:
+    """Collective. Advantages and the plan on rank 0, then every rollout goes to the rank that trains on it.
+
+    Returns:
+        This rank's batch, and what rank 0 decided for all.
+
+    Raises:
+        Rank0Error: no completion of the step has a usable reward.
+    """
+    decision = sampled.decide()
+    slots = {position: slot for slot, position in enumerate(decision.positions)}
+    owner = {
+        i: rank for mini_batch in decision.plan for rank, rows in enumerate(mini_batch) for row in rows for i in row
+    }
+    outgoing: list[list[Rollout]] = [[] for _ in range(session.world_size)]
+    for group in sampled.groups:
+        if group.prompt.position not in slots:
+            continue
+        for sample, completion in enumerate(group.completions):
+            rollout_id = slots[group.prompt.position] * config.rollout.group_size + sample
+            rollout = Rollout(
+                rollout_id,
+                decision.advantages[rollout_id],
+                decision.counts[rollout_id],
+                group.prompt.token_ids,
+                completion.token_ids,
+                completion.logprobs,
+            )
+            outgoing[owner[rollout_id]].append(rollout)
+    incoming = exchange_bytes([encode_rollouts(rollouts) for rollouts in outgoing])
+    mine = {rollout.rollout_id: rollout for payload in incoming for rollout in decode_rollouts(payload)}
+
+    mini_batches = [
+        [pack_rollouts([mine[i] for i in row], session.device) for row in mini_batch[session.rank]]
+        for mini_batch in decision.plan
+    ]
+    return RolloutBatch(mini_batches, decision.num_loss_tokens, decision.num_loss_sequences), decision
+
+
+def penalise_rewards_by_kl(batch: RolloutBatch, decision: Decision, config: Config) -> Decision:
+    """Collective. With `loss.kl_in: reward`, take kl_coef * (KL to the reference, summed over the completion) off each
+    reward, and compute the advantages again; the decision as it was otherwise. `batch` must hold old and reference
+    logprobs; its advantages change.
+    """
+    if config.loss.kl_in != "reward":
+        return decision
+    micro_batches = [micro_batch for mini_batch in batch.mini_batches for micro_batch in mini_batch]
+    local_kl: dict[str, float] = {}
+    for micro_batch in micro_batches:
+        assert micro_batch.old_logprobs is not None
+        assert micro_batch.ref_logprobs is not None
+        per_token = kl_estimate(micro_batch.old_logprobs, micro_batch.ref_logprobs, config.loss.kl_estimator).double()
+        sums = torch.zeros_like(per_token).index_add_(0, micro_batch.sequence_index, per_token).tolist()
+        local_kl |= {str(rollout_id): sums[place] for place, rollout_id in enumerate(micro_batch.rollout_ids)}
+
+    def decide(parts: list[dict[str, float]]) -> dict[str, Any]:
+        kl = {int(rollout_id): value for part in parts for rollout_id, value in part.items()}
+        penalties = [config.loss.kl_coef * kl.get(i, 0.0) for i in range(len(decision.rewards))]
+        penalised = torch.tensor(decision.rewards, dtype=torch.float64) - torch.tensor(penalties, dtype=torch.float64)
+        metrics = decision.metrics | {"reward/kl_penalty_mean": sum(penalties) / max(len(penalties), 1)}
+        return {"advantages": advantages_of(penalised.view(-1, config.rollout.group_size), config), "metrics": metrics}
+
+    decision = dataclasses.replace(decision, **on_rank0(decide, local_kl))
+    for micro_batch in micro_batches:
+        if micro_batch.rollout_ids:
+            values = torch.tensor([decision.advantages[i] for i in micro_batch.rollout_ids], dtype=torch.float32)
+            micro_batch.advantages = values.to(micro_batch.advantages.device)[micro_batch.sequence_index]
+    return decision

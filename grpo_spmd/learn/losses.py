@@ -1,0 +1,223 @@
+"""The losses. Pure: logprobs, masks, advantages and denominators in; a scalar and metric sums out.
+
+Every loss is a weighted sum over tokens. The weights (`aggregation_weights`) hold the denominators, which count over
+the whole mini-batch on all ranks; so shares of micro-batches add up to the same loss and gradient however the
+mini-batch is split.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+# Log ratios are binned by x = asinh(d / _HIST_SCALE): even steps of 5 % beyond the scale, steps of 5e-5 nats below it.
+_HIST_SCALE, _HIST_LIMIT, _HIST_BINS = 1e-3, 10.0, 401
+
+
+def policy_loss(
+    logprobs: Float[Tensor, " C"],
+    entropy: Float[Tensor, " C"],
+    old_logprobs: Float[Tensor, " C"],
+    ref_logprobs: Float[Tensor, " C"] | None,
+    advantages: Float[Tensor, " C"],
+    loss_mask: Bool[Tensor, " C"],
+    weights: Float[Tensor, " C"],
+    sequence_index: Int[Tensor, " C"],
+    correction: Float[Tensor, " C"] | None = None,
+    *,
+    policy: str = "clip",
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    dual_clip: float | None = None,
+    kl_coef: float,
+    kl_estimator: str,
+    entropy_coef: float,
+) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+    """This micro-batch's share of the loss of its mini-batch.
+
+    Args:
+        weights: what a token counts, from `aggregation_weights`.
+        sequence_index: which sequence a token belongs to; a micro-batch holds whole sequences.
+        correction: factor of each token's policy term, from `rollout_correction`; None: 1.
+        policy: "clip" (PPO, Schulman et al. 2017; dual clip, Ye et al. 2020), "gspo" (Zheng et al. 2025, the ratio is
+            the geometric mean over the sequence) or "cispo" (MiniMax-M1, 2025: the clipped ratio is a constant factor
+            of the logprob's gradient).
+        dual_clip: read by "clip" and "gspo".
+
+    Returns:
+        The share, and sums for the metrics, detached: "policy", "kl", "entropy" are weighted as in the loss; "clipped"
+        counts tokens.
+    """
+    # Masked places may hold anything, also NaN or inf, and 0 * NaN is NaN: choose before the arithmetic, not after.
+    zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
+    logprobs = torch.where(loss_mask, logprobs, zero)
+    # Without a bonus it has no gradient at all: one of zeros would make the logprobs' backward pass work through it.
+    entropy = torch.where(loss_mask, entropy if entropy_coef else entropy.detach(), zero)
+    old_logprobs = torch.where(loss_mask, old_logprobs, zero)
+    advantages = torch.where(loss_mask, advantages, zero)
+
+    log_ratio = logprobs - old_logprobs
+    if policy == "gspo":
+        mean = _sequence_mean(log_ratio.detach(), loss_mask, sequence_index)[sequence_index]
+        # The value is the sequence's, the gradient each token's own; with 1/length weights that is the gradient of the
+        # geometric mean. The brackets keep it exact: GSPO clips at some 1e-4, and (mean + logprob) - logprob would be
+        # off by the rounding of the logprob.
+        log_ratio = torch.where(loss_mask, mean + (logprobs - logprobs.detach()), zero)
+    # Beyond e^20 a ratio is an accident, and where exp overflows its gradient would be inf * 0 = NaN.
+    ratio = torch.exp(log_ratio.clamp(-20.0, 20.0))
+    clipped_ratio = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    if policy == "cispo":
+        per_token = -advantages * clipped_ratio.detach() * logprobs
+        clipped = loss_mask & (clipped_ratio != ratio)
+    else:
+        bounded = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
+        per_token = bounded
+        if dual_clip is not None:  # where the advantage is negative the term would grow with the ratio without end
+            per_token = torch.where(advantages < 0, torch.minimum(bounded, -advantages * dual_clip), bounded)
+        clipped = loss_mask & (per_token != -advantages * ratio)
+    if correction is not None:
+        per_token = per_token * torch.where(loss_mask, correction, zero)
+
+    # Sums in float64: advantages of both signs nearly cancel, and a float32 sum would show in which order tokens were
+    # added.
+    weights = torch.where(loss_mask, weights, 0.0).double()
+    policy_sum, entropy_sum = (weights * per_token.double()).sum(), (weights * entropy.double()).sum()
+    kl_sum = torch.zeros_like(policy_sum)
+    if ref_logprobs is not None:
+        kl_sum = (
+            weights * kl_estimate(logprobs, torch.where(loss_mask, ref_logprobs, zero), kl_estimator).double()
+        ).sum()
+    total = policy_sum + kl_coef * kl_sum - entropy_coef * entropy_sum
+    return total, {
+        "policy": policy_sum.detach(),
+        "kl": kl_sum.detach(),
+        "entropy": entropy_sum.detach(),
+        "clipped": clipped.sum(),
+    }
+
+
+def aggregation_weights(
+    aggregation: str,
+    loss_mask: Bool[Tensor, " C"],
+    sequence_index: Int[Tensor, " C"],
+    *,
+    num_loss_tokens: int,
+    num_loss_sequences: int,
+    max_completion_tokens: int,
+) -> Float[Tensor, " C"]:
+    """What each token counts in the loss, float64; 0 where `loss_mask` is False.
+
+    Args:
+        aggregation: "token": 1 / tokens (DAPO). "sequence": 1 / (sequences * tokens of this sequence) (GRPO's paper,
+            GSPO's). "constant": 1 / (sequences * max_completion_tokens), so that no length is favoured (Dr. GRPO).
+        num_loss_tokens: tokens that count, over the whole mini-batch on all ranks.
+        num_loss_sequences: sequences with at least one such token, over the same.
+    """
+    counts = loss_mask.double()
+    if aggregation == "token":
+        return counts / max(num_loss_tokens, 1)
+    if aggregation == "constant":
+        return counts / (max(num_loss_sequences, 1) * max_completion_tokens)
+    assert aggregation == "sequence", aggregation
+    lengths = _sequence_sum(counts, sequence_index)
+    return counts / (lengths.clamp(min=1)[sequence_index] * max(num_loss_sequences, 1))
+
+
+def rollout_correction(
+    mode: str,
+    cap: float,
+    policy_logprobs: Float[Tensor, " C"],
+    rollout_logprobs: Float[Tensor, " C"],
+    loss_mask: Bool[Tensor, " C"],
+    sequence_index: Int[Tensor, " C"],
+) -> Float[Tensor, " C"]:
+    """Importance weights for tokens that the engine sampled and the policy trains on, r = p(policy before the update) /
+    p(engine).
+
+    Args:
+        mode: "token_tis": min(r, cap) of each token (truncated importance sampling, Yao et al. 2025); "sequence_tis":
+            min(product of r over the sequence, cap); "icepop": r of the token where it lies in [1/cap, cap], else 0
+            (Ring-1T, 2025, with one bound for two).
+
+    Returns:
+        Detached weights; where `loss_mask` is False they are finite and mean nothing.
+    """
+    log_ratio = torch.where(loss_mask, policy_logprobs.detach() - rollout_logprobs, 0.0)
+    if mode == "sequence_tis":
+        log_ratio = _sequence_sum(log_ratio.double(), sequence_index)[sequence_index].to(log_ratio.dtype)
+    ratio = torch.exp(log_ratio.clamp(-20.0, 20.0))
+    if mode == "icepop":
+        return torch.where((ratio >= 1.0 / cap) & (ratio <= cap), ratio, 0.0)
+    assert mode in ("token_tis", "sequence_tis"), mode
+    return ratio.clamp(max=cap)
+
+
+def kl_estimate(
+    logprobs: Float[Tensor, " C"], ref_logprobs: Float[Tensor, " C"], estimator: str
+) -> Float[Tensor, " C"]:
+    """Per-token estimates of KL(policy || reference) on tokens drawn from the policy (Schulman, "Approximating KL
+    divergence").
+
+    "k1": log p - log r, unbiased, may be negative; as a loss on fresh samples its expected gradient is 0. "k2": half
+    its square, biased, whose gradient is the KL's. "k3": r/p - 1 - log(r/p), unbiased and never negative.
+    """
+    log_ratio = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def mismatch_sums(
+    logprobs: Float[Tensor, " C"], rollout_logprobs: Float[Tensor, " C"], loss_mask: Bool[Tensor, " C"]
+) -> dict[str, Tensor]:
+    """How far the engine that sampled is from the policy that trains, on the sampled tokens: sums, extremes and a
+    histogram.
+
+    "mismatch_kl" sums the k3 estimate of KL(engine || policy), which cannot cancel; with the same weights it is
+    rounding alone. "hist:mismatch" [401] counts tokens by their log ratio, for `ratio_percentiles`.
+    """
+    zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
+    difference = torch.where(loss_mask, logprobs.detach() - rollout_logprobs, zero)
+    # expm1(d) - d loses all its digits where |d| is near the rounding of float32; in float64 it does not.
+    difference = difference.double()
+    # A NaN has no bin, and an index out of range would end the process (on a GPU all of CUDA) where the update is only
+    # to be skipped.
+    place = torch.asinh(difference / _HIST_SCALE).nan_to_num(nan=_HIST_LIMIT).clamp(-_HIST_LIMIT, _HIST_LIMIT)
+    bins = ((place + _HIST_LIMIT) / (2 * _HIST_LIMIT) * (_HIST_BINS - 1)).round().long()
+    return {
+        "mismatch_tokens": loss_mask.sum(),
+        "mismatch_kl": (torch.expm1(difference) - difference).sum(),
+        "mismatch_abs": difference.abs().sum(),
+        "max:mismatch_abs": difference.abs().max() if len(difference) else zero.double(),
+        "hist:mismatch": torch.zeros(_HIST_BINS, dtype=torch.float64, device=bins.device).index_add_(
+            0, bins, loss_mask.double()
+        ),
+    }
+
+
+def ratio_percentiles(histogram: list[float], percents: tuple[int, ...]) -> list[float | None]:
+    """Percentiles of the ratio policy / engine over the tokens of a histogram from `mismatch_sums`; None where it is
+    empty."""
+    counts = torch.tensor(histogram, dtype=torch.float64)
+    centers = torch.linspace(-_HIST_LIMIT, _HIST_LIMIT, _HIST_BINS, dtype=torch.float64)
+    ratios = torch.exp(torch.sinh(centers) * _HIST_SCALE)
+    if not counts.sum():
+        return [None for _ in percents]
+    share = counts.cumsum(0) / counts.sum()
+    return [float(ratios[int((share < percent / 100).sum().clamp(max=_HIST_BINS - 1))]) for percent in percents]
+
+
+def _sequence_sum(values: Float[Tensor, " C"], sequence_index: Int[Tensor, " C"]) -> Float[Tensor, " C"]:
+    # There are no more sequences than tokens; asking the index for their number would wait for the GPU.
+    return torch.zeros_like(values).index_add_(0, sequence_index, values)
+
+
+def _sequence_mean(
+    values: Float[Tensor, " C"], loss_mask: Bool[Tensor, " C"], sequence_index: Int[Tensor, " C"]
+) -> Float[Tensor, " C"]:
+    total = _sequence_sum(torch.where(loss_mask, values, 0.0).double(), sequence_index)
+    count = _sequence_sum(loss_mask.double(), sequence_index)
+    return (total / count.clamp(min=1)).to(values.dtype)

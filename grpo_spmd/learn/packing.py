@@ -1,0 +1,52 @@
+"""Rollouts of one row as tensors, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from grpo_spmd.records import MicroBatch, Rollout
+
+
+def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatch:
+    """One row of rollouts as a micro-batch; without any completion token, a two-token row that counts nothing: the rank
+    keeps step."""
+    with_tokens = [rollout.rollout_id for rollout in rollouts if len(rollout.completion_ids)]
+    if not with_tokens:  # the backward pass needs at least one logprob to start from
+        rollouts = [Rollout(-1, 0.0, False, [0], [0], [0.0])]
+    num_prompt = np.array([len(rollout.prompt_ids) for rollout in rollouts])
+    num_completion = np.array([len(rollout.completion_ids) for rollout in rollouts])
+    lengths = num_prompt + num_completion
+    input_ids = _join((ids for rollout in rollouts for ids in (rollout.prompt_ids, rollout.completion_ids)), np.int64)
+    position_ids = np.arange(len(input_ids)) - np.repeat(lengths.cumsum() - lengths, lengths)
+    completion_places = np.flatnonzero(position_ids >= np.repeat(num_prompt, lengths))
+
+    def on_device(values: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    def per_token(values: list[float] | list[bool], dtype: type[np.generic]) -> Tensor:
+        return on_device(np.repeat(np.array(values, dtype), num_completion))
+
+    return MicroBatch(
+        input_ids=on_device(input_ids),
+        position_ids=on_device(position_ids),
+        sequence_lengths=lengths.tolist(),
+        # The hidden state at place t predicts token t + 1, so the first completion token is predicted by the last
+        # prompt token.
+        predict_index=on_device(completion_places - 1),
+        target_ids=on_device(input_ids[completion_places]),
+        rollout_logprobs=on_device(_join((rollout.rollout_logprobs for rollout in rollouts), np.float32)),
+        advantages=per_token([rollout.advantage for rollout in rollouts], np.float32),
+        loss_mask=per_token([rollout.counts for rollout in rollouts], np.bool_),
+        sequence_index=on_device(np.repeat((num_completion > 0).cumsum() - 1, num_completion)),
+        rollout_ids=with_tokens,
+    )
+
+
+def _join(parts: Iterable[list[int] | list[float] | npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate([np.asarray(part, dtype) for part in parts])

@@ -1,0 +1,81 @@
+"""The story: the order of the phases, nothing else. The name of a phase is its timer, its metrics' prefix and its limit."""
+
+from __future__ import annotations
+
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.preemption import Preempted
+from grpo_spmd.engine.weight_sync import sync_weights
+from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
+from grpo_spmd.learn.update import attach_logprobs
+from grpo_spmd.observe.rollout_record import dump_if_refused, dump_rollouts_if_due
+from grpo_spmd.preflight.checks import Inputs
+from grpo_spmd.records import SyncStats
+from grpo_spmd.rollout.evaluate import evaluate, evaluate_if_due
+from grpo_spmd.rollout.sample import sample_groups
+from grpo_spmd.run import Run, open_run
+
+
+def train(config: Config, inputs: Inputs) -> bool:
+    """Collective. One whole run; True when it came to its end, or was preempted with everything saved."""
+    run = open_run(config, inputs)
+    if run is None:  # it has come to its end before
+        return True
+    try:
+        for step in run.steps():  # asks each time whether the run has to stop
+            _train_step(run, step)
+        _finish(run)
+    except Preempted as preempted:
+        with run.log.phase("checkpoint"):
+            run.save_begun_step(preempted.reason)
+    run.close()
+    return True
+
+
+def _train_step(run: Run, step: int) -> None:
+    config, log = run.config, run.log
+    with log.phase("weight_sync"):
+        synced = _sync(run, step)
+    with log.phase("eval"):
+        log.record(evaluate_if_due(run.held_out, run.engine, run.score, config, step))
+    sampled = run.new_sampled_step()
+    while sampled.num_missing:  # once, unless dynamic sampling has to refill the step
+        with log.phase("rollout"):
+            groups = sample_groups(run.engine, run.stream.take(sampled.num_missing), config, step, run.buffer)
+        with log.phase("reward"), dump_if_refused(config, step, sampled):
+            sampled.add(groups, run.score(groups, num_step_completions=sampled.num_completions))
+    with log.phase("rollout"):
+        log.record_largest(run.hand_device_to_trainer())
+    with log.phase("reward"), dump_if_refused(config, step, sampled):
+        batch, decision = assemble_batch(sampled, config, run.session)
+    with log.phase("logprobs"):
+        attach_logprobs(run.policy, run.reference, batch, config)
+        decision = penalise_rewards_by_kl(batch, decision, config)
+    with log.phase("reward"):
+        dump_rollouts_if_due(config, step, sampled, decision)
+    run.preemption.check_before_update()  # the last moment at which the step can be given up
+    with log.phase("update"):
+        sums = run.updater.update(batch) | run.engine.take_busy_sums()
+    log.check_step(step, sampled, decision, synced, sums)  # before a checkpoint is made of it
+    with log.phase("checkpoint"):
+        run.checkpoints.stage_if_due(step + 1, run.stream.position, log.state())
+    log.end_step(step, decision, synced)
+    run.checkpoints.write_staged()  # in the background, now that the step's line is on disk
+
+
+def _finish(run: Run) -> None:
+    """After the last step: evaluate the policy that the run ends with, wait for its checkpoint, say how it went."""
+    num_steps = run.config.training.num_steps
+    if run.config.eval.every_steps:
+        run.begin_step(num_steps)
+        with run.log.phase("weight_sync"):
+            _sync(run, num_steps)
+        with run.log.phase("eval"):
+            run.log.record(evaluate(run.held_out, run.engine, run.score, run.config, num_steps))
+    with run.log.phase("checkpoint"):
+        run.checkpoints.wait()
+    run.log.end_run()
+
+
+def _sync(run: Run, step: int) -> SyncStats:
+    rollout, proofs = run.config.rollout, run.config.proofs
+    return sync_weights(run.policy, run.engine, step, rollout.weight_sync_bucket_mib, proofs.every_steps, run.offload)

@@ -1,0 +1,59 @@
+"""Files of a model in Hugging Face's format: tokenizer, stop tokens, tensors by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+from safetensors import safe_open
+
+from grpo_spmd.config.errors import ConfigError
+
+
+def load_tokenizer(path: str) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        ConfigError: naming model.path, where it cannot be loaded.
+    """
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: cannot load a tokenizer from {path}: {str(error).splitlines()[0]}") from None
+
+
+def stop_token_ids(path: str, tokenizer: Any) -> set[int]:
+    """Token ids that end a completion: those of the model's generation_config.json, else of its config.json, and the
+    tokenizer's eos."""
+    found: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        file = checkpoint_folder(path) / name
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        if eos is not None:
+            return found | set(eos if isinstance(eos, list) else [eos])
+    return found
+
+
+def checkpoint_folder(path: str) -> Path:
+    """A local folder with the model's safetensors; downloads them where `path` is a hub id."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"model.path: {folder} holds no .safetensors file")
+    where = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            where.update(dict.fromkeys(file.keys(), path))
+    return where

@@ -1,0 +1,117 @@
+"""Logprobs and entropies of sampled tokens, without ever holding the [T, V] logits as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """Logprob of each target and entropy of its distribution, in float32, from at most `chunk` tokens of logits at a
+    time.
+
+    The backward pass computes the logits again. Forward and backward each hold one float32 [chunk, V] and, where the
+    compute dtype is another, one [chunk, V] of that: all arithmetic is in place, and where it takes two buffers (the
+    entropy, its gradient) they have half as many rows each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Float[Tensor, "C D"],
+        head: Float[Tensor, "V D"],
+        target_ids: Int[Tensor, " C"],
+        temperature: float,
+        chunk: int,
+    ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
+        log_normalizer = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        logprobs, entropy = torch.empty_like(log_normalizer), torch.empty_like(log_normalizer)
+        rows = max(1, chunk // 2)
+        buffers = _Buffers(min(rows, len(hidden)), hidden, head, two=True)
+        for part in _chunks(len(hidden), rows):
+            logits = buffers.logits(hidden[part], head, temperature)
+            largest = logits.amax(-1, keepdim=True)
+            exponents = torch.exp(logits.sub_(largest), out=buffers.other[: len(logits)])
+            normalizer = exponents.sum(-1, keepdim=True)
+            log_p = logits.sub_(normalizer.log())
+            log_normalizer[part] = (largest + normalizer.log()).squeeze(-1)
+            logprobs[part] = log_p.gather(-1, target_ids[part, None]).squeeze(-1)
+            entropy[part] = -(exponents.mul_(log_p).sum(-1, keepdim=True) / normalizer).squeeze(-1)
+        ctx.save_for_backward(hidden, head, target_ids, log_normalizer, entropy)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        # an entropy that the loss does not use has no gradient, rather than one of zeros
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None]:
+        grad_logprobs, grad_entropy = grads
+        hidden, head, target_ids, log_normalizer, entropy = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(entropy)
+        grad_hidden = torch.empty_like(hidden)
+        # None where the head is frozen (LoRA): it would be [V, D] in float32, and a third of the work here
+        grad_head = (
+            torch.zeros(head.shape, dtype=torch.float32, device=head.device) if ctx.needs_input_grad[1] else None
+        )
+        rows = ctx.chunk if grad_entropy is None else max(1, ctx.chunk // 2)
+        buffers = _Buffers(min(rows, len(hidden)), hidden, head, two=grad_entropy is not None)
+        for part in _chunks(len(hidden), rows):
+            # d logprob / d logits = onehot - p;  d entropy / d logits = -p * (log p + entropy);  d logits / d product =
+            # 1 / temperature
+            outer = grad_logprobs[part, None] / ctx.temperature
+            log_p = buffers.logits(hidden[part], head, ctx.temperature).sub_(log_normalizer[part, None])
+            if grad_entropy is None:
+                grad_logits = log_p.exp_().mul_(-outer)
+            else:
+                p = torch.exp(log_p, out=buffers.other[: len(log_p)])
+                inner = grad_entropy[part, None] / ctx.temperature
+                grad_logits = log_p.add_(entropy[part, None]).mul_(inner).add_(outer).mul_(p).neg_()
+            grad_logits.scatter_add_(-1, target_ids[part, None], outer)
+            grad_product = buffers.in_compute_dtype(grad_logits)
+            torch.mm(grad_product, head, out=grad_hidden[part])
+            if grad_head is not None:
+                _add_product(grad_head, grad_product.T, hidden[part])
+        return grad_hidden, None if grad_head is None else grad_head.to(head.dtype), None, None, None
+
+
+class _Buffers:
+    """The [rows, V] tensors that all chunks share: one in the compute dtype, unless that is float32; one or two in
+    float32."""
+
+    def __init__(self, rows: int, hidden: Tensor, head: Tensor, *, two: bool) -> None:
+        def make(dtype: torch.dtype) -> Tensor:
+            return torch.empty(rows, len(head), dtype=dtype, device=head.device)
+
+        self._float = make(torch.float32)
+        self._product = self._float if hidden.dtype == torch.float32 else make(hidden.dtype)
+        if two:
+            self.other = make(torch.float32)
+
+    def logits(self, hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+        # The product is rounded to the compute dtype as the engine's is; what follows it is float32 on both sides.
+        logits = torch.mm(hidden, head.T, out=self._product[: len(hidden)])
+        if self._product is not self._float:
+            logits = self._float[: len(hidden)].copy_(logits)
+        return logits.div_(temperature)
+
+    def in_compute_dtype(self, grad_logits: Tensor) -> Tensor:
+        return grad_logits if self._product is self._float else self._product[: len(grad_logits)].copy_(grad_logits)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, with `total` in float32 whatever the others are."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:  # accumulated in float32 by the product itself
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+def _chunks(length: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, min(start + chunk, length)) for start in range(0, length, chunk))

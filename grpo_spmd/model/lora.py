@@ -1,0 +1,210 @@
+"""LoRA: trained low-rank adapters on a frozen base. The layers and the format on disk are peft's; what is sharded or
+sent is here.
+
+An adapted layer computes x W^T + (alpha / rank) (x A^T) B^T, with A [rank, in] and B [out, rank]. W stays as it was
+read: the engine gets W + (alpha / rank) B A, worked out row by row on the shards while they are sent, or W once and
+then A and B (`model.lora.sync`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import LoraConfig
+
+# A tensor's name, its sharded parameter, and a call that gives this rank's shard of the values to send.
+Shard = tuple[str, DTensor, Callable[[], Tensor]]
+
+
+def add_adapters(model: Any, config: LoraConfig) -> None:
+    """Put peft's layers around the linear layers that `config` names and freeze all but the adapters, which are
+    float32.
+
+    Raises:
+        ConfigError: a name matches no linear layer of the decoder.
+    """
+    import peft
+
+    peft_config = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,  # type: ignore[arg-type]
+        target_modules=target_modules(model, config),
+        lora_dropout=0.0,  # the engine has none
+        task_type="CAUSAL_LM",
+    )
+    peft.inject_adapter_in_model(peft_config, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    for layer in adapted_layers(model).values():
+        layer.lora_A.float()
+        layer.lora_B.float()
+
+
+@torch.no_grad()
+def initialise_adapters(model: nn.Module, seed: int) -> None:
+    """A as peft makes it (Kaiming), B zero, so that the policy starts as the base.
+
+    Each A is a function of `seed` and its name: alike on all ranks and world sizes, and the global random state is not
+    touched.
+    """
+    for name, parameter in named_adapters(model):
+        full = torch.zeros(parameter.shape)
+        if name.endswith("lora_A.weight"):
+            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+            nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
+        # src_data_rank=None: every rank has the whole and takes its own rows, nothing is sent
+        own = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(own.to_local())
+
+
+def target_modules(model: Any, config: LoraConfig) -> list[str]:
+    """`config.target_modules`, or for "all-linear" the last parts of the names of the decoder's linear layers.
+
+    Raises:
+        ConfigError: a name matches no linear layer of the decoder; the embedding and the lm_head are none.
+    """
+    layers = [name for name, module in model.get_decoder().layers.named_modules() if isinstance(module, nn.Linear)]
+    known = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+    if config.target_modules == "all-linear":
+        return known
+    for target in config.target_modules or [""]:
+        if not any(f".layers.{name}".endswith(f".{target}") for name in layers):
+            raise ConfigError(
+                f"model.lora.target_modules: {target!r} names no linear layer of {type(model).__name__}'s decoder; it "
+                "has "
+                f"{', '.join(known)} (the embedding and the lm_head get no adapter)"
+            )
+    return list(config.target_modules)
+
+
+def engine_target_modules(path: str, config: LoraConfig) -> list[str]:
+    """Last parts of the names of the layers that get an adapter, for an engine that starts before the policy is
+    built."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+    return [target.rpartition(".")[2] for target in target_modules(model, config)]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def hf_name(name: str) -> str:
+    """The name in an HF checkpoint of a base parameter, which peft has moved into its layer."""
+    return name.replace(".base_layer.", ".")
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """peft's layers by the HF name of the layer that they adapt."""
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def named_adapters(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
+    """Sharded adapters as LAYER.lora_A.weight and LAYER.lora_B.weight, in one order on all ranks."""
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            assert isinstance(parameter, DTensor), name
+            yield name.replace(".default.", "."), parameter  # peft's name for the one adapter of a layer
+
+
+def adapter_shards(model: nn.Module, config: LoraConfig) -> Iterator[Shard]:
+    """What an engine with adapters must hold of them. B brings the factor alpha / rank along: rounded once, not once
+    more after it."""
+    for name, parameter in named_adapters(model):
+        scale = _scale(config) if name.endswith("lora_B.weight") else 1.0
+        yield name, parameter, partial(_scaled, parameter, scale)
+
+
+def merged_shards(model: nn.Module, config: LoraConfig, base: Iterator[tuple[str, DTensor]]) -> Iterator[Shard]:
+    """Collective: one all-gather of all A, when the first is drawn. Base parameters; the call gives rows of W + (alpha
+    / rank) B A.
+
+    They are computed in float32 into a tensor of their own, so that W keeps every bit. FSDP deals the rows of B as it
+    deals those of W.
+    """
+    adapters = dict(named_adapters(model))
+    ends = "lora_A.weight"
+    full_a = gather_adapters([(n, p, p.to_local) for n, p in adapters.items() if n.endswith(ends)], torch.float32)
+    for name, parameter in base:
+        layer = name.removesuffix("weight")
+        if layer + ends in full_a:
+            yield (
+                name,
+                parameter,
+                partial(_merged, parameter, adapters[f"{layer}lora_B.weight"], full_a[layer + ends], _scale(config)),
+            )
+        else:
+            yield name, parameter, parameter.to_local
+
+
+@torch.no_grad()
+def gather_adapters(shards: list[Shard], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Collective: one all-gather. The full tensors [rows, columns] of these shards, cast to `dtype` on the shard."""
+    parameter = shards[0][1]
+    # over which rows are dealt; replicas, if any, come before it
+    ranks = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
+    padded = []
+    for _, whole, shard in shards:
+        mine = shard()
+        rows = torch.zeros(-(-whole.shape[0] // ranks), whole.shape[1], dtype=dtype, device=mine.device)
+        rows[: len(mine)] = mine
+        padded.append(rows.view(-1))
+    row = DTensor.from_local(torch.cat(padded), parameter.device_mesh, parameter.placements, run_check=False)
+    blocks = row.full_tensor().view(ranks, -1).split([len(rows) for rows in padded], dim=1)
+    return {
+        name: block.reshape(-1, whole.shape[1])[: whole.shape[0]]
+        for (name, whole, _), block in zip(shards, blocks, strict=True)
+    }
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within it the model computes with its base alone.
+
+    Not through peft's own switch, which also turns off the adapters' gradients, in parameters that FSDP manages.
+    """
+    layers = adapted_layers(model).values()
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def write_peft_config(model: Any, base_model: str, folder: Path) -> None:
+    """adapter_config.json: with adapter_model.safetensors beside it, peft and vLLM load the folder."""
+    values = {**model.peft_config["default"].to_dict(), "base_model_name_or_path": base_model, "inference_mode": True}
+    values["target_modules"] = sorted(values["target_modules"])  # a set, whose order changes from run to run
+    (folder / "adapter_config.json").write_text(json.dumps(values, indent=2, sort_keys=True))
+
+
+def _scale(config: LoraConfig) -> float:
+    return config.alpha / config.rank
+
+
+def _scaled(parameter: DTensor, scale: float) -> Tensor:
+    local = parameter.to_local().detach()
+    return local if scale == 1.0 else local * scale
+
+
+def _merged(base: DTensor, lora_b: DTensor, full_a: Tensor, scale: float) -> Tensor:
+    return torch.addmm(base.to_local().float(), lora_b.to_local().detach(), full_a, alpha=scale)

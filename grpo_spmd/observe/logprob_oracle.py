@@ -1,0 +1,84 @@
+"""Engine and policy must give the sampled tokens the same logprobs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+class MismatchError(RuntimeError):
+    """Engine and policy give the tokens just sampled logprobs that rounding does not explain."""
+
+
+# Bounds in nats by compute dtype: for the mean |policy - engine| of the first step; for that of later ones, at least
+# and at most; for the largest, at least and at most.
+_BOUNDS = {"float32": (1e-2, 1e-4, 5e-2, 0.05, 1.0), "bfloat16": (0.05, 0.02, 0.2, 15.0, 15.0)}
+
+
+class LogprobOracle:
+    """Stops a run whose engine and policy give the sampled tokens logprobs that rounding does not explain. Lives on
+    rank 0.
+
+    The first step sets the scale: ten times its mean is the bound of later means, ten times its largest that of later
+    largest ones, both within limits by dtype. The first step has a limit of its own, so that what is wrong from the
+    start is not taken for rounding. On the sampled tokens rounding makes about 1e-6 nats a token in float32 and 0.005
+    to 0.02 in bfloat16; a temperature of 0.7 on one side makes 0.1 and more, stale prefixes about 0.3, stale weights 1.
+
+    The extreme is for the few completions that a mean hides. In bfloat16 its tails are heavy: logits of 50 are rounded
+    by 0.1, a layer may amplify that, and a month has 1e10 tokens; differences of a few nats are no fault. But 15 nats,
+    a probability wrong by a factor of 3 million, come from tokens that were scored in another place or after another
+    prefix.
+
+    A step without tokens has no verdict. A NaN is a breach: an update whose loss it entered was skipped, so that here
+    it can only be a logprob of the engine that the loss does not use.
+    """
+
+    def __init__(self, dtype: str, max_mismatch: float | None) -> None:
+        """`max_mismatch`, where set, bounds the mean of every step, and nothing else is bounded."""
+        self._first_mean, self._least_mean, self._most_mean, self._least_max, self._most_max = _BOUNDS[dtype]
+        self._max_mismatch = max_mismatch
+        self.measured: tuple[float, float] | None = None  # mean and largest of the first step
+
+    def check(self, step: int, sums: Mapping[str, Any]) -> None:
+        """Judge one step by its sums over all ranks: "mismatch_abs", "max:mismatch_abs" and "mismatch_tokens".
+
+        Raises:
+            MismatchError: with step, figures, bounds and likely causes.
+        """
+        num_tokens = sums.get("mismatch_tokens", 0.0)
+        if not num_tokens:
+            return
+        mean, largest = sums["mismatch_abs"] / num_tokens, sums["max:mismatch_abs"]
+        bounds = self._bounds()
+        if mean <= bounds[0] and largest <= bounds[1]:
+            self.measured = self.measured or (mean, largest)
+            return
+        if self.measured is None:
+            causes = (
+                "the policy does not compute this model as the engine does; the temperatures differ; the engine does "
+                "not hold the "
+                "policy's weights; or this model's rounding is that large (then set proofs.max_mismatch)"
+            )
+        else:
+            causes = (
+                "the engine answered from old weights or old cached prefixes (proofs.every_steps: 1 tells which "
+                "tensor); rollouts are "
+                "scored with other tokens than were sampled; or rounding has grown as the policy changed (then set "
+                "proofs.max_mismatch)"
+            )
+        raise MismatchError(
+            f"step {step}: engine and policy differ by {mean:.3g} nats a token on the tokens just sampled, at most by "
+            f"{largest:.3g}; the "
+            f"bounds are {bounds[0]:.3g} and {bounds[1]:.3g}. Likely, in this order: {causes}"
+        )
+
+    def _bounds(self) -> tuple[float, float]:
+        if self._max_mismatch is not None:
+            return self._max_mismatch, math.inf
+        if self.measured is None:
+            return self._first_mean, self._most_max
+        mean, largest = self.measured
+        return min(max(10 * mean, self._least_mean), self._most_mean), min(
+            max(10 * largest, self._least_max), self._most_max
+        )

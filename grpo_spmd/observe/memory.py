@@ -1,0 +1,178 @@
+"""Where a rank's memory is: a ledger by phase, what the engine leaves behind when it sleeps, what of the trainer waits
+in host memory.
+
+Engine and trainer take turns on a device. A ledger that only knows torch's tensors does not see most of what can go
+wrong there: the engine's pool, NCCL's buffers, another process. So that every figure stands beside what the driver
+says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from grpo_spmd.config.schema import Config
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of one moment, of this rank's process where nothing else is said.
+
+    On a GPU torch's statistics go on counting the engine's sleep pool (weights, KV cache) while the engine sleeps and
+    that memory is not there: vLLM hands it to torch through an allocator of its own and takes it away behind torch's
+    back. It is left out of the first three, and counted in `other` while it is mapped.
+    """
+
+    peak: int  # GPU: most bytes in live tensors since `reset_peak`; CPU: most resident memory since then (VmHWM)
+    allocated: int  # GPU: in live tensors; CPU: RssAnon, all that was allocated and touched, by torch or not
+    reserved: (
+        int  # GPU: what torch took from the driver, its cache included; CPU: VmRSS, so the pages of mapped files too
+    )
+    driver_used: int  # GPU: all that is in use on the device, by every process; CPU: the host's MemTotal - MemAvailable
+    # driver_used less reserved (CPU: less allocated): engine pool while awake, CUDA context, NCCL, other processes
+    other: int
+
+
+def measure(device: torch.device, pool_bytes: int = 0) -> MemoryUse:
+    """Memory now; `pool_bytes`: the engine's sleep pool (RolloutEngine.pool_bytes). Costs 0.1 ms on a CPU."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats()
+        free, total = torch.cuda.mem_get_info()
+        # Not below 0: the pool is counted in whole segments, which its tensors need not fill.
+        peak, allocated, reserved = (
+            max(0, stats.get(f"{name}_bytes.all.{which}", 0) - pool_bytes)
+            for name, which in (("allocated", "peak"), ("allocated", "current"), ("reserved", "current"))
+        )
+        return MemoryUse(peak, allocated, reserved, total - free, max(0, total - free - reserved))
+    own, host = _proc_kib("/proc/self/status"), _proc_kib("/proc/meminfo")
+    allocated, used = own["RssAnon"] << 10, (host["MemTotal"] - host["MemAvailable"]) << 10
+    return MemoryUse(own["VmHWM"] << 10, allocated, own["VmRSS"] << 10, used, max(0, used - allocated))
+
+
+def reset_peak(device: torch.device) -> None:
+    """`MemoryUse.peak` counts from here on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts again from the present size
+    except OSError:  # a container may forbid it; the peak is then that of the whole run so far
+        return
+
+
+def total_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info()[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _proc_kib(path: str) -> dict[str, int]:
+    pairs = (line.split(":", 1) for line in Path(path).read_text().splitlines())
+    return {name: int(value.split()[0]) for name, value in pairs if value.endswith(" kB")}
+
+
+class MemoryLedger:
+    """What each phase of a step took on this rank; for the metrics, and for the message of an out-of-memory error."""
+
+    def __init__(self, config: Config, device: torch.device, pool_bytes: Callable[[], int] = lambda: 0) -> None:
+        self._config, self._device, self._pool_bytes = config, device, pool_bytes
+        self._step: dict[str, MemoryUse] = {}
+        self._before: dict[str, MemoryUse] = {}  # of earlier steps, for phases that this step has not come to
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures at the end of the block, and keeps the most where a phase has several blocks in a step.
+
+        An out-of-memory error leaves the block with the ledger, and what may help in that phase, as its note.
+        """
+        reset_peak(self._device)
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(self.explain(name))
+            raise
+        now = measure(self._device, self._pool_bytes())
+        self._step[name] = _most(self._step.get(name, now), now)
+
+    def metrics(self) -> dict[str, float]:
+        """`memory/<phase>/{peak,allocated,reserved,driver_used,other}_gib` of this step so far."""
+        return {
+            f"memory/{name}/{field}_gib": number / _GIB
+            for name, use in self._step.items()
+            for field, number in dataclasses.asdict(use).items()
+        }
+
+    def end_step(self) -> None:
+        self._before |= self._step
+        self._step = {}
+
+    def explain(self, name: str) -> str:
+        """The ledger as a table, with this moment in its last row, and the keys that may help in phase `name`."""
+        fields = [field.name for field in dataclasses.fields(MemoryUse)]
+        now = measure(self._device, self._pool_bytes())
+        lines = [f"{'GiB':24}" + "".join(f"{field:>12}" for field in fields)]
+        for phase, use in [*(self._before | self._step).items(), (f"{name}, when it failed", now)]:
+            lines.append(
+                f"{phase:24}" + "".join(f"{number / _GIB:12.2f}" for number in dataclasses.asdict(use).values())
+            )
+        rank, where = os.environ.get("RANK", "0"), "the device" if self._device.type == "cuda" else "the host"
+        return (
+            f"rank {rank} ran out of memory in phase {name}; {where} has {total_bytes(self._device) / _GIB:.1f} GiB, "
+            f"the engine's pool of weights and KV cache is {self._pool_bytes() / _GIB:.1f} GiB:\n  "
+            + "\n  ".join(lines)
+            + "\nwhat may help, the likeliest first: "
+            + "; ".join(remedies(name, self._config))
+        )
+
+
+def _most(one: MemoryUse, other: MemoryUse) -> MemoryUse:
+    return MemoryUse(*map(max, dataclasses.astuple(one), dataclasses.astuple(other)))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch's error of a GPU or of the CPU, vLLM's when it wakes ("CUDA Error: out of memory"), NCCL's, Python's."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        text in str(error) for text in ("out of memory", "can't allocate memory")
+    )
+
+
+def remedies(phase: str, config: Config) -> list[str]:
+    """Config keys that lower the peak of `phase`, the likeliest first; without those that are used up."""
+    model, rollout, training = config.model, config.rollout, config.training
+    fewer_tokens = f"lower training.max_tokens_per_micro_batch ({training.max_tokens_per_micro_batch})"
+    if training.max_tokens_per_micro_batch <= config.max_rollout_tokens:
+        fewer_tokens = f"shorter rollouts: rollout.max_completion_tokens ({rollout.max_completion_tokens}); a micro-batch holds only one"
+    recompute = "" if model.activation_checkpointing is True else "model.activation_checkpointing: true"
+    smaller_chunks = f"lower model.logprob_chunk_tokens ({model.logprob_chunk_tokens})"
+    smaller_engine = f"lower rollout.gpu_memory_utilization ({rollout.gpu_memory_utilization:g})"
+    offload = {False: "model.offload: optimizer, or true", "optimizer": "model.offload: true", True: ""}[model.offload]
+    fewer_requests = "lower rollout.engine.max_num_seqs" + (
+        f" ({n})" if (n := rollout.engine.get("max_num_seqs")) else ""
+    )
+    smaller_buckets = f"lower rollout.weight_sync_bucket_mib ({rollout.weight_sync_bucket_mib})"
+    more_ranks = (
+        "more ranks, or fewer of model.num_replicas"
+        if model.num_replicas > 1
+        else "more ranks, so that each holds less of the model"
+    )
+    by_phase = {
+        "weight_sync": [offload, smaller_engine, smaller_buckets, more_ranks],
+        "eval": [smaller_engine, offload, fewer_requests],
+        "rollout": [smaller_engine, offload, fewer_requests],
+        "reward": [f"lower reward_pool.num_workers ({config.reward_pool.num_workers})"],
+        "logprobs": [fewer_tokens, smaller_chunks, more_ranks],
+        "update": [fewer_tokens, recompute, smaller_chunks, more_ranks],
+        "checkpoint": [fewer_tokens, more_ranks],
+    }
+    return [remedy for remedy in by_phase.get(phase, [fewer_tokens, smaller_engine]) if remedy]

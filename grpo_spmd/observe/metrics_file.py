@@ -1,0 +1,83 @@
+"""metrics.jsonl: whole lines appended, and the one reader of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd.files import write_durably
+
+_log = logging.getLogger("grpo_spmd")
+
+
+class LineFile:
+    """Appends whole lines. What the disk does not take (it is full, or over quota) waits in memory, and is tried again
+    with the next line.
+
+    A run should not end for want of a kilobyte while the space may come back; where it does not, the next checkpoint
+    says so.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._waiting: list[bytes] = []
+
+    def write(self, line: str) -> None:
+        """Append `line`, after what waits."""
+        self._waiting.append(line.encode() + b"\n")
+        self._flush()
+
+    def close(self) -> None:
+        if self._waiting:
+            self._flush()
+        if self._waiting:
+            _log.error("%s lacks its last %d lines", self._path, len(self._waiting))
+        self._file.close()
+
+    def _flush(self) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        rest = b"".join(self._waiting)
+        try:
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(end)  # half a line would spoil the next one
+            _log.warning("%s: %s; %d lines wait in memory", self._path, error.strerror, len(self._waiting))
+            return
+        if len(self._waiting) > 1:
+            _log.warning("%s: written again, all %d lines that waited", self._path, len(self._waiting))
+        self._waiting.clear()
+
+
+def read_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """The whole lines of a metrics.jsonl, parsed and as they are; a kill may have cut the last one short."""
+    if path.exists():
+        with path.open("rb") as file:
+            for text in file:
+                with suppress(ValueError):
+                    line = json.loads(text)
+                    if isinstance(line, dict) and isinstance(line.get("step"), int):
+                        yield line, text.rstrip(b"\n")
+
+
+def last_step(path: Path) -> int:
+    """Of a metrics.jsonl; -1 where it has none."""
+    return max((line["step"] for line, _ in read_lines(path)), default=-1)
+
+
+def cut_metrics(path: Path, start_step: int) -> None:
+    """Keep the lines of the steps before `start_step`, and say so where one is missing; a line that a kill has cut
+    short goes too."""
+    if not path.exists():
+        return
+    kept = {line["step"]: text + b"\n" for line, text in read_lines(path) if line["step"] < start_step}
+    write_durably(path, b"".join(kept.values()))
+    if missing := sorted(set(range(start_step)) - kept.keys()):
+        _log.warning("%s lacks %d of the steps before %d, first step %d", path, len(missing), start_step, missing[0])

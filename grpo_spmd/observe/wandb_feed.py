@@ -1,0 +1,147 @@
+"""W&B, fed from metrics.jsonl by a thread of its own: whatever W&B does, the training waits for none of it, and no line
+is lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd.config.dump import config_to_dict
+from grpo_spmd.config.schema import Config
+
+_log = logging.getLogger("grpo_spmd")
+
+ANSWER_S = 60.0  # a call that takes longer is said to hang
+FINISH_S = 60.0  # what W&B gets at the end of a run to take the rest
+
+
+class WandbFeed:
+    """Follows `<run_dir>/metrics.jsonl`, which is the queue: W&B gets each line when it has taken the one before.
+
+    `<run_dir>/wandb.json` keeps the id of the run there and the next step that it lacks, so that a run that goes on
+    goes on under the same id, and brings what W&B missed. Only lines that are there when the run goes on are taken for
+    known; steps that are run again are sent again. W&B refuses steps below its own counter, so that counter is left to
+    itself, and `step` is a metric, the x-axis of the others.
+
+    An exception (no package, no key, no network, a full disk) ends the feed with a warning. A call that hangs keeps a
+    daemon thread.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._metrics, self._state = Path(config.run_dir, "metrics.jsonl"), Path(config.run_dir, "wandb.json")
+        self._id, self._next_step = _read_state(self._state)
+        # What lies before this was written by an earlier process, and may be known to W&B.
+        self._known_bytes = self._metrics.stat().st_size if self._metrics.exists() else 0
+        self._taken = self._written = 0
+        self._called_at: float | None = None  # since when W&B has been busy with a call
+        self._said = False
+        self._news, self._ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)
+        self._thread.start()
+
+    def line_written(self) -> None:
+        """Tell the feed of a new line. Takes microseconds."""
+        self._written += 1
+        self._news.set()
+        called_at = self._called_at
+        if called_at is not None and time.monotonic() - called_at > ANSWER_S and not self._said:
+            self._said = True
+            _log.warning(
+                "W&B has not answered for %.0f s; the run goes on without it, and metrics.jsonl is complete", ANSWER_S
+            )
+
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Give W&B `timeout_s` (default FINISH_S) to take the rest. What it does not take it gets when the run is
+        started again."""
+        timeout_s = FINISH_S if timeout_s is None else timeout_s
+        self._ended.set()
+        self._news.set()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            behind = self._written - self._taken
+            _log.warning("W&B did not finish within %g s, %d lines short; metrics.jsonl is complete", timeout_s, behind)
+
+    def _run(self) -> None:
+        try:
+            with self._call():
+                run = _start(self._config, self._id)
+            self._save_state()
+            for metrics in self._lines():
+                with self._call():
+                    run.log(metrics)
+                self._taken += 1
+                self._next_step = int(metrics["step"]) + 1
+                self._save_state()
+            with self._call():
+                run.finish()
+        except BaseException as error:  # whatever a tracker raises, SystemExit too, the training goes on
+            _log.warning(
+                "W&B is off from here on (%s: %s); metrics.jsonl is complete without it", type(error).__name__, error
+            )
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        self._called_at = time.monotonic()
+        yield
+        self._called_at = None
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """The lines of metrics.jsonl that W&B lacks, as they come; ends after `finish`."""
+        place = 0
+        while True:
+            self._news.clear()  # before the question: news that come after it must not be taken for old ones
+            ended = self._ended.is_set()  # before the reading: what was written until then must still be sent
+            with suppress(FileNotFoundError), self._metrics.open("rb") as file:
+                file.seek(place)
+                while (line := file.readline()).endswith(b"\n"):  # else it is being written
+                    metrics = json.loads(line)
+                    if place >= self._known_bytes or metrics["step"] >= self._next_step:
+                        yield metrics
+                    place += len(line)
+            if ended:
+                return
+            self._news.wait()
+
+    def _save_state(self) -> None:
+        temporary = self._state.with_name(self._state.name + ".tmp")
+        with suppress(OSError):  # a full disk: lines would be sent twice, which is better than not at all
+            temporary.write_text(json.dumps({"id": self._id, "next_step": self._next_step}), encoding="utf-8")
+            temporary.replace(self._state)
+
+
+def _read_state(path: Path) -> tuple[str, int]:
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        return str(state["id"]), int(state["next_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return secrets.token_hex(8), 0
+
+
+def _start(config: Config, run_id: str) -> Any:
+    import wandb
+
+    # None: as WANDB_MODE says, else online
+    mode = config.logging.wandb if isinstance(config.logging.wandb, str) else None
+    run = wandb.init(
+        # No capture of the console: it would stand between the training and its terminal. logs/rank_0.log has all of
+        # it. Where there is no key, wandb may ask for it at a terminal, but not for ever.
+        settings=wandb.Settings(init_timeout=120, login_timeout=30, console="off"),
+        project=config.logging.wandb_project,
+        name=Path(config.run_dir).name,
+        id=run_id,
+        resume="allow",
+        dir=config.run_dir,
+        mode=mode,
+        config=config_to_dict(config),
+    )
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run

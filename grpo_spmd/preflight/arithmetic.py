@@ -1,0 +1,113 @@
+"""Sizes and counts that follow from a config and a model's shapes."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+from grpo_spmd.config.schema import Config, LoraConfig
+from grpo_spmd.preflight.model_facts import Dimensions, Shapes
+
+
+def shard_numel(shapes: Shapes, num_ranks: int) -> int:
+    """Elements of a full shard: FSDP2 deals the rows of each tensor, ceil(rows / ranks) to a rank, and pads the last
+    ones."""
+    return sum(-(-shape[0] // num_ranks) * math.prod(shape[1:]) for shape in shapes.values() if shape)
+
+
+def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> Shapes:
+    """A and B of every adapter, (rank, columns) and (rows, rank) beside each matrix of a layer that `target_modules`
+    names."""
+    found: Shapes = {}
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        if (
+            len(shape) == 2
+            and re.search(r"\.layers\.\d+\.", name)
+            and (lora.target_modules == "all-linear" or module in lora.target_modules)
+        ):
+            found |= {f"{name}.lora_A": (lora.rank, shape[1]), f"{name}.lora_B": (shape[0], lora.rank)}
+    return found
+
+
+def sync_size(shapes: Shapes, num_ranks: int, itemsize: int, bucket_bytes: int) -> tuple[int, int]:
+    """Bytes and number of collectives of one weight sync over the ranks of a replica: what weight_sync.SyncStats
+    counts."""
+    row = shard_numel(shapes, num_ranks)
+    if num_ranks == 1:
+        return row * itemsize, 0
+    room = min(max(1, bucket_bytes // (num_ranks * itemsize)), row)
+    return num_ranks * row * itemsize, -(-row // room)
+
+
+def ratio_is_one(config: Config) -> bool:
+    """Whether the policy that trains is always the one whose logprobs the ratio is taken to."""
+    return config.training.num_optimizer_steps == 1 and config.loss.old_logprobs == "policy"
+
+
+def micro_batches_per_step(config: Config, num_ranks: int) -> tuple[int, int]:
+    """Fewest and most forward-backwards of a rank in a step; the most where every rollout is of full length."""
+    in_a_row = config.training.max_tokens_per_micro_batch // config.max_rollout_tokens
+    return config.training.num_optimizer_steps, config.training.num_optimizer_steps * -(
+        -rollouts_of_a_rank(config, num_ranks) // in_a_row
+    )
+
+
+def micro_batch_tokens(config: Config, num_ranks: int) -> int:
+    """The most tokens of one forward-backward: its budget, or all that a rank gets for one optimizer step."""
+    return min(
+        config.training.max_tokens_per_micro_batch, rollouts_of_a_rank(config, num_ranks) * config.max_rollout_tokens
+    )
+
+
+def rollouts_of_a_rank(config: Config, num_ranks: int) -> int:
+    """Rollouts of one rank for one optimizer step, where all are equally long."""
+    samples = config.rollout.num_prompts_per_step * config.rollout.group_size // config.training.num_mini_batches
+    return -(-samples // num_ranks)
+
+
+def logits_bytes_per_element(itemsize: int) -> int:
+    """Bytes for each logit of a chunk at the peak of logprobs.TokenLogprobs, forward and backward.
+
+    One float32 [chunk, V] (or two of half as many rows), and the product in the compute dtype where that is another.
+    """
+    return 4 if itemsize == 4 else 4 + itemsize
+
+
+def activation_bytes_per_token(sizes: Dimensions, itemsize: int, *, qk_norm: bool = False) -> int:
+    """What one layer keeps for its backward pass, for each token.
+
+    Both norms keep their input in float32, the normalised and the scaled output; attention its q, k, v and its output
+    twice (once put back in place); the MLP gate, its SiLU, up and their product.
+    """
+    norms = 2 * (4 + 2 * itemsize) * sizes.hidden
+    attention = itemsize * (3 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+    if qk_norm:
+        attention += (4 + itemsize) * (sizes.heads + sizes.kv_heads) * sizes.head_dim
+    return norms + attention + 4 * itemsize * sizes.intermediate
+
+
+def activation_bytes(
+    sizes: Dimensions, tokens: int, itemsize: int, *, checkpointing: bool | Literal["selective"], qk_norm: bool = False
+) -> int:
+    """Activations of one micro-batch at their peak: what all layers keep, what one layer makes again, and what follows
+    the layers.
+
+    With checkpointing a layer keeps its input; selective also the outputs of its seven products and of attention. After
+    the layers come the last norm, the hidden states that are scored, and their gradient.
+    """
+    layer = kept = activation_bytes_per_token(sizes, itemsize, qk_norm=qk_norm)
+    if checkpointing:
+        kept = itemsize * sizes.hidden
+    if checkpointing == "selective":
+        kept += itemsize * (
+            2 * sizes.hidden + 2 * (sizes.heads + sizes.kv_heads) * sizes.head_dim + 2 * sizes.intermediate
+        )
+    again = 0 if not checkpointing else layer if checkpointing is True else layer - kept
+    return tokens * (sizes.layers * kept + again + (4 + 4 * itemsize) * sizes.hidden)
+
+
+def kv_bytes_per_token(sizes: Dimensions, itemsize: int, tensor_parallel_size: int) -> int:
+    """Keys and values of one token on one rank of an engine; with more ranks than kv heads each rank holds one head."""
+    return 2 * sizes.layers * max(1, sizes.kv_heads // tensor_parallel_size) * sizes.head_dim * itemsize

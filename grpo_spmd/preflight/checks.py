@@ -1,0 +1,241 @@
+"""Everything that can be refused before torch is imported: a mistake costs a second and one line, not a GPU minute."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_spmd.checkpoint.manifest import (
+    CheckpointError,
+    NewerFormatError,
+    check_same_run,
+    list_checkpoints,
+    read_trainer,
+)
+from grpo_spmd.checkpoint.run_dir import is_inside, is_same_launch, refuse_in_use
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import Config
+from grpo_spmd.data.prompts import check_lengths_early, check_template_early
+from grpo_spmd.data.rows import PromptRow, check_enough_rows, key_and_source, read_rows
+from grpo_spmd.rewards.protocol import Reward, load_rewards
+from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run starts from, read and checked."""
+
+    rows: list[PromptRow]
+    eval_rows: dict[str, list[PromptRow]]  # by the set's name; none where eval.every_steps is 0
+
+    @property
+    def columns(self) -> set[str]:
+        """Every column of the training and the held-out sets: a row that lacks one passes None for it."""
+        return {name for rows in (self.rows, *self.eval_rows.values()) for row in rows for name in row.columns}
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows) + sum(len(rows) for rows in self.eval_rows.values())
+
+
+def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inputs:
+    """Read data and rewards, and check them, the model folder, the run folder and the number of ranks against the
+    config.
+
+    Args:
+        num_ranks: ranks that will take part.
+        to_run: False leaves the run folder out, for who only asks about a config, perhaps that of a run which is under
+            way.
+
+    Raises:
+        ConfigError: one line that names the key or file:line.
+    """
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE") if to_run else None
+    _check_world_size(config, num_ranks, int(local_ranks) if local_ranks else None)
+    if to_run:
+        _check_run_dir(config)
+    _check_model(config)
+    _check_engine_keys(config)
+    rewards = load_rewards(config.rewards)
+    _check_code_time(config)
+    rows = _read_and_check(config, rewards)
+    eval_rows = (
+        {name: _read_and_check(config, rewards, name) for name in config.data.eval_sets}
+        if config.eval.every_steps
+        else {}
+    )
+    return Inputs(rows, eval_rows)
+
+
+def _check_code_time(config: Config) -> None:
+    for index, reward in enumerate(config.rewards):
+        time_s = reward.args.get("time_s", DEFAULT_TIME_S)
+        if reward.name == "code" and reward.function is None and time_s > config.reward_pool.timeout_s - 1:
+            raise ConfigError(
+                f"rewards.{index}.args.time_s ({time_s:g}) must be at least a second under reward_pool.timeout_s "
+                f"({config.reward_pool.timeout_s:g}), or an endless loop is killed as unknown before it is found wrong"
+            )
+
+
+def _read_and_check(config: Config, rewards: Sequence[Reward], eval_set: str | None = None) -> list[PromptRow]:
+    rows = read_rows(config.data, eval_set)
+    check_enough_rows(len(rows), config, eval_set=eval_set)
+    _check_reward_columns(rewards, rows, key_and_source(config.data, eval_set)[1])
+    check_template_early(rows, config)
+    check_lengths_early(rows, config)
+    return rows
+
+
+def _check_reward_columns(rewards: Sequence[Reward], rows: Sequence[PromptRow], source: str) -> None:
+    columns = {name for row in rows for name in row.columns}
+    for index, reward in enumerate(rewards):
+        for name in reward.needs:
+            if name not in columns:
+                raise ConfigError(
+                    f"rewards.{index}: {reward.name!r} needs the column {name!r}, which {source} does not have; "
+                    f"besides the prompt it has {', '.join(sorted(columns)) or 'none'}"
+                )
+
+
+def _check_world_size(config: Config, world_size: int, local_world_size: int | None) -> None:
+    """Args: local_world_size: ranks of each node, where they are known."""
+    engine, replicas = config.rollout.tensor_parallel_size, config.model.num_replicas
+    for key, size, whole, what in (
+        ("rollout.tensor_parallel_size", engine, world_size, "the number of ranks"),
+        (
+            "rollout.tensor_parallel_size",
+            engine,
+            local_world_size or engine,
+            "the ranks of a node, since an engine stays on one",
+        ),
+        ("model.num_replicas", replicas, world_size, "the number of ranks"),
+    ):
+        if whole % size:
+            would = ", ".join(str(divisor) for divisor in range(1, whole + 1) if whole % divisor == 0)
+            raise ConfigError(f"{key} ({size}) must divide {what} ({whole}): {would} would")
+
+
+def _check_run_dir(config: Config) -> None:
+    run_dir = Path(config.run_dir)
+    for path in (run_dir, *run_dir.parents):
+        if path.exists():
+            if not path.is_dir():
+                raise ConfigError(f"run_dir: {path} is not a folder")
+            if not os.access(path, os.W_OK):
+                raise ConfigError(f"run_dir: no permission to write in {path}")
+            break
+    resume = config.checkpoint.resume
+    if resume == "auto" or is_same_launch(run_dir):
+        _check_newest(list_checkpoints(run_dir)[-1:], config)
+        return
+    if resume != "never":
+        folder = Path(resume)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"checkpoint.resume: there is no folder {folder}; it is auto, never, or the folder of a checkpoint"
+            )
+        if not (folder / "manifest.json").exists():
+            inside = list_checkpoints(folder)
+            hint = f"; this is a run's folder, its newest checkpoint is {inside[-1]}" if inside else ""
+            raise ConfigError(f"checkpoint.resume: {folder} is no checkpoint, it has no manifest.json{hint}")
+        _check_newest([folder], config)
+        if is_inside(folder, run_dir):
+            return
+    refuse_in_use(run_dir)
+
+
+def _check_newest(checkpoints: list[Path], config: Config) -> None:
+    """What can be said before torch is there. A damaged checkpoint is passed over later, when all ranks have looked at
+    it."""
+    for checkpoint in checkpoints:
+        try:
+            check_same_run(checkpoint, read_trainer(checkpoint), config)
+        except NewerFormatError as error:
+            raise ConfigError(f"checkpoint.resume: {error}") from None
+        except (CheckpointError, KeyError, TypeError):
+            continue
+
+
+def _check_model(config: Config) -> None:
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        organisation = folder.parts[0] if folder.parts else ""
+        if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", config.model.path) and not Path(organisation).exists():
+            return  # a hub id
+        raise ConfigError(f"model.path: there is no folder {folder}, and it is no hub id (organisation/name)")
+    file = folder / "config.json"
+    try:
+        model = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"model.path: cannot read {file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"model.path: {file} is not valid JSON: {error}") from None
+    if not isinstance(model, dict):
+        raise ConfigError(f"model.path: {file} must hold a JSON object, got {type(model).__name__}")
+    if not isinstance(model.get("model_type"), str):
+        raise ConfigError(f"model.path: {file} names no model_type")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path: {folder} holds no .safetensors file")
+    for path in sorted(folder.glob("*.safetensors")):
+        _check_safetensors(path)
+    if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
+        raise ConfigError(f"model.path: {folder} holds no tokenizer")  # transformers would make an empty one up
+    positions = model.get("max_position_embeddings")
+    if isinstance(positions, int) and config.max_rollout_tokens > positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) + rollout.max_completion_tokens "
+            f"({config.rollout.max_completion_tokens}) = {config.max_rollout_tokens}, but the model has {positions} "
+            "positions"
+        )
+    heads = model.get("num_attention_heads")
+    if isinstance(heads, int) and heads % config.rollout.tensor_parallel_size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}) must divide the model's {heads} "
+            "attention heads"
+        )
+
+
+def _check_engine_keys(config: Config) -> None:
+    """Refuse a misspelt `rollout.engine` key by reading vllm's source: importing vllm to ask it takes ten seconds."""
+    package = importlib.util.find_spec("vllm") if config.rollout.engine else None
+    if package is None or package.origin is None:
+        return
+    known: set[str] = set()
+    for file, of in (("engine/arg_utils.py", "EngineArgs"), ("entrypoints/llm.py", "LLM")):
+        path = Path(package.origin).parent / file
+        if not path.is_file():  # another layout in another version: vllm itself will tell
+            return
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.name == of:
+                for item in node.body:
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                        known.add(item.target.id)
+                    elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
+                        known |= {argument.arg for argument in [*item.args.args, *item.args.kwonlyargs]}
+    for name in config.rollout.engine:
+        if known and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"rollout.engine.{name}: vllm.LLM of the installed version has no such argument{hint}")
+
+
+def _check_safetensors(path: Path) -> None:
+    """Whether the file is as long as its header says: a download or copy that broke off is seen here and not minutes
+    later."""
+    try:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            size = path.stat().st_size
+            header = json.loads(file.read(header_bytes)) if header_bytes < size else {}
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        ends = []
+    if not ends or 8 + header_bytes + max(ends) != size:
+        raise ConfigError(f"model.path: {path} is not a whole safetensors file; copy or download it again")

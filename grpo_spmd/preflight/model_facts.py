@@ -1,0 +1,154 @@
+"""What config.json and the headers of safetensors files say of a model."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """What config.json says of a decoder with attention and a gated MLP in each layer."""
+
+    hidden: int  # D
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int  # F
+    vocabulary: int  # V
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The parameters of a model by their names in a checkpoint, a tied lm_head counted once."""
+
+    shapes: Shapes
+    config: dict[str, Any]  # config.json
+    source: str  # where the shapes are from
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def layer_numel(self) -> int:
+        """Parameters of the largest layer: what FSDP gathers at a time."""
+        layers: dict[str, int] = {}
+        for name, shape in self.shapes.items():
+            if found := re.search(r"\.layers\.(\d+)\.", name):
+                layers[found[1]] = layers.get(found[1], 0) + math.prod(shape)
+        return max(layers.values(), default=0)
+
+    @property
+    def root_numel(self) -> int:
+        """Parameters outside the layers: embedding, lm_head, last norm."""
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if not re.search(r"\.layers\.\d+\.", name))
+
+    @property
+    def dimensions(self) -> Dimensions | None:
+        return dimensions(self.config)
+
+
+def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
+    """The sizes in a config.json, or None where it does not name them all."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    sizes = [config.get(name) for name in names]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return None
+    hidden, layers, heads, intermediate, vocabulary = (int(str(size)) for size in sizes)
+    return Dimensions(
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        intermediate=intermediate,
+        vocabulary=vocabulary,
+    )
+
+
+def read_model(path: str) -> ModelFacts | None:
+    """Sizes of `model.path`: a local folder, or a hub id that lies in the local Hugging Face cache. None where neither
+    is there."""
+    folder = Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(path, "config.json")
+        if not isinstance(cached, str):
+            return None
+        folder = Path(cached).parent
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    shapes = shapes_from_headers(folder, tied=bool(config.get("tie_word_embeddings")))
+    if shapes:
+        return ModelFacts(shapes, config, f"safetensors headers in {folder}")
+    shapes = shapes_from_config(config)
+    return (
+        ModelFacts(shapes, config, f"{folder / 'config.json'}, worked out; the weights are not there")
+        if shapes
+        else None
+    )
+
+
+def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
+    """Shapes of all parameters in the files that the policy would read (those of the index, where there is one); {} if
+    one is missing."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    shapes: Shapes = {}
+    for path in files:
+        if not path.is_file():
+            return {}
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, entry in header.items():
+            # Some checkpoints hold the tied lm_head a second time, or a buffer of the rotary embedding.
+            if (
+                name != "__metadata__"
+                and not (tied and name == "lm_head.weight")
+                and not name.endswith("rotary_emb.inv_freq")
+            ):
+                shapes[name] = tuple(entry["shape"])
+    return shapes
+
+
+def shapes_from_config(config: Mapping[str, Any]) -> Shapes:
+    """The parameters of a Llama, Mistral, Granite, Qwen2 or Qwen3; {} for others, whose names and biases only their
+    weights tell."""
+    sizes, family = dimensions(config), config.get("model_type")
+    if sizes is None or family not in ("llama", "mistral", "granite", "qwen2", "qwen3"):
+        return {}
+    hidden, query, kv = sizes.hidden, sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    shapes: Shapes = {"model.embed_tokens.weight": (sizes.vocabulary, hidden), "model.norm.weight": (hidden,)}
+    attention_bias = family == "qwen2" or bool(config.get("attention_bias"))
+    for layer in (f"model.layers.{number}" for number in range(sizes.layers)):
+        for name, rows, columns, bias in (
+            ("self_attn.q_proj", query, hidden, attention_bias),
+            ("self_attn.k_proj", kv, hidden, attention_bias),
+            ("self_attn.v_proj", kv, hidden, attention_bias),
+            ("self_attn.o_proj", hidden, query, attention_bias and family != "qwen2"),
+            ("mlp.gate_proj", sizes.intermediate, hidden, bool(config.get("mlp_bias"))),
+            ("mlp.up_proj", sizes.intermediate, hidden, bool(config.get("mlp_bias"))),
+            ("mlp.down_proj", hidden, sizes.intermediate, bool(config.get("mlp_bias"))),
+        ):
+            shapes[f"{layer}.{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{layer}.{name}.bias"] = (rows,)
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        if family == "qwen3":
+            norms |= {"self_attn.q_norm": sizes.head_dim, "self_attn.k_norm": sizes.head_dim}
+        shapes |= {f"{layer}.{name}.weight": (size,) for name, size in norms.items()}
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (sizes.vocabulary, hidden)
+    return shapes

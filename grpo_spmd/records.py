@@ -1,0 +1,175 @@
+"""The records that travel between phases.
+
+Dimension legend: P prompts of a step, G `group_size`, B = P*G rollouts, T tokens of a micro-batch (prompts and
+completions), C completion tokens of a micro-batch, S sequences of a micro-batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt at one place of the shuffled stream.
+
+    Example: the 70th prompt a run draws from a set of 64 has `position` 69 and is some `row` of the second epoch.
+    """
+
+    position: int  # place in the stream, counted from 0 over the whole run
+    row: int  # row of the data set
+    token_ids: list[int]
+    text: str | list[dict[str, Any]]  # what a reward function gets as the prompt: a string or chat messages
+    columns: dict[str, Any]  # the row's other columns, for the reward functions
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine sampled for one request; `logprobs[i]` scores `token_ids[i]` at the sampling temperature."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str  # "stop" or "length"
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """A prompt and its G completions, sampled with seeds that are a function of (seed, step, prompt, sample)."""
+
+    slot: int  # place of the prompt within the step, 0 .. P-1
+    prompt: Prompt
+    completions: list[Completion]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sequence to train on; `rollout_id` = slot * G + sample. It crosses ranks, so it holds numbers and no text.
+
+    Its token ids and logprobs are the engine's lists, and arrays once they have crossed: a list of a step's tokens
+    takes long to make.
+    """
+
+    rollout_id: int
+    advantage: float
+    # False: no token of it enters the loss (its reward is unknown, or it was cut off and loss.mask_truncated is on)
+    counts: bool
+    prompt_ids: list[int] | npt.NDArray[np.int32]
+    completion_ids: list[int] | npt.NDArray[np.int32]
+    rollout_logprobs: list[float] | npt.NDArray[np.float64]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+@dataclass
+class MicroBatch:
+    """Sequences of one forward-backward on one rank, packed into one row without padding.
+
+    `predict_index[c]` is the place in the row whose hidden state predicts `target_ids[c]`; all other [C] fields are
+    aligned with it. `loss_mask` is True where a token counts. `sequence_index[c]` is the place in `rollout_ids` of the
+    rollout that the token belongs to; rollouts without a completion token are in neither. `old_logprobs` and
+    `ref_logprobs` are None where the loss does not need them.
+    """
+
+    input_ids: Tensor  # int64 [T]
+    position_ids: Tensor  # int64 [T], starts at 0 in each sequence
+    sequence_lengths: list[int]  # S lengths that add up to T
+    predict_index: Tensor  # int64 [C]
+    target_ids: Tensor  # int64 [C]
+    rollout_logprobs: Tensor  # float32 [C]
+    advantages: Tensor  # float32 [C]
+    loss_mask: Tensor  # bool [C]
+    sequence_index: Tensor  # int64 [C]
+    rollout_ids: list[int]
+    old_logprobs: Tensor | None = None  # float32 [C]
+    ref_logprobs: Tensor | None = None  # float32 [C]
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """This rank's share of a step's rollouts, in the order of training: mini-batches of micro-batches.
+
+    Every rank holds the same number of mini-batches, and of micro-batches in each.
+    """
+
+    mini_batches: list[list[MicroBatch]]
+    num_loss_tokens: list[int]  # over all ranks, one for each mini-batch: the denominator of its token mean
+    num_loss_sequences: list[int]  # the same, of sequences with a token that counts
+
+
+@dataclass
+class ScoredRollouts:
+    """What one rank scored: lists with one entry a completion, in the order of its groups and their completions."""
+
+    rewards: list[float | None] = field(default_factory=list)  # the weighted sum; None: no reward is known
+    by_name: dict[str, list[float | None]] = field(default_factory=dict)  # None: does not apply; NaN: unusable
+    # by name: "ok", "not_applicable", "error" or "timeout"
+    statuses: dict[str, list[str]] = field(default_factory=dict)
+    first_error: str | None = None  # the first failure of the function that failed most, with its traceback
+    texts: list[str] = field(default_factory=list)
+
+    def extend(self, other: ScoredRollouts) -> None:
+        """Add what a further round scored."""
+        self.rewards += other.rewards
+        self.texts += other.texts
+        self.first_error = self.first_error or other.first_error
+        for name, statuses in other.statuses.items():
+            self.statuses.setdefault(name, []).extend(statuses)
+        for name, values in other.by_name.items():
+            self.by_name.setdefault(name, []).extend(values)
+
+    def finite_by_name(self, number: int) -> dict[str, float | None]:
+        """Each function's reward of one rollout, None where it is unusable too: NaN is not JSON."""
+        return {
+            name: None if (value := values[number]) is None or math.isnan(value) else value
+            for name, values in self.by_name.items()
+        }
+
+
+def rollout_seed(seed: int, step: int | str, position: int, sample: int) -> int:
+    """Sampling seed of one completion: a function of its place in the run, never of ranks or batches. In [0, 2**63).
+
+    An evaluation has text in the place of `step`, alike at all steps, and the row in the place of `position`.
+    """
+    digest = hashlib.blake2b(f"{seed}/{step}/{position}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+# plan[mini_batch][rank][micro_batch] = rollout ids. Plain lists, since rank 0 sends the plan to all ranks as JSON.
+Plan = list[list[list[list[int]]]]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What rank 0 decided about a step, equal on all ranks. Lists are in the order of rollout ids."""
+
+    # places in the prompt stream of the groups that are trained on; a group's slot is its index here
+    positions: list[int]
+    rewards: list[float]  # [B] the sums with the overlong penalty taken off; NaN: unknown
+    advantages: list[float]  # [B]
+    counts: list[bool]  # [B]; False: the rollout stays out of the loss
+    plan: Plan
+    num_loss_tokens: list[int]  # one for each mini-batch
+    num_loss_sequences: list[int]  # one for each mini-batch
+    num_tokens: int  # prompts and completions that are trained on
+    num_sampled_tokens: int  # completion tokens that the engines sampled, also those of dropped groups
+    metrics: dict[str, float | None]
+
+
+@dataclass
+class SyncStats:
+    """What one sync moved: bytes that an engine was handed, padding of the shards included; the collectives that took,
+    none where one rank holds the whole policy; seconds of the proof, if any."""
+
+    bytes: int = 0
+    num_collectives: int = 0
+    proof_s: float = 0.0

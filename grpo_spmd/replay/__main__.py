@@ -1,0 +1,60 @@
+"""The command: python -m grpo_spmd.replay RUN_DIR --step N [--checkpoint FOLDER] [section.key=value ...]"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from grpo_spmd.checkpoint.manifest import CheckpointError
+from grpo_spmd.config.errors import ConfigError, refuse
+from grpo_spmd.replay.read import read_step
+from grpo_spmd.replay.redo import replay
+from grpo_spmd.replay.report import report
+from grpo_spmd.rewards.protocol import RewardError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_spmd.replay",
+        description="Run reward -> advantage -> loss of a dumped step again, on the CPU, without vLLM, and compare "
+        "with what was recorded. "
+        "breakpoint() works in a reward, in the advantages and in the loss.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder, or a copy of it")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="as in metrics.jsonl, from 0 on")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="the policy (default: RUN_DIR/checkpoints/step_N, and for step 0 also model.path)",
+    )
+    parser.add_argument("--top", type=int, default=5, metavar="K", help="rollouts in each list (default: 5)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the run's config"
+    )
+    args = parser.parse_intermixed_args()
+    try:
+        recorded = read_step(args.run_dir, args.step, args.overrides)
+    except ConfigError as error:
+        refuse(error)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in train.py
+    code = 0
+    try:
+        print("\n".join(report(recorded, replay(recorded, args.checkpoint), args.top)))
+    except (ConfigError, CheckpointError, RewardError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1 if isinstance(error, RewardError) else 2
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # see distributed.exit_with_outcome: threads that gloo leaves now and then abort the interpreter's own exit
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

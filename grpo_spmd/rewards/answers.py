@@ -1,0 +1,40 @@
+"""The final answer of a completion."""
+
+from __future__ import annotations
+
+import re
+
+from grpo_spmd.rewards.verifiers import tagged
+
+
+def final_answer(text: str) -> str:
+    r"""What a completion answers, for a vote: the last whole \boxed{...}, else what follows the last "####", else what
+    stands in the last <answer>...</answer>, else all of it; without white space around it. Answers are compared as
+    text: 1/2 and 0.5 are two.
+    """
+    boxed = _last_boxed(text)
+    if boxed is not None:
+        return boxed.strip()
+    _, marker, after = text.rpartition("####")
+    if marker:
+        return after.strip()
+    inside = tagged(text, "answer")
+    return text.strip() if inside is None else inside
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""Inside the \boxed{...} that closes last; one pass, since a completion may repeat an unclosed one thousands of
+    times."""
+    opened: list[int | None] = []  # where the inside of each open bracket begins; None: an ordinary bracket
+    last = None
+    for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):
+        if token[0] == "{":
+            opened.append(None)
+        elif token[0] != "}":
+            if token[0].startswith("\\boxed"):
+                opened.append(token.end())
+        elif opened:
+            start = opened.pop()
+            if start is not None:
+                last = text[start : token.start()]
+    return last

@@ -1,0 +1,439 @@
+"""Scoring in worker processes: a deadline for each call, a hard kill, and exact counts of what went wrong.
+
+The rank starts one small nursery process by exec; the nursery imports the rewards once and forks workers (worker.py).
+This side sends calls to whichever worker is free and watches the clock. The policy for what fails is in the docstring
+of the package.
+
+With W workers and h completions that hang, scoring takes about (h + number of groups they are in) / W + 1 deadlines.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
+from grpo_spmd.distributed.doctor import debugger_closes, debugger_opens
+from grpo_spmd.records import RolloutGroup, ScoredRollouts
+from grpo_spmd.rewards.pool.worker import decode_frame, encode_frame
+from grpo_spmd.rewards.protocol import RewardError, check_error_rate, weighted_sum
+
+_log = logging.getLogger("grpo_spmd")
+
+_START_S = 600.0  # a user's file may load a model when it is imported
+_MAX_LOG_BYTES = 16 << 20
+_GONE_GRACE_S = 1.0  # between the end of a worker's socket and the word how the worker died
+
+
+@dataclass(frozen=True)
+class _Call:
+    reward: int  # index
+    samples: list[int]  # places in the flat list of this rank's completions
+
+
+@dataclass(eq=False)
+class _Worker:
+    number: int
+    sock: socket.socket
+    buffer: bytearray = field(default_factory=bytearray)
+    call: _Call | None = None
+    deadline: float = math.inf
+    has_hung_up: bool = False
+    wants_terminal: bool = False
+    pid: int = 0  # known once it asks for the terminal
+
+
+class RewardPool:
+    """Scores rollouts in `pool.num_workers` processes. Used by one thread, the one that made it; ends its processes
+    with `close()`."""
+
+    def __init__(
+        self, rewards: Sequence[RewardConfig], pool: RewardPoolConfig, log_file: Path, *, columns: Collection[str] = ()
+    ) -> None:
+        """Start the nursery; it imports the rewards while the caller goes on.
+
+        Args:
+            rewards: as in the config, checked by `load_rewards` before.
+            pool: number of workers and deadline, in seconds.
+            log_file: gets what reward functions print. It and its folder are made when something is first scored.
+            columns: every column of the data sets; a row that lacks one passes None for it.
+        """
+        self._pool, self._log_file, self._columns = pool, log_file, tuple(columns)
+        self._log: int | None = None
+        self._facts: list[dict[str, Any]] = []
+        self._workers: dict[int, _Worker] = {}
+        self._num_started = 0
+        self._debugged: _Worker | None = None
+        self._selector = selectors.DefaultSelector()
+        self._nursery_says = tempfile.TemporaryFile()  # noqa: SIM115
+        self._nursery, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "grpo_spmd.rewards.pool.worker", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stderr=self._nursery_says,
+                process_group=0,  # Ctrl-C is for the rank; the nursery ends when the rank has gone
+            )
+        self._nursery.send(
+            json.dumps({"sys_path": sys.path, "rewards": [asdict(reward) for reward in rewards]}).encode()
+        )
+        self._selector.register(self._nursery, selectors.EVENT_READ)
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes of the pool and whatever reward functions left running."""
+        for worker in list(self._workers.values()):
+            self._forget(worker)
+        self._selector.close()
+        self._nursery.close()  # the nursery takes this for the end
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._nursery_says.close()
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+
+    def score(
+        self, groups: Sequence[RolloutGroup], tokenizer: Any, *, num_step_completions: int | None = None
+    ) -> ScoredRollouts:
+        """Score every completion of `groups`.
+
+        Args:
+            groups: this rank's share of the step, perhaps none.
+            tokenizer: decodes the completions' token ids.
+            num_step_completions: completions of the step over all ranks. Given, scoring breaks off as soon as the
+                timeouts on this rank alone are `max_error_frac` of them, instead of waiting for every deadline of a
+                function that always hangs.
+
+        Raises:
+            RewardError: the rewards cannot be imported in the nursery, the nursery was killed, the user left the
+                debugger, or the above.
+        """
+        token_ids = [completion.token_ids for group in groups for completion in group.completions]
+        texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True) if token_ids else []
+        scored = ScoredRollouts(texts=texts)
+        if not groups:
+            return scored
+        self._wait_until_ready()
+        self._open_log()
+        step = _Step(groups, texts, self._facts, self._columns)
+        try:
+            self._run(step, num_step_completions)
+        finally:
+            for worker in list(self._workers.values()):
+                if worker.call is not None:  # only after an exception
+                    self._discard(worker)
+        self._warn(step)
+        for index, fact in enumerate(self._facts):
+            name = fact["name"]
+            scored.statuses[name] = step.statuses[index]
+            scored.by_name[name] = step.values[index]
+        weights = [fact["weight"] for fact in self._facts]
+        scored.rewards = [
+            weighted_sum(list(zip(weights, values, strict=True))) for values in zip(*step.values, strict=True)
+        ]
+        scored.first_error = step.first_error()
+        return scored
+
+    # Calls
+
+    def _run(self, step: _Step, num_step_completions: int | None) -> None:
+        calls = step.calls()
+        while calls or any(worker.call is not None for worker in self._workers.values()):
+            self._dispatch(step, calls)
+            now = time.monotonic()
+            next_deadline = min((worker.deadline for worker in self._workers.values()), default=math.inf)
+            for key, _ in self._selector.select(min(max(next_deadline - now, 0.0), 0.5)):
+                if key.fileobj is self._nursery:
+                    message = self._hear_nursery()
+                    worker = self._workers.get(message.get("died", -1))
+                    if worker is not None:
+                        worker.sock.settimeout(0.1)
+                        while worker.call is not None and not worker.has_hung_up:  # what it said before it died
+                            self._hear(step, calls, worker)
+                        self._fail(step, calls, worker, "error", message["how"])
+                elif key.data.number in self._workers:
+                    self._hear(step, calls, key.data)
+            for worker in list(self._workers.values()):
+                if worker.deadline <= time.monotonic():
+                    if worker.has_hung_up:
+                        self._fail(step, calls, worker, "error", "closed the worker's connection to the pool")
+                    else:
+                        self._fail(
+                            step,
+                            calls,
+                            worker,
+                            "timeout",
+                            f"took longer than reward_pool.timeout_s={self._pool.timeout_s:g}",
+                        )
+            self._bound_log()
+            if num_step_completions is not None and step.has_new_timeout:
+                self._stop_if_hopeless(step, num_step_completions)
+
+    def _dispatch(self, step: _Step, calls: deque[_Call]) -> None:
+        free = [worker for worker in self._workers.values() if worker.call is None and not worker.has_hung_up]
+        while calls and (free or len(self._workers) < self._pool.num_workers):
+            worker = free.pop() if free else self._spawn()
+            call = calls.popleft()
+            frame = encode_frame({"reward": call.reward, "keywords": step.keywords(call)})
+            worker.call, worker.deadline = call, time.monotonic() + self._pool.timeout_s
+            try:
+                worker.sock.settimeout(self._pool.timeout_s)
+                worker.sock.sendall(frame)
+            except OSError:  # it died, or was stopped, between two calls: not this call's fault
+                calls.appendleft(call)
+                self._discard(worker)
+
+    def _hear(self, step: _Step, calls: deque[_Call], worker: _Worker) -> None:
+        try:
+            chunk = worker.sock.recv(1 << 16)
+            worker.buffer += chunk
+            reply = decode_frame(worker.buffer)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            chunk, reply = b"", None
+        if reply is None:
+            if not chunk:  # most likely it is dead, and the nursery will say in a moment how it died
+                self._selector.unregister(worker.sock)
+                worker.has_hung_up, worker.deadline = True, min(worker.deadline, time.monotonic() + _GONE_GRACE_S)
+            return
+        if "breakpoint" in reply:
+            worker.pid, worker.wants_terminal, worker.deadline = int(reply["breakpoint"]), True, math.inf
+            self._lend_terminal()
+        elif worker.call is None:
+            self._discard(worker)  # nobody asked
+        elif "quit" in reply:
+            raise RewardError(f"the debugger was left in reward {self._facts[worker.call.reward]['name']!r}")
+        elif "values" in reply:
+            step.record(worker.call, reply["values"])
+            self._release(worker)
+        else:
+            self._fail(step, calls, worker, "error", str(reply.get("failed")), keep=True)
+
+    def _fail(
+        self, step: _Step, calls: deque[_Call], worker: _Worker, status: str, why: str, *, keep: bool = False
+    ) -> None:
+        call = worker.call
+        if keep:
+            self._release(worker)
+        else:
+            self._discard(worker)
+        if call is not None:
+            calls.extend(step.fail(call, status, why))
+
+    def _stop_if_hopeless(self, step: _Step, num_step_completions: int) -> None:
+        step.has_new_timeout = False
+        for index, fact in enumerate(self._facts):
+            num_failed = step.statuses[index].count("timeout")
+            statuses = ["timeout"] * num_failed + ["ok"] * (num_step_completions - num_failed)
+            check_error_rate([{fact["name"]: statuses}], [step.first_error()], self._pool.max_error_frac)
+
+    # Processes
+
+    def _spawn(self) -> _Worker:
+        ours, theirs = socket.socketpair()
+        assert self._log is not None
+        with theirs:
+            try:
+                socket.send_fds(
+                    self._nursery, [json.dumps({"spawn": self._num_started}).encode()], [theirs.fileno(), self._log]
+                )
+            except OSError:
+                raise self._nursery_ended() from None
+        worker = self._workers[self._num_started] = _Worker(self._num_started, ours)
+        self._num_started += 1
+        self._selector.register(ours, selectors.EVENT_READ, worker)
+        return worker
+
+    def _discard(self, worker: _Worker) -> None:
+        """Have it killed, with its process group. Its place is free at once: one that cannot die (waiting for a disk)
+        blocks nothing."""
+        with suppress(OSError):
+            self._nursery.send(json.dumps({"kill": worker.number}).encode())
+        self._forget(worker)
+
+    def _forget(self, worker: _Worker) -> None:
+        self._release(worker)
+        del self._workers[worker.number]
+        if not worker.has_hung_up:
+            self._selector.unregister(worker.sock)
+        worker.sock.close()
+
+    def _release(self, worker: _Worker) -> None:
+        worker.call, worker.deadline, worker.wants_terminal = None, math.inf, False
+        if worker is self._debugged:
+            self._debugged = None
+            debugger_closes()
+            _give_terminal_to(os.getpgrp())
+            self._lend_terminal()
+
+    def _lend_terminal(self) -> None:
+        """To one worker at a time; the others wait at their breakpoints with their clocks stopped."""
+        waiting = [worker for worker in self._workers.values() if worker.wants_terminal]
+        if self._debugged is None and waiting:
+            self._debugged, waiting[0].wants_terminal = waiting[0], False
+            debugger_opens()
+            _give_terminal_to(waiting[0].pid)
+            waiting[0].sock.sendall(encode_frame({"go": True}))
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + _START_S
+        while not self._facts:
+            if not self._selector.select(max(deadline - time.monotonic(), 0.0)):
+                raise RewardError(f"importing the rewards took longer than {_START_S:.0f} s")
+            message = self._hear_nursery()
+            if "error" in message:
+                raise RewardError(f"the rewards cannot be imported in the reward pool: {message['error']}")
+            self._facts = message["ready"]
+
+    def _hear_nursery(self) -> dict[str, Any]:
+        try:
+            payload = self._nursery.recv(1 << 16)
+        except OSError:
+            payload = b""
+        if payload:
+            message: dict[str, Any] = json.loads(payload)
+            return message
+        raise self._nursery_ended()
+
+    def _nursery_ended(self) -> RewardError:
+        code = self._process.wait(10)
+        self._nursery_says.seek(0)
+        said = self._nursery_says.read().decode(errors="replace")[-4000:]
+        return RewardError(f"the process that starts the reward workers ended with code {code} {said}".strip())
+
+    def _open_log(self) -> None:
+        if self._log is None:
+            self._log_file.parent.mkdir(parents=True, exist_ok=True)
+            self._log = os.open(self._log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def _bound_log(self) -> None:
+        if self._log is not None and os.fstat(self._log).st_size > _MAX_LOG_BYTES:
+            os.ftruncate(self._log, 0)
+            os.write(
+                self._log, f"(cut here: this file is emptied when it is over {_MAX_LOG_BYTES >> 20} MiB)\n".encode()
+            )
+
+    def _warn(self, step: _Step) -> None:
+        for index, fact in enumerate(self._facts):
+            counts = Counter(step.statuses[index])
+            failed = counts["timeout"] + counts["error"]
+            first = step.errors[index].get(min(step.errors[index], default=-1), "").partition("\n")[0]
+            if failed:
+                kinds = ", ".join(f"{counts[kind]} {kind}" for kind in ("timeout", "error") if counts[kind])
+                _log.warning(
+                    "reward %r: %d of %d completions failed (%s); first: %s",
+                    fact["name"],
+                    failed,
+                    len(step.texts),
+                    kinds,
+                    first,
+                )
+            elif step.repeated[index]:
+                _log.warning(
+                    "reward %r: it failed for %d groups and was called again for each of their completions; first: %s",
+                    fact["name"], len(step.repeated[index]), step.repeated[index][0].partition("\n")[0],
+                )  # fmt: skip
+
+
+class _Step:
+    """The flat lists of what is scored in one go, and what came of it."""
+
+    def __init__(
+        self, groups: Sequence[RolloutGroup], texts: list[str], facts: list[dict[str, Any]], columns: Sequence[str]
+    ) -> None:
+        self.texts, self._facts = texts, facts
+        self._groups: list[list[int]] = []
+        self._keywords: list[dict[str, Any]] = []
+        self._columns = dict.fromkeys([*columns, *(name for fact in facts for name in fact["needs"])])
+        for group in groups:
+            self._groups.append(list(range(len(self._keywords), len(self._keywords) + len(group.completions))))
+            for completion in group.completions:
+                text = texts[len(self._keywords)]
+                self._keywords.append(
+                    self._columns
+                    | group.prompt.columns
+                    | {
+                        "prompts": group.prompt.text,
+                        "completions": text
+                        if isinstance(group.prompt.text, str)
+                        else [{"role": "assistant", "content": text}],
+                        "completion_ids": completion.token_ids,
+                    }
+                )
+        self.values: list[list[float | None]] = [[None] * len(texts) for _ in facts]
+        self.statuses = [[""] * len(texts) for _ in facts]
+        self.errors: list[dict[int, str]] = [{} for _ in facts]
+        self.repeated: list[list[str]] = [[] for _ in facts]
+        self.has_new_timeout = False
+
+    def calls(self) -> deque[_Call]:
+        calls: deque[_Call] = deque()
+        for samples in self._groups:
+            for index, fact in enumerate(self._facts):
+                calls.extend(_Call(index, [i]) for i in samples) if fact["one_at_a_time"] else calls.append(
+                    _Call(index, samples)
+                )
+        return calls
+
+    def keywords(self, call: _Call) -> dict[str, list[Any]]:
+        """Every column that the data set, the functions or this row have."""
+        rows = [self._keywords[i] for i in call.samples]
+        return {name: [row[name] for row in rows] for name in rows[0]}
+
+    def record(self, call: _Call, values: Sequence[float | str | None]) -> None:
+        for i, value in zip(call.samples, values, strict=True):
+            if isinstance(value, str):
+                self.fail(_Call(call.reward, [i]), "error", value)
+            else:
+                self.values[call.reward][i] = None if value is None else float(value)
+                self.statuses[call.reward][i] = "not_applicable" if value is None else "ok"
+
+    def fail(self, call: _Call, status: str, why: str) -> list[_Call]:
+        """Note a failure; returns the calls that show whose failure it was, where that is not known yet."""
+        why = f"reward {self._facts[call.reward]['name']!r} {why}"
+        if len(call.samples) > 1:
+            self.repeated[call.reward].append(why)
+            return [_Call(call.reward, [i]) for i in call.samples]
+        (i,) = call.samples
+        self.values[call.reward][i], self.statuses[call.reward][i], self.errors[call.reward][i] = math.nan, status, why
+        self.has_new_timeout |= status == "timeout"
+        return []
+
+    def first_error(self) -> str | None:
+        errors = max(self.errors, key=len)
+        return errors[min(errors)] if errors else None
+
+
+def _give_terminal_to(process_group: int) -> None:
+    """Make it the terminal's foreground group, so that it may read and gets Ctrl-C. Nothing to do where we have no
+    terminal."""
+    # we may be in the background now; the default action would stop us
+    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    try:
+        with suppress(OSError):
+            os.tcsetpgrp(0, process_group)
+    finally:
+        signal.signal(signal.SIGTTOU, before)

@@ -1,0 +1,235 @@
+"""The reward protocol: TRL's signature, several functions with weights, and one policy for what goes wrong.
+
+A reward function is `fn(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async.
+`prompts` and `completions` are strings for plain prompts; for chat prompts they are message lists, a completion being
+`[{"role": "assistant", "content": text}]`. Every other column of the data set arrives as a keyword list, aligned with
+`prompts`.
+
+It is called in a worker process (pool.py), for one group at a time: a prompt's G completions in training, a single one
+in evaluation. So its result does not depend on how groups are spread over ranks. Module state is each worker's own.
+
+The policy for what goes wrong, per completion and function (`ScoredRollouts.statuses`):
+
+* "ok": a finite number.
+* "not_applicable": None. The completion's reward is the weighted sum of the other functions.
+* "error": the function raised, exited, crashed, or returned NaN, infinity, text, or a list of the wrong length.
+* "timeout": it took longer than `reward_pool.timeout_s` and was killed, with the processes it had started.
+
+Where the call for a group fails as a whole, each completion is tried in a call of its own, with the whole deadline:
+what fails then is that completion's failure, and the others get their rewards. A completion with an "error" or a
+"timeout", or to which no function applies, is left out of its group's statistics and of the loss, and counted. It is
+never taken for 0. Where a function leaves `reward_pool.max_error_frac` of a step's completions without a usable value,
+all ranks stop, with the function's traceback.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import inspect
+import math
+import os
+import re
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
+from grpo_spmd.rewards.verifiers import SHIPPED, matches_format, run_tests
+
+_ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
+
+
+class RewardError(RuntimeError):
+    """Rewards fail in a way that leaving completions out would hide."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function under its metric's name, with its factor in the sum."""
+
+    name: str
+    function: Callable[..., Any]
+    weight: float
+    needs: tuple[str, ...] = ()  # columns without which it cannot be called
+    one_at_a_time: bool = False  # each completion is a call of its own, with the whole deadline
+
+
+def load_rewards(configs: Sequence[RewardConfig]) -> list[Reward]:
+    """Find the functions that the config names.
+
+    Raises:
+        ConfigError: an unknown name, a file or function that does not exist, arguments that the function does not take,
+            or one name twice.
+    """
+    rewards: list[Reward] = []
+    for index, config in enumerate(configs):
+        where = f"rewards.{index}"
+        if config.function is not None:
+            function = _load_function(config.function, where)
+            name = config.name or config.function.rpartition(":")[2]
+        else:
+            name = str(config.name)
+            if name not in SHIPPED:
+                raise ConfigError(f"{where}.name: no shipped reward {name!r}; there are {', '.join(sorted(SHIPPED))}")
+            function = SHIPPED[name]
+        if name in {reward.name for reward in rewards}:
+            raise ConfigError(f"{where}.name: {name!r} is given twice; its metrics would overwrite each other")
+        rewards.append(_with_args(name, function, config, where))
+    return rewards
+
+
+def check_error_rate(
+    statuses: Sequence[Mapping[str, Sequence[str]]], first_errors: Sequence[str | None], max_error_frac: float
+) -> dict[str, float]:
+    """What share of a step's completions each function left without a value, over all ranks' `ScoredRollouts`.
+
+    Args:
+        statuses: every rank's `statuses`; a rank that scored nothing gives an empty one.
+        first_errors: every rank's `first_error`.
+        max_error_frac: `reward_pool.max_error_frac`.
+
+    Returns:
+        Metrics `reward/<name>/error_frac`, `.../timeout_frac` and `.../not_applicable_frac`, each in [0, 1].
+
+    Raises:
+        RewardError: "error" and "timeout" together reach `max_error_frac` for some function.
+    """
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in statuses for name in part):
+        counts = Counter(status for part in statuses for status in part.get(name, ()))
+        num_completions = max(counts.total(), 1)
+        failed = counts["error"] + counts["timeout"]
+        if failed and failed / num_completions >= max_error_frac:
+            told = [error for error in first_errors if error]
+            first = next(
+                (error for error in told if error.startswith(f"reward {name!r}")), (told or ["not recorded"])[0]
+            )
+            raise RewardError(
+                f"reward {name!r} gave no usable value for {failed} of {num_completions} completions "
+                f"({counts['error']} error, {counts['timeout']} timeout): {failed / num_completions:.3g} is not under "
+                f"reward_pool.max_error_frac={max_error_frac:g}. The first failure:\n{first}"
+            )
+        for status in ("error", "timeout", "not_applicable"):
+            metrics[f"reward/{name}/{status}_frac"] = counts[status] / num_completions
+    return metrics
+
+
+def weighted_sum(parts: Sequence[tuple[float, float | None]]) -> float | None:
+    """The sum over the functions that apply; None where none does or where one gave something unusable."""
+    applying = [(weight, value) for weight, value in parts if value is not None]
+    if not applying or any(math.isnan(value) for _, value in applying):
+        return None
+    total = sum(weight * value for weight, value in applying)
+    return total if math.isfinite(total) else None
+
+
+def _load_function(spec: str, where: str) -> Callable[..., Any]:
+    file, colon, name = spec.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        raise ConfigError(f'{where}.function must be "file.py:function"; got {spec!r}')
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(f"{where}.function: there is no file {file}")
+    loader = _UncachedLoader(f"reward_{path.stem}", os.path.abspath(path))
+    module_spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
+    assert module_spec is not None, path
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses and pickling look their module up there
+    try:
+        loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        line = _line_in(error, os.path.abspath(path))
+        raise ConfigError(
+            f"{where}.function: {file}{line} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{where}.function: {file} has no function {name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+class _UncachedLoader(importlib.machinery.SourceFileLoader):
+    """Leaves no __pycache__ beside the user's file, and never runs an older version of it from there."""
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def _line_in(error: BaseException, path: str) -> str:
+    if isinstance(error, SyntaxError) and error.filename == path and error.lineno:
+        return f":{error.lineno}"
+    traceback, line = error.__traceback__, ""
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == path:
+            line = f":{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return line
+
+
+def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, where: str) -> Reward:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{where}.function: {config.function} has no readable signature; wrap it in a function"
+        ) from None
+    shown, args = getattr(function, "__name__", name), config.args
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    required = [
+        n for n, p in parameters.items() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    takes: list[str] = list(parameters)
+    if config.function is None:  # a shipped one: its options are its keyword-only parameters, all else are columns
+        takes = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+        missing = [n for n in required if n in takes and n not in args]
+        if missing:
+            raise ConfigError(f"{where}.args: {name} needs {missing[0]!r}")
+    unknown = [n for n in args if n not in takes and not (takes_any and config.function is not None)]
+    if unknown:
+        raise ConfigError(f"{where}.args: {name if config.function is None else shown} does not take {unknown[0]!r}")
+    if function is matches_format:
+        try:
+            re.compile(args["pattern"])
+        except (re.error, TypeError) as error:
+            raise ConfigError(
+                f"{where}.args.pattern: {args['pattern']!r} is not a regular expression: {error}"
+            ) from None
+
+    needs = tuple(n for n in required if n not in args and n not in _ALWAYS_GIVEN)
+    if function is run_tests:
+        _check_sandbox(args, where)
+        needs = (args.get("tests_column", "tests"),)
+
+    def call(**columns: Any) -> Any:
+        known = {**columns, **args}
+        if not takes_any:  # a function without **columns gets what it names
+            known = {name: value for name, value in known.items() if name in parameters}
+        return function(**known)
+
+    # Each run of model-written code may take its whole time: in one call for the group they would add up beyond one
+    # deadline.
+    return Reward(name, call, config.weight, needs, one_at_a_time=function is run_tests)
+
+
+def _check_sandbox(args: Mapping[str, Any], where: str) -> None:
+    for key in ("time_s", "memory_mib"):
+        value = args.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"{where}.args.{key} must be a positive number; got {value!r}")
+    for key, kind in (("tests_column", str), ("partial_credit", bool)):
+        if not isinstance(args.get(key, kind()), kind):
+            raise ConfigError(f"{where}.args.{key} must be a {kind.__name__}; got {args[key]!r}")
+    if args.get("isolation", "required") not in ("required", "none"):
+        raise ConfigError(f'{where}.args.isolation must be "required" or "none"; got {args["isolation"]!r}')
+    if args.get("isolation") != "none":
+        try:
+            check_isolation()
+        except SandboxError as error:
+            raise ConfigError(f'{where}: {error}; to run it unprotected, set args.isolation to "none"') from None

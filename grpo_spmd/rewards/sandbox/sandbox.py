@@ -1,0 +1,292 @@
+"""Model-written Python against given tests: this side starts the limited process (jail.py), holds the expected values,
+and judges.
+
+What the verdict rests on, by the kind of test:
+
+* {"input": text, "output": text}: a process for each; what the code printed is compared here. The expected output never
+enters it.
+* `assert EXPRESSION == LITERAL` (either way round; if the literal is True or False, the expression must be the call of
+  a function of the code): only the expression goes in, its value comes out as plain data and is compared here. An
+  object that claims to equal everything, a patched builtin, a printed success or an early exit gain nothing: whoever
+  makes the right value come out has solved the test.
+* Any other statement (`assert abs(f(2) - 1.4) < 1e-3`, `check(f)`) is judged inside, by the interpreter that the code
+  has run in. It arrives after the code has run, with a secret of its own that comes back if nothing was raised, and
+  with Python's own builtins. Code that returns objects with forged comparisons, patches a library that the test uses,
+  or digs the secret out of the interpreter's frames can still cheat. Where that matters, write tests of the first two
+  kinds.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+_START_S = 20.0  # for the interpreter and the walls, before the code's own time begins
+_MAX_ANSWER_BYTES = 4 << 20
+_JAIL = Path(__file__).with_name("jail.py")
+
+
+class SandboxError(RuntimeError):
+    """The sandbox, not the code in it, failed: no verdict."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`time_s` bounds wall time and CPU time of one process; start-up is not counted."""
+
+    time_s: float
+    memory_mib: int
+    isolation: str  # "required" or "none"
+
+
+@dataclass(frozen=True)
+class _Statement:
+    source: str
+    expected: Any = None
+    is_compared_here: bool = False
+
+
+def check_isolation() -> list[str]:
+    """The walls that this machine gives, by name. Raises SandboxError with the reason where they are not enough."""
+    with _Jail("print(1)", "program", Limits(10.0, 1024, "required"), stdin="") as jail:
+        if jail.output() != b"1\n":
+            raise SandboxError("a program that prints 1 does not run in the sandbox")
+        return jail.walls
+
+
+def passes_program_test(code: str, stdin: str, expected: str, limits: Limits) -> bool:
+    """Whether the program, given `stdin`, ends with code 0 and prints `expected`; white space at the ends of lines does
+    not count."""
+    with _Jail(code, "program", limits, stdin) as jail:
+        output = jail.output()
+    return output is not None and _lines(output.decode(errors="replace")) == _lines(expected)
+
+
+def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[bool]:
+    """For each test, whether all its statements hold after `code`; they run in order in one process, within `limits`
+    all together."""
+    parsed = [_parse(test) for test in tests]
+    flat = [statement for statements in parsed for statement in statements]
+    given = [secrets.token_hex(16) for _ in flat]
+    held = [False] * len(flat)
+    with _Jail(code, "statements", limits, stdin="") as jail:
+        messages = [
+            {"value": s.source} if s.is_compared_here else {"run": s.source, "secret": secret}
+            for s, secret in zip(flat, given, strict=True)
+        ]
+        if jail.read() == {"loaded": True}:
+            jail.write(messages)
+            for number, (statement, secret) in enumerate(zip(flat, given, strict=True)):
+                answer = jail.read()
+                if not isinstance(answer, dict) or answer.get("statement") != number:
+                    break  # it ended, ran out of time, or forges answers
+                if statement.is_compared_here:
+                    held[number] = "value" in answer and _equals(answer["value"], statement.expected)
+                else:
+                    held[number] = answer.get("secret") == secret
+    results = iter(held)
+    # a list: `all` alone would leave some for the next test
+    return [all(list(islice(results, len(statements)))) for statements in parsed]
+
+
+def _parse(test: str) -> list[_Statement]:
+    try:
+        body = ast.parse(test).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise SandboxError(f"a test is not Python: {error}: {test[:200]!r}") from None
+    if not body:
+        raise SandboxError(f"a test says nothing: {test[:200]!r}")
+    statements = []
+    for node in body:
+        if (
+            isinstance(node, ast.Assert)
+            and isinstance(node.test, ast.Compare)
+            and [type(op) for op in node.test.ops] == [ast.Eq]
+        ):
+            sides = [node.test.left, node.test.comparators[0]]
+            for expression, literal in (sides, sides[::-1]):
+                try:
+                    expected = ast.literal_eval(literal)
+                except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                    continue
+                # "(abs(f(2) - 1.4) < 1e-3) == True": True is easily guessed, and abs is whatever the code says it is. A
+                # function's own answer is another thing.
+                own = (
+                    isinstance(expression, ast.Call)
+                    and isinstance(expression.func, ast.Name)
+                    and not hasattr(builtins, expression.func.id)
+                )
+                if not isinstance(expected, complex) and (own or not isinstance(expected, bool)):
+                    statements.append(_Statement(ast.unparse(expression), expected, is_compared_here=True))
+                    break
+            else:
+                statements.append(_Statement(ast.unparse(node)))
+        else:
+            statements.append(_Statement(ast.unparse(node)))
+    return statements
+
+
+def _equals(encoded: Any, expected: Any) -> bool:
+    try:
+        return bool(_decode(encoded) == expected)
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        RecursionError,
+        OverflowError,
+    ):  # nothing that encode_value would write
+        return False
+
+
+def _decode(encoded: Any) -> Any:
+    """What jail.encode_value wrote: plain types only, whoever wrote it."""
+    tag, content = encoded
+    match tag:
+        case "c" if content is None or isinstance(content, bool):
+            return content
+        case "s" if isinstance(content, str):
+            return content
+        case "b":
+            return bytes.fromhex(content)
+        case "i":
+            return int(content, 16)
+        case "f":
+            return float.fromhex(content)
+        case "d":
+            return {_decode(key): _decode(value) for key, value in content}
+        case "l" | "t" | "e":
+            return {"l": list, "t": tuple, "e": set}[tag](_decode(item) for item in content)
+    raise ValueError(tag)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+class _Jail:
+    """One limited process over one piece of code, killed at the end of the block at the latest."""
+
+    def __init__(self, code: str, mode: str, limits: Limits, stdin: str) -> None:
+        self._limits, self._scratch, self._buffer, self._received = (
+            limits,
+            tempfile.TemporaryDirectory(prefix="grpo_code_"),
+            b"",
+            0,
+        )
+        self._stdin: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._stdout: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._stdin.write(stdin.encode(errors="surrogatepass"))
+        self._stdin.seek(0)
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-X", "utf8", str(_JAIL), str(theirs.fileno())],
+                env={},
+                cwd=self._scratch.name,
+                stdin=self._stdin,
+                stdout=self._stdout if mode == "program" else subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        try:
+            self._deadline = time.monotonic() + _START_S
+            self.write(
+                {
+                    "code": code,
+                    "mode": mode,
+                    "isolation": limits.isolation,
+                    "readable": _readable(),
+                    "scratch": self._scratch.name,
+                    "site": _site(),
+                    "memory_bytes": limits.memory_mib << 20,
+                    "cpu_s": int(limits.time_s) + 1,
+                }
+            )
+            answer = self.read()
+            if not isinstance(answer, dict) or "walls" not in answer:
+                reason = answer.get("refused") if isinstance(answer, dict) else "its process did not start"
+                raise SandboxError(f"model-written code cannot be isolated on this machine, and is not run: {reason}")
+            self.walls: list[str] = answer["walls"]
+            self._deadline = time.monotonic() + limits.time_s
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> _Jail:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # it has ended, or died with its leader
+            self._process.kill()
+        self._process.wait()
+        self._connection.close()
+        self._stdin.close()
+        self._stdout.close()
+        self._scratch.cleanup()
+
+    def write(self, message: Any) -> None:
+        try:
+            self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:  # it has ended: the next read says so
+            return
+
+    def read(self) -> Any:
+        """Its next message; None when there is none in time, or too much, or what came is not JSON."""
+        while b"\n" not in self._buffer:
+            try:
+                self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
+                chunk = self._connection.recv(1 << 16)
+            except OSError:
+                return None
+            self._received += len(chunk)
+            if not chunk or self._received > _MAX_ANSWER_BYTES:
+                return None
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+
+    def output(self) -> bytes | None:
+        """Wait for its end; what it printed, or None where it did not end with code 0 in time."""
+        try:
+            code = self._process.wait(max(self._deadline - time.monotonic(), 0.001))
+        except subprocess.TimeoutExpired:
+            return None
+        self._stdout.seek(0)
+        return self._stdout.read() if code == 0 else None
+
+
+def _site() -> list[str]:
+    """Where installed packages are: code may use numpy if the trainer's environment has it."""
+    return list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
+
+
+def _readable() -> list[str]:
+    """What code must be able to read in order to run at all: Python's library, installed packages, the system's
+    libraries."""
+    library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
+    return [path for path in dict.fromkeys([*library, *_site(), *system]) if os.path.exists(path)]

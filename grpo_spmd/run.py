@@ -1,0 +1,183 @@
+"""Opens the parts of a run in order, hands them to the loop, and closes them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_spmd.checkpoint.restore import find_start
+from grpo_spmd.checkpoint.run_dir import Start, begin_in
+from grpo_spmd.checkpoint.save import Checkpoints
+from grpo_spmd.config.dump import config_to_dict
+from grpo_spmd.config.schema import Config
+from grpo_spmd.data.prompts import PromptStream, build_prompts
+from grpo_spmd.distributed import doctor
+from grpo_spmd.distributed.collectives import on_rank0
+from grpo_spmd.distributed.preemption import Preemption
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.files import write_durably
+from grpo_spmd.learn.balance import attention_cost_ratio
+from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
+from grpo_spmd.model.offload import HostOffload
+from grpo_spmd.model.policy import Policy, Scores, build_policy, build_reference
+from grpo_spmd.observe.log import MetricsLog
+from grpo_spmd.observe.metrics_file import cut_metrics
+from grpo_spmd.preflight.checks import Inputs
+from grpo_spmd.records import MicroBatch, ScoredRollouts
+from grpo_spmd.rewards.pool.pool import RewardPool
+from grpo_spmd.rollout.buffer import RolloutBuffer, open_rollout_buffer
+from grpo_spmd.rollout.evaluate import HeldOut
+
+_log = logging.getLogger("grpo_spmd")
+
+
+@dataclass
+class Run:
+    """The parts of a run on this rank."""
+
+    config: Config
+    session: Session
+    preemption: Preemption
+    stream: PromptStream
+    held_out: HeldOut
+    rewards: RewardPool
+    score: Callable[..., ScoredRollouts]
+    engine: RolloutEngine
+    policy: Policy
+    reference: Callable[[MicroBatch], Scores] | None
+    updater: PolicyUpdater
+    offload: HostOffload
+    checkpoints: Checkpoints
+    log: MetricsLog
+    buffer: RolloutBuffer | None
+    first_step: int
+    begun: tuple[int, int] = (0, 0)  # the step under way and the place in the prompt stream with which it began
+
+    def steps(self) -> Iterator[int]:
+        """Collective. The steps that the run still has to make, each begun when it is drawn.
+
+        Raises:
+            Preempted: the run has to stop before the next one.
+        """
+        for step in range(self.first_step, self.config.training.num_steps):
+            self.begin_step(step)
+            yield step
+
+    def begin_step(self, step: int) -> None:
+        """Collective. Note what a step that is given up leaves, and ask whether it should be begun. Raises Preempted."""
+        self.begun = step, self.stream.position
+        self.preemption.begin_step(self.checkpoints.time_to_save_s)
+
+    def new_sampled_step(self) -> SampledStep:
+        cost_ratio = attention_cost_ratio(self.policy.num_parameters, self.policy.model.config)
+        return SampledStep(self.config, self.session, cost_ratio)
+
+    def hand_device_to_trainer(self) -> dict[str, float]:
+        """The engine sleeps, and what of the trainer waited in host memory comes back. Returns memory metrics."""
+        return self.engine.sleep(self.offload.held_bytes) | self.offload.to_device()
+
+    def save_begun_step(self, reason: str) -> None:
+        """Collective. Preempted: save the state with which the step under way began, and leave word that all is saved."""
+        self.engine.sleep()
+        self.offload.to_device()
+        self.checkpoints.save_begun(*self.begun, self.log.state(), reason)
+
+    def close(self) -> None:
+        """Collective. In the reverse order, all ranks together."""
+        self.log.close()
+        self.rewards.close()
+        self.engine.shutdown()
+        end_session()
+
+
+def open_run(config: Config, inputs: Inputs) -> Run | None:
+    """Collective. Everything that a run needs, where it goes on if it does; None where the run is over already.
+
+    Raises:
+        ConfigError: what could be seen only now. It leaves nothing behind in the run folder.
+    """
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = build_prompts(inputs.rows, tokenizer, config)
+    held_out = {name: build_prompts(rows, tokenizer, config, name) for name, rows in inputs.eval_rows.items()}
+    stream = PromptStream(prompts, config.seed, config.data.shuffle)
+    session = start_session(config.model.num_replicas, config.rollout.tensor_parallel_size, config.watchdog)
+    preemption = Preemption(config)
+    log_to_terminal(session)
+    start = find_start(config, session, prompts)
+    if start.is_over:
+        end_session()
+        return None
+    log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
+    rewards = RewardPool(config.rewards, config.reward_pool, log_file, columns=inputs.columns)
+    score = preemption.guard(functools.partial(rewards.score, tokenizer=tokenizer))
+    # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
+    engine = RolloutEngine(config, session, stop_token_ids(config.model.path, tokenizer), preemption.should_abort)
+    policy = build_policy(config.model, config.rollout.temperature, session, seed=config.seed)
+    reference = build_reference(config, session, policy)
+    updater = PolicyUpdater(policy, config)
+    offload = HostOffload(config.model.offload, policy, reference, updater.optimizer)
+    checkpoints = Checkpoints(config, session, policy, updater, prompts)
+    checkpoints.load(start)
+    # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
+    open_run_dir(config, session, inputs.num_rows - len(prompts) - sum(map(len, held_out.values())), start)
+    log = MetricsLog(config, session, policy.num_parameters, engine.pool_bytes, start.step)
+    log.restore(start.trainer)
+    stream.position = start.position
+    buffer = open_rollout_buffer(config, session)
+    return Run(
+        config, session, preemption, stream, held_out, rewards, score, engine, policy, reference, updater, offload,
+        checkpoints, log, buffer, start.step,
+    )  # fmt: skip
+
+
+def log_to_terminal(session: Session) -> None:
+    """Show rank 0's log lines, and other ranks' warnings."""
+    to_terminal = logging.StreamHandler(sys.stdout)
+    to_terminal.setLevel(logging.INFO if session.is_rank0 else logging.WARNING)
+    to_terminal.setFormatter(
+        logging.Formatter("%(message)s" if session.is_rank0 else f"rank {session.rank}: %(message)s")
+    )
+    _log.setLevel(logging.INFO)
+    _log.propagate = False
+    _log.handlers[:] = [to_terminal]
+
+
+def open_run_dir(config: Config, session: Session, num_dropped_prompts: int, start: Start) -> None:
+    """Collective. Make the run folder: `config.yaml` as resolved, and `logs/rank_<rank>.log`, which gets all log lines
+    of a rank.
+
+    Where a run goes on in it, its metrics are cut back to the steps before the start, as if it had never come further.
+
+    Raises:
+        ConfigError: another run has taken the folder since it was checked.
+    """
+
+    def claim(_: list[Any]) -> None:
+        begin_in(Path(config.run_dir), start)
+        cut_metrics(Path(config.run_dir, "metrics.jsonl"), start.step)
+        text = yaml.safe_dump(config_to_dict(config), sort_keys=False)
+        write_durably(Path(config.run_dir, "config.yaml"), text.encode("utf-8"))
+
+    on_rank0(claim, None)
+    logs = Path(config.run_dir, "logs")
+    logs.mkdir(parents=True, exist_ok=True)  # a node's own, where the folder is not shared
+    doctor.write_reports_to(logs)
+    to_file = logging.FileHandler(logs / f"rank_{session.rank}.log", encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    _log.addHandler(to_file)
+    if num_dropped_prompts and session.is_rank0:
+        _log.warning(
+            "data: dropped %d prompts longer than data.max_prompt_tokens=%d",
+            num_dropped_prompts,
+            config.data.max_prompt_tokens,
+        )
