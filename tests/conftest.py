@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from jaxtyping import install_import_hook
 
+from tests.support.processes import launches
+
 install_import_hook(
     ["grpo_spmd.learn.advantages", "grpo_spmd.model.logprobs", "grpo_spmd.learn.losses", "grpo_spmd.model.policy"],
     "beartype.beartype",
 )
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # one of several pytest processes: its controller prints for all
+        session.config.workeroutput["launches"] = dict(launches)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    launches.update(getattr(node, "workeroutput", {}).get("launches", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if launches:
+        terminalreporter.write_line(
+            "started: " + ", ".join(f"{number} {what}" for what, number in sorted(launches.items()))
+        )
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ _TIED, _UNTIED = (f"tests/ranks/test_weight_sync.py::test_engine_equals_transfor
 _GATHER = "tests/ranks/test_weight_sync.py::test_bucketed_gather_equals_full_tensor[3-1]"
 _PARTITION = "tests/ranks/test_partition.py"
 _LOSS, _ADVANTAGES, _BATCHING = (f"tests/unit/test_{name}.py" for name in ("loss", "advantages", "batching"))
-_ROLLOUT = "tests/ranks/test_rollout.py"
+_ROLLOUT = "tests/unit/test_rollout.py"
 # Made in every copy, also in the one without a fault: the matrix of world sizes 1 to 4 takes three times as long as
 # that of 1 and 2.
 _SHORTER = ("tests/ranks/test_partition.py", "WORLD_SIZES = (1, 2, 3, 4)", "WORLD_SIZES = (1, 2)")

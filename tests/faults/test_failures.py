@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from tests.support.models import make_model, write_config
 from tests.support.processes import Job, torchrun
+from tests.support.ranks import RanksJob
 
 REWARD = """
 import os
@@ -33,11 +33,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True)
 
 
-def start(tmp_path: Path, model: Path, body: str, num_ranks: int = 2, **sections: object) -> Job:
+def make_config(tmp_path: Path, model: Path, body: str, **sections: object) -> Path:
     (tmp_path / "reward.py").write_text(REWARD.format(body=body))
-    rewards = [{"function": f"{tmp_path}/reward.py:reward"}]
-    config = write_config(tmp_path, model, rewards=rewards, **sections)
-    return Job(torchrun(num_ranks, "-m", "grpo_spmd.train", "--config", str(config)))
+    return write_config(tmp_path, model, rewards=[{"function": f"{tmp_path}/reward.py:reward"}], **sections)
+
+
+def start(tmp_path: Path, model: Path, body: str, **sections: object) -> Job:
+    return Job(torchrun(2, "-m", "grpo_spmd.train", "--config", str(make_config(tmp_path, model, body, **sections))))
+
+
+def run(tmp_path: Path, model: Path, body: str, num_ranks: int = 2, **sections: object) -> tuple[int, str]:
+    """Where nothing is said of torchrun: on the server's ranks."""
+    return RanksJob(num_ranks, "grpo_spmd.train", "--config", str(make_config(tmp_path, model, body, **sections))).wait(
+        120
+    )
 
 
 def test_a_reward_that_always_raises_on_one_rank_ends_all_with_its_traceback(tmp_path: Path, model: Path) -> None:
@@ -62,9 +71,7 @@ def test_a_verifier_that_fails_in_evaluation_is_not_a_policy_that_is_never_right
     sections = {
         "data": {"eval": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 16, "train": str(tmp_path / "train.jsonl")}
     }
-    code, output = start(
-        tmp_path, model, body, num_ranks=1, eval={"every_steps": 1, "num_samples": 2}, **sections
-    ).wait(120)
+    code, output = run(tmp_path, model, body, num_ranks=1, eval={"every_steps": 1, "num_samples": 2}, **sections)
     assert code == 1
     assert "reward 'reward' gave no usable value for 64 of 64 completions (64 error, 0 timeout)" in output
     assert "pass_at_1" not in output
@@ -78,10 +85,8 @@ def test_a_reward_that_fails_now_and_then_stops_nothing(tmp_path: Path, model: P
     if len(completions) == 1 and os.environ["RANK"] == "1" and columns["target"][0] % 2:
         import sys; sys.exit("odd")"""
     config = {"max_error_frac": 0.99, "timeout_s": 5}
-    job = start(tmp_path, model, body, reward_pool=config)
-    code, output = job.wait(120)
+    code, output = run(tmp_path, model, body, reward_pool=config)
     assert code == 0, output
-    assert not job.survivors()
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert all(
         m["reward/reward/error_frac"] + m["reward/reward/timeout_frac"] == m["reward/unscored_frac"] for m in metrics
@@ -91,27 +96,25 @@ def test_a_reward_that_fails_now_and_then_stops_nothing(tmp_path: Path, model: P
 
 
 def test_a_reward_that_calls_exit_is_a_failure(tmp_path: Path, model: Path) -> None:
-    code, output = start(tmp_path, model, "raise SystemExit(0)", num_ranks=1).wait(120)
+    code, output = run(tmp_path, model, "raise SystemExit(0)", num_ranks=1)
     assert code == 1
     assert "reward 'reward' raised SystemExit: 0" in output
 
 
 def test_what_only_the_engine_refuses_leaves_nothing_behind(tmp_path: Path, model: Path) -> None:
     config = write_config(tmp_path, model, rollout={"engine": {"max_num_seqs": "many"}})
-    code, output = Job([sys.executable, "-m", "grpo_spmd.train", "--config", str(config)]).wait(120)
+    code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config)).wait(120)
     assert code == 2
     assert "error: rollout.engine: vllm.LLM refused ['max_num_seqs']" in output.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 
 def test_a_reward_that_never_applies_stops_all_ranks_and_says_why(tmp_path: Path, model: Path) -> None:
-    job = start(tmp_path, model, "return [None] * len(completions)")
-    code, output = job.wait(120)
+    code, output = run(tmp_path, model, "return [None] * len(completions)")
     assert code == 1
     assert "none of the 16 completions of this step has a usable reward" in output
     assert "failed first, in phase reward, step 0" in output
-    assert output.split("torch/distributed/elastic")[0].count("Traceback") == 1, output
-    assert not job.survivors()
+    assert output.count("Traceback") == 1, output
 
 
 def rollouts(tmp_path: Path, step: int) -> list[dict[str, Any]]:
@@ -120,8 +123,7 @@ def rollouts(tmp_path: Path, step: int) -> list[dict[str, Any]]:
 
 def test_unusable_rewards_are_counted_and_left_out(tmp_path: Path, model: Path) -> None:
     body = "return [float(len(c)) for c in completions[1:]] + [[float('nan'), None, 'high', 2.0][columns['nums'][0][0] % 4]]"
-    job = start(tmp_path, model, body, num_ranks=1, reward_pool={"max_error_frac": 0.5})
-    code, output = job.wait(120)
+    code, output = run(tmp_path, model, body, num_ranks=1, reward_pool={"max_error_frac": 0.5})
     assert code == 0, output
     for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
         metrics = json.loads(line)
@@ -165,7 +167,7 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, model: Path) -> None:
 
 def test_a_data_error_seen_only_with_the_tokenizer_is_one_line_and_exit_code_2(tmp_path: Path, model: Path) -> None:
     config = write_config(tmp_path, model, data={"as_chat": True})
-    code, output = Job([sys.executable, "-m", "grpo_spmd.train", "--config", str(config)]).wait(120)
+    code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config)).wait(120)
     assert code == 2
     assert [line for line in output.splitlines() if line.strip()] == [
         f"error: {tmp_path}/train.jsonl:1: the prompt is chat messages, but the tokenizer of model.path has no chat template"

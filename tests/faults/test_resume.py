@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 from grpo_spmd.checkpoint.manifest import list_checkpoints, verify_checkpoint
 from grpo_spmd.checkpoint.state import write_shard
 from tests.support.models import make_model, write_config
-from tests.support.processes import Job, run_worker, torchrun
+from tests.support.processes import Job, torchrun
+from tests.support.ranks import RanksJob, run_worker, train
 
 FEATURES: dict[str, Any] = {
     "training": {"num_steps": 5, "num_mini_batches": 2, "max_tokens_per_micro_batch": 64},
@@ -42,9 +43,15 @@ def start(num_ranks: int, folder: Path, *overrides: str) -> Job:
 
 
 def finish(num_ranks: int, folder: Path, *overrides: str) -> str:
+    """To its end in processes of its own."""
     code, output = start(num_ranks, folder, *overrides).wait(200)
     assert code == 0, output
     return output
+
+
+def run(num_ranks: int, folder: Path, *overrides: str) -> None:
+    """To its end, nothing being killed."""
+    train(num_ranks, folder / "config.yaml", *overrides, timeout_s=200)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -78,7 +85,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(model: Path) -> Path:
     folder = make(model.parent / "uninterrupted", model)
-    finish(2, folder)
+    run(2, folder)
     return folder
 
 
@@ -146,7 +153,7 @@ def test_other_numbers_of_ranks_go_on_within_rounding(uninterrupted: Path, model
     """From the same checkpoint, that of 2 ranks after 4 steps, the 5th step on 1 rank."""
     folder = make(model.parent / "one", model)
     named = f"checkpoint.resume={uninterrupted}/run/checkpoints/step_000004"
-    finish(1, folder, named)
+    run(1, folder, named)
     (one,), two = metrics(folder), metrics(uninterrupted)[4]
     assert one["step"] == 4
     for name in ("loss/total", "loss/policy", "loss/kl", "loss/entropy", "optim/grad_norm", "optim/lr", "reward/mean"):
@@ -159,7 +166,7 @@ def test_other_numbers_of_ranks_go_on_within_rounding(uninterrupted: Path, model
     # Should it die before its first save, it comes back to where it began, and not to the model.
     assert [path.name for path in list_checkpoints(folder / "run")] == ["step_000004", "step_000005"]
     verify_checkpoint(list_checkpoints(folder / "run")[0])
-    code, output = start(1, folder, "checkpoint.resume=never").wait(60)
+    code, output = refused(folder, "checkpoint.resume=never")
     assert code == 2, output
     assert "set checkpoint.resume: auto to go on" in output
 
@@ -181,14 +188,18 @@ def test_what_would_make_it_another_run_is_refused_before_torch(
     assert len(output.splitlines()) == 1
 
 
+def refused(folder: Path, override: str) -> tuple[int, str]:
+    return RanksJob(1, "grpo_spmd.train", "--config", str(folder / "config.yaml"), override).wait(60)
+
+
 def test_another_model_or_other_data_are_refused(uninterrupted: Path, model: Path) -> None:
     other = make_model(model.parent / "other", "qwen3", tied=True, seed=5)  # the same shapes
-    code, output = start(1, uninterrupted, f"model.path={other}").wait(60)
+    code, output = refused(uninterrupted, f"model.path={other}")
     assert code == 2, output
     assert "model.path holds another model than the run had" in output
     rows = (model.parent / "train.jsonl").read_text().splitlines()
     (model.parent / "fewer.jsonl").write_text("\n".join(rows[:-1]) + "\n")
-    code, output = start(1, uninterrupted, f"data.train={model.parent}/fewer.jsonl").wait(60)
+    code, output = refused(uninterrupted, f"data.train={model.parent}/fewer.jsonl")
     assert code == 2, output
     assert "data.train gives other prompts" in output
 
@@ -249,7 +260,7 @@ def test_the_best_checkpoint_stays(uninterrupted: Path, model: Path) -> None:
     folder = make(
         model.parent / "best", model, checkpoint={"every_steps": 1, "keep": 1, "best_metric": "optim/grad_norm"}
     )
-    finish(1, folder)
+    run(1, folder)
     norms = {line["step"]: line["optim/grad_norm"] for line in metrics(folder)}
     best = max((step for step in norms if step), key=norms.__getitem__)  # of step 0 there is no checkpoint
     kept = list_checkpoints(folder / "run")

@@ -16,13 +16,11 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
 from grpo_spmd.rewards.pool.pool import RewardPool
-from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.sandbox.sandbox import Limits, SandboxError, _Jail, passes_program_test, passes_statements
-from grpo_spmd.rewards.verifiers import python_code, run_tests
+from grpo_spmd.rewards.verifiers import run_tests
 from tests.support.processes import ROOT
 
 LIMITS = Limits(time_s=10.0, memory_mib=1024, isolation="required")
@@ -541,20 +539,6 @@ def test_the_reward_scores_completions() -> None:
         run_tests([right], tests=["assert f(1 == 2"])
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("a = 1", "a = 1"),
-        ("```python\na = 1\n```\nor\n```python\nb = 2\n```", "b = 2\n"),
-        ("```python\na = 1\n```\n```text\nout\n```", "a = 1\n"),
-        ("```\na = 1\n```", "a = 1\n"),
-        ("```python\na = 1", "```python\na = 1"),
-    ],
-)
-def test_code_is_the_last_python_block(text: str, code: str) -> None:
-    assert python_code(text) == code
-
-
 def test_the_reward_in_the_pool_gives_hanging_code_zero_and_its_neighbours_theirs(tmp_path: Path) -> None:
     class Characters:
         def batch_decode(self, token_ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
@@ -620,22 +604,3 @@ def test_without_landlock_and_namespaces_nothing_runs_unless_asked() -> None:
 
 def test_without_landlock_namespaces_are_enough() -> None:
     assert _without(444).stdout.splitlines() == ["loaded", "[1.0]", "[1.0]"]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"time_s": 0}, r"rewards\.0\.args\.time_s must be a positive number; got 0"),
-        ({"memory_mib": "much"}, r"rewards\.0\.args\.memory_mib must be a positive number; got 'much'"),
-        ({"partial_credit": "yes"}, r"rewards\.0\.args\.partial_credit must be a bool; got 'yes'"),
-        ({"tests_column": 3}, r"rewards\.0\.args\.tests_column must be a str; got 3"),
-        ({"isolation": "some"}, r"""rewards\.0\.args\.isolation must be "required" or "none"; got 'some'"""),
-    ],
-)
-def test_bad_arguments_are_refused(args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_rewards([RewardConfig(name="code", args=args)])
-
-
-def test_the_tests_column_is_needed() -> None:
-    assert load_rewards([RewardConfig(name="code", args={"tests_column": "asserts"})])[0].needs == ("asserts",)

@@ -12,7 +12,7 @@ import torch
 
 from grpo_spmd.learn.advantages import compute_advantages
 from tests.support.models import write_config
-from tests.support.processes import Job, run_worker, torchrun
+from tests.support.ranks import run_worker, train
 from tests.support.workers.sampling import GROUP_SIZE, SCENARIOS
 
 Results = dict[str, dict[str, Any]]
@@ -189,8 +189,7 @@ def run(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
         optimizer={"lr": 1e-4},
         training={"num_steps": 3},
     )
-    code, output = Job(torchrun(2, "-m", "grpo_spmd.train", "--config", str(config))).wait(300)
-    assert code == 0, output
+    train(2, config)
     metrics = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     return [
         (

@@ -1,5 +1,4 @@
-"""Evaluation: its numbers against independent ones, and real evaluations on one and two ranks and with tensor
-parallelism."""
+"""Real evaluations on one and two ranks and with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -8,8 +7,6 @@ import json
 import math
 import os
 import re
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,121 +14,8 @@ import pytest
 import torch
 import transformers
 
-from grpo_spmd.rewards.answers import final_answer
-from grpo_spmd.rollout.evaluate import Outcome, majority, pass_at_k, summarise
 from tests.support.models import make_model, write_config
-from tests.support.processes import Job, run_worker
-
-# The estimators
-
-
-@pytest.mark.parametrize("num_samples", range(1, 8))
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(num_samples: int) -> None:
-    for num_right in range(num_samples + 1):
-        samples = [i < num_right for i in range(num_samples)]
-        for k in range(1, num_samples + 1):
-            subsets = list(itertools.combinations(samples, k))
-            assert pass_at_k(num_samples, num_right, k) == pytest.approx(
-                sum(map(any, subsets)) / len(subsets), abs=1e-12
-            )
-
-
-def test_pass_at_k_of_many_samples_is_a_number() -> None:
-    assert pass_at_k(5000, 1, 2500) == pytest.approx(0.5)  # binomials of 1500 digits
-
-
-@pytest.mark.parametrize(
-    ("answers", "right", "expected"),
-    [
-        ("aab", "110", 1.0),
-        ("aab", "001", 0.0),  # the minority was right
-        ("ab", "10", 0.5),  # a tie of two
-        ("aabbc", "11001", 0.5),  # a tie of two pairs; c has fewer votes
-        ("abcd", "1000", 0.25),  # all differ
-        ("aaab", "1001", 1 / 3),  # one answer that the verifier judges both ways, or that timed out twice
-        ("a", "1", 1.0),
-    ],
-)
-def test_majority_by_hand(answers: str, right: str, expected: float) -> None:
-    assert majority(list(answers), [r == "1" for r in right]) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("so \\boxed{ 42 } it is", "42"),
-        ("\\boxed{1} no, \\boxed{2}", "2"),
-        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
-        ("\\boxed {x_{1}}", "x_{1}"),
-        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-        ("\\boxed{\\left\\{ x }", "\\left\\{ x"),  # an escaped bracket opens nothing
-        ("} \\boxed{3}", "3"),
-        ("\\boxed{7} and then \\boxed{8", "7"),  # cut off: the last whole one
-        ("\\boxed{5} #### 6", "5"),
-        ("#### 6 \n#### 7 ", "7"),
-        ("<answer>1</answer> #### 8", "8"),
-        ("<answer> 1 </answer> or <answer>\n2\n</answer>", "2"),
-        ("<answer>1</answer> <answer>2", "1"),
-        ("1</answer>", "1</answer>"),
-        ("  just text\n", "just text"),
-        ("\\boxed{", "\\boxed{"),
-        ("", ""),
-    ],
-)
-def test_final_answer(text: str, answer: str) -> None:
-    assert final_answer(text) == answer
-
-
-@pytest.mark.parametrize("piece", ["\\boxed{", "{", "}", "<answer>", "</answer>", "####", "\\"])
-def test_final_answer_of_a_model_that_repeats_itself_is_found_in_time(piece: str) -> None:
-    start = time.perf_counter()
-    final_answer(piece * 100_000)
-    assert time.perf_counter() - start < 5
-
-
-def outcome(
-    answer: str,
-    reward: float | None,
-    right: bool,
-    num_tokens: int = 10,
-    truncated: bool = False,
-    unscored: bool = False,
-) -> Outcome:
-    return Outcome(reward, right, unscored or reward is None, truncated, num_tokens, answer)
-
-
-def test_metrics_of_a_set_by_hand() -> None:
-    easy = [outcome("4", 1.0, True), outcome("4", 1.1, True), outcome("5", 0.0, False, num_tokens=40, truncated=True)]
-    # 7 was said twice; one of the two timed out. 8 would be right.
-    hard = [outcome("7", None, False), outcome("7", 0.0, False), outcome("8", 1.0, True)]
-    assert summarise([easy, hard]) == pytest.approx(
-        {
-            "mean": 3.1 / 5,
-            "pass_at_1": (2 / 3 + 1 / 3) / 2,
-            "pass_at_2": (1 + 2 / 3) / 2,
-            "pass_at_3": 1.0,
-            "maj_at_3": (1 + 0) / 2,
-            "truncated_frac": 1 / 6,
-            "unscored_frac": 1 / 6,
-            "tokens_mean": 90 / 6,
-            "num_prompts": 2,
-        }
-    )
-
-
-def test_a_set_without_any_reward_has_no_mean_and_nothing_right() -> None:
-    metrics = summarise([[outcome("a", None, False)] * 4])
-    assert metrics["mean"] is None
-    assert [metrics[name] for name in ("pass_at_1", "pass_at_2", "pass_at_4", "maj_at_4")] == [0, 0, 0, 0]
-    assert metrics["unscored_frac"] == 1
-
-
-@pytest.mark.parametrize(("num_samples", "ks"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8])])
-def test_k_doubles_up_to_the_number_of_samples(num_samples: int, ks: list[int]) -> None:
-    metrics = summarise([[outcome("a", 1.0, True)] * num_samples])
-    assert [name for name in metrics if name.startswith("pass")] == [f"pass_at_{k}" for k in ks]
-    assert f"maj_at_{num_samples}" in metrics
-
+from tests.support.ranks import RanksJob, run_worker
 
 # Whole evaluations. Sets of 1, 3 and 7 prompts are fewer than, or no multiple of, two ranks. The prompts are longer
 # than a block of the prefix cache and occur in training too; that an evaluation leaves no cache behind is seen by
@@ -182,7 +66,7 @@ def config_file(folder: Path, name: str, *, evaluates: bool = True, **sections: 
 def trained(folder: Path) -> dict[str, Path]:
     """The run folders of two trainings in one process each, with and without evaluation, that run at the same time."""
     files = {"on": config_file(folder, "on"), "off": config_file(folder, "off", evaluates=False)}
-    jobs = {name: Job([sys.executable, "-m", "grpo_spmd.train", "--config", str(file)]) for name, file in files.items()}
+    jobs = {name: RanksJob(1, "grpo_spmd.train", "--config", str(file)) for name, file in files.items()}
     for name, job in jobs.items():
         code, output = job.wait(120)
         assert code == 0, output

@@ -1,41 +1,23 @@
-"""LoRA: adapters on a frozen base against plain peft and transformers; both ways into the engine; the file that peft
-and vLLM load."""
+"""LoRA on real ranks: loss and gradient of plain peft; both ways into the engine."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import peft
 import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import LoraConfig, ModelConfig, OptimizerConfig
-from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.engine.start import _lora_options
-from grpo_spmd.engine.weight_sync import gather_full_tensors
-from grpo_spmd.learn.packing import pack_rollouts
-from grpo_spmd.model.lora import named_adapters
-from grpo_spmd.model.optimizer import build_optimizer
-from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
-from grpo_spmd.records import SyncStats
-from tests.support.checkpoints import export_policy
-from tests.support.models import FAMILIES, make_model, write_config
-from tests.support.processes import Job, run_worker, torchrun
+from tests.support.models import make_model, write_config
+from tests.support.ranks import run_worker, train
 from tests.support.workers.lora import rollouts
 
-CPU = torch.device("cpu")
 RANK, ALPHA, TEMPERATURE = 5, 7.0, 0.7  # a scale of 1.4, and rows that two ranks cannot share evenly
 # (family, tied, sync, ranks, tensor parallel); FULL_MATRIX=1 runs all 12.
 _ALL = [
@@ -47,12 +29,6 @@ _ALL = [
 _SOME = [("qwen3", True, "merged", 1, 1), ("qwen3", True, "adapter", 2, 2)]
 RUNS = _ALL if os.environ.get("FULL_MATRIX") else _SOME
 TRAINED = [("merged", 2), ("adapter", 1)] + ([("merged", 1), ("adapter", 2)] if os.environ.get("FULL_MATRIX") else [])
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    yield start_session()
-    end_session()
 
 
 @pytest.fixture(scope="module")
@@ -169,150 +145,18 @@ def test_two_steps_of_the_real_loop(tmp_path: Path, sync: str, num_ranks: int) -
     model = make_model(tmp_path / "model", "qwen2", tied=False)
     config = write_config(tmp_path, model, loss={"kl_coef": 0.05}, proofs={"every_steps": 1})
     lora = [f"model.lora.rank={RANK}", f"model.lora.alpha={ALPHA}", f"model.lora.sync={sync}"]
-    target = [
-        "-m",
-        "grpo_spmd.train",
-        "--config",
-        str(config),
-        *lora,
-        "training.num_steps=3",
-        "model.activation_checkpointing=true",
-    ]
-    code, output = Job(torchrun(num_ranks, *target)).wait(200)
-    assert code == 0, output
+    output = train(
+        num_ranks, config, *lora, "training.num_steps=3", "model.activation_checkpointing=true", timeout_s=200
+    )
     assert "not proved" not in output
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert all(m["weight_sync/mismatch_kl"] < 1e-6 for m in metrics)
     assert all(m["weight_sync/mismatch_abs_max"] < 1e-4 for m in metrics)
     assert all(m["optim/grad_norm"] > 0 for m in metrics)
-    # adapters start as nothing, then move away from the reference
-    assert metrics[0]["loss/kl"] == 0 < 1e-6 < metrics[1]["loss/kl"]
+    assert (
+        metrics[0]["loss/kl"] == 0 < 1e-6 < metrics[1]["loss/kl"]
+    )  # adapters start as nothing, then move away from the reference
     saved = tmp_path / "run/checkpoints/step_000003"
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in saved.iterdir()}
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     assert peft.PeftModel.from_pretrained(base, saved).peft_config["default"].r == RANK
-
-
-def adapted(
-    folder: Path, session: Session, *, seed: int = 0, dtype: str = "float32", lora: Any = None, **changes: Any
-) -> Policy:
-    """A policy whose B are random, by a generator of their own."""
-    adapters = LoraConfig(rank=RANK, alpha=ALPHA, **(lora or {}))
-    config = ModelConfig(path=str(folder), dtype=dtype, lora=adapters, **changes)  # type: ignore[arg-type]
-    policy = build_policy(config, TEMPERATURE, session, seed=seed)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in named_adapters(policy.model):
-        if name.endswith("lora_B.weight"):
-            local = parameter.to_local().detach()
-            local.copy_(0.1 * torch.randn(local.shape, generator=generator))
-    return policy
-
-
-def adapters_of(policy: Policy) -> dict[str, Tensor]:
-    return {name: parameter.full_tensor().detach() for name, parameter in named_adapters(policy.model)}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [True, False])
-def test_scores_and_merged_weights_equal_peft(tmp_path: Path, session: Session, family: str, tied: bool) -> None:
-    folder = make_model(tmp_path, family, tied=tied)
-    policy = adapted(folder, session)
-    before = {name: parameter.to_local().clone() for name, parameter in hf_named_parameters(policy)}
-    plain = with_adapters(folder, adapters_of(policy))
-    scores, expected = policy(pack_rollouts(rollouts(), CPU)), plain_scores(plain)
-    for mine, theirs in zip(scores, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
-    cast(FSDPModule, policy).reshard()  # without a backward pass the embedding stays gathered
-    merged: Any = plain.merge_and_unload()
-    of_peft = merged.state_dict()
-    sent = dict(gather_full_tensors(policy, torch.float32, 1 << 20, SyncStats()))
-    assert ("lm_head.weight" in sent) != tied
-    for name, tensor in sent.items():
-        torch.testing.assert_close(tensor, of_peft[name], atol=1e-6, rtol=1e-6)
-        assert torch.equal(tensor, before[name]) != name.endswith("_proj.weight"), name
-    assert all(torch.equal(parameter.to_local(), before[name]) for name, parameter in hf_named_parameters(policy))
-
-
-def test_a_bfloat16_base_is_frozen_and_adapters_are_float32(
-    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "grpo_spmd"):
-        policy = adapted(make_model(tmp_path, "qwen3", tied=True), session, dtype="bfloat16")
-    adapters = dict(named_adapters(policy.model))
-    base = dict(hf_named_parameters(policy))
-    assert {p.dtype for p in adapters.values()} == {torch.float32}
-    assert {p.dtype for p in base.values()} == {torch.bfloat16}
-    trained = sum(p.numel() for p in adapters.values()) / 1e6
-    assert f"{trained:.3g} M of them in adapters that train, over 1 ranks" in caplog.text
-    optimizer, _ = build_optimizer(policy, OptimizerConfig(weight_decay=0.1))
-    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in adapters.values()}
-    logprobs, _ = policy(pack_rollouts(rollouts(), CPU))
-    logprobs.sum().backward()
-    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in adapters.values())
-    assert not any(p.grad is not None or p.requires_grad for p in base.values())
-    sent = dict(gather_full_tensors(policy, torch.bfloat16, 1 << 20, SyncStats()))
-    layer = "model.layers.0.self_attn.q_proj"
-    whole = {name: p.full_tensor().detach() for name, p in {**base, **adapters}.items() if name.startswith(layer)}
-    product = whole[f"{layer}.lora_B.weight"].double() @ whole[f"{layer}.lora_A.weight"].double()
-    exact = whole[f"{layer}.weight"].double() + ALPHA / RANK * product
-    torch.testing.assert_close(sent[f"{layer}.weight"].double(), exact, atol=0, rtol=2**-8)  # rounded once
-
-
-def test_recomputed_activations_give_the_same_gradients(tmp_path: Path, session: Session) -> None:
-    """The inputs of the first layer need no gradient: a reentrant checkpoint would leave its adapters without one."""
-    folder, gradients = make_model(tmp_path, "qwen2", tied=False), []
-    for recompute in (False, True):
-        policy = adapted(folder, session, activation_checkpointing=recompute)
-        policy(pack_rollouts(rollouts(), CPU))[0].sum().backward()
-        assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
-        gradients.append(
-            {name: p.grad.full_tensor() for name, p in named_adapters(policy.model) if isinstance(p.grad, DTensor)}
-        )
-    assert gradients[0].keys() == gradients[1].keys() == adapters_of(policy).keys()
-    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
-
-
-def test_named_layers_alone_get_adapters_and_another_seed_makes_others(tmp_path: Path, session: Session) -> None:
-    folder = make_model(tmp_path, "llama", tied=True)
-    some = adapters_of(adapted(folder, session, lora={"target_modules": ("q_proj", "layers.1.mlp.down_proj")}))
-    layers = {name.removesuffix(".lora_A.weight").removesuffix(".lora_B.weight") for name in some}
-    assert layers == {
-        f"model.layers.{place}" for place in ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.down_proj")
-    }
-    other = adapters_of(adapted(folder, session, seed=1))
-    name = "model.layers.0.self_attn.q_proj.lora_A.weight"
-    assert not torch.equal(some[name], other[name])
-
-
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_prj", "input_layernorm", ""])
-def test_a_target_that_is_no_linear_layer_of_the_decoder_is_refused(
-    tmp_path: Path, session: Session, target: str
-) -> None:
-    folder = make_model(tmp_path, "qwen3", tied=False)
-    expected = rf"^model\.lora\.target_modules: '{target}' names no linear layer of Qwen3ForCausalLM's decoder; it has q_proj, k_proj"
-    with pytest.raises(ConfigError, match=expected) as refused:
-        adapted(folder, session, lora={"target_modules": ("q_proj", target) if target else ()})
-    assert "\n" not in str(refused.value)
-
-
-def test_the_engines_own_lora_keys_are_refused(tmp_path: Path) -> None:
-    config = write_config(tmp_path, tmp_path)
-    with pytest.raises(ConfigError, match=r"rollout\.engine\.enable_lora: set model\.lora\.sync instead"):
-        load_config(config, ["rollout.engine={enable_lora: true}"])
-
-
-def test_a_rank_that_vllm_has_no_room_for_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^model\.lora\.rank: 513 is more than vLLM takes \(512\); set model\.lora\.sync: merged$"
-    ):
-        _lora_options("", LoraConfig(rank=513, sync="adapter"))
-
-
-def test_exported_adapters_give_peft_the_same_logprobs(tmp_path: Path, session: Session) -> None:
-    folder = make_model(tmp_path / "model", "granite", tied=False)
-    policy = adapted(folder, session)
-    export_policy(policy, folder, tmp_path / "saved", session)
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        expected = plain_scores(peft.PeftModel.from_pretrained(base, tmp_path / "saved"))[0]
-        torch.testing.assert_close(policy(pack_rollouts(rollouts(), CPU))[0], expected, atol=1e-5, rtol=0)

@@ -1,14 +1,9 @@
-"""Where memory is said to be is where it is; what grows is said; what waits in host memory comes back to the bit."""
+"""What waits in host memory comes back to the bit; a rank that runs out of memory says where it was."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import logging
-import os
 import re
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import Config
-from grpo_spmd.engine.sleep_contract import SleepContract
-from grpo_spmd.engine.start import allocator_settings_kept
-from grpo_spmd.observe.derive import PHASES
-from grpo_spmd.observe.memory import MemoryLedger, MemoryUse, is_out_of_memory, measure, remedies, reset_peak
 from tests.support.models import make_model, write_config
-from tests.support.processes import Job, run_worker, torchrun
+from tests.support.ranks import RanksJob, run_worker, train
 
-CPU = torch.device("cpu")
-MIB = 1 << 20
 FIELDS = ("peak", "allocated", "reserved", "driver_used", "other")
 
 
@@ -36,144 +22,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True)
 
 
-@pytest.fixture
-def config(tmp_path: Path, model: Path) -> Config:
-    return load_config(write_config(tmp_path, model))
-
-
-# The ledger
-
-
-def test_what_is_allocated_is_seen_and_what_is_freed_is_not() -> None:
-    reset_peak(CPU)
-    before = measure(CPU)
-    kept = torch.ones(64 * MIB, dtype=torch.uint8)
-    passing = torch.ones(200 * MIB, dtype=torch.uint8)
-    del passing
-    after = measure(CPU)
-    assert len(kept) == 64 * MIB
-    assert after.allocated - before.allocated == pytest.approx(64 * MIB, abs=8 * MIB)
-    assert after.reserved - before.reserved == pytest.approx(64 * MIB, abs=8 * MIB)
-    if os.access("/proc/self/clear_refs", os.W_OK):
-        assert after.peak - before.reserved == pytest.approx(264 * MIB, abs=16 * MIB)
-        reset_peak(CPU)
-        assert measure(CPU).peak - before.reserved < 100 * MIB
-    assert after.other == after.driver_used - after.allocated
-    assert after.allocated < after.reserved <= after.peak < after.driver_used + after.reserved
-
-
-def test_measuring_costs_less_than_a_phase() -> None:
-    seconds = []
-    for _ in range(20):
-        start = time.perf_counter()
-        reset_peak(CPU)
-        measure(CPU)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 5e-3  # 0.2 ms measured
-
-
-def test_on_a_gpu_the_engines_pool_is_not_the_trainers_and_is_in_other_only_while_it_is_mapped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """torch counts 40 of pool beside 10 of tensors, awake or asleep; the driver counts the pool only while the engine
-    is awake."""
-    stats = {"allocated_bytes.all.current": 50, "allocated_bytes.all.peak": 57, "reserved_bytes.all.current": 52}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 - 55, 100))
-    # 40 of pool, 3 of context and NCCL
-    assert measure(torch.device("cuda"), pool_bytes=40) == MemoryUse(17, 10, 12, 55, 43)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 - 15, 100))
-    assert measure(torch.device("cuda"), pool_bytes=40) == MemoryUse(17, 10, 12, 15, 3)
-
-
-def test_the_ledger_keeps_the_most_of_a_phases_blocks(config: Config) -> None:
-    ledger = MemoryLedger(config, CPU)
-    with ledger.phase("rollout"):
-        held = torch.ones(100 * MIB, dtype=torch.uint8)
-    with ledger.phase("rollout"):
-        del held
-    with ledger.phase("reward"):
-        pass
-    found = ledger.metrics()
-    assert found.keys() == {f"memory/{phase}/{field}_gib" for phase in ("rollout", "reward") for field in FIELDS}
-    assert found["memory/rollout/allocated_gib"] - found["memory/reward/allocated_gib"] > 0.08
-    ledger.end_step()
-    assert ledger.metrics() == {}
-    # of the step before: it says what an error of this step is measured against
-    assert "rollout " in ledger.explain("update")
-
-
-def test_a_real_failure_to_allocate_says_where_the_memory_was(config: Config) -> None:
-    ledger = MemoryLedger(config, CPU)
-    with ledger.phase("weight_sync"):
-        pass
-    with pytest.raises(RuntimeError, match="can't allocate memory") as caught, ledger.phase("update"):
-        torch.empty(1 << 50)
-    (note,) = caught.value.__notes__
-    assert "ran out of memory in phase update" in note
-    table = [line.split() for line in note.splitlines() if line.startswith("  ")]
-    assert table[0] == ["GiB", *FIELDS]
-    assert [row[0] for row in table[1:]] == ["weight_sync", "update,"]
-    assert all(float(number) >= 0 for row in table[1:] for number in row[-5:])
-    assert (
-        "lower training.max_tokens_per_micro_batch (64); model.activation_checkpointing: true; lower "
-        "model.logprob_chunk_tokens" in note
-    )
-
-
-def test_other_errors_get_no_note(config: Config) -> None:
-    with pytest.raises(ValueError, match=r"^no$") as caught, MemoryLedger(config, CPU).phase("update"):
-        raise ValueError("no")
-    assert not hasattr(caught.value, "__notes__")
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
-        (RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:163"), True),
-        (RuntimeError("NCCL Error 1: unhandled cuda error: Cuda failure 2 'out of memory'"), True),
-        (MemoryError(), True),
-        (RuntimeError("shape mismatch"), False),
-        (ValueError("out of memory"), False),
-    ],
-)
-def test_what_an_out_of_memory_error_is(error: Exception, expected: bool) -> None:
-    assert is_out_of_memory(error) is expected
-
-
-def test_remedies_fit_the_phase_and_leave_out_what_is_used_up(config: Config) -> None:
-    assert all(remedies(phase, config) for phase in PHASES)
-    assert remedies("rollout", config)[:2] == [
-        "lower rollout.gpu_memory_utilization (0.6)",
-        "model.offload: optimizer, or true",
-    ]
-    used_up = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, offload=True, activation_checkpointing=True),
-        training=dataclasses.replace(config.training, max_tokens_per_micro_batch=config.max_rollout_tokens),
-    )
-    text = "; ".join(remedies("update", used_up) + remedies("rollout", used_up))
-    assert "offload" not in text
-    assert "activation_checkpointing" not in text
-    assert "rollout.max_completion_tokens (12)" in text
-    assert "lower training.max_tokens_per_micro_batch" not in text
-
-
 def test_a_rank_that_runs_out_of_memory_in_a_run_says_so_after_it_was_alarmed(tmp_path: Path, model: Path) -> None:
     """Rank 1 of 2 keeps 100 MiB a step (alarmed from 64 MiB), and asks for 4 PiB in its third update."""
     path = write_config(tmp_path, model, training={"num_steps": 4, "max_tokens_per_micro_batch": 64})
-    job = Job(torchrun(2, "-m", "tests.support.workers.out_of_memory", "--config", str(path)))
-    code, output = job.wait(120)
+    code, output = RanksJob(2, "tests.support.workers.out_of_memory", "--config", str(path)).wait(120)
     assert code == 1
-    assert not job.survivors()
     assert re.search(r"^rank 1 \(.*\) failed first, in phase update, step 2: RuntimeError: ", output, re.M), output
     assert "rank 1 ran out of memory in phase update; the host has" in output
     assert "update, when it failed" in output
     assert "what may help, the likeliest first: lower training.max_tokens_per_micro_batch (64);" in output
     alarms = [line for line in output.splitlines() if "memory grows:" in line]
-    # at the second step's sleep and the third's
-    assert [line.partition(":")[0] for line in alarms] == ["rank 1", "rank 1"], output
+    assert [line.partition(":")[0] for line in alarms] == ["rank 1", "rank 1"], (
+        output
+    )  # at the second step's sleep and the third's
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(metrics) == 2
     for line in metrics:
@@ -182,44 +43,6 @@ def test_a_rank_that_runs_out_of_memory_in_a_run_says_so_after_it_was_alarmed(tm
         } <= line.keys()
         assert line["memory/host/offloaded_gib"] == 0
     assert metrics[1]["memory/sleep/left_gib"] - metrics[0]["memory/sleep/left_gib"] > 0.09
-
-
-# The sleep contract
-
-
-def use(gib: float) -> MemoryUse:
-    return MemoryUse(0, int(gib * 2**30), 0, 0, 0)
-
-
-def sleeps(
-    contract: SleepContract, caplog: pytest.LogCaptureFixture, left_gib: list[float], held_gib: float = 0.0
-) -> list[int]:
-    """Which of the sleeps were alarmed, where each left so much beside what the trainer holds."""
-    alarmed = []
-    logging.getLogger("grpo_spmd").propagate = True
-    for number, left in enumerate(left_gib):
-        caplog.clear()
-        contract.check(use(left + 20), use(left + held_gib), int(held_gib * 2**30))
-        alarmed += [number] * len(caplog.records)
-    return alarmed
-
-
-def test_a_growth_is_alarmed_once_and_again_when_it_has_grown_as_much_again(caplog: pytest.LogCaptureFixture) -> None:
-    growth = 2 * 2**30
-    assert sleeps(SleepContract(CPU, growth), caplog, [4.0, 11.6, 25.0, 25.0, 25.5]) == [1, 2]  # NeMo-RL #2619
-    assert sleeps(SleepContract(CPU, growth), caplog, [4.0, 4.5, 5.0, 5.5, 5.9, 4.2]) == []
-    # from the least, not the first
-    assert sleeps(SleepContract(CPU, growth), caplog, [6.0, 4.0, 6.1, 6.5, 8.0, 8.2]) == [2, 5]
-    slow = [4.0 + 0.1 * step for step in range(60)]
-    assert sleeps(SleepContract(CPU, growth), caplog, slow) == [21, 42]  # a leak of 0.1 GiB a step
-
-
-def test_what_the_trainer_itself_holds_is_no_growth(caplog: pytest.LogCaptureFixture) -> None:
-    contract = SleepContract(CPU, 2**30)
-    assert sleeps(contract, caplog, [4.0], held_gib=6.0) == []
-    assert sleeps(contract, caplog, [4.0], held_gib=18.0) == []  # the first update made the optimizer's state
-    found = contract.check(use(30.0), use(22.0), 18 * 2**30)
-    assert found == {"memory/sleep/freed_gib": 8.0, "memory/sleep/left_gib": 4.0}
 
 
 # Offload
@@ -256,9 +79,7 @@ def test_a_run_with_offload_ends_with_the_weights_of_one_without(tmp_path: Path,
             loss={"kl_coef": 0.01},
             training={"num_steps": 3, "num_mini_batches": 2, "max_tokens_per_micro_batch": 64},
         )
-        offload = f"model.offload={str(what).lower()}"
-        code, output = Job([sys.executable, "-m", "grpo_spmd.train", "--config", str(path), offload]).wait(180)
-        assert code == 0, output
+        train(1, path, f"model.offload={str(what).lower()}", timeout_s=180)
         weights = load_file(next((folder / "run/checkpoints/step_000003").glob("*.safetensors")))
         lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
         found[what] = weights, lines
@@ -269,52 +90,8 @@ def test_a_run_with_offload_ends_with_the_weights_of_one_without(tmp_path: Path,
     ]
     numel = sum(tensor.numel() for tensor in found[True][0].values())
     away = [line["memory/host/offloaded_gib"] * 2**30 for line in found[True][1][:3]]
-    # 4 bytes each for policy and reference, 8 for the moments after the first update
-    assert away == [numel * 8, numel * 16, numel * 16]
-
-
-# The sleep level and the allocator's settings
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ([], 2),
-        (["rollout.sleep_level=1"], 1),
-        (["model.lora.rank=8"], 2),
-        (["model.lora.rank=8", "model.lora.sync=adapter"], 1),
-        (["model.lora.rank=0", "model.lora.sync=adapter"], 2),
-    ],
-)
-def test_the_engine_drops_what_the_sync_brings(
-    tmp_path: Path, model: Path, overrides: list[str], expected: int
-) -> None:
-    assert load_config(write_config(tmp_path, model), overrides).sleep_level == expected
-
-
-def test_a_level_that_loses_the_base_is_refused(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.sleep_level: 2 drops the engine's weights"):
-        load_config(
-            write_config(tmp_path, model), ["rollout.sleep_level=2", "model.lora.rank=8", "model.lora.sync=adapter"]
-        )
-
-
-def test_allocator_options_of_the_user_outlive_vllms_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = "expandable_segments:True,max_split_size_mb:512"
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    before = torch._C._accelerator_getAllocatorSettings()
-    try:
-        with allocator_settings_kept(torch.device("cuda")):
-            assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == given  # where vLLM up to 0.30 looks
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # and what it leaves
-        assert torch._C._accelerator_getAllocatorSettings() == given
-    finally:
-        torch._C._accelerator_setAllocatorSettings(before)
-
-
-def test_without_a_gpu_the_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    with allocator_settings_kept(CPU):
-        assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    assert away == [
+        numel * 8,
+        numel * 16,
+        numel * 16,
+    ]  # 4 bytes each for policy and reference, 8 for the moments after the first update

@@ -15,7 +15,7 @@ import transformers
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, LossConfig
 from tests.support.models import make_model, write_config
-from tests.support.processes import run_worker
+from tests.support.ranks import run_worker
 from tests.support.workers.update import (
     COMPILED_AT,
     GROUP_SIZE,

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_spmd.engine.weight_proof import WeightProofError, _raise_if_replicas_differ
 from tests.support.models import FAMILIES, make_model, write_config
-from tests.support.processes import run_worker
+from tests.support.ranks import run_worker
 
 # All 16 together take 6 minutes on 2 cores, so that a plain run takes each family once, and tied and untied with each
 # number of ranks. FULL_MATRIX=1 tests/run.sh -k engine_equals    runs them all.

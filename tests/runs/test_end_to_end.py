@@ -18,6 +18,8 @@ import yaml
 from grpo_spmd.demo import make_demo
 from tests.support.models import make_model, write_config
 from tests.support.processes import ROOT, Job, torchrun
+from tests.support.ranks import RanksJob
+from tests.support.ranks import train as train_on_ranks
 
 # The contract's keys (what is "GPU only" left out).
 KEYS = [
@@ -75,23 +77,29 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(demo: Path, run_dir: Path, *overrides: str) -> list[str]:
     paths = [f"model.path={demo / 'model'}", f"data.train={demo / 'train.jsonl'}", f"run_dir={run_dir}"]
-    return ["-m", "grpo_spmd.train", "--config", str(ROOT / "configs/demo.yaml"), *paths, *overrides]
+    return ["--config", str(ROOT / "configs/demo.yaml"), *paths, *overrides]
 
 
-def train(num_ranks: int, demo: Path, run_dir: Path, *overrides: str, **job: Any) -> Run:
-    target = arguments(demo, run_dir, *overrides)
-    command = torchrun(num_ranks, *target) if num_ranks else [torchrun(1)[0], *target]
-    running = Job(command, **job)
+def typed(command: list[str], demo: Path, run_dir: Path, *overrides: str, stdin: str | None = None) -> Run:
+    """As a user types it, in processes of its own."""
+    running = Job([*command, *arguments(demo, run_dir, *overrides)], stdin=stdin)
     code, output = running.wait(400)
     assert code == 0, output
     assert not running.survivors()
     return Run(output, run_dir)
 
 
+def train(demo: Path, run_dir: Path, *overrides: str, **job: Any) -> Run:
+    """On two ranks of the server."""
+    code, output = RanksJob(2, "grpo_spmd.train", *arguments(demo, run_dir, *overrides), **job).wait(400)
+    assert code == 0, output
+    return Run(output, run_dir)
+
+
 @pytest.fixture(scope="module")
 def learned(demo: Path) -> Run:
     """The demo as a user runs it."""
-    return train(2, demo, demo.parent / "learned")
+    return typed(torchrun(2, "-m", "grpo_spmd.train"), demo, demo.parent / "learned")
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +118,8 @@ def debugged(demo: Path) -> Run:
         "    return countdown(completions, nums, target, answer_tag=None)\n"
     )
     own = "rewards=[{name: countdown, function: '" + f"{reward}:stop_once" + "'}]"
-    return train(
-        0,
-        demo,
-        demo.parent / "debugged",
-        own,
-        "training.num_steps=5",
-        "checkpoint.every_steps=2",
-        stdin="p len(completions) * 1000\nc\n",
-    )
+    command, steps = [sys.executable, "-m", "grpo_spmd.train"], ["training.num_steps=5", "checkpoint.every_steps=2"]
+    return typed(command, demo, demo.parent / "debugged", own, *steps, stdin="p len(completions) * 1000\nc\n")
 
 
 def test_reward_rises_from_the_warm_start_to_mastery(learned: Run) -> None:
@@ -201,7 +202,6 @@ def elaborate(demo: Path) -> Run:
     """The other paths: several mini-batches, a reference, tensor parallel, a temperature, bfloat16, small
     micro-batches, W&B offline."""
     return train(
-        2,
         demo,
         demo.parent / "elaborate",
         "training.num_steps=3",
@@ -231,7 +231,7 @@ def test_mini_batches_reference_tensor_parallel_and_bfloat16_work_together(elabo
 def test_a_rank_with_nothing_to_do_keeps_step(demo: Path) -> None:
     """Two ranks, one prompt: one rank neither generates nor scores, and a rank may have no rollout to train on."""
     small = ["rollout.num_prompts_per_step=1", "rollout.group_size=2", "training.num_steps=3"]
-    run = train(2, demo, demo.parent / "idle", *small)
+    run = train(demo, demo.parent / "idle", *small)
     assert [len(run.rollouts(step)) for step in range(3)] == [2, 2, 2]
     assert all(math.isfinite(m["optim/grad_norm"]) for m in run.metrics)
 
@@ -267,8 +267,7 @@ def test_chat_messages_in_parquet_reach_an_async_reward_as_messages(tmp_path: Pa
     )
     data = {"train": str(tmp_path / "train.parquet"), "prompt_key": "messages", "system_prompt": None}
     config = write_config(tmp_path, model, data=data, rewards=[{"function": f"{tmp_path}/reward.py:reward"}])
-    code, output = Job([sys.executable, "-m", "grpo_spmd.train", "--config", str(config)]).wait(120)
-    assert code == 0, output
+    output = train_on_ranks(1, config, timeout_s=120)
     first = Run(output, tmp_path / "run").rollouts(0)[0]
     assert tokenizer.decode(first["prompt_ids"]) == first["prompt"][0]["content"] + ":"
     assert first["reward"] == len(first["completion_ids"])

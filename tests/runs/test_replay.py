@@ -22,7 +22,8 @@ from grpo_spmd.replay.read import Replay, read_step
 from grpo_spmd.replay.redo import replay
 from grpo_spmd.replay.report import report
 from tests.support.models import make_model, write_config
-from tests.support.processes import Job, torchrun
+from tests.support.processes import Job
+from tests.support.ranks import RanksJob, train
 
 REWARD = """
 def odd(completions, nums, **columns):
@@ -67,8 +68,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         advantage={"overlong_buffer_tokens": 4, "overlong_penalty": 0.25},
         checkpoint={"every_steps": 1, "keep": 9},
     )
-    code, output = Job(torchrun(2, "-m", "grpo_spmd.train", "--config", str(config))).wait(200)
-    assert code == 0, output
+    train(2, config, timeout_s=200)
     return folder / "run"
 
 
@@ -333,7 +333,7 @@ def test_the_command_ends_with_2_and_one_line(run: Path, tmp_path: Path) -> None
         (1, "state/shard_00002.safetensors is damaged (its SHA-256 is not the manifest's)"),
         (2, "step_000002.jsonl:1: not valid JSON"),
     ]:
-        code, output = Job([sys.executable, "-m", "grpo_spmd.replay", str(copy), "--step", str(step)]).wait(60)
+        code, output = RanksJob(1, "grpo_spmd.replay", str(copy), "--step", str(step)).wait(60)
         assert code == 2, output
         errors = [line for line in output.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1

@@ -1,4 +1,5 @@
-"""Run real ranks: torchrun over a worker file or a module, ended by id, with what it printed."""
+"""Run a command in processes of its own, torchrun among them; ended by id, with what it printed. Most ranks need none:
+see ranks.py."""
 
 from __future__ import annotations
 
@@ -7,12 +8,34 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARK = "GRPO_SPMD_TEST_ID"
+
 # of a test that started one here
 _OF_A_GROUP = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+launches: Counter[str] = Counter()  # what the tests of this process have started; pytest prints it at its end
+
+
+def environment() -> dict[str, str]:
+    """Of every process that a test starts."""
+    own = {name: value for name, value in os.environ.items() if name not in _OF_A_GROUP}
+    return own | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def _count(command: list[str]) -> None:
+    launches["torchrun" if "torch.distributed.run" in command else "other commands"] += 1
+
+
+def run_command(
+    command: list[str], *, cwd: Path = ROOT, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """To its end, output and errors apart; this repository can be imported whatever the folder."""
+    _count(command)
+    own = {**environment(), "PYTHONPATH": str(ROOT), **(env or {})}
+    return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=120)
 
 
 class Job:
@@ -23,16 +46,11 @@ class Job:
     ) -> None:
         self.mark = uuid.uuid4().hex
         self._stdin = stdin
+        _count(command)
         self.process = subprocess.Popen(
             command,
             cwd=cwd,
-            env={
-                **{n: v for n, v in os.environ.items() if n not in _OF_A_GROUP},
-                "OMP_NUM_THREADS": "1",
-                "HF_HUB_OFFLINE": "1",
-                _MARK: self.mark,
-                **(env or {}),
-            },
+            env={**environment(), _MARK: self.mark, **(env or {})},
             stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -67,11 +85,3 @@ class Job:
 def torchrun(num_ranks: int, *target: str) -> list[str]:
     """`target` is a worker file with its arguments, or "-m", a module and its arguments."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *target]
-
-
-def run_worker(num_ranks: int, worker: str, *arguments: str, timeout_s: float = 300) -> str:
-    """The output of tests/support/workers/<worker> on real ranks; fails with it unless the exit code is 0."""
-    command = torchrun(num_ranks)[:1] if num_ranks == 1 else torchrun(num_ranks)  # one rank needs no torchrun
-    code, output = Job([*command, "-m", f"tests.support.workers.{worker}", *arguments]).wait(timeout_s)
-    assert code == 0, output
-    return output

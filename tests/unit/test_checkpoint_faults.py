@@ -1,7 +1,7 @@
 """What becomes of a damaged checkpoint, without torch: hundreds of draws against its manifest, and the folders around
 it.
 
-Real runs that are killed are in test_resume.py, and by the hundred in benchmarks/survival/faults/.
+Real runs that are killed are in test_resume.py, and by the hundred in benchmarks/survival/faults.py.
 """
 
 from __future__ import annotations

@@ -6,14 +6,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import huggingface_hub
 import pytest
@@ -35,9 +32,6 @@ from grpo_spmd.model.policy import Policy
 from grpo_spmd.preflight import arithmetic, explain, model_facts
 from grpo_spmd.records import Rollout
 from tests.support.models import FAMILIES, make_model, write_config
-from tests.support.processes import ROOT, run_worker
-
-Tree = dict[str, Any]
 
 
 def sources_of(tmp_path: Path, text: str, *overrides: str) -> dict[str, str]:
@@ -386,17 +380,6 @@ def test_activations_are_within_a_tenth_of_what_a_policy_allocates(
     assert peak_bytes(step) == pytest.approx(expected, rel=0.1)
 
 
-def test_shards_and_sync_are_those_of_real_ranks(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "qwen3", tied=True)
-    sizes = {"num_prompts_per_step": 4, "group_size": 4, "max_completion_tokens": 12}
-    path = write_config(tmp_path, model, loss={"kl_coef": 0.1}, rollout=sizes)
-    tree = yaml.safe_load(path.read_text())
-    tree["model"]["dtype"] = "bfloat16"
-    path.write_text(yaml.safe_dump(tree))
-    output = run_worker(2, "explain", str(path))
-    assert output.count("agrees") == 2, output
-
-
 # Advice: the base config gets none, each change one line
 
 
@@ -455,64 +438,6 @@ def test_advice(tmp_path: Path, overrides: str, num_ranks: int, expected: str | 
     found = list(explain.advice(a_config(tmp_path, *overrides.split()), num_ranks))
     assert len(found) == (expected is not None), found
     assert expected is None or expected in found[0]
-
-
-# The command
-
-
-def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """The command, with what it imported as the last line of its output."""
-    code = "import sys; from grpo_spmd.train import main; main(); print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **env}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=cwd, env=environment, capture_output=True, text=True
-    )
-
-
-def test_the_command_imports_no_torch_and_plans_a_run_that_is_under_way(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "qwen2", tied=True)
-    path = write_config(tmp_path, model, rollout={"engine": {"hf_token": "hunter2"}})
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").touch()
-    done = run("--config", str(path), "--explain", "--ranks", "2", "optimizer.lr=3e-3", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    assert lines[-1] == "[]"
-    assert any(line.split()[:2] == ["engines", "2"] for line in lines)
-    table = {line.split()[0]: line for line in lines[lines.index("where each value came from") + 1 : -1]}
-    config = load_config(path, ["optimizer.lr=3e-3"])
-    assert list(table) == list(flat_config(config))
-    assert table["optimizer.lr"].split() == ["optimizer.lr", "0.003", "command", "line"]
-    number = path.read_text().splitlines().index("  max_prompt_tokens: 16") + 1
-    assert table["data.max_prompt_tokens"].split() == ["data.max_prompt_tokens", "16", f"{path}:{number}"]
-    assert "<redacted>" in table["rollout.engine.hf_token"]
-    assert "hunter2" not in done.stdout
-    assert list((tmp_path / "run").iterdir()) == [tmp_path / "run/metrics.jsonl"]
-
-    checked = run("--config", str(path), "--check", cwd=tmp_path)
-    assert checked.returncode == 2
-    assert "nothing is written over" in checked.stderr
-
-
-def test_the_number_of_ranks_is_that_of_torchrun_unless_it_is_given(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "qwen2", tied=True)
-    path = write_config(tmp_path, model)
-    done = run("--config", str(path), "--explain", cwd=tmp_path, WORLD_SIZE="4")
-    assert "\n  ranks                                               4  " in done.stdout
-    done = run(
-        "--config",
-        str(path),
-        "--explain",
-        "--ranks",
-        "3",
-        "rollout.tensor_parallel_size=2",
-        cwd=tmp_path,
-        WORLD_SIZE="4",
-    )
-    assert done.returncode == 2
-    assert done.stderr == "error: rollout.tensor_parallel_size (2) must divide the number of ranks (3): 1, 3 would\n"
-    for arguments in (["--ranks", "0", "--explain"], ["--ranks", "2"]):
-        assert run("--config", str(path), *arguments, cwd=tmp_path).returncode == 2
 
 
 def test_lora_offload_and_replicas_change_what_a_rank_holds(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""The command refuses bad input with exit code 2 and one line, alone and under torchrun."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.bad_inputs import CASES, Case, check, contents, good_folder, prepare
+from tests.support.processes import run_command, torchrun
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return good_folder(tmp_path, monkeypatch)
+
+
+IN_A_PROCESS = [
+    "yaml: key twice",
+    "data: not UTF-8",
+    "eval: broken JSON",
+    "run_dir: holds a run",
+    "reward: syntax error",
+    "data: truncated parquet",
+]
+
+
+@pytest.mark.parametrize("name", IN_A_PROCESS)
+def test_bad_input_ends_the_command_with_2(name: str, folder: Path) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    prepare(case)
+    before = contents(folder)
+    done = run_command(
+        [sys.executable, "-m", "grpo_spmd.train", "--config", "config.yaml", *case.overrides], cwd=folder
+    )
+    check(case, done.returncode, done.stdout, done.stderr)
+    assert contents(folder) == before
+
+
+def test_one_rank_of_a_node_speaks_for_all(folder: Path) -> None:
+    """Two ranks of torchrun, one line; the other rank must not end, and torchrun with it, before the line is out."""
+    prepare(Case("", ""))
+    done = run_command(torchrun(2, "-m", "grpo_spmd.train", "--config", "config.yaml", "seed=-1"), cwd=folder)
+    assert done.returncode == 1  # torchrun's own exit code for ranks that ended with 2
+    assert done.stderr.splitlines().count("error: seed must be >= 0; got -1") == 1

@@ -1,0 +1,262 @@
+"""An export holds what the checkpoint held, in files that transformers and peft load, and damage is named, never
+exported."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from grpo_spmd.checkpoint.export import export_checkpoint
+from grpo_spmd.checkpoint.manifest import CheckpointError, write_manifest
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.distributed.session import end_session, start_session
+from tests.support.models import FAMILIES, make_model
+
+COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def write_state(folder: Path, tensors: dict[str, Tensor], num_ranks: int) -> None:
+    """Row shards as FSDP deals them, written by safetensors' own writer: an empty share is not written."""
+    folder.mkdir(parents=True)
+    for rank in range(num_ranks):
+        rows, offsets = {}, {}
+        for name, tensor in tensors.items():
+            chunks = tensor.chunk(num_ranks)
+            if rank < len(chunks):
+                rows[name] = chunks[rank].contiguous()
+                offsets[name] = {"saved_offsets": [rank * len(chunks[0]), *[0] * (tensor.ndim - 1)]}
+        if rows:
+            save_file(
+                rows, folder / f"shard_{rank + 1:05d}.safetensors", metadata={"DCP_SHARDING_INFO": json.dumps(offsets)}
+            )
+
+
+def finish(checkpoint: Path, num_ranks: int, **changes: Any) -> Path:
+    """trainer.json and manifest.json."""
+    trainer = {
+        "format": 1,
+        "step": 7,
+        "dtype": "bfloat16",
+        "world_size": num_ranks,
+        "config": {"model.num_replicas": 1},
+        **changes,
+    }
+    (checkpoint / "trainer.json").write_text(json.dumps(trainer))
+    write_manifest(checkpoint, {})
+    return checkpoint
+
+
+def weights_of(model: Path) -> dict[str, Tensor]:
+    """A model's tensors as transformers saved them (a tied lm_head is none of them)."""
+    return load_file(model / "model.safetensors")
+
+
+def make_checkpoint(folder: Path, model: Path, num_ranks: int, **changes: Any) -> Path:
+    weights = weights_of(model)
+    state = {f"policy.{name}": tensor for name, tensor in weights.items()}
+    state |= {f"exp_avg.{name}": torch.full_like(tensor, 9.0) for name, tensor in weights.items()}
+    write_state(folder / "state", state, num_ranks)
+    (folder / "model").mkdir()
+    for name in COMPANIONS:
+        if (model / name).exists():
+            shutil.copy(model / name, folder / "model")
+    return finish(folder, num_ranks, **changes)
+
+
+def cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: tensor.to(dtype) for name, tensor in weights.items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "num_ranks", "dtype"),
+    [
+        ("qwen3", True, 1, None),
+        ("qwen2", False, 2, "float32"),
+        ("llama", True, 3, "bfloat16"),
+        ("granite", False, 5, "float32"),
+    ],
+)
+def test_transformers_loads_every_tensor_as_it_was(
+    tmp_path: Path, family: str, tied: bool, num_ranks: int, dtype: str | None
+) -> None:
+    assert family in FAMILIES
+    model = make_model(tmp_path / "model", family, tied=tied)
+    export_checkpoint(make_checkpoint(tmp_path / "step_000007", model, num_ranks), tmp_path / "out", dtype)
+    expected = getattr(torch, dtype or "bfloat16")
+    assert_same(load_file(tmp_path / "out/model.safetensors"), cast(weights_of(model), expected))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.dtype == expected
+    original = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert_same(loaded.state_dict(), cast(original.state_dict(), expected))
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["dtype"] == (dtype or "bfloat16")
+    assert "torch_dtype" not in config
+    text = "3,8=24:"
+    tokenizers = [transformers.AutoTokenizer.from_pretrained(folder) for folder in (model, tmp_path / "out")]
+    assert tokenizers[0](text).input_ids == tokenizers[1](text).input_ids
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "step_000007"]
+
+
+def test_a_model_of_several_files_has_an_index_that_transformers_reads(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3", tied=False)
+    largest = 97 * 64 * 4
+    export_checkpoint(
+        make_checkpoint(tmp_path / "c", model, 3), tmp_path / "out", "float32", max_file_bytes=2 * largest
+    )
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 5
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all(sum(tensor.nbytes for tensor in load_file(file).values()) <= 2 * largest for file in files)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights_of(model).values())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert_same(loaded.state_dict(), transformers.AutoModelForCausalLM.from_pretrained(model).state_dict())
+
+
+def test_shards_that_torchs_own_checkpoints_wrote_are_read(tmp_path: Path) -> None:
+    """The format is torch's, not ours alone."""
+    model = make_model(tmp_path / "model", "qwen2", tied=True)
+    start_session()
+    try:
+        state = {f"policy.{name}": tensor for name, tensor in weights_of(model).items()}
+        dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "c/state"), save_distributed=True))
+    finally:
+        end_session()
+    (written,) = (tmp_path / "c/state").glob("*.safetensors")
+    written.rename(written.with_name("shard_00001.safetensors"))
+    shutil.copytree(model, tmp_path / "c/model", ignore=shutil.ignore_patterns("*.safetensors"))
+    export_checkpoint(finish(tmp_path / "c", 1), tmp_path / "out", "float32")
+    assert_same(load_file(tmp_path / "out/model.safetensors"), weights_of(model))
+
+
+def test_special_values_are_rounded_as_torch_rounds_them(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama", tied=False)
+    weights = weights_of(model)
+    odd = torch.tensor([float("nan"), float("inf"), -0.0, 1e-40, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 65504.1])
+    weights["lm_head.weight"].view(-1)[: len(odd)] = odd
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    export_checkpoint(make_checkpoint(tmp_path / "c", model, 2), tmp_path / "out")
+    found = load_file(tmp_path / "out/model.safetensors")["lm_head.weight"]
+    assert torch.equal(found.view(torch.int16), weights["lm_head.weight"].bfloat16().view(torch.int16))
+
+
+def test_peft_loads_adapters(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3", tied=False)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    config = peft.LoraConfig(
+        r=5, lora_alpha=7, target_modules=["q_proj", "down_proj"], base_model_name_or_path=str(model)
+    )
+    adapted = peft.get_peft_model(base, config)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    prefix = "base_model.model."
+    adapters = {name.removeprefix(prefix): tensor for name, tensor in peft.get_peft_model_state_dict(adapted).items()}
+    assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in adapters)
+    write_state(tmp_path / "c/state", {f"policy.{name}": tensor for name, tensor in adapters.items()}, 3)
+    adapted.peft_config["default"].save_pretrained(str(tmp_path / "c/model"))
+    export_checkpoint(finish(tmp_path / "c", 3), tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    loaded = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(model), tmp_path / "out")
+    assert_same(peft.get_peft_model_state_dict(loaded), peft.get_peft_model_state_dict(adapted))
+    ids = torch.tensor([[4, 9, 2, 7]])
+    assert torch.equal(loaded(ids).logits, adapted(ids).logits)
+    with pytest.raises(ConfigError, match=r"^--dtype bfloat16: .* holds adapters, which are float32 always"):
+        export_checkpoint(tmp_path / "c", tmp_path / "other", "bfloat16")
+
+
+def test_into_a_checkpoint_that_is_still_being_made(tmp_path: Path) -> None:
+    """As the trainer does it: without a manifest, in a thread, into the folder itself, with nothing printed."""
+    model = make_model(tmp_path / "model", "qwen2", tied=True)
+    checkpoint = make_checkpoint(tmp_path / "step_000007.tmp", model, 2)
+    (checkpoint / "manifest.json").unlink()
+    before = {path.name for path in checkpoint.iterdir()}
+    thread = threading.Thread(target=export_checkpoint, args=(checkpoint, checkpoint))
+    thread.start()
+    thread.join()
+    assert {path.name for path in checkpoint.iterdir()} == before | {
+        "model.safetensors",
+        *(p.name for p in (checkpoint / "model").iterdir()),
+    }
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert_same({"norm": loaded.model.norm.weight.data}, {"norm": weights_of(model)["model.norm.weight"].bfloat16()})
+    # the companion stays as it was
+    assert json.loads((checkpoint / "model/config.json").read_text())["dtype"] == "float32"
+
+
+def _drop(shard: int) -> Callable[[Path], None]:
+    return lambda checkpoint: (checkpoint / f"state/shard_{shard:05d}.safetensors").unlink()
+
+
+def _double(checkpoint: Path) -> None:
+    shutil.copy(checkpoint / "state/shard_00002.safetensors", checkpoint / "state/shard_00004.safetensors")
+
+
+def _half(checkpoint: Path) -> None:
+    os.truncate(checkpoint / "state/shard_00002.safetensors", 5000)
+
+
+def _bare(checkpoint: Path) -> None:
+    save_file({"policy.x": torch.zeros(2)}, checkpoint / "state/shard_00002.safetensors")
+
+
+def _empty(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint / "state")
+
+
+def _rename_a_tensor(checkpoint: Path) -> None:
+    path = checkpoint / "state/shard_00003.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"policy.model.norm.weight", b"policy.model.nurm.weight"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (_drop(1), r"rows of policy\.lm_head\.weight 0 to 32 are missing, those before shard_00002\.safetensors"),
+        (_drop(2), r"rows of policy\.lm_head\.weight 33 to 65 are missing, those before shard_00003\.safetensors"),
+        (_drop(3), r"the last rows of policy\.lm_head\.weight are missing: 66 rows are there, dealt over 3 ranks"),
+        (_double, r"rows of policy\.lm_head\.weight from 33 on are there twice, also in shard_00004\.safetensors"),
+        (_half, r"shard_00002\.safetensors: not a checkpoint's shard \(SafetensorError"),
+        (_bare, r"shard_00002\.safetensors: not a checkpoint's shard \(TypeError"),
+        (_empty, r"no shard in its state folder holds a tensor policy\.\*"),
+        (
+            _rename_a_tensor,
+            r"the last rows of policy\.model\.norm\.weight are missing: 44 rows are there, dealt over 3 ranks",
+        ),
+    ],
+)
+def test_rows_that_are_missing_or_doubled_are_named_and_nothing_is_left(
+    tmp_path: Path, damage: Callable[[Path], None], expected: str
+) -> None:
+    """Without a manifest that would tell: the trainer exports before it writes one."""
+    checkpoint = make_checkpoint(tmp_path / "c", make_model(tmp_path / "model", "llama", tied=False), 3)
+    damage(checkpoint)
+    with pytest.raises(CheckpointError, match=expected) as refused:
+        export_checkpoint(checkpoint, tmp_path / "out")
+    assert "\n" not in str(refused.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "model"]

@@ -1,0 +1,163 @@
+"""Fingerprints of rows, the probe, and the oracle's bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_spmd.engine.weight_map import HeldRows, fused_rows
+from grpo_spmd.engine.weight_proof import _coefficients, matches, row_fingerprints
+from grpo_spmd.observe.logprob_oracle import LogprobOracle, MismatchError
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def test_hash_of_a_row_by_hand() -> None:
+    matrix = torch.tensor([[1.0, -2.5, 0.0, 3.0], [0.1, 7.0, -0.0, 1e-30]])
+    coefficients = torch.tensor([3, -5, (1 << 62) + 1, 7])
+    for dtype, bits_of in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+        bits = matrix.to(dtype).view(bits_of).tolist()
+        for num_slices in (1, 2):
+            width = 4 // num_slices
+            expected = [
+                [
+                    sum(b * c for b, c in zip(row[i : i + width], coefficients.tolist()[i : i + width], strict=True))
+                    % 2**64
+                    for i in range(0, 4, width)
+                ]
+                for row in bits
+            ]
+            found = row_fingerprints(matrix, coefficients, num_slices, dtype).tolist()
+            assert [[value % 2**64 for value in row] for row in found] == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_flipped_bit_or_moved_column_changes_the_hash_of_its_row_alone(dtype: torch.dtype) -> None:
+    matrix = torch.randn(210, 500).to(dtype)  # more than one chunk
+    coefficients = _coefficients(500, by_probe=False, dtype=dtype, step=0)
+    assert (coefficients % 2 == 1).all()
+    clean = row_fingerprints(matrix, coefficients, 1, dtype)
+    faults: list[Tensor] = []
+    for bit in range(dtype.itemsize * 8):
+        flipped = matrix.clone()
+        words = flipped.view(torch.int32 if dtype.itemsize == 4 else torch.int16)
+        words[200, 77] ^= -(1 << bit) if bit == dtype.itemsize * 8 - 1 else 1 << bit
+        faults.append(flipped)
+    negated, swapped, shifted = matrix.clone(), matrix.clone(), matrix.clone()
+    negated[200, 10:12] *= -1
+    swapped[200, 10:12] = matrix[200, 10:12].flip(0)
+    shifted[200] = matrix[200].roll(1)
+    for fault in [*faults, negated, swapped, shifted]:
+        changed = row_fingerprints(fault, coefficients, 1, dtype) != clean
+        assert changed.nonzero().tolist() == [[200, 0]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outliers", [False, True])
+def test_probe_is_quiet_about_rounding_and_sees_one_optimizer_step(dtype: torch.dtype, outliers: bool) -> None:
+    """torch's own matrix product stands for the engine's; a change of the size of `lr` for a first Adam step's."""
+    generator = torch.Generator().manual_seed(1)
+    policy = 0.02 * torch.randn(1000, 2048, generator=generator)
+    if outliers:
+        policy[:, ::500] *= 10
+    for step in range(2):
+        probe = _coefficients(2048, by_probe=True, dtype=dtype, step=step)
+        expected = row_fingerprints(policy, probe, 1, dtype)[:, 0]
+        held = policy.to(dtype)
+        same = matches(torch.nn.functional.linear(probe, held), expected, probe, dtype)
+        assert same.all()
+        swap = held.clone()
+        swap[:, [5, 6]] = held[:, [6, 5]]
+        assert not matches(torch.nn.functional.linear(probe, swap), expected, probe, dtype).all()
+    for lr in (1e-5, 1e-6) if dtype == torch.float32 else (1e-3, 1e-5, 1e-6):
+        stale = policy + lr * torch.randn(policy.shape, generator=generator).sign()
+        same = matches(torch.nn.functional.linear(probe, stale.to(dtype)), expected, probe, dtype)
+        assert not same.all(), lr
+    assert not matches(torch.full((1000,), math.nan), expected, probe, dtype).any()
+
+
+def test_probe_of_fp8_is_quiet_about_rounding_and_sees_another_tensor() -> None:
+    """By hand what vLLM's FP8 layers do: a scale a row for the weight, one for the vector, and a product of the rounded
+    ones."""
+
+    def rounded(x: Tensor) -> Tensor:
+        scale = x.abs().amax(-1, keepdim=True) / 448
+        return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+    policy, other = 0.02 * torch.randn(2, 1000, 512, generator=torch.Generator().manual_seed(1))
+    probe = _coefficients(512, by_probe=True, dtype=torch.bfloat16, step=0)
+    expected = row_fingerprints(policy, probe, 1, torch.bfloat16)[:, 0]
+    held, wrong = ((rounded(matrix) @ rounded(probe.float())).bfloat16() for matrix in (policy, other))
+    assert matches(held, expected, probe, torch.bfloat16, quantised=True).all()
+    assert not matches(held, expected, probe, torch.bfloat16).all()
+    assert matches(wrong, expected, probe, torch.bfloat16, quantised=True).float().mean() < 0.4
+
+
+def test_rows_of_a_fused_parameter_by_hand() -> None:
+    # Four query heads and one KV head of 8 rows over two ranks, seen by the second: query heads 2 and 3, and the KV
+    # head once more.
+    layout = [(16, 32, 1), (8, 8, 0), (8, 8, 0)]
+    assert fused_rows(["q", "k", "v"], layout) == (
+        HeldRows("q", 32, 16, 0, 16),
+        HeldRows("k", 8, 0, 16, 8),
+        HeldRows("v", 8, 0, 24, 8),
+    )
+    # The same from a checkpoint in which q, k and v lie below each other in one tensor.
+    assert fused_rows(["qkv"], layout) == tuple(
+        HeldRows("qkv", 48, *place) for place in [(16, 0, 16), (32, 16, 8), (40, 24, 8)]
+    )
+
+
+def _sums(mean: float, largest: float, tokens: float = 100.0) -> dict[str, float]:
+    return {"mismatch_abs": mean * tokens, "max:mismatch_abs": largest, "mismatch_tokens": tokens}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "fine", "wrong"),
+    [
+        # By the first step (1e-6, 1e-5): at least 1e-4 and 0.05 nats.
+        ("float32", (1e-6, 1e-5), [(9e-5, 0.04)], [(1.1e-4, 1e-5), (1e-6, 0.06)]),
+        # TF32 in a kernel of the engine makes 100 times as much: ten times the first step.
+        ("float32", (1e-3, 0.08), [(9e-3, 0.7)], [(1.1e-2, 0.1), (1e-3, 0.9)]),
+        ("float32", (9e-3, 0.9), [(4.9e-2, 0.9)], [(5.1e-2, 0.9), (9e-3, 1.1)]),
+        ("bfloat16", (0.001, 0.2), [(0.019, 14.0)], [(0.021, 0.2), (0.001, 16.0)]),
+        ("bfloat16", (0.01, 2.0), [(0.09, 9.0)], [(0.11, 2.0), (0.01, 16.0)]),
+        ("bfloat16", (0.04, 5.0), [(0.19, 9.0)], [(0.21, 5.0), (0.04, 16.0)]),
+    ],
+)
+def test_oracle_bounds_come_from_the_first_step(
+    dtype: str, first: tuple[float, float], fine: list[tuple[float, float]], wrong: list[tuple[float, float]]
+) -> None:
+    oracle = LogprobOracle(dtype, None)
+    with pytest.raises(MismatchError, match="differ by nan nats"):
+        oracle.check(0, _sums(math.nan, math.nan))
+    oracle.check(0, _sums(0.0, 0.0, tokens=0.0))
+    oracle.check(1, _sums(*first))
+    for figures in fine:
+        oracle.check(2, _sums(*figures))
+    for figures in wrong:
+        with pytest.raises(MismatchError, match=rf"step 3: engine and policy differ by {figures[0]:.3g} nats"):
+            oracle.check(3, _sums(*figures))
+    for figures in fine:  # later steps do not widen what the first one set
+        oracle.check(4, _sums(*figures))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mean", "largest"), [("float32", 0.011, 0.5), ("float32", 1e-6, 1.1), ("bfloat16", 0.06, 1.0)]
+)
+def test_oracle_does_not_take_a_fault_of_the_first_step_for_rounding(dtype: str, mean: float, largest: float) -> None:
+    with pytest.raises(
+        MismatchError, match="the policy does not compute this model as the engine does; the temperatures differ"
+    ):
+        LogprobOracle(dtype, None).check(0, _sums(mean, largest))
+
+
+def test_a_bound_from_the_config_replaces_what_is_measured() -> None:
+    oracle = LogprobOracle("float32", 0.5)
+    for step in range(2):
+        oracle.check(step, _sums(0.4, 9.0))
+    with pytest.raises(MismatchError, match=r"differ by 0\.6 nats .* the bounds are 0\.5"):
+        oracle.check(2, _sums(0.6, 1.0))

@@ -1,0 +1,45 @@
+"""Error rates over all ranks, and when they stop the run."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_spmd.rewards.protocol import RewardError, check_error_rate
+
+# The error rate
+
+
+def test_error_rates_are_shares_over_all_ranks() -> None:
+    ranks = [
+        {"f": ["ok", "error", "timeout", "not_applicable"], "g": ["ok"] * 4},
+        {},
+        {"f": ["ok"] * 4, "g": ["not_applicable"] * 4},
+    ]
+    assert check_error_rate(ranks, [None, None, None], 0.3) == {
+        "reward/f/error_frac": 1 / 8,
+        "reward/f/timeout_frac": 1 / 8,
+        "reward/f/not_applicable_frac": 1 / 8,
+        "reward/g/error_frac": 0.0,
+        "reward/g/timeout_frac": 0.0,
+        "reward/g/not_applicable_frac": 4 / 8,
+    }
+
+
+@pytest.mark.parametrize("max_error_frac", [0.25, 0.2, 1e-9])
+def test_the_error_rate_that_is_reached_stops_with_everything_one_needs(max_error_frac: float) -> None:
+    ranks = [
+        {"f": ["ok", "error", "timeout", "not_applicable"], "g": ["ok"] * 4},
+        {"f": ["ok"] * 4, "g": ["ok", "error", "ok", "ok"]},
+    ]
+    errors = ["reward 'g' raised IndexError\nTraceback of g", "reward 'f' raised KeyError: 'x'\nTraceback of f"]
+    with pytest.raises(RewardError) as caught:
+        check_error_rate(ranks, errors, max_error_frac)
+    assert str(caught.value) == (
+        "reward 'f' gave no usable value for 2 of 8 completions (1 error, 1 timeout): 0.25 is not under "
+        f"reward_pool.max_error_frac={max_error_frac:g}. The first failure:\nreward 'f' raised KeyError: "
+        "'x'\nTraceback of f"
+    )
+
+
+def test_no_failure_never_stops() -> None:
+    assert check_error_rate([{"f": ["ok", "not_applicable"]}], [None], 0.0)["reward/f/error_frac"] == 0.0

@@ -1,0 +1,127 @@
+"""What a rollout asks the engine for, and who samples which prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from benchmarks.speed.rollout_tail import finish_times
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.requests import Request
+from grpo_spmd.observe.derive import tail_waste_frac
+from grpo_spmd.records import Completion, Prompt, RolloutGroup
+from grpo_spmd.rollout.sample import sample_groups
+from tests.support.models import write_config
+
+NUM_PROMPTS, GROUP_SIZE = 7, 3
+PROMPTS = [
+    Prompt(position=40 + i, row=i % 5, token_ids=[i + 1, i + 2], text="", columns={}) for i in range(NUM_PROMPTS)
+]
+
+
+@dataclasses.dataclass
+class Recorder:
+    """Stands for one rank's engine under the static schedule: a completion repeats its request, so that a group shows
+    what it came from."""
+
+    engine_rank: int
+    num_engines: int
+    tp_rank: int
+    _config: Config
+    busy_s: list[float] = dataclasses.field(default_factory=list)
+    _num_shared_calls: int = 0
+
+    def _generate(self, batches: Any, max_in_flight: int, policy_version: int, *_: Any) -> dict[int, Completion]:
+        requests: list[Request] = [request for batch in batches for request in batch]
+        made = [
+            Completion([*request.prompt_ids, request.seed], [policy_version, 0.0, 0.0], "stop") for request in requests
+        ]
+        return dict(enumerate(made))
+
+    def _must_abort(self, num_steps: int) -> bool:
+        return False
+
+    generate_shared = RolloutEngine.generate_shared
+
+
+@pytest.fixture
+def config(tmp_path: Any) -> Config:
+    return load_config(
+        write_config(tmp_path, tmp_path / "model", rollout={"group_size": GROUP_SIZE, "schedule": "static"}, seed=5)
+    )
+
+
+def sample(config: Config, step: int = 3, engines: int = 1, tensor_parallel: int = 1) -> list[RolloutGroup]:
+    """The groups of all ranks, in the order of slots."""
+    config = dataclasses.replace(
+        config, rollout=dataclasses.replace(config.rollout, tensor_parallel_size=tensor_parallel)
+    )
+    ranks = [
+        Recorder(engine, engines, tp_rank, config) for engine in range(engines) for tp_rank in range(tensor_parallel)
+    ]
+    of_ranks = [sample_groups(rank, PROMPTS, config, step) for rank in ranks]  # type: ignore[arg-type]
+    return sorted((group for groups in of_ranks for group in groups), key=lambda group: group.slot)
+
+
+def seeds(groups: list[RolloutGroup]) -> list[int]:
+    return [completion.token_ids[-1] for group in groups for completion in group.completions]
+
+
+def test_every_completion_has_a_seed_of_its_own(config: Config) -> None:
+    assert len(set(seeds(sample(config)) + seeds(sample(config, step=4)))) == 2 * NUM_PROMPTS * GROUP_SIZE
+
+
+def test_another_seed_of_the_config_gives_other_seeds(config: Config) -> None:
+    other = dataclasses.replace(config, seed=6)
+    assert not set(seeds(sample(config))) & set(seeds(sample(other)))
+
+
+def test_a_seed_is_that_of_the_place_in_the_stream_and_not_of_the_row(config: Config) -> None:
+    groups = sample(config)
+    assert groups[0].prompt.row == groups[5].prompt.row
+    assert not set(seeds(groups[:1])) & set(seeds(groups[5:6]))
+
+
+@pytest.mark.parametrize(("engines", "tensor_parallel"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (9, 1)])
+def test_every_prompt_is_sampled_once_and_stays_with_its_completions(
+    config: Config, engines: int, tensor_parallel: int
+) -> None:
+    groups = sample(config, engines=engines, tensor_parallel=tensor_parallel)
+    assert [group.slot for group in groups] == list(range(NUM_PROMPTS))
+    for group in groups:
+        assert group.prompt is PROMPTS[group.slot]
+        assert [completion.token_ids[:-1] for completion in group.completions] == [group.prompt.token_ids] * GROUP_SIZE
+    assert seeds(groups) == seeds(sample(config))
+
+
+def test_the_engine_is_asked_for_the_version_of_the_step(config: Config) -> None:
+    assert {completion.logprobs[0] for group in sample(config, step=4) for completion in group.completions} == {4}
+
+
+@pytest.mark.parametrize(
+    ("static", "slowness", "expected"),
+    [
+        (True, [1, 1], [5, 2]),  # 4 then 1, and 1 then 1
+        (False, [1, 1], [4, 3]),  # after the two that are dealt the second engine takes the others
+        (
+            False,
+            [1, 3],
+            [5, 6],
+        ),  # the second is free at 3 and takes the third, until 6; the first is free at 4 and takes the fourth
+    ],
+)
+def test_the_model_of_the_benchmark_by_hand(static: bool, slowness: list[float], expected: list[float]) -> None:
+    """Groups of one completion, one at a time, on two engines; a step of one request takes 8.05 ms."""
+    lengths = [[4], [1], [1], [1]]
+    assert [t / 0.00805 for t in finish_times(lengths, 2, 1, static, slowness)] == pytest.approx(expected)
+
+
+def test_tail_waste_by_hand() -> None:
+    # Two generations on 4 ranks, 1 2 3 4 s and 2 2 2 0 s: 10 + 6 busy seconds of 4 * (4 + 2)
+    sums = {"busy_s/0": 10.0, "max:busy_s/0": 4.0, "busy_s/1": 6.0, "max:busy_s/1": 2.0, "max:skipped": 9.0}
+    assert tail_waste_frac(sums, 4) == pytest.approx(1 - 16 / 24)
+    assert tail_waste_frac({"max:skipped": 9.0}, 4) is None

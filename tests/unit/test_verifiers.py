@@ -1,0 +1,261 @@
+"""Every shipped verifier."""
+
+from __future__ import annotations
+
+import math
+import threading
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.rewards.protocol import load_rewards
+from grpo_spmd.rewards.verifiers import SHIPPED, last_number
+
+
+def _shipped(name: str, completion: str, args: dict[str, Any] | None = None, **columns: Any) -> float | None:
+    """What the shipped reward gives one completion, once as text and once as a chat message: both must agree."""
+    (reward,) = load_rewards([RewardConfig(name=name, args=args or {})])
+    lists = {column: [value] for column, value in columns.items()}
+    (plain,) = reward.function(prompts=[""], completions=[completion], completion_ids=[[]], **lists)
+    message = [{"role": "assistant", "content": completion}]
+    (chat,) = reward.function(prompts=[[]], completions=[message], completion_ids=[[]], **lists)
+    assert plain == chat
+    assert plain is None or isinstance(plain, float)
+    return plain
+
+
+# exact, format, gsm8k
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("Paris", "Paris", 1.0),
+        ("  Paris \n", "Paris", 1.0),
+        ("paris", "Paris", 0.0),
+        ("42", 42, 1.0),
+        ("", "", 1.0),
+        ("x", None, None),
+    ],
+)
+def test_exact(completion: str, answer: Any, score: float | None) -> None:
+    assert _shipped("exact", completion, answer=answer) == score
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("<think>a\nb</think><answer>1</answer>", 1.0),
+        ("so: <think>a</think><answer>1</answer>", 0.0),
+        ("<think>a</think><answer>1</answer> end", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format_matches_the_whole_completion(completion: str, score: float) -> None:
+    assert _shipped("format", completion, args={"pattern": "<think>.*</think><answer>.*</answer>"}) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so 3 + 4 = 7.", Fraction(7)),
+        ("#### 1,234", Fraction(1234)),
+        ("$1,234.50 in all", Fraction("1234.5")),
+        ("it is -3", Fraction(-3)),
+        ("-$20", Fraction(-20)),
+        ("\u7b54\u6848\u662f18", Fraction(18)),  # Chinese puts no space before a number
+        ("_18_", Fraction(18)),
+        ("x18", None),
+        ("5-3", Fraction(3)),
+        ("**18** dollars", Fraction(18)),
+        ("\\boxed{0.25}", Fraction(1, 4)),
+        ("007", Fraction(7)),
+        ("none at all", None),
+        ("", None),
+        ("step x2", None),
+        ("9" * 5000, None),
+    ],
+)
+def test_last_number(text: str, number: Fraction | None) -> None:
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("the answer is 42", "6 * 7\n#### 42", 1.0),
+        ("the answer is 42.0", "#### 42", 1.0),
+        ("42, no, 43", "#### 42", 0.0),
+        ("no idea", "#### 42", 0.0),
+        ("1,000", "#### 1000", 1.0),
+        ("3", 3, 1.0),
+        ("3", "no number here", None),
+        ("3", None, None),
+        ("1" * 100_000, "#### 1", 0.0),  # a model that repeats itself is wrong and stops nothing
+    ],
+)
+def test_gsm8k(completion: str, answer: Any, score: float | None) -> None:
+    assert _shipped("gsm8k", completion, answer=answer) == score
+
+
+# countdown
+
+
+@pytest.mark.parametrize(
+    ("equation", "nums", "target", "score"),
+    [
+        ("3*8", [3, 8], 24, 1.0),
+        ("8 * 3", [3, 8], 24, 1.0),
+        ("3*8=24", [3, 8], 24, 1.0),
+        ("(1+2)*(3+4)", [4, 3, 2, 1], 21, 1.0),
+        ("3/2*4", [2, 3, 4], 6, 1.0),  # by way of a fraction
+        ("1/3+2/3", [1, 2, 3, 3], 1, 1.0),  # in floating point too, but 1/49*49 is not
+        ("1/49*49", [1, 49, 49], 1, 1.0),
+        ("3+3", [3, 3], 6, 1.0),
+        ("3*8", [3, 8], 25, 0.0),
+        ("3*8", [3, 8, 1], 24, 0.0),  # leaves one out
+        ("3*3+8-8", [3, 8], 9, 0.0),  # uses one twice
+        ("4*6", [3, 8], 24, 0.0),  # other numbers
+        ("24", [3, 8], 24, 0.0),
+        ("38", [3, 8], 38, 0.0),  # digits glued together
+        ("24=3*8", [3, 8], 24, 0.0),
+        ("3*8=1", [3, 8], 24, 0.0),  # says that it reaches something else
+        ("-3+8", [3, 8], 5, 1.0),  # a sign, as TinyZero's eval accepts it
+        ("--3+8", [3, 8], 11, 1.0),
+        ("+3+8", [3, 8], 11, 0.0),  # no plus sign
+        ("+3+5", [3, 5], 8, 0.0),
+        ("8--3", [3, 8], 11, 1.0),
+        ("03*8", [3, 8], 24, 0.0),  # a leading zero
+        ("3**8", [3, 8], 6561, 0.0),
+        ("8//3", [3, 8], 2, 0.0),
+        ("8%3", [3, 8], 2, 0.0),
+        ("3*8.0", [3, 8], 24, 0.0),
+        ("3(8)", [3, 8], 24, 0.0),
+        ("3*8)", [3, 8], 24, 0.0),
+        ("3 8", [3, 8], 24, 0.0),
+        ("3/(8-8)", [3, 8, 8], 0, 0.0),
+        ("", [3, 8], 24, 0.0),
+        ("()", [3, 8], 24, 0.0),
+        ("=24", [3, 8], 24, 0.0),
+        ("3*8 # 24", [3, 8], 24, 0.0),
+        ("\uff13*8", [3, 8], 24, 0.0),
+    ],
+)
+def test_countdown(equation: str, nums: list[int], target: int, score: float) -> None:
+    assert _shipped("countdown", equation, args={"answer_tag": None}, nums=nums, target=target) == score
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "9**9**9",
+        "9**9**9**9",
+        "__import__('os').system('false')",
+        "().__class__",
+        "lambda: 1",
+        "[1]*10**9",
+        "(" * 120 + "1" + ")" * 120,
+        "(" * 5000,
+        "1+" * 5000 + "1",
+        "9" * 200_000,
+        "9" * 250 + "*" + "9" * 5,
+        "\0",
+        "\ud800",
+        "1\n+1",
+        "1 if 1 else 1",
+        "((((1))))*" * 20,
+    ],
+)
+def test_countdown_scores_hostile_strings_zero(hostile: str) -> None:
+    assert _shipped("countdown", hostile, args={"answer_tag": None}, nums=[9, 9, 9], target=27) == 0.0
+
+
+def test_countdown_reads_nested_brackets() -> None:
+    assert (
+        _shipped("countdown", "(" * 30 + "3" + ")" * 30 + "*8", args={"answer_tag": None}, nums=[3, 8], target=24)
+        == 1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("<think>3+8</think> <answer> 3*8 </answer>", 1.0),
+        ("<answer>3+8</answer> no: <answer>\n3*8\n</answer> done", 1.0),  # the last one counts
+        ("<answer>3*8</answer><answer>3+8</answer>", 0.0),
+        ("3*8", 0.0),
+        ("<answer>3*8", 0.0),
+        ("</answer>3*8<answer>", 0.0),
+        ("<answer></answer>", 0.0),
+        ("<answer>" * 20_000, 0.0),
+    ],
+)
+def test_countdown_reads_the_last_answer_tag(completion: str, score: float) -> None:
+    assert _shipped("countdown", completion, nums=[3, 8], target=24) == score
+
+
+def test_countdown_answer_tag_is_no_regular_expression() -> None:
+    assert _shipped("countdown", "<a+>3*8</a+>", args={"answer_tag": "a+"}, nums=[3, 8], target=24) == 1.0
+
+
+@pytest.mark.parametrize("columns", [{"nums": None, "target": 24}, {"nums": [3, 8], "target": None}])
+def test_countdown_without_a_task_does_not_apply(columns: dict[str, Any]) -> None:
+    assert _shipped("countdown", "<answer>3*8</answer>", **columns) is None
+
+
+def test_countdown_reads_numbers_given_as_text() -> None:
+    assert _shipped("countdown", "<answer>3*8</answer>", nums=["3", "8"], target="24") == 1.0
+
+
+# math
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("so \\boxed{\\frac{1}{2}}", "\\frac{1}{2}", 1.0),
+        ("so \\boxed{0.5}", "\\frac{1}{2}", 1.0),
+        ("so \\boxed{\\dfrac{2}{4}}", "1/2", 1.0),
+        ("$\\frac{3}{4}$", "\\frac{1}{2}", 0.0),
+        ("\\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
+        ("\\boxed{x^2}", "x^3", 0.0),
+        ("The answer is 42.", 42, 1.0),
+        ("The answer is 41.", "42", 0.0),
+        ("", "42", 0.0),
+        ("no idea", "42", 0.0),
+        ("\\boxed{\\frac{1}{", "42", 0.0),
+        ("42", "", None),
+        ("42", None, None),
+    ],
+)
+def test_math(completion: str, answer: Any, score: float | None) -> None:
+    assert _shipped("math", completion, answer=answer) == score
+
+
+def test_math_off_the_main_thread_raises() -> None:
+    caught: list[BaseException] = []
+
+    def score() -> None:
+        try:
+            SHIPPED["math"](["42"], answer=["42"])
+        except RuntimeError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(caught[0])
+
+
+def test_math_that_runs_out_of_time_is_unknown_not_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    import math_verify
+    from math_verify.errors import TimeoutException
+
+    def verify(*_: Any, **__: Any) -> bool:
+        raise TimeoutException
+
+    monkeypatch.setattr(math_verify, "verify", verify)
+    (score,) = SHIPPED["math"](["\\boxed{42}"], answer=["42"])
+    assert math.isnan(score)

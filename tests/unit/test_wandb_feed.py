@@ -1,0 +1,147 @@
+"""A tracker never stops or slows what feeds it, and gets every line in the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.observe import wandb_feed
+from grpo_spmd.observe.metrics_file import LineFile
+from grpo_spmd.observe.wandb_feed import WandbFeed
+from tests.support.models import write_config
+
+# A package `wandb` that writes down what it is told, and misbehaves as FAKE_WANDB says.
+FAKE = """
+import json, os, sys, threading
+how, out = os.environ.get("FAKE_WANDB", ""), os.environ["FAKE_WANDB_OUT"]
+if how == "import hangs":
+    import grpo_spmd.observe.wandb_feed
+    grpo_spmd.observe.wandb_feed.FINISH_S = 0.5  # the test need not wait a minute
+    threading.Event().wait()
+def note(**what):
+    with open(out, "a") as file:
+        file.write(json.dumps(what) + "\\n")
+def misbehave(when):
+    if how == when + " raises":
+        raise OSError("no route to W&B")
+    if how == when + " exits":
+        sys.exit(1)
+    if how == when + " hangs":
+        threading.Event().wait()
+class Settings:
+    def __init__(self, **settings): pass
+class Run:
+    logged = 0
+    def define_metric(self, *args, **kwargs): pass
+    def log(self, metrics):
+        self.logged += 1
+        if self.logged == 2:
+            misbehave("log")
+        note(log=metrics)
+    def finish(self):
+        misbehave("finish")
+        note(finish=True)
+def init(**how):
+    misbehave("init")
+    note(init={name: how[name] for name in ("id", "resume", "mode")})
+    return Run()
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the fake package, importable here; what it was told is in `out.jsonl`."""
+    folder = tmp_path / "fake"
+    folder.mkdir()
+    (folder / "wandb.py").write_text(textwrap.dedent(FAKE))
+    monkeypatch.setenv("FAKE_WANDB_OUT", str(folder / "out.jsonl"))
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
+    real = sys.modules.pop("wandb", None)
+    yield folder
+    sys.modules.pop("wandb", None)
+    if real is not None:
+        sys.modules["wandb"] = real
+
+
+def told(folder: Path, what: str) -> list[Any]:
+    path = folder / "out.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)[what] for line in lines if what in json.loads(line)]
+
+
+def run(config: Config, steps: range, finish_s: float = 20) -> float:
+    """Writes the steps' lines as a run does; the seconds that this took beside waiting for the end."""
+    folder = Path(config.run_dir)
+    folder.mkdir(exist_ok=True)
+    file, feed = LineFile(folder / "metrics.jsonl"), WandbFeed(config)
+    start = time.monotonic()
+    for step in steps:
+        file.write(json.dumps({"step": step, "x": step / 7}))
+        feed.line_written()
+    spent = time.monotonic() - start
+    feed.finish(finish_s)
+    file.close()
+    return spent
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load_config(write_config(tmp_path, tmp_path / "model", logging={"wandb": "online"}))
+
+
+def test_every_line_arrives_once_and_in_order(config: Config, fake: Path) -> None:
+    run(config, range(300))
+    assert told(fake, "log") == [{"step": step, "x": step / 7} for step in range(300)]
+    assert told(fake, "finish") == [True]
+
+
+def test_a_run_that_goes_on_has_the_same_id_and_repeated_steps_are_sent_again(config: Config, fake: Path) -> None:
+    run(config, range(10))
+    metrics = Path(config.run_dir, "metrics.jsonl")
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:6]))  # as resuming at step 6 cuts it
+    run(config, range(6, 12))
+    assert [line["step"] for line in told(fake, "log")] == [*range(10), *range(6, 12)]
+    first, second = told(fake, "init")
+    assert first == second
+    assert first["resume"] == "allow"
+
+
+@pytest.mark.parametrize("how", ["init hangs", "log hangs", "finish hangs", "init raises", "init exits", "log raises"])
+def test_a_tracker_that_fails_costs_no_line_and_no_time(
+    how: str, config: Config, fake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAKE_WANDB", how)
+    assert run(config, range(100), finish_s=1.5) < 10  # 0.01 s on an idle core
+    assert len(Path(config.run_dir, "metrics.jsonl").read_text().splitlines()) == 100
+    assert ("did not finish within" if "hangs" in how else "W&B is off from here on") in caplog.text
+    if how.startswith("log"):
+        assert [line["step"] for line in told(fake, "log")] == [0]
+    # Started again with a tracker that works, nothing is missing there.
+    monkeypatch.setenv("FAKE_WANDB", "")
+    sys.modules.pop("wandb", None)
+    run(config, range(100, 102))
+    assert [line["step"] for line in told(fake, "log")] == list(range(102))
+
+
+def test_a_tracker_that_does_not_answer_is_said_once(
+    config: Config, fake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAKE_WANDB", "init hangs")
+    monkeypatch.setattr(wandb_feed, "ANSWER_S", 0.05)
+    Path(config.run_dir).mkdir()
+    feed = WandbFeed(config)
+    for _ in range(3):
+        time.sleep(0.1)
+        feed.line_written()
+    assert caplog.text.count("W&B has not answered for") == 1
