@@ -7,7 +7,7 @@ import re
 
 from grpo_spmd.config.coerce import REFUSED_KEYS, coerce
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import PHASES, Config
 
 # What the trainer itself decides about the engine: a second value for it in `rollout.engine` would be a second source
 # of truth.
@@ -169,13 +169,13 @@ def _cross_check_features(config: Config) -> None:
             "rollout.max_completion_tokens "
             f"({config.rollout.max_completion_tokens})"
         )
-    if config.rollout.sleep_level == 2 and config.base_stays_in_engine:
+    if config.rollout.sleep_level == 2 and config.model.lora.base_stays_in_engine:
         raise ConfigError(
             "rollout.sleep_level: 2 drops the engine's weights, and with model.lora.sync: adapter no sync brings the "
             "base back; "
             "leave sleep_level out, or set it to 1"
         )
-    phases = ("start", "weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
+    phases = ("start", *PHASES)
     for name, limit_s in config.watchdog.phase_timeouts_s.items():
         where = f"watchdog.phase_timeouts_s.{name}"
         if name not in phases:

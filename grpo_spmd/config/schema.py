@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+# The phases of a step, in their order: timers, metrics and limits bear these names.
+PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
+
 
 def key(default: Any, doc: str) -> Any:
     """A config key with its default and the sentence that `--help` prints for it."""
@@ -33,6 +36,11 @@ class LoraConfig:
     sync: Literal["merged", "adapter"] = key(
         "merged", "what the engine gets: base plus adapters, or, after the start, the adapters alone"
     )
+
+    @property
+    def base_stays_in_engine(self) -> bool:
+        """The weight sync brings adapters alone, so that the engine must not lose the weights that they go with."""
+        return self.rank > 0 and self.sync == "adapter"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +122,10 @@ class RolloutConfig:
         16, "bytes of one gather of the weight sync, over the ranks of a replica; two are in memory"
     )
     engine: dict[str, Any] = key({}, "passed through to vllm.LLM")
+
+    def sleep_level_with(self, lora: LoraConfig) -> int:
+        """`sleep_level`, or what the weight sync needs: 2 where it brings every weight, 1 where the base stays."""
+        return self.sleep_level or (1 if lora.base_stays_in_engine else 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,14 +308,3 @@ class Config:
     def max_rollout_tokens(self) -> int:
         """Longest prompt plus longest completion, in tokens: what engine and micro-batch must have room for."""
         return self.data.max_prompt_tokens + self.rollout.max_completion_tokens
-
-    @property
-    def base_stays_in_engine(self) -> bool:
-        """The weight sync brings adapters alone, so that the engine must not lose the weights that they go with."""
-        return self.model.lora.rank > 0 and self.model.lora.sync == "adapter"
-
-    @property
-    def sleep_level(self) -> int:
-        """`rollout.sleep_level`, or what the weight sync needs: 2 where it brings every weight anyway, 1 where the base
-        stays."""
-        return self.rollout.sleep_level or (1 if self.base_stays_in_engine else 2)

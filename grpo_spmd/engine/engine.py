@@ -69,7 +69,7 @@ class RolloutEngine:
         self.busy_s: list[float] = []  # of each generation of rollouts; see take_busy_sums
         self._num_shared_calls = 0  # advances alike on all ranks: it names the queue of a call
         self._holds_weights = False
-        self.takes_adapters = config.base_stays_in_engine
+        self.takes_adapters = config.model.lora.base_stays_in_engine
         self._adapted: set[str] = set()  # HF names of the layers whose adapters were loaded
         self._lora_request: Any = None
         tensor_parallel = config.rollout.tensor_parallel_size
@@ -216,8 +216,9 @@ class RolloutEngine:
         if self.takes_adapters:
             self._drop_adapters()
         if not self._on_cpu:
-            self._llm.sleep(level=self._config.sleep_level)
-            self._holds_weights = self._holds_weights and self._config.sleep_level == 1
+            level = self._config.rollout.sleep_level_with(self._config.model.lora)
+            self._llm.sleep(level=level)
+            self._holds_weights = self._holds_weights and level == 1
         self._weights_awake = self._kv_cache_awake = False
         self.policy_version = None
         if held_bytes is None:

@@ -47,7 +47,7 @@ def start_vllm(config: Config, session: Session) -> Any:
         "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
         "disable_log_stats": True,
     }
-    if config.base_stays_in_engine:
+    if config.model.lora.base_stays_in_engine:
         options.update(_lora_options(config.model.path, config.model.lora))
     if session.device.type == "cpu":
         options.update(enforce_eager=True, block_size=32, kv_cache_memory_bytes=_cpu_kv_cache_bytes(config, session))

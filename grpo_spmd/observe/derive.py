@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from grpo_spmd.config.schema import LossConfig
+from grpo_spmd.config.schema import PHASES, LossConfig
 from grpo_spmd.learn.losses import ratio_percentiles
-
-PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
-
 
 # Dense bf16 peak, FLOP/s, by a part of the device's name (vendor data sheets).
 PEAK_FLOPS = {

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import PHASES, Config
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import merge_sums, on_rank0
 from grpo_spmd.distributed.session import Session, set_collective_timeouts
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.observe.derive import PEAK_FLOPS, PHASES, console_line, loss_metrics, tail_waste_frac
+from grpo_spmd.observe.derive import PEAK_FLOPS, console_line, loss_metrics, tail_waste_frac
 from grpo_spmd.observe.logprob_oracle import LogprobOracle
 from grpo_spmd.observe.memory import MemoryLedger
 from grpo_spmd.observe.metrics_file import LineFile, read_lines

@@ -157,7 +157,7 @@ def _sync_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Ro
         else "one rank holds the whole policy"
     )
     yield "collectives of a sync", f"{collectives:,}", how
-    if config.base_stays_in_engine:
+    if config.model.lora.base_stays_in_engine:
         adapters = itemsize * sum(
             math.prod(shape) for shape in adapter_shapes(model.shapes, config.model.lora).values()
         )

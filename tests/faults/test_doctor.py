@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.observe.derive import PHASES
+from grpo_spmd.config.schema import PHASES
 from tests.support.processes import Job
 
 LIMIT_S = 3.0

@@ -13,10 +13,9 @@ import torch
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import PHASES, Config
 from grpo_spmd.engine.sleep_contract import SleepContract
 from grpo_spmd.engine.start import allocator_settings_kept
-from grpo_spmd.observe.derive import PHASES
 from grpo_spmd.observe.memory import MemoryLedger, MemoryUse, is_out_of_memory, measure, remedies, reset_peak
 from tests.support.models import make_model, write_config
 
@@ -208,7 +207,8 @@ def test_what_the_trainer_itself_holds_is_no_growth(caplog: pytest.LogCaptureFix
 def test_the_engine_drops_what_the_sync_brings(
     tmp_path: Path, model: Path, overrides: list[str], expected: int
 ) -> None:
-    assert load_config(write_config(tmp_path, model), overrides).sleep_level == expected
+    config = load_config(write_config(tmp_path, model), overrides)
+    assert config.rollout.sleep_level_with(config.model.lora) == expected
 
 
 def test_a_level_that_loses_the_base_is_refused(tmp_path: Path, model: Path) -> None:

@@ -28,11 +28,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import WatchdogConfig
+from grpo_spmd.config.schema import PHASES, WatchdogConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import any_rank, barrier, exchange_bytes, on_rank0
 from grpo_spmd.distributed.session import Session, end_session, set_collective_timeouts, start_session
-from grpo_spmd.observe.derive import PHASES
 
 
 def fail() -> None:
