@@ -80,12 +80,18 @@ def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_s: float = 3
     return output
 
 
+# In the environment: the descriptor of a socket to a server that several copies of this repository share.
+SHARED_SERVER = "GRPO_SPMD_TEST_SHARED_SERVER"
 _server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
 
 def _send(request: bytes, fds: list[int]) -> None:
-    """To this process's server, which is started when there is none (left)."""
+    """To the shared server, or to this process's own, which is started when there is none (left)."""
     global _server
+    if shared := os.environ.get(SHARED_SERVER):
+        with socket.socket(fileno=os.dup(int(shared))) as server:
+            socket.send_fds(server, [request], fds)
+        return
     if _server is None or _server[0].poll() is not None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:

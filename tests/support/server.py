@@ -8,6 +8,9 @@ it went, and the file for the output. For each request a supervisor is forked, w
 ranks' store in a process of its own, sets the ranks' variables, sends SIGTERM to the others when one of them fails, and
 says at the end {"codes", "survivors"}. Closing the socket before that kills the job.
 
+One server can serve several copies of this repository: where GRPO_SPMD_TEST_SHARED_SERVER is set it imports no module
+of ours, and a rank takes those of its own folder.
+
 A rank is a fresh process but for what was imported, and Python's hash seed, which all ranks of one server share.
 """
 
@@ -66,6 +69,8 @@ def main() -> NoReturn:
     control = socket.socket(fileno=int(sys.argv[1]))
     before = dict(os.environ)
     for name in IMPORTED:
+        if name.startswith("grpo_spmd.") and "GRPO_SPMD_TEST_SHARED_SERVER" in os.environ:
+            continue
         try:
             importlib.import_module(name)
         except ImportError as error:  # another version of vLLM; a rank imports what it needs

@@ -1,0 +1,317 @@
+"""The faults that `mutations` plants: edits of grpo_spmd/ that somebody might make, each with what should see it.
+
+A test (tests/unit/test_mutations.py) says at once when a text is no longer there, so that code may move.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+# Trainings that reach what the demo does not. {made} is the folder of models and data.
+_LONG_PROMPTS = (  # longer than a block of the prefix cache (32 tokens on a CPU), and the same eight at every step
+    "data.train={made}/long.jsonl",
+    "data.max_prompt_tokens=48",
+    "rewards=[{{name: format, args: {{pattern: '[0-4].*'}}}}]",
+)
+_SEVERAL_BUCKETS = ("model.path={made}/wide", "rollout.weight_sync_bucket_mib=1", "optimizer.lr=1e-4")
+_COOL = ("rollout.temperature=0.7",)
+
+_SYNC = "tests/ranks/test_weight_sync.py"
+_UPDATES = f"{_SYNC}::test_engine_equals_transformers_after_each_of_20_updates"
+_TIED, _UNTIED = f"{_UPDATES}[qwen2-True-1]", f"{_UPDATES}[granite-False-1]"
+_GATHER = f"{_SYNC}::test_bucketed_gather_equals_full_tensor[3-1]"
+_PARTITION = "tests/ranks/test_partition.py"
+_LOSS, _ADVANTAGES, _BATCHING = (f"tests/unit/test_{name}.py" for name in ("loss", "advantages", "batching"))
+_ROLLOUT = "tests/unit/test_rollout.py"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An edit that somebody might make, what reaches it in a training, and the tests that should see it."""
+
+    name: str
+    file: str  # below grpo_spmd/
+    old: str  # is there exactly once
+    new: str
+    tests: tuple[str, ...]  # the fast ones first
+    overrides: tuple[str, ...] = ()  # of the training
+    of_sync: bool = False  # trained once more with proofs.every_steps=1
+
+
+_YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
+_TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
+_LOAD = "engine.load_weights(weights, policy_version)\n"
+_SEED = "rollout_seed(config.seed, step, prompts[slot].position, missing[slot][number])"
+
+FAULTS = (
+    Fault(
+        "skipped sync: from the second step on",
+        "engine/weight_sync.py",
+        f"            {_LOAD}",
+        f"            if engine.proved_version is None:\n                {_LOAD}            engine.policy_version = "
+        "policy_version\n",
+        (_UNTIED,),
+        of_sync=True,
+    ),
+    Fault(
+        "one tensor stale: k_proj of layer 1 keeps its first value",
+        "engine/weight_sync.py",
+        _YIELD,
+        f"{_TENSOR}            kept = policy.__dict__.setdefault('kept', {{}})\n"
+        "            yield name, kept.setdefault(name, tensor) if 'layers.1.self_attn.k_proj' in name else tensor\n",
+        (_UNTIED,),
+        of_sync=True,
+    ),
+    Fault(
+        "tied head stale: its packed copy is not made anew",
+        "engine/isolation.py",
+        '        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):\n'
+        "            quant_method.process_weights_after_loading(module)\n",
+        "",
+        (_TIED,),
+        of_sync=True,
+    ),
+    Fault(
+        "transposed: square tensors, in the gather",
+        "engine/weight_sync.py",
+        _YIELD,
+        f"{_TENSOR}            yield name, tensor.T if tensor.ndim == 2 and len(tensor) == tensor.shape[1] else "
+        "tensor\n",
+        (_GATHER,),
+        of_sync=True,
+    ),
+    Fault(
+        "last bucket of the sync dropped: gathered only where full",
+        "engine/weight_sync.py",
+        "        on_its_way.extend(start_all_gather(piece, group))\n",
+        "        if columns == room:\n            on_its_way.extend(start_all_gather(piece, group))\n",
+        (_GATHER,),
+        _SEVERAL_BUCKETS,
+        of_sync=True,
+    ),
+    Fault(
+        "wrong temperature: the policy's logits",
+        "model/logprobs.py",
+        "return logits.div_(temperature)",
+        "return logits",
+        ("tests/unit/test_policy.py::test_chunked_logprob_gradients_equal_autograd",),
+        _COOL,
+    ),
+    Fault(
+        "wrong temperature: the policy is built without it",
+        "run.py",
+        "policy = build_policy(config.model, config.rollout.temperature, session",
+        "policy = build_policy(config.model, 1.0, session",
+        (),
+        _COOL,
+    ),
+    Fault(
+        "wrong temperature: the engine samples at 1",
+        "engine/engine.py",
+        "temperature=self._config.rollout.temperature if",
+        "temperature=1.0 if",
+        (_TIED,),
+        _COOL,
+    ),
+    Fault(
+        "prefix cache kept after the sync",
+        "engine/engine.py",
+        "        self.reset_prefix_cache()  # it holds keys and values of the old weights\n",
+        "",
+        (_TIED,),
+        _LONG_PROMPTS,
+    ),
+    Fault(
+        "prefix cache kept after an evaluation",
+        "rollout/evaluate.py",
+        "    engine.reset_prefix_cache()\n",
+        "",
+        ("tests/ranks/test_evaluate.py::test_greedy_evaluation_is_the_argmax_of_plain_transformers[two engines]",),
+        (*_LONG_PROMPTS, "data.eval={{long: {made}/long.jsonl}}", "eval.every_steps=1"),
+    ),
+    Fault(
+        "off by one: a token is scored by the place after the right one",
+        "learn/packing.py",
+        "predict_index=on_device(completion_places - 1)",
+        "predict_index=on_device(completion_places)",
+        (_BATCHING,),
+    ),
+    Fault(
+        "off by one: the mask leaves out the first token",
+        "learn/packing.py",
+        "loss_mask=per_token([rollout.counts for rollout in rollouts], np.bool_)",
+        "loss_mask=per_token([rollout.counts for rollout in rollouts], np.bool_) * "
+        "on_device(np.diff(completion_places, prepend=-1) == 1)",
+        (_BATCHING,),
+    ),
+    Fault(
+        "sequences of a row see their neighbours",
+        "model/policy.py",
+        "PackedLayout(batch.sequence_lengths, batch.input_ids.device, self.attention)",
+        "PackedLayout([sum(batch.sequence_lengths)], batch.input_ids.device, self.attention)",
+        ("tests/unit/test_policy.py::test_a_sequence_does_not_see_its_neighbours_in_the_row",),
+    ),
+    Fault(
+        "completions paired with another prompt",
+        "rollout/sample.py",
+        "RolloutGroup(slot, prompts[slot], completions)",
+        "RolloutGroup(slot, prompts[slot - 1], completions)",
+        (_ROLLOUT,),
+    ),
+    Fault(
+        "per-rank denominator",
+        "learn/update.py",
+        "self._step(mini_batch, batch.num_loss_tokens[number],",
+        "self._step(mini_batch, sum(int(m.loss_mask.sum()) for m in mini_batch),",
+        (_PARTITION,),
+    ),
+    Fault(
+        "gradients averaged over ranks, not summed",
+        "model/policy.py",
+        "            module.set_gradient_divide_factor(1.0)\n",
+        "",
+        (_PARTITION,),
+    ),
+    Fault(
+        "group split over ranks: each part has its own mean",
+        "learn/sampled_step.py",
+        "advantages=advantages_of(rewards, config),",
+        "advantages=advantages_of(rewards.view(-1, group_size // self._session.world_size), config),",
+        (_PARTITION,),
+    ),
+    Fault(
+        "rank 1 leaves out a rollout of each row",
+        "learn/assemble.py",
+        "pack_rollouts([mine[i] for i in row], session.device)",
+        "pack_rollouts([mine[i] for i in row][session.rank :], session.device)",
+        (_PARTITION,),
+    ),
+    Fault(
+        "advantage sign",
+        "learn/advantages.py",
+        "centered = torch.where(known, rewards - mean, 0.0)",
+        "centered = torch.where(known, mean - rewards, 0.0)",
+        (_ADVANTAGES,),
+    ),
+    Fault(
+        "reward misaligned by one: on the way to rank 0",
+        "learn/sampled_step.py",
+        '"rewards": scored.rewards[own],',
+        '"rewards": (scored.rewards[-1:] + scored.rewards[:-1])[own],',
+        (_PARTITION,),
+    ),
+    Fault(
+        "reward misaligned by one: in the reward pool",
+        "rewards/pool/pool.py",
+        "text = texts[len(self._keywords)]",
+        "text = texts[len(self._keywords) - 1]",
+        ("tests/faults/test_rewards.py",),
+    ),
+    Fault(
+        "unscored sample taken for 0",
+        "learn/sampled_step.py",
+        "[math.nan if reward is None else",
+        "[0.0 if reward is None else",
+        (_PARTITION,),
+    ),
+    Fault(
+        "seed ignored: samples of a group alike",
+        "rollout/sample.py",
+        _SEED,
+        _SEED.replace("missing[slot][number]", "0"),
+        (_ROLLOUT,),
+    ),
+    Fault(
+        "seed ignored: that of the config", "rollout/sample.py", _SEED, _SEED.replace("config.seed", "0"), (_ROLLOUT,)
+    ),
+    Fault(
+        "seed ignored: the engine's own is used",
+        "engine/engine.py",
+        "            seed=request.seed,\n",
+        "",
+        (
+            "tests/ranks/test_evaluate.py::test_two_ranks_and_tensor_parallelism_evaluate_exactly_as_one_rank[two "
+            "engines]",
+        ),
+    ),
+    Fault(
+        "old logprobs taken after the first update",
+        "learn/update.py",
+        "old_logprobs = logprobs.detach() if micro_batch.old_logprobs is None else micro_batch.old_logprobs",
+        "old_logprobs = logprobs.detach()",
+        (_PARTITION,),
+        ("training.num_mini_batches=2",),
+    ),
+    Fault(
+        "clip bounds swapped",
+        "learn/update.py",
+        "            clip_ratio_low=config.clip_ratio_low,\n            clip_ratio_high=config.clip_ratio_high,\n",
+        "            clip_ratio_low=config.clip_ratio_high,\n            clip_ratio_high=config.clip_ratio_low,\n",
+        (_LOSS, _PARTITION),
+        ("training.num_mini_batches=2",),
+    ),
+    Fault(
+        "a skipped update moves the optimizer: a step with gradient 0",
+        "learn/update.py",
+        "            self._optimizer.zero_grad(set_to_none=True)\n            self._skipped_in_a_row += 1\n",
+        "            self._optimizer.zero_grad(set_to_none=False)\n            self._optimizer.step()\n"
+        "            self._optimizer.zero_grad(set_to_none=True)\n            self._skipped_in_a_row += 1\n",
+        ("tests/ranks/test_nonfinite.py",),
+    ),
+    Fault(
+        "KL sign",
+        "learn/losses.py",
+        "total = policy_sum + kl_coef * kl_sum",
+        "total = policy_sum - kl_coef * kl_sum",
+        (_LOSS,),
+        ("loss.kl_coef=0.01",),
+    ),
+    Fault(
+        "rollout correction upside down",
+        "learn/losses.py",
+        "policy_logprobs.detach() - rollout_logprobs, 0.0)",
+        "rollout_logprobs - policy_logprobs.detach(), 0.0)",
+        (_LOSS,),
+    ),
+)
+
+
+# Made in every copy, also in the one without a fault: the matrix of world sizes 1 to 4 takes three times as long as
+# that of 1 and 2.
+SHORTER = Fault("", "../tests/ranks/test_partition.py", "WORLD_SIZES = (1, 2, 3, 4)", "WORLD_SIZES = (1, 2)", ())
+
+
+def plant(root: Path, fault: Fault, *, write: bool = True) -> None:
+    """Make the edit below `root`, or only try it.
+
+    Raises:
+        ValueError: its text is not there exactly once, or what results is no Python.
+    """
+    path = root / "grpo_spmd" / fault.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(fault.old) != 1:
+        raise ValueError(f"{fault.name}: {fault.file} holds {text.count(fault.old)} times, not once:\n{fault.old}")
+    text = text.replace(fault.old, fault.new)
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"{fault.name}: {fault.file} does not parse: {error}") from None
+    if write:
+        path.write_text(text, encoding="utf-8")
+
+
+def problems(root: Path) -> list[str]:
+    """Of faults that can not be planted, and tests that are not there. Cheap: nothing is imported or run."""
+    found = []
+    for fault in (*FAULTS, SHORTER):
+        try:
+            plant(root, fault, write=False)
+        except (OSError, ValueError) as error:
+            found.append(str(error))
+        for test in fault.tests:
+            file, _, name = test.partition("[")[0].partition("::")
+            if not (root / file).exists() or f"def {name}" not in (root / file).read_text(encoding="utf-8"):
+                found.append(f"{fault.name}: there is no test {test}")
+    return found
