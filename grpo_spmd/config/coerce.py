@@ -1,10 +1,11 @@
-"""Plain YAML values into the declared types, or one line that names the key, the value and what it must be."""
+"""Plain YAML values into the declared types, within their bounds, or one line: the key, the value, what it must be."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import math
+import operator
 import re
 import types
 import typing
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Union
 
 from grpo_spmd.config.describe import type_name
-from grpo_spmd.config.dump import join_key
+from grpo_spmd.config.dump import flat, join_key
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, RewardConfig
 
@@ -30,31 +31,50 @@ def build(cls: type, tree: Any, where: str) -> Any:
             raise ConfigError(_unknown_key(join_key(where, str(name)), str(name), where))
     values = {}
     for name, field in fields.items():
+        full = join_key(where, name)
         if name in tree:
-            values[name] = coerce(hints[name], tree[name], join_key(where, name))
+            values[name] = coerce(hints[name], tree[name], full)
+            _check_bounds(values[name], field, full)
         elif dataclasses.is_dataclass(hints[name]):
-            values[name] = build(typing.cast(type, hints[name]), {}, join_key(where, name))
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{join_key(where, name)} is required and missing: {field.metadata['doc']}")
+            values[name] = build(typing.cast(type, hints[name]), {}, full)
+        elif field.metadata["required"]:
+            raise ConfigError(f"{full} is required and missing: {field.metadata['doc']}")
     return cls(**values)
 
 
+_COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+
+
+def _check_bounds(value: Any, field: dataclasses.Field[Any], full: str) -> None:
+    """Every number in `value` keeps to the bounds beside its key, and the text of a required key is not empty."""
+    bounds = field.metadata.get("bounds", {})
+    leaves = flat(list(value) if isinstance(value, tuple) else value, full)
+    for name, number in leaves.items() if bounds else ():
+        if isinstance(number, int | float) and not all(
+            _COMPARISONS[sign](number, bound) for sign, bound in bounds.items()
+        ):
+            text = " and ".join(f"{sign} {bound:g}" for sign, bound in bounds.items())
+            raise ConfigError(f"{name} must be {text}; got {number if list(bounds) == ['>='] else format(number, 'g')}")
+    if field.metadata.get("required") and isinstance(value, str) and (not value.strip() or "\0" in value):
+        raise ConfigError(f"{full} must not be empty, nor contain a NUL character; got {value!r}")
+
+
 # What people look for and will not find, with the reason.
+_CUTS = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+)
 REFUSED_KEYS = {
     name: f"training samples from the whole distribution: with {name} the engine draws from a part of it, while the "
-    "policy's logprobs are "
-    "those of the whole, so that every ratio would be off by the mass that was cut away; take it out (temperature is "
-    "rollout.temperature)"
-    for name in (
-        "top_p",
-        "top_k",
-        "min_p",
-        "typical_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-    )
+    "policy's logprobs are those of the whole, so that every ratio would be off by the mass that was cut away; take it "
+    "out (temperature is rollout.temperature)"
+    for name in _CUTS
 }
 
 
@@ -92,18 +112,14 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        for option in args:
-            if option is type(None):
-                continue
+        options = [option for option in args if option is not type(None)]
+        for option in options:
             try:
                 return coerce(option, value, where)
-            except ConfigError as error:
-                last = error
-        raise (
-            last
-            if len([a for a in args if a is not type(None)]) == 1
-            else ConfigError(f"{where} must be {' or '.join(type_name(a) for a in args)}; got {value!r}")
-        )
+            except ConfigError:
+                if len(options) == 1:
+                    raise
+        raise ConfigError(f"{where} must be {type_name(hint)}; got {value!r}")
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{where} must be a list; got {value!r}")
@@ -117,7 +133,9 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
             return {}
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             raise ConfigError(f"{where} must be a mapping with names as keys; got {value!r}")
-        return value
+        if args[1] is Any:
+            return value
+        return {name: coerce(args[1], item, join_key(where, name)) for name, item in value.items()}
     if hint is bool and isinstance(value, bool):
         return value
     if hint is int:

@@ -1,46 +1,82 @@
-"""Every config key in words, for --help."""
+"""Every config key in words: for --help, and as Markdown for configs/README.md.
+
+python -m grpo_spmd.config.describe      prints the Markdown
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
-from typing import Any, Literal, Union
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, Union
 
 from grpo_spmd.config.dump import join_key
 from grpo_spmd.config.schema import Config, RewardConfig
 
 
+class _KeyText(NamedTuple):
+    name: str
+    default: str  # as YAML has it; "" where the key is required
+    values: str  # type and bounds
+    meaning: str
+
+
 def describe_keys() -> str:
     """Every config key with its type, default and meaning, one a line, for `--help`."""
-    return "\n".join(_describe(Config, ""))
+    return "\n".join(
+        f"  {key.name:36} {key.meaning} ({key.values}; {f'default {key.default}' if key.default else 'required'})"
+        for key in _keys(Config, "")
+    )
+
+
+def keys_as_markdown() -> str:
+    """Every config key as Markdown: a table of the keys without a section, then one for each section."""
+    lines, section = [], None
+    for key in sorted(_keys(Config, ""), key=lambda key: "." in key.name):
+        of = key.name.split(".")[0] if "." in key.name else "Without a section"
+        if of != section:
+            section = of
+            lines += ["", f"### {of}", "", "| key | default | value | meaning |", "|---|---|---|---|"]
+        default = f"`{key.default}`" if key.default else "required"
+        text = " | ".join(cell.replace("|", "\\|") for cell in (f"`{key.name}`", default, key.values, key.meaning))
+        lines.append(f"| {text} |")
+    return "\n".join(lines[1:])
 
 
 def type_name(hint: Any) -> str:
-    if typing.get_origin(hint) is Literal:
+    origin = typing.get_origin(hint)
+    if origin is Literal:
         return "|".join(map(str, typing.get_args(hint)))
-    if typing.get_origin(hint) in (Union, types.UnionType):
+    if origin in (Union, types.UnionType):
         return " or ".join(type_name(arg) for arg in typing.get_args(hint))
-    if hint is type(None):
-        return "null"
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    return names.get(hint) or str(hint).replace("typing.", "")
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null",
+             tuple: "a list", dict: "a mapping"}  # fmt: skip
+    return names[origin or hint]
 
 
-def _describe(cls: type, where: str) -> list[str]:
-    lines = []
+def _keys(cls: type, where: str) -> Iterator[_KeyText]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint, full = hints[field.name], join_key(where, field.name)
         if dataclasses.is_dataclass(hint):
-            lines += _describe(typing.cast(type, hint), full)
-            continue
-        if full == "rewards":
-            lines += _describe(RewardConfig, "rewards.N")
-            continue
-        if field.default_factory is not dataclasses.MISSING:
-            default = f"default {field.default_factory()}"
+            yield from _keys(typing.cast(type, hint), full)
+        elif full == "rewards":
+            yield from _keys(RewardConfig, "rewards.N")
         else:
-            default = "required" if field.default is dataclasses.MISSING else f"default {field.default}"
-        lines.append(f"  {full:36} {field.metadata['doc']} ({type_name(hint)}; {default})")
-    return lines
+            kind, null, _ = type_name(hint).partition(" or null")
+            bounds = "".join(f" and {sign} {bound:g}" for sign, bound in field.metadata["bounds"].items())
+            values = kind + bounds.replace(" and", "", 1) + null
+            yield _KeyText(full, _default(field), values, field.metadata["doc"])
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.metadata["required"]:
+        return ""
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+if __name__ == "__main__":
+    print(keys_as_markdown())

@@ -1,7 +1,7 @@
-"""One tree of frozen dataclasses: load YAML, override, validate, dump. Imports neither torch nor vllm.
+"""One tree of frozen dataclasses. Every value of a run lives here once: its type, default, bounds and meaning.
 
-Every value lives here once. `load_config` either returns a tree in which every key was declared, typed and checked, or
-raises `ConfigError` with one line that names the key, the value and the remedy.
+`load.load_config` returns a tree in which every key was declared, typed and checked, or raises `ConfigError` with one
+line that names the key, the value and the remedy.
 """
 
 from __future__ import annotations
@@ -15,21 +15,30 @@ from typing import Any, Literal
 PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
 
 
-def key(default: Any, doc: str) -> Any:
-    """A config key with its default and the sentence that `--help` prints for it."""
-    if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"doc": doc})
-    return dataclasses.field(default=default, metadata={"doc": doc})
+_SIGNS = {"above": ">", "at_least": ">=", "below": "<", "at_most": "<="}
+
+
+def key(default: Any, doc: str, **bounds: float) -> Any:
+    """A config key: its default, the sentence that `--help` prints for it, and what its numbers must keep to.
+
+    Args:
+        bounds: above, at_least, below or at_most; of every number in a list or mapping, and not of null.
+    """
+    metadata = {"doc": doc, "required": False, "bounds": {_SIGNS[name]: bound for name, bound in bounds.items()}}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def required(doc: str) -> Any:
-    return dataclasses.field(metadata={"doc": doc})
+    """A key without a default; where it is text, the text must not be empty."""
+    return dataclasses.field(metadata={"doc": doc, "required": True, "bounds": {}})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    rank: int = key(0, "rank of the adapters; 0: full fine-tuning")
-    alpha: float = key(32.0, "the adapters' product counts alpha / rank")
+    rank: int = key(0, "rank of the adapters; 0: full fine-tuning", at_least=0)
+    alpha: float = key(32.0, "the adapters' product counts alpha / rank", above=0)
     target_modules: tuple[str, ...] | Literal["all-linear"] = key(
         "all-linear", "names of the layers that get one, or all but the lm_head"
     )
@@ -54,72 +63,62 @@ class ModelConfig:
     )
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     activation_checkpointing: bool | Literal["selective"] = key(
-        False,
-        "true: recompute each layer in the backward pass instead of keeping its activations; selective: all but its "
-        "products",
+        False, "recompute activations in the backward pass: true: of whole layers; selective: of all but their products"
     )
     offload: bool | Literal["optimizer"] = key(
         False, "keep in host memory while the engine is awake: optimizer: its state; true: the policy's parameters too"
     )
     compile: bool = key(False, "torch.compile the layers")
-    num_replicas: int = key(1, "copies of the policy (HSDP): each is sharded over ranks / this many consecutive ranks")
-    logprob_chunk_tokens: int = key(1024, "tokens whose [tokens, vocabulary] logits exist at one time")
+    num_replicas: int = key(
+        1, "copies of the policy (HSDP): each is sharded over ranks / this many consecutive ranks", at_least=1
+    )
+    logprob_chunk_tokens: int = key(1024, "tokens whose [tokens, vocabulary] logits exist at one time", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     train: str = required("a .jsonl or .parquet file, or hub:REPO:SUBSET:SPLIT (SUBSET may be empty)")
-    eval: dict[str, Any] | str = key(
-        {}, "held-out sets, {name: source}, a source written as in data.train; or one source"
-    )
+    eval: dict[str, Any] | str = key({}, "held-out sets, {name: source as in data.train}; or one source")
     prompt_key: str = key("prompt", "column that holds the prompt: a string, or a list of chat messages")
-    prompt_template: str | None = key(
-        None, "the prompt written out, with columns in braces: 'Use {nums} to make {target}'; not prompt_key"
-    )
+    prompt_template: str | None = key(None, "in place of prompt_key, columns in braces: 'Use {nums} to make {target}'")
     as_chat: bool = key(False, "send a string prompt through the tokenizer's chat template as one user message")
     system_prompt: str | None = key(None, "system message put before a chat prompt that has none")
-    max_prompt_tokens: int = key(512, "longest prompt, in tokens")
-    on_long_prompt: Literal["error", "drop"] = key(
-        "error", "what a longer prompt means: refuse to start, or drop it and count"
-    )
+    max_prompt_tokens: int = key(512, "longest prompt, in tokens", at_least=1)
+    on_long_prompt: Literal["error", "drop"] = key("error", "a longer prompt: refuse to start, or drop it and count")
     shuffle: bool = key(True, "a new order each epoch, a function of seed and epoch alone")
 
     @property
     def eval_sets(self) -> dict[str, str]:
         """The held-out sets by name; a single source is named after its file or hub repository."""
         if isinstance(self.eval, str):
-            return (
-                {Path(self.eval.split(":")[1] if self.eval.startswith("hub:") else self.eval).stem: self.eval}
-                if self.eval
-                else {}
-            )
+            name = self.eval.split(":")[1] if self.eval.startswith("hub:") else self.eval
+            return {Path(name).stem: self.eval} if self.eval else {}
         return self.eval
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    num_prompts_per_step: int = key(64, "prompts a step over all ranks (P)")
-    group_size: int = key(8, "completions per prompt (G)")
-    max_completion_tokens: int = key(1024, "longest completion, in tokens")
-    temperature: float = key(1.0, "sampling temperature; the policy's logprobs are taken at the same one")
-    tensor_parallel_size: int = key(1, "ranks that share one engine")
-    dynamic_sampling: bool = key(
-        False, "drop groups whose rewards are all alike, and refill the step from further prompts"
-    )
+    num_prompts_per_step: int = key(64, "prompts a step over all ranks (P)", at_least=1)
+    group_size: int = key(8, "completions per prompt (G)", at_least=2)
+    max_completion_tokens: int = key(1024, "longest completion, in tokens", at_least=1)
+    # vLLM would silently sample at 0.01 what is asked for at less.
+    temperature: float = key(1.0, "sampling temperature, also of the policy's logprobs", at_least=0.01)
+    tensor_parallel_size: int = key(1, "ranks that share one engine", at_least=1)
+    dynamic_sampling: bool = key(False, "drop groups whose rewards are all alike, and refill from further prompts")
     dynamic_sampling_max_rounds: int = key(
-        10, "rounds of generation after which such a step trains on the groups that it has"
+        10, "rounds of generation after which such a step trains on the groups that it has", at_least=1
     )
-    gpu_memory_utilization: float = key(0.6, "share of a GPU's memory that the engine may take (GPU only)")
+    gpu_memory_utilization: float = key(
+        0.6, "share of its memory that the engine may take (GPU only)", above=0, below=1
+    )
     schedule: Literal["shared_queue", "static"] = key(
         "shared_queue", "shared_queue: engines claim groups as they get free; static: each has its share from the start"
     )
     sleep_level: Literal[1, 2] | None = key(
-        None,
-        "while the policy trains, 1 keeps the engine's weights in host memory, 2 drops them; null: what the sync needs "
-        "(GPU only)",
+        None, "asleep on a GPU, 1 keeps the engine's weights in host memory, 2 drops them; null: what the sync needs"
     )
     weight_sync_bucket_mib: int = key(
-        16, "bytes of one gather of the weight sync, over the ranks of a replica; two are in memory"
+        16, "bytes of one gather of the weight sync, over the ranks of a replica; two are in memory", at_least=1
     )
     engine: dict[str, Any] = key({}, "passed through to vllm.LLM")
 
@@ -130,21 +129,19 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    name: str | None = key(
-        None, "a shipped reward (math, gsm8k, countdown, code, format, exact), or the metric's name for `function`"
-    )
-    function: str | None = key(
-        None, '"file.py:function" with the signature fn(prompts, completions, completion_ids, **columns)'
-    )
+    name: str | None = key(None, "a shipped reward (math, gsm8k, countdown, code, format, exact), or `function`'s name")
+    function: str | None = key(None, '"file.py:function": fn(prompts, completions, completion_ids, **columns)')
     weight: float = key(1.0, "factor of this reward in the sum")
     args: dict[str, Any] = key({}, "further keyword arguments for the function")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardPoolConfig:
-    num_workers: int = key(4, "processes on each rank that score rewards")
-    timeout_s: float = key(10.0, "seconds that scoring one completion may take before its process is killed")
-    max_error_frac: float = key(0.3, "share of a step's completions without a usable reward at which the run stops")
+    num_workers: int = key(4, "processes on each rank that score rewards", at_least=1)
+    timeout_s: float = key(10.0, "seconds that scoring one completion may take before its process is killed", above=0)
+    max_error_frac: float = key(
+        0.3, "share of a step's completions without a usable reward at which the run stops", above=0, at_most=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,27 +149,25 @@ class AdvantageConfig:
     estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = key(
         "grpo",
         "grpo: minus the group's mean, scaled by normalize_std; dr_grpo: never scaled; rloo: minus the mean of the "
-        "others; "
-        "reinforce_pp: minus the mean of the step's rewards, over their standard deviation",
+        "others; reinforce_pp: minus the mean of the step's rewards, over their standard deviation",
     )
     normalize_std: Literal["group", "batch", "none"] = key("group", "which standard deviation grpo divides by")
     overlong_buffer_tokens: int = key(
-        0, "completions that end within this many tokens of the longest are punished, linearly; 0: none"
+        0, "completions that end within this many tokens of the longest are punished, linearly; 0: none", at_least=0
     )
-    overlong_penalty: float = key(1.0, "what a completion of the full length loses of its reward")
+    overlong_penalty: float = key(1.0, "what a completion of the full length loses of its reward", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
     policy: Literal["clip", "gspo", "cispo"] = key(
         "clip",
-        "clip: PPO's, a ratio for each token; gspo: one for each sequence; cispo: a clipped, detached ratio as weight "
-        "of the logprob",
+        "clip: PPO's, a ratio for each token; gspo: one for each sequence; cispo: a clipped, detached ratio as weight",
     )
-    clip_ratio_low: float = key(0.2, "the ratio is clipped below at 1 - this; 1: never")
-    clip_ratio_high: float = key(0.28, "the ratio is clipped above at 1 + this")
+    clip_ratio_low: float = key(0.2, "the ratio is clipped below at 1 - this; 1: never", above=0, at_most=1)
+    clip_ratio_high: float = key(0.28, "the ratio is clipped above at 1 + this", above=0)
     dual_clip: float | None = key(
-        3.0, "where the advantage is negative the ratio counts as this at most (clip, gspo); null: no bound"
+        3.0, "where the advantage is negative the ratio counts as this at most (clip, gspo); null: no bound", above=1
     )
     aggregation: Literal["token", "sequence", "constant"] = key(
         "token",
@@ -188,38 +183,37 @@ class LossConfig:
     rollout_correction: Literal["none", "token_tis", "sequence_tis", "icepop"] = key(
         "token_tis",
         "weight for the difference of engine and policy, r = policy / engine: min(r, cap) of a token; of a sequence; "
-        "or r of a token, "
-        "0 outside [1/cap, cap]",
+        "or r of a token, 0 outside [1/cap, cap]",
     )
-    rollout_correction_cap: float = key(2.0, "that cap")
-    kl_coef: float = key(0.0, "weight of the KL term to the reference model; 0 builds no reference model")
+    rollout_correction_cap: float = key(2.0, "that cap", above=1)
+    kl_coef: float = key(0.0, "weight of the KL term to the reference model; 0 builds no reference model", at_least=0)
     kl_estimator: Literal["k1", "k2", "k3"] = key("k3", "per-token estimator of that KL (Schulman's names)")
     kl_in: Literal["loss", "reward"] = key(
         "loss", "a term of the loss, or taken from a completion's reward, summed over its tokens"
     )
-    entropy_coef: float = key(0.0, "weight of an entropy bonus")
+    entropy_coef: float = key(0.0, "weight of an entropy bonus", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    lr: float = key(1e-6, "learning rate after the warm-up, constant")
-    weight_decay: float = key(0.01, "decoupled weight decay, on matrices only")
-    betas: tuple[float, float] = key((0.9, 0.95), "AdamW's two")
-    max_grad_norm: float = key(1.0, "global gradient norm above which gradients are scaled down")
-    warmup_steps: int = key(0, "optimizer steps over which lr rises linearly")
+    lr: float = key(1e-6, "learning rate after the warm-up, constant", at_least=0)
+    weight_decay: float = key(0.01, "decoupled weight decay, on matrices only", at_least=0)
+    betas: tuple[float, float] = key((0.9, 0.95), "AdamW's two", at_least=0, below=1)
+    max_grad_norm: float = key(1.0, "global gradient norm above which gradients are scaled down", above=0)
+    warmup_steps: int = key(0, "optimizer steps over which lr rises linearly", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    num_steps: int = key(100, "rollout-and-update steps of the run")
-    num_mini_batches: int = key(1, "optimizer steps a rollout, in each epoch over it")
-    num_epochs: int = key(1, "passes over each step's rollouts")
+    num_steps: int = key(100, "rollout-and-update steps of the run", at_least=1)
+    num_mini_batches: int = key(1, "optimizer steps a rollout, in each epoch over it", at_least=1)
+    num_epochs: int = key(1, "passes over each step's rollouts", at_least=1)
     max_tokens_per_micro_batch: int = key(16384, "prompt and completion tokens of one forward-backward on one rank")
     max_nonfinite_in_a_row: int = key(
-        3, "updates in a row, skipped since loss or gradient was not finite, at which the run stops"
+        3, "updates in a row, skipped since loss or gradient was not finite, at which the run stops", at_least=1
     )
     max_time_s: float | None = key(
-        None, "seconds after which the run saves and ends as preempted; null: when Slurm's time ends"
+        None, "seconds after which the run saves and ends as preempted; null: when Slurm's time ends", above=0
     )
 
     @property
@@ -231,37 +225,35 @@ class TrainingConfig:
 @dataclass(frozen=True, kw_only=True)
 class ProofConfig:
     every_steps: int = key(
-        20, "steps between proofs that the engine holds the policy's weights, tensor by tensor; 0: only at the start"
+        20, "steps between proofs of the engine's weights against the policy's; 0: only at the start", at_least=0
     )
     max_mismatch: float | None = key(
-        None, "mean |policy - engine| in nats a token at which the run stops; null: from what the first step measures"
+        None,
+        "mean |policy - engine| in nats a token that stops the run; null: from what the first step measures",
+        above=0,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    every_steps: int = key(0, "evaluate on the sets of data.eval at each N-th step and after the last; 0: never")
-    num_samples: int = key(4, "completions per prompt")
-    temperature: float = key(1.0, "sampling temperature of the evaluation; 0: greedy")
+    every_steps: int = key(0, "evaluate on data.eval at each N-th step and after the last; 0: never", at_least=0)
+    num_samples: int = key(4, "completions per prompt", at_least=1)
+    temperature: float = key(1.0, "sampling temperature of the evaluation; 0: greedy", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     every_steps: int = key(
-        100,
-        "save all that the run needs to go on each N steps; 0: only at the end of the run, and when it is preempted",
+        100, "save all that a run needs to go on each N steps; 0: only at the end and when preempted", at_least=0
     )
-    keep: int = key(2, "how many of the newest checkpoints stay on disk")
-    best_metric: str | None = key(
-        None, "a key of metrics.jsonl, e.g. eval/gsm8k/mean: the checkpoint with its highest value stays too"
-    )
+    keep: int = key(2, "how many of the newest checkpoints stay on disk", at_least=1)
+    best_metric: str | None = key(None, "metric, e.g. eval/gsm8k/mean: the checkpoint with its highest value stays too")
     export_every_steps: int = key(
-        0, "put the model in HF's format (adapters in peft's) into each N-th step's checkpoint; 0: the last"
+        0, "put the model in HF's format (adapters in peft's) into each N-th step's checkpoint; 0: the last", at_least=0
     )
     resume: str = key(
         "never",
-        "auto: go on from the newest good checkpoint of run_dir, if any; never: refuse a run_dir in use; or a "
-        "checkpoint's folder",
+        "auto: from run_dir's newest good checkpoint, if any; never: refuse a run_dir in use; or a checkpoint's folder",
     )
     rollout_buffer: bool = key(
         True, "keep finished completions on disk until their step is saved, so that none is sampled again on resume"
@@ -271,22 +263,22 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True)
 class WatchdogConfig:
     timeout_s: float = key(
-        1800.0, "seconds that a phase may take on a rank before the run is stopped with a report of where each rank is"
+        1800.0, "seconds in a phase after which the run is stopped with a report of where each rank is", above=0
     )
-    phase_timeouts_s: dict[str, Any] = key({}, "other limits by phase: {rollout: 3600, checkpoint: 600}")
+    phase_timeouts_s: dict[str, float] = key({}, "other limits by phase: {rollout: 3600, checkpoint: 600}", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     wandb: bool | Literal["online", "offline"] = key(False, "send the metrics to Weights & Biases too")
     wandb_project: str = key("grpo_spmd", "its project there")
-    rollouts_every_steps: int = key(1, "dump each N-th step's rollouts as jsonl; 0: never")
+    rollouts_every_steps: int = key(1, "dump each N-th step's rollouts as jsonl; 0: never", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     run_dir: str = required("folder of this run: config, metrics, rollouts, logs, checkpoints")
-    seed: int = key(0, "the run is a function of config and seed")
+    seed: int = key(0, "the run is a function of config and seed", at_least=0)
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
