@@ -33,8 +33,8 @@ from typing import Any
 import yaml
 
 from benchmarks.support.report import Row, arguments_parser, read_lines, report, spread
+from grpo_spmd.model.dimensions import Dimensions, dimensions
 from grpo_spmd.preflight.arithmetic import kv_bytes_per_token
-from grpo_spmd.preflight.model_facts import Dimensions, dimensions
 
 _VARIANTS = {
     "plain": [],

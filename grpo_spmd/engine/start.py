@@ -14,6 +14,7 @@ import torch.distributed as dist
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.distributed.session import Session
+from grpo_spmd.model.dimensions import head_dim
 from grpo_spmd.model.lora import engine_target_modules
 
 # vLLM reads these when it is imported, which happens in functions below. In-process is the point of this file; the rest
@@ -106,8 +107,7 @@ def _cpu_kv_cache_bytes(config: Config, session: Session) -> int:
 
     model = AutoConfig.from_pretrained(config.model.path)
     heads = getattr(model, "num_key_value_heads", model.num_attention_heads)
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    token = 2 * model.num_hidden_layers * heads * head_dim * (4 if config.model.dtype == "float32" else 2)
+    token = 2 * model.num_hidden_layers * heads * head_dim(model) * (4 if config.model.dtype == "float32" else 2)
     engines = max(1, session.world_size // config.rollout.tensor_parallel_size)
     wanted = (
         token * config.max_rollout_tokens * config.rollout.num_prompts_per_step * config.rollout.group_size // engines

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from grpo_spmd.model.dimensions import head_dim
 from grpo_spmd.records import Plan
 
 _LEVEL = 1e-3  # rows that run side by side are level enough when their costs differ by this share
@@ -30,10 +31,9 @@ def attention_cost_ratio(num_parameters: int, model_config: Any) -> float:
     """
     text = model_config.get_text_config()
     heads, layers = getattr(text, "num_attention_heads", 0), getattr(text, "num_hidden_layers", 0)
-    head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
     if types := getattr(text, "layer_types", None):
         layers = types.count("full_attention")
-    return float(layers * heads * head_dim / num_parameters)
+    return float(layers * heads * head_dim(text) / num_parameters)
 
 
 def plan_batch(

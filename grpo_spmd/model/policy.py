@@ -25,6 +25,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, LoraConfig, ModelConfig
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, choose_backend
+from grpo_spmd.model.dimensions import head_dim
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.layers import set_up_layer
 from grpo_spmd.model.logprobs import TokenLogprobs
@@ -101,8 +102,7 @@ def build_policy(
     # Parameters alone are made in this dtype: Module.to would round the rotary frequencies as well.
     adapted = trainable and config.lora.rank > 0
     stored = torch.float32 if trainable and not adapted else compute
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    attention = choose_backend(config.attention, session.device, compute, head_dim)
+    attention = choose_backend(config.attention, session.device, compute, head_dim(hf_config))
     with torch.device("meta"):
         policy = Policy(hf_config, temperature, config.logprob_chunk_tokens, attention, stored)
     head = policy.model.get_output_embeddings()

@@ -7,7 +7,10 @@ import re
 from typing import Literal
 
 from grpo_spmd.config.schema import Config, LoraConfig
-from grpo_spmd.preflight.model_facts import Dimensions, Shapes
+from grpo_spmd.model.dimensions import Dimensions
+from grpo_spmd.preflight.model_facts import Shapes
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
 def shard_numel(shapes: Shapes, num_ranks: int) -> int:

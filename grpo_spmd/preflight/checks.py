@@ -24,6 +24,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import check_lengths_early, check_template_early
 from grpo_spmd.data.rows import PromptRow, check_enough_rows, key_and_source, read_rows
+from grpo_spmd.preflight.model_facts import read_header
 from grpo_spmd.rewards.protocol import Reward, load_rewards
 from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
 
@@ -184,7 +185,12 @@ def _check_model(config: Config) -> None:
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.path: {folder} holds no .safetensors file")
     for path in sorted(folder.glob("*.safetensors")):
-        _check_safetensors(path)
+        try:
+            read_header(path)
+        except (OSError, ValueError):
+            raise ConfigError(
+                f"model.path: {path} is not a whole safetensors file; copy or download it again"
+            ) from None
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
         raise ConfigError(f"model.path: {folder} holds no tokenizer")  # transformers would make an empty one up
     positions = model.get("max_position_embeddings")
@@ -224,18 +230,3 @@ def _check_engine_keys(config: Config) -> None:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"rollout.engine.{name}: vllm.LLM of the installed version has no such argument{hint}")
-
-
-def _check_safetensors(path: Path) -> None:
-    """Whether the file is as long as its header says: a download or copy that broke off is seen here and not minutes
-    later."""
-    try:
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            header = json.loads(file.read(header_bytes)) if header_bytes < size else {}
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        ends = []
-    if not ends or 8 + header_bytes + max(ends) != size:
-        raise ConfigError(f"model.path: {path} is not a whole safetensors file; copy or download it again")

@@ -10,20 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_spmd.model.dimensions import Dimensions, dimensions
+
 Shapes = dict[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Dimensions:
-    """What config.json says of a decoder with attention and a gated MLP in each layer."""
-
-    hidden: int  # D
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int  # F
-    vocabulary: int  # V
 
 
 @dataclass(frozen=True)
@@ -57,24 +46,6 @@ class ModelFacts:
         return dimensions(self.config)
 
 
-def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
-    """The sizes in a config.json, or None where it does not name them all."""
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    sizes = [config.get(name) for name in names]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        return None
-    hidden, layers, heads, intermediate, vocabulary = (int(str(size)) for size in sizes)
-    return Dimensions(
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        intermediate=intermediate,
-        vocabulary=vocabulary,
-    )
-
-
 def read_model(path: str) -> ModelFacts | None:
     """Sizes of `model.path`: a local folder, or a hub id that lies in the local Hugging Face cache. None where neither
     is there."""
@@ -106,21 +77,36 @@ def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
         files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     else:
         files = sorted(folder.glob("*.safetensors"))
-    shapes: Shapes = {}
-    for path in files:
-        if not path.is_file():
-            return {}
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, entry in header.items():
-            # Some checkpoints hold the tied lm_head a second time, or a buffer of the rotary embedding.
-            if (
-                name != "__metadata__"
-                and not (tied and name == "lm_head.weight")
-                and not name.endswith("rotary_emb.inv_freq")
-            ):
-                shapes[name] = tuple(entry["shape"])
-    return shapes
+    if not all(path.is_file() for path in files):
+        return {}
+    return {
+        name: tuple(entry["shape"])
+        for path in files
+        for name, entry in read_header(path).items()
+        # Some checkpoints hold the tied lm_head a second time, or a buffer of the rotary embedding.
+        if not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq")
+    }
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """The header of a safetensors file: {tensor: {"dtype", "shape", "data_offsets"}}.
+
+    Raises:
+        ValueError: the file is not as long as its header says, since a download or copy broke off.
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(length, size)))
+    try:
+        header.pop("__metadata__", None)
+        whole = 8 + length + max(entry["data_offsets"][1] for entry in header.values()) == size
+    except (KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} is not a whole safetensors file")
+    return dict(header)
 
 
 def shapes_from_config(config: Mapping[str, Any]) -> Shapes:

@@ -26,10 +26,11 @@ from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.model.dimensions import dimensions
 from grpo_spmd.model.layers import set_up_layer
 from grpo_spmd.model.logprobs import TokenLogprobs
 from grpo_spmd.model.policy import Policy
-from grpo_spmd.preflight import arithmetic, explain, model_facts
+from grpo_spmd.preflight import advice, arithmetic, explain, memory, model_facts
 from grpo_spmd.records import Rollout
 from tests.support.models import FAMILIES, make_model, write_config
 
@@ -182,7 +183,7 @@ def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: p
 
 
 def test_a_config_that_names_no_sizes_gives_none() -> None:
-    assert model_facts.dimensions({"n_embd": 4, "n_layer": 2}) is None
+    assert dimensions({"n_embd": 4, "n_layer": 2}) is None
     assert model_facts.shapes_from_config({"model_type": "gpt2", "n_embd": 4}) == {}
 
 
@@ -435,7 +436,7 @@ GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
     ],
 )
 def test_advice(tmp_path: Path, overrides: str, num_ranks: int, expected: str | None) -> None:
-    found = list(explain.advice(a_config(tmp_path, *overrides.split()), num_ranks))
+    found = list(advice.advice(a_config(tmp_path, *overrides.split()), num_ranks))
     assert len(found) == (expected is not None), found
     assert expected is None or expected in found[0]
 
@@ -452,7 +453,7 @@ def test_lora_offload_and_replicas_change_what_a_rank_holds(tmp_path: Path) -> N
     assert arithmetic.adapter_shapes(model.shapes, LoraConfig(rank=2, target_modules=("k_proj",))) == {}
     overrides = ["model.dtype=bfloat16", "model.lora.rank=2", "model.offload=true", "model.num_replicas=2"]
     config = load_config(write_config(tmp_path, tmp_path), overrides)
-    values = {name: value for name, value, _ in explain._training_rows(config, model, 2)}
+    values = {name: value for name, value, _ in memory.training_rows(config, model, 2)}
     assert values["base"] == "228 B"  # (48 + 6 + 60) x 2
     assert values["master parameters"] == values["gradients"] == "112 B"  # (12 + 16) x 4
     assert values["of it in host memory"] == values["state between updates"] == "564 B"  # 228 + 112 + 224
