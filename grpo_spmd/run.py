@@ -107,9 +107,10 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         ConfigError: what could be seen only now. It leaves nothing behind in the run folder.
     """
     tokenizer = load_tokenizer(config.model.path)
-    prompts = build_prompts(inputs.rows, tokenizer, config)
-    held_out = {name: build_prompts(rows, tokenizer, config, name) for name, rows in inputs.eval_rows.items()}
-    stream = PromptStream(prompts, config.seed, config.data.shuffle)
+    data, per_step = config.data, config.rollout.num_prompts_per_step
+    prompts = build_prompts(inputs.rows, tokenizer, data, per_step)
+    held_out = {name: build_prompts(rows, tokenizer, data, per_step, name) for name, rows in inputs.eval_rows.items()}
+    stream = PromptStream(prompts, config.seed, data.shuffle)
     session = start_session(config.model.num_replicas, config.rollout.tensor_parallel_size, config.watchdog)
     preemption = Preemption(config)
     log_to_terminal(session)

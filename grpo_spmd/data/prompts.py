@@ -1,8 +1,4 @@
-"""Prompt sets (jsonl, parquet, hub), the tokenizer's template, and a shuffled cursor that knows nothing of ranks.
-
-`read_rows` needs neither torch nor a tokenizer, so that a bad file is named within a second; `build_prompts` needs the
-tokenizer.
-"""
+"""Rows as token ids, and a shuffled cursor over them that knows nothing of ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import Config, DataConfig
+from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.data.rows import PromptRow, check_enough_rows
 from grpo_spmd.records import Prompt
 
 
-def check_template_early(rows: Sequence[PromptRow], config: Config) -> None:
-    """With a local model folder, refuse chat messages that have no template before torch is imported; `build_prompts`
-    decides."""
-    folder = Path(config.model.path)
+def check_template_early(rows: Sequence[PromptRow], model_path: str) -> None:
+    """With a local model, refuse messages without a chat template before torch is imported; `build_prompts` decides."""
+    folder = Path(model_path)
     where = next((row.where for row in rows if not isinstance(row.prompt, str)), None)
     if where is None or not folder.is_dir() or any(folder.glob("*chat_template*")):
         return
@@ -35,17 +30,15 @@ def check_template_early(rows: Sequence[PromptRow], config: Config) -> None:
         raise ConfigError(_no_template(where))
 
 
-def check_lengths_early(rows: Sequence[PromptRow], config: Config) -> None:
+def check_lengths_early(rows: Sequence[PromptRow], config: DataConfig, model_path: str) -> None:
     """With a local tokenizer.json and plain prompts, refuse over-long prompts before torch is imported.
 
     `build_prompts` decides with the model's own tokenizer class; this only brings its answer forward by some seconds.
     """
-    tokenizer_file = Path(config.model.path) / "tokenizer.json"
-    if (
-        config.data.on_long_prompt != "error"
-        or not tokenizer_file.is_file()
-        or any(not isinstance(r.prompt, str) for r in rows)
-    ):
+    tokenizer_file = Path(model_path) / "tokenizer.json"
+    if config.on_long_prompt != "error" or not tokenizer_file.is_file():
+        return
+    if any(not isinstance(row.prompt, str) for row in rows):
         return
     import tokenizers
 
@@ -55,12 +48,16 @@ def check_lengths_early(rows: Sequence[PromptRow], config: Config) -> None:
         raise ConfigError(f"model.path: cannot read {tokenizer_file}: {error}") from None
     tokenizer.no_truncation()
     for row, encoding in zip(rows, tokenizer.encode_batch([str(row.prompt) for row in rows]), strict=True):
-        if len(encoding.ids) > config.data.max_prompt_tokens:
-            raise ConfigError(_too_long(row, len(encoding.ids), config.data))
+        if len(encoding.ids) > config.max_prompt_tokens:
+            raise ConfigError(_too_long(row, len(encoding.ids), config))
 
 
 def build_prompts(
-    rows: Sequence[PromptRow], tokenizer: Any, config: Config, eval_set: str | None = None
+    rows: Sequence[PromptRow],
+    tokenizer: Any,
+    config: DataConfig,
+    num_prompts_per_step: int,
+    eval_set: str | None = None,
 ) -> list[Prompt]:
     """Tokenize every row: strings as they are, messages through the chat template with a generation prompt.
 
@@ -71,31 +68,31 @@ def build_prompts(
             template, or too few prompts for a step (in a set of `data.eval`: none).
     """
     prompts = []
-    if any(not isinstance(row.prompt, str) for row in rows) and getattr(tokenizer, "chat_template", None) is None:
-        where = next(row.where for row in rows if not isinstance(row.prompt, str))
-        raise ConfigError(_no_template(where))
     for number, row in enumerate(rows):
-        if isinstance(row.prompt, str):
-            token_ids = tokenizer(row.prompt)["input_ids"]
-        else:
-            try:
-                text = tokenizer.apply_chat_template(row.prompt, tokenize=False, add_generation_prompt=True)
-            except (
-                Exception
-            ) as error:  # a template may refuse with any error, e.g. roles in an order that it does not know
-                raise ConfigError(
-                    f"{row.where}: the chat template refused the messages: {type(error).__name__}: {error}"
-                ) from None
-            # the template writes the special tokens itself
-            token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        token_ids = _tokenized(row, tokenizer)
         if not token_ids:
             raise ConfigError(f"{row.where}: the prompt has no tokens")
-        if len(token_ids) <= config.data.max_prompt_tokens:
-            prompts.append(Prompt(number, number, list(token_ids), row.prompt, row.columns))
-        elif config.data.on_long_prompt == "error":
-            raise ConfigError(_too_long(row, len(token_ids), config.data))
-    check_enough_rows(len(prompts), config, len(rows) - len(prompts), eval_set)
+        if len(token_ids) <= config.max_prompt_tokens:
+            prompts.append(Prompt(number, number, token_ids, row.prompt, row.columns))
+        elif config.on_long_prompt == "error":
+            raise ConfigError(_too_long(row, len(token_ids), config))
+    num_dropped = len(rows) - len(prompts)
+    check_enough_rows(len(prompts), config, num_prompts_per_step, num_dropped=num_dropped, eval_set=eval_set)
     return prompts
+
+
+def _tokenized(row: PromptRow, tokenizer: Any) -> list[int]:
+    if isinstance(row.prompt, str):
+        return list(tokenizer(row.prompt)["input_ids"])
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(_no_template(row.where))
+    try:
+        text = tokenizer.apply_chat_template(row.prompt, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template may refuse with any error, e.g. roles in an order that it does not know
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{row.where}: the chat template refused the messages: {what}") from None
+    # the template writes the special tokens itself
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 class PromptStream:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import Config, DataConfig
+from grpo_spmd.config.schema import DataConfig
 
 T = TypeVar("T")
 
@@ -25,8 +25,7 @@ class PromptRow:
 
 
 def key_and_source(config: DataConfig, eval_set: str | None) -> tuple[str, str]:
-    """The config key that names a data set, for messages, and its file or hub name; `eval_set` None is the training
-    set."""
+    """The config key of a data set, for messages, and its file or hub name; `eval_set` None is the training set."""
     if eval_set is None:
         return "data.train", config.train
     return ("data.eval" if isinstance(config.eval, str) else f"data.eval.{eval_set}"), config.eval_sets[eval_set]
@@ -75,8 +74,7 @@ def _prompt_of(record: dict[str, Any], where: str, config: DataConfig) -> Any:
     if config.prompt_template is None:
         return column(config.prompt_key, "data.prompt_key")
 
-    # Not str.format: braces belong to many prompts, and those of a LaTeX command (\boxed{answer}) must not become a
-    # column's value.
+    # Not str.format: braces belong to many prompts, and those of a LaTeX command (\boxed{answer}) are no column.
     def fill(found: re.Match[str]) -> str:
         if found[1] is not None:
             return found[0]
@@ -88,23 +86,21 @@ def _prompt_of(record: dict[str, Any], where: str, config: DataConfig) -> Any:
     return re.sub(r"(\\\w+)?\{(\w+)\}", fill, config.prompt_template)
 
 
-def check_enough_rows(num_rows: int, config: Config, dropped: int = 0, eval_set: str | None = None) -> None:
+def check_enough_rows(
+    num_rows: int, config: DataConfig, num_prompts_per_step: int, *, num_dropped: int = 0, eval_set: str | None = None
+) -> None:
     """Refuse a training set that cannot fill one step, and a held-out set without a prompt.
 
     Raises:
         ConfigError: with both numbers.
     """
-    key, source = key_and_source(config.data, eval_set)
-    note = (
-        f" ({dropped} longer than data.max_prompt_tokens={config.data.max_prompt_tokens} were dropped)"
-        if dropped
-        else ""
-    )
-    need = config.rollout.num_prompts_per_step
-    if eval_set is None and num_rows < need:
+    key, source = key_and_source(config, eval_set)
+    longer = f"{num_dropped} longer than data.max_prompt_tokens={config.max_prompt_tokens}"
+    note = f" ({longer} were dropped)" if num_dropped else ""
+    if eval_set is None and num_rows < num_prompts_per_step:
         raise ConfigError(
             f"{key}: {source} has {num_rows} usable prompts{note}, but one step takes "
-            f"rollout.num_prompts_per_step={need}; lower that or add prompts"
+            f"rollout.num_prompts_per_step={num_prompts_per_step}; lower that or add prompts"
         )
     if num_rows == 0:
         raise ConfigError(f"{key}: {source} has 0 usable prompts{note}; add prompts or leave the set out")

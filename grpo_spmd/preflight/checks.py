@@ -87,10 +87,10 @@ def _check_code_time(config: Config) -> None:
 
 def _read_and_check(config: Config, rewards: Sequence[Reward], eval_set: str | None = None) -> list[PromptRow]:
     rows = read_rows(config.data, eval_set)
-    check_enough_rows(len(rows), config, eval_set=eval_set)
+    check_enough_rows(len(rows), config.data, config.rollout.num_prompts_per_step, eval_set=eval_set)
     _check_reward_columns(rewards, rows, key_and_source(config.data, eval_set)[1])
-    check_template_early(rows, config)
-    check_lengths_early(rows, config)
+    check_template_early(rows, config.model.path)
+    check_lengths_early(rows, config.data, config.model.path)
     return rows
 
 

@@ -49,6 +49,10 @@ def _raw_tokenizer() -> Any:
     return tokenizer
 
 
+def _built(config: Config, tokenizer: Any) -> list[Prompt]:
+    return build_prompts(read_rows(config.data), tokenizer, config.data, config.rollout.num_prompts_per_step)
+
+
 def _tokenizer(chat_template: str | None = None) -> Any:
     import transformers
 
@@ -195,7 +199,7 @@ def test_system_prompt_does_not_replace_one_in_the_data(tmp_path: Path) -> None:
 def test_messages_go_through_the_template_with_a_generation_prompt(tmp_path: Path) -> None:
     tokenizer = _tokenizer(ROLES)
     config = _config(_jsonl(tmp_path, {"prompt": "hello world"}), system_prompt="be brief")
-    (prompt,) = build_prompts(read_rows(config.data), tokenizer, config)
+    (prompt,) = _built(config, tokenizer)
     # the template writes special tokens itself, so that no <bos> is put before it
     assert _words(tokenizer, prompt) == "[ system ] be brief [ user ] hello world [ assistant ]"
 
@@ -203,13 +207,13 @@ def test_messages_go_through_the_template_with_a_generation_prompt(tmp_path: Pat
 def test_plain_prompt_gets_the_special_tokens_of_its_tokenizer(tmp_path: Path) -> None:
     tokenizer = _tokenizer(ROLES)
     config = _config(_jsonl(tmp_path, {"prompt": "hello world"}))
-    (prompt,) = build_prompts(read_rows(config.data), tokenizer, config)
+    (prompt,) = _built(config, tokenizer)
     assert _words(tokenizer, prompt) == "<bos> hello world"
 
 
 def test_built_prompt_keeps_what_the_reward_functions_get(tmp_path: Path) -> None:
     config = _config(_jsonl(tmp_path, {"prompt": "a"}, {"prompt": "b", "answer": 5}))
-    _, prompt = build_prompts(read_rows(config.data), _tokenizer(), config)
+    _, prompt = _built(config, _tokenizer())
     assert (prompt.row, prompt.text, prompt.columns) == (1, "b", {"answer": 5})
 
 
@@ -217,7 +221,7 @@ def test_messages_without_a_template_are_refused_with_their_line(tmp_path: Path)
     train = _jsonl(tmp_path, {"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]})
     config = _config(train)
     with pytest.raises(ConfigError, match=r"train\.jsonl:2: .* no chat template"):
-        build_prompts(read_rows(config.data), _tokenizer(), config)
+        _built(config, _tokenizer())
 
 
 @pytest.mark.parametrize("has_template", [True, False])
@@ -225,15 +229,15 @@ def test_early_template_check_agrees_with_the_tokenizer(has_template: bool, tmp_
     _tokenizer(ROLES if has_template else None).save_pretrained(tmp_path / "model")
     config = _config(_jsonl(tmp_path, {"prompt": "a"}), as_chat=True, model_path=f"{tmp_path}/model")
     rows = read_rows(config.data)
-    early = _refusal(lambda: check_template_early(rows, config))
-    assert early == _refusal(lambda: build_prompts(rows, _tokenizer(ROLES if has_template else None), config))
+    early = _refusal(lambda: check_template_early(rows, config.model.path))
+    assert early == _refusal(lambda: _built(config, _tokenizer(ROLES if has_template else None)))
     assert (early is None) == has_template
 
 
 def test_template_inside_the_tokenizer_settings_is_found_early(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": ROLES}), encoding="utf-8")
     config = _config(_jsonl(tmp_path, {"prompt": "a"}), as_chat=True, model_path=str(tmp_path))
-    assert _refusal(lambda: check_template_early(read_rows(config.data), config)) is None
+    assert _refusal(lambda: check_template_early(read_rows(config.data), config.model.path)) is None
 
 
 def test_messages_that_the_template_refuses_name_their_line(tmp_path: Path) -> None:
@@ -242,7 +246,7 @@ def test_messages_that_the_template_refuses_name_their_line(tmp_path: Path) -> N
     )
     config = _config(train)
     with pytest.raises(ConfigError, match=r"train\.jsonl:2: the chat template refused the messages: .*no system here"):
-        build_prompts(read_rows(config.data), _tokenizer(REFUSING), config)
+        _built(config, _tokenizer(REFUSING))
 
 
 # Length
@@ -250,13 +254,13 @@ def test_messages_that_the_template_refuses_name_their_line(tmp_path: Path) -> N
 
 def test_limit_is_the_longest_prompt_that_is_allowed(tmp_path: Path) -> None:
     config = _config(_jsonl(tmp_path, {"prompt": "a b"}), max_prompt_tokens=3)  # <bos> a b
-    assert len(build_prompts(read_rows(config.data), _tokenizer(), config)) == 1
+    assert len(_built(config, _tokenizer())) == 1
 
 
 def test_long_prompt_is_refused_with_line_and_both_numbers(tmp_path: Path) -> None:
     config = _config(_jsonl(tmp_path, {"prompt": "a"}, {"prompt": "a b c"}), max_prompt_tokens=3)
     with pytest.raises(ConfigError, match=r"train\.jsonl:2: the prompt has 4 tokens, over data\.max_prompt_tokens=3"):
-        build_prompts(read_rows(config.data), _tokenizer(), config)
+        _built(config, _tokenizer())
 
 
 def test_long_prompts_are_dropped(tmp_path: Path) -> None:
@@ -265,7 +269,7 @@ def test_long_prompts_are_dropped(tmp_path: Path) -> None:
         max_prompt_tokens=3,
         on_long_prompt="drop",
     )
-    prompts = build_prompts(read_rows(config.data), _tokenizer(), config)
+    prompts = _built(config, _tokenizer())
     assert [(p.row, p.text) for p in prompts] == [(0, "a"), (2, "b")]
 
 
@@ -275,7 +279,7 @@ def test_too_few_prompts_after_dropping_says_how_many_were_dropped(tmp_path: Pat
     with pytest.raises(
         ConfigError, match=r"1 usable prompts \(1 longer than .*=3 were dropped\).*num_prompts_per_step=2"
     ):
-        build_prompts(read_rows(config.data), _tokenizer(), config)
+        _built(config, _tokenizer())
 
 
 @pytest.mark.parametrize("limit", [3, 4])
@@ -283,8 +287,8 @@ def test_early_length_check_agrees_with_the_tokenizer(limit: int, tmp_path: Path
     _raw_tokenizer().save(str(tmp_path / "tokenizer.json"))
     config = _config(_jsonl(tmp_path, {"prompt": "a b c"}), model_path=str(tmp_path), max_prompt_tokens=limit)
     rows = read_rows(config.data)
-    early = _refusal(lambda: check_lengths_early(rows, config))
-    assert early == _refusal(lambda: build_prompts(rows, _tokenizer(), config))
+    early = _refusal(lambda: check_lengths_early(rows, config.data, config.model.path))
+    assert early == _refusal(lambda: _built(config, _tokenizer()))
     assert (early is None) == (limit == 4)
 
 
@@ -292,10 +296,10 @@ def test_early_length_check_agrees_with_the_tokenizer(limit: int, tmp_path: Path
 def test_one_step_must_be_full(num_rows: int, enough: bool) -> None:
     config = _config(num_prompts=4)
     if enough:
-        check_enough_rows(num_rows, config)
+        check_enough_rows(num_rows, config.data, config.rollout.num_prompts_per_step)
     else:
         with pytest.raises(ConfigError, match=r"has 3 usable prompts, .*num_prompts_per_step=4"):
-            check_enough_rows(num_rows, config)
+            check_enough_rows(num_rows, config.data, config.rollout.num_prompts_per_step)
 
 
 # Held-out sets
@@ -308,7 +312,7 @@ def test_held_out_set_is_read_as_the_training_set_is(tmp_path: Path) -> None:
     rows = read_rows(config.data, "x")
     assert [(row.columns, row.where) for row in rows] == [({"answer": 1}, f"{held_out}:1"), ({}, f"{held_out}:3")]
     tokenizer = _tokenizer(ROLES)
-    first, _ = build_prompts(rows, tokenizer, config, "x")  # two prompts, though a step takes 64
+    first, _ = build_prompts(rows, tokenizer, config.data, 64, "x")  # two prompts, though a step takes 64
     assert _words(tokenizer, first) == "[ system ] be brief [ user ] hello [ assistant ]"
 
 
@@ -318,7 +322,7 @@ def test_held_out_set_of_which_nothing_is_left_is_refused(tmp_path: Path) -> Non
     with pytest.raises(
         ConfigError, match=r"data\.eval\.x: .* has 0 usable prompts \(1 longer than data\.max_prompt_tokens=3"
     ):
-        build_prompts(read_rows(config.data, "x"), _tokenizer(), config, "x")
+        build_prompts(read_rows(config.data, "x"), _tokenizer(), config.data, 64, "x")
 
 
 # The stream

@@ -35,7 +35,8 @@ def main() -> None:
     greedy = dataclasses.replace(config, eval=EvalConfig(every_steps=2, num_samples=1, temperature=0.0))
     tokenizer = load_tokenizer(config.model.path)
     held_out = {
-        name: build_prompts(read_rows(config.data, name), tokenizer, config, name) for name in config.data.eval_sets
+        name: build_prompts(read_rows(config.data, name), tokenizer, config.data, 1, name)
+        for name in config.data.eval_sets
     }
     scored_here = []
 
