@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.preemption import Preempted
-from grpo_spmd.engine.weight_sync import sync_weights
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
 from grpo_spmd.learn.update import attach_logprobs
+from grpo_spmd.observe.derive import busy_sums
 from grpo_spmd.observe.rollout_record import dump_if_refused, dump_rollouts_if_due
 from grpo_spmd.preflight.checks import Inputs
-from grpo_spmd.records import SyncStats
-from grpo_spmd.rollout.evaluate import evaluate, evaluate_if_due
-from grpo_spmd.rollout.sample import sample_groups
 from grpo_spmd.run import Run, open_run
 
 
@@ -34,13 +31,15 @@ def train(config: Config, inputs: Inputs) -> bool:
 def _train_step(run: Run, step: int) -> None:
     config, log = run.config, run.log
     with log.phase("weight_sync"):
-        synced = _sync(run, step)
+        sync_stats = run.weight_sync.sync(step)
     with log.phase("eval"):
-        log.record(evaluate_if_due(run.held_out, run.engine, run.score, config, step))
-    sampled = run.new_sampled_step()
+        log.record(run.evaluator.evaluate_if_due(step))
+    sampled, generation_s = run.new_sampled_step(), list[float]()
     while sampled.num_missing:  # once, unless dynamic sampling has to refill the step
         with log.phase("rollout"):
-            groups = sample_groups(run.engine, run.stream.take(sampled.num_missing), config, step, run.buffer)
+            prompts = run.stream.take(sampled.num_missing)
+            groups, seconds = run.sampler.sample(prompts, step, sync_stats.weights_id)
+            generation_s.append(seconds)
         with log.phase("reward"), dump_if_refused(config, step, sampled):
             sampled.add(groups, run.score(groups, num_step_completions=sampled.num_completions))
     with log.phase("rollout"):
@@ -54,11 +53,11 @@ def _train_step(run: Run, step: int) -> None:
         dump_rollouts_if_due(config, step, sampled, decision)
     run.preemption.check_before_update()  # the last moment at which the step can be given up
     with log.phase("update"):
-        sums = run.updater.update(batch) | run.engine.take_busy_sums()
-    log.check_step(step, sampled, decision, synced, sums)  # before a checkpoint is made of it
+        sums = run.updater.update(batch) | busy_sums(generation_s)
+    log.check_step(step, sampled, decision, sync_stats, sums)  # before a checkpoint is made of it
     with log.phase("checkpoint"):
         run.checkpoints.stage_if_due(step + 1, run.stream.position, log.state())
-    log.end_step(step, decision, synced)
+    log.end_step(step, decision, sync_stats)
     run.checkpoints.write_staged()  # in the background, now that the step's line is on disk
 
 
@@ -68,14 +67,9 @@ def _finish(run: Run) -> None:
     if run.config.eval.every_steps:
         run.begin_step(num_steps)
         with run.log.phase("weight_sync"):
-            _sync(run, num_steps)
+            run.weight_sync.sync(num_steps)
         with run.log.phase("eval"):
-            run.log.record(evaluate(run.held_out, run.engine, run.score, run.config, num_steps))
+            run.log.record(run.evaluator.evaluate(num_steps))
     with run.log.phase("checkpoint"):
         run.checkpoints.wait()
     run.log.end_run()
-
-
-def _sync(run: Run, step: int) -> SyncStats:
-    rollout, proofs = run.config.rollout, run.config.proofs
-    return sync_weights(run.policy, run.engine, step, rollout.weight_sync_bucket_mib, proofs.every_steps, run.offload)

@@ -173,3 +173,4 @@ class SyncStats:
     bytes: int = 0
     num_collectives: int = 0
     proof_s: float = 0.0
+    weights_id: str = ""  # names the weights that the engine has from it, to the bit

@@ -23,6 +23,7 @@ from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.preemption import Preemption
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.files import write_durably
 from grpo_spmd.learn.balance import attention_cost_ratio
 from grpo_spmd.learn.sampled_step import SampledStep
@@ -35,8 +36,9 @@ from grpo_spmd.observe.metrics_file import cut_metrics
 from grpo_spmd.preflight.checks import Inputs
 from grpo_spmd.records import MicroBatch, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
-from grpo_spmd.rollout.buffer import RolloutBuffer, open_rollout_buffer
-from grpo_spmd.rollout.evaluate import HeldOut
+from grpo_spmd.rollout.buffer import RolloutBuffer
+from grpo_spmd.rollout.evaluate import Evaluator
+from grpo_spmd.rollout.sample import Sampler
 
 _log = logging.getLogger("grpo_spmd")
 
@@ -49,7 +51,6 @@ class Run:
     session: Session
     preemption: Preemption
     stream: PromptStream
-    held_out: HeldOut
     rewards: RewardPool
     score: Callable[..., ScoredRollouts]
     engine: RolloutEngine
@@ -57,9 +58,11 @@ class Run:
     reference: Callable[[MicroBatch], Scores] | None
     updater: PolicyUpdater
     offload: HostOffload
+    weight_sync: WeightSync
+    sampler: Sampler
+    evaluator: Evaluator
     checkpoints: Checkpoints
     log: MetricsLog
-    buffer: RolloutBuffer | None
     first_step: int
     begun: tuple[int, int] = (0, 0)  # the step under way and the place in the prompt stream with which it began
 
@@ -122,11 +125,19 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     rewards = RewardPool(config.rewards, config.reward_pool, log_file, columns=inputs.columns)
     score = preemption.guard(functools.partial(rewards.score, tokenizer=tokenizer))
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
-    engine = RolloutEngine(config, session, stop_token_ids(config.model.path, tokenizer), preemption.should_abort)
+    stops = stop_token_ids(config.model.path, tokenizer)
+    engine = RolloutEngine(
+        config.model, config.rollout, config.max_rollout_tokens, session, stops, preemption.should_abort
+    )
     policy = build_policy(config.model, config.rollout.temperature, session, seed=config.seed)
-    reference = build_reference(config, session, policy)
+    reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
     updater = PolicyUpdater(policy, config)
     offload = HostOffload(config.model.offload, policy, reference, updater.optimizer)
+    weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps, offload)
+    dump_folder = Path(config.run_dir, "rollouts") if config.logging.rollouts_every_steps else None
+    evaluator = Evaluator(
+        held_out, engine, score, config.eval, config.seed, config.reward_pool.max_error_frac, dump_folder
+    )
     checkpoints = Checkpoints(config, session, policy, updater, prompts)
     checkpoints.load(start)
     # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
@@ -134,10 +145,12 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     log = MetricsLog(config, session, policy.num_parameters, engine.pool_bytes, start.step)
     log.restore(start.trainer)
     stream.position = start.position
-    buffer = open_rollout_buffer(config, session)
+    keeps = config.checkpoint.rollout_buffer
+    buffer = RolloutBuffer(config.run_dir, config.seed, config.model, config.rollout, session) if keeps else None
+    sampler = Sampler(engine, config.rollout.group_size, config.seed, buffer)
     return Run(
-        config, session, preemption, stream, held_out, rewards, score, engine, policy, reference, updater, offload,
-        checkpoints, log, buffer, start.step,
+        config, session, preemption, stream, rewards, score, engine, policy, reference, updater, offload, weight_sync,
+        sampler, evaluator, checkpoints, log, start.step,
     )  # fmt: skip
 
 

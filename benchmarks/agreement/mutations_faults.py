@@ -42,16 +42,15 @@ class Fault:
 
 _YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
-_LOAD = "engine.load_weights(weights, policy_version)\n"
-_SEED = "rollout_seed(config.seed, step, prompts[slot].position, missing[slot][number])"
+_LOAD = "engine.load_weights(weights, step)\n"
+_SEED = "rollout_seed(self._seed, step, prompt.position, sample)"
 
 FAULTS = (
     Fault(
         "skipped sync: from the second step on",
         "engine/weight_sync.py",
-        f"            {_LOAD}",
-        f"            if engine.proved_version is None:\n                {_LOAD}            engine.policy_version = "
-        "policy_version\n",
+        f"                {_LOAD}",
+        f"                if not self._has_proved:\n                    {_LOAD}                engine.policy_version = step\n",
         (_UNTIED,),
         of_sync=True,
     ),
@@ -110,7 +109,7 @@ FAULTS = (
     Fault(
         "wrong temperature: the engine samples at 1",
         "engine/engine.py",
-        "temperature=self._config.rollout.temperature if",
+        "temperature=self._rollout.temperature if",
         "temperature=1.0 if",
         (_TIED,),
         _COOL,
@@ -126,7 +125,7 @@ FAULTS = (
     Fault(
         "prefix cache kept after an evaluation",
         "rollout/evaluate.py",
-        "    engine.reset_prefix_cache()\n",
+        "        engine.reset_prefix_cache()\n",
         "",
         ("tests/ranks/test_evaluate.py::test_greedy_evaluation_is_the_argmax_of_plain_transformers[two engines]",),
         (*_LONG_PROMPTS, "data.eval={{long: {made}/long.jsonl}}", "eval.every_steps=1"),
@@ -220,11 +219,11 @@ FAULTS = (
         "seed ignored: samples of a group alike",
         "rollout/sample.py",
         _SEED,
-        _SEED.replace("missing[slot][number]", "0"),
+        _SEED.replace(" sample", " 0"),
         (_ROLLOUT,),
     ),
     Fault(
-        "seed ignored: that of the config", "rollout/sample.py", _SEED, _SEED.replace("config.seed", "0"), (_ROLLOUT,)
+        "seed ignored: that of the config", "rollout/sample.py", _SEED, _SEED.replace("self._seed", "0"), (_ROLLOUT,)
     ),
     Fault(
         "seed ignored: the engine's own is used",

@@ -22,10 +22,10 @@ from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.weight_sync import sync_weights
+from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Prompt
-from grpo_spmd.rollout.sample import sample_groups
+from grpo_spmd.rollout.sample import Sampler
 
 NUM_PROMPTS, GROUP_SIZE, AT_ONCE, ROUNDS = 32, 4, 8, 5
 HIDDEN, VOCABULARY, EOS, MAX_TOKENS = 256, 97, 0, 160
@@ -86,32 +86,33 @@ def main() -> None:
         ),
         rewards=(RewardConfig(name="exact"),),
     )
-    schedules = {
-        name: dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, schedule=name))
-        for name in ("static", "shared_queue")
+    schedules: dict[str, RolloutConfig] = {
+        name: dataclasses.replace(config.rollout, schedule=name) for name in ("static", "shared_queue")
     }
     cases = {
         "prompts of lognormal mean length, sigma 1": [token + 1 for token in range(NUM_PROMPTS)],
         "every second prompt 8 times as long": [80 + slot % 2 for slot in range(NUM_PROMPTS)],
     }
     session = start_session()
-    engine = RolloutEngine(config, session, [EOS])
+    engine = RolloutEngine(config.model, config.rollout, config.max_rollout_tokens, session, [EOS])
     policy = build_policy(config.model, config.rollout.temperature, session)
+    weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib)
+    sampler = Sampler(engine, GROUP_SIZE, config.seed)
     for what, tokens in cases.items():
         seconds: dict[str, list[list[float]]] = {name: [] for name in schedules}
         for step in range(1 + ROUNDS):  # the first is for warming up
-            sync_weights(policy, engine, step, config.rollout.weight_sync_bucket_mib, 0)
+            weight_sync.sync(step)
             order = list(range(NUM_PROMPTS))
             if "lognormal" in what:
                 random.Random(step).shuffle(order)
             prompts = [Prompt(slot, slot, [5, tokens[place]], "", {}) for slot, place in enumerate(order)]
             made = []
             for name in sorted(schedules, reverse=bool(step % 2)):
-                engine._config = schedules[name]
+                engine._rollout = schedules[name]
                 engine.reset_prefix_cache()
                 barrier()
-                groups = sample_groups(engine, prompts, config, step)
-                seconds[name].append(on_rank0(list, engine.busy_s.pop()))
+                groups, busy_s = sampler.sample(prompts, step, "")
+                seconds[name].append(on_rank0(list, busy_s))
                 mine = [[g.slot, [dataclasses.astuple(c) for c in g.completions]] for g in groups]
                 made.append(on_rank0(lambda parts: sorted(group for part in parts for group in part), mine))
             assert made[0] == made[1], "the schedules sampled different tokens"

@@ -22,7 +22,7 @@ from grpo_spmd.distributed.collectives import on_rank0, start_all_gather, wait_f
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.weight_sync import gather_full_tensors, sync_weights
+from grpo_spmd.engine.weight_sync import WeightSync, gather_full_tensors
 from grpo_spmd.model.policy import DTYPES, Policy, build_policy, hf_named_parameters
 from grpo_spmd.model.sharding import shard_group
 from grpo_spmd.records import SyncStats
@@ -50,7 +50,11 @@ def main() -> None:
     )
     session = start_session()
     # vLLM comes first, as in a run; it is in the way of nothing that is measured.
-    engine = RolloutEngine(config, session, [0]) if what == "engine" else None
+    engine = (
+        RolloutEngine(config.model, config.rollout, config.max_rollout_tokens, session, [0])
+        if what == "engine"
+        else None
+    )
     policy = build_policy(config.model, 1.0, session)
     parameters = [parameter for _, parameter in hf_named_parameters(policy)]
     sizes = [parameter.numel() * dtype.itemsize for parameter in parameters]
@@ -68,7 +72,8 @@ def main() -> None:
         ready = list(gather_full_tensors(policy, dtype, 1 << 20, SyncStats()))
         timed["gather alone"] = _gather(policy, dtype, config.rollout.weight_sync_bucket_mib << 20)
         timed["vLLM's load alone"] = lambda: _load(engine, ready)
-        timed["whole sync"] = lambda: _sync(policy, engine, config.rollout.weight_sync_bucket_mib)
+        weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib)
+        timed["whole sync"] = lambda: weight_sync.sync(1)
     times, stats = ranks.time_in_turn(timed, ROUNDS)
     peaks = {name: peak_bytes(run) for name, run in timed.items()} if engine is None else {}
     for name, of_rounds in times.items():
@@ -134,10 +139,6 @@ def _load(engine: RolloutEngine, ready: list[tuple[str, torch.Tensor]]) -> SyncS
     engine.load_weights(iter(ready), 0)
     engine.wake_kv_cache()
     return SyncStats()
-
-
-def _sync(policy: Policy, engine: RolloutEngine, mib: int) -> SyncStats:
-    return sync_weights(policy, engine, 1, mib, 0)
 
 
 def _no_stats(_: object) -> SyncStats:

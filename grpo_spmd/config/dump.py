@@ -17,7 +17,12 @@ def flat_config(config: Config) -> dict[str, Any]:
 def config_to_dict(config: Config) -> dict[str, Any]:
     """The resolved tree as plain YAML types; strings under names like api_key or password are replaced by
     "<redacted>"."""
-    plain: dict[str, Any] = _plain(config)
+    return to_plain(config)
+
+
+def to_plain(section: Any) -> dict[str, Any]:
+    """The same of one section."""
+    plain: dict[str, Any] = _plain(section)
     return plain
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import ModelConfig, RolloutConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import barrier, ranks_that_differ
 from grpo_spmd.distributed.session import Session
@@ -47,7 +47,9 @@ class RolloutEngine:
 
     def __init__(
         self,
-        config: Config,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        max_rollout_tokens: int,
         session: Session,
         stop_token_ids: Iterable[int],
         should_abort: Callable[[], bool] = lambda: False,
@@ -55,36 +57,32 @@ class RolloutEngine:
         """Collective. Start the engine with dummy weights (the first sync brings the real ones), then put it to sleep.
 
         Args:
+            max_rollout_tokens: longest prompt plus longest completion.
             should_abort: asked before each step of a shared generation, see `generate_shared`; once True it must stay
                 so.
         """
         self.policy_version: int | None = None
-        self.weights_id = ""  # of the policy's weights that it holds (proofs.py)
-        self.proved_version: int | None = None  # the last one whose weights were compared, tensor by tensor (proofs.py)
         self._weights_awake = self._kv_cache_awake = True
-        self._config, self._session, self._should_abort = config, session, should_abort
+        self._rollout, self._lora, self._session, self._should_abort = rollout, model.lora, session, should_abort
         self._stop_token_ids = sorted(stop_token_ids)
         self._loaded: set[str] | None = None
         self._sleep_contract = SleepContract(session.device)
-        self.busy_s: list[float] = []  # of each generation of rollouts; see take_busy_sums
         self._num_shared_calls = 0  # advances alike on all ranks: it names the queue of a call
         self._holds_weights = False
-        self.takes_adapters = config.model.lora.base_stays_in_engine
+        self.takes_adapters = model.lora.base_stays_in_engine
         self._adapted: set[str] = set()  # HF names of the layers whose adapters were loaded
         self._lora_request: Any = None
-        tensor_parallel = config.rollout.tensor_parallel_size
-        self.engine_rank, self.tp_rank = divmod(session.rank, tensor_parallel)
-        self.num_engines = session.world_size // tensor_parallel
-        assert (session.engine_group is None) == (tensor_parallel == 1), (
+        self.tp_size = rollout.tensor_parallel_size
+        self.engine_rank, self.tp_rank = divmod(session.rank, self.tp_size)
+        self.num_engines = session.world_size // self.tp_size
+        assert (session.engine_group is None) == (self.tp_size == 1), (
             "start_session was given another tensor_parallel_size"
         )
         self._on_cpu = session.device.type == "cpu"
-        _log.info(
-            "starting vLLM: %d engines of %d ranks, on %s", self.num_engines, tensor_parallel, session.device.type
-        )
+        _log.info("starting vLLM: %d engines of %d ranks, on %s", self.num_engines, self.tp_size, session.device.type)
         with isolated(), allocator_settings_kept(session.device), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # about vLLM's own use of torch
-            self._llm = start_vllm(config, session)
+            self._llm = start_vllm(model, rollout, max_rollout_tokens, session)
         self._engine = self._llm.llm_engine
         self._model: nn.Module = self._llm.apply_model(itself)[0]
         self._record_loaded_names()
@@ -161,7 +159,7 @@ class RolloutEngine:
             )
         self._drop_adapters()
         manager: Any = self._model.lora_manager
-        rank = self._config.model.lora.rank
+        rank = self._lora.rank
         layers = {name.removesuffix(".lora_A.weight") for name in adapters if name.endswith(".lora_A.weight")}
         # Equal rank and alpha: the factor is in B. vLLM would otherwise multiply these tensors in place.
         weights = {
@@ -216,7 +214,7 @@ class RolloutEngine:
         if self.takes_adapters:
             self._drop_adapters()
         if not self._on_cpu:
-            level = self._config.rollout.sleep_level_with(self._config.model.lora)
+            level = self._rollout.sleep_level_with(self._lora)
             self._llm.sleep(level=level)
             self._holds_weights = self._holds_weights and level == 1
         self._weights_awake = self._kv_cache_awake = False
@@ -277,7 +275,7 @@ class RolloutEngine:
         Raises:
             EngineStateError: as `generate`.
         """
-        static = self._config.rollout.schedule == "static" or self.num_engines == 1
+        static = self._rollout.schedule == "static" or self.num_engines == 1
         max_num_seqs = None if static else self._engine.vllm_config.scheduler_config.max_num_seqs
         num_jobs = len(job_sizes)
         max_in_flight, num_dealt = share_out(num_jobs, max(job_sizes, default=1), self.num_engines, max_num_seqs)
@@ -413,11 +411,6 @@ class RolloutEngine:
                 f"generate: ranks {unlike} of engine {self.engine_rank} were given other requests than its first rank"
             )
 
-    def take_busy_sums(self) -> dict[str, float]:
-        """This rank's seconds of each generation of rollouts since the last call, for `merge_sums`."""
-        seconds, self.busy_s = self.busy_s, []
-        return {f"{kind}busy_s/{call}": s for call, s in enumerate(seconds) for kind in ("", "max:")}
-
     def shutdown(self) -> None:
         """Collective. Stop vLLM; from 0.24 on this ends the default process group as well, so that all ranks must have
         come here."""
@@ -465,7 +458,7 @@ class RolloutEngine:
             manager: Any = self._model.lora_manager
             for path, wrapper in manager.modules.items():
                 if isinstance(wrapper.base_layer, LinearBase):  # older versions also wrap the embedding and the lm_head
-                    held += held_by_adapters(path, wrapper, fused, self._config.model.lora.rank)
+                    held += held_by_adapters(path, wrapper, fused, self._lora.rank)
         return [tensor for tensor in held if tensor.engine_name.rpartition(".lora_")[0] in self._adapted]
 
     def _sampling_params(self, request: Request) -> Any:
@@ -473,8 +466,8 @@ class RolloutEngine:
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
-            max_tokens=self._config.rollout.max_completion_tokens,
-            temperature=self._config.rollout.temperature if request.temperature is None else request.temperature,
+            max_tokens=self._rollout.max_completion_tokens,
+            temperature=self._rollout.temperature if request.temperature is None else request.temperature,
             seed=request.seed,
             stop_token_ids=self._stop_token_ids,
             logprobs=0,  # of the sampled token alone

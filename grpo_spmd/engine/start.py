@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import Config, LoraConfig
+from grpo_spmd.config.schema import LoraConfig, ModelConfig, RolloutConfig
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.model.dimensions import head_dim
 from grpo_spmd.model.lora import engine_target_modules
@@ -27,36 +27,38 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 _MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
 
 
-def start_vllm(config: Config, session: Session) -> Any:
+def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, session: Session) -> Any:
+    """Collective. A vllm.LLM with dummy weights on each of `rollout.tensor_parallel_size` ranks."""
     import vllm
 
     # The CPU worker replaces this by a function that only warns.
     set_num_threads = torch.set_num_threads
     _name_shared_memory_after_job(session.attempt)
     options: dict[str, Any] = {
-        "model": config.model.path,
-        "dtype": config.model.dtype,
+        "model": model.path,
+        "dtype": model.dtype,
         "distributed_executor_backend": "external_launcher",
-        "tensor_parallel_size": config.rollout.tensor_parallel_size,
+        "tensor_parallel_size": rollout.tensor_parallel_size,
         "seed": 0,  # every request brings its own seed
-        "max_model_len": config.max_rollout_tokens,
+        "max_model_len": max_rollout_tokens,
         "logprobs_mode": "processed_logprobs",  # at the temperature, as the policy's are
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "enable_prefix_caching": True,
         "enable_sleep_mode": session.device.type == "cuda",
-        "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "disable_log_stats": True,
     }
-    if config.model.lora.base_stays_in_engine:
-        options.update(_lora_options(config.model.path, config.model.lora))
+    if model.lora.base_stays_in_engine:
+        options.update(_lora_options(model.path, model.lora))
     if session.device.type == "cpu":
-        options.update(enforce_eager=True, block_size=32, kv_cache_memory_bytes=_cpu_kv_cache_bytes(config, session))
-    options.update(config.rollout.engine)
+        cache_bytes = _cpu_kv_cache_bytes(model, rollout, max_rollout_tokens, session.world_size)
+        options.update(enforce_eager=True, block_size=32, kv_cache_memory_bytes=cache_bytes)
+    options.update(rollout.engine)
     try:
         return vllm.LLM(**options)
     except TypeError as error:
-        raise ConfigError(f"rollout.engine: vllm.LLM refused {sorted(config.rollout.engine)}: {error}") from None
+        raise ConfigError(f"rollout.engine: vllm.LLM refused {sorted(rollout.engine)}: {error}") from None
     finally:
         torch.set_num_threads = set_num_threads
 
@@ -98,20 +100,18 @@ def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:
     return {name: value for name, value in options.items() if hasattr(EngineArgs, name)}
 
 
-def _cpu_kv_cache_bytes(config: Config, session: Session) -> int:
+def _cpu_kv_cache_bytes(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, world_size: int) -> int:
     """Room for a step's completions at full length, between 64 MiB and 1/8 of the host's memory over its ranks.
 
     vLLM would otherwise ask for nearly all memory of the host, on each rank.
     """
     from transformers import AutoConfig
 
-    model = AutoConfig.from_pretrained(config.model.path)
-    heads = getattr(model, "num_key_value_heads", model.num_attention_heads)
-    token = 2 * model.num_hidden_layers * heads * head_dim(model) * (4 if config.model.dtype == "float32" else 2)
-    engines = max(1, session.world_size // config.rollout.tensor_parallel_size)
-    wanted = (
-        token * config.max_rollout_tokens * config.rollout.num_prompts_per_step * config.rollout.group_size // engines
-    )
+    hf = AutoConfig.from_pretrained(model.path)
+    heads = getattr(hf, "num_key_value_heads", hf.num_attention_heads)
+    token = 2 * hf.num_hidden_layers * heads * head_dim(hf) * (4 if model.dtype == "float32" else 2)
+    engines = max(1, world_size // rollout.tensor_parallel_size)
+    wanted = token * max_rollout_tokens * rollout.num_prompts_per_step * rollout.group_size // engines
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     most = host // 8 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(64 << 20, min(int(wanted), most))

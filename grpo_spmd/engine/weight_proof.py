@@ -49,13 +49,13 @@ class _View:
 
 
 @torch.no_grad()
-def prove_weights(policy: Policy, engine: RolloutEngine, step: int) -> float:
+def prove_weights(policy: Policy, engine: RolloutEngine, step: int, is_first: bool = False) -> float:
     """Collective. Compare what every engine holds with the policy's shards, cast as the sync casts them; returns the
     seconds it took.
 
     By bytes, where the engine keeps a plain layout: a 64-bit hash of each row, in which one flipped bit shows. By
     probe, where it packs or quantises: its own layer applied to a random vector, another at each step, within the
-    rounding of such a product (`matches`).
+    rounding of such a product (`matches`). The first of a process logs what was compared how.
 
     Raises:
         Rank0Error: on every rank, naming the tensors that differ, on which ranks, and how.
@@ -80,7 +80,7 @@ def prove_weights(policy: Policy, engine: RolloutEngine, step: int) -> float:
     on_rank0(lambda of_ranks: _raise_if_replicas_differ(of_ranks, step), digest)
     on_rank0(lambda of_ranks: _raise_if_wrong(of_ranks, len(names), step), wrong)
     seconds = time.perf_counter() - start
-    if engine.proved_version is None and engine.engine_rank == engine.tp_rank == 0:
+    if is_first and engine.engine_rank == engine.tp_rank == 0:
         _log.info(
             "weight-sync proof: %.2f s, %d tensors by bytes, %d by probe", seconds, len(names - probed), len(probed)
         )
@@ -92,7 +92,6 @@ def prove_weights(policy: Policy, engine: RolloutEngine, step: int) -> float:
                 "weight-sync proof: not proved, since their layout in the engine is not known: %s",
                 ", ".join(sorted(unproved)),
             )
-    engine.proved_version = step
     return seconds
 
 
@@ -156,26 +155,25 @@ def row_fingerprints(matrix: Tensor, coefficients: Tensor, num_slices: int, dtyp
 
 
 @torch.no_grad()
-def weights_id(policy: Policy) -> str:
+def weights_id(policy: Policy, frozen_sum: int | None = None) -> str:
     """Collective. Names the policy's weights, to the bit: alike on all ranks, and whatever the number of ranks and
     replicas.
 
     A sum over all elements of their bits times odd numbers that stand for tensor, row and column, modulo 2^64; each
-    rank sums its shard.
+    rank sums its shard. `frozen_sum`: the `sum_of_bits` of what does not train, where it is known already.
     """
-    parameters = dict(policy.model.named_parameters())
-    if policy.frozen_sum is None:  # of a base under adapters, once
-        policy.frozen_sum = _sum_of_bits({name: p for name, p in parameters.items() if not p.requires_grad})
-    total = policy.frozen_sum + _sum_of_bits({name: p for name, p in parameters.items() if p.requires_grad})
+    frozen = sum_of_bits(policy, trained=False) if frozen_sum is None else frozen_sum
+    total = frozen + sum_of_bits(policy, trained=True)
     return on_rank0(lambda parts: f"{sum(parts) % 2**64:016x}", total)
 
 
-def _sum_of_bits(parameters: Mapping[str, Tensor]) -> int:
-    """Of this rank's shards."""
-    if not parameters:
-        return 0
-    total = torch.zeros((), dtype=torch.int64, device=next(iter(parameters.values())).device)
-    for name, parameter in parameters.items():
+@torch.no_grad()
+def sum_of_bits(policy: Policy, trained: bool) -> int:
+    """Of this rank's shards of the parameters that train, or of those that do not."""
+    total = torch.zeros((), dtype=torch.int64, device=next(policy.parameters()).device)
+    for name, parameter in policy.model.named_parameters():
+        if parameter.requires_grad != trained:
+            continue
         assert isinstance(parameter, DTensor), name
         shard = parameter.to_local()
         if len(shard) and is_first_replica(parameter):

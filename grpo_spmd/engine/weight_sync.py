@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.distributed.collectives import start_all_gather, wait_for
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.weight_proof import prove_weights, weights_id
+from grpo_spmd.engine.weight_proof import prove_weights, sum_of_bits, weights_id
 from grpo_spmd.model.lora import adapter_shards, gather_adapters
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, hf_named_shards
@@ -21,43 +21,56 @@ from grpo_spmd.model.sharding import rows_per_rank, shard_group
 from grpo_spmd.records import SyncStats
 
 
-def sync_weights(
-    policy: Policy,
-    engine: RolloutEngine,
-    policy_version: int,
-    bucket_mib: int,
-    prove_every_steps: int,
-    offload: HostOffload | None = None,
-) -> SyncStats:
-    """Collective. Wake the engine with exactly the policy's weights, as version `policy_version`, its caches emptied.
+class WeightSync:
+    """Brings the policy's weights into the engine at each step, and knows what it has proved."""
 
-    An engine that takes adapters by themselves gets the base once, and again where it slept without keeping it.
+    def __init__(
+        self,
+        policy: Policy,
+        engine: RolloutEngine,
+        bucket_mib: int,
+        prove_every_steps: int = 0,
+        offload: HostOffload | None = None,
+    ) -> None:
+        """`prove_every_steps` 0: only the first sync is proved."""
+        self._policy, self._engine, self._offload = policy, engine, offload
+        self._bucket_bytes, self._prove_every_steps = bucket_mib << 20, prove_every_steps
+        self._has_proved = False
+        self._frozen_sum: int | None = None  # of the bits that never change, those of a base under adapters
 
-    That they arrived is proved tensor by tensor at the first sync of a process (of a new run, or of one that goes on),
-    and where `policy_version` is a multiple of `prove_every_steps`; before the KV cache is back, so that the proof
-    finds room on a GPU. The trainer makes room for the engine (`offload`) in two steps: what the sync does not read
-    leaves before it, the policy's shards after it.
+    def sync(self, step: int) -> SyncStats:
+        """Collective. Wake the engine with exactly the policy's weights, as version `step`, its caches emptied.
 
-    Raises:
-        EngineStateError: if an engine parameter was not covered.
-        Rank0Error: on every rank, if an engine holds something other than the policy.
-    """
-    stats = SyncStats()
-    if offload is not None:
-        offload.before_sync()
-    engine.wake_weights()
-    if engine.needs_weights:
-        with closing(gather_full_tensors(policy, engine.dtype, bucket_mib << 20, stats)) as weights:
-            engine.load_weights(weights, policy_version)
-    if engine.takes_adapters:
-        engine.load_adapters(_gather_adapters(policy, engine.dtype, stats), policy_version)
-    if engine.proved_version is None or (prove_every_steps and policy_version % prove_every_steps == 0):
-        stats.proof_s = prove_weights(policy, engine, policy_version)
-    engine.weights_id = weights_id(policy)
-    if offload is not None:
-        offload.after_sync()
-    engine.wake_kv_cache()
-    return stats
+        An engine that takes adapters by themselves gets the base once, and again where it slept without keeping it.
+
+        That they arrived is proved tensor by tensor at the first sync of a process (of a new run, or of one that goes
+        on), and where `step` is a multiple of `prove_every_steps`; before the KV cache is back, so that the proof finds
+        room on a GPU. The trainer makes room for the engine (`offload`) in two steps: what the sync does not read
+        leaves before it, the policy's shards after it.
+
+        Raises:
+            EngineStateError: if an engine parameter was not covered.
+            Rank0Error: on every rank, if an engine holds something other than the policy.
+        """
+        policy, engine, stats = self._policy, self._engine, SyncStats()
+        if self._offload is not None:
+            self._offload.before_sync()
+        engine.wake_weights()
+        if engine.needs_weights:
+            with closing(gather_full_tensors(policy, engine.dtype, self._bucket_bytes, stats)) as weights:
+                engine.load_weights(weights, step)
+        if engine.takes_adapters:
+            engine.load_adapters(_gather_adapters(policy, engine.dtype, stats), step)
+        if not self._has_proved or (self._prove_every_steps and step % self._prove_every_steps == 0):
+            stats.proof_s = prove_weights(policy, engine, step, is_first=not self._has_proved)
+            self._has_proved = True
+        if self._frozen_sum is None:
+            self._frozen_sum = sum_of_bits(policy, trained=False)
+        stats.weights_id = weights_id(policy, self._frozen_sum)
+        if self._offload is not None:
+            self._offload.after_sync()
+        engine.wake_kv_cache()
+        return stats
 
 
 def _gather_adapters(policy: Policy, dtype: torch.dtype, stats: SyncStats) -> dict[str, Tensor]:

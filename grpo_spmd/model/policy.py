@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import Config, LoraConfig, ModelConfig
+from grpo_spmd.config.schema import LoraConfig, ModelConfig
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, choose_backend
 from grpo_spmd.model.dimensions import head_dim
@@ -58,7 +58,6 @@ class Policy(nn.Module):
         self.logprob_chunk_tokens = logprob_chunk_tokens
         self.attention = attention
         self.lora = LoraConfig()  # no adapters
-        self.frozen_sum: int | None = None  # of the bits that do not train (proofs.weights_id)
 
     @property
     def num_parameters(self) -> int:
@@ -143,16 +142,18 @@ def build_policy(
     return policy
 
 
-def build_reference(config: Config, session: Session, policy: Policy) -> Callable[[MicroBatch], Scores] | None:
+def build_reference(
+    policy: Policy, config: ModelConfig, temperature: float, kl_coef: float, session: Session
+) -> Callable[[MicroBatch], Scores] | None:
     """Collective. What scores with the frozen model that the run starts from, or None where no KL term needs it.
 
     Where adapters train, that model is the policy without them, and no second one is built.
     """
-    if not config.loss.kl_coef:
+    if not kl_coef:
         return None
     if policy.lora.rank:
         return partial(_base_scores, policy)
-    return build_policy(config.model, config.rollout.temperature, session, trainable=False)
+    return build_policy(config, temperature, session, trainable=False)
 
 
 def _base_scores(policy: Policy, batch: MicroBatch) -> Scores:

@@ -55,6 +55,11 @@ def tail_waste_frac(sums: dict[str, Any], world_size: int) -> float | None:
     return 1 - busy / until_slowest if until_slowest else None
 
 
+def busy_sums(generation_s: list[float]) -> dict[str, float]:
+    """This rank's seconds of each generation of a step, for `merge_sums`."""
+    return {f"{kind}busy_s/{call}": s for call, s in enumerate(generation_s) for kind in ("", "max:")}
+
+
 def _mean(total: float | None, count: float) -> float | None:
     """None where a step measured nothing (all its updates were skipped, or it kept no group): a 0 would look like a
     measurement."""

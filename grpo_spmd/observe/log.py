@@ -98,7 +98,7 @@ class MetricsLog:
     def check_step(
         self, step: int, sampled: SampledStep, decided: Decision, synced: SyncStats, local_sums: dict[str, Any]
     ) -> None:
-        """Collective. Bring the ranks' sums (this rank's are those of the update, and its `take_busy_sums`) together
+        """Collective. Bring the ranks' sums (this rank's are those of the update, and its `busy_sums`) together
         and judge them.
 
         Raises:

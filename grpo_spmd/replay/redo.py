@@ -170,7 +170,7 @@ def _train(
             export_checkpoint(source, Path(folder, "model"), "float32")
             model = dataclasses.replace(model, path=str(Path(folder, "model")))
         policy = build_policy(model, config.rollout.temperature, session, seed=config.seed)
-    reference = build_reference(config, session, policy)
+    reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
     updater = PolicyUpdater(policy, config)
     if source is not None:
         load_state(policy, updater, source, read_trainer(source))

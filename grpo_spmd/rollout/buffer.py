@@ -4,10 +4,10 @@ goes on.
     <run_dir>/rollout_buffer/step_000012/<sha256 of the file>.safetensors
 
 A completion is a function of the weights, the prompt and its seed. It is taken from here only for the same prompt,
-place and sampling settings, and for weights that are the same to the bit (proofs.weights_id): those of the step that
-was resumed from, and those of later steps where they came about alike, as on a CPU they do. A file is complete or
-absent where a process dies; one that a crash of the machine tore does not have the name that its contents call for, and
-is ignored.
+place and sampling settings, and for weights that are the same to the bit (`weights_id`): those of the step that was
+resumed from, and those of later steps where they came about alike, as on a CPU they do. A file is complete or absent
+where a process dies; one that a crash of the machine tore does not have the name that its contents call for, and is
+ignored.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from grpo_spmd.config.dump import config_to_dict
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.dump import to_plain
+from grpo_spmd.config.schema import ModelConfig, RolloutConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.records import Completion, Prompt
@@ -48,20 +48,18 @@ class RolloutBuffer:
     """What this rank keeps, and what all ranks kept before the run was stopped. Trouble with the disk is a warning,
     never the end."""
 
-    def __init__(self, config: Config, session: Session) -> None:
+    def __init__(self, run_dir: str, seed: int, model: ModelConfig, rollout: RolloutConfig, session: Session) -> None:
         """Collective. Look which steps of the run folder have something."""
-        self._folder, self._session = Path(config.run_dir, _FOLDER), session
-        tree: dict[str, Any] = config_to_dict(config)
-        rollout = {name: tree["rollout"][name] for name in ("temperature", "max_completion_tokens", "engine")}
-        self._sampling_id = _digest(
-            [tree["seed"], tree["model"]["path"], tree["model"]["dtype"], tree["model"]["lora"], rollout]
-        )
+        self._folder, self._session = Path(run_dir, _FOLDER), session
+        settings = to_plain(rollout)
+        sampling = {name: settings[name] for name in ("temperature", "max_completion_tokens", "engine")}
+        self._sampling_id = _digest([seed, model.path, model.dtype, to_plain(model.lora), sampling])
         self._step, self._weights_id = -1, ""
         self._found: dict[Key, Place] = {}  # of this step, alike on all ranks
         self._files: dict[str, tuple[Any, Any]] = {}  # token ids and logprobs of those that were opened
         self._pending: list[tuple[Prompt, int, Completion]] = []
         self._last_write = time.monotonic()
-        self._steps_on_disk: set[int] = set(on_rank0(lambda _: steps_on_disk(config.run_dir), None))
+        self._steps_on_disk: set[int] = set(on_rank0(lambda _: steps_on_disk(run_dir), None))
 
     def find(
         self, step: int, weights_id: str, prompts: Sequence[Prompt], group_size: int
@@ -176,11 +174,6 @@ class RolloutBuffer:
                 rows.tolist(), prompts, ends, strict=True
             )
         ]
-
-
-def open_rollout_buffer(config: Config, session: Session) -> RolloutBuffer | None:
-    """Collective. A RolloutBuffer, or None where `checkpoint.rollout_buffer` is off."""
-    return RolloutBuffer(config, session) if config.checkpoint.rollout_buffer else None
 
 
 def steps_on_disk(run_dir: str | Path) -> list[int]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import EvalConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
@@ -45,80 +45,103 @@ class Outcome(NamedTuple):
     answer: str  # a digest of the final answer: equal where the answers are
 
 
-def evaluate_if_due(
-    held_out: HeldOut, engine: RolloutEngine, score: Score, config: Config, step: int
-) -> dict[str, float | None]:
-    """Collective. What `evaluate` returns at each `eval.every_steps`-th step, counted from 0; nothing at the others."""
-    every = config.eval.every_steps
-    return {} if every == 0 or step % every else evaluate(held_out, engine, score, config, step)
+class Evaluator:
+    """Evaluates the policy on the held-out sets."""
 
+    def __init__(
+        self,
+        held_out: HeldOut,
+        engine: RolloutEngine,
+        score: Score,
+        config: EvalConfig,
+        seed: int,
+        max_error_frac: float,
+        dump_folder: Path | None,
+    ) -> None:
+        """
+        Args:
+            score: scores groups on this rank alone; here each group is one completion, its slot the completion's number
+                over all sets.
+            max_error_frac: `reward_pool.max_error_frac`.
+            dump_folder: gets eval_<set>_step_<step>.jsonl; None: nothing is dumped.
+        """
+        self._held_out, self._engine, self._score, self._config = held_out, engine, score, config
+        self._seed, self._max_error_frac, self._dump_folder = seed, max_error_frac, dump_folder
+        self._wanted = [
+            (name, prompt, sample)
+            for name, prompts in held_out.items()
+            for prompt in prompts
+            for sample in range(config.num_samples)
+        ]
 
-def evaluate(
-    held_out: HeldOut, engine: RolloutEngine, score: Score, config: Config, step: int
-) -> dict[str, float | None]:
-    """Collective. Sample and score `eval.num_samples` completions of every held-out prompt with the weights of `step`.
+    def evaluate_if_due(self, step: int) -> dict[str, float | None]:
+        """Collective. What `evaluate` returns at each `eval.every_steps`-th step, counted from 0; nothing at others."""
+        every = self._config.every_steps
+        return {} if every == 0 or step % every else self.evaluate(step)
 
-    Completions, not prompts, are shared out over the engines, so that one prompt with 64 samples keeps all of them
-    busy; a rank that gets none takes part all the same. The engine is left as it was found: what training samples next
-    does not depend on this.
+    def evaluate(self, step: int) -> dict[str, float | None]:
+        """Collective. Sample and score `eval.num_samples` completions of every held-out prompt with the weights of
+        `step`.
 
-    Args:
-        score: scores groups on this rank alone; here each group is one completion, its slot the completion's number
-            over all sets.
+        Completions, not prompts, are shared out over the engines, so that one prompt with 64 samples keeps all of them
+        busy; a rank that gets none takes part all the same. The engine is left as it was found: what training samples
+        next does not depend on this.
 
-    Returns:
-        `eval/<set>/...` for every set, equal on all ranks and whatever their number.
+        Returns:
+            `eval/<set>/...` for every set, equal on all ranks and whatever their number.
 
-    Raises:
-        Rank0Error: on every rank, where a reward fails for `reward_pool.max_error_frac` of the completions.
-    """
-    num_samples, tensor_parallel = config.eval.num_samples, config.rollout.tensor_parallel_size
-    wanted = [
-        (name, prompt, sample)
-        for name, prompts in held_out.items()
-        for prompt in prompts
-        for sample in range(num_samples)
-    ]
+        Raises:
+            Rank0Error: on every rank, where a reward fails for `reward_pool.max_error_frac` of the completions.
+        """
+        engine = self._engine
+        completions = engine.generate_shared([1] * len(self._wanted), self._request, policy_version=step)
+        # A training prompt whose prefix is computed already is computed in other pieces, which rounds differently.
+        engine.reset_prefix_cache()
+        groups = [RolloutGroup(number, self._wanted[number][1], [only]) for number, [only] in completions.items()]
+        groups = groups[engine.tp_rank :: engine.tp_size]
+        scored = self._score(groups, num_step_completions=len(self._wanted))
+        outcomes = _outcomes(groups, scored)
+        mine = {"outcomes": outcomes, "statuses": scored.statuses, "first_error": scored.first_error}
+        metrics = on_rank0(self._summarise_all, mine)
+        if self._dump_folder is not None:
+            self._dump(self._dump_folder, step, groups, outcomes, scored)
+        for name in self._held_out:
+            prefix = f"eval/{name}/"
+            shown = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+            shown.pop("num_prompts")
+            values = "  ".join(f"{key} {math.nan if value is None else value:.4g}" for key, value in shown.items())
+            _log.info("eval after %d steps, %s: %s", step, name, values)
+        return metrics
 
-    def request(number: int, _: int) -> Request:
-        name, prompt, sample = wanted[number]
-        seed = rollout_seed(config.seed, f"eval/{name}", prompt.row, sample)
-        return Request(prompt.token_ids, seed, config.eval.temperature)
+    def _request(self, number: int, _: int) -> Request:
+        name, prompt, sample = self._wanted[number]
+        seed = rollout_seed(self._seed, f"eval/{name}", prompt.row, sample)
+        return Request(prompt.token_ids, seed, self._config.temperature)
 
-    completions = engine.generate_shared([1] * len(wanted), request, policy_version=step)
-    # A training prompt that finds its prefix computed already is computed in other pieces, which rounds differently.
-    engine.reset_prefix_cache()
-    groups = [RolloutGroup(number, wanted[number][1], [completion]) for number, [completion] in completions.items()]
-    groups = groups[engine.tp_rank :: tensor_parallel]
-    scored = score(groups, num_step_completions=len(wanted))
-    outcomes = _outcomes(groups, scored)
-
-    sizes = {name: len(prompts) * num_samples for name, prompts in held_out.items()}
-
-    def summarise_all(parts: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    def _summarise_all(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+        """Rank 0: what all ranks scored, to metrics."""
         # A verifier that fails throughout must not pass for a policy that is never right.
         statuses, first_errors = [part["statuses"] for part in parts], [part["first_error"] for part in parts]
-        check_error_rate(statuses, first_errors, config.reward_pool.max_error_frac)
+        check_error_rate(statuses, first_errors, self._max_error_frac)
+        num_samples = self._config.num_samples
+        sizes = {name: len(prompts) * num_samples for name, prompts in self._held_out.items()}
         return _summarise_all([part["outcomes"] for part in parts], sizes, num_samples)
 
-    mine = {"outcomes": outcomes, "statuses": scored.statuses, "first_error": scored.first_error}
-    metrics = on_rank0(summarise_all, mine)
-    if config.logging.rollouts_every_steps:
-        for name in held_out:
-            lines = {
-                group.slot: _dump_line(group, wanted[group.slot][2], outcomes[group.slot], scored, i)
-                for i, group in enumerate(groups)
-                if wanted[group.slot][0] == name
-            }
-            write_lines_in_order(Path(config.run_dir, "rollouts", f"eval_{name}_step_{step:06d}.jsonl"), lines)
-    for name in held_out:
-        prefix = f"eval/{name}/"
-        shown = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
-        values = "  ".join(
-            f"{key} {math.nan if value is None else value:.4g}" for key, value in shown.items() if key != "num_prompts"
-        )
-        _log.info("eval after %d steps, %s: %s", step, name, values)
-    return metrics
+    def _dump(
+        self,
+        folder: Path,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        outcomes: Mapping[int, Outcome],
+        scored: ScoredRollouts,
+    ) -> None:
+        for name in self._held_out:
+            lines = {}
+            for i, group in enumerate(groups):
+                set_name, _, sample = self._wanted[group.slot]
+                if set_name == name:
+                    lines[group.slot] = _dump_line(group, sample, outcomes[group.slot], scored, i)
+            write_lines_in_order(folder / f"eval_{name}_step_{step:06d}.jsonl", lines)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

@@ -1,64 +1,65 @@
-"""The rollout phase."""
+"""G completions for each prompt of a step: seeds, who scores what, and what need not be sampled again."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from grpo_spmd.config.schema import Config
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, rollout_seed
 from grpo_spmd.rollout.buffer import RolloutBuffer
 
 
-def sample_groups(
-    engine: RolloutEngine, prompts: Sequence[Prompt], config: Config, step: int, buffer: RolloutBuffer | None = None
-) -> list[RolloutGroup]:
-    """Collective. G completions for each of the step's prompts; returns the groups that this rank scores, in the order
-    of slots.
+class Sampler:
+    """Samples groups with the engine; `buffer` keeps what is finished, and has what a run that was stopped had."""
 
-    Prompts go to engines by `rollout.schedule`, and the groups of one engine to its ranks in turn; every group is on
-    exactly one rank, and some may have none. What the buffer has is not sampled again, and what is sampled goes into
-    it. A generation that is ended early (see `RolloutEngine.generate_shared`) keeps what was finished; its groups are
-    not complete, and `Preemption.guard` ends the step.
+    def __init__(self, engine: RolloutEngine, group_size: int, seed: int, buffer: RolloutBuffer | None = None) -> None:
+        self._engine, self._group_size, self._seed, self._buffer = engine, group_size, seed, buffer
 
-    Args:
-        prompts: equal on all ranks.
-        step: which policy is sampled, and which random numbers are used.
-    """
-    group_size, tensor_parallel = config.rollout.group_size, config.rollout.tensor_parallel_size
-    kept = buffer.find(step, engine.weights_id, prompts, group_size) if buffer is not None else {}
-    missing = {slot: [n for n in range(group_size) if (slot, n) not in kept] for slot in range(len(prompts))}
-    jobs = [slot for slot, samples in missing.items() if samples]
+    def sample(self, prompts: Sequence[Prompt], step: int, weights_id: str) -> tuple[list[RolloutGroup], float]:
+        """Collective. The groups that this rank scores, in the order of slots, and its seconds of generation.
 
-    def request(job: int, number: int) -> Request:
-        slot = jobs[job]
-        return Request(
-            prompts[slot].token_ids, rollout_seed(config.seed, step, prompts[slot].position, missing[slot][number])
-        )
+        Prompts go to engines by `rollout.schedule`, and the groups of one engine to its ranks in turn; every group is
+        on exactly one rank, and some may have none. What the buffer has is not sampled again. A generation that is
+        ended early (see `RolloutEngine.generate_shared`) keeps what was finished; its groups are not complete, and
+        `Preemption.guard` ends the step.
 
-    def keep(job: int, number: int, completion: Completion) -> None:
-        if buffer is not None and engine.tp_rank == 0:  # all ranks of an engine have the same
-            buffer.keep(prompts[jobs[job]], missing[jobs[job]][number], completion)
+        Args:
+            prompts: equal on all ranks.
+            step: which policy is sampled, and which random numbers are used.
+            weights_id: of the weights that the engine holds (SyncStats).
+        """
+        engine, buffer, all_samples = self._engine, self._buffer, range(self._group_size)
+        kept = buffer.find(step, weights_id, prompts, self._group_size) if buffer is not None else {}
+        missing = {slot: [n for n in all_samples if (slot, n) not in kept] for slot in range(len(prompts))}
+        jobs = [slot for slot, samples in missing.items() if samples]
 
-    start = time.perf_counter()
-    try:
-        sampled = engine.generate_shared([len(missing[slot]) for slot in jobs], request, step, keep)
-    finally:
-        if buffer is not None:
-            buffer.write()
-    engine.busy_s.append(time.perf_counter() - start)
-    complete = [slot for slot, samples in missing.items() if not samples]
-    num_ranks = engine.num_engines * tensor_parallel
-    of_rank: dict[int, list[Completion]] = {
-        slot: [] for slot in complete[engine.engine_rank * tensor_parallel + engine.tp_rank :: num_ranks]
-    } | {jobs[job]: sampled[job] for job in list(sampled)[engine.tp_rank :: tensor_parallel]}
-    groups = []
-    for slot, new in sorted(of_rank.items()):
-        fresh = iter(new)
-        completions = [
-            buffer.read(kept[slot, n]) if buffer and (slot, n) in kept else next(fresh) for n in range(group_size)
-        ]
-        groups.append(RolloutGroup(slot, prompts[slot], completions))
-    return groups
+        def request(job: int, number: int) -> Request:
+            prompt, sample = prompts[jobs[job]], missing[jobs[job]][number]
+            return Request(prompt.token_ids, rollout_seed(self._seed, step, prompt.position, sample))
+
+        def keep(job: int, number: int, completion: Completion) -> None:
+            if buffer is not None and engine.tp_rank == 0:  # all ranks of an engine have the same
+                buffer.keep(prompts[jobs[job]], missing[jobs[job]][number], completion)
+
+        start = time.perf_counter()
+        try:
+            sampled = engine.generate_shared([len(missing[slot]) for slot in jobs], request, step, keep)
+        finally:
+            if buffer is not None:
+                buffer.write()
+        seconds = time.perf_counter() - start
+
+        complete = [slot for slot, samples in missing.items() if not samples]
+        rank, num_ranks = engine.engine_rank * engine.tp_size + engine.tp_rank, engine.num_engines * engine.tp_size
+        of_rank: dict[int, list[Completion]] = {slot: [] for slot in complete[rank::num_ranks]}
+        of_rank |= {jobs[job]: sampled[job] for job in list(sampled)[engine.tp_rank :: engine.tp_size]}
+        groups = []
+        for slot, new in sorted(of_rank.items()):
+            fresh = iter(new)
+            completions = [
+                buffer.read(kept[slot, n]) if buffer and (slot, n) in kept else next(fresh) for n in all_samples
+            ]
+            groups.append(RolloutGroup(slot, prompts[slot], completions))
+        return groups, seconds

@@ -9,12 +9,12 @@ import pytest
 
 from benchmarks.speed.rollout_tail import finish_times
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import Config, RolloutConfig
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.observe.derive import tail_waste_frac
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
-from grpo_spmd.rollout.sample import sample_groups
+from grpo_spmd.rollout.sample import Sampler
 from tests.support.models import write_config
 
 NUM_PROMPTS, GROUP_SIZE = 7, 3
@@ -31,8 +31,8 @@ class Recorder:
     engine_rank: int
     num_engines: int
     tp_rank: int
-    _config: Config
-    busy_s: list[float] = dataclasses.field(default_factory=list)
+    tp_size: int
+    _rollout: RolloutConfig
     _num_shared_calls: int = 0
 
     def _generate(self, batches: Any, max_in_flight: int, policy_version: int, *_: Any) -> dict[int, Completion]:
@@ -57,14 +57,16 @@ def config(tmp_path: Any) -> Config:
 
 def sample(config: Config, step: int = 3, engines: int = 1, tensor_parallel: int = 1) -> list[RolloutGroup]:
     """The groups of all ranks, in the order of slots."""
-    config = dataclasses.replace(
-        config, rollout=dataclasses.replace(config.rollout, tensor_parallel_size=tensor_parallel)
-    )
     ranks = [
-        Recorder(engine, engines, tp_rank, config) for engine in range(engines) for tp_rank in range(tensor_parallel)
+        Recorder(engine, engines, tp_rank, tensor_parallel, config.rollout)
+        for engine in range(engines)
+        for tp_rank in range(tensor_parallel)
     ]
-    of_ranks = [sample_groups(rank, PROMPTS, config, step) for rank in ranks]  # type: ignore[arg-type]
-    return sorted((group for groups in of_ranks for group in groups), key=lambda group: group.slot)
+    made: list[RolloutGroup] = []
+    for rank in ranks:
+        groups, _ = Sampler(rank, GROUP_SIZE, config.seed).sample(PROMPTS, step, "")  # type: ignore[arg-type]
+        made += groups
+    return sorted(made, key=lambda group: group.slot)
 
 
 def seeds(groups: list[RolloutGroup]) -> list[int]:

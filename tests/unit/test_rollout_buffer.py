@@ -36,10 +36,14 @@ def config(tmp_path: Path) -> Config:
     return load_config(write_config(tmp_path, tmp_path / "model"))
 
 
+def open_buffer(config: Config, session: Session) -> RolloutBuffer:
+    return RolloutBuffer(config.run_dir, config.seed, config.model, config.rollout, session)
+
+
 @pytest.fixture
 def written(config: Config, session: Session) -> Path:
     """The one file of step 3, which holds the four completions of a prompt."""
-    buffer = RolloutBuffer(config, session)
+    buffer = open_buffer(config, session)
     assert buffer.find(3, "these", [PROMPT], 4) == {}
     for sample, completion in enumerate(COMPLETIONS):
         buffer.keep(PROMPT, sample, completion)
@@ -51,7 +55,7 @@ def written(config: Config, session: Session) -> Path:
 def read_back(
     config: Config, session: Session, step: int = 3, prompt: Prompt = PROMPT, weights_id: str = "these"
 ) -> Any:
-    buffer = RolloutBuffer(config, session)
+    buffer = open_buffer(config, session)
     return {place: buffer.read(kept) for place, kept in buffer.find(step, weights_id, [prompt], 4).items()}
 
 
@@ -107,7 +111,7 @@ def test_a_disk_that_takes_nothing_is_only_a_warning(
 ) -> None:
     Path(config.run_dir).mkdir()
     Path(config.run_dir, "rollout_buffer").write_text("no folder")
-    buffer = RolloutBuffer(config, session)
+    buffer = open_buffer(config, session)
     assert buffer.find(0, "these", [PROMPT], 4) == {}
     buffer.keep(PROMPT, 0, COMPLETIONS[0])
     buffer.write()
@@ -118,7 +122,7 @@ def test_long_generations_are_written_while_they_run(
     config: Config, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_spmd.rollout.buffer._WRITE_EVERY_S", 0.0)
-    buffer = RolloutBuffer(config, session)
+    buffer = open_buffer(config, session)
     buffer.find(0, "these", [PROMPT], 4)
     for sample, completion in enumerate(COMPLETIONS[:3]):
         buffer.keep(PROMPT, sample, completion)

@@ -22,17 +22,17 @@ from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine import engine as rollout
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
-from grpo_spmd.engine.weight_sync import sync_weights
+from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
-from grpo_spmd.rollout.evaluate import evaluate, evaluate_if_due
+from grpo_spmd.rollout.evaluate import Evaluator, HeldOut
 
 
 def main() -> None:
     config = dataclasses.replace(load_config(sys.argv[1]), run_dir=sys.argv[2])
-    greedy = dataclasses.replace(config, eval=EvalConfig(every_steps=2, num_samples=1, temperature=0.0))
+    greedy = EvalConfig(every_steps=2, num_samples=1, temperature=0.0)
     tokenizer = load_tokenizer(config.model.path)
     held_out = {
         name: build_prompts(read_rows(config.data, name), tokenizer, config.data, 1, name)
@@ -47,19 +47,26 @@ def main() -> None:
     session = start_session(tensor_parallel_size=config.rollout.tensor_parallel_size)
     pool = RewardPool(config.rewards, config.reward_pool, Path(config.run_dir, f"rewards_{session.rank}.log"))
     Path(config.run_dir).mkdir(exist_ok=True)
-    engine = RolloutEngine(config, session, stop_token_ids(config.model.path, tokenizer))
+    engine = RolloutEngine(
+        config.model, config.rollout, config.max_rollout_tokens, session, stop_token_ids(config.model.path, tokenizer)
+    )
     policy = build_policy(config.model, config.rollout.temperature, session)
-    sync_weights(policy, engine, 0, config.rollout.weight_sync_bucket_mib, 0)
-    sampled_metrics = evaluate_if_due(held_out, engine, score, config, 0)
-    sync_weights(policy, engine, 1, config.rollout.weight_sync_bucket_mib, 0)
-    assert evaluate_if_due(held_out, engine, score, config, 1) == {}  # every second step
-    assert evaluate(held_out, engine, score, config, 1) == sampled_metrics  # the same random numbers at each evaluation
-    greedy_metrics = evaluate(held_out, engine, score, greedy, 1)
+    weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib)
+
+    def evaluator(held_out: HeldOut, section: EvalConfig) -> Evaluator:
+        folder = Path(config.run_dir, "rollouts")
+        return Evaluator(held_out, engine, score, section, config.seed, config.reward_pool.max_error_frac, folder)
+
+    sampled = evaluator(held_out, config.eval)
+    weight_sync.sync(0)
+    sampled_metrics = sampled.evaluate_if_due(0)
+    weight_sync.sync(1)
+    assert sampled.evaluate_if_due(1) == {}  # every second step
+    assert sampled.evaluate(1) == sampled_metrics  # the same random numbers at each evaluation
+    greedy_metrics = evaluator(held_out, greedy).evaluate(1)
     # One prompt, one sample: somewhere a rank has nothing to score, and takes part all the same.
     alone = {"e1": held_out["e1"]}
-    assert evaluate(alone, engine, score, greedy, 1) == {
-        k: v for k, v in greedy_metrics.items() if k.startswith("eval/e1/")
-    }
+    assert evaluator(alone, greedy).evaluate(1) == {k: v for k, v in greedy_metrics.items() if k.startswith("eval/e1/")}
     # Nothing is left behind: a prompt of the evaluation is computed anew. (Its second time it is not, so this would
     # show.)
     cached = count_cached_tokens()

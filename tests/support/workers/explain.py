@@ -29,7 +29,7 @@ def main() -> None:
     facts = model_facts.read_model(config.model.path)
     assert facts is not None
     policy = build_policy(config.model, 1.0, session)
-    reference = build_reference(config, session, policy)
+    reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
     assert isinstance(reference, Policy)
     assert policy.num_parameters == facts.num_parameters
 

@@ -25,7 +25,7 @@ from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_proof import prove_weights
-from grpo_spmd.engine.weight_sync import gather_full_tensors, sync_weights
+from grpo_spmd.engine.weight_sync import WeightSync, gather_full_tensors
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.model.lora import adapter_shards, gather_adapters, named_adapters
 from grpo_spmd.model.optimizer import build_optimizer
@@ -52,13 +52,16 @@ class Trials:
     def __init__(self, path: str, out: Path, overrides: list[str]) -> None:
         self.config, self.out = load_config(path, overrides), out
         self.session = start_session(tensor_parallel_size=self.config.rollout.tensor_parallel_size)
-        self.engine = RolloutEngine(self.config, self.session, [0])
+        self.engine = RolloutEngine(
+            self.config.model, self.config.rollout, self.config.max_rollout_tokens, self.session, [0]
+        )
         random_state = torch.get_rng_state()
         self.policy = build_policy(
             self.config.model, self.config.rollout.temperature, self.session, seed=self.config.seed
         )
         assert torch.equal(random_state, torch.get_rng_state())
         self.optimizer, _ = build_optimizer(self.policy, self.config.optimizer)
+        self.weight_sync = WeightSync(self.policy, self.engine, 1, prove_every_steps=1)
         self.base = self.base_bytes()
         self.step = 0
 
@@ -95,9 +98,9 @@ class Trials:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def sync(self, prove_every_steps: int = 1) -> SyncStats:
-        stats = sync_weights(self.policy, self.engine, self.step, 1, prove_every_steps)
-        assert self.engine.proved_version == self.step or not prove_every_steps
+    def sync(self) -> SyncStats:
+        stats = self.weight_sync.sync(self.step)
+        assert stats.proof_s > 0
         return stats
 
     def plain(self) -> peft.PeftModel:
@@ -181,7 +184,7 @@ def main() -> None:
     trials.optimizer.zero_grad()
     results["adapters"] = trials.adapters()
 
-    reference = build_reference(config, trials.session, policy)
+    reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, trials.session)
     assert reference is not None
     batch = pack_rollouts(rollouts(), trials.session.device)
     with torch.no_grad():

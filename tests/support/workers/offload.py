@@ -44,7 +44,7 @@ def main() -> None:
 
 def three_steps(config: Config, session: Session, what: Any) -> dict[str, Tensor]:
     policy = build_policy(config.model, config.rollout.temperature, session)
-    reference = build_reference(config, session, policy)
+    reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
     assert isinstance(reference, Policy)
     updater = PolicyUpdater(policy, config)
     offload = HostOffload(what, policy, reference, updater.optimizer)

@@ -29,11 +29,11 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.preemption import Preempted, Preemption
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.weight_sync import sync_weights
+from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rollout.buffer import RolloutBuffer
-from grpo_spmd.rollout.sample import sample_groups
+from grpo_spmd.rollout.sample import Sampler
 
 CUTS = {"first round": signal.SIGTERM, "second round": signal.SIGUSR1}
 STEP, ROUNDS = 3, (8, 5)  # prompts of the two rounds of the step, as with dynamic sampling
@@ -47,9 +47,12 @@ class Engine:
         self.config = config
         self.session = start_session(tensor_parallel_size=config.rollout.tensor_parallel_size)
         self.preemption = Preemption(config)
-        self.engine = RolloutEngine(config, self.session, [0], lambda: self.preemption.should_abort())
+        self.engine = RolloutEngine(
+            config.model, config.rollout, config.max_rollout_tokens, self.session, [0],
+            lambda: self.preemption.should_abort(),
+        )  # fmt: skip
         policy = build_policy(config.model, config.rollout.temperature, self.session)
-        sync_weights(policy, self.engine, STEP, config.rollout.weight_sync_bucket_mib, 0)
+        self.weights_id = WeightSync(policy, self.engine, config.rollout.weight_sync_bucket_mib).sync(STEP).weights_id
         self.num_sent = self.num_aborted = self.round = self.num_done = 0
         add_request = self.engine._engine.add_request
 
@@ -68,17 +71,18 @@ class Engine:
         self.preemption = Preemption(self.config)
         self.preemption.begin_step()
         self.num_sent = self.num_aborted = 0
-        return RolloutBuffer(dataclasses.replace(self.config, run_dir=run_dir), self.session)
+        return RolloutBuffer(run_dir, self.config.seed, self.config.model, self.config.rollout, self.session)
 
     def step(self, buffer: RolloutBuffer | None) -> dict[str, Any]:
         """All rounds of the step, as the trainer runs them."""
         score = self.preemption.guard(lambda groups: ScoredRollouts())
+        sampler = Sampler(self.engine, self.config.rollout.group_size, self.config.seed, buffer)
         made: list[Any] = []
         start, reason = 0, ""
         try:
             for self.round, num_prompts in enumerate(ROUNDS):
                 self.num_done = 0
-                groups = sample_groups(self.engine, PROMPTS[start : start + num_prompts], self.config, STEP, buffer)
+                groups, _ = sampler.sample(PROMPTS[start : start + num_prompts], STEP, self.weights_id)
                 score(groups)
                 made += on_rank0(lambda parts: [item for part in parts for item in part], self.told(groups))
                 start += num_prompts
@@ -144,10 +148,10 @@ def main() -> None:
     found: dict[str, Any] = {}
     for folder in folders:
         name = Path(folder).name
-        weights_id = engine.engine.weights_id
-        engine.engine.weights_id = "another" if name == "other weights" else weights_id
+        weights_id = engine.weights_id
+        engine.weights_id = "another" if name == "other weights" else weights_id
         found[name] = engine.step(engine.job(folder))
-        engine.engine.weights_id = weights_id
+        engine.weights_id = weights_id
     if not folders:
         run_dir = config.run_dir
         engine.job(run_dir)
@@ -170,7 +174,7 @@ def main() -> None:
             engine.engine.reset_prefix_cache()
             engine.engine.sleep()
             policy = build_policy(config.model, config.rollout.temperature, engine.session)
-            sync_weights(policy, engine.engine, STEP, config.rollout.weight_sync_bucket_mib, 0)
+            WeightSync(policy, engine.engine, config.rollout.weight_sync_bucket_mib).sync(STEP)
             found[f"{name}, gone on"] = engine.step(engine.job(f"{run_dir}/{name}"))
             found[f"{name}, once more"] = engine.step(engine.job(f"{run_dir}/{name}"))
         engine.job(run_dir)

@@ -23,7 +23,7 @@ from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_proof import prove_weights
-from grpo_spmd.engine.weight_sync import gather_full_tensors, sync_weights
+from grpo_spmd.engine.weight_sync import WeightSync, gather_full_tensors
 from grpo_spmd.learn.losses import mismatch_sums
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.sampled_step import SampledStep
@@ -49,8 +49,11 @@ class Trials:
     def __init__(self, path: str, overrides: list[str]) -> None:
         self.config = load_config(path, overrides)
         self.session = start_session(tensor_parallel_size=self.config.rollout.tensor_parallel_size)
-        self.engine = RolloutEngine(self.config, self.session, [0])
+        self.engine = RolloutEngine(
+            self.config.model, self.config.rollout, self.config.max_rollout_tokens, self.session, [0]
+        )
         self.policy = build_policy(self.config.model, self.config.rollout.temperature, self.session)
+        self.weight_sync = WeightSync(self.policy, self.engine, BUCKET_MIB)
         self.optimizer, _ = build_optimizer(self.policy, self.config.optimizer)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in hf_named_parameters(self.policy)}
         self.tied = HEAD not in self.shapes
@@ -68,8 +71,8 @@ class Trials:
             group["lr"] = lr
         disturb(self.policy, self.optimizer, self.step)
 
-    def sync(self) -> None:
-        sync_weights(self.policy, self.engine, self.step, BUCKET_MIB, 0)
+    def sync(self) -> SyncStats:
+        return self.weight_sync.sync(self.step)
 
     def load(self, weights: dict[str, Tensor]) -> None:
         """A sync that brings these weights."""
@@ -281,8 +284,7 @@ class Trials:
 
 def main() -> None:
     trials = Trials(sys.argv[1], sys.argv[2:])
-    trials.sync()
-    assert trials.engine.proved_version == 0
+    assert trials.sync().proof_s > 0
     trials.covers_everything()
     float32 = trials.engine.dtype == torch.float32
     for _ in range(3):

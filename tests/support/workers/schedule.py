@@ -17,17 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed import store
 from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.weight_sync import sync_weights
+from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Prompt, RolloutGroup
-from grpo_spmd.rollout.sample import sample_groups
+from grpo_spmd.rollout.sample import Sampler
 
 # for 2 engines: one of them gets nothing, one more than the other, a long queue
 NUM_PROMPTS = {"none": 0, "one": 1, "odd": 7, "many": 24}
@@ -40,23 +39,30 @@ PROMPTS = [
 def main() -> None:
     config, out = load_config(sys.argv[1]), Path(sys.argv[2])
     session = start_session(tensor_parallel_size=config.rollout.tensor_parallel_size)
-    engine = RolloutEngine(config, session, [0])
+    engine = RolloutEngine(config.model, config.rollout, config.max_rollout_tokens, session, [0])
     policy = build_policy(config.model, config.rollout.temperature, session)
-    sync_weights(policy, engine, 0, config.rollout.weight_sync_bucket_mib, 0)
+    WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib).sync(0)
+    sampler, busy_s = Sampler(engine, config.rollout.group_size, config.seed), []
+
+    def sample(num_prompts: int) -> list[RolloutGroup]:
+        groups, seconds = sampler.sample(PROMPTS[:num_prompts], 0, "")
+        busy_s.append(seconds)
+        return groups
+
     num_keys = store._store.num_keys() if store._store else 0
     found: dict[str, Any] = {"claims": hammer(session)}
     watched = watch_claims(engine)
     for schedule in ("static", "shared_queue"):
         use(engine, schedule)
         for name, num_prompts in NUM_PROMPTS.items():
-            found[f"{name}/{schedule}"] = gather(sample_groups(engine, PROMPTS[:num_prompts], config, 0), session)
+            found[f"{name}/{schedule}"] = gather(sample(num_prompts), session)
     # One rank of the engine: two would wait for each other's sleep, and sleep longer for it.
     with slowed(
         engine, engine.engine_rank > 0 and engine.engine_rank == engine.num_engines - 1 and engine.tp_rank == 0
     ):
-        found["slow/shared_queue"] = gather(sample_groups(engine, PROMPTS, config, 0), session)
+        found["slow/shared_queue"] = gather(sample(len(PROMPTS)), session)
         # With nothing between the two calls the fast engine is in the second while the slow one claims in the first.
-        first, second = sample_groups(engine, PROMPTS, config, 0), sample_groups(engine, PROMPTS[:20], config, 0)
+        first, second = sample(len(PROMPTS)), sample(20)
         found["first of two/shared_queue"], found["second of two/shared_queue"] = (
             gather(first, session),
             gather(second, session),
@@ -64,7 +70,7 @@ def main() -> None:
     found["num_claims"], found["most_waiting"] = on_rank0(
         lambda counts: [max(c) for c in zip(*counts, strict=True)], watched
     )
-    found["busy_s"] = on_rank0(list, engine.busy_s)
+    found["busy_s"] = on_rank0(list, busy_s)
     barrier()
     found["new_keys"] = (store._store.num_keys() if store._store else 0) - num_keys
     if session.is_rank0:
@@ -74,8 +80,7 @@ def main() -> None:
 
 
 def use(engine: RolloutEngine, schedule: Any) -> None:
-    config: Config = engine._config
-    engine._config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, schedule=schedule))
+    engine._rollout = dataclasses.replace(engine._rollout, schedule=schedule)
 
 
 def hammer(session: Session) -> list[int]:

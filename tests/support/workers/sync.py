@@ -20,7 +20,7 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import EngineStateError, Request
-from grpo_spmd.engine.weight_sync import sync_weights
+from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
@@ -32,18 +32,19 @@ from grpo_spmd.records import Completion, Rollout
 def main() -> None:
     config, num_steps = load_config(sys.argv[1]), int(sys.argv[2])
     session = start_session(config.model.num_replicas, config.rollout.tensor_parallel_size)
-    engine = RolloutEngine(config, session, [0])
+    engine = RolloutEngine(config.model, config.rollout, config.max_rollout_tokens, session, [0])
     refuses(lambda: engine.generate([Request([1], 0)], 0), "asleep")
     refuses(lambda: engine.load_weights(iter([]), 0), "asleep")
     kv_cache_is_as_explained(engine, config)
     policy = build_policy(config.model, config.rollout.temperature, session)
     optimizer, _ = build_optimizer(policy, config.optimizer)
+    weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib)
     plain = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
 
     worst = 0.0
     for step in range(num_steps):
         disturb(policy, optimizer, step)
-        sync_weights(policy, engine, step, config.rollout.weight_sync_bucket_mib, 0)
+        weight_sync.sync(step)
         refuses(lambda version=step: engine.generate([Request([1], 0)], version + 1), "policy_version")
         if config.rollout.tensor_parallel_size > 1:
             refuses(

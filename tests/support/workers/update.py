@@ -139,8 +139,8 @@ def main() -> None:
     config, reference_model, out = load_config(sys.argv[1]), sys.argv[2], sys.argv[3]
     session = start_session()
     policy = build_policy(config.model, config.rollout.temperature, session)
-    of_reference = dataclasses.replace(config, model=dataclasses.replace(config.model, path=reference_model))
-    reference = build_reference(of_reference, session, policy)
+    of_reference = dataclasses.replace(config.model, path=reference_model)
+    reference = build_reference(policy, of_reference, config.rollout.temperature, config.loss.kl_coef, session)
     assert isinstance(reference, Policy)
 
     results = {}
