@@ -6,7 +6,6 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.preemption import Preempted
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
 from grpo_spmd.learn.update import attach_logprobs
-from grpo_spmd.observe.derive import busy_sums
 from grpo_spmd.observe.rollout_record import dump_if_refused, dump_rollouts_if_due
 from grpo_spmd.preflight.checks import Inputs
 from grpo_spmd.run import Run, open_run
@@ -53,8 +52,8 @@ def _train_step(run: Run, step: int) -> None:
         dump_rollouts_if_due(config, step, sampled, decision)
     run.preemption.check_before_update()  # the last moment at which the step can be given up
     with log.phase("update"):
-        sums = run.updater.update(batch) | busy_sums(generation_s)
-    log.check_step(step, sampled, decision, sync_stats, sums)  # before a checkpoint is made of it
+        sums = run.updater.update(batch)
+    log.check_step(step, sampled, decision, sync_stats, sums, generation_s)  # before a checkpoint is made of it
     with log.phase("checkpoint"):
         run.checkpoints.stage_if_due(step + 1, run.stream.position, log.state())
     log.end_step(step, decision, sync_stats)

@@ -152,25 +152,35 @@ Plan = list[list[list[list[int]]]]
 class Decision:
     """What rank 0 decided about a step, equal on all ranks. Lists are in the order of rollout ids."""
 
-    # places in the prompt stream of the groups that are trained on; a group's slot is its index here
     positions: list[int]
-    rewards: list[float]  # [B] the sums with the overlong penalty taken off; NaN: unknown
-    advantages: list[float]  # [B]
-    counts: list[bool]  # [B]; False: the rollout stays out of the loss
+    """Places in the prompt stream of the groups that are trained on; a group's slot is its index here."""
+    rewards: list[float]
+    """[B] The sums with the overlong penalty taken off; NaN: unknown."""
+    advantages: list[float]
+    """[B]"""
+    in_loss: list[bool]
+    """[B] False: no token of the rollout enters the loss."""
     plan: Plan
-    num_loss_tokens: list[int]  # one for each mini-batch
-    num_loss_sequences: list[int]  # one for each mini-batch
-    num_tokens: int  # prompts and completions that are trained on
-    num_sampled_tokens: int  # completion tokens that the engines sampled, also those of dropped groups
+    num_loss_tokens: list[int]
+    """One for each mini-batch, over all ranks."""
+    num_loss_sequences: list[int]
+    """The same, of sequences with a token that counts."""
+    num_tokens: int
+    """Of prompts and completions that are trained on."""
+    num_sampled_tokens: int
+    """Completion tokens that the engines sampled, also those of dropped groups."""
     metrics: dict[str, float | None]
 
 
 @dataclass
 class SyncStats:
-    """What one sync moved: bytes that an engine was handed, padding of the shards included; the collectives that took,
-    none where one rank holds the whole policy; seconds of the proof, if any."""
+    """What one sync of the weights moved."""
 
     bytes: int = 0
+    """That an engine was handed, padding of the shards included."""
     num_collectives: int = 0
+    """That it took; none where one rank holds the whole policy."""
     proof_s: float = 0.0
-    weights_id: str = ""  # names the weights that the engine has from it, to the bit
+    """Seconds of the proof, if there was one."""
+    weights_id: str = ""
+    """Names the weights that the engine has from it, to the bit."""

@@ -169,7 +169,7 @@ def _run(
         if loss_config.kl_coef and loss_config.kl_in == "loss":
             micro_batch.ref_logprobs = torch.cat([ref[i] for i in row])
         sums, _ = updater.backward(micro_batch, sum(len(r.completion_ids) for r in counted), len(counted), unmoved=True)
-        loss += variant.factor * float(sums["loss"])
+        loss += variant.factor * float(sums["loss"].value)
     gradients = {}
     for name, parameter in hf_named_parameters(policy):
         assert isinstance(parameter.grad, DTensor), name

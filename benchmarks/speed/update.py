@@ -143,7 +143,7 @@ def packed(config: Config, rollouts: list[Rollout], session: Session) -> Update:
         plan = plan_batch(num_tokens, num_ranks=1, mini_batch_sizes=[len(rollouts)], max_tokens=budget)
         mini_batch = [pack_rollouts([rollouts[i] for i in row], session.device) for row in plan[0][0]]
         sums = updater.update(RolloutBatch([mini_batch], [counted], [len(rollouts)]))
-        return sums["policy"], sums["max:grad_norm"]
+        return sums["policy"].value, sums["optim/grad_norm"].value
 
     return update
 

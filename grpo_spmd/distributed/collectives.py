@@ -143,26 +143,6 @@ def any_rank(flag: bool) -> bool:
     return bool(found)
 
 
-def merge_sums(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Bring together dictionaries of sums that ranks collected; a key missing on a rank counts as nothing.
-
-    Numbers add up; keys "max:..." take the maximum, "hist:..." add up element by element, "ids:..." are put one after
-    the other.
-    """
-    merged: dict[str, Any] = {}
-    for part in parts:
-        for name, value in part.items():
-            if name not in merged:
-                merged[name] = value
-            elif name.startswith("max:"):
-                merged[name] = max(merged[name], value)
-            elif name.startswith("hist:"):
-                merged[name] = [a + b for a, b in zip(merged[name], value, strict=True)]
-            else:
-                merged[name] = merged[name] + value
-    return merged
-
-
 def _broadcast_bytes(payload: bytes) -> bytes:
     count_collective()
     if dist.get_world_size() == 1:

@@ -41,7 +41,7 @@ def assemble_batch(sampled: SampledStep, config: Config, session: Session) -> tu
             rollout = Rollout(
                 rollout_id,
                 decision.advantages[rollout_id],
-                decision.counts[rollout_id],
+                decision.in_loss[rollout_id],
                 group.prompt.token_ids,
                 completion.token_ids,
                 completion.logprobs,

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from grpo_spmd.distributed.reductions import Histogram, Max, Mean, Reductions, Sum
+
 # Log ratios are binned by x = asinh(d / _HIST_SCALE): even steps of 5 % beyond the scale, steps of 5e-5 nats below it.
 _HIST_SCALE, _HIST_LIMIT, _HIST_BINS = 1e-3, 10.0, 401
 
@@ -33,7 +35,7 @@ def policy_loss(
     kl_coef: float,
     kl_estimator: str,
     entropy_coef: float,
-) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+) -> tuple[Float[Tensor, ""], Reductions]:
     """This micro-batch's share of the loss of its mini-batch.
 
     Args:
@@ -46,8 +48,8 @@ def policy_loss(
         dual_clip: read by "clip" and "gspo".
 
     Returns:
-        The share, and sums for the metrics, detached: "policy", "kl", "entropy" are weighted as in the loss; "clipped"
-        counts tokens.
+        The share, and what the metrics need, detached: sums "policy", "kl", "entropy", weighted as in the loss, and
+        the mean "loss/clip_frac" over tokens.
     """
     # Masked places may hold anything, also NaN or inf, and 0 * NaN is NaN: choose before the arithmetic, not after.
     zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
@@ -90,10 +92,10 @@ def policy_loss(
         ).sum()
     total = policy_sum + kl_coef * kl_sum - entropy_coef * entropy_sum
     return total, {
-        "policy": policy_sum.detach(),
-        "kl": kl_sum.detach(),
-        "entropy": entropy_sum.detach(),
-        "clipped": clipped.sum(),
+        "policy": Sum(policy_sum.detach()),
+        "kl": Sum(kl_sum.detach()),
+        "entropy": Sum(entropy_sum.detach()),
+        "loss/clip_frac": Mean(clipped.sum(), loss_mask.sum()),
     }
 
 
@@ -172,12 +174,12 @@ def kl_estimate(
 
 def mismatch_sums(
     logprobs: Float[Tensor, " C"], rollout_logprobs: Float[Tensor, " C"], loss_mask: Bool[Tensor, " C"]
-) -> dict[str, Tensor]:
-    """How far the engine that sampled is from the policy that trains, on the sampled tokens: sums, extremes and a
+) -> Reductions:
+    """How far the engine that sampled is from the policy that trains, on the sampled tokens: means, the largest and a
     histogram.
 
-    "mismatch_kl" sums the k3 estimate of KL(engine || policy), which cannot cancel; with the same weights it is
-    rounding alone. "hist:mismatch" [401] counts tokens by their log ratio, for `ratio_percentiles`.
+    "weight_sync/mismatch_kl" is the k3 estimate of KL(engine || policy), which cannot cancel; with the same weights it
+    is rounding alone. "mismatch_ratios" [401] counts tokens by their log ratio, for `ratio_percentiles`.
     """
     zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
     difference = torch.where(loss_mask, logprobs.detach() - rollout_logprobs, zero)
@@ -187,15 +189,20 @@ def mismatch_sums(
     # to be skipped.
     place = torch.asinh(difference / _HIST_SCALE).nan_to_num(nan=_HIST_LIMIT).clamp(-_HIST_LIMIT, _HIST_LIMIT)
     bins = ((place + _HIST_LIMIT) / (2 * _HIST_LIMIT) * (_HIST_BINS - 1)).round().long()
+    histogram = torch.zeros(_HIST_BINS, dtype=torch.float64, device=bins.device)
+    num_tokens, size = loss_mask.sum(), difference.abs()
     return {
-        "mismatch_tokens": loss_mask.sum(),
-        "mismatch_kl": (torch.expm1(difference) - difference).sum(),
-        "mismatch_abs": difference.abs().sum(),
-        "max:mismatch_abs": difference.abs().max() if len(difference) else zero.double(),
-        "hist:mismatch": torch.zeros(_HIST_BINS, dtype=torch.float64, device=bins.device).index_add_(
-            0, bins, loss_mask.double()
-        ),
+        "weight_sync/mismatch_kl": Mean((torch.expm1(difference) - difference).sum(), num_tokens),
+        "weight_sync/mismatch_abs_mean": Mean(size.sum(), num_tokens),
+        "weight_sync/mismatch_abs_max": Max(size.max() if len(size) else zero.double()),
+        "mismatch_ratios": Histogram(histogram.index_add_(0, bins, loss_mask.double())),
     }
+
+
+def no_mismatch() -> Reductions:
+    """What `mismatch_sums` says of no tokens at all."""
+    means = dict.fromkeys(("weight_sync/mismatch_kl", "weight_sync/mismatch_abs_mean"), Mean())
+    return {**means, "weight_sync/mismatch_abs_max": Max(), "mismatch_ratios": Histogram([0.0] * _HIST_BINS)}
 
 
 def ratio_percentiles(histogram: list[float], percents: tuple[int, ...]) -> list[float | None]:

@@ -101,7 +101,7 @@ class SampledStep:
         if not rollout.dynamic_sampling:
             self._rank0_kept = [f["position"] for f in facts]
             return 0
-        self._rank0_kept += [f["position"] for f in facts if not f["alike"]]
+        self._rank0_kept += [f["position"] for f in facts if not f["without_spread"]]
         missing = wanted - len(self._rank0_kept)
         if missing <= 0 or self._rank0_rounds == rollout.dynamic_sampling_max_rounds:
             return 0
@@ -123,11 +123,11 @@ class SampledStep:
         rewards = _grid([f["penalised"] for f in used], group_size)
         completion_tokens = [n for f in used for n in f["completion_tokens"]]
         truncated = [t for f in used for t in f["truncated"]]
-        counts = [
+        in_loss = [
             not math.isnan(reward) and not (cut_off and config.loss.mask_truncated)
             for reward, cut_off in zip(rewards.flatten().tolist(), truncated, strict=True)
         ]
-        counted = [tokens if counts[i] else 0 for i, tokens in enumerate(completion_tokens)]
+        counted = [tokens if in_loss[i] else 0 for i, tokens in enumerate(completion_tokens)]
         num_tokens = [f["prompt_tokens"] + n for f in used for n in f["completion_tokens"]]
         costs = [n + self._attention_cost_ratio * n * n for n in num_tokens]
         sizes = [n * group_size for n in split_groups(len(used), config.training.num_mini_batches)]
@@ -144,7 +144,7 @@ class SampledStep:
             positions=positions,
             rewards=rewards.flatten().tolist(),
             advantages=advantages_of(rewards, config),
-            counts=counts,
+            in_loss=in_loss,
             plan=plan,
             num_loss_tokens=[sum(block) for block in blocks],
             num_loss_sequences=[sum(tokens > 0 for tokens in block) for block in blocks],
@@ -160,11 +160,11 @@ class SampledStep:
         config, facts = self._config, self._rank0_facts
         size = len(facts) * config.rollout.group_size
         scored = _grid([_known(f["rewards"]) for f in facts], config.rollout.group_size)
-        num_alike = sum(f["alike"] for f in facts)
+        num_without_spread = sum(f["without_spread"] for f in facts)
         metrics: dict[str, float | None] = {
             "reward/mean": float(scored[~scored.isnan()].mean()),
             "reward/std": float(batch_std(scored)),
-            "reward/zero_std_groups_frac": num_alike / len(facts),
+            "reward/zero_std_groups_frac": num_without_spread / len(facts),
             "reward/unscored_frac": float(scored.isnan().double().mean()),
             "completion/tokens_mean": sum(n for f in facts for n in f["completion_tokens"]) / size,
             "completion/truncated_frac": sum(t for f in facts for t in f["truncated"]) / size,
@@ -175,8 +175,8 @@ class SampledStep:
         if config.rollout.dynamic_sampling:
             metrics["dynamic_sampling/rounds"] = self._rank0_rounds
             metrics["dynamic_sampling/sampled_groups"] = len(facts)
-            metrics["dynamic_sampling/alike_groups"] = num_alike
-            metrics["dynamic_sampling/surplus_groups"] = len(facts) - num_alike - num_used
+            metrics["dynamic_sampling/alike_groups"] = num_without_spread
+            metrics["dynamic_sampling/surplus_groups"] = len(facts) - num_without_spread - num_used
             metrics["dynamic_sampling/missing_groups"] = config.rollout.num_prompts_per_step - num_used
         for name in facts[0]["by_name"]:
             values = [value for f in facts for value in f["by_name"][name]]
@@ -192,15 +192,15 @@ def advantages_of(rewards: Tensor, config: Config) -> list[float]:
 
 
 def _with_rewards(facts: list[dict[str, Any]], config: Config) -> list[dict[str, Any]]:
-    """Adds to each group "overlong", "penalised" (its rewards as the advantages take them) and "alike" (they have no
+    """Adds to each group "overlong", "penalised" (its rewards as the advantages take them) and "without_spread" (they have no
     spread)."""
     size, longest, advantage = config.rollout.group_size, config.rollout.max_completion_tokens, config.advantage
     lengths = _grid([f["completion_tokens"] for f in facts], size)
     overlong = overlong_penalties(lengths, longest, advantage.overlong_buffer_tokens, advantage.overlong_penalty)
     penalised = _grid([_known(f["rewards"]) for f in facts], size) - overlong
-    _, alike = compute_advantages(penalised, "dr_grpo", "none")
-    added = zip(overlong.tolist(), penalised.tolist(), alike.tolist(), strict=True)
-    return [f | {"overlong": o, "penalised": p, "alike": a} for f, (o, p, a) in zip(facts, added, strict=True)]
+    _, without_spread = compute_advantages(penalised, "dr_grpo", "none")
+    added = zip(overlong.tolist(), penalised.tolist(), without_spread.tolist(), strict=True)
+    return [f | {"overlong": o, "penalised": p, "without_spread": a} for f, (o, p, a) in zip(facts, added, strict=True)]
 
 
 def _known(rewards: list[float | None]) -> list[float]:

@@ -12,15 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import Config
-from grpo_spmd.distributed.collectives import any_rank, merge_sums
-from grpo_spmd.learn.losses import aggregation_weights, mismatch_sums, policy_loss, rollout_correction
+from grpo_spmd.distributed.collectives import any_rank
+from grpo_spmd.distributed.reductions import Ids, Max, Mean, Reductions, Sum, merge
+from grpo_spmd.learn.losses import aggregation_weights, mismatch_sums, no_mismatch, policy_loss, rollout_correction
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import Policy, Scores
 from grpo_spmd.records import MicroBatch, RolloutBatch
-
-# A rank's sums for the metrics, merged by distributed.merge_sums: numbers add up, "max:..." take the maximum,
-# "hist:..." and "ids:..." are lists.
-Sums = dict[str, Any]
 
 
 @torch.no_grad()
@@ -71,21 +68,21 @@ class PolicyUpdater:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def update(self, batch: RolloutBatch) -> Sums:
-        """Collective. One optimizer step for each mini-batch of each epoch; returns this rank's sums for the metrics.
+    def update(self, batch: RolloutBatch) -> Reductions:
+        """Collective. One optimizer step for each mini-batch of each epoch; returns what this rank adds to the metrics.
 
         Gradients are sums over ranks of token sums over one global denominator, so they do not depend on how rollouts
         were split over ranks and micro-batches. A mini-batch whose loss or gradient is not finite on any rank changes
         nothing on all ranks.
 
         Returns:
-            "policy", "kl", "entropy": the loss's terms, summed over optimizer steps; "updates", "skipped": how many
-            were made, or skipped; token sums "clipped", "correction", "capped" with "loss_tokens" as their denominator;
-            the sums of `mismatch_sums`; "max:grad_norm" (before clipping), "max:lr", "max:skipped_in_a_row";
-            "ids:nonfinite": rollouts of skipped updates with a logprob or entropy that was not finite.
+            Under metric keys what needs no more than merging: gradient norm (before clipping), learning rate, updates
+            made and skipped, shares of tokens, what `mismatch_sums` says. "policy", "kl", "entropy": the loss's terms,
+            summed over optimizer steps; "loss_tokens": tokens trained on; "skipped_in_a_row"; "nonfinite_rollouts":
+            those of skipped updates with a logprob or entropy that was not finite.
         """
-        sums: Sums = dict.fromkeys(("policy", "kl", "entropy", "clipped", "correction", "capped", "loss_tokens"), 0.0)
-        sums |= {"max:updates": 0.0, "max:skipped": 0.0, "max:skipped_in_a_row": 0.0, "ids:nonfinite": []}
+        sums = no_update(self._config.loss.rollout_correction != "none")
+        num_updates = num_skipped = 0
         for epoch in range(self._config.training.num_epochs):
             for number, mini_batch in enumerate(batch.mini_batches):
                 if batch.num_loss_tokens[number] == 0:
@@ -94,44 +91,42 @@ class PolicyUpdater:
                 # Old logprobs of the policy were taken before the first update. Those of the engine say nothing about
                 # the policy: then only what is computed before the first update was made comes from the weights that
                 # the engine holds.
-                unmoved = not sums["max:updates"] or (epoch == 0 and self._config.loss.old_logprobs == "policy")
-                self._step(mini_batch, batch.num_loss_tokens[number], batch.num_loss_sequences[number], unmoved, sums)
-        return sums
+                unmoved = not num_updates or (epoch == 0 and self._config.loss.old_logprobs == "policy")
+                more = self._step(mini_batch, batch.num_loss_tokens[number], batch.num_loss_sequences[number], unmoved)
+                num_updates, num_skipped = num_updates + ("optim/lr" in more), num_skipped + ("optim/lr" not in more)
+                sums = merge([sums, more])
+        return sums | {"optim/updates": Max(float(num_updates)), "optim/skipped_updates": Max(float(num_skipped))}
 
     def _step(
-        self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int, unmoved: bool, sums: Sums
-    ) -> None:
-        own: dict[str, Tensor] = {}
+        self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int, unmoved: bool
+    ) -> Reductions:
+        own: Reductions = {}
         suspects: list[tuple[MicroBatch, Tensor]] = []
         for micro_batch in mini_batch:
             more, bad_tokens = self.backward(micro_batch, num_loss_tokens, num_loss_sequences, unmoved)
-            _accumulate(own, more)
+            own = merge([own, more])
             suspects.append((micro_batch, bad_tokens))  # to pick them out here would wait for the GPU
         sharded_norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.optimizer.max_grad_norm)
         assert isinstance(sharded_norm, DTensor)
         grad_norm = float(sharded_norm.full_tensor())
-        if any_rank(not (math.isfinite(grad_norm) and math.isfinite(own["loss"]))):
+        if any_rank(not (math.isfinite(grad_norm) and math.isfinite(own["loss"].value))):
             self._optimizer.zero_grad(set_to_none=True)
             self._skipped_in_a_row += 1
-            sums["max:skipped"] += 1
-            sums["max:skipped_in_a_row"] = max(sums["max:skipped_in_a_row"], self._skipped_in_a_row)
-            for micro_batch, bad_tokens in suspects:
-                places = micro_batch.sequence_index[bad_tokens].unique().tolist()
-                sums["ids:nonfinite"] += [micro_batch.rollout_ids[place] for place in places]
-            return
+            places = [(batch, batch.sequence_index[bad].unique().tolist()) for batch, bad in suspects]
+            ids = [batch.rollout_ids[place] for batch, of_batch in places for place in of_batch]
+            return {"skipped_in_a_row": Max(self._skipped_in_a_row), "nonfinite_rollouts": Ids(ids)}
         self._num_updates, self._skipped_in_a_row = self._num_updates + 1, 0
-        sums["max:updates"] += 1
-        update_sums: Sums = {name: value.tolist() for name, value in own.items()}
-        update_sums |= {"max:grad_norm": grad_norm, "max:lr": float(self._schedule.get_last_lr()[0])}
-        sums.update(merge_sums([sums, update_sums]))
+        lr = float(self._schedule.get_last_lr()[0])
         self._optimizer.step()
         self._schedule.step()
         self._optimizer.zero_grad(set_to_none=True)
+        on_host = {name: reduction.on_host() for name, reduction in own.items()}
+        return on_host | {"optim/grad_norm": Max(grad_norm), "optim/lr": Max(lr)}
 
     def backward(
         self, micro_batch: MicroBatch, num_loss_tokens: int, num_loss_sequences: int, unmoved: bool
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Adds this micro-batch's gradient. Returns its sums, and the places [C] that count and have a score that is
+    ) -> tuple[Reductions, Tensor]:
+        """Adds this micro-batch's gradient. Returns its sums ("loss" among them), and the places [C] that count and have a score that is
         not finite."""
         config, mask = self._config.loss, micro_batch.loss_mask
         logprobs, entropy = self._policy(micro_batch)
@@ -174,11 +169,13 @@ class PolicyUpdater:
             entropy_coef=config.entropy_coef,
         )
         loss.backward()
-        sums["loss"] = loss.detach()
-        sums["loss_tokens"] = mask.sum()
+        num_tokens = mask.sum()
+        sums |= {"loss": Sum(loss.detach()), "loss_tokens": Sum(num_tokens)}
         if correction is not None:
-            sums["correction"] = torch.where(mask, correction, 0.0).double().sum()
-            sums["capped"] = (mask & ((correction >= config.rollout_correction_cap) | (correction == 0))).sum()
+            weight = torch.where(mask, correction, 0.0).double().sum()
+            capped = (mask & ((correction >= config.rollout_correction_cap) | (correction == 0))).sum()
+            sums["rollout_correction/weight_mean"] = Mean(weight, num_tokens)
+            sums["rollout_correction/capped_frac"] = Mean(capped, num_tokens)
         if unmoved:
             before = logprobs if config.old_logprobs == "engine" else old_logprobs
             sums |= mismatch_sums(before, micro_batch.rollout_logprobs, mask)
@@ -187,14 +184,19 @@ class PolicyUpdater:
         return sums, mask & ~finite
 
 
-def _accumulate(sums: dict[str, Tensor], more: dict[str, Tensor]) -> None:
-    """Add up on the device: a float() for each micro-batch would wait for the GPU to run dry before the next one is
-    launched."""
-    for name, value in more.items():
-        if name not in sums:
-            sums[name] = value
-        else:
-            sums[name] = torch.maximum(sums[name], value) if name.startswith("max:") else sums[name] + value
+def no_update(has_correction: bool) -> Reductions:
+    """What a rank adds to the metrics where it made no update at all."""
+    means = ["loss/clip_frac"]
+    if has_correction:
+        means += ["rollout_correction/weight_mean", "rollout_correction/capped_frac"]
+    return {
+        **dict.fromkeys(("policy", "kl", "entropy", "loss_tokens"), Sum()),
+        **dict.fromkeys(means, Mean()),
+        **dict.fromkeys(("optim/grad_norm", "optim/lr"), Max()),
+        **dict.fromkeys(("optim/updates", "optim/skipped_updates", "skipped_in_a_row"), Max(0.0)),
+        **no_mismatch(),
+        "nonfinite_rollouts": Ids([]),
+    }
 
 
 def _micro_batches(batch: RolloutBatch) -> list[MicroBatch]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 from grpo_spmd.config.schema import PHASES, LossConfig
+from grpo_spmd.distributed.reductions import Reductions, metric_values
 from grpo_spmd.learn.losses import ratio_percentiles
 
 # Dense bf16 peak, FLOP/s, by a part of the device's name (vendor data sheets).
@@ -20,50 +21,33 @@ PEAK_FLOPS = {
 }
 
 
-def loss_metrics(sums: dict[str, Any], config: LossConfig) -> dict[str, float | None]:
-    """The keys that come of the sums of a step's update, over all ranks."""
-    tokens, updates, measured_tokens = sums["loss_tokens"], sums["max:updates"], sums.get("mismatch_tokens", 0.0)
+def loss_metrics(sums: Reductions, config: LossConfig) -> dict[str, float | None]:
+    """The metrics of a step's update, from what all ranks' updates came to."""
+    updates = sums["optim/updates"].value
     kl_coef = config.kl_coef if config.kl_in == "loss" else 0.0
-    out = {
-        "loss/total": _mean(sums["policy"] + kl_coef * sums["kl"] - config.entropy_coef * sums["entropy"], updates),
-        "loss/policy": _mean(sums["policy"], updates),
-        "loss/kl": _mean(sums["kl"], updates),
-        "loss/entropy": _mean(sums["entropy"], updates),
-        "loss/clip_frac": _mean(sums["clipped"], tokens),
-        "optim/grad_norm": sums.get("max:grad_norm"),
-        "optim/lr": sums.get("max:lr"),
-        "optim/updates": sums["max:updates"],
-        "optim/skipped_updates": sums["max:skipped"],
-        "weight_sync/mismatch_kl": _mean(sums.get("mismatch_kl"), measured_tokens),
-        "weight_sync/mismatch_abs_mean": _mean(sums.get("mismatch_abs"), measured_tokens),
-        "weight_sync/mismatch_abs_max": sums.get("max:mismatch_abs"),
+    policy, kl, entropy = (sums[name].value for name in ("policy", "kl", "entropy"))
+    terms = {
+        "total": policy + kl_coef * kl - config.entropy_coef * entropy,
+        "policy": policy,
+        "kl": kl,
+        "entropy": entropy,
     }
-    percents = (1, 50, 99)
-    for percent, ratio in zip(percents, ratio_percentiles(sums.get("hist:mismatch", []), percents), strict=True):
-        out[f"rollout_correction/ratio_p{percent:02d}"] = ratio
-    if config.rollout_correction != "none":
-        out["rollout_correction/weight_mean"] = _mean(sums["correction"], tokens)
-        out["rollout_correction/capped_frac"] = _mean(sums["capped"], tokens)
-    return out
+    metrics = {f"loss/{name}": total / updates if updates else None for name, total in terms.items()}
+    ratios = ratio_percentiles(sums["mismatch_ratios"].value, (1, 50, 99))
+    names = ("p01", "p50", "p99")
+    return (
+        metrics
+        | metric_values(sums)
+        | {f"rollout_correction/ratio_{name}": ratio for name, ratio in zip(names, ratios, strict=True)}
+    )
 
 
-def tail_waste_frac(sums: dict[str, Any], world_size: int) -> float | None:
-    """The share of rank-seconds of the step's generations in which a rank had come to its end and waited for the
-    slowest."""
-    busy = sum(seconds for name, seconds in sums.items() if name.startswith("busy_s/"))
-    until_slowest = world_size * sum(seconds for name, seconds in sums.items() if name.startswith("max:busy_s/"))
-    return 1 - busy / until_slowest if until_slowest else None
-
-
-def busy_sums(generation_s: list[float]) -> dict[str, float]:
-    """This rank's seconds of each generation of a step, for `merge_sums`."""
-    return {f"{kind}busy_s/{call}": s for call, s in enumerate(generation_s) for kind in ("", "max:")}
-
-
-def _mean(total: float | None, count: float) -> float | None:
-    """None where a step measured nothing (all its updates were skipped, or it kept no group): a 0 would look like a
-    measurement."""
-    return None if total is None or not count else total / count
+def tail_waste_frac(busy_s: Sequence[Sequence[float]]) -> float | None:
+    """The share of rank-seconds of the step's generations, `busy_s[rank][generation]`, in which a rank had come to its
+    end and waited for the slowest."""
+    generations = list(zip(*busy_s, strict=True))
+    until_slowest = len(busy_s) * sum(map(max, generations))
+    return 1 - sum(map(sum, generations)) / until_slowest if until_slowest else None
 
 
 def console_line(m: dict[str, float | None], num_steps: int) -> str:

@@ -15,7 +15,8 @@ import torch
 
 from grpo_spmd.config.schema import PHASES, Config
 from grpo_spmd.distributed import doctor
-from grpo_spmd.distributed.collectives import merge_sums, on_rank0
+from grpo_spmd.distributed.collectives import on_rank0
+from grpo_spmd.distributed.reductions import Max, Reductions, merge_json, metric_values, to_json
 from grpo_spmd.distributed.session import Session, set_collective_timeouts
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.observe.derive import PEAK_FLOPS, console_line, loss_metrics, tail_waste_frac
@@ -51,7 +52,7 @@ class MetricsLog:
         self._memory = MemoryLedger(config, session.device, pool_bytes)
         self._largest: dict[str, float] = {}
         self._recorded: dict[str, float | None] = {}
-        self._rank0_sums: dict[str, Any] = {}
+        self._rank0_metrics: dict[str, float | None] = {}  # of the step, as far as they are known
         self._step_start = time.perf_counter()
         # Of the run so far, which may have begun in another process.
         self._rewards = [line.get("reward/mean") or 0.0 for line, _ in read_lines(self._run_dir / "metrics.jsonl")]
@@ -96,34 +97,44 @@ class MetricsLog:
         self._largest |= local_metrics
 
     def check_step(
-        self, step: int, sampled: SampledStep, decided: Decision, synced: SyncStats, local_sums: dict[str, Any]
+        self,
+        step: int,
+        sampled: SampledStep,
+        decision: Decision,
+        sync_stats: SyncStats,
+        local_sums: Reductions,
+        local_busy_s: list[float],
     ) -> None:
-        """Collective. Bring the ranks' sums (this rank's are those of the update, and its `busy_sums`) together
-        and judge them.
+        """Collective. Bring together what the ranks' updates came to, and judge it.
+
+        `local_busy_s`: seconds of each of this rank's generations of rollouts.
 
         Raises:
             Rank0Error: on every rank, where engine and policy differ by more than rounding (proofs.py), too many
                 updates in a row were not finite, or other tokens were trained on than rank 0 decided. The step's line
                 is written all the same: its figures are what one wants to see then.
         """
-        if local_sums["max:skipped"] and not dump_is_due(self._config, step):  # the same on all ranks
-            dump_rollouts(self._config, step, sampled, decided)
+        if local_sums["optim/skipped_updates"].value and not dump_is_due(self._config, step):  # the same on all ranks
+            dump_rollouts(self._config, step, sampled, decision)
 
-        def judge(parts: list[dict[str, Any]]) -> None:
-            self._rank0_sums = merge_sums(parts)
+        def judge(parts: list[tuple[dict[str, Any], list[float]]]) -> None:
+            sums = merge_json(of_update for of_update, _ in parts)
+            self._rank0_metrics = loss_metrics(sums, self._config.loss)
+            self._rank0_metrics["rollout/tail_waste_frac"] = tail_waste_frac([busy_s for _, busy_s in parts])
             try:
-                self._oracle.check(step, self._rank0_sums)
-                _check_skipped(self._rank0_sums, step, self._config)
-                _check_trained(self._rank0_sums, step, self._config, decided)
+                mean, largest = (sums[f"weight_sync/mismatch_abs_{name}"].value for name in ("mean", "max"))
+                self._oracle.check(step, mean, largest)
+                _check_skipped(sums, step, self._config)
+                _check_trained(sums, step, self._config, decision)
             except Exception:
-                self._write_step(step, decided, synced, [self._times_and_memory()])
+                self._write_step(step, decision, sync_stats, [to_json(self._times_and_memory())])
                 raise
 
-        on_rank0(judge, local_sums)
+        on_rank0(judge, [to_json(local_sums), local_busy_s])
 
-    def end_step(self, step: int, decided: Decision, synced: SyncStats) -> None:
+    def end_step(self, step: int, decision: Decision, sync_stats: SyncStats) -> None:
         """Collective. Bring the ranks' times together and write the step."""
-        on_rank0(lambda parts: self._write_step(step, decided, synced, parts), self._times_and_memory())
+        on_rank0(lambda parts: self._write_step(step, decision, sync_stats, parts), to_json(self._times_and_memory()))
         self._recorded.clear()
         self._times.clear()
         self._largest.clear()
@@ -131,19 +142,16 @@ class MetricsLog:
         self._step = step + 1
         self._step_start = time.perf_counter()
 
-    def _times_and_memory(self) -> dict[str, float]:
-        return {
-            "max:step_s": time.perf_counter() - self._step_start,
-            **{f"max:time/{name}": seconds for name, seconds in self._times.items()},
-            **{f"max:{name}": value for name, value in (self._memory.metrics() | self._largest).items()},
-        }
+    def _times_and_memory(self) -> Reductions:
+        times = {f"time/{name}_s": self._times.get(name, 0.0) for name in PHASES}
+        largest = {"time/step_s": time.perf_counter() - self._step_start, **times, **self._memory.metrics()}
+        return {name: Max(value) for name, value in (largest | self._largest).items()}
 
-    def _write_step(self, step: int, decided: Decision, synced: SyncStats, times: list[dict[str, Any]]) -> None:
-        metrics = {
-            "step": step,
-            **self._derive(decided, synced, merge_sums([self._rank0_sums, *times])),
-            **self._recorded,
-        }
+    def _write_step(
+        self, step: int, decision: Decision, sync_stats: SyncStats, times: list[dict[str, list[Any]]]
+    ) -> None:
+        largest = metric_values(merge_json(times))
+        metrics = {"step": step, **self._derive(decision, sync_stats, largest), **self._recorded}
         self._write(metrics)
         self._rewards.append(metrics["reward/mean"] or 0.0)
         self._num_own_steps += 1
@@ -179,29 +187,27 @@ class MetricsLog:
         if self._wandb is not None:
             self._wandb.finish(None if self._has_ended else 5.0)
 
-    def _derive(self, decided: Decision, synced: SyncStats, sums: dict[str, Any]) -> dict[str, float | None]:
+    def _derive(
+        self, decision: Decision, sync_stats: SyncStats, largest: dict[str, float | None]
+    ) -> dict[str, float | None]:
         """The contract's keys from the step's raw numbers."""
         world_size = self._session.world_size
-        times = {name: sums.get(f"max:time/{name}", 0.0) for name in PHASES}
-        step_s = sums["max:step_s"]
-        out = decided.metrics | loss_metrics(sums, self._config.loss)
+        step_s, rollout_s, update_s = (largest[f"time/{name}_s"] or 0.0 for name in ("step", "rollout", "update"))
+        out = decision.metrics | self._rank0_metrics
         out |= {
-            "weight_sync/bytes": synced.bytes,
-            "weight_sync/num_collectives": synced.num_collectives,
-            "weight_sync/proof_s": synced.proof_s,
-            "time/step_s": step_s,
-            **{f"time/{name}_s": seconds for name, seconds in times.items()},
-            "rollout/tail_waste_frac": tail_waste_frac(sums, world_size),
-            "rollout/tokens_per_s": decided.num_sampled_tokens / max(times["rollout"], 1e-9),
-            "throughput/samples_per_s": len(decided.counts) / step_s,
-            "throughput/tokens_per_s_per_rank": decided.num_tokens / step_s / world_size,
-            **{name.removeprefix("max:"): value for name, value in sums.items() if name.startswith("max:memory/")},
+            "weight_sync/bytes": sync_stats.bytes,
+            "weight_sync/num_collectives": sync_stats.num_collectives,
+            "weight_sync/proof_s": sync_stats.proof_s,
+            **largest,
+            "rollout/tokens_per_s": decision.num_sampled_tokens / max(rollout_s, 1e-9),
+            "throughput/samples_per_s": len(decision.in_loss) / step_s,
+            "throughput/tokens_per_s_per_rank": decision.num_tokens / step_s / world_size,
         }
         if self._session.device.type == "cuda":
             # Forward and backward of a dense model: 6 FLOPs a parameter and token; attention is left out, so this is a
             # lower bound.
-            num_tokens = decided.num_tokens * self._config.training.num_epochs
-            flops = 6.0 * self._num_parameters * num_tokens / max(times["update"], 1e-9) / world_size
+            num_tokens = decision.num_tokens * self._config.training.num_epochs
+            flops = 6.0 * self._num_parameters * num_tokens / max(update_s, 1e-9) / world_size
             name = torch.cuda.get_device_name()
             peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
             out["throughput/mfu"] = None if peak is None else flops / peak
@@ -216,28 +222,27 @@ class MetricsLog:
             self._wandb.line_written()
 
 
-def _check_skipped(sums: dict[str, Any], step: int, config: Config) -> None:
-    skipped, ids, most = (
-        int(sums["max:skipped"]),
-        sorted(set(sums["ids:nonfinite"])),
-        config.training.max_nonfinite_in_a_row,
-    )
+def _check_skipped(sums: Reductions, step: int, config: Config) -> None:
+    skipped, ids = int(sums["optim/skipped_updates"].value), sorted(set(sums["nonfinite_rollouts"].value))
+    most = config.training.max_nonfinite_in_a_row
     if not skipped:
         return
     suspects = (
         f"rollouts {ids[:10]} have logprobs that are not finite" if ids else "no single rollout's logprobs show it"
     )
-    text = f"step {step}: {skipped} updates skipped, since loss or gradient was not finite; {suspects}; see {rollouts_file(config, step)}"
-    if sums["max:skipped_in_a_row"] >= most:
+    text = (
+        f"step {step}: {skipped} updates skipped, since loss or gradient was not finite; {suspects}; see "
+        f"{rollouts_file(config, step)}"
+    )
+    if sums["skipped_in_a_row"].value >= most:
         raise FloatingPointError(f"{text}. That is {most} in a row (training.max_nonfinite_in_a_row)")
     _log.warning(text)
 
 
-def _check_trained(sums: dict[str, Any], step: int, config: Config, decided: Decision) -> None:
+def _check_trained(sums: Reductions, step: int, config: Config, decision: Decision) -> None:
     """Every token that rank 0 counted, on some rank, once an epoch: a rollout lost or doubled on the way would bias the
     gradient."""
-    expected = config.training.num_epochs * sum(decided.num_loss_tokens)
-    if not sums["max:skipped"] and sums["loss_tokens"] != expected:
-        raise RuntimeError(
-            f"step {step}: trained on {sums['loss_tokens']:.0f} tokens where rank 0 had decided on {expected}"
-        )
+    expected = config.training.num_epochs * sum(decision.num_loss_tokens)
+    found = sums["loss_tokens"].value
+    if not sums["optim/skipped_updates"].value and found != expected:
+        raise RuntimeError(f"step {step}: trained on {found:.0f} tokens where rank 0 had decided on {expected}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 
 class MismatchError(RuntimeError):
@@ -40,16 +38,14 @@ class LogprobOracle:
         self._max_mismatch = max_mismatch
         self.measured: tuple[float, float] | None = None  # mean and largest of the first step
 
-    def check(self, step: int, sums: Mapping[str, Any]) -> None:
-        """Judge one step by its sums over all ranks: "mismatch_abs", "max:mismatch_abs" and "mismatch_tokens".
+    def check(self, step: int, mean: float | None, largest: float | None) -> None:
+        """Judge one step by |policy - engine| over the tokens of all ranks; None where none was measured.
 
         Raises:
             MismatchError: with step, figures, bounds and likely causes.
         """
-        num_tokens = sums.get("mismatch_tokens", 0.0)
-        if not num_tokens:
+        if mean is None or largest is None:
             return
-        mean, largest = sums["mismatch_abs"] / num_tokens, sums["max:mismatch_abs"]
         bounds = self._bounds()
         if mean <= bounds[0] and largest <= bounds[1]:
             self.measured = self.measured or (mean, largest)

@@ -22,14 +22,14 @@ def rollouts_file(config: Config, step: int) -> Path:
     return Path(config.run_dir) / "rollouts" / f"step_{step:06d}.jsonl"
 
 
-def dump_rollouts_if_due(config: Config, step: int, sampled: SampledStep, decided: Decision) -> None:
+def dump_rollouts_if_due(config: Config, step: int, sampled: SampledStep, decision: Decision) -> None:
     """Collective. Each `logging.rollouts_every_steps`: write `rollouts/step_<step>.jsonl`, a line a rollout, whatever
     rank made it.
 
     Groups that dynamic sampling dropped are there too, with rollout_id null. The order is that of the prompt stream.
     """
     if dump_is_due(config, step):
-        dump_rollouts(config, step, sampled, decided)
+        dump_rollouts(config, step, sampled, decision)
 
 
 @contextmanager
@@ -48,9 +48,9 @@ def dump_is_due(config: Config, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def dump_rollouts(config: Config, step: int, sampled: SampledStep, decided: Decision | None) -> None:
+def dump_rollouts(config: Config, step: int, sampled: SampledStep, decision: Decision | None) -> None:
     lines: dict[int, str] = {}
-    slots = {position: slot for slot, position in enumerate(decided.positions if decided else [])}
+    slots = {position: slot for slot, position in enumerate(decision.positions if decision else [])}
     scored, size = sampled.scored, config.rollout.group_size
     own = ((g, sample, c) for g in sampled.groups for sample, c in enumerate(g.completions))
     for number, (group, sample, completion) in enumerate(own):
@@ -66,7 +66,7 @@ def dump_rollouts(config: Config, step: int, sampled: SampledStep, decided: Deci
             "reward": scored.rewards[number],
             "rewards": scored.finite_by_name(number),
             "statuses": {name: statuses[number] for name, statuses in scored.statuses.items()},
-            "advantage": None if decided is None or rollout_id is None else decided.advantages[rollout_id],
+            "advantage": None if decision is None or rollout_id is None else decision.advantages[rollout_id],
             "finish_reason": completion.finish_reason,
             "prompt_ids": group.prompt.token_ids,
             "completion_ids": completion.token_ids,

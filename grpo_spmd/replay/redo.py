@@ -128,23 +128,23 @@ def _replay(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool, s
             )
         if waiting:
             notes.append(f"{len(waiting)} groups of the dump are not needed now")
-        batch, decided = assemble_batch(sampled, config, session)
+        batch, decision = assemble_batch(sampled, config, session)
     except Rank0Error as error:
         notes.append(f"the step is refused: {error}")
         return Replay(notes, {}, _rollouts(recorded, sampled, None, {}))
-    of_update, logprobs, decided = _train(recorded, checkpoint, batch, decided, session, notes)
-    replayed = {name: value for name, value in decided.metrics.items() if not name.startswith("batching/")} | of_update
+    of_update, logprobs, decision = _train(recorded, checkpoint, batch, decision, session, notes)
+    replayed = {name: value for name, value in decision.metrics.items() if not name.startswith("batching/")} | of_update
     metrics = (
         {name: (recorded.metrics.get(name), value) for name, value in replayed.items()} if recorded.metrics else {}
     )
-    return Replay(notes, metrics, _rollouts(recorded, sampled, decided, logprobs))
+    return Replay(notes, metrics, _rollouts(recorded, sampled, decision, logprobs))
 
 
 def _train(
     recorded: RecordedStep,
     checkpoint: Path | None,
     batch: RolloutBatch,
-    decided: Decision,
+    decision: Decision,
     session: Session,
     notes: list[str],
 ) -> tuple[dict[str, float | None], dict[int, list[float]], Decision]:
@@ -161,7 +161,7 @@ def _train(
     config = recorded.config
     source, has_policy = _policy_source(recorded, checkpoint, notes)
     if not has_policy:
-        return {"loss/policy": _loss_on_engine_logprobs(batch, config)}, {}, decided
+        return {"loss/policy": _loss_on_engine_logprobs(batch, config)}, {}, decision
     with tempfile.TemporaryDirectory(prefix="replay_") as folder:
         model = config.model
         if source is not None and not model.lora.rank:  # all of its weights: model.path need not be on this machine
@@ -175,14 +175,14 @@ def _train(
     if source is not None:
         load_state(policy, updater, source, read_trainer(source))
     attach_logprobs(policy, reference, batch, config)
-    decided = penalise_rewards_by_kl(batch, decided, config)
+    decision = penalise_rewards_by_kl(batch, decision, config)
     logprobs: dict[int, list[float]] = {}
     with torch.no_grad():
         for micro_batch in (m for mini_batch in batch.mini_batches for m in mini_batch):
             scores, _ = policy(micro_batch)
             for place, rollout_id in enumerate(micro_batch.rollout_ids):
                 logprobs[rollout_id] = scores[micro_batch.sequence_index == place].tolist()
-    return loss_metrics(updater.update(batch), config.loss), logprobs, decided
+    return loss_metrics(updater.update(batch), config.loss), logprobs, decision
 
 
 def _policy_source(recorded: RecordedStep, checkpoint: Path | None, notes: list[str]) -> tuple[Path | None, bool]:
@@ -257,15 +257,16 @@ def _loss_on_engine_logprobs(batch: RolloutBatch, config: Config) -> float | Non
     ):
         updates += tokens > 0
         total += sum(
-            float(updater.backward(micro_batch, tokens, sequences, True)[0]["policy"]) for micro_batch in mini_batch
+            float(updater.backward(micro_batch, tokens, sequences, True)[0]["policy"].value)
+            for micro_batch in mini_batch
         )
     return total / updates if updates else None
 
 
 def _rollouts(
-    recorded: RecordedStep, sampled: SampledStep, decided: Decision | None, logprobs: dict[int, list[float]]
+    recorded: RecordedStep, sampled: SampledStep, decision: Decision | None, logprobs: dict[int, list[float]]
 ) -> list[Rollout]:
-    slots = {position: slot for slot, position in enumerate(decided.positions if decided else [])}
+    slots = {position: slot for slot, position in enumerate(decision.positions if decision else [])}
     size, scored = recorded.config.rollout.group_size, sampled.scored
     found = []
     for number, reward in enumerate(scored.rewards):
@@ -278,8 +279,8 @@ def _rollouts(
                 reward,
                 scored.finite_by_name(number),
                 {name: statuses[number] for name, statuses in scored.statuses.items()},
-                None if decided is None or rollout_id is None else decided.advantages[rollout_id],
-                decided is not None and rollout_id is not None and decided.counts[rollout_id],
+                None if decision is None or rollout_id is None else decision.advantages[rollout_id],
+                decision is not None and rollout_id is not None and decision.in_loss[rollout_id],
                 None if rollout_id is None else logprobs.get(rollout_id),
             )
         )

@@ -69,7 +69,7 @@ def test_refill_by_hand(steps: Results, scenario: str, drawn: list[list[int]], p
     assert step["missing"] == [*map(len, drawn), 0]
     # What the share of failed rewards is taken of: the whole step so far, not the round.
     assert step["announced"] == [2 * sum(map(len, drawn[: i + 1])) for i in range(len(drawn))]
-    assert step["decided"]["positions"] == positions
+    assert step["decision"]["positions"] == positions
 
 
 def test_every_prompt_of_the_stream_is_drawn_exactly_once(steps: Results) -> None:
@@ -80,7 +80,7 @@ def test_every_prompt_of_the_stream_is_drawn_exactly_once(steps: Results) -> Non
 
 
 def test_metrics_are_over_all_sampled_groups(steps: Results) -> None:
-    metrics = steps["surplus"]["decided"]["metrics"]
+    metrics = steps["surplus"]["decision"]["metrics"]
     # 11 groups of 2: 9 with rewards 1 and 0, 2 with rewards 1 and 1
     assert metrics["reward/mean"] == pytest.approx((9 * 1 + 2 * 2) / 22)
     assert metrics["reward/made_up/mean"] == pytest.approx(13 / 22)
@@ -94,12 +94,12 @@ def test_metrics_are_over_all_sampled_groups(steps: Results) -> None:
         "surplus_groups": 1,
         "missing_groups": 0,
     }
-    assert steps["surplus"]["decided"]["num_sampled_tokens"] == 2 * sum(12 - p for p in range(11))
-    partly = steps["partly filled"]["decided"]["metrics"]
+    assert steps["surplus"]["decision"]["num_sampled_tokens"] == 2 * sum(12 - p for p in range(11))
+    partly = steps["partly filled"]["decision"]["metrics"]
     assert (partly["dynamic_sampling/missing_groups"], partly["dynamic_sampling/surplus_groups"]) == (1, 0)
     assert (partly["reward/mean"], partly["dynamic_sampling/alike_groups"]) == ((3 * 1 + 5 * 2) / 16, 5)
     assert not [
-        name for name in steps["no dynamic sampling"]["decided"]["metrics"] if name.startswith("dynamic_sampling/")
+        name for name in steps["no dynamic sampling"]["decision"]["metrics"] if name.startswith("dynamic_sampling/")
     ]
 
 
@@ -107,7 +107,7 @@ def test_only_the_groups_that_stay_are_trained_with_their_own_advantages(steps: 
     # rewards 1 and 0: mean 1/2, std sqrt(1/2), so +-0.7071068; group i of those that stay is rollouts 2i and 2i + 1
     for scenario in ("surplus", "partly filled"):
         step = steps[scenario]
-        positions, trained = step["decided"]["positions"], step["advantages_trained"]
+        positions, trained = step["decision"]["positions"], step["advantages_trained"]
         assert [item[1] for item in trained] == list(range(2 * len(positions)))
         for _, rollout_id, token_ids, advantages in trained:
             assert len(token_ids) == 12 - positions[rollout_id // 2]
@@ -115,10 +115,10 @@ def test_only_the_groups_that_stay_are_trained_with_their_own_advantages(steps: 
 
 
 def test_a_partly_filled_step_divides_by_what_it_trains_on(steps: Results) -> None:
-    decided, sums = steps["partly filled"]["decided"], steps["partly filled"]["sums"]
+    decision, sums = steps["partly filled"]["decision"], steps["partly filled"]["sums"]
     # positions 1, 3, 6 have completions of 11, 9 and 6 tokens, two each
-    assert (decided["num_loss_tokens"], decided["num_loss_sequences"], sums["loss_tokens"]) == ([52], [6], 52)
-    assert decided["num_tokens"] == 52 + 6 * 2
+    assert (decision["num_loss_tokens"], decision["num_loss_sequences"], sums["loss_tokens"]) == ([52], [6], 52)
+    assert decision["num_tokens"] == 52 + 6 * 2
     # as a step without dynamic sampling that drew these prompts and no others
     for name, expected in steps["as many as stayed"]["parameters"].items():
         assert torch.equal(steps["partly filled"]["parameters"][name], expected), name
@@ -126,10 +126,10 @@ def test_a_partly_filled_step_divides_by_what_it_trains_on(steps: Results) -> No
 
 def test_a_partly_filled_step_of_several_mini_batches_skips_those_without_groups(steps: Results) -> None:
     step = steps["partly filled, four mini-batches"]
-    assert step["decided"]["positions"] == [1, 6]
-    assert step["decided"]["num_loss_tokens"] == [22, 12, 0, 0]
-    assert step["decided"]["num_loss_sequences"] == [2, 2, 0, 0]
-    assert (step["sums"]["max:updates"], step["lr_steps"]) == (2, 2)
+    assert step["decision"]["positions"] == [1, 6]
+    assert step["decision"]["num_loss_tokens"] == [22, 12, 0, 0]
+    assert step["decision"]["num_loss_sequences"] == [2, 2, 0, 0]
+    assert (step["sums"]["optim/updates"], step["lr_steps"]) == (2, 2)
     assert [item[0] for item in step["advantages_trained"]] == [0, 0, 1, 1]
 
 
@@ -137,13 +137,13 @@ def test_a_partly_filled_step_of_several_mini_batches_skips_those_without_groups
 def test_an_empty_step_changes_nothing(steps: Results, scenario: str) -> None:
     step = steps[scenario]
     assert step["moved"] == []  # weight decay would have
-    assert (step["optimizer_state"], step["lr_steps"], step["sums"]["max:updates"], step["sums"]["max:skipped"]) == (
-        0,
-        0,
-        0,
-        0,
-    )
-    assert step["decided"]["metrics"]["reward/mean"] == 1.0
+    assert (
+        step["optimizer_state"],
+        step["lr_steps"],
+        step["sums"]["optim/updates"],
+        step["sums"]["optim/skipped_updates"],
+    ) == (0, 0, 0, 0)
+    assert step["decision"]["metrics"]["reward/mean"] == 1.0
     assert steps["partly filled"]["moved"]
     assert steps["partly filled"]["optimizer_state"] > 0
 
@@ -153,14 +153,14 @@ def test_two_ranks_decide_and_train_as_one_does(by_ranks: dict[int, Results], sc
     one, two = by_ranks[1][scenario], by_ranks[2][scenario]
     for name in ("drawn", "missing", "advantages_trained", "lr_steps"):
         assert one[name] == two[name], name
-    for name, value in one["decided"].items():
+    for name, value in one["decision"].items():
         if name == "metrics":
             value, other = (
-                {n: v for n, v in of.items() if not n.startswith("batching/")} for of in (value, two["decided"][name])
+                {n: v for n, v in of.items() if not n.startswith("batching/")} for of in (value, two["decision"][name])
             )
             assert value == other
         else:
-            assert value == two["decided"][name], name
+            assert value == two["decision"][name], name
     for name, expected in one["parameters"].items():
         assert float((two["parameters"][name] - expected).norm().detach() / expected.norm().detach()) < 1e-6, name
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.learn.losses import (
     aggregation_weights,
     kl_estimate,
@@ -41,7 +42,7 @@ def _loss(
     num_loss_sequences: int = 1,
     max_completion_tokens: int = 10,
     **settings: Any,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Reductions]:
     """The loss of one micro-batch; without `sequences` it is one sequence, and without counts it is the whole
     mini-batch."""
     mask = torch.ones(len(logprobs), dtype=torch.bool) if mask is None else mask
@@ -75,13 +76,17 @@ def _loss(
     )
 
 
+def _fields(sums: Reductions) -> dict[str, Tensor]:
+    return {f"{name} {field}": value for name, each in sums.items() for field, value in vars(each).items()}
+
+
 def _at_ratio(ratio: float, advantage: float, **settings: Any) -> tuple[Tensor, Tensor]:
     """The loss of one token, whose logprob was -1, and its gradient with respect to the logprob."""
     old = torch.tensor([-1.0], dtype=torch.float64)
     logprobs = (old + math.log(ratio)).requires_grad_()
     loss, sums = _loss(logprobs, old, torch.tensor([advantage], dtype=torch.float64), **settings)
     (gradient,) = torch.autograd.grad(loss, logprobs)
-    return torch.stack([loss.detach(), gradient[0]]), sums["clipped"]
+    return torch.stack([loss.detach(), gradient[0]]), sums["loss/clip_frac"].value
 
 
 @pytest.mark.parametrize(
@@ -171,7 +176,7 @@ def test_gspo_by_hand() -> None:
     assert float(loss.detach()) == pytest.approx(-1.19)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, torch.tensor([-0.275, -0.275, 0.0], dtype=torch.float64))
-    assert int(sums["clipped"]) == 1
+    assert float(sums["loss/clip_frac"].value) == pytest.approx(1 / 3)
 
 
 def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
@@ -213,7 +218,7 @@ def test_gspo_keeps_the_digits_of_a_ratio_near_one() -> None:
     gradient = torch.autograd.grad(loss, logprobs)[0]
     assert len(set(gradient.tolist())) == 1
     assert float(loss.detach()) == pytest.approx(float((logprobs.detach() - old).double().mean().exp()), rel=1e-7)
-    assert int(sums["clipped"]) == 0
+    assert float(sums["loss/clip_frac"].value) == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -257,7 +262,7 @@ def test_aggregation_by_hand(aggregation: str, expected: float, expected_of_many
             num_loss_sequences=counts[1],
         )
         assert float(loss) == pytest.approx(value)
-        assert float(sums["policy"]) == pytest.approx(value)
+        assert float(sums["policy"].value) == pytest.approx(value)
     weights = aggregation_weights(
         aggregation,
         mask,
@@ -285,7 +290,7 @@ def test_correction_weighs_the_policy_term_alone() -> None:
     )
     # policy: (-1 * 2 + 1 * 0.5) / 2 = -0.75; KL: log 2 for each token; entropy: 2 on average
     assert float(loss.detach()) == pytest.approx(-0.75 + 0.5 * 0.6931472 - 0.1 * 2.0)
-    assert float(sums["policy"]) == pytest.approx(-0.75)
+    assert float(sums["policy"].value) == pytest.approx(-0.75)
     # by d log p: (-2 + 0.5 * 1) / 2 and (0.5 + 0.5 * 1) / 2
     torch.testing.assert_close(torch.autograd.grad(loss, logprobs)[0], torch.tensor([-0.75, 0.5]))
 
@@ -300,8 +305,8 @@ def test_masked_token_does_not_count() -> None:
         entropy=torch.tensor([0.5, 9.0, 0.25]),
     )
     assert float(loss) == pytest.approx(-2.0)
-    assert float(sums["policy"]) == pytest.approx(-2.0)
-    assert float(sums["entropy"]) == pytest.approx(0.375)
+    assert float(sums["policy"].value) == pytest.approx(-2.0)
+    assert float(sums["entropy"].value) == pytest.approx(0.375)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
@@ -350,7 +355,12 @@ def test_garbage_in_masked_places_harms_neither_loss_nor_gradient(
             entropy_coef=0.01,
             **parts,
         )
-        return loss.detach(), torch.autograd.grad(loss, logprobs)[0], sums, mismatch_sums(parts["old"], rollout, mask)
+        return (
+            loss.detach(),
+            torch.autograd.grad(loss, logprobs)[0],
+            _fields(sums),
+            _fields(mismatch_sums(parts["old"], rollout, mask)),
+        )
 
     clean, dirty = run(None), run(field)
     torch.testing.assert_close(dirty, clean, rtol=0, atol=0)
@@ -402,7 +412,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(policy: str, aggre
                 entropy_coef=0.2,
             )
             loss.backward()
-            for name, value in (sums | {"loss": loss.detach()}).items():
+            for name, value in (_fields(sums) | {"loss": loss.detach()}).items():
                 total[name] = total.get(name, torch.zeros_like(value)) + value
         assert logprobs.grad is not None
         return total, logprobs.grad
@@ -457,7 +467,7 @@ def test_kl_enters_the_loss_with_its_coefficient() -> None:
     logprobs, ref = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])
     loss, sums = _loss(logprobs, logprobs, torch.tensor([0.0]), ref=ref, kl_coef=0.5, kl_estimator="k1")
     assert float(loss) == pytest.approx(0.5 * 0.6931472)
-    assert float(sums["kl"]) == pytest.approx(0.6931472)
+    assert float(sums["kl"].value) == pytest.approx(0.6931472)
 
 
 def test_entropy_bonus_lowers_the_loss() -> None:
@@ -471,7 +481,7 @@ def test_metric_sums_carry_no_graph() -> None:
     _, sums = _loss(
         logprobs, logprobs.detach(), torch.ones(1), ref=torch.tensor([-2.0]), entropy=-logprobs, kl_coef=1.0
     )
-    assert not any(value.requires_grad for value in sums.values())
+    assert not any(value.requires_grad for value in _fields(sums).values())
 
 
 def test_mismatch_kl_by_hand() -> None:
@@ -479,21 +489,21 @@ def test_mismatch_kl_by_hand() -> None:
     sums = mismatch_sums(
         torch.tensor([math.log(0.5), -1.0]), torch.tensor([math.log(0.25), -9.0]), torch.tensor([True, False])
     )
-    assert float(sums["mismatch_kl"]) == pytest.approx(0.3068528, rel=1e-5)
-    assert float(sums["max:mismatch_abs"]) == pytest.approx(0.6931472)
+    assert float(sums["weight_sync/mismatch_kl"].value) == pytest.approx(0.3068528, rel=1e-5)
+    assert float(sums["weight_sync/mismatch_abs_max"].value) == pytest.approx(0.6931472)
 
 
 def test_mismatch_kl_does_not_cancel() -> None:
     sums = mismatch_sums(torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.0]), torch.tensor([True, True]))
-    # d = +1 and -1: (e - 2) + (1/e)
-    assert float(sums["mismatch_kl"]) == pytest.approx(math.e - 2 + 1 / math.e, rel=1e-6)
+    # d = +1 and -1: the mean of e - 2 and 1/e
+    assert float(sums["weight_sync/mismatch_kl"].value) == pytest.approx((math.e - 2 + 1 / math.e) / 2, rel=1e-6)
 
 
 def test_tiny_mismatch_keeps_its_digits() -> None:
     # half of d squared for a small d; float32 would give 0 or a rounding error of the size of d
     engine = torch.tensor([-1.0], dtype=torch.float32)
     policy = engine + 2.0**-23
-    assert float(mismatch_sums(policy, engine, torch.tensor([True]))["mismatch_kl"]) == pytest.approx(
+    assert float(mismatch_sums(policy, engine, torch.tensor([True]))["weight_sync/mismatch_kl"].value) == pytest.approx(
         0.5 * 2.0**-46, rel=1e-4, abs=0.0
     )
 
@@ -501,15 +511,15 @@ def test_tiny_mismatch_keeps_its_digits() -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_mismatch_ignores_garbage_in_masked_places(poison: float) -> None:
     sums = mismatch_sums(torch.tensor([-1.0, poison]), torch.tensor([-1.0, poison]), torch.tensor([True, False]))
-    assert (float(sums["mismatch_kl"]), float(sums["max:mismatch_abs"])) == (0.0, 0.0)
-    assert float(sums["hist:mismatch"].sum()) == float(sums["mismatch_tokens"]) == 1.0
+    assert [float(sums[f"weight_sync/mismatch_{name}"].value) for name in ("kl", "abs_max")] == [0.0, 0.0]
+    assert float(sums["mismatch_ratios"].value.sum()) == 1.0
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_mismatch_of_a_token_that_is_not_finite_is_counted_and_does_not_raise(poison: float) -> None:
     sums = mismatch_sums(torch.tensor([-1.0, poison]), torch.tensor([-1.0, -1.0]), torch.tensor([True, True]))
-    assert not math.isfinite(float(sums["mismatch_abs"]))
-    assert float(sums["hist:mismatch"].sum()) == float(sums["mismatch_tokens"]) == 2.0
+    assert not math.isfinite(float(sums["weight_sync/mismatch_abs_mean"].value))
+    assert float(sums["mismatch_ratios"].value.sum()) == 2.0
 
 
 # p(policy) / p(engine) of five tokens in three sequences: products 1.5, 8 and 0.25
@@ -578,8 +588,8 @@ def test_ratio_percentiles_equal_numpy_within_a_bin(scale: float, shift: float) 
     differences = torch.randn(5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * scale + shift
     histogram = sum(
         mismatch_sums(part, torch.zeros(len(part), dtype=torch.float64), torch.ones(len(part), dtype=torch.bool))[
-            "hist:mismatch"
-        ]
+            "mismatch_ratios"
+        ].value
         for part in differences.split([1, 1999, 3000])
     )
     assert isinstance(histogram, Tensor)
@@ -596,7 +606,7 @@ def test_ratio_percentiles_equal_numpy_within_a_bin(scale: float, shift: float) 
 def test_ratio_percentiles_of_identical_logprobs_are_one() -> None:
     logprobs = -torch.rand(9, generator=torch.Generator().manual_seed(0))
     sums = mismatch_sums(logprobs, logprobs, torch.ones(9, dtype=torch.bool))
-    assert ratio_percentiles(sums["hist:mismatch"].tolist(), (1, 50, 99)) == [1.0, 1.0, 1.0]
+    assert ratio_percentiles(sums["mismatch_ratios"].value.tolist(), (1, 50, 99)) == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import resource
 import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from grpo_spmd.config.load import load_config
-from grpo_spmd.distributed.collectives import merge_sums
+from grpo_spmd.distributed.reductions import (
+    Histogram,
+    Ids,
+    Max,
+    Mean,
+    Reductions,
+    Sum,
+    merge,
+    merge_json,
+    metric_values,
+    to_json,
+)
 from grpo_spmd.observe.log import _check_trained
 from grpo_spmd.observe.metrics_file import LineFile
 from grpo_spmd.records import Decision
@@ -50,26 +63,59 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_space_again(
         signal.signal(signal.SIGXFSZ, ignored)
 
 
-def test_sums_of_ranks_add_up_and_maxima_stay_maxima() -> None:
-    one = {"policy": 1.0, "max:norm": 3.0, "hist:x": [1.0, 2.0], "ids:bad": [4]}
-    other = {"policy": 2.5, "max:norm": 2.0, "kl": 1.0, "hist:x": [0.0, 5.0], "ids:bad": [1, 7]}
-    assert merge_sums([one, {}, other]) == {
-        "policy": 3.5,
-        "max:norm": 3.0,
-        "kl": 1.0,
-        "hist:x": [1.0, 7.0],
-        "ids:bad": [4, 1, 7],
+def test_every_kind_merges_with_its_like_in_the_order_of_the_parts() -> None:
+    one: Reductions = {"policy": Sum(1e16), "norm": Max(3.0), "x": Histogram([1.0, 2.0]), "bad": Ids([4]), "lr": Max()}
+    other: Reductions = {"policy": Sum(1.0), "norm": Max(2.0), "x": Histogram([0.0, 5.0]), "bad": Ids([1, 7])}
+    third: Reductions = {"policy": Sum(-1e16), "kl/mean": Mean(1.5, 3), "lr": Max(0.1)}
+    merged = merge([one, {}, other, third])
+    assert merged == {
+        "policy": Sum(0.0),  # not 1.0, as in another order
+        "norm": Max(3.0),
+        "x": Histogram([1.0, 7.0]),
+        "bad": Ids([4, 1, 7]),
+        "lr": Max(0.1),
+        "kl/mean": Mean(1.5, 3),
     }
+    parts = [json.loads(json.dumps(to_json(part))) for part in (one, {}, other, third)]
+    assert merge_json(parts) == merged
+    assert metric_values(merged) == {"kl/mean": 0.5}
+
+
+def test_a_mean_of_nothing_and_a_largest_of_nothing_are_no_numbers() -> None:
+    assert (Mean().value, Mean(0.0, 0).merge(Mean()).value, Max().merge(Max()).value) == (None, None, None)
+    assert (Mean().merge(Mean(3, 2)).value, Max(-1.0).merge(Max()).value) == (1.5, -1.0)
+
+
+def test_what_is_on_the_device_merges_there_and_survives_json_to_the_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(7, generator=generator, dtype=torch.float64)
+    kinds: Reductions = {
+        "sum": Sum(numbers[0]),
+        "mean/a": Mean(numbers[1], torch.tensor(3)),
+        "max": Max(numbers[2]),
+        "hist": Histogram(numbers[3:5]),
+    }
+    more: Reductions = {"max": Max(numbers[5]), "hist": Histogram(numbers[5:]), "mean/a": Mean(numbers[6], 4)}
+    on_host = {name: each.on_host() for name, each in merge([kinds, more]).items()}
+    x = numbers.tolist()
+    expected: Reductions = {
+        "sum": Sum(x[0]),
+        "mean/a": Mean(x[1] + x[6], 7),
+        "max": Max(max(x[2], x[5])),
+        "hist": Histogram([x[3] + x[5], x[4] + x[6]]),
+    }
+    assert merge_json([json.loads(json.dumps(to_json(on_host)))]) == expected
+    assert math.isnan(Max(torch.tensor(1.0)).merge(Max(torch.tensor(math.nan))).value)
 
 
 def test_a_token_lost_or_doubled_on_the_way_is_an_error(tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path, tmp_path / "model", training={"num_epochs": 2, "num_steps": 1}))
-    decided = Decision([], [], [], [], [], [40, 0, 2], [], 0, 0, {})
-    _check_trained({"loss_tokens": 84.0, "max:skipped": 0.0}, 3, config, decided)
+    decision = Decision([], [], [], [], [], [40, 0, 2], [], 0, 0, {})
+    _check_trained({"loss_tokens": Sum(84.0), "optim/skipped_updates": Max(0.0)}, 3, config, decision)
     # what a skipped update would have trained is not counted
-    _check_trained({"loss_tokens": 4.0, "max:skipped": 1.0}, 3, config, decided)
+    _check_trained({"loss_tokens": Sum(4.0), "optim/skipped_updates": Max(1.0)}, 3, config, decision)
     for tokens in (83.0, 85.0):
         with pytest.raises(
             RuntimeError, match=rf"step 3: trained on {tokens:.0f} tokens where rank 0 had decided on 84"
         ):
-            _check_trained({"loss_tokens": tokens, "max:skipped": 0.0}, 3, config, decided)
+            _check_trained({"loss_tokens": Sum(tokens), "optim/skipped_updates": Max(0.0)}, 3, config, decision)

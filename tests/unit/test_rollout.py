@@ -124,6 +124,5 @@ def test_the_model_of_the_benchmark_by_hand(static: bool, slowness: list[float],
 
 def test_tail_waste_by_hand() -> None:
     # Two generations on 4 ranks, 1 2 3 4 s and 2 2 2 0 s: 10 + 6 busy seconds of 4 * (4 + 2)
-    sums = {"busy_s/0": 10.0, "max:busy_s/0": 4.0, "busy_s/1": 6.0, "max:busy_s/1": 2.0, "max:skipped": 9.0}
-    assert tail_waste_frac(sums, 4) == pytest.approx(1 - 16 / 24)
-    assert tail_waste_frac({"max:skipped": 9.0}, 4) is None
+    assert tail_waste_frac([[1.0, 2.0], [2.0, 2.0], [3.0, 2.0], [4.0, 0.0]]) == pytest.approx(1 - 16 / 24)
+    assert tail_waste_frac([[], []]) is None

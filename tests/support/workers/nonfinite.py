@@ -89,11 +89,11 @@ def run(config: Config, policy: Policy, batches: list[RolloutBatch], spoil: bool
         share, _ = updater.backward(
             batch.mini_batches[0][0], batch.num_loss_tokens[0], batch.num_loss_sequences[0], False
         )
-        loss_is_finite.append(on_rank0(lambda parts: parts, math.isfinite(share["loss"])))
+        loss_is_finite.append(on_rank0(lambda parts: parts, math.isfinite(share["loss"].value)))
         updater._optimizer.zero_grad(set_to_none=True)
         before = _state(policy, updater)
         sums = updater.update(batch)
-        returned.append(on_rank0(lambda parts: parts, sums))
+        returned.append(on_rank0(list, {name: reduction.value for name, reduction in sums.items()}))
         after = _state(policy, updater)
         moved.append(sorted(name for name in after if name not in before or not torch.equal(after[name], before[name])))
         learning_rates.append(updater._schedule.get_last_lr()[0])

@@ -79,7 +79,7 @@ def three_steps(config: Config, session: Session, what: Any) -> dict[str, Tensor
 
         attach_logprobs(policy, reference, batch, config)
         sums = updater.update(batch)
-        seen |= {f"{step} {name}": torch.tensor(value) for name, value in sums.items() if isinstance(value, float)}
+        seen |= {f"{step} {n}": torch.tensor(s.value) for n, s in sums.items() if isinstance(s.value, float)}
         for number, tensor in enumerate(moments_of(updater)):
             seen[f"{step} moment {number}"] = tensor.to_local().clone()  # type: ignore[attr-defined]
     seen |= {f"3 {name}": tensor for name, tensor in gather_full_tensors(policy, torch.float32, 4096, SyncStats())}

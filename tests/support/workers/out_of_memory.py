@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import grpo_spmd.engine.engine
+from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.engine.sleep_contract import SleepContract
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.train import main
@@ -21,7 +22,7 @@ _kept: list[torch.Tensor] = []
 _update = PolicyUpdater.update
 
 
-def leaking_update(self: PolicyUpdater, batch: Any) -> dict[str, Any]:
+def leaking_update(self: PolicyUpdater, batch: Any) -> Reductions:
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         _kept.append(torch.ones(100 << 20, dtype=torch.uint8))
         if len(_kept) == 3:

@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 import grpo_spmd.engine.engine
 from grpo_spmd.checkpoint.run_dir import Start
 from grpo_spmd.config.load import load_config
-from grpo_spmd.distributed.collectives import merge_sums, on_rank0
+from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.reductions import Reductions, merge_json, to_json
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
@@ -27,6 +28,7 @@ from grpo_spmd.engine.weight_sync import WeightSync, gather_full_tensors
 from grpo_spmd.learn.losses import mismatch_sums
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.learn.update import no_update
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import build_policy, hf_named_parameters
 from grpo_spmd.observe.log import MetricsLog
@@ -196,8 +198,8 @@ class Trials:
 
         on_rank0(check, mine)
 
-    def mismatch(self) -> dict[str, float]:
-        """Sums over all ranks of |policy - engine| on freshly sampled tokens."""
+    def mismatch(self) -> Reductions:
+        """|policy - engine| of all ranks on freshly sampled tokens."""
         requests = [Request(prompt, i) for i, prompt in enumerate(PROMPTS)]
         done = self.engine.generate(requests, self.step)
         rollouts = [
@@ -207,19 +209,18 @@ class Trials:
         with torch.no_grad():
             logprobs, _ = self.policy(batch)
         cast(FSDPModule, self.policy).reshard()  # without a backward pass the embedding stays gathered
-        sums = {
-            name: v.tolist() for name, v in mismatch_sums(logprobs, batch.rollout_logprobs, batch.loss_mask).items()
-        }
-        return on_rank0(merge_sums, sums)
+        found = mismatch_sums(logprobs, batch.rollout_logprobs, batch.loss_mask)
+        local = to_json({name: reduction.on_host() for name, reduction in found.items()})
+        return merge_json(on_rank0(list, local))
 
     def oracle_faults(self) -> None:
         oracle = LogprobOracle(self.config.model.dtype, None)
         self.sync()
         clean = self.mismatch()
-        oracle.check(self.step, clean)
+        oracle.check(self.step, *_mean_and_largest(clean))
         self.update(1e-2)
         self.sync()
-        oracle.check(self.step, self.mismatch())
+        oracle.check(self.step, *_mean_and_largest(self.mismatch()))
 
         temperature, self.policy.temperature = self.policy.temperature, 1.0
         wrong = self.mismatch()
@@ -241,45 +242,33 @@ class Trials:
         self.engine.policy_version = self.step
         self.stops(oracle, self.mismatch(), "the engine answered from old weights")
 
-    def stops_every_rank(self, sums: dict[str, float]) -> None:
+    def stops_every_rank(self, sums: Reductions) -> None:
         """The step's end, where the sums of all ranks meet the oracle, before anything is made of the step's
         decisions."""
         open_run_dir(self.config, self.session, 0, Start())
         log = MetricsLog(self.config, self.session, 0)
-        names = (
-            "policy",
-            "kl",
-            "entropy",
-            "clipped",
-            "correction",
-            "capped",
-            "loss_tokens",
-            "max:updates",
-            "max:skipped",
-        )
-        nothing = {**dict.fromkeys(names, 0.0), "ids:nonfinite": []}
-        decided = Decision([], [], [], [], [], [], [], 0, 0, {"reward/mean": 0.0})
+        nothing = no_update(has_correction=False)
+        decision = Decision([], [], [], [], [], [], [], 0, 0, {"reward/mean": 0.0})
+        local = nothing | sums if self.session.is_rank0 else nothing
         try:
-            log.check_step(
-                self.step,
-                cast(SampledStep, None),
-                decided,
-                SyncStats(),
-                nothing | sums if self.session.is_rank0 else nothing,
-            )
+            log.check_step(self.step, cast(SampledStep, None), decision, SyncStats(), local, [])
         except Rank0Error as error:
             assert f"MismatchError: step {self.step}: engine and policy differ by" in str(error), error  # noqa: PT017
         else:
             raise AssertionError("check_step did not stop this rank")
 
-    def stops(self, oracle: LogprobOracle, sums: dict[str, float], expected: str) -> None:
+    def stops(self, oracle: LogprobOracle, sums: Reductions, expected: str) -> None:
         try:
-            oracle.check(self.step, sums)
+            oracle.check(self.step, *_mean_and_largest(sums))
         except RuntimeError as error:
             assert expected in str(error), error  # noqa: PT017
         else:
             raise AssertionError(f"was not seen: {expected}: {sums}")
         self.num_faults += 1
+
+
+def _mean_and_largest(sums: Reductions) -> tuple[float, float]:
+    return sums["weight_sync/mismatch_abs_mean"].value, sums["weight_sync/mismatch_abs_max"].value
 
 
 def main() -> None:

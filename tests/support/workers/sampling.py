@@ -18,8 +18,9 @@ import torch
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import PromptStream
-from grpo_spmd.distributed.collectives import merge_sums, on_rank0
+from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.reductions import merge_json, to_json
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.sampled_step import SampledStep
@@ -113,17 +114,17 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
         scored.by_name = {"made_up": list(scored.rewards)}
         sampled.add(groups, scored)
         missing.append(sampled.num_missing)
-    batch, decided = assemble_batch(sampled, config, session)
+    batch, decision = assemble_batch(sampled, config, session)
     attach_logprobs(policy, None, batch, config)
-    sums = on_rank0(merge_sums, updater.update(batch))
+    sums = merge_json(on_rank0(list, to_json(updater.update(batch))))
     return {
         "drawn": drawn,
         "announced": announced,
         "missing": missing,
         "stream_position": stream.position,
-        "decided": {**dataclasses.asdict(decided), "plan": None},
+        "decision": {**dataclasses.asdict(decision), "plan": None},
         "advantages_trained": _trained(batch),
-        "sums": sums,
+        "sums": {name: sums[name].value for name in ("loss_tokens", "optim/updates", "optim/skipped_updates")},
         "optimizer_state": len(updater._optimizer.state),
         "lr_steps": updater._schedule.last_epoch,
         "moved": [name for name, value in _parameters(policy).items() if not torch.equal(value, before[name])],

@@ -19,8 +19,9 @@ import torch._dynamo.utils
 import grpo_spmd.learn.sampled_step
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
-from grpo_spmd.distributed.collectives import merge_sums, on_rank0
+from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.reductions import Mean, merge_json, to_json
 from grpo_spmd.distributed.session import Session, end_session, policy_mesh, start_session
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
 from grpo_spmd.learn.balance import plan_batch
@@ -187,25 +188,29 @@ def one_update(
     sampled = SampledStep(config, session)
     sampled.add(groups, score(groups))
     grpo_spmd.learn.sampled_step.plan_batch = plan_batch if packed else plan_unpacked
-    batch, decided = assemble_batch(sampled, config, session)
+    batch, decision = assemble_batch(sampled, config, session)
     attach_logprobs(policy, reference, batch, config)
-    decided = penalise_rewards_by_kl(batch, decided, config)
-    sums = on_rank0(merge_sums, updater.update(batch))
-    tokens, updates = sums["loss_tokens"], sums["max:updates"]
+    decision = penalise_rewards_by_kl(batch, decision, config)
+    sums = merge_json(on_rank0(list, to_json(updater.update(batch))))
+    policy_term, kl, entropy, tokens, updates = (
+        sums[name].value for name in ("policy", "kl", "entropy", "loss_tokens", "optim/updates")
+    )
     kl_coef = config.loss.kl_coef if config.loss.kl_in == "loss" else 0.0
+    mismatch, corrected = sums["weight_sync/mismatch_kl"], config.loss.rollout_correction != "none"
+    assert isinstance(mismatch, Mean)
     return {
-        "loss": (sums["policy"] + kl_coef * sums["kl"] - config.loss.entropy_coef * sums["entropy"]) / updates,
+        "loss": (policy_term + kl_coef * kl - config.loss.entropy_coef * entropy) / updates,
         "updates": updates,
         "loss_tokens": tokens,
-        "clip_frac": sums["clipped"] / tokens,
-        "correction": sums["correction"] / tokens,
-        "capped_frac": sums["capped"] / tokens,
-        "grad_norm": sums["max:grad_norm"],
-        "mismatch_tokens": sums["mismatch_tokens"],
-        "mismatch_kl": sums["mismatch_kl"] / sums["mismatch_tokens"],
-        "mismatch_histogram": sums["hist:mismatch"],
-        "metrics": {name: value for name, value in decided.metrics.items() if not name.startswith("batching/")},
-        "advantages": decided.advantages,
+        "clip_frac": sums["loss/clip_frac"].value,
+        "correction": sums["rollout_correction/weight_mean"].value if corrected else 0.0,
+        "capped_frac": sums["rollout_correction/capped_frac"].value if corrected else 0.0,
+        "grad_norm": sums["optim/grad_norm"].value,
+        "mismatch_tokens": mismatch.count,
+        "mismatch_kl": mismatch.value,
+        "mismatch_histogram": sums["mismatch_ratios"].value,
+        "metrics": {name: value for name, value in decision.metrics.items() if not name.startswith("batching/")},
+        "advantages": decision.advantages,
         "rows": len(batch.mini_batches[0]),
         "gradients": gradients,
         "parameters": {name: parameter.full_tensor().clone() for name, parameter in hf_named_parameters(policy)},
