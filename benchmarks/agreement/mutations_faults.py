@@ -50,7 +50,8 @@ FAULTS = (
         "skipped sync: from the second step on",
         "engine/weight_sync.py",
         f"                {_LOAD}",
-        f"                if not self._has_proved:\n                    {_LOAD}                engine.policy_version = step\n",
+        f"                if not self._has_proved:\n                    {_LOAD}"
+        "                engine.policy_version = step\n",
         (_UNTIED,),
         of_sync=True,
     ),
