@@ -1,14 +1,14 @@
-"""Makes what the demo trains, from nothing but a seed: a tiny Qwen3, its tokenizer, and countdown prompts. No download.
+"""Makes what the demo trains, from a seed and without a download: a tiny Qwen3, its tokenizer, countdown prompts.
 
     python -m grpo_spmd.demo [--out .demo] [--seed 0] [--numbers 2|3-4]
 
 The task is TinyZero's countdown, cut down to two numbers: "3,8=24:" wants an equation that uses 3 and 8 once each and
-reaches 24, such as "3*8". A supervised warm start of seconds shows the model right equations first, and then a careless
-teacher who often writes random digits, so that it starts out right in about three of ten tries. GRPO, which sees only
-the reward, takes it from there.
+reaches 24, such as "3*8". A supervised warm start of seconds shows the model right equations first, then those of a
+careless teacher who often writes random digits: it ends right in about three of ten tries. GRPO, which sees only the
+reward, takes it from there.
 
-With `--numbers 3-4` it is TinyZero's own task, three or four numbers and targets below 100, with one-digit numbers. The
-warm start shows right equations alone, and too few for more than one right answer in five or ten.
+With `--numbers 3-4` it is TinyZero's own task, three or four one-digit numbers and targets below 100. The warm start
+shows right equations alone, and too few for more than one right answer in five or ten.
 """
 
 from __future__ import annotations
@@ -89,31 +89,18 @@ def make_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_EOS))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS).save_pretrained(
-        folder
-    )
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS)
+    fast.save_pretrained(folder)
 
 
 def model_config(**sizes: Any) -> Any:
     """A Qwen3's config: two layers for the demo's tokenizer, but for the `sizes` given."""
     import transformers
 
-    tiny = {
-        "vocab_size": 32,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-        "dtype": "float32",
-    }
-    return transformers.Qwen3Config(**{**tiny, **sizes})
+    tiny = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    tiny |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
+    tokens = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
+    return transformers.Qwen3Config(**{**tiny, **tokens, "tie_word_embeddings": True, "dtype": "float32", **sizes})
 
 
 def make_model(folder: Path, seed: int, numbers: str) -> None:
@@ -133,27 +120,20 @@ def make_model(folder: Path, seed: int, numbers: str) -> None:
     def lessons(step: int) -> list[tuple[str, str]]:
         """A batch of prompts, each with the equation that the warm start shows for it."""
         if numbers != "2":
-            return [
-                (prompt_text(*nums, target), equation)
-                for nums, target, equation in (longer_task(rng) for _ in range(_BATCH))
-            ]
+            longer = [longer_task(rng) for _ in range(_BATCH)]
+            return [(prompt_text(*nums, target), equation) for nums, target, equation in longer]
         shown = []
-        for a, b, target in rng.choices(tasks, k=_BATCH):
-            right = step < _RIGHT_STEPS or rng.random() < _CARELESS_RIGHT_FRAC
-            shown.append(
-                (
-                    prompt_text(a, b, target),
-                    rng.choice(right_equations(a, b, target)) if right else random_equation(rng),
-                )
-            )
+        for task in rng.choices(tasks, k=_BATCH):
+            is_right = step < _RIGHT_STEPS or rng.random() < _CARELESS_RIGHT_FRAC
+            equation = rng.choice(right_equations(*task)) if is_right else random_equation(rng)
+            shown.append((prompt_text(*task), equation))
         return shown
 
     for step in range(_RIGHT_STEPS + _CARELESS_STEPS if numbers == "2" else _LONGER_STEPS):
         peak = _LONGER_LR if numbers != "2" else _RIGHT_LR if step < _RIGHT_STEPS else _CARELESS_LR
         optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / 50)
-        pairs = [
-            ([ids[c] for c in prompt], [*(ids[c] for c in equation), ids[_EOS]]) for prompt, equation in lessons(step)
-        ]
+        texts = [(prompt, [*equation, _EOS]) for prompt, equation in lessons(step)]
+        pairs = [([ids[c] for c in prompt], [ids[c] for c in equation]) for prompt, equation in texts]
         longest = max(len(p) + len(c) for p, c in pairs)
         # Padding on the right: under a causal mask no token that is trained sees it.
         inputs = torch.tensor([p + c + [0] * (longest - len(p) - len(c)) for p, c in pairs])
@@ -167,8 +147,7 @@ def make_model(folder: Path, seed: int, numbers: str) -> None:
 
 
 def make_demo(out: Path, seed: int, numbers: str = "2") -> None:
-    """Write `out`/model and `out`/train.jsonl, unless they are there from the same seed and code. `out` is complete or
-    absent."""
+    """Write `out`/model and `out`/train.jsonl, unless the same seed and code made what is there; complete or absent."""
     marker = {"seed": seed, "numbers": numbers, "code": Path(__file__).read_text(encoding="utf-8")}
     try:
         if json.loads((out / "made_from.json").read_text(encoding="utf-8")) == marker:
@@ -182,9 +161,8 @@ def make_demo(out: Path, seed: int, numbers: str = "2") -> None:
     (temporary / "model").mkdir(parents=True)
     make_tokenizer(temporary / "model")
     make_model(temporary / "model", seed, numbers)
-    (temporary / "train.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in make_rows(numbers, seed)), encoding="utf-8"
-    )
+    rows = "".join(json.dumps(row) + "\n" for row in make_rows(numbers, seed))
+    (temporary / "train.jsonl").write_text(rows, encoding="utf-8")
     (temporary / "made_from.json").write_text(json.dumps(marker), encoding="utf-8")
     shutil.rmtree(out, ignore_errors=True)
     temporary.rename(out)

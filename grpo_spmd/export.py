@@ -1,4 +1,4 @@
-"""python -m grpo_spmd.export CHECKPOINT OUT [--dtype bfloat16|float32]: a folder that transformers, peft and vLLM load."""
+"""python -m grpo_spmd.export CHECKPOINT OUT [--dtype bfloat16|float32]: a folder that transformers and vLLM load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from grpo_spmd.checkpoint.export import DTYPE_BYTES, export_checkpoint
-from grpo_spmd.checkpoint.manifest import CheckpointError, list_checkpoints, read_trainer, verify_checkpoint
+from grpo_spmd.checkpoint.manifest import CheckpointError, read_trainer, verify_checkpoint
+from grpo_spmd.checkpoint.run_dir import list_checkpoints
 from grpo_spmd.config.errors import ConfigError, refuse
 
 

@@ -15,7 +15,8 @@ import yaml
 from grpo_spmd.checkpoint.restore import find_start
 from grpo_spmd.checkpoint.run_dir import Start, begin_in
 from grpo_spmd.checkpoint.save import Checkpoints
-from grpo_spmd.config.dump import config_to_dict
+from grpo_spmd.checkpoint.state import run_facts
+from grpo_spmd.config.dump import config_to_dict, flat_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import PromptStream, build_prompts
 from grpo_spmd.distributed import doctor
@@ -93,7 +94,7 @@ class Run:
         """Collective. Preempted: save the state with which the step under way began, and leave word that all is saved."""
         self.engine.sleep()
         self.offload.to_device()
-        self.checkpoints.save_begun(*self.begun, self.log.state(), reason)
+        self.checkpoints.save_preempted(*self.begun, self.log.state(), reason)
 
     def close(self) -> None:
         """Collective. In the reverse order, all ranks together."""
@@ -115,13 +116,15 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     held_out = {name: build_prompts(rows, tokenizer, data, per_step, name) for name, rows in inputs.eval_rows.items()}
     stream = PromptStream(prompts, config.seed, data.shuffle)
     session = start_session(config.model.num_replicas, config.rollout.tensor_parallel_size, config.watchdog)
-    preemption = Preemption(config)
+    preemption = Preemption(config.training.max_time_s)
     log_to_terminal(session)
-    start = find_start(config, session, prompts)
+    run_dir, num_steps = Path(config.run_dir), config.training.num_steps
+    facts = run_facts(flat_config(config), config.model, prompts, session)
+    start = find_start(run_dir, config.checkpoint.resume, session, facts, num_steps, bool(config.eval.every_steps))
     if start.is_over:
         end_session()
         return None
-    log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
+    log_file = Path(run_dir, "logs", f"rewards_rank_{session.rank}.log")
     rewards = RewardPool(config.rewards, config.reward_pool, log_file, columns=inputs.columns)
     score = preemption.guard(functools.partial(rewards.score, tokenizer=tokenizer))
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
@@ -138,7 +141,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     evaluator = Evaluator(
         held_out, engine, score, config.eval, config.seed, config.reward_pool.max_error_frac, dump_folder
     )
-    checkpoints = Checkpoints(config, session, policy, updater, prompts)
+    checkpoints = Checkpoints(run_dir, config.checkpoint, num_steps, session, policy, updater, facts)
     checkpoints.load(start)
     # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
     open_run_dir(config, session, inputs.num_rows - len(prompts) - sum(map(len, held_out.values())), start)

@@ -1,8 +1,6 @@
 """A checkpoint as a folder that transformers, peft and vLLM load.
 
-    python -m grpo_spmd.export CHECKPOINT OUT [--dtype bfloat16|float32]
-
-It needs no GPU and no other process, whatever number of ranks saved the checkpoint, and no more memory than one output
+It takes no GPU and no other process, whatever number of ranks saved the checkpoint, and no more memory than one output
 file (about 2 GiB, or the largest tensor where that is more; adapters are one file).
 """
 
@@ -64,12 +62,10 @@ class StoredTensor:
 
 
 def stored_tensors(checkpoint: Path, num_ranks: int, prefix: str = "policy.") -> dict[str, StoredTensor]:
-    """What the shards of `checkpoint` hold under names that begin with `prefix`, by the rest of the name, sorted. Reads
-    no values.
+    """The tensors in the shards of `checkpoint` whose names begin with `prefix`, by the rest of it. Reads no values.
 
     Args:
-        num_ranks: ranks over which the rows were dealt. Without it nobody could tell that the last rows of all tensors
-            are missing.
+        num_ranks: over which the rows were dealt; without it nobody could tell that the last rows of all are missing.
 
     Raises:
         CheckpointError: a shard is missing or unreadable, or rows of a tensor are missing or doubled.
@@ -89,51 +85,43 @@ def stored_tensors(checkpoint: Path, num_ranks: int, prefix: str = "policy.") ->
             raise CheckpointError(f"{path}: not a checkpoint's shard ({type(error).__name__}: {error})") from None
     if not pieces:
         raise CheckpointError(f"{checkpoint}: no shard in its state folder holds a tensor {prefix}*")
-    return {
-        name.removeprefix(prefix): _joined(name, found, checkpoint, num_ranks) for name, found in sorted(pieces.items())
-    }
+    return {name.removeprefix(prefix): _joined(name, pieces[name], checkpoint, num_ranks) for name in sorted(pieces)}
 
 
 def _joined(name: str, found: list[_Piece], checkpoint: Path, num_ranks: int) -> StoredTensor:
     pieces = sorted((piece for piece in found if piece.shape[0]), key=lambda piece: piece.first_row)
     num_rows = 0
     for piece in pieces:
-        if piece.first_row != num_rows or piece.shape[1:] != pieces[0].shape[1:]:
-            where, first = piece.file.name, piece.first_row
-            how = (
-                f"{num_rows} to {first - 1} are missing, those before"
-                if first > num_rows
-                else f"from {first} on are there twice, also in"
-            )
-            raise CheckpointError(f"{checkpoint}: rows of {name} {how} {where}")
+        first = piece.first_row
+        if first != num_rows or piece.shape[1:] != pieces[0].shape[1:]:
+            how = f"from {first} on are there twice, also in"
+            if first > num_rows:
+                how = f"{num_rows} to {first - 1} are missing, those before"
+            raise CheckpointError(f"{checkpoint}: rows of {name} {how} {piece.file.name}")
         num_rows += piece.shape[0]
-    # FSDP deals ceil(rows / ranks) rows to each rank, the last ones get what is left: so what the first has tells how
-    # many there are.
+    # FSDP deals ceil(rows / ranks) rows to each rank, the rest to the last ones: the first shows how many there are.
     if not pieces or -(-num_rows // num_ranks) != pieces[0].shape[0]:
-        raise CheckpointError(
-            f"{checkpoint}: the last rows of {name} are missing: {num_rows} rows are there, dealt over {num_ranks} "
-            "ranks"
-        )
+        dealt = f"{num_rows} rows are there, dealt over {num_ranks} ranks"
+        raise CheckpointError(f"{checkpoint}: the last rows of {name} are missing: {dealt}")
     return StoredTensor(name, (num_rows, *pieces[0].shape[1:]), tuple(pieces))
 
 
 def export_checkpoint(
     checkpoint: Path, out: Path, dtype: str | None = None, *, max_file_bytes: int = _FILE_BYTES
 ) -> None:
-    """Write the weights of `checkpoint` to `out` in HF's format with config and tokenizer, or its adapters in peft's,
-    in float32.
+    """Write the weights of `checkpoint` to `out` in HF's format with config and tokenizer, or its adapters in peft's.
 
     Needs no manifest, no process group and no GPU; prints nothing; may run in any thread. `out` is complete or absent.
-    Where it is `checkpoint` itself the files are put into it, each or none of them: for a checkpoint that is still
-    being made.
+    Where it is `checkpoint` itself, which is then still being made, all files are put into it or none.
 
     Args:
-        dtype: "float32" or "bfloat16"; None: what the engine of the run computed in.
+        dtype: "float32" or "bfloat16"; None: what the engine of the run computed in. Adapters are float32 always.
         max_file_bytes: bytes of a file, and of what is in memory at one time; a tensor is never split.
 
     Raises:
-        ConfigError: `out` is taken, or `dtype` does not go with it. CheckpointError: it is damaged, and how. OSError,
-            SafetensorError: nothing can be written.
+        ConfigError: `out` is taken, or `dtype` does not go with adapters.
+        CheckpointError: it is damaged, and how.
+        OSError, SafetensorError: nothing can be written.
     """
     trainer = read_trainer(checkpoint)
     tensors = stored_tensors(checkpoint, trainer["world_size"] // trainer["config"]["model.num_replicas"])
@@ -180,19 +168,16 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 @contextmanager
 def _complete_or_absent(out: Path, *, into_existing: bool) -> Iterator[Path]:
-    """A new folder to write into; its files are on disk, under `out`, when the block has ended, and gone if it
-    failed."""
+    """A new folder to write into; when the block has ended its files are durably in `out`, and gone if it failed."""
     temporary = out / "export.tmp" if into_existing else out.with_name(out.name + ".tmp")
     if not into_existing and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(
-            f"{out} exists and is not an empty folder; nothing is written over: choose another, or move it away"
-        )
+        what = "exists and is not an empty folder; nothing is written over: choose another, or move it away"
+        raise ConfigError(f"{out} {what}")
     try:
         temporary.mkdir(parents=True)
     except FileExistsError:
-        raise ConfigError(
-            f"{temporary} exists: an export is under way there, or one was killed; in that case remove it"
-        ) from None
+        what = "exists: an export is under way there, or one was killed; in that case remove it"
+        raise ConfigError(f"{temporary} {what}") from None
     try:
         yield temporary
         sync_to_disk(temporary)

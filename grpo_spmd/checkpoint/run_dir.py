@@ -1,29 +1,25 @@
-"""The run folder: who holds it, which launch has begun the run in it, and what a start leaves in it."""
+"""The run folder: its checkpoints, which run is in it, who holds it, and what a start leaves in it. Without torch."""
 
 from __future__ import annotations
 
 import fcntl
 import logging
 import os
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.checkpoint.manifest import (
-    checkpoint_path,
-    list_checkpoints,
-    put_in_place,
-    remove,
-    set_aside,
-    step_of,
-    temporary_path,
-)
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.distributed.processes import read_stat
+from grpo_spmd.files import sync_path, sync_to_disk
 
 _log = logging.getLogger("grpo_spmd")
 _LAUNCH = Path("logs", "launch")
 _locked: set[Path] = set()
+# What makes another run of it: the order of its prompts, its random numbers, the shape of what trains.
+_FIXED_KEYS = ("seed", "data.shuffle", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
 
 
 @dataclass(frozen=True)
@@ -31,10 +27,15 @@ class Start:
     """Where a run starts: from nothing, or from a checkpoint that every rank has found good."""
 
     step: int = 0
+    """Steps that are finished."""
     folder: Path | None = None
+    """The checkpoint."""
     trainer: dict[str, Any] = field(default_factory=dict)
-    goes_on: bool = False  # with the run that its folder holds, if it holds one
-    is_over: bool = False  # that run had come to its end
+    """Its trainer.json."""
+    goes_on: bool = False
+    """With the run that its folder holds, if it holds one."""
+    is_over: bool = False
+    """That run had come to its end."""
 
     @property
     def position(self) -> int:
@@ -42,13 +43,100 @@ class Start:
         return int(self.trainer.get("position", 0))
 
 
-def is_same_launch(run_dir: str | Path) -> bool:
-    """Whether this very launch by torchrun has begun the run. If it has also started the ranks again (--max-restarts),
-    the run goes on."""
+@dataclass(frozen=True)
+class Candidates:
+    """The checkpoints that a run may start from."""
+
+    folders: list[str]
+    """The best first."""
+    goes_on: bool
+    """As in Start."""
+    is_named: bool = False
+    """The config names the only one."""
+
+
+# Its checkpoints. A folder of another name (.tmp, .aside) is none.
+
+
+def checkpoint_path(run_dir: str | Path, step: int) -> Path:
+    """Where the checkpoint after `step` finished steps is, or will be."""
+    return Path(run_dir) / "checkpoints" / f"step_{step:06d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The finished steps that the folder's name says."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def temporary_path(checkpoint: Path) -> Path:
+    """Where it is written until it is complete."""
+    return checkpoint.with_name(checkpoint.name + ".tmp")
+
+
+def list_checkpoints(run_dir: str | Path) -> list[Path]:
+    """Folders that were completed, good or bad, in the order of steps."""
+    folder = Path(run_dir) / "checkpoints"
+    found = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{6,}", path.name)] if folder.is_dir() else []
+    return sorted(found, key=step_of)
+
+
+def put_in_place(temporary: Path, folder: Path) -> None:
+    """Give a complete folder its name, durably. One that has it, of steps that were run a second time, is set aside."""
+    sync_to_disk(temporary)
+    if folder.exists():
+        set_aside(folder)
+    temporary.rename(folder)
+    sync_path(folder.parent)
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Rename it, so that no later start takes it; replaces what was set aside before under this name."""
+    aside = checkpoint.with_name(checkpoint.name + ".aside")
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.rename(aside)
+
+
+def remove_old(run_dir: str | Path, keep: int, best: int | None) -> None:
+    """Leave the newest `keep` checkpoints, and that of step `best`. What cannot be removed is only worth a warning."""
+    for old in list_checkpoints(run_dir)[:-keep]:
+        if step_of(old) != best:
+            remove(old)
+
+
+def remove(folder: Path) -> None:
     try:
-        return _launch_id() != "" and (Path(run_dir) / _LAUNCH).read_text(encoding="utf-8") == _launch_id()
-    except OSError:  # the first attempt did not come that far, or was refused because the folder is another run's
-        return False
+        shutil.rmtree(folder)
+    except OSError as error:
+        _log.warning("could not remove %s: %s", folder, error.strerror)
+
+
+def is_inside(checkpoint: str | Path, run_dir: str | Path) -> bool:
+    """Whether it is one of this run folder's checkpoints."""
+    return Path(checkpoint).resolve().parent.parent == Path(run_dir).resolve()
+
+
+def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """What has changed since `trainer`, of `checkpoint`, was written under another config, and may; one text a key.
+
+    Args:
+        config: the present one, flat.
+
+    Raises:
+        ConfigError: naming a key that must stay as it was.
+    """
+    before = trainer["config"]
+    changed = [key for key in sorted(before.keys() | config.keys()) if before.get(key) != config.get(key)]
+    for key in changed:
+        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS):
+            raise ConfigError(
+                f"{key} ({config.get(key)}) was {before.get(key)} in the run that wrote {checkpoint}, and cannot "
+                "change on the way; set it back, or start a new run_dir"
+            )
+    own = ("checkpoint.", "run_dir")
+    return [f"{key} {before.get(key)} -> {config.get(key)}" for key in changed if not key.startswith(own)]
+
+
+# Who holds it
 
 
 def refuse_in_use(run_dir: Path) -> None:
@@ -56,19 +144,78 @@ def refuse_in_use(run_dir: Path) -> None:
     for name in ("metrics.jsonl", "config.yaml", *(f"checkpoints/{path.name}" for path in list_checkpoints(run_dir))):
         if (run_dir / name).exists():
             raise ConfigError(
-                f"run_dir: {run_dir} holds a {name} already, and nothing is written over; set checkpoint.resume: auto to go on "
-                "with that run, choose another folder, or move it away"
+                f"run_dir: {run_dir} holds a {name} already, and nothing is written over; set checkpoint.resume: auto "
+                "to go on with that run, choose another folder, or move it away"
             )
 
 
-def lock_run_dir(run_dir: str | Path) -> None:
-    """On rank 0: hold the folder for as long as this process lives.
+def is_same_launch(run_dir: str | Path) -> bool:
+    """Whether this very launch by torchrun has begun the run: where it restarts the ranks, the run goes on."""
+    try:
+        return _launch_id() != "" and (Path(run_dir) / _LAUNCH).read_text(encoding="utf-8") == _launch_id()
+    except OSError:  # the first attempt did not come that far, or was refused because the folder is another run's
+        return False
+
+
+def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
+    """On rank 0: hold the folder, where a run goes on in it, and say which checkpoints may be its start.
+
+    Args:
+        resume: as checkpoint.resume.
+
+    Raises:
+        ConfigError: the folder is another run's, or another process holds it.
+    """
+    if not is_restart and is_same_launch(run_dir):
+        # An earlier launch had the same id: its note must not speak for this one's restarts.
+        _lock(run_dir)
+        _note_launch(run_dir, "")
+    again = is_restart and is_same_launch(run_dir)  # then the run has begun, from wherever `resume` said
+    is_named = resume not in ("auto", "never") and not (again and list_checkpoints(run_dir))
+    goes_on = again or resume == "auto" or (is_named and is_inside(resume, run_dir))
+    if not goes_on:
+        refuse_in_use(run_dir)
+    elif run_dir.exists():
+        _lock(run_dir)
+    if is_named:
+        return Candidates([resume], goes_on, True)
+    return Candidates([str(folder) for folder in list_checkpoints(run_dir)[::-1]] if goes_on else [], goes_on)
+
+
+def begin_in(run_dir: Path, start: Start) -> None:
+    """On rank 0, when nothing can be refused any more: the folder is this launch's, `start` its newest checkpoint.
+
+    Raises:
+        ConfigError: another run is in it.
+    """
+    _lock(run_dir)
+    if not start.goes_on:
+        refuse_in_use(run_dir)
+    for half in (run_dir / "checkpoints").glob("step_*.tmp"):
+        remove(half)
+    for beyond in list_checkpoints(run_dir):
+        if step_of(beyond) > start.step:
+            _log.warning("%s is set aside: the run goes on from step %d", beyond, start.step)
+            set_aside(beyond)
+    # From here on a restart takes the newest checkpoint, whatever checkpoint.resume says; and what it names where there
+    # is none.
+    _note_launch(run_dir, _launch_id())
+    own = checkpoint_path(run_dir, start.step)
+    if start.folder is not None and start.folder.resolve() != own.resolve():
+        # Of another run, say. A failure before this run's first save must come back to it, and not to the beginning.
+        temporary = temporary_path(own)
+        shutil.copytree(start.folder, temporary, copy_function=_link_or_copy)
+        put_in_place(temporary, own)
+
+
+def _lock(run_dir: Path) -> None:
+    """Hold the folder for as long as this process lives.
 
     Raises:
         ConfigError: another process holds it: two jobs that go on with one run would overwrite each other's
             checkpoints.
     """
-    path = Path(run_dir).resolve() / _LAUNCH
+    path = run_dir.resolve() / _LAUNCH
     if path in _locked:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,37 +233,19 @@ def lock_run_dir(run_dir: str | Path) -> None:
     _locked.add(path)
 
 
-def begin_in(run_dir: Path, start: Start) -> None:
-    """On rank 0, when nothing can be refused any more: make the folder one in which `start` is the newest checkpoint,
-    and this launch's.
-
-    Raises:
-        ConfigError: another run is in it.
-    """
-    lock_run_dir(run_dir)
-    if not start.goes_on:
-        refuse_in_use(run_dir)
-    for half in (run_dir / "checkpoints").glob("step_*.tmp"):
-        remove(half)
-    for beyond in list_checkpoints(run_dir):
-        if step_of(beyond) > start.step:
-            _log.warning("%s is set aside: the run goes on from step %d", beyond, start.step)
-            set_aside(beyond)
-    # From here on a restart takes the newest checkpoint, whatever `checkpoint.resume` says; and what it names where
-    # there is none.
-    note_launch(run_dir, _launch_id())
-    own = checkpoint_path(run_dir, start.step)
-    if start.folder is not None and start.folder.resolve() != own.resolve():
-        # One of another run, say. A failure before this run's first save must come back to it, and not to the
-        # beginning.
-        temporary = temporary_path(own)
-        shutil.copytree(start.folder, temporary, copy_function=_link_or_copy)
-        put_in_place(temporary, own)
-
-
-def note_launch(run_dir: Path, launch_id: str) -> None:
-    """On rank 0, which holds the folder: say which launch the run in it is of."""
+def _note_launch(run_dir: Path, launch_id: str) -> None:
+    """Say which launch the run in it is of."""
     (run_dir / _LAUNCH).write_text(launch_id, encoding="utf-8")  # in place: another file would not be locked
+
+
+def _launch_id() -> str:
+    """The same in all attempts of one launch and on all of its nodes, hardly in another; "" without torchrun."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if run_id != "none":  # torchrun's default, of every launch without --standalone or --rdzv-id
+        return run_id
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:  # the store of torchrun's first agent
+        return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return f"{os.uname().nodename} {os.getppid()} {read_stat(os.getppid())[1]}".rstrip()
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -124,22 +253,3 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)  # a checkpoint's files are never changed
     except OSError:  # another file system, or one without links
         shutil.copyfile(source, target)
-
-
-def _launch_id() -> str:
-    """The same in all attempts of one launch and on all of its nodes, and not likely in another; "" without
-    torchrun."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if run_id != "none":  # torchrun's default, of every launch without --standalone or --rdzv-id
-        return run_id
-    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:  # the store of torchrun's first agent
-        return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    try:
-        return f"{os.uname().nodename} {os.getppid()} {Path(f'/proc/{os.getppid()}/stat').read_text().rpartition(')')[2].split()[19]}"
-    except OSError:  # no /proc
-        return f"{os.uname().nodename} {os.getppid()}"
-
-
-def is_inside(checkpoint: str | Path, run_dir: str | Path) -> bool:
-    """Whether it is one of this run folder's checkpoints."""
-    return Path(checkpoint).resolve().parent.parent == Path(run_dir).resolve()

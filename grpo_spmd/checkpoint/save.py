@@ -1,9 +1,9 @@
 """Checkpoints: everything a run needs to go on exactly, copied out in a moment and written in the background.
 
 What is in one, and how it is told to be whole, is in manifest.py. The shards are in the safetensors format of torch's
-distributed checkpoints, so that `torch.distributed.checkpoint` reads them into any world size and mesh. They are
-written by each rank itself, and not by `dcp.save`: its background thread needs collectives of its own and a second copy
-of all bytes, and its default format is unpickled.
+distributed checkpoints, so that `torch.distributed.checkpoint` reads them into any world size and mesh. Each rank
+writes its own, and not `dcp.save`: its background thread needs collectives of its own and a second copy of all bytes,
+and its default format is unpickled.
 
 Random states are not saved, because there are none: every random number is a function of (seed, step, position,
 sample).
@@ -16,8 +16,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,19 @@ import torch
 from torch import Tensor
 
 from grpo_spmd.checkpoint.export import export_checkpoint
-from grpo_spmd.checkpoint.manifest import (
-    FORMAT,
+from grpo_spmd.checkpoint.manifest import FORMAT, write_manifest
+from grpo_spmd.checkpoint.restore import load_state
+from grpo_spmd.checkpoint.run_dir import (
+    Start,
     checkpoint_path,
     list_checkpoints,
     put_in_place,
     remove_old,
     step_of,
     temporary_path,
-    write_manifest,
 )
-from grpo_spmd.checkpoint.restore import fingerprints, load_state
-from grpo_spmd.checkpoint.run_dir import Start
-from grpo_spmd.checkpoint.state import state_tensors, write_shard
-from grpo_spmd.config.dump import flat_config
-from grpo_spmd.config.schema import Config
+from grpo_spmd.checkpoint.state import RunFacts, state_tensors, write_shard
+from grpo_spmd.config.schema import CheckpointConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.preemption import leave_marker, remove_marker
 from grpo_spmd.distributed.session import Session
@@ -50,7 +47,6 @@ from grpo_spmd.model.hf_files import checkpoint_folder
 from grpo_spmd.model.lora import write_peft_config
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica
-from grpo_spmd.records import Prompt
 from grpo_spmd.rollout.buffer import forget_before
 
 _log = logging.getLogger("grpo_spmd")
@@ -58,8 +54,19 @@ _log = logging.getLogger("grpo_spmd")
 _SAVED_WITHIN_S = 3600.0  # a file server that hangs for longer is a failed save
 
 
+@dataclass(frozen=True)
+class _Staged:
+    step: int
+    folder: Path
+    rows: dict[str, int]
+    """Tensor name to its first row, of what this rank writes."""
+    trainer: dict[str, Any]
+    start: float
+    """When the copy began."""
+
+
 class Checkpoints:
-    """Saves the run's state each `checkpoint.every_steps`, at the end, and when the run is preempted.
+    """Saves the run's state each `every_steps`, at the end, and when the run is preempted.
 
     Training waits for the copy into host memory alone (`stage_if_due`). The rest is done by a thread of each rank: it
     writes and syncs its shard; rank 0's then adds the rest and gives the folder its name. A save that fails is an error
@@ -68,10 +75,18 @@ class Checkpoints:
     """
 
     def __init__(
-        self, config: Config, session: Session, policy: Policy, updater: PolicyUpdater, prompts: Sequence[Prompt]
+        self,
+        run_dir: Path,
+        config: CheckpointConfig,
+        num_steps: int,
+        session: Session,
+        policy: Policy,
+        updater: PolicyUpdater,
+        facts: RunFacts,
     ) -> None:
-        self._config, self._session, self._policy, self._updater = config, session, policy, updater
-        self._run_dir = Path(config.run_dir)
+        """`num_steps`: of the whole run, after which it is saved and exported; `facts`: what is written beside it."""
+        self._run_dir, self._config, self._num_steps, self._facts = run_dir, config, num_steps, facts
+        self._session, self._policy, self._updater = session, policy, updater
         self._buffers: dict[str, Tensor] = {}  # in host memory, made once: pinned memory is slow to get
         self._staged: _Staged | None = None
         self._writer: threading.Thread | None = None
@@ -80,7 +95,6 @@ class Checkpoints:
         self._num_saves = 0
         self._saved_step = -1  # staged last, or what this folder's run started from
         self._longest_s = 0.0  # that a save took, from the copy to the folder's name
-        self._identity = fingerprints(config, prompts) if session.is_rank0 else {}
         self._metric_by_step: dict[int, float] = {}
         self._metrics_read = 0  # bytes of metrics.jsonl that were looked at
 
@@ -95,8 +109,7 @@ class Checkpoints:
 
     @property
     def time_to_save_s(self) -> float:
-        """What it may take to save the state now: the longest that a save took, and again where one is under way; 0:
-        not known yet."""
+        """What saving the state now may take: the longest save, twice where one is under way; 0: not known yet."""
         return self._longest_s * (2 if self._writer is not None and self._writer.is_alive() else 1)
 
     def stage_if_due(self, step: int, position: int, log_state: dict[str, Any]) -> None:
@@ -106,8 +119,8 @@ class Checkpoints:
             position: the next place in the prompt stream.
             log_state: MetricsLog.state.
         """
-        every = self._config.checkpoint.every_steps
-        if step == self._config.training.num_steps or (every and step % every == 0):
+        every = self._config.every_steps
+        if step == self._num_steps or (every and step % every == 0):
             self.stage(step, position, log_state)
 
     def stage(self, step: int, position: int, log_state: dict[str, Any]) -> None:
@@ -116,10 +129,9 @@ class Checkpoints:
         start = time.perf_counter()
         folder = checkpoint_path(self._run_dir, step)
         shards = {name: t for name, t in state_tensors(self._policy, self._updater).items() if is_first_replica(t)}
-        num_bytes = sum(
-            tensor.to_local().nbytes * (1 + (name.startswith("policy.") and self._is_exported(step)))
-            for name, tensor in shards.items()
-        )
+        num_bytes = sum(t.to_local().nbytes for t in shards.values())
+        if self._is_exported(step):
+            num_bytes += sum(t.to_local().nbytes for name, t in shards.items() if name.startswith("policy."))
         self._failure, self._longest_s = on_rank0(
             lambda sizes: (self._prepare(folder, sum(sizes)), self._longest_s), num_bytes
         )
@@ -137,45 +149,15 @@ class Checkpoints:
         if self._session.device.type == "cuda":
             torch.cuda.synchronize()
         self._num_saves, self._saved_step = self._num_saves + 1, step
-        trainer = {
-            "format": FORMAT,
-            "step": step,
-            "position": position,
-            **self._updater.state(),
-            **log_state,
-            **self._identity,
-            "config": flat_config(self._config),
-            "model_path": self._config.model.path,
-            "dtype": self._config.model.dtype,
-            "world_size": self._session.world_size,
-        }
+        trainer = {"format": FORMAT, "step": step, "position": position}
+        trainer |= {**self._updater.state(), **log_state, **asdict(self._facts)}
         self._staged = _Staged(step, folder, rows, trainer, start)
 
-    def save_begun(self, step: int, position: int, log_state: dict[str, Any], reason: str) -> None:
-        """Collective. The run is preempted: save the state with which its present step has begun, and leave word that
-        all is saved.
-
-        Nothing is written where that state is on disk, or is what the run started from.
-
-        Raises:
-            RuntimeError: on every rank, where it could not be saved.
-        """
-        self._wait_for_writer()
-        if on_rank0(lambda _: self._saved_step != step or self._failure is not None, None):
-            self.stage(step, position, log_state)
-            self.write_staged()
-        self.wait()
-        leave_marker(self._run_dir, step, reason)
-        if self._session.is_rank0:
-            _log.info(
-                "preempted (%s): everything is saved; the run goes on at step %d with checkpoint.resume: auto",
-                reason,
-                step + 1,
-            )
-
     def write_staged(self) -> None:
-        """Let the background thread write what was staged, if anything was. The step's metrics line is on disk by now:
-        a run that goes on from this checkpoint will not write it again."""
+        """Let the background thread write what was staged, if anything was.
+
+        The step's metrics line is on disk by now: a run that goes on from this checkpoint will not write it again.
+        """
         if self._staged is not None:
             self._writer = threading.Thread(target=self._write, args=(self._staged,), name="checkpoint", daemon=True)
             self._staged = None
@@ -192,9 +174,27 @@ class Checkpoints:
         if failure is not None:
             raise RuntimeError(f"the run's last state could not be saved: {failure}")
 
+    def save_preempted(self, step: int, position: int, log_state: dict[str, Any], reason: str) -> None:
+        """Collective. Save the state with which the present step began, and leave word that all is saved.
+
+        Nothing is written where that state is on disk, or is what the run started from.
+
+        Raises:
+            RuntimeError: on every rank, where it could not be saved.
+        """
+        self._wait_for_writer()
+        if on_rank0(lambda _: self._saved_step != step or self._failure is not None, None):
+            self.stage(step, position, log_state)
+            self.write_staged()
+        self.wait()
+        leave_marker(self._run_dir, step, reason)
+        if self._session.is_rank0:
+            said = "preempted (%s): everything is saved; the run goes on at step %d with checkpoint.resume: auto"
+            _log.info(said, reason, step + 1)
+
     def _is_exported(self, step: int) -> bool:
-        every = self._config.checkpoint.export_every_steps
-        return step == self._config.training.num_steps or (every > 0 and step % every == 0)
+        every = self._config.export_every_steps
+        return step == self._num_steps or (every > 0 and step % every == 0)
 
     def _wait_for_writer(self) -> None:
         if self._writer is not None:
@@ -212,30 +212,30 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise OSError(f"it takes {num_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free")
         except OSError as error:
-            return _tell_failure(folder, error)
+            return _log_failure(folder, error)
         return None
 
     # In the background
 
     def _write(self, staged: _Staged) -> None:
         """One rank's thread. What went wrong goes to rank 0 through the store; nothing is raised."""
-        key = f"checkpoint/{self._num_saves}"
+        key, rank = f"checkpoint/{self._num_saves}", self._session.rank
         mine: dict[str, Any] = {"file": None}
         try:
             if staged.rows:
-                name = f"state/shard_{self._session.rank + 1:05d}.safetensors"
+                name = f"state/shard_{rank + 1:05d}.safetensors"
                 tensors = {tensor: self._buffers[tensor] for tensor in staged.rows}
                 mine = {"file": name, **write_shard(temporary_path(staged.folder) / name, tensors, staged.rows)}
         except Exception as error:  # a full disk most of all
-            mine = {"error": f"rank {self._session.rank}: {type(error).__name__}: {error}"}
-        self._store.set(f"{key}/{self._session.rank}", json.dumps(mine))
+            mine = {"error": f"rank {rank}: {type(error).__name__}: {error}"}
+        self._store.set(f"{key}/{rank}", json.dumps(mine))
         if self._session.is_rank0:
             try:
                 self._complete(staged, self._hear_all(key))
             except Exception as error:
                 # half a checkpoint would only keep a full disk full
                 shutil.rmtree(temporary_path(staged.folder), ignore_errors=True)
-                self._failure = _tell_failure(staged.folder, error)
+                self._failure = _log_failure(staged.folder, error)
 
     def _hear_all(self, key: str) -> list[dict[str, Any]]:
         """On rank 0: what every rank's thread has to say, in the order of ranks."""
@@ -253,7 +253,7 @@ class Checkpoints:
         """On rank 0: all that is not shards, then the manifest, then the name."""
         if errors := [part["error"] for part in said if "error" in part]:
             raise OSError("; ".join(errors))
-        config, temporary = self._config, temporary_path(staged.folder)
+        temporary = temporary_path(staged.folder)
         digests = {part.pop("file"): part for part in said if part["file"]}
         for name in digests:
             if not (temporary / name).is_file():
@@ -275,23 +275,22 @@ class Checkpoints:
         put_in_place(temporary, staged.folder)
         self._longest_s = max(self._longest_s, time.perf_counter() - staged.start)
         forget_before(self._run_dir, staged.step)
-        remove_old(self._run_dir, config.checkpoint.keep, self._best_step())
+        remove_old(self._run_dir, self._config.keep, self._best_step())
 
     def _write_companions(self, folder: Path) -> None:
         folder.mkdir()
         if self._policy.lora.rank:
-            write_peft_config(self._policy.model, self._config.model.path, folder)
+            write_peft_config(self._policy.model, self._facts.model_path, folder)
             return
-        for path in checkpoint_folder(self._config.model.path).iterdir():
-            # model.path may be another run's checkpoint, whose own two files would hide this one's.
+        for path in checkpoint_folder(self._facts.model_path).iterdir():
+            # The model's folder may be another run's checkpoint, whose own two files would hide this one's.
             other = path.name.endswith(".index.json") or path.name in ("manifest.json", "trainer.json")
             if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and not other:
                 shutil.copyfile(path, folder / path.name)
 
     def _best_step(self) -> int | None:
-        """Of the checkpoints on disk the one after whose steps `checkpoint.best_metric` was highest; it is in the line
-        of the next step."""
-        name, path = self._config.checkpoint.best_metric, self._run_dir / "metrics.jsonl"
+        """Of the checkpoints on disk that with the highest `best_metric`, which is in the line of the next step."""
+        name, path = self._config.best_metric, self._run_dir / "metrics.jsonl"
         if name is None or not path.exists():
             return None
         with path.open("rb") as file:
@@ -309,16 +308,7 @@ class Checkpoints:
         return max(known, key=self._metric_by_step.__getitem__, default=None)
 
 
-@dataclass(frozen=True)
-class _Staged:
-    step: int
-    folder: Path
-    rows: dict[str, int]  # tensor name to its first row, of what this rank writes
-    trainer: dict[str, Any]
-    start: float
-
-
-def _tell_failure(folder: Path, error: Exception) -> str:
+def _log_failure(folder: Path, error: Exception) -> str:
     text = f"{folder}: {error}" if isinstance(error, OSError) else f"{folder}: {type(error).__name__}: {error}"
     _log.error("checkpoint not saved, those before it stay as they are: %s", text)
     return text

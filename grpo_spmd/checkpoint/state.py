@@ -1,10 +1,13 @@
-"""The tensors of a checkpoint, and one rank's file of them."""
+"""What a checkpoint holds of a run: facts that tell it from another, tensors, and one rank's file of them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,55 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from grpo_spmd.config.schema import ModelConfig
+from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.hf_files import checkpoint_folder
 from grpo_spmd.model.lora import hf_name
 from grpo_spmd.model.policy import Policy
+from grpo_spmd.records import Prompt
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What trainer.json says of the run as a whole."""
+
+    model_fingerprint: str
+    """Of the files in the model's folder. Both fingerprints are rank 0's, and "" elsewhere."""
+    data_fingerprint: str
+    """Of the prompts' tokens, in their order."""
+    config: dict[str, Any]
+    """Flat, as resolved, without secrets."""
+    model_path: str
+    dtype: str
+    world_size: int
+
+
+def run_facts(config: dict[str, Any], model: ModelConfig, prompts: Sequence[Prompt], session: Session) -> RunFacts:
+    """Args: config: the whole one, flat."""
+    fingerprints = "", ""
+    if session.is_rank0:
+        digest = hashlib.sha256()
+        for prompt in prompts:
+            digest.update(array("q", [len(prompt.token_ids), *prompt.token_ids]))
+        fingerprints = _model_fingerprint(checkpoint_folder(model.path)), digest.hexdigest()
+    return RunFacts(*fingerprints, config, model.path, model.dtype, session.world_size)
+
+
+def _model_fingerprint(folder: Path) -> str:
+    """SHA-256 over names, sizes and both ends of its files: tells models apart without reading them."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" or p.name == "config.json"):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+            file.seek(max(0, size - (1 << 16)))
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 def state_tensors(policy: Policy, updater: PolicyUpdater) -> dict[str, DTensor]:
@@ -25,9 +71,8 @@ def state_tensors(policy: Policy, updater: PolicyUpdater) -> dict[str, DTensor]:
     tensors: dict[str, DTensor] = {}
     for name, parameter in trained_parameters(policy).items():
         tensors[f"policy.{name}"] = parameter
-        for moment in MOMENTS:
-            if moment in updater.optimizer.state.get(parameter, {}):
-                tensors[f"{moment}.{name}"] = updater.optimizer.state[parameter][moment]
+        moments = updater.optimizer.state.get(parameter, {})
+        tensors |= {f"{moment}.{name}": moments[moment] for moment in MOMENTS if moment in moments}
     return tensors
 
 
@@ -42,22 +87,20 @@ def trained_parameters(policy: Policy) -> dict[str, DTensor]:
 
 
 def write_shard(path: Path, tensors: dict[str, Tensor], rows: dict[str, int]) -> dict[str, Any]:
-    """Write this rank's rows [rows, ...] of each tensor as safetensors, with the place of the first one; sync;
-    {"bytes", "sha256"}.
+    """Write this rank's rows [rows, ...] of each tensor as safetensors, and sync; returns {"bytes", "sha256"}.
 
     Tensor by tensor and straight from their memory: safetensors' own writer would first make a copy of them all.
+
+    Args:
+        rows: the place of each tensor's first row in the whole.
     """
-    header: dict[str, Any] = {}
     offsets = {name: {"saved_offsets": [rows[name], *[0] * (tensor.ndim - 1)]} for name, tensor in tensors.items()}
-    header["__metadata__"] = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        dtype = _SAFETENSORS_DTYPES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()

@@ -1,7 +1,6 @@
 """Every collective that the project uses outside FSDP and vLLM.
 
-Numbers for control (rewards, plans, token ids) travel as bytes over gloo on the CPU: they are small, and no pickle is
-involved.
+Numbers for control (rewards, plans, token ids) are small: they travel as bytes over gloo on the CPU, without pickle.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 
 
 def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
-    """Collective. Gather every rank's `value`, call `fn(values in rank order)` on rank 0, give its result to every
-    rank.
+    """Collective. Gather all ranks' `value`, call `fn(values in rank order)` on rank 0, give each rank its result.
 
     Values and result must survive JSON; floats do so exactly, NaN included.
 
@@ -41,9 +39,7 @@ def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
             reply = b"+" + _encode(fn([json.loads(v) for v in values]))
         except ConfigError as refused:
             reply = b"?" + _encode(str(refused))
-        except (
-            Exception
-        ) as caught:  # handed to every rank below: a rank 0 that just left would look like a lost connection
+        except Exception as caught:  # every rank gets it below: a rank 0 that just left would look like a lost peer
             error = caught
             reply = b"-" + _encode(f"{type(caught).__name__}: {caught}")
     reply = _broadcast_bytes(reply)
@@ -72,7 +68,7 @@ def gather_bytes(payload: bytes) -> list[bytes] | None:
     dist.gather(mine, out, dst=0)
     if out is None:
         return None
-    return [tensor[: int(size)].numpy().tobytes() for tensor, size in zip(out, sizes, strict=True)]
+    return [row[: int(size)].numpy().tobytes() for row, size in zip(out, sizes, strict=True)]
 
 
 def exchange_bytes(payloads: list[bytes]) -> list[bytes]:
@@ -89,8 +85,7 @@ def exchange_bytes(payloads: list[bytes]) -> list[bytes]:
 
 
 def start_all_gather(rows: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Collective. Over `group`: bring all ranks' rows into `rows` [ranks, n], in place; this rank has written its own
-    already.
+    """Collective. Over `group`: bring all ranks' rows into `rows` [ranks, n], into which each has written its own.
 
     Returns what `wait_for` waits for, before `rows` is read or written.
     """
@@ -99,15 +94,12 @@ def start_all_gather(rows: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
     if rows.is_cuda:
         work = _ALL_GATHER(rows.view(-1), rows[rank], group, async_op=True)
         return [work] if work is not None else []
-    # gloo's own all-gather receives into a new buffer of the whole size and copies it over: 3 times the time, and a
-    # bucket more.
+    # gloo's own all-gather receives into a new buffer of the whole size and copies it: 3 times the time, a bucket more.
     works = []
     for distance in range(1, ranks):
         source, target = (rank - distance) % ranks, (rank + distance) % ranks
-        works += [
-            dist.irecv(rows[source], group=group, group_src=source),
-            dist.isend(rows[rank], group=group, group_dst=target),
-        ]
+        works.append(dist.irecv(rows[source], group=group, group_src=source))
+        works.append(dist.isend(rows[rank], group=group, group_dst=target))
     return [work for work in works if work is not None]
 
 
@@ -118,8 +110,7 @@ def wait_for(works: list[dist.Work]) -> None:
 
 
 def ranks_that_differ(payload: bytes, group: dist.ProcessGroup) -> list[int]:
-    """Collective. Over `group`: its ranks, numbered from 0, whose `payload` is not that of its first; alike on all of
-    them.
+    """Collective. The ranks of `group`, from 0, whose `payload` is not that of its first; the same list on all.
 
     Only digests of 32 bytes travel.
     """

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.processes import innermost_frame, waits_for
+
 MAX_TEXT = 60_000
+_LOST_PEER = re.compile(r"onnection|gloo|NCCL|[Tt]imed out|Broken pipe|reset by peer")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is. `sequence` counts the phases and collectives it has entered; all ranks count alike, so that a
-    laggard has less."""
+    """Where a rank is."""
 
     phase: str
     step: int
     sequence: int
+    """Phases and collectives that it has entered; all ranks count alike, so that a laggard has fewer."""
 
     def __str__(self) -> str:
         return f"phase {self.phase}, step {self.step}"
@@ -24,37 +31,43 @@ class Place:
 
 @dataclass(frozen=True)
 class Fault:
-    """What a rank raised. "follows": only because another rank had failed; "stopped": by Ctrl-C or SIGTERM."""
+    """What a rank raised."""
 
     kind: Literal["raise", "config", "stopped", "follows"]
+    """"stopped": by Ctrl-C or SIGTERM; "follows": only because another rank had failed."""
     headline: str
     traceback: str = ""
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """What the first rank that noticed something noticed. `rank`: the one that it noticed it of."""
+    """What the first rank that noticed something noticed."""
 
     why: Literal["raise", "config", "stopped", "follows", "timeout", "dead", "silent"]
     by: int
     rank: int
+    """The one that it noticed it of."""
     limit_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says of itself after an alarm, or, where its Python does not run, others of its host say of it
-    (`state`)."""
+    """What a rank says of itself after an alarm, or what another of its host says of it."""
 
     place: Place
     answers: bool = True
+    """False: its Python does not run."""
     fault: Fault | None = None
-    waits: Literal["collective", "device", ""] = ""  # what its main thread waits for
-    line: str = ""  # of our own or the user's code, the innermost
+    waits: Literal["collective", "device", ""] = ""
+    """What its main thread waits for."""
+    line: str = ""
+    """The innermost of our own or the user's code."""
     stacks: str = ""
-    enqueued: dict[str, int] = field(default_factory=dict)  # collectives by process group, from torch's flight recorder
+    enqueued: dict[str, int] = field(default_factory=dict)
+    """Collectives by process group, from torch's flight recorder."""
     flight: str = ""
-    state: str = ""  # of the process, where it does not answer
+    state: str = ""
+    """Of the process, where it does not answer."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +79,37 @@ class Report:
     culprit: int
 
 
+def fault_of(error: BaseException, rank: int) -> Fault:
+    """What ended rank `rank`."""
+    if isinstance(error, ConfigError):
+        return Fault("config", str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return Fault("stopped", f"stopped by {error.args[0] if error.args else 'Ctrl-C'}")
+    shown = error.__cause__ if isinstance(error, Rank0Error) and error.__cause__ else error
+    text = "".join(traceback.format_exception(shown))
+    text = text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n...\n{text[-MAX_TEXT // 2 :]}"
+    # A lost peer: torch's own text, raised from within a collective.
+    lost = isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+    lost = lost and waits_for(innermost_frame(error.__traceback__)) == "collective"
+    follows = (isinstance(error, Rank0Error) and rank != 0) or lost
+    first_line = str(shown).partition("\n")[0]
+    return Fault("follows" if follows else "raise", f"{type(shown).__name__}: {first_line}", text)
+
+
+def answer_from(tree: dict[str, Any]) -> Answer:
+    """What `dataclasses.asdict` made of one."""
+    fault = tree.pop("fault")
+    return Answer(**(tree | {"place": Place(**tree["place"]), "fault": None if fault is None else Fault(**fault)}))
+
+
 def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Report:
     """`answers` and `hosts` (name and process) in the order of ranks."""
     culprit, reason = find_culprit(alarm, answers)
     of_culprit = answers[culprit]
     fault = of_culprit.fault
     if fault is not None and fault.kind == "config":
-        alone = sum(a.fault is not None and a.fault.kind == "config" for a in answers) < len(answers)
-        text = f"error: {fault.headline}" + (f" (said by rank {culprit} on {hosts[culprit]})" if alone else "")
+        is_common = all(a.fault is not None and a.fault.kind == "config" for a in answers)
+        text = f"error: {fault.headline}" + ("" if is_common else f" (said by rank {culprit} on {hosts[culprit]})")
         return Report(text, text, "", 2, culprit)
     where = f" ({hosts[culprit]})" if len(answers) > 1 else ""
     headline = f"rank {culprit}{where} {reason}"
@@ -82,12 +118,12 @@ def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Repor
         lines.append(fault.traceback.rstrip())
     elif of_culprit.stacks and not (fault is not None and fault.kind == "stopped"):
         lines += ["its stacks:", of_culprit.stacks.rstrip()]
-    others = [rank for rank in range(len(answers)) if rank != culprit]
-    if others:
+    by_text: dict[str, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        if rank != culprit:
+            by_text.setdefault(_describe(answer), []).append(rank)
+    if by_text:
         lines.append("where the other ranks were:")
-        by_text: dict[str, list[int]] = {}
-        for rank in others:
-            by_text.setdefault(_describe(answers[rank]), []).append(rank)
         lines += [f"  {_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
     lines.append("all ranks stop with exit code 1")
     details = "\n".join(
@@ -101,53 +137,43 @@ def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Repor
 def find_culprit(alarm: Alarm, answers: list[Answer]) -> tuple[int, str]:
     """Its rank, and what is said of it.
 
-    What was raised comes first, then who is gone, then who does not answer. Of a hang, the rank that entered the fewest
-    phases and collectives; among equals the one that enqueued the fewest in torch's flight recorder, then the one whose
-    main thread waits for nobody.
+    What was raised comes first, then who is gone, then who does not answer. Of a hang it is the rank that entered the
+    fewest phases and collectives; among equals the one that enqueued the fewest in torch's flight recorder, then the
+    one whose main thread waits for nobody.
     """
 
     def of_kind(kind: str) -> list[int]:
         found = [rank for rank, a in enumerate(answers) if a.fault is not None and a.fault.kind == kind]
         return [alarm.by] if alarm.by in found else found
 
-    raised = of_kind("raise") or of_kind("config")
     gone = [rank for rank, a in enumerate(answers) if a.state == "gone"]
     silent = [rank for rank, a in enumerate(answers) if not a.answers]
-    for rank in raised + gone + silent:
-        answer = answers[rank]
-        if answer.fault is not None:
-            return rank, f"failed first, in {answer.place}: {answer.fault.headline}"
-        return rank, f"went silent in {answer.place}: {_STATES[answer.state]}"
-    for rank in of_kind("stopped") + of_kind("follows"):
-        fault = answers[rank].fault
-        assert fault is not None
-        return rank, f"failed first, in {answers[rank].place}: {fault.headline}"
-    rank, clear = _laggard(answers)
-    answer = answers[rank]
-    rule = f"no phase may take longer than {alarm.limit_s:g} s here (watchdog.timeout_s, watchdog.phase_timeouts_s)"
-    at = f", at {answer.line}" if answer.line else ""
-    if not clear:
-        return (
-            rank,
-            f"hangs in {answer.place}{at}, as do others: no rank can be told to be the one that the others wait for; "
-            f"{rule}",
-        )
-    return rank, f"hangs in {answer.place}{at}" + (
-        ", and the others wait for it" if len(answers) > 1 else ""
-    ) + f"; {rule}"
+    raised = of_kind("raise") or of_kind("config")
+    for rank in raised + gone + silent + of_kind("stopped") + of_kind("follows"):
+        place, fault = answers[rank].place, answers[rank].fault
+        if fault is not None:
+            return rank, f"failed first, in {place}: {fault.headline}"
+        return rank, f"went silent in {place}: {_STATES[answers[rank].state]}"
+    rank, is_clear = _laggard(answers)
+    hangs = f"hangs in {answers[rank].place}" + (f", at {answers[rank].line}" if answers[rank].line else "")
+    if not is_clear:
+        hangs += ", as do others: no rank can be told to be the one that the others wait for"
+    elif len(answers) > 1:
+        hangs += ", and the others wait for it"
+    limit = f"{alarm.limit_s:g} s here (watchdog.timeout_s, watchdog.phase_timeouts_s)"
+    return rank, f"{hangs}; no phase may take longer than {limit}"
 
 
 def _laggard(answers: list[Answer]) -> tuple[int, bool]:
     """The rank that holds up the others, and whether it is the only one that this can be said of."""
-    ranks = list(range(len(answers)))
-    ranks = _least(ranks, lambda rank: answers[rank].place.sequence)
+    ranks = _least(range(len(answers)), lambda rank: answers[rank].place.sequence)
     for group in sorted(set.intersection(*(set(answers[rank].enqueued) for rank in ranks))):
         ranks = _least(ranks, lambda rank, group=group: answers[rank].enqueued[group])  # type: ignore[misc]
     ranks = _least(ranks, lambda rank: ("", "device", "collective").index(answers[rank].waits))
     return ranks[0], len(ranks) == 1
 
 
-def _least(ranks: list[int], key: Callable[[int], int]) -> list[int]:
+def _least(ranks: Sequence[int], key: Callable[[int], int]) -> list[int]:
     least = min(map(key, ranks))
     return [rank for rank in ranks if key(rank) == least]
 
@@ -157,8 +183,8 @@ _STATES = {
     "stopped": "its process is stopped (SIGSTOP, or a debugger)",
     "running": "its process is there, but its Python does not run: a call into C keeps the interpreter's lock (GIL)",
     "blocked": "its process waits in the kernel, likely for a disk or a file system, and does not answer",
-    "unknown": "it does not answer, and no other rank of its host is there to look at it: its process, host or network "
-    "is gone",
+    "unknown": "it does not answer, and no other rank of its host is there to look at it: its process, host or "
+    "network is gone",
 }
 
 
@@ -175,14 +201,8 @@ def _ranks(ranks: list[int]) -> str:
     """[0, 1, 2, 5] as "ranks 0-2, 5": a report of 1,000 ranks is still read."""
     spans: list[list[int]] = []
     for rank in ranks:
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
+        if not spans or spans[-1][-1] != rank - 1:
+            spans.append([])
+        spans[-1].append(rank)
     text = ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}" for s in spans)
     return ("ranks " if len(ranks) > 1 else "rank ") + text
-
-
-def answer_from(tree: dict[str, Any]) -> Answer:
-    fault = tree.pop("fault")
-    return Answer(**(tree | {"place": Place(**tree["place"]), "fault": None if fault is None else Fault(**fault)}))

@@ -1,10 +1,9 @@
-"""Preemption: a signal or the end of the job's time ends the run with everything saved, and no step is begun that
-cannot finish.
+"""Preemption: a signal, or the end of the job's time, ends the run with everything saved.
 
-The policy changes in a step's update alone. A step that is stopped before is given up: the state to save is the one
-that it began with, and what it has sampled lies in the rollout buffer. A step that has come to its update is finished
-first. All ranks decide alike, at three places, by raising `Preempted`: at the start of a step, where a generation has
-been scored, and before the update.
+No step is begun that cannot finish. The policy changes in a step's update alone, so a step that is stopped before it is
+given up: the state to save is the one that it began with, and what it has sampled lies in the rollout buffer. A step
+that has come to its update is finished first. All ranks decide alike, at three places, by raising `Preempted`: at the
+start of a step, where a generation has been scored, and before the update.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.collectives import on_rank0
+from grpo_spmd.distributed.processes import read_stat
 from grpo_spmd.distributed.store import post, posted
 from grpo_spmd.files import write_durably
 from grpo_spmd.records import ScoredRollouts
@@ -40,7 +39,7 @@ _SQUEUE_TIMEOUT_S = 20
 
 
 class Preempted(Exception):
-    """The run has to stop and the step under way is given up; raised on all ranks alike, with one `reason`."""
+    """The run has to stop, and the step under way is given up; raised on all ranks, with one `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -50,19 +49,18 @@ class Preempted(Exception):
 class Preemption:
     """Knows when the run has to stop. SIGTERM and SIGUSR1 only set a flag from here on; Ctrl-C interrupts as ever.
 
-    A rank that alone was signalled tells the others. The deadline is `training.max_time_s` after the launch, else the
-    end of the Slurm job; a small part of the time (at most 10 s) is kept back for what follows the save.
+    A rank that alone was signalled tells the others. The deadline is `max_time_s` after the launch, else the end of the
+    Slurm job; a small part of the time (at most 10 s) is kept back for what follows the save.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, max_time_s: float | None) -> None:
         """Take the signals over: before the engine starts, which takes long."""
-        self._config = config
+        self._max_time_s = max_time_s
         self._signal: str | None = None
         self._aborting: str | None = None  # why generation was ended early on this rank
         self._deadline: float | None = None  # on the monotonic clock, like all times here; None: not asked for yet
         self._next_poll = 0.0
-        # When a step began, its last generation had ended, and its update began; and how long it was from each of them
-        # to the step's end.
+        # When a step began, its last generation had ended, and its update began; the time from each to the step's end.
         self._starts = [math.nan] * 3
         self._took_s: list[deque[float]] = [deque(maxlen=_NUM_RECENT) for _ in range(3)]
         self._num_steps = 0
@@ -83,7 +81,7 @@ class Preemption:
         self._take_signals()  # vLLM, or a user's reward, may have set handlers of its own
         now = time.monotonic()
         if self._deadline is None:
-            left = on_rank0(lambda _: _seconds_left(self._config), None)
+            left = on_rank0(lambda _: _seconds_left(self._max_time_s), None)
             self._deadline = math.inf
             if left is not None:
                 self._deadline = now + left - min(10.0, 0.05 * left)
@@ -108,8 +106,7 @@ class Preemption:
         self._agree(self._aborting or self._why_stop(2, "an update"))
 
     def should_abort(self) -> bool:
-        """Whether this rank should end its generation; for the engine, which asks before each of its steps. Waits for
-        nobody."""
+        """Whether this rank should end its generation. The engine asks before each of its steps; waits for nobody."""
         if self._aborting is None:
             self._aborting = self._why_give_up()
             now = time.monotonic()
@@ -121,19 +118,14 @@ class Preemption:
         return self._aborting is not None
 
     def guard(self, score: Callable[..., ScoredRollouts]) -> Callable[..., ScoredRollouts]:
-        """`score`, after which all ranks agree whether the step is given up. All ranks must call it alike, after each
-        generation.
+        """`score`, after which all ranks agree whether the step is given up; each calls it after each generation.
 
         Generation and scoring take each rank its own time; this is where they meet again. Nothing is scored for a step
-        that is given up, and a failure after a signal is one: Slurm signals the reward's processes too.
+        that is given up, and a failure after a signal means that too: Slurm signals the reward's processes as well.
         """
 
         def guarded(*args: Any, **kwargs: Any) -> ScoredRollouts:
-            """Collective.
-
-            Raises:
-                Preempted: generation was ended early on some rank, or what `check_before_update` raises it for.
-            """
+            """Collective. Raises Preempted as check_before_update, or where some rank ended its generation early."""
             scored = ScoredRollouts()
             self._starts[1] = time.monotonic()
             reason = self._why_give_up()
@@ -143,9 +135,8 @@ class Preemption:
                 except Exception as error:
                     if self._signal is None:
                         raise
-                    _log.warning(
-                        "%s: scoring failed and is given up (%s: %s)", self._signal, type(error).__name__, error
-                    )
+                    what = type(error).__name__
+                    _log.warning("%s: scoring failed and is given up (%s: %s)", self._signal, what, error)
             self._agree(reason or self._aborting or self._why_stop(2, "an update"))
             return scored
 
@@ -155,7 +146,7 @@ class Preemption:
         return self._aborting or self._why_stop(1, "the rest of the step")
 
     def _why_stop(self, since: int, what: str) -> str | None:
-        """`since`: of `_starts`, the one from which on the step must still come to its end; `what`: that part of it."""
+        """`since`: of `_starts`, the one from which on the step must come to its end; `what`: that part of it."""
         needed_s = max(self._took_s[since], default=0.0)
         if self._signal is not None:
             return self._signal
@@ -182,18 +173,12 @@ class Preemption:
 
 
 def leave_marker(run_dir: str | os.PathLike[str], step: int, reason: str) -> None:
-    """Collective. Write `<run_dir>/preempted.json`, which tells a run that stopped with everything saved from one that
-    failed.
+    """Collective. Write `<run_dir>/preempted.json`: stopped with everything saved, and not failed.
 
     Call it when the save is complete on this rank; it is written when all ranks have come here.
     """
-
-    def write(_: object) -> None:
-        write_durably(
-            Path(run_dir, MARKER), json.dumps({"step": step, "reason": reason, "saved": True}).encode() + b"\n"
-        )
-
-    on_rank0(write, None)
+    marker = json.dumps({"step": step, "reason": reason, "saved": True}).encode() + b"\n"
+    on_rank0(lambda _: write_durably(Path(run_dir, MARKER), marker), None)
 
 
 def remove_marker(run_dir: str | os.PathLike[str]) -> None:
@@ -201,10 +186,10 @@ def remove_marker(run_dir: str | os.PathLike[str]) -> None:
     on_rank0(lambda _: Path(run_dir, MARKER).unlink(missing_ok=True), None)
 
 
-def _seconds_left(config: Config) -> float | None:
+def _seconds_left(max_time_s: float | None) -> float | None:
     """Of this job; None where nothing says so."""
-    if config.training.max_time_s is not None:
-        return config.training.max_time_s - _seconds_since_launch()
+    if max_time_s is not None:
+        return max_time_s - _seconds_since_launch()
     job = os.environ.get("SLURM_JOB_ID")
     end = os.environ.get("SLURM_JOB_END_TIME", "")
     if end.isdecimal():
@@ -221,16 +206,13 @@ def _seconds_left(config: Config) -> float | None:
         return None
     left = parse_time_left(said)
     if left is None and said.strip() != "UNLIMITED":
-        _log.warning(
-            "the end of the Slurm job is not known: squeue said %r; without training.max_time_s only signals stop it",
-            said,
-        )
+        what = "the end of the Slurm job is not known: squeue said %r; without training.max_time_s only signals stop it"
+        _log.warning(what, said)
     return left
 
 
 def parse_time_left(text: str) -> int | None:
-    """Seconds of squeue's %L, [[days-]hours:]minutes:seconds; None for UNLIMITED, INVALID, NOT_SET and whatever
-    else."""
+    """Seconds of squeue's %L, [[days-]hours:]minutes:seconds; None for UNLIMITED, INVALID, NOT_SET and all else."""
     found = re.match(r"\s*(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)\s*$", text, re.ASCII)
     if found is None:
         return None
@@ -239,9 +221,7 @@ def parse_time_left(text: str) -> int | None:
 
 
 def _seconds_since_launch() -> float:
-    """Since torchrun was started, so that its restarts of the ranks do not begin the time anew; without it, since this
-    process was."""
+    """Since torchrun was started, as its restarts of the ranks give no new time; without it, since this process was."""
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    # since boot; the name before may hold anything
-    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    ticks = int(read_stat(pid)[1])  # since boot
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""Looking at processes and stacks: /proc, Python frames, torch's flight recorder."""
+"""Looking at processes and stacks: /proc, Python frames, torch's flight recorder. Imports no torch at its top."""
 
 from __future__ import annotations
 
@@ -9,12 +9,60 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 # Whoever is in one of these waits for other ranks.
 _COLLECTIVE_MODULES = tuple(f"grpo_spmd.distributed.{name}" for name in ("collectives", "session", "store"))
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """What a rank says of its process, so that another rank can look at it from outside."""
+
+    machine: str
+    """Two processes of one `machine` see each other in /proc."""
+    host: str
+    pid: int
+    start: str
+    """As `read_stat` has it: another process may get the number."""
+    stacks_fd: int
+    """The file of its own into which SIGUSR2 makes it write its stacks."""
+
+    def __str__(self) -> str:
+        return f"{self.host}, process {self.pid}"
+
+
+def own_process(stacks_fd: int) -> RankProcess:
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux, or hidden by the container: nobody's peer
+        machine = f"{socket.gethostname()}/{os.getpid()}"
+    return RankProcess(machine, socket.gethostname(), os.getpid(), read_stat(os.getpid())[1], stacks_fd)
+
+
+def process_state(process: RankProcess) -> Literal["gone", "stopped", "blocked", "running"]:
+    state, start = read_stat(process.pid)
+    if start != process.start or state in ("", "Z", "X"):
+        return "gone"
+    return "stopped" if state in ("T", "t") else "blocked" if state == "D" else "running"
+
+
+def read_stat(pid: int) -> tuple[str, str]:
+    """State letter and start time, in ticks since boot; ("", "") where there is no such process, or no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name before may hold anything
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]
+
+
+def next_of(rank: int, ranks: Iterable[int]) -> list[int]:
+    """The one after `rank` in the ring of `ranks`, or none: each rank is looked after by one other."""
+    others = sorted(other for other in ranks if other != rank)
+    return [next((other for other in others if other > rank), others[0])] if others else []
 
 
 def frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -22,6 +70,13 @@ def frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def innermost_frame(tb: TracebackType | None) -> FrameType | None:
+    """Where an error was raised."""
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb.tb_frame if tb is not None else None
 
 
 def waits_for(frame: FrameType | None) -> Literal["collective", "device", ""]:
@@ -51,15 +106,8 @@ def format_stack(frame: FrameType | None) -> str:
     return "".join(traceback.format_stack(frame)) if frame is not None else "  (no Python frame)\n"
 
 
-def entries(tb: TracebackType | None) -> Iterator[TracebackType]:
-    while tb is not None:
-        yield tb
-        tb = tb.tb_next
-
-
 def flight_recorder() -> tuple[dict[str, int], str]:
-    """Collectives enqueued by process group, and the last ones of each, where torch keeps a flight recorder
-    (TORCH_FR_BUFFER_SIZE)."""
+    """Collectives enqueued by process group, and the last of each, where torch records them (TORCH_FR_BUFFER_SIZE)."""
     from torch._C import _distributed_c10d as c10d
 
     enqueued: dict[str, int] = {}
@@ -67,42 +115,9 @@ def flight_recorder() -> tuple[dict[str, int], str]:
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's and NCCL's; either may be missing in a build
         with suppress(Exception):  # of private functions nothing is certain, and the report must be written
             for entry in json.loads(getattr(c10d, name)()).get("entries", []):
-                group = ":".join(entry["process_group"])
-                enqueued[group] = max(enqueued.get(group, 0), entry["collective_seq_id"])
+                group, number = ":".join(entry["process_group"]), entry["collective_seq_id"]
+                enqueued[group] = max(enqueued.get(group, 0), number)
                 if not entry["retired"]:
-                    pending.append(
-                        f"{entry['profiling_name']} number {entry['collective_seq_id']} of group {group} "
-                        f"({entry['state']})"
-                    )
+                    pending.append(f"{entry['profiling_name']} number {number} of group {group} ({entry['state']})")
     last = [f"group {group}: {number} collectives enqueued" for group, number in sorted(enqueued.items())]
     return enqueued, "; ".join(last + [f"not finished: {text}" for text in pending[-10:]])
-
-
-def machine_id() -> str:
-    """Two processes that say the same here see each other in /proc."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:  # not Linux, or hidden by the container: nobody's peer
-        return f"{socket.gethostname()}/{os.getpid()}"
-
-
-def process_facts(pid: int) -> tuple[str, str]:
-    """State letter and start time, in ticks since boot; ("", "") where there is no such process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return fields[0], fields[19]
-
-
-def process_state(facts: dict[str, Any]) -> Literal["gone", "stopped", "blocked", "running"]:
-    state, start = process_facts(facts["pid"])
-    if start != facts["start"] or state in ("", "Z", "X"):  # another process may have got the number
-        return "gone"
-    return "stopped" if state in ("T", "t") else "blocked" if state == "D" else "running"
-
-
-def next_of(rank: int, ranks: Iterable[int]) -> list[int]:
-    """The one after `rank` in the ring of `ranks`, or none: each rank is looked after by one other."""
-    others = sorted(other for other in ranks if other != rank)
-    return [next((other for other in others if other > rank), others[0])] if others else []

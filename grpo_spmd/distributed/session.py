@@ -1,8 +1,4 @@
-"""The process-group session, rank facts, and every collective the project uses outside FSDP and vLLM.
-
-Numbers for control (rewards, plans, token ids) travel as bytes over gloo on the CPU: they are small, and no pickle is
-involved.
-"""
+"""The session of a rank: joining the process group, its facts and mesh, leaving it again."""
 
 from __future__ import annotations
 
@@ -26,18 +22,20 @@ from grpo_spmd.distributed.store import open_store
 
 @dataclass(frozen=True)
 class Session:
-    """Facts of this rank in the run, and the mesh over which the policy is sharded: "shard", or "replicate" x "shard"
-    (HSDP)."""
+    """Facts of this rank in the run."""
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
     mesh: DeviceMesh
-    # the ranks that share this one's engine, over gloo; None where it has an engine of its own
+    """Over which the policy is sharded: "shard", or "replicate" x "shard" (HSDP)."""
     engine_group: dist.ProcessGroup | None
-    is_restart: bool = False  # torchrun started the ranks again after a failure; alike on all ranks
-    attempt: int = 1  # a number that no earlier start by this torchrun has had
+    """The ranks that share this one's engine, over gloo; None where it has an engine of its own."""
+    is_restart: bool = False
+    """torchrun started the ranks again after a failure; the same on all ranks."""
+    attempt: int = 1
+    """A number that no earlier start by this torchrun has had."""
 
     @property
     def is_rank0(self) -> bool:
@@ -57,8 +55,7 @@ def start_session(
         watchdog: the limits of phases.
     """
     watchdog = watchdog or WatchdogConfig()
-    # debug mode: vLLM's external_launcher wants the same variables that torchrun would set
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ:  # debug mode: vLLM's external_launcher wants the variables that torchrun would set
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # the flight recorder, for the doctor's report of a hang
@@ -82,26 +79,21 @@ def start_session(
     store = dist.PrefixStore(f"grpo_spmd/{attempt}", of_run)
     open_store(store)
     doctor.start(dist.PrefixStore("doctor", store), rank, world_size, watchdog)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",
-        store=dist.PrefixStore("default_group", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
+    own = dist.PrefixStore("default_group", store)
+    dist.init_process_group(backends, store=own, rank=rank, world_size=world_size, timeout=timeout)
     mesh = policy_mesh(device, num_replicas)
     engine_group = dist.new_subgroups(tensor_parallel_size, backend="gloo")[0] if tensor_parallel_size > 1 else None
     return Session(rank, world_size, local_rank, device, mesh, engine_group, is_restart, attempt)
 
 
 def _join(store: dist.Store, rank: int, world_size: int) -> tuple[int, bool]:
-    """Collective. A number that no earlier attempt of this run has had, alike on all ranks; and whether there was an
-    earlier one.
+    """Collective. A number that no earlier attempt of this run has had, and whether there was one; equal on all ranks.
 
-    torchrun's agent keeps one store over all restarts, so that without a number in their names a new attempt would read
-    the keys of the old one, addresses of dead processes among them. TORCHELASTIC_RESTART_COUNT is not that number: a
-    node that restarts because another one has failed does not count it. So rank 0 draws one, and gives it to whoever
-    shows a sign that only this attempt can know.
+    torchrun's agent keeps one store over all restarts. Without a number in their names a new attempt would read the
+    keys of the old one, addresses of dead processes among them. TORCHELASTIC_RESTART_COUNT is not that number: a node
+    that restarts because another one has failed does not count it. So rank 0 draws one, and gives it to whoever shows a
+    sign that only this attempt can know.
     """
     num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if rank != 0:
@@ -129,16 +121,13 @@ def _join(store: dist.Store, rank: int, world_size: int) -> tuple[int, bool]:
 
 
 def collective_timeout(watchdog: WatchdogConfig) -> timedelta:
-    """Of process groups: far beyond any phase's limit, so that the doctor, who knows which rank the others wait for,
-    speaks first."""
-    return timedelta(
-        seconds=max(3600.0, 4 * max([watchdog.timeout_s, *map(float, watchdog.phase_timeouts_s.values())]))
-    )
+    """Of process groups: far beyond any phase's, so that the doctor, who knows whom all wait for, speaks first."""
+    longest_s = max([watchdog.timeout_s, *map(float, watchdog.phase_timeouts_s.values())])
+    return timedelta(seconds=max(3600.0, 4 * longest_s))
 
 
 def set_collective_timeouts(watchdog: WatchdogConfig) -> None:
-    """`collective_timeout` for all groups that exist: those that vLLM and device meshes made have torch's default, 10
-    minutes over NCCL."""
+    """`collective_timeout` for all groups that exist: vLLM's and meshes' have torch's default, 10 minutes over NCCL."""
     from torch.distributed import distributed_c10d
 
     for group in list(distributed_c10d._world.pg_map):
@@ -146,18 +135,16 @@ def set_collective_timeouts(watchdog: WatchdogConfig) -> None:
 
 
 def policy_mesh(device: torch.device, num_replicas: int) -> DeviceMesh:
-    """Collective. All ranks as "shard", or as "replicate" x "shard" (HSDP), consecutive ranks holding one copy of the
-    policy."""
+    """Collective. All ranks as "shard", or as "replicate" x "shard", where consecutive ranks hold one copy."""
     world_size = dist.get_world_size()
     if num_replicas == 1:
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    return init_device_mesh(
-        device.type, (num_replicas, world_size // num_replicas), mesh_dim_names=("replicate", "shard")
-    )
+    sizes = (num_replicas, world_size // num_replicas)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def end_session() -> None:
-    """Collective. Leave the process group, all ranks together (the engine's shutdown may have done so already)."""
+    """Collective. Leave the process group, all together (the engine's shutdown may have done so already)."""
     if dist.is_initialized():
         barrier()
     doctor.stop()

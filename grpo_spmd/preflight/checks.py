@@ -12,14 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_spmd.checkpoint.manifest import (
-    CheckpointError,
-    NewerFormatError,
-    check_same_run,
-    list_checkpoints,
-    read_trainer,
-)
-from grpo_spmd.checkpoint.run_dir import is_inside, is_same_launch, refuse_in_use
+from grpo_spmd.checkpoint.manifest import CheckpointError, NewerFormatError, read_trainer
+from grpo_spmd.checkpoint.run_dir import check_same_run, is_inside, is_same_launch, list_checkpoints, refuse_in_use
+from grpo_spmd.config.dump import flat_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import check_lengths_early, check_template_early
@@ -157,7 +152,7 @@ def _check_newest(checkpoints: list[Path], config: Config) -> None:
     it."""
     for checkpoint in checkpoints:
         try:
-            check_same_run(checkpoint, read_trainer(checkpoint), config)
+            check_same_run(checkpoint, read_trainer(checkpoint), flat_config(config))
         except NewerFormatError as error:
             raise ConfigError(f"checkpoint.resume: {error}") from None
         except (CheckpointError, KeyError, TypeError):

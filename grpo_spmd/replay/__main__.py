@@ -17,25 +17,7 @@ from grpo_spmd.rewards.protocol import RewardError
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_spmd.replay",
-        description="Run reward -> advantage -> loss of a dumped step again, on the CPU, without vLLM, and compare "
-        "with what was recorded. "
-        "breakpoint() works in a reward, in the advantages and in the loss.",
-    )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder, or a copy of it")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="as in metrics.jsonl, from 0 on")
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="FOLDER",
-        help="the policy (default: RUN_DIR/checkpoints/step_N, and for step 0 also model.path)",
-    )
-    parser.add_argument("--top", type=int, default=5, metavar="K", help="rollouts in each list (default: 5)")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the run's config"
-    )
-    args = parser.parse_intermixed_args()
+    args = _parser().parse_intermixed_args()
     try:
         recorded = read_step(args.run_dir, args.step, args.overrides)
     except ConfigError as error:
@@ -52,8 +34,23 @@ def main() -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # see distributed.exit_with_outcome: threads that gloo leaves now and then abort the interpreter's own exit
-    os._exit(code)
+    os._exit(code)  # as distributed.doctor.exit_with_outcome: threads that gloo leaves now and then abort Python's exit
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_spmd.replay",
+        description="Run reward -> advantage -> loss of a dumped step again, on the CPU, without vLLM, and compare "
+        "with what was recorded. breakpoint() works in a reward, in the advantages and in the loss.",
+    )
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder, or a copy of it")
+    add("--step", type=int, required=True, metavar="N", help="as in metrics.jsonl, from 0 on")
+    policy = "the policy (default: RUN_DIR/checkpoints/step_N, and for step 0 also model.path)"
+    add("--checkpoint", type=Path, metavar="FOLDER", help=policy)
+    add("--top", type=int, default=5, metavar="K", help="rollouts in each list (default: 5)")
+    add("overrides", nargs="*", metavar="section.key=value", help="values that replace those of the run's config")
+    return parser
 
 
 if __name__ == "__main__":

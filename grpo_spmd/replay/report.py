@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from grpo_spmd.replay.read import RecordedStep, Replay, Rollout
+from grpo_spmd.replay.read import RecordedStep, Replay, ReplayedRollout
 
 _SAME = 1e-6  # differences up to this are rounding: float32, summed in another order
 
 
 def report(recorded: RecordedStep, found: Replay, top: int) -> list[str]:
-    """The replay as text: notes, the metrics side by side, the rollouts that differ most, and those that look
-    suspicious."""
-    rollouts = found.rollouts
-    lines = [
-        f"step {recorded.step} of {recorded.run_dir}: {len(rollouts)} rollouts in groups of "
-        f"{recorded.config.rollout.group_size}"
-    ]
+    """Its lines, `top` rollouts in each list."""
+    rollouts, size = found.rollouts, recorded.config.rollout.group_size
+    lines = [f"step {recorded.step} of {recorded.run_dir}: {len(rollouts)} rollouts in groups of {size}"]
     lines += [f"  {note}" for note in found.notes]
     if found.metrics:
         lines += ["", f"{'':34}{'recorded':>14}{'replayed':>14}{'difference':>14}"]
@@ -25,33 +21,30 @@ def report(recorded: RecordedStep, found: Replay, top: int) -> list[str]:
         shown = [(name, a, b) for name, (a, b) in sorted(found.metrics.items()) if a or b]
         lines += [f"{name:34}{_number(a):>14}{_number(b):>14}{_difference(a, b):>14}" for name, a, b in shown]
     lines += ["", *_differences(rollouts, top)]
-    weights = [(abs(r.advantage or 0.0) * len(r.engine_logprobs) if r.counts else 0.0, r) for r in rollouts]
+    weights = [(abs(r.advantage or 0.0) * len(r.engine_logprobs) if r.in_loss else 0.0, r) for r in rollouts]
     lines += _listed("most weight in the loss, |advantage| x tokens", weights, top)
     finite = [r for r in rollouts if _is_finite(r)]
     whose = "policy" if any(r.logprobs is not None for r in rollouts) else "engine"
     lowest = [(-min(r.logprobs or r.engine_logprobs, default=0.0), r) for r in finite]
     lines += _listed(f"least likely token, -logprob of the {whose}", lowest, top)
-    far = [
-        (max(abs(a - b) for a, b in zip(r.logprobs, r.engine_logprobs, strict=True)), r) for r in finite if r.logprobs
-    ]
+    pairs = [(r, zip(r.logprobs, r.engine_logprobs, strict=True)) for r in finite if r.logprobs]
+    far = [(max(abs(a - b) for a, b in logprobs), r) for r, logprobs in pairs]
     lines += _listed("furthest from the engine, largest |policy - engine| of a token", far, top)
     broken = [(1.0, r) for r in rollouts if not _is_finite(r)]
     return lines + _listed(f"{len(broken)} rollouts with a logprob that is not finite", broken, top)
 
 
-def _differences(rollouts: Sequence[Rollout], top: int) -> list[str]:
+def _differences(rollouts: Sequence[ReplayedRollout], top: int) -> list[str]:
     lines, changed = [], []
     counts = {"reward": 0, "statuses": 0, "advantage": 0}
     names = dict.fromkeys(name for r in rollouts for name in (*r.recorded["rewards"], *r.rewards))
     counts |= {f"reward {name}": 0 for name in names if len(names) > 1}
     for rollout in rollouts:
         was = rollout.recorded
-        moved = (
-            [f"reward {_number(was['reward'])} -> {_number(rollout.reward)}"]
-            if _differ(was["reward"], rollout.reward)
-            else []
-        )
-        counts["reward"] += bool(moved)
+        moved = []
+        if _differ(was["reward"], rollout.reward):
+            counts["reward"] += 1
+            moved.append(f"reward {_number(was['reward'])} -> {_number(rollout.reward)}")
         for name in names:
             before, after = was["rewards"].get(name), rollout.rewards.get(name)
             if len(names) > 1 and _differ(before, after):
@@ -64,21 +57,18 @@ def _differences(rollouts: Sequence[Rollout], top: int) -> list[str]:
             counts["advantage"] += 1
             moved.append(f"advantage {_number(was['advantage'])} -> {_number(rollout.advantage)}")
         if moved:
-            change = (
-                abs((was["advantage"] or 0.0) - (rollout.advantage or 0.0)),
-                abs((was["reward"] or 0.0) - (rollout.reward or 0.0)),
-            )
-            changed.append((change, f"  {rollout.name:>9}  {'; '.join(moved)}  {_short(was['completion'])}"))
-    lines.append(
-        f"of {len(rollouts)} rollouts differ: " + ", ".join(f"{name} {count}" for name, count in counts.items())
-    )
+            by_advantage = abs((was["advantage"] or 0.0) - (rollout.advantage or 0.0))
+            by_reward = abs((was["reward"] or 0.0) - (rollout.reward or 0.0))
+            text = f"  {rollout.name:>9}  {'; '.join(moved)}  {_short(was['completion'])}"
+            changed.append(((by_advantage, by_reward), text))
+    lines.append(f"of {len(rollouts)} rollouts differ: " + ", ".join(f"{what} {n}" for what, n in counts.items()))
     if changed:
         lines.append("largest differences (position/sample):")
         lines += [text for _, text in sorted(changed, key=lambda pair: pair[0], reverse=True)[:top]]
     return lines
 
 
-def _listed(title: str, scored: Sequence[tuple[float, Rollout]], top: int) -> list[str]:
+def _listed(title: str, scored: Sequence[tuple[float, ReplayedRollout]], top: int) -> list[str]:
     shown = sorted((pair for pair in scored if pair[0] > 0), key=lambda pair: pair[0], reverse=True)[:top]
     return ["", f"{title}:"] * bool(shown) + [
         f"  {r.name:>9} {_number(value):>10}  reward {_number(r.reward)}  advantage {_number(r.advantage)}  "
@@ -87,14 +77,14 @@ def _listed(title: str, scored: Sequence[tuple[float, Rollout]], top: int) -> li
     ]
 
 
-def _is_finite(rollout: Rollout) -> bool:
+def _is_finite(rollout: ReplayedRollout) -> bool:
     return all(map(math.isfinite, (*rollout.engine_logprobs, *(rollout.logprobs or ()))))
 
 
 def _differ(a: float | None, b: float | None) -> bool:
-    return (a is None) != (b is None) or (
-        a is not None and b is not None and not abs(a - b) <= _SAME * max(1.0, abs(a))
-    )
+    if a is None or b is None:
+        return a is not b
+    return not abs(a - b) <= _SAME * max(1.0, abs(a))
 
 
 def _number(value: float | None) -> str:

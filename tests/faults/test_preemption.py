@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -13,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed import preemption as module
 from grpo_spmd.distributed import store
 from grpo_spmd.distributed.preemption import SIGNALS
@@ -44,15 +41,6 @@ def no_notice() -> None:
         store._store.delete_key("preempted")
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return load_config(write_config(tmp_path, tmp_path / "model"))
-
-
-def limited(config: Config, max_time_s: float | None) -> Config:
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, max_time_s=max_time_s))
-
-
 SQUEUE = {
     "time": ('[ "$*" = "-h -j 77 -o %L" ] && echo 1:40:00', 6000, ""),
     "unlimited": ("echo UNLIMITED", None, ""),
@@ -65,7 +53,7 @@ SQUEUE = {
 
 @pytest.mark.parametrize("case", SQUEUE)
 def test_slurms_own_word_for_the_time_that_is_left(
-    config: Config, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     body, expected, warning = SQUEUE[case]
     (tmp_path / "bin").mkdir()
@@ -74,15 +62,15 @@ def test_slurms_own_word_for_the_time_that_is_left(
         (tmp_path / "bin/squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin")
     monkeypatch.setattr(module, "_SQUEUE_TIMEOUT_S", 0.5 if case == "hangs" else 30)
-    assert module._seconds_left(config) is None  # no job, no question
+    assert module._seconds_left(None) is None  # no job, no question
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    assert module._seconds_left(config) == expected
+    assert module._seconds_left(None) == expected
     assert warning in caplog.text
     assert bool(caplog.text) == bool(warning)
     # The environment spares the question, the config has the first word.
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 50))
-    assert module._seconds_left(config) == pytest.approx(50, abs=5)
-    left = module._seconds_left(limited(config, 1e9))
+    assert module._seconds_left(None) == pytest.approx(50, abs=5)
+    left = module._seconds_left(1e9)
     assert left is not None
     assert 1e9 - 1e6 < left < 1e9
 

@@ -20,7 +20,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from grpo_spmd.checkpoint.manifest import list_checkpoints, verify_checkpoint
+from grpo_spmd.checkpoint.manifest import verify_checkpoint
+from grpo_spmd.checkpoint.run_dir import list_checkpoints
 from grpo_spmd.checkpoint.state import write_shard
 from tests.support.models import make_model, write_config
 from tests.support.processes import Job, torchrun

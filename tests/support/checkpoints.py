@@ -1,18 +1,28 @@
-"""The way of a policy's weights out of a run: through a checkpoint and its export."""
+"""A run's checkpoints without the run; and the way of a policy's weights out of one, through a checkpoint's export."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from grpo_spmd.checkpoint.export import export_checkpoint
-from grpo_spmd.checkpoint.manifest import checkpoint_path
+from grpo_spmd.checkpoint.run_dir import checkpoint_path
 from grpo_spmd.checkpoint.save import Checkpoints
+from grpo_spmd.checkpoint.state import run_facts
+from grpo_spmd.config.dump import flat_config
 from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.collectives import barrier
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import Policy
 from tests.support.models import write_config
+
+
+def checkpoints_of(config: Config, session: Session, policy: Policy, updater: PolicyUpdater) -> Checkpoints:
+    """As a run over no prompts would have them."""
+    run_dir, num_steps = Path(config.run_dir), config.training.num_steps
+    facts = run_facts(flat_config(config), config.model, [], session)
+    return Checkpoints(run_dir, config.checkpoint, num_steps, session, policy, updater, facts)
 
 
 def export_policy(policy: Policy, model: Path, out: Path, session: Session) -> None:
@@ -23,7 +33,7 @@ def export_policy(policy: Policy, model: Path, out: Path, session: Session) -> N
         write_config(run_dir, model, run_dir=str(run_dir))
     barrier()
     config = load_config(run_dir / "config.yaml")
-    checkpoints = Checkpoints(config, session, policy, PolicyUpdater(policy, config), [])
+    checkpoints = checkpoints_of(config, session, policy, PolicyUpdater(policy, config))
     checkpoints.stage(1, position=0, log_state={})
     checkpoints.write_staged()
     checkpoints.wait()

@@ -6,7 +6,6 @@ Real runs that are killed are in test_resume.py, and by the hundred in benchmark
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
@@ -20,24 +19,26 @@ import pytest
 from grpo_spmd.checkpoint.manifest import (
     CheckpointError,
     NewerFormatError,
-    checkpoint_path,
-    list_checkpoints,
-    put_in_place,
     read_manifest,
     read_trainer,
-    remove_old,
-    set_aside,
-    step_of,
     verify_checkpoint,
     verify_files,
     write_manifest,
 )
-from grpo_spmd.checkpoint.restore import _candidates
-from grpo_spmd.checkpoint.run_dir import Start, begin_in, is_same_launch
+from grpo_spmd.checkpoint.run_dir import (
+    Start,
+    begin_in,
+    checkpoint_path,
+    find_candidates,
+    is_same_launch,
+    list_checkpoints,
+    put_in_place,
+    remove_old,
+    set_aside,
+    step_of,
+)
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.load import load_config
 from grpo_spmd.observe.metrics_file import cut_metrics
-from tests.support.models import write_config
 
 _FILES = ("state/shard_00001.safetensors", "state/shard_00002.safetensors", "model/config.json", "trainer.json")
 _NUM_DRAWS = 40  # of each damage to each file
@@ -349,11 +350,9 @@ def test_where_a_restart_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     same id has used."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "fixed")
     run_dir, theirs = tmp_path / "run", make_checkpoint(tmp_path / "other", 7)
-    config = load_config(write_config(tmp_path, tmp_path / "model"))
 
     def tried(resume: str, is_restart: bool) -> list[str]:
-        checkpoint = dataclasses.replace(config.checkpoint, resume=resume)
-        return _candidates(dataclasses.replace(config, run_dir=str(run_dir), checkpoint=checkpoint), is_restart)[0]
+        return find_candidates(run_dir, resume, is_restart).folders
 
     # a new folder
     for is_restart in (False, True):  # before the run has begun both are the same

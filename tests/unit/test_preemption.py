@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -13,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed import preemption as module
 from grpo_spmd.distributed import store
 from grpo_spmd.distributed.preemption import (
@@ -60,15 +57,6 @@ def no_notice() -> None:
         store._store.delete_key("preempted")
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return load_config(write_config(tmp_path, tmp_path / "model"))
-
-
-def limited(config: Config, max_time_s: float | None) -> Config:
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, max_time_s=max_time_s))
-
-
 class Clock:
     """The run was launched at 0 of it."""
 
@@ -97,10 +85,10 @@ def runs(
 # The clock
 
 
-def test_no_step_is_begun_that_cannot_finish(session: None, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_is_begun_that_cannot_finish(session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """400 s, of which 10 s are kept back; a start-up step of 100 s, then 50, 60 and 40 s; saves of 20 s."""
     clock = Clock(monkeypatch)
-    preemption = Preemption(limited(config, 400))
+    preemption = Preemption(400)
     for seconds in (100, 50, 60, 40):
         runs(preemption, clock, seconds)
     preemption.begin_step()
@@ -112,27 +100,23 @@ def test_no_step_is_begun_that_cannot_finish(session: None, config: Config, monk
     assert stopped.value.reason == str(stopped.value) == "deadline: 92 s left, a step takes 60 s and a save 20 s"
 
 
-def test_the_first_step_counts_only_while_it_is_the_only_one(
-    session: None, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_step_counts_only_while_it_is_the_only_one(session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    preemption = Preemption(limited(config, 240))  # 230, and 12 s for a save that nobody has measured
+    preemption = Preemption(240)  # 230, and 12 s for a save that nobody has measured
     runs(preemption, clock, 100)
     with pytest.raises(Preempted, match=r"deadline: 130 s left, a step takes 100 s and a save 12 s"):
         preemption.begin_step()  # 132 s are needed
     clock.now = 0.0
-    preemption = Preemption(limited(config, 243))
+    preemption = Preemption(243)
     runs(preemption, clock, 100)
     runs(preemption, clock, 30)
     preemption.begin_step()  # 103 s are left, and 1.2 * 30 + 12 needed
 
 
-def test_the_update_is_begun_only_if_it_can_finish(
-    session: None, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_update_is_begun_only_if_it_can_finish(session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """200 s less 10; steps of 40 s with an update of 10 s, saves of 5 s: before an update 17 s are needed."""
     clock = Clock(monkeypatch)
-    preemption = Preemption(limited(config, 200))
+    preemption = Preemption(200)
     for _ in range(3):
         runs(preemption, clock, 40, rest=10, save_s=5)
     preemption.begin_step(5)  # at 120: 70 s left, 53 needed
@@ -153,12 +137,12 @@ def test_the_update_is_begun_only_if_it_can_finish(
 
 
 def test_scoring_is_not_begun_that_leaves_no_time_for_the_update(
-    session: None, config: Config, monkeypatch: pytest.MonkeyPatch
+    session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """200 s less 10; steps of 40 s with 8 s of scoring and an update of 10 s, saves of 5 s: 26.6 s are needed before,
     17 s after it."""
     clock = Clock(monkeypatch)
-    preemption = Preemption(limited(config, 200))
+    preemption = Preemption(200)
     for _ in range(3):
         runs(preemption, clock, 40, scoring=8, rest=10, save_s=5)
     preemption.begin_step(5)
@@ -175,9 +159,9 @@ def test_scoring_is_not_begun_that_leaves_no_time_for_the_update(
     assert preemption.should_abort()
 
 
-def test_without_a_deadline_only_signals_stop(session: None, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_deadline_only_signals_stop(session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    preemption = Preemption(config)
+    preemption = Preemption(None)
     for _ in range(5):
         runs(preemption, clock, 1e6)
     assert preemption.guard(lambda: ScoredRollouts(texts=["a"]))().texts == ["a"]
@@ -209,8 +193,8 @@ def test_what_squeue_says(text: str, seconds: int | None) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_a_flag(session: None, config: Config, number: signal.Signals) -> None:
-    preemption = Preemption(config)
+def test_a_signal_is_a_flag(session: None, number: signal.Signals) -> None:
+    preemption = Preemption(None)
     preemption.begin_step()
     signal.signal(number, signal.default_int_handler)  # somebody's own
     preemption.begin_step()
@@ -224,8 +208,8 @@ def test_a_signal_is_a_flag(session: None, config: Config, number: signal.Signal
         assert stopped.value.reason == number.name
 
 
-def test_a_failure_of_scoring_after_a_signal_is_the_signals(session: None, config: Config) -> None:
-    preemption = Preemption(config)
+def test_a_failure_of_scoring_after_a_signal_is_the_signals(session: None) -> None:
+    preemption = Preemption(None)
     preemption.begin_step()
 
     def score(number: int | None) -> ScoredRollouts:
@@ -239,18 +223,13 @@ def test_a_failure_of_scoring_after_a_signal_is_the_signals(session: None, confi
         preemption.guard(score)(signal.SIGUSR1)
 
 
-def test_the_marker_comes_and_goes(session: None, config: Config) -> None:
-    remove_marker(config.run_dir)
-    Path(config.run_dir).mkdir()
-    leave_marker(config.run_dir, 12, "SIGTERM")
-    assert [path.name for path in Path(config.run_dir).iterdir()] == ["preempted.json"]
-    assert json.loads(Path(config.run_dir, "preempted.json").read_text()) == {
-        "step": 12,
-        "reason": "SIGTERM",
-        "saved": True,
-    }
-    remove_marker(config.run_dir)
-    assert list(Path(config.run_dir).iterdir()) == []
+def test_the_marker_comes_and_goes(session: None, tmp_path: Path) -> None:
+    remove_marker(tmp_path)
+    leave_marker(tmp_path, 12, "SIGTERM")
+    assert [path.name for path in tmp_path.iterdir()] == ["preempted.json"]
+    assert json.loads(Path(tmp_path, "preempted.json").read_text()) == {"step": 12, "reason": "SIGTERM", "saved": True}
+    remove_marker(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 CASES: dict[

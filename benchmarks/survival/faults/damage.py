@@ -16,7 +16,8 @@ from pathlib import Path
 from benchmarks.support.report import Row
 from benchmarks.survival.faults.lab import AT_ONCE, EVERY, Lab, Launch, Run, metrics_of
 from benchmarks.survival.faults.rows import row
-from grpo_spmd.checkpoint.manifest import CheckpointError, list_checkpoints, read_manifest, verify_checkpoint
+from grpo_spmd.checkpoint.manifest import CheckpointError, read_manifest, verify_checkpoint
+from grpo_spmd.checkpoint.run_dir import list_checkpoints
 from tests.support.models import make_model
 
 # Files of a checkpoint

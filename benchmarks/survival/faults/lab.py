@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.report import read_lines
-from grpo_spmd.checkpoint.manifest import list_checkpoints, read_manifest
+from grpo_spmd.checkpoint.manifest import read_manifest
+from grpo_spmd.checkpoint.run_dir import list_checkpoints
 from tests.support.models import make_model, write_config
 from tests.support.processes import torchrun
 

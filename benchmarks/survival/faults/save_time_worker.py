@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.support.ranks import tell
-from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import build_policy
+from tests.support.checkpoints import checkpoints_of
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     updater.optimizer.step()
     updater.optimizer.zero_grad(set_to_none=True)
     Path(run_dir).mkdir(exist_ok=True)
-    checkpoints = Checkpoints(config, session, policy, updater, [])
+    checkpoints = checkpoints_of(config, session, policy, updater)
     copies, saves = [], []
     for step in range(1, int(repeats) + 2):
         barrier()

@@ -26,6 +26,7 @@ from typing import Any
 
 from grpo_spmd import train as train_module
 from grpo_spmd.checkpoint import manifest
+from grpo_spmd.checkpoint import run_dir as run_dir_module
 
 PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
 # Of the background write, in its order. The last one: half of an old checkpoint's files are gone.
@@ -140,7 +141,7 @@ def main() -> None:
 def _state_of(run_dir: Path) -> dict[str, Any]:
     """What a kill has left: the newest complete checkpoint and whether it is good, and how many steps have a line in
     metrics.jsonl."""
-    found = manifest.list_checkpoints(run_dir)
+    found = run_dir_module.list_checkpoints(run_dir)
     damage = None
     if found:
         try:
@@ -154,7 +155,7 @@ def _state_of(run_dir: Path) -> dict[str, Any]:
         except ValueError:  # cut short by the kill
             continue
     return {
-        "newest": manifest.step_of(found[-1]) if found else None,
+        "newest": run_dir_module.step_of(found[-1]) if found else None,
         "damage": damage,
         "finished": finished,
         "half_written": [path.name for path in (run_dir / "checkpoints").glob("*.tmp")],
@@ -191,7 +192,7 @@ def _wrap(trap: Trap, folder: Path, rank: int) -> None:
     checkpoint.Checkpoints.load = load_and_tell  # type: ignore[method-assign]
     _around(checkpoint, "write_shard", trap, before="write: before the shard")
     _around(checkpoint, "write_manifest", trap, before="write: before the manifest")
-    _around(manifest, "sync_to_disk", trap, after="write: before the rename")
+    _around(run_dir_module, "sync_to_disk", trap, after="write: before the rename")
     _around(checkpoint, "put_in_place", trap, after="write: after the rename")
     _in_the_shard(trap)
     _in_the_removal(trap)
@@ -246,7 +247,7 @@ def _in_the_shard(trap: Trap) -> None:
 
 
 def _in_the_removal(trap: Trap) -> None:
-    original = manifest.remove
+    original = run_dir_module.remove
 
     def remove(folder: Path) -> None:
         if not folder.name.endswith(".tmp") and trap.is_due("write: removing an old one"):
@@ -257,7 +258,7 @@ def _in_the_removal(trap: Trap) -> None:
             trap.strike()
         original(folder)
 
-    manifest.remove = remove
+    run_dir_module.remove = remove
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.checkpoint.manifest import read_trainer, verify_checkpoint
 from grpo_spmd.checkpoint.restore import load_state
-from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import state_tensors
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.doctor import exit_with_outcome
@@ -24,6 +23,7 @@ from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.weight_proof import weights_id
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import build_policy
+from tests.support.checkpoints import checkpoints_of
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
             updater.optimizer.step()
             updater._schedule.step()
             updater._num_updates += 1
-        checkpoints = Checkpoints(config, session, policy, updater, [])
+        checkpoints = checkpoints_of(config, session, policy, updater)
         checkpoints.stage(2, position=17, log_state={"mismatch_scale": None})
         before = digests(policy, updater) | {"policy.*": weights_id(policy)}
         with torch.no_grad():  # training goes on while the copy is written

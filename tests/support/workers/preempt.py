@@ -46,7 +46,7 @@ class Engine:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.session = start_session(tensor_parallel_size=config.rollout.tensor_parallel_size)
-        self.preemption = Preemption(config)
+        self.preemption = Preemption(config.training.max_time_s)
         self.engine = RolloutEngine(
             config.model, config.rollout, config.max_rollout_tokens, self.session, [0],
             lambda: self.preemption.should_abort(),
@@ -68,7 +68,7 @@ class Engine:
         if self.session.is_rank0 and store._store is not None:
             store._store.delete_key("preempted")
         barrier()
-        self.preemption = Preemption(self.config)
+        self.preemption = Preemption(self.config.training.max_time_s)
         self.preemption.begin_step()
         self.num_sent = self.num_aborted = 0
         return RolloutBuffer(run_dir, self.config.seed, self.config.model, self.config.rollout, self.session)

@@ -20,7 +20,7 @@ from grpo_spmd.distributed.session import end_session, start_session
 def main() -> None:
     config, step_s = load_config(sys.argv[1]), float(sys.argv[2])
     session = start_session()
-    preemption = Preemption(config)
+    preemption = Preemption(config.training.max_time_s)
     remove_marker(config.run_dir)
     step = 0
     try:

@@ -1,0 +1,124 @@
+"""The update of a recorded step once more: the policy of that step, its logprobs, loss and gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from grpo_spmd.checkpoint.export import export_checkpoint
+from grpo_spmd.checkpoint.manifest import read_trainer, verify_checkpoint
+from grpo_spmd.checkpoint.restore import load_state
+from grpo_spmd.checkpoint.run_dir import checkpoint_path, list_checkpoints
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.session import Session
+from grpo_spmd.learn.assemble import penalise_rewards_by_kl
+from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
+from grpo_spmd.model.policy import Policy, build_policy, build_reference
+from grpo_spmd.observe.derive import loss_metrics
+from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
+from grpo_spmd.replay.read import RecordedStep
+
+
+def train(
+    recorded: RecordedStep,
+    checkpoint: Path | None,
+    batch: RolloutBatch,
+    decision: Decision,
+    session: Session,
+    notes: list[str],
+) -> tuple[dict[str, float | None], dict[int, list[float]], Decision]:
+    """Collective. The update with the policy of the step, or as much of it as can be had.
+
+    Returns:
+        Its metrics, the policy's logprobs by rollout_id, and the decision with the KL penalty in it, if there is one.
+
+    Raises:
+        ConfigError, CheckpointError: what is missing or damaged, and what to do.
+    """
+    config = recorded.config
+    source, has_policy = _policy_source(recorded, checkpoint, notes)
+    if not has_policy:
+        return {"loss/policy": _loss_on_engine_logprobs(batch, config)}, {}, decision
+    with tempfile.TemporaryDirectory(prefix="replay_") as folder:
+        model = config.model
+        if source is not None and not model.lora.rank:  # all of its weights: model.path need not be on this machine
+            export_checkpoint(source, Path(folder, "model"), "float32")
+            model = dataclasses.replace(model, path=str(Path(folder, "model")))
+        policy = build_policy(model, config.rollout.temperature, session, seed=config.seed)
+    reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
+    updater = PolicyUpdater(policy, config)
+    if source is not None:
+        load_state(policy, updater, source, read_trainer(source))
+    attach_logprobs(policy, reference, batch, config)
+    decision = penalise_rewards_by_kl(batch, decision, config)
+    logprobs: dict[int, list[float]] = {}
+    with torch.no_grad():
+        for micro_batch in (m for mini_batch in batch.mini_batches for m in mini_batch):
+            scores, _ = policy(micro_batch)
+            for place, rollout_id in enumerate(micro_batch.rollout_ids):
+                logprobs[rollout_id] = scores[micro_batch.sequence_index == place].tolist()
+    return loss_metrics(updater.update(batch), config.loss), logprobs, decision
+
+
+def _policy_source(recorded: RecordedStep, checkpoint: Path | None, notes: list[str]) -> tuple[Path | None, bool]:
+    """The checkpoint with the policy, None for the model that the run started from; and whether either can be had."""
+    step, rank, model_path = recorded.step, recorded.config.model.lora.rank, Path(recorded.config.model.path)
+    own = checkpoint_path(recorded.run_dir, step)
+    source = checkpoint or (own if own.is_dir() else None)
+    # A hub id is organisation/name; any other path without a folder is that of another machine.
+    is_hub_id = not model_path.is_absolute() and len(model_path.parts) == 2 and not model_path.parent.exists()
+    has_model = model_path.is_dir() or is_hub_id
+    if source is not None:
+        verify_checkpoint(source)
+        if (recorded.config.loss.kl_coef or rank) and not has_model:
+            what = "and the reference or the adapters need it; set model.path"
+            raise ConfigError(f"model.path: there is no folder {model_path}, {what}")
+        if (has_adapters := (source / "model" / "adapter_config.json").is_file()) != (rank > 0):
+            what = "adapters" if has_adapters else "a whole model"
+            raise ConfigError(f"model.lora.rank: {rank} does not go with {source}, which holds {what}")
+        saved = int(read_trainer(source)["step"])
+        notes.append(f"policy: {source}, after {saved} finished steps")
+        if saved != step:
+            notes.append(
+                f"that is not the policy that sampled step {step}: loss, entropy, gradient and mismatch differ for "
+                "that alone"
+            )
+        return source, True
+    if step == 0 and has_model:
+        notes.append(f"policy: {model_path}, with which the run started")
+        return None, True
+    there = ", ".join(path.name for path in list_checkpoints(recorded.run_dir)) or "none"
+    why = f"no {own} (there are: {there}; --checkpoint takes another)"
+    if step == 0:
+        why = f"there is no folder {model_path} (model.path)"
+    notes.append(
+        f"policy: {why}, so the engine's recorded logprobs stand in for the policy's: every ratio is 1, and there is "
+        "no entropy, KL, gradient or mismatch"
+    )
+    return None, False
+
+
+class _EngineAsPolicy(Policy):
+    """Stands for the policy: its logprobs are those of the engine."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)  # without a model
+        self.nothing = nn.Parameter(torch.zeros(1))  # a backward pass needs something to end at
+
+    def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        return micro_batch.rollout_logprobs + self.nothing, torch.zeros_like(micro_batch.rollout_logprobs)
+
+
+def _loss_on_engine_logprobs(batch: RolloutBatch, config: Config) -> float | None:
+    updater = PolicyUpdater(_EngineAsPolicy(), config)
+    denominators = zip(batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
+    total, updates = 0.0, 0
+    for mini_batch, (tokens, sequences) in zip(batch.mini_batches, denominators, strict=True):
+        updates += tokens > 0
+        total += sum(float(updater.backward(m, tokens, sequences, True)[0]["policy"].value) for m in mini_batch)
+    return total / updates if updates else None
