@@ -5,6 +5,7 @@ from __future__ import annotations
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.preemption import Preempted
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
+from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.observe.rollout_record import dump_if_refused, dump_rollouts_if_due
 from grpo_spmd.preflight.checks import Inputs
@@ -33,7 +34,7 @@ def _train_step(run: Run, step: int) -> None:
         sync_stats = run.weight_sync.sync(step)
     with log.phase("eval"):
         log.record(run.evaluator.evaluate_if_due(step))
-    sampled, generation_s = run.new_sampled_step(), list[float]()
+    sampled, generation_s = SampledStep(run.step_rules), list[float]()
     while sampled.num_missing:  # once, unless dynamic sampling has to refill the step
         with log.phase("rollout"):
             prompts = run.stream.take(sampled.num_missing)
@@ -44,10 +45,10 @@ def _train_step(run: Run, step: int) -> None:
     with log.phase("rollout"):
         log.record_largest(run.hand_device_to_trainer())
     with log.phase("reward"), dump_if_refused(config, step, sampled):
-        batch, decision = assemble_batch(sampled, config, run.session)
+        batch, decision = assemble_batch(sampled, run.session)
     with log.phase("logprobs"):
-        attach_logprobs(run.policy, run.reference, batch, config)
-        decision = penalise_rewards_by_kl(batch, decision, config)
+        attach_logprobs(run.policy, run.reference, batch, config.loss, config.training.num_optimizer_steps)
+        decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
     with log.phase("reward"):
         dump_rollouts_if_due(config, step, sampled, decision)
     run.preemption.check_before_update()  # the last moment at which the step can be given up

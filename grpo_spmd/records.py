@@ -51,16 +51,19 @@ class RolloutGroup:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sequence to train on; `rollout_id` = slot * G + sample. It crosses ranks, so it holds numbers and no text.
+    """One sequence to train on. It crosses ranks, so it holds numbers and no text.
 
-    Its token ids and logprobs are the engine's lists, and arrays once they have crossed: a list of a step's tokens
-    takes long to make.
+    Token ids and logprobs are the engine's lists, and arrays once they have crossed: a list of a step's tokens takes
+    long to make.
     """
 
     rollout_id: int
-    advantage: float
-    # False: no token of it enters the loss (its reward is unknown, or it was cut off and loss.mask_truncated is on)
-    counts: bool
+    """slot * G + sample."""
+    advantages: float | npt.NDArray[np.float64]
+    """Of each completion token; one number where it is the same for all."""
+    loss_mask: bool | npt.NDArray[np.bool_]
+    """True where a completion token enters the loss; one where it is the same for all. False for a rollout whose reward
+    is unknown, or that was cut off with loss.mask_truncated on."""
     prompt_ids: list[int] | npt.NDArray[np.int32]
     completion_ids: list[int] | npt.NDArray[np.int32]
     rollout_logprobs: list[float] | npt.NDArray[np.float64]
@@ -105,6 +108,10 @@ class RolloutBatch:
     num_loss_tokens: list[int]  # over all ranks, one for each mini-batch: the denominator of its token mean
     num_loss_sequences: list[int]  # the same, of sequences with a token that counts
 
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        return [micro_batch for mini_batch in self.mini_batches for micro_batch in mini_batch]
+
 
 @dataclass
 class ScoredRollouts:
@@ -142,6 +149,24 @@ def rollout_seed(seed: int, step: int | str, position: int, sample: int) -> int:
     """
     digest = hashlib.blake2b(f"{seed}/{step}/{position}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What a rank tells rank 0 of one of its groups. Lists have an entry a completion."""
+
+    position: int
+    """Place of the prompt in the stream."""
+    prompt_tokens: int
+    completion_tokens: list[int]
+    truncated: list[bool]
+    """Cut off at the longest length."""
+    rewards: list[float | None]
+    """The weighted sums; None: unknown."""
+    by_name: dict[str, list[float | None]]
+    """Of each function, as in ScoredRollouts."""
+    statuses: dict[str, list[str]]
+    """The same."""
 
 
 # plan[mini_batch][rank][micro_batch] = rollout ids. Plain lists, since rank 0 sends the plan to all ranks as JSON.

@@ -27,7 +27,7 @@ from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.files import write_durably
 from grpo_spmd.learn.balance import attention_cost_ratio
-from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.learn.sampled_step import StepRules
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
 from grpo_spmd.model.offload import HostOffload
@@ -58,6 +58,7 @@ class Run:
     policy: Policy
     reference: Callable[[MicroBatch], Scores] | None
     updater: PolicyUpdater
+    step_rules: StepRules
     offload: HostOffload
     weight_sync: WeightSync
     sampler: Sampler
@@ -81,10 +82,6 @@ class Run:
         """Collective. Note what a step that is given up leaves, and ask whether it should be begun. Raises Preempted."""
         self.begun = step, self.stream.position
         self.preemption.begin_step(self.checkpoints.time_to_save_s)
-
-    def new_sampled_step(self) -> SampledStep:
-        cost_ratio = attention_cost_ratio(self.policy.num_parameters, self.policy.model.config)
-        return SampledStep(self.config, self.session, cost_ratio)
 
     def hand_device_to_trainer(self) -> dict[str, float]:
         """The engine sleeps, and what of the trainer waited in host memory comes back. Returns memory metrics."""
@@ -134,7 +131,12 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     )
     policy = build_policy(config.model, config.rollout.temperature, session, seed=config.seed)
     reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
-    updater = PolicyUpdater(policy, config)
+    longest = config.rollout.max_completion_tokens
+    updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training.num_epochs, longest)
+    max_error_frac, ranks = config.reward_pool.max_error_frac, session.world_size
+    cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
+    sections = config.rollout, config.advantage, config.loss, config.training
+    step_rules = StepRules(*sections, max_error_frac, ranks, cost_ratio)
     offload = HostOffload(config.model.offload, policy, reference, updater.optimizer)
     weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps, offload)
     dump_folder = Path(config.run_dir, "rollouts") if config.logging.rollouts_every_steps else None
@@ -152,7 +154,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     buffer = RolloutBuffer(config.run_dir, config.seed, config.model, config.rollout, session) if keeps else None
     sampler = Sampler(engine, config.rollout.group_size, config.seed, buffer)
     return Run(
-        config, session, preemption, stream, rewards, score, engine, policy, reference, updater, offload, weight_sync,
+        config, session, preemption, stream, rewards, score, engine, policy, reference, updater, step_rules, offload,
+        weight_sync,
         sampler, evaluator, checkpoints, log, start.step,
     )  # fmt: skip
 

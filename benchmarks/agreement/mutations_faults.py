@@ -141,8 +141,8 @@ FAULTS = (
     Fault(
         "off by one: the mask leaves out the first token",
         "learn/packing.py",
-        "loss_mask=per_token([rollout.counts for rollout in rollouts], np.bool_)",
-        "loss_mask=per_token([rollout.counts for rollout in rollouts], np.bool_) * "
+        "loss_mask=per_token([rollout.loss_mask for rollout in rollouts], np.bool_)",
+        "loss_mask=per_token([rollout.loss_mask for rollout in rollouts], np.bool_) * "
         "on_device(np.diff(completion_places, prepend=-1) == 1)",
         (_BATCHING,),
     ),
@@ -163,8 +163,8 @@ FAULTS = (
     Fault(
         "per-rank denominator",
         "learn/update.py",
-        "self._step(mini_batch, batch.num_loss_tokens[number],",
-        "self._step(mini_batch, sum(int(m.loss_mask.sum()) for m in mini_batch),",
+        "denominators = batch.num_loss_tokens[number],",
+        "denominators = sum(int(m.loss_mask.sum()) for m in mini_batch),",
         (_PARTITION,),
     ),
     Fault(
@@ -177,8 +177,8 @@ FAULTS = (
     Fault(
         "group split over ranks: each part has its own mean",
         "learn/sampled_step.py",
-        "advantages=advantages_of(rewards, config),",
-        "advantages=advantages_of(rewards.view(-1, group_size // self._session.world_size), config),",
+        "advantages=advantages_of(rewards, rules.advantage),",
+        "advantages=advantages_of(rewards.view(-1, group_size // rules.num_ranks), rules.advantage),",
         (_PARTITION,),
     ),
     Fault(
@@ -198,8 +198,8 @@ FAULTS = (
     Fault(
         "reward misaligned by one: on the way to rank 0",
         "learn/sampled_step.py",
-        '"rewards": scored.rewards[own],',
-        '"rewards": (scored.rewards[-1:] + scored.rewards[:-1])[own],',
+        "rewards=scored.rewards[own],",
+        "rewards=(scored.rewards[-1:] + scored.rewards[:-1])[own],",
         (_PARTITION,),
     ),
     Fault(
@@ -246,9 +246,9 @@ FAULTS = (
     ),
     Fault(
         "clip bounds swapped",
-        "learn/update.py",
-        "            clip_ratio_low=config.clip_ratio_low,\n            clip_ratio_high=config.clip_ratio_high,\n",
-        "            clip_ratio_low=config.clip_ratio_high,\n            clip_ratio_high=config.clip_ratio_low,\n",
+        "learn/losses.py",
+        "ratio.clamp(1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high)",
+        "ratio.clamp(1.0 - options.clip_ratio_high, 1.0 + options.clip_ratio_low)",
         (_LOSS, _PARTITION),
         ("training.num_mini_batches=2",),
     ),
@@ -261,12 +261,7 @@ FAULTS = (
         ("tests/ranks/test_nonfinite.py",),
     ),
     Fault(
-        "KL sign",
-        "learn/losses.py",
-        "total = policy_sum + kl_coef * kl_sum",
-        "total = policy_sum - kl_coef * kl_sum",
-        (_LOSS,),
-        ("loss.kl_coef=0.01",),
+        "KL sign", "learn/losses.py", "policy + kl_coef * kl", "policy - kl_coef * kl", (_LOSS,), ("loss.kl_coef=0.01",)
     ),
     Fault(
         "rollout correction upside down",

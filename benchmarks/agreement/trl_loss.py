@@ -35,7 +35,7 @@ from benchmarks.agreement.trl_loss_batch import Batch, make
 from benchmarks.agreement.trl_loss_variants import NOT_OURS, NOT_THEIRS, Variant, variants
 from benchmarks.support.report import Row, arguments_parser, report
 from benchmarks.support.trl_environment import NO_VLLM, TRL_VERSION, trl_python
-from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from grpo_spmd.config.schema import ModelConfig, OptimizerConfig
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.advantages import compute_advantages, overlong_penalties
@@ -148,27 +148,21 @@ def _run(
         Rollout(i, float(advantages[i]), not bool(rewards[i].isnan()) and not masked[i], *ids)
         for i, ids in enumerate(zip(batch.prompt_ids, batch.completion_ids, batch.rollout_logprobs, strict=True))
     ]
-    counted = [rollout for rollout in rollouts if rollout.counts]
+    counted = [rollout for rollout in rollouts if rollout.loss_mask]
     plan = plan_batch(
         [r.num_tokens for r in rollouts], num_ranks=1, mini_batch_sizes=[len(rollouts)], max_tokens=_MAX_ROW_TOKENS
     )
     loss = 0.0
     policy.zero_grad()
-    config = Config(
-        run_dir="",
-        model=ModelConfig(path=""),
-        data=DataConfig(train=""),
-        rewards=(),
-        rollout=RolloutConfig(max_completion_tokens=batch.max_completion_tokens),
-        loss=loss_config,
-    )
-    updater = PolicyUpdater(policy, config)
+    updater = PolicyUpdater(policy, OptimizerConfig(), loss_config, 1, batch.max_completion_tokens)
     for row in plan[0][0]:
         micro_batch = pack_rollouts([rollouts[i] for i in row], session.device)
         micro_batch.old_logprobs = None if variant.on_policy else torch.cat([old[i] for i in row])
         if loss_config.kl_coef and loss_config.kl_in == "loss":
             micro_batch.ref_logprobs = torch.cat([ref[i] for i in row])
-        sums, _ = updater.backward(micro_batch, sum(len(r.completion_ids) for r in counted), len(counted), unmoved=True)
+        sums, _ = updater.backward(
+            micro_batch, sum(len(r.completion_ids) for r in counted), len(counted), is_synced=True
+        )
         loss += variant.factor * float(sums["loss"].value)
     gradients = {}
     for name, parameter in hf_named_parameters(policy):

@@ -21,7 +21,7 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn import assemble, sampled_step
 from grpo_spmd.learn.assemble import assemble_batch
-from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.observe.rollout_record import dump_rollouts_if_due
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
@@ -89,16 +89,18 @@ def one_round(groups: list[RolloutGroup], scored: ScoredRollouts, config: Config
     originals = {name: getattr(module, name) for name, module in places.items()}
     for name, original in originals.items():
         setattr(places[name], name, timed(name, original))
-    sampled = SampledStep(config, session, attention_cost_ratio=2.8e-5)
+    sections = config.rollout, config.advantage, config.loss, config.training
+    rules = StepRules(*sections, config.reward_pool.max_error_frac, session.world_size, attention_cost_ratio=2.8e-5)
+    sampled = SampledStep(rules)
     barrier()
     cpu_start = time.process_time()
     timed("add", sampled.add)(groups, scored)
-    _, decided = timed("assemble", assemble_batch)(sampled, config, session)
+    _, decision = timed("assemble", assemble_batch)(sampled, session)
     cpu = time.process_time() - cpu_start
     for name, original in originals.items():
         setattr(places[name], name, original)
     barrier()
-    timed("dump", dump_rollouts_if_due)(config, 0, sampled, decided)
+    timed("dump", dump_rollouts_if_due)(config, 0, sampled, decision)
     parts = {name: seconds.get(name, 0.0) for name in ("add", *PARTS)}
     total = seconds["add"] + seconds["assemble"]
     return {**parts, "rest": total - sum(parts.values()), "total": total, "total_cpu": cpu, "dump": seconds["dump"]}

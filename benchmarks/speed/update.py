@@ -34,7 +34,7 @@ from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfi
 from grpo_spmd.demo import model_config
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.balance import plan_batch
-from grpo_spmd.learn.losses import aggregation_weights, policy_loss, rollout_correction
+from grpo_spmd.learn.losses import LossInputs, aggregation_weights, policy_loss, rollout_correction
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import build_policy
@@ -132,7 +132,8 @@ def _compare(model: str, updates: dict[str, Update], tokens: int, num_rounds: in
 def packed(config: Config, rollouts: list[Rollout], session: Session) -> Update:
     """Ours."""
     policy = build_policy(config.model, config.rollout.temperature, session)
-    updater = PolicyUpdater(policy, config)
+    longest = config.rollout.max_completion_tokens
+    updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training.num_epochs, longest)
     num_tokens, counted = (
         [rollout.num_tokens for rollout in rollouts],
         sum(len(rollout.completion_ids) for rollout in rollouts),
@@ -187,37 +188,20 @@ def _padded_loss(config: Config, model: Any, rollouts: list[Rollout], counted: i
     logprobs = scores.gather(-1, ids[:, num_prompt:, None])[..., 0].flatten()
     mask, rollout_logprobs = real[:, num_prompt:].flatten(), rollout_logprobs.flatten()
     sequence_index = torch.arange(len(rollouts), device=device).repeat_interleave(num_completion)
-    advantages = torch.tensor([rollout.advantage for rollout in rollouts], device=device)[sequence_index]
-    old, settings = logprobs.detach(), config.loss
-    correction = rollout_correction(
-        "token_tis", settings.rollout_correction_cap, old, rollout_logprobs, mask, sequence_index
-    )
-    weights = aggregation_weights(
-        "token",
-        mask,
-        sequence_index,
-        num_loss_tokens=counted,
-        num_loss_sequences=len(rollouts),
-        max_completion_tokens=config.rollout.max_completion_tokens,
-    )
-    loss, _ = policy_loss(
+    advantages = torch.tensor([rollout.advantages for rollout in rollouts], device=device)[sequence_index]
+    old, places = logprobs.detach(), (mask, sequence_index)
+    longest = config.rollout.max_completion_tokens
+    inputs = LossInputs(
         logprobs,
         torch.zeros_like(logprobs),
         old,
         None,
         advantages,
-        mask,
-        weights,
-        sequence_index,
-        correction,
-        policy="clip",
-        clip_ratio_low=settings.clip_ratio_low,
-        clip_ratio_high=settings.clip_ratio_high,
-        dual_clip=settings.dual_clip,
-        kl_coef=0.0,
-        kl_estimator=settings.kl_estimator,
-        entropy_coef=0.0,
+        *places,
+        weights=aggregation_weights("token", *places, counted, len(rollouts), longest),
+        correction=rollout_correction("token_tis", config.loss.rollout_correction_cap, old, rollout_logprobs, *places),
     )
+    loss, _ = policy_loss(inputs, config.loss)
     return loss
 
 

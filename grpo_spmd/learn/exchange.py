@@ -3,36 +3,63 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from grpo_spmd.records import Rollout
 
 
 def encode_rollouts(rollouts: Sequence[Rollout]) -> bytes:
-    """Rollouts as bytes: a JSON header, then all token ids (int32), then all logprobs (float64, so that they arrive
-    unchanged)."""
-    header = [[r.rollout_id, r.advantage, r.counts, len(r.prompt_ids), len(r.completion_ids)] for r in rollouts]
+    """A JSON header, then all token ids (int32) and all logprobs (float64, so that they arrive unchanged), then the
+    advantages (float64) and loss masks (a byte a token) of those rollouts that have not one value for all tokens.
+    """
+    masks = [_one_flag(r.loss_mask) for r in rollouts]
+    advantages = [None if isinstance(r.advantages, np.ndarray) else r.advantages for r in rollouts]
+    sizes = ((len(r.prompt_ids), len(r.completion_ids)) for r in rollouts)
+    header = [[r.rollout_id, *rest] for r, *rest in zip(rollouts, advantages, masks, sizes, strict=True)]
     text = json.dumps(header).encode()
     ids = np.fromiter(chain.from_iterable(ids for r in rollouts for ids in (r.prompt_ids, r.completion_ids)), np.int32)
     logprobs = np.fromiter(chain.from_iterable(r.rollout_logprobs for r in rollouts), np.float64)
-    return b"".join([len(text).to_bytes(8, "little"), text, ids.tobytes(), logprobs.tobytes()])
+    arrays: list[npt.NDArray[Any]] = [ids, logprobs]
+    arrays += [np.asarray(r.advantages, np.float64) for r, one in zip(rollouts, advantages, strict=True) if one is None]
+    arrays += [np.asarray(r.loss_mask, np.bool_) for r, one in zip(rollouts, masks, strict=True) if one is None]
+    return b"".join([len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in arrays)])
 
 
 def decode_rollouts(payload: bytes) -> list[Rollout]:
     """What `encode_rollouts` made, with arrays that lie in `payload`."""
     end = 8 + int.from_bytes(payload[:8], "little")
     header = json.loads(payload[8:end])
-    num_ids = sum(prompt + completion for *_, prompt, completion in header)
-    ids = np.frombuffer(payload, np.int32, num_ids, end)
-    logprobs = np.frombuffer(payload, np.float64, offset=end + 4 * num_ids)
-    rollouts, at, scored = [], 0, 0
-    for rollout_id, advantage, counts, prompt, completion in header:
-        prompt_ids, completion_ids = ids[at : at + prompt], ids[at + prompt : at + prompt + completion]
-        rollouts.append(
-            Rollout(rollout_id, advantage, counts, prompt_ids, completion_ids, logprobs[scored : scored + completion])
+
+    def next_arrays(dtype: type[np.generic], lengths: list[int]) -> Iterator[npt.NDArray[Any]]:
+        nonlocal end
+        values = np.frombuffer(payload, dtype, sum(lengths), end)
+        end += values.nbytes
+        return iter([values[stop - n : stop] for n, stop in zip(lengths, accumulate(lengths), strict=True)])
+
+    ids = next_arrays(np.int32, [n for *_, sizes in header for n in sizes])
+    logprobs = next_arrays(np.float64, [completion for *_, (_, completion) in header])
+    advantages = next_arrays(np.float64, [n for _, one, _, (_, n) in header if one is None])
+    masks = next_arrays(np.bool_, [n for _, _, one, (_, n) in header if one is None])
+    return [
+        Rollout(
+            rollout_id,
+            next(advantages) if advantage is None else advantage,
+            next(masks) if in_loss is None else in_loss,
+            next(ids),
+            next(ids),
+            next(logprobs),
         )
-        at, scored = at + prompt + completion, scored + completion
-    return rollouts
+        for rollout_id, advantage, in_loss, _ in header
+    ]
+
+
+def _one_flag(mask: bool | npt.NDArray[np.bool_]) -> bool | None:
+    """The value that a mask has for all tokens; None where it has both."""
+    if isinstance(mask, bool):
+        return mask
+    return True if mask.all() else None if mask.any() else False

@@ -1,4 +1,4 @@
-"""The losses. Pure: logprobs, masks, advantages and denominators in; a scalar and metric sums out.
+"""The losses. Pure: logprobs, masks, advantages and denominators in; a scalar and what metrics need out.
 
 Every loss is a weighted sum over tokens. The weights (`aggregation_weights`) hold the denominators, which count over
 the whole mini-batch on all ranks; so shares of micro-batches add up to the same loss and gradient however the
@@ -7,103 +7,129 @@ mini-batch is split.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TypeVar
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from grpo_spmd.config.schema import LossConfig
 from grpo_spmd.distributed.reductions import Histogram, Max, Mean, Reductions, Sum
+
+T = TypeVar("T", float, Tensor)
 
 # Log ratios are binned by x = asinh(d / _HIST_SCALE): even steps of 5 % beyond the scale, steps of 5e-5 nats below it.
 _HIST_SCALE, _HIST_LIMIT, _HIST_BINS = 1e-3, 10.0, 401
 
 
-def policy_loss(
-    logprobs: Float[Tensor, " C"],
-    entropy: Float[Tensor, " C"],
-    old_logprobs: Float[Tensor, " C"],
-    ref_logprobs: Float[Tensor, " C"] | None,
-    advantages: Float[Tensor, " C"],
-    loss_mask: Bool[Tensor, " C"],
-    weights: Float[Tensor, " C"],
-    sequence_index: Int[Tensor, " C"],
-    correction: Float[Tensor, " C"] | None = None,
-    *,
-    policy: str = "clip",
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    dual_clip: float | None = None,
-    kl_coef: float,
-    kl_estimator: str,
-    entropy_coef: float,
-) -> tuple[Float[Tensor, ""], Reductions]:
+@dataclass(frozen=True)
+class LossInputs:
+    """The completion tokens of a micro-batch, which holds whole sequences."""
+
+    logprobs: Float[Tensor, " C"]
+    """By the policy that trains, with their graph."""
+    entropy: Float[Tensor, " C"]
+    old_logprobs: Float[Tensor, " C"]
+    ref_logprobs: Float[Tensor, " C"] | None
+    advantages: Float[Tensor, " C"]
+    loss_mask: Bool[Tensor, " C"]
+    sequence_index: Int[Tensor, " C"]
+    """Which sequence a token belongs to."""
+    weights: Float[Tensor, " C"]
+    """What a token counts, from `aggregation_weights`."""
+    correction: Float[Tensor, " C"] | None = None
+    """Factor of a token's policy term, from `rollout_correction`; None: 1."""
+
+
+def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, ""], Reductions]:
     """This micro-batch's share of the loss of its mini-batch.
 
-    Args:
-        weights: what a token counts, from `aggregation_weights`.
-        sequence_index: which sequence a token belongs to; a micro-batch holds whole sequences.
-        correction: factor of each token's policy term, from `rollout_correction`; None: 1.
-        policy: "clip" (PPO, Schulman et al. 2017; dual clip, Ye et al. 2020), "gspo" (Zheng et al. 2025, the ratio is
-            the geometric mean over the sequence) or "cispo" (MiniMax-M1, 2025: the clipped ratio is a constant factor
-            of the logprob's gradient).
-        dual_clip: read by "clip" and "gspo".
+    `options.policy` is "clip" (PPO, Schulman et al. 2017; dual clip, Ye et al. 2020), "gspo" (Zheng et al. 2025, the
+    ratio is the geometric mean over the sequence) or "cispo" (MiniMax-M1, 2025: the clipped ratio is a constant factor
+    of the logprob's gradient). How tokens are weighed and corrected is in `inputs` already.
 
     Returns:
-        The share, and what the metrics need, detached: sums "policy", "kl", "entropy", weighted as in the loss, and
-        the mean "loss/clip_frac" over tokens.
+        The share, and what the metrics need, detached: sums "loss", "policy", "kl", "entropy", weighted as in the loss,
+        and "loss_tokens"; under metric keys means over tokens.
     """
+    mask = inputs.loss_mask
     # Masked places may hold anything, also NaN or inf, and 0 * NaN is NaN: choose before the arithmetic, not after.
-    zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
-    logprobs = torch.where(loss_mask, logprobs, zero)
+    zero = torch.zeros((), dtype=inputs.logprobs.dtype, device=mask.device)
+    logprobs = torch.where(mask, inputs.logprobs, zero)
     # Without a bonus it has no gradient at all: one of zeros would make the logprobs' backward pass work through it.
-    entropy = torch.where(loss_mask, entropy if entropy_coef else entropy.detach(), zero)
-    old_logprobs = torch.where(loss_mask, old_logprobs, zero)
-    advantages = torch.where(loss_mask, advantages, zero)
+    entropy = torch.where(mask, inputs.entropy if options.entropy_coef else inputs.entropy.detach(), zero)
+    old_logprobs = torch.where(mask, inputs.old_logprobs, zero)
+    advantages = torch.where(mask, inputs.advantages, zero)
+    per_token, clipped = _policy_terms(logprobs, old_logprobs, advantages, mask, inputs.sequence_index, options)
+    if inputs.correction is not None:
+        per_token = per_token * torch.where(mask, inputs.correction, zero)
 
+    # Sums in float64: advantages of both signs nearly cancel, and a float32 sum would show in which order tokens were
+    # added.
+    weights = torch.where(mask, inputs.weights, 0.0).double()
+    policy_sum, entropy_sum = (weights * per_token.double()).sum(), (weights * entropy.double()).sum()
+    kl_sum = torch.zeros_like(policy_sum)
+    if inputs.ref_logprobs is not None:
+        ref_logprobs = torch.where(mask, inputs.ref_logprobs, zero)
+        kl_sum = (weights * kl_estimate(logprobs, ref_logprobs, options.kl_estimator).double()).sum()
+    total = total_loss(policy_sum, kl_sum, entropy_sum, options)
+    num_tokens = mask.sum()
+    sums: Reductions = {
+        "loss": Sum(total.detach()),
+        "policy": Sum(policy_sum.detach()),
+        "kl": Sum(kl_sum.detach()),
+        "entropy": Sum(entropy_sum.detach()),
+        "loss_tokens": Sum(num_tokens),
+        "loss/clip_frac": Mean((mask & clipped).sum(), num_tokens),
+    }
+    if inputs.correction is not None:
+        weight = torch.where(mask, inputs.correction, 0.0).double().sum()
+        capped = (inputs.correction >= options.rollout_correction_cap) | (inputs.correction == 0)
+        sums["rollout_correction/weight_mean"] = Mean(weight, num_tokens)
+        sums["rollout_correction/capped_frac"] = Mean((mask & capped).sum(), num_tokens)
+    return total, sums
+
+
+def _policy_terms(
+    logprobs: Float[Tensor, " C"],
+    old_logprobs: Float[Tensor, " C"],
+    advantages: Float[Tensor, " C"],
+    loss_mask: Bool[Tensor, " C"],
+    sequence_index: Int[Tensor, " C"],
+    options: LossConfig,
+) -> tuple[Float[Tensor, " C"], Bool[Tensor, " C"]]:
+    """The policy's term of each token, and where it is clipped. Masked places hold 0."""
     log_ratio = logprobs - old_logprobs
-    if policy == "gspo":
+    if options.policy == "gspo":
         mean = _sequence_mean(log_ratio.detach(), loss_mask, sequence_index)[sequence_index]
         # The value is the sequence's, the gradient each token's own; with 1/length weights that is the gradient of the
         # geometric mean. The brackets keep it exact: GSPO clips at some 1e-4, and (mean + logprob) - logprob would be
         # off by the rounding of the logprob.
-        log_ratio = torch.where(loss_mask, mean + (logprobs - logprobs.detach()), zero)
+        log_ratio = torch.where(loss_mask, mean + (logprobs - logprobs.detach()), 0.0)
     # Beyond e^20 a ratio is an accident, and where exp overflows its gradient would be inf * 0 = NaN.
     ratio = torch.exp(log_ratio.clamp(-20.0, 20.0))
-    clipped_ratio = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    if policy == "cispo":
-        per_token = -advantages * clipped_ratio.detach() * logprobs
-        clipped = loss_mask & (clipped_ratio != ratio)
-    else:
-        bounded = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
-        per_token = bounded
-        if dual_clip is not None:  # where the advantage is negative the term would grow with the ratio without end
-            per_token = torch.where(advantages < 0, torch.minimum(bounded, -advantages * dual_clip), bounded)
-        clipped = loss_mask & (per_token != -advantages * ratio)
-    if correction is not None:
-        per_token = per_token * torch.where(loss_mask, correction, zero)
+    clipped_ratio = ratio.clamp(1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high)
+    if options.policy == "cispo":
+        return -advantages * clipped_ratio.detach() * logprobs, clipped_ratio != ratio
+    per_token = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
+    if options.dual_clip is not None:  # where the advantage is negative the term would grow with the ratio without end
+        bounded = torch.minimum(per_token, -advantages * options.dual_clip)
+        per_token = torch.where(advantages < 0, bounded, per_token)
+    return per_token, per_token != -advantages * ratio
 
-    # Sums in float64: advantages of both signs nearly cancel, and a float32 sum would show in which order tokens were
-    # added.
-    weights = torch.where(loss_mask, weights, 0.0).double()
-    policy_sum, entropy_sum = (weights * per_token.double()).sum(), (weights * entropy.double()).sum()
-    kl_sum = torch.zeros_like(policy_sum)
-    if ref_logprobs is not None:
-        kl_sum = (
-            weights * kl_estimate(logprobs, torch.where(loss_mask, ref_logprobs, zero), kl_estimator).double()
-        ).sum()
-    total = policy_sum + kl_coef * kl_sum - entropy_coef * entropy_sum
-    return total, {
-        "policy": Sum(policy_sum.detach()),
-        "kl": Sum(kl_sum.detach()),
-        "entropy": Sum(entropy_sum.detach()),
-        "loss/clip_frac": Mean(clipped.sum(), loss_mask.sum()),
-    }
+
+def total_loss(policy: T, kl: T, entropy: T, options: LossConfig) -> T:
+    """The loss from the sums of its terms."""
+    kl_coef = options.kl_coef if options.kl_in == "loss" else 0.0
+    total: T = policy + kl_coef * kl - options.entropy_coef * entropy
+    return total
 
 
 def aggregation_weights(
     aggregation: str,
     loss_mask: Bool[Tensor, " C"],
     sequence_index: Int[Tensor, " C"],
-    *,
     num_loss_tokens: int,
     num_loss_sequences: int,
     max_completion_tokens: int,
@@ -133,18 +159,20 @@ def rollout_correction(
     rollout_logprobs: Float[Tensor, " C"],
     loss_mask: Bool[Tensor, " C"],
     sequence_index: Int[Tensor, " C"],
-) -> Float[Tensor, " C"]:
+) -> Float[Tensor, " C"] | None:
     """Importance weights for tokens that the engine sampled and the policy trains on, r = p(policy before the update) /
     p(engine).
 
     Args:
-        mode: "token_tis": min(r, cap) of each token (truncated importance sampling, Yao et al. 2025); "sequence_tis":
+        mode: "none"; "token_tis": min(r, cap) of each token (truncated importance sampling, Yao et al. 2025); "sequence_tis":
             min(product of r over the sequence, cap); "icepop": r of the token where it lies in [1/cap, cap], else 0
             (Ring-1T, 2025, with one bound for two).
 
     Returns:
-        Detached weights; where `loss_mask` is False they are finite and mean nothing.
+        Detached weights; where `loss_mask` is False they are finite and mean nothing. None for "none".
     """
+    if mode == "none":
+        return None
     log_ratio = torch.where(loss_mask, policy_logprobs.detach() - rollout_logprobs, 0.0)
     if mode == "sequence_tis":
         log_ratio = _sequence_sum(log_ratio.double(), sequence_index)[sequence_index].to(log_ratio.dtype)
@@ -199,10 +227,16 @@ def mismatch_sums(
     }
 
 
-def no_mismatch() -> Reductions:
-    """What `mismatch_sums` says of no tokens at all."""
-    means = dict.fromkeys(("weight_sync/mismatch_kl", "weight_sync/mismatch_abs_mean"), Mean())
-    return {**means, "weight_sync/mismatch_abs_max": Max(), "mismatch_ratios": Histogram([0.0] * _HIST_BINS)}
+def no_sums(has_correction: bool) -> Reductions:
+    """What `policy_loss` and `mismatch_sums` say of no tokens at all."""
+    of_correction = ("rollout_correction/weight_mean", "rollout_correction/capped_frac") if has_correction else ()
+    of_mismatch = ("weight_sync/mismatch_kl", "weight_sync/mismatch_abs_mean")
+    return {
+        **dict.fromkeys(("loss", "policy", "kl", "entropy", "loss_tokens"), Sum()),
+        **dict.fromkeys(("loss/clip_frac", *of_correction, *of_mismatch), Mean()),
+        "weight_sync/mismatch_abs_max": Max(),
+        "mismatch_ratios": Histogram([0.0] * _HIST_BINS),
+    }
 
 
 def ratio_percentiles(histogram: list[float], percents: tuple[int, ...]) -> list[float | None]:

@@ -29,8 +29,9 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
     def on_device(values: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(device)
 
-    def per_token(values: list[float] | list[bool], dtype: type[np.generic]) -> Tensor:
-        return on_device(np.repeat(np.array(values, dtype), num_completion))
+    def per_token(values: Sequence[float | npt.NDArray[Any]], dtype: type[np.generic]) -> Tensor:
+        each = zip(num_completion, values, strict=True)  # a rollout has one value for all its tokens, or one a token
+        return on_device(np.concatenate([np.full(length, value, dtype) for length, value in each]))
 
     return MicroBatch(
         input_ids=on_device(input_ids),
@@ -41,8 +42,8 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
         predict_index=on_device(completion_places - 1),
         target_ids=on_device(input_ids[completion_places]),
         rollout_logprobs=on_device(_join((rollout.rollout_logprobs for rollout in rollouts), np.float32)),
-        advantages=per_token([rollout.advantage for rollout in rollouts], np.float32),
-        loss_mask=per_token([rollout.counts for rollout in rollouts], np.bool_),
+        advantages=per_token([rollout.advantages for rollout in rollouts], np.float32),
+        loss_mask=per_token([rollout.loss_mask for rollout in rollouts], np.bool_),
         sequence_index=on_device(np.repeat((num_completion > 0).cumsum() - 1, num_completion)),
         rollout_ids=with_tokens,
     )

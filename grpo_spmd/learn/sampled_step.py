@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,17 +12,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, TrainingConfig
 from grpo_spmd.distributed.collectives import on_rank0
-from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import batch_std, compute_advantages, overlong_penalties
 from grpo_spmd.learn.balance import plan_batch, plan_metrics, split_groups
-from grpo_spmd.records import Decision, RolloutGroup, ScoredRollouts
+from grpo_spmd.records import Decision, GroupFacts, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.protocol import RewardError, check_error_rate
 
 # A refill round draws at most 1 / this times the prompts that are missing: what an early, unlucky round kept is a poor
 # estimate.
 _LOWEST_KEPT_FRAC = 0.25
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """What a step is put together by; the same for all steps of a run."""
+
+    rollout: RolloutConfig
+    advantage: AdvantageConfig
+    loss: LossConfig
+    training: TrainingConfig
+    max_error_frac: float
+    """Share of completions without a usable reward at which the run stops."""
+    num_ranks: int
+    attention_cost_ratio: float = 0.0
+    """What a rollout costs beside its tokens, see `balance.attention_cost_ratio`."""
 
 
 class SampledStep:
@@ -34,178 +48,185 @@ class SampledStep:
     favour short completions.
     """
 
-    def __init__(self, config: Config, session: Session, attention_cost_ratio: float = 0.0) -> None:
-        """`attention_cost_ratio`: what a rollout costs beside its tokens, see `batching.attention_cost_ratio`."""
-        self._config, self._session, self._attention_cost_ratio = config, session, attention_cost_ratio
-        # prompts to draw for the next round; 0: the step is complete
-        self.num_missing = config.rollout.num_prompts_per_step
-        self.groups: list[RolloutGroup] = []  # this rank's, of all rounds
-        self.scored = ScoredRollouts()  # aligned with them
+    def __init__(self, rules: StepRules) -> None:
+        self._group_size = rules.rollout.group_size
+        self.num_missing = rules.rollout.num_prompts_per_step
+        """Prompts to draw for the next round; 0: the step is complete."""
+        self.groups: list[RolloutGroup] = []
+        """This rank's, of all rounds."""
+        self.scored = ScoredRollouts()
+        """Aligned with them."""
         self._num_groups = 0  # over all ranks and rounds
-        self._rank0_facts: list[
-            dict[str, Any]
-        ] = []  # of all ranks' groups: as `add` sends them, and what `_with_rewards` adds
-        self._rank0_kept: list[int] = []  # positions
-        self._rank0_rounds = 0
-        self._rank0_first_errors: list[str | None] = []
-        self._rank0_error_rates: dict[str, float] = {}
+        self._rank0 = _Decider(rules)
 
     @property
     def num_completions(self) -> int:
         """Of this step over all ranks, those of the round that is under way included."""
-        return (self._num_groups + self.num_missing) * self._config.rollout.group_size
+        return (self._num_groups + self.num_missing) * self._group_size
 
     def add(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> None:
         """Collective. Add one round's groups of this rank with their scores; rank 0 says how many prompts are still
         missing."""
-        size = self._config.rollout.group_size
         facts = []
         for number, group in enumerate(groups):
-            own = slice(number * size, (number + 1) * size)
-            facts.append(
-                {
-                    "position": group.prompt.position,
-                    "prompt_tokens": len(group.prompt.token_ids),
-                    "completion_tokens": [len(c.token_ids) for c in group.completions],
-                    "truncated": [c.finish_reason == "length" for c in group.completions],
-                    "rewards": scored.rewards[own],
-                    "by_name": {name: values[own] for name, values in scored.by_name.items()},
-                    "statuses": {name: statuses[own] for name, statuses in scored.statuses.items()},
-                }
+            own = slice(number * self._group_size, (number + 1) * self._group_size)
+            of_group = GroupFacts(
+                position=group.prompt.position,
+                prompt_tokens=len(group.prompt.token_ids),
+                completion_tokens=[len(c.token_ids) for c in group.completions],
+                truncated=[c.finish_reason == "length" for c in group.completions],
+                rewards=scored.rewards[own],
+                by_name={name: values[own] for name, values in scored.by_name.items()},
+                statuses={name: statuses[own] for name, statuses in scored.statuses.items()},
             )
+            facts.append(vars(of_group))
         self.groups += groups
         self.scored.extend(scored)
         self._num_groups += self.num_missing
-        self.num_missing = on_rank0(self._rank0_judge, {"groups": facts, "first_error": scored.first_error})
+        expected = self.num_missing
+        self.num_missing = on_rank0(lambda parts: self._rank0.add_round(parts, expected), [facts, scored.first_error])
 
     def decide(self) -> Decision:
         """Collective. Rank 0's decision about the step."""
-        return Decision(**on_rank0(lambda _: dataclasses.asdict(self._rank0_decide()), None))
+        return Decision(**on_rank0(lambda _: vars(self._rank0.decide()), None))
 
-    def _rank0_judge(self, parts: list[dict[str, Any]]) -> int:
-        facts = sorted((group for part in parts for group in part["groups"]), key=lambda group: group["position"])
-        assert [len(f["rewards"]) for f in facts] == [self._config.rollout.group_size] * self.num_missing, (
-            len(facts),
-            self.num_missing,
-        )
-        assert len({f["position"] for f in facts}) == len(facts), "a group was sampled twice, and another not at all"
-        facts = _with_rewards(facts, self._config)
-        self._rank0_facts += facts
-        self._rank0_first_errors += [part["first_error"] for part in parts]
-        self._rank0_rounds += 1
-        statuses = [f["statuses"] for f in self._rank0_facts]
-        self._rank0_error_rates = check_error_rate(
-            statuses, self._rank0_first_errors, self._config.reward_pool.max_error_frac
-        )
-        wanted, rollout = self._config.rollout.num_prompts_per_step, self._config.rollout
-        if not rollout.dynamic_sampling:
-            self._rank0_kept = [f["position"] for f in facts]
-            return 0
-        self._rank0_kept += [f["position"] for f in facts if not f["without_spread"]]
-        missing = wanted - len(self._rank0_kept)
-        if missing <= 0 or self._rank0_rounds == rollout.dynamic_sampling_max_rounds:
-            return 0
-        kept_frac = len(self._rank0_kept) / len(self._rank0_facts)
-        return min(wanted, math.ceil(missing / max(kept_frac, _LOWEST_KEPT_FRAC)))
 
-    def _rank0_decide(self) -> Decision:
+@dataclass(frozen=True)
+class _JudgedGroup(GroupFacts):
+    overlong: list[float]
+    """What its completions lose of their rewards for their length."""
+    penalised: list[float]
+    """Its rewards as the advantages take them; NaN: unknown."""
+    without_spread: bool
+    """They are all alike."""
+
+
+class _Decider:
+    """Rank 0's side of a step: the facts of all ranks' groups, and what follows from them."""
+
+    def __init__(self, rules: StepRules) -> None:
+        self._rules = rules
+        self._groups: list[_JudgedGroup] = []
+        self._kept: list[int] = []  # positions
+        self._num_rounds = 0
+        self._first_errors: list[str | None] = []
+        self._error_rates: dict[str, float] = {}
+
+    def add_round(self, parts: list[tuple[list[dict[str, Any]], str | None]], num_groups: int) -> int:
+        """How many prompts are still missing."""
+        rollout = self._rules.rollout
+        facts = sorted((GroupFacts(**each) for of_rank, _ in parts for each in of_rank), key=lambda f: f.position)
+        assert [len(f.rewards) for f in facts] == [rollout.group_size] * num_groups, (len(facts), num_groups)
+        assert len({f.position for f in facts}) == len(facts), "a group was sampled twice, and another not at all"
+        judged = _judge(facts, rollout, self._rules.advantage)
+        self._groups += judged
+        self._first_errors += [first_error for _, first_error in parts]
+        self._num_rounds += 1
+        statuses = [group.statuses for group in self._groups]
+        self._error_rates = check_error_rate(statuses, self._first_errors, self._rules.max_error_frac)
+        self._kept += [g.position for g in judged if not (rollout.dynamic_sampling and g.without_spread)]
+        missing = rollout.num_prompts_per_step - len(self._kept)
+        if missing <= 0 or not rollout.dynamic_sampling or self._num_rounds == rollout.dynamic_sampling_max_rounds:
+            return 0
+        kept_frac = len(self._kept) / len(self._groups)
+        return min(rollout.num_prompts_per_step, math.ceil(missing / max(kept_frac, _LOWEST_KEPT_FRAC)))
+
+    def decide(self) -> Decision:
         """Everything about the step that needs to know all rollouts."""
-        config, group_size = self._config, self._config.rollout.group_size
-        if all(reward is None for f in self._rank0_facts for reward in f["rewards"]):
+        rules, group_size = self._rules, self._rules.rollout.group_size
+        if all(reward is None for group in self._groups for reward in group.rewards):
             raise RewardError(
-                f"none of the {len(self._rank0_facts) * group_size} completions of this step has a usable reward: "
-                "every value was None, "
-                "NaN or not a number; see the module docstring of grpo_spmd.rewards for what these mean"
+                f"none of the {len(self._groups) * group_size} completions of this step has a usable reward: every "
+                "value was None, NaN or not a number; see the module docstring of grpo_spmd.rewards for what these mean"
             )
-        positions = sorted(self._rank0_kept)[: config.rollout.num_prompts_per_step]
-        by_position = {f["position"]: f for f in self._rank0_facts}
+        positions = sorted(self._kept)[: rules.rollout.num_prompts_per_step]
+        by_position = {group.position: group for group in self._groups}
         used = [by_position[position] for position in positions]
-        rewards = _grid([f["penalised"] for f in used], group_size)
-        completion_tokens = [n for f in used for n in f["completion_tokens"]]
-        truncated = [t for f in used for t in f["truncated"]]
+        rewards = _grid([group.penalised for group in used], group_size)
+        completion_tokens = [n for group in used for n in group.completion_tokens]
+        truncated = [cut_off for group in used for cut_off in group.truncated]
         in_loss = [
-            not math.isnan(reward) and not (cut_off and config.loss.mask_truncated)
+            not math.isnan(reward) and not (cut_off and rules.loss.mask_truncated)
             for reward, cut_off in zip(rewards.flatten().tolist(), truncated, strict=True)
         ]
-        counted = [tokens if in_loss[i] else 0 for i, tokens in enumerate(completion_tokens)]
-        num_tokens = [f["prompt_tokens"] + n for f in used for n in f["completion_tokens"]]
-        costs = [n + self._attention_cost_ratio * n * n for n in num_tokens]
-        sizes = [n * group_size for n in split_groups(len(used), config.training.num_mini_batches)]
+        loss_tokens = [tokens if counts else 0 for tokens, counts in zip(completion_tokens, in_loss, strict=True)]
+        num_tokens = [group.prompt_tokens + n for group in used for n in group.completion_tokens]
+        costs = [n + rules.attention_cost_ratio * n * n for n in num_tokens]
+        sizes = [n * group_size for n in split_groups(len(used), rules.training.num_mini_batches)]
         plan = plan_batch(
             num_tokens,
-            num_ranks=self._session.world_size,
+            num_ranks=rules.num_ranks,
             mini_batch_sizes=sizes,
-            max_tokens=config.training.max_tokens_per_micro_batch,
+            max_tokens=rules.training.max_tokens_per_micro_batch,
             costs=costs,
         )
-        ends = np.cumsum([0, *sizes]).tolist()
-        blocks = [counted[start:end] for start, end in pairwise(ends)]
+        metrics = self._metrics(len(positions))
+        metrics |= {f"batching/{name}": value for name, value in plan_metrics(plan, num_tokens, costs).items()}
+        blocks = [loss_tokens[start:end] for start, end in pairwise(np.cumsum([0, *sizes]).tolist())]
         return Decision(
             positions=positions,
             rewards=rewards.flatten().tolist(),
-            advantages=advantages_of(rewards, config),
+            advantages=advantages_of(rewards, rules.advantage),
             in_loss=in_loss,
             plan=plan,
             num_loss_tokens=[sum(block) for block in blocks],
             num_loss_sequences=[sum(tokens > 0 for tokens in block) for block in blocks],
             num_tokens=sum(num_tokens),
-            num_sampled_tokens=sum(n for f in self._rank0_facts for n in f["completion_tokens"]),
-            metrics=self._rank0_metrics(len(positions))
-            | {f"batching/{n}": v for n, v in plan_metrics(plan, num_tokens, costs).items()},
+            num_sampled_tokens=sum(n for group in self._groups for n in group.completion_tokens),
+            metrics=metrics,
         )
 
-    def _rank0_metrics(self, num_used: int) -> dict[str, float | None]:
+    def _metrics(self, num_used: int) -> dict[str, float | None]:
         """Of all groups that were sampled: a mean over those that dynamic sampling keeps would say little about the
         policy."""
-        config, facts = self._config, self._rank0_facts
-        size = len(facts) * config.rollout.group_size
-        scored = _grid([_known(f["rewards"]) for f in facts], config.rollout.group_size)
-        num_without_spread = sum(f["without_spread"] for f in facts)
+        rollout, groups = self._rules.rollout, self._groups
+        size = len(groups) * rollout.group_size
+        rewards = _grid([_or_nan(group.rewards) for group in groups], rollout.group_size)
+        num_without_spread = sum(group.without_spread for group in groups)
         metrics: dict[str, float | None] = {
-            "reward/mean": float(scored[~scored.isnan()].mean()),
-            "reward/std": float(batch_std(scored)),
-            "reward/zero_std_groups_frac": num_without_spread / len(facts),
-            "reward/unscored_frac": float(scored.isnan().double().mean()),
-            "completion/tokens_mean": sum(n for f in facts for n in f["completion_tokens"]) / size,
-            "completion/truncated_frac": sum(t for f in facts for t in f["truncated"]) / size,
-            **self._rank0_error_rates,
+            "reward/mean": float(rewards[~rewards.isnan()].mean()),
+            "reward/std": float(batch_std(rewards)),
+            "reward/zero_std_groups_frac": num_without_spread / len(groups),
+            "reward/unscored_frac": float(rewards.isnan().double().mean()),
+            "completion/tokens_mean": sum(n for group in groups for n in group.completion_tokens) / size,
+            "completion/truncated_frac": sum(cut_off for group in groups for cut_off in group.truncated) / size,
+            **self._error_rates,
         }
-        if config.advantage.overlong_buffer_tokens:
-            metrics["reward/overlong_penalty_mean"] = sum(p for f in facts for p in f["overlong"]) / size
-        if config.rollout.dynamic_sampling:
-            metrics["dynamic_sampling/rounds"] = self._rank0_rounds
-            metrics["dynamic_sampling/sampled_groups"] = len(facts)
+        if self._rules.advantage.overlong_buffer_tokens:
+            metrics["reward/overlong_penalty_mean"] = sum(p for group in groups for p in group.overlong) / size
+        if rollout.dynamic_sampling:
+            metrics["dynamic_sampling/rounds"] = self._num_rounds
+            metrics["dynamic_sampling/sampled_groups"] = len(groups)
             metrics["dynamic_sampling/alike_groups"] = num_without_spread
-            metrics["dynamic_sampling/surplus_groups"] = len(facts) - num_without_spread - num_used
-            metrics["dynamic_sampling/missing_groups"] = config.rollout.num_prompts_per_step - num_used
-        for name in facts[0]["by_name"]:
-            values = [value for f in facts for value in f["by_name"][name]]
+            metrics["dynamic_sampling/surplus_groups"] = len(groups) - num_without_spread - num_used
+            metrics["dynamic_sampling/missing_groups"] = rollout.num_prompts_per_step - num_used
+        for name in groups[0].by_name:
+            values = [value for group in groups for value in group.by_name[name]]
             usable = [value for value in values if value is not None and not math.isnan(value)]
             metrics[f"reward/{name}/mean"] = sum(usable) / len(usable) if usable else None
         return metrics
 
 
-def advantages_of(rewards: Tensor, config: Config) -> list[float]:
-    advantages, _ = compute_advantages(rewards, config.advantage.estimator, config.advantage.normalize_std)
+def advantages_of(rewards: Tensor, advantage: AdvantageConfig) -> list[float]:
+    """The advantages of rewards [P, G], in the order of rollout ids."""
+    advantages, _ = compute_advantages(rewards, advantage.estimator, advantage.normalize_std)
     values: list[float] = advantages.flatten().tolist()
     return values
 
 
-def _with_rewards(facts: list[dict[str, Any]], config: Config) -> list[dict[str, Any]]:
-    """Adds to each group "overlong", "penalised" (its rewards as the advantages take them) and "without_spread" (they have no
-    spread)."""
-    size, longest, advantage = config.rollout.group_size, config.rollout.max_completion_tokens, config.advantage
-    lengths = _grid([f["completion_tokens"] for f in facts], size)
-    overlong = overlong_penalties(lengths, longest, advantage.overlong_buffer_tokens, advantage.overlong_penalty)
-    penalised = _grid([_known(f["rewards"]) for f in facts], size) - overlong
+def _judge(facts: list[GroupFacts], rollout: RolloutConfig, advantage: AdvantageConfig) -> list[_JudgedGroup]:
+    num_tokens = _grid([f.completion_tokens for f in facts], rollout.group_size)
+    buffer, penalty = advantage.overlong_buffer_tokens, advantage.overlong_penalty
+    overlong = overlong_penalties(num_tokens, rollout.max_completion_tokens, buffer, penalty)
+    penalised = _grid([_or_nan(f.rewards) for f in facts], rollout.group_size) - overlong
     _, without_spread = compute_advantages(penalised, "dr_grpo", "none")
-    added = zip(overlong.tolist(), penalised.tolist(), without_spread.tolist(), strict=True)
-    return [f | {"overlong": o, "penalised": p, "without_spread": a} for f, (o, p, a) in zip(facts, added, strict=True)]
+    added = zip(facts, overlong.tolist(), penalised.tolist(), without_spread.tolist(), strict=True)
+    return [_JudgedGroup(**vars(f), overlong=o, penalised=p, without_spread=w) for f, o, p, w in added]
 
 
-def _known(rewards: list[float | None]) -> list[float]:
+def _or_nan(rewards: list[float | None]) -> list[float]:
     return [math.nan if reward is None else reward for reward in rewards]
 
 
-def _grid(rows: list[list[float]], width: int) -> Tensor:
+def _grid(rows: Sequence[Sequence[float]], width: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).view(-1, width)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from grpo_spmd.config.schema import PHASES, LossConfig
 from grpo_spmd.distributed.reductions import Reductions, metric_values
-from grpo_spmd.learn.losses import ratio_percentiles
+from grpo_spmd.learn.losses import ratio_percentiles, total_loss
 
 # Dense bf16 peak, FLOP/s, by a part of the device's name (vendor data sheets).
 PEAK_FLOPS = {
@@ -24,14 +24,8 @@ PEAK_FLOPS = {
 def loss_metrics(sums: Reductions, config: LossConfig) -> dict[str, float | None]:
     """The metrics of a step's update, from what all ranks' updates came to."""
     updates = sums["optim/updates"].value
-    kl_coef = config.kl_coef if config.kl_in == "loss" else 0.0
     policy, kl, entropy = (sums[name].value for name in ("policy", "kl", "entropy"))
-    terms = {
-        "total": policy + kl_coef * kl - config.entropy_coef * entropy,
-        "policy": policy,
-        "kl": kl,
-        "entropy": entropy,
-    }
+    terms = {"total": total_loss(policy, kl, entropy, config), "policy": policy, "kl": kl, "entropy": entropy}
     metrics = {f"loss/{name}": total / updates if updates else None for name, total in terms.items()}
     ratios = ratio_percentiles(sums["mismatch_ratios"].value, (1, 50, 99))
     names = ("p01", "p50", "p99")

@@ -58,11 +58,12 @@ def replay(recorded: RecordedStep, checkpoint: Path | None = None) -> Replay:
 def _replay(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool, session: Session) -> Replay:
     from grpo_spmd.distributed.errors import Rank0Error
     from grpo_spmd.learn.assemble import assemble_batch
-    from grpo_spmd.learn.sampled_step import SampledStep
+    from grpo_spmd.learn.sampled_step import SampledStep, StepRules
     from grpo_spmd.replay.update import train
 
     config, notes = recorded.config, list(recorded.notes)
-    sampled = SampledStep(config, session)
+    sections = config.rollout, config.advantage, config.loss, config.training
+    sampled = SampledStep(StepRules(*sections, config.reward_pool.max_error_frac, num_ranks=1))
     waiting, texts = _groups(recorded), _RecordedTexts(recorded.rollouts)
     try:
         while sampled.num_missing and waiting:  # once, unless dynamic sampling refilled the step
@@ -74,7 +75,7 @@ def _replay(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool, s
             notes.append(f"the step would now have drawn {missing} more prompts, of which there are no rollouts")
         if waiting:
             notes.append(f"{len(waiting)} groups of the dump are not needed now")
-        batch, decision = assemble_batch(sampled, config, session)
+        batch, decision = assemble_batch(sampled, session)
     except Rank0Error as error:
         notes.append(f"the step is refused: {error}")
         return Replay(notes, {}, _rollouts(recorded, sampled, None, {}))

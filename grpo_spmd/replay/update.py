@@ -51,18 +51,23 @@ def train(
             model = dataclasses.replace(model, path=str(Path(folder, "model")))
         policy = build_policy(model, config.rollout.temperature, session, seed=config.seed)
     reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
-    updater = PolicyUpdater(policy, config)
+    updater = _updater(policy, config)
     if source is not None:
         load_state(policy, updater, source, read_trainer(source))
-    attach_logprobs(policy, reference, batch, config)
-    decision = penalise_rewards_by_kl(batch, decision, config)
+    attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
+    decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
     logprobs: dict[int, list[float]] = {}
     with torch.no_grad():
-        for micro_batch in (m for mini_batch in batch.mini_batches for m in mini_batch):
+        for micro_batch in batch.micro_batches:
             scores, _ = policy(micro_batch)
             for place, rollout_id in enumerate(micro_batch.rollout_ids):
                 logprobs[rollout_id] = scores[micro_batch.sequence_index == place].tolist()
     return loss_metrics(updater.update(batch), config.loss), logprobs, decision
+
+
+def _updater(policy: Policy, config: Config) -> PolicyUpdater:
+    longest = config.rollout.max_completion_tokens
+    return PolicyUpdater(policy, config.optimizer, config.loss, config.training.num_epochs, longest)
 
 
 def _policy_source(recorded: RecordedStep, checkpoint: Path | None, notes: list[str]) -> tuple[Path | None, bool]:
@@ -115,7 +120,7 @@ class _EngineAsPolicy(Policy):
 
 
 def _loss_on_engine_logprobs(batch: RolloutBatch, config: Config) -> float | None:
-    updater = PolicyUpdater(_EngineAsPolicy(), config)
+    updater = _updater(_EngineAsPolicy(), config)
     denominators = zip(batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
     total, updates = 0.0, 0
     for mini_batch, (tokens, sequences) in zip(batch.mini_batches, denominators, strict=True):

@@ -15,6 +15,7 @@ from grpo_spmd.distributed.collectives import barrier
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import Policy
+from tests.support.learn import updater_of
 from tests.support.models import write_config
 
 
@@ -33,7 +34,7 @@ def export_policy(policy: Policy, model: Path, out: Path, session: Session) -> N
         write_config(run_dir, model, run_dir=str(run_dir))
     barrier()
     config = load_config(run_dir / "config.yaml")
-    checkpoints = checkpoints_of(config, session, policy, PolicyUpdater(policy, config))
+    checkpoints = checkpoints_of(config, session, policy, updater_of(policy, config))
     checkpoints.stage(1, position=0, log_state={})
     checkpoints.write_staged()
     checkpoints.wait()

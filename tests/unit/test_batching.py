@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import sys
 from collections import Counter
 from types import FrameType
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.speed.balance import ranks_of_a_group, trace
+from grpo_spmd.config.schema import LossConfig
 from grpo_spmd.learn.balance import attention_cost_ratio, plan_batch, plan_metrics, split_groups
 from grpo_spmd.learn.exchange import decode_rollouts, encode_rollouts
+from grpo_spmd.learn.losses import LossInputs, aggregation_weights, policy_loss
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.records import MicroBatch, Plan, Rollout
 
@@ -401,7 +405,7 @@ def test_number_of_loss_tokens_survives_any_plan() -> None:
     rollouts = [
         _rollout(i, [1] * rng.randint(1, 4), [2] * rng.randint(0, 6), counts=rng.random() < 0.7) for i in range(24)
     ]
-    expected = sum(len(r.completion_ids) for r in rollouts if r.counts)
+    expected = sum(len(r.completion_ids) for r in rollouts if r.loss_mask)
     for num_ranks, max_tokens in [(1, 1000), (2, 10), (5, 13)]:
         plan = plan_batch(
             [r.num_tokens for r in rollouts], num_ranks=num_ranks, mini_batch_sizes=[8, 7, 9], max_tokens=max_tokens
@@ -452,3 +456,44 @@ def test_random_floats_cross_ranks_to_the_last_bit() -> None:
 
 def test_no_rollouts_cross_ranks_as_none() -> None:
     assert decode_rollouts(encode_rollouts([])) == []
+
+
+def test_masks_and_advantages_per_token_cross_ranks_and_enter_the_loss() -> None:
+    """A rollout whose two middle tokens were given, not sampled; an ordinary one; one of which no token counts."""
+    logprobs = [-1.0, -2.0, -3.0, -4.0]
+    mixed = Rollout(
+        4, np.array([1.0, 9.0, 9.0, -2.0]), np.array([True, False, False, True]), [1], [2, 3, 4, 5], logprobs
+    )
+    none = Rollout(6, np.array([7.0, 8.0]), np.array([False, False]), [1], [2, 3], logprobs[:2])
+    crossed = decode_rollouts(encode_rollouts([mixed, Rollout(5, 0.5, True, [1], [6], [-0.5]), none]))
+    assert (crossed[1].loss_mask, crossed[1].advantages, crossed[2].loss_mask) == (True, 0.5, False)
+    row = pack_rollouts(crossed, CPU)
+    assert row.loss_mask.tolist() == [True, False, False, True, True, False, False]
+    assert row.advantages.tolist() == [1.0, 9.0, 9.0, -2.0, 0.5, 7.0, 8.0]
+
+    # The first token's ratio is 1.1, all others' are 1. Tokens: -(1.1 * 1 - 2 + 0.5) / 3, and the gradient -A r / 3.
+    # Sequences: -((1.1 - 2) / 2 + 0.5) / 2.
+    old = row.rollout_logprobs.double()
+    for aggregation, expected, gradient in (
+        ("token", 0.4 / 3, [-1.1 / 3, 0.0, 0.0, 2 / 3, -0.5 / 3, 0.0, 0.0]),
+        ("sequence", -0.025, [-0.275, 0.0, 0.0, 0.5, -0.25, 0.0, 0.0]),
+    ):
+        policy = (old + torch.tensor([math.log(1.1), *[0.0] * 6], dtype=torch.float64)).requires_grad_()
+        weights = aggregation_weights(aggregation, row.loss_mask, row.sequence_index, 3, 2, 10)
+        advantages = row.advantages.double()
+        entropy = torch.zeros_like(old)
+        inputs = LossInputs(policy, entropy, old, None, advantages, row.loss_mask, row.sequence_index, weights)
+        loss, sums = policy_loss(inputs, LossConfig())
+        assert float(loss.detach()) == pytest.approx(expected)
+        assert torch.autograd.grad(loss, policy)[0].tolist() == pytest.approx(gradient)
+        assert int(sums["loss_tokens"].value) == 3
+
+
+def test_one_flag_and_one_number_cost_no_more_than_before() -> None:
+    tokens, logprobs = [2] * 100, [-1.0] * 100
+    plain, alike = (
+        encode_rollouts([Rollout(0, advantage, mask, [1], tokens, logprobs)])
+        for advantage, mask in ((0.5, True), (0.5, np.ones(100, np.bool_)))
+    )
+    assert plain == alike
+    assert len(plain) < 8 + 40 + 101 * 4 + 100 * 8

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_spmd.config.schema import LossConfig
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.learn.losses import (
+    LossInputs,
     aggregation_weights,
     kl_estimate,
     mismatch_sums,
@@ -47,33 +49,20 @@ def _loss(
     mini-batch."""
     mask = torch.ones(len(logprobs), dtype=torch.bool) if mask is None else mask
     sequences = torch.zeros(len(logprobs), dtype=torch.int64) if sequences is None else sequences
-    defaults: dict[str, Any] = {
-        "clip_ratio_low": 0.2,
-        "clip_ratio_high": 0.28,
-        "kl_coef": 0.0,
-        "kl_estimator": "k3",
-        "entropy_coef": 0.0,
-    }
-    weights = aggregation_weights(
-        aggregation,
-        mask,
-        sequences,
-        num_loss_tokens=int(mask.sum()) if num_loss_tokens is None else num_loss_tokens,
-        num_loss_sequences=num_loss_sequences,
-        max_completion_tokens=max_completion_tokens,
-    )
-    return policy_loss(
+    num_loss_tokens = int(mask.sum()) if num_loss_tokens is None else num_loss_tokens
+    denominators = num_loss_tokens, num_loss_sequences, max_completion_tokens
+    inputs = LossInputs(
         logprobs,
         torch.zeros_like(logprobs) if entropy is None else entropy,
         old,
         ref,
         advantages,
         mask,
-        weights,
         sequences,
+        aggregation_weights(aggregation, mask, sequences, *denominators),
         correction,
-        **{**defaults, **settings},
     )
+    return policy_loss(inputs, LossConfig(**{"dual_clip": None, **settings}))
 
 
 def _fields(sums: Reductions) -> dict[str, Tensor]:
@@ -341,6 +330,7 @@ def test_garbage_in_masked_places_harms_neither_loss_nor_gradient(
         logprobs, rollout = parts.pop("logprobs").requires_grad_(), parts.pop("rollout")
         factor = rollout_correction(correction, 1.05, parts["old"], rollout, mask, sequences)
         if poisoned == "rollout":
+            assert factor is not None
             factor = torch.where(mask, factor, poison)
         loss, sums = _loss(
             logprobs,
@@ -555,6 +545,7 @@ def test_rollout_correction_by_hand(mode: str, cap: float, expected: list[float]
         got = rollout_correction(
             mode, cap, logprobs, rollout, torch.ones(5, dtype=torch.bool), torch.tensor(_SEQUENCES)
         )
+        assert got is not None
         torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64))
         assert not got.requires_grad
 
@@ -564,6 +555,7 @@ def test_masked_token_is_no_part_of_its_sequence_s_product() -> None:
     got = rollout_correction(
         "sequence_tis", 2.0, policy, engine, torch.tensor([True, False, True]), torch.tensor([0, 0, 0])
     )
+    assert got is not None
     torch.testing.assert_close(got[[0, 2]], torch.tensor([1.5, 1.5]))
 
 
@@ -577,6 +569,7 @@ def test_a_long_sequence_s_correction_does_not_overflow(mode: str) -> None:
         torch.ones(4000, dtype=torch.bool),
         torch.zeros(4000, dtype=torch.int64),
     )
+    assert got is not None
     assert torch.isfinite(got).all()
     assert set(got.tolist()) == {0.0 if mode == "icepop" else 2.0}
 

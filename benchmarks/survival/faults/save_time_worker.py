@@ -30,7 +30,9 @@ def main() -> None:
     config = load_config(config_file, [f"run_dir={run_dir}", "checkpoint.keep=1"])
     session = start_session()
     policy = build_policy(config.model, 1.0, session)
-    updater = PolicyUpdater(policy, config)
+    updater = PolicyUpdater(
+        policy, config.optimizer, config.loss, config.training.num_epochs, config.rollout.max_completion_tokens
+    )
     for parameter in policy.parameters():
         parameter.grad = torch.ones_like(parameter)
     updater.optimizer.step()

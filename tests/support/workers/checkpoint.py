@@ -24,6 +24,7 @@ from grpo_spmd.engine.weight_proof import weights_id
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import build_policy
 from tests.support.checkpoints import checkpoints_of
+from tests.support.learn import updater_of
 
 
 def main() -> None:
@@ -32,7 +33,7 @@ def main() -> None:
     session = start_session(config.model.num_replicas)
     # Other random numbers than the saved ones came from: what is not loaded differs.
     policy = build_policy(config.model, 1.0, session, seed=0 if what == "save" else 1)
-    updater = PolicyUpdater(policy, config)
+    updater = updater_of(policy, config)
     if what == "save":
         for step in range(2):
             for number, parameter in enumerate(p for p in policy.parameters() if p.requires_grad):

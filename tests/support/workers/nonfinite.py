@@ -20,10 +20,10 @@ from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import assemble_batch
-from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
 from grpo_spmd.records import Completion, RolloutBatch, RolloutGroup
+from tests.support.learn import sampled_step_of, updater_of
 from tests.support.workers.update import UNSCORED, fixed_groups, score
 
 POISONED = (0, 2)  # (slot, sample) of a rollout that counts: rollout 2
@@ -41,7 +41,7 @@ def main() -> None:
         make_batch(config, session, kind) for kind in ("clean", "nan", "masked nan", "huge reward")
     )
     half = make_batch(two_steps(config), session, "nan")
-    attach_logprobs(policy, None, half, two_steps(config))
+    attach_logprobs(policy, None, half, config.loss, num_optimizer_steps=2)
     results = {
         "clean": run(config, policy, [clean]),
         "nan of the engine": run(config, policy, [poisoned]),
@@ -62,9 +62,9 @@ def make_batch(config: Config, session: Session, kind: str) -> RolloutBatch:
     scored = score(groups)
     if kind == "huge reward":  # the loss stays below float32's largest number, the gradient's sums do not
         scored.rewards = [None if reward is None else reward * 3e38 for reward in scored.rewards]
-    sampled = SampledStep(config, session)
+    sampled = sampled_step_of(config, session)
     sampled.add(groups, scored)
-    batch, _ = assemble_batch(sampled, config, session)
+    batch, _ = assemble_batch(sampled, session)
     return batch
 
 
@@ -83,7 +83,7 @@ def run(config: Config, policy: Policy, batches: list[RolloutBatch], spoil: bool
     load_weights(policy, Path(config.model.path))
     if spoil:  # the shard of one rank
         dict(hf_named_parameters(policy))["model.norm.weight"].to_local().detach()[0] = math.inf
-    updater = PolicyUpdater(policy, config)
+    updater = updater_of(policy, config)
     returned, moved, learning_rates, loss_is_finite = [], [], [], []
     for batch in batches:
         share, _ = updater.backward(

@@ -21,11 +21,11 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.engine.weight_sync import gather_full_tensors
 from grpo_spmd.learn.assemble import assemble_batch
-from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.offload import HostOffload, _storage
 from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters
 from grpo_spmd.records import SyncStats
+from tests.support.learn import sampled_step_of, updater_of
 from tests.support.workers.update import fixed_groups, score
 
 
@@ -46,14 +46,14 @@ def three_steps(config: Config, session: Session, what: Any) -> dict[str, Tensor
     policy = build_policy(config.model, config.rollout.temperature, session)
     reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
     assert isinstance(reference, Policy)
-    updater = PolicyUpdater(policy, config)
+    updater = updater_of(policy, config)
     offload = HostOffload(what, policy, reference, updater.optimizer)
     seen: dict[str, Tensor] = {}
     for step in range(3):
-        sampled = SampledStep(config, session)
+        sampled = sampled_step_of(config, session)
         groups = fixed_groups()[session.rank :: session.world_size]
         sampled.add(groups, score(groups))
-        batch, _ = assemble_batch(sampled, config, session)
+        batch, _ = assemble_batch(sampled, session)
 
         held = on_device(policy, reference, updater)
         offload.before_sync()
@@ -68,7 +68,7 @@ def three_steps(config: Config, session: Session, what: Any) -> dict[str, Tensor
             expected.add("optimizer")
         assert gone == expected, (what, step, gone)
         if what is True or (what == "optimizer" and step):
-            refuses(functools.partial(attach_logprobs, policy, reference, batch, config))
+            refuses(functools.partial(attach_logprobs, policy, reference, batch, config.loss, 1))
             refuses(updater.optimizer.step)
         if what is True:
             refuses(lambda: list(hf_named_parameters(policy)))
@@ -77,7 +77,7 @@ def three_steps(config: Config, session: Session, what: Any) -> dict[str, Tensor
         assert offload.to_device() == {"memory/host/offloaded_gib": 0.0}
         assert on_device(policy, reference, updater) == held
 
-        attach_logprobs(policy, reference, batch, config)
+        attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
         sums = updater.update(batch)
         seen |= {f"{step} {n}": torch.tensor(s.value) for n, s in sums.items() if isinstance(s.value, float)}
         for number, tensor in enumerate(moments_of(updater)):

@@ -247,7 +247,7 @@ class Trials:
         decisions."""
         open_run_dir(self.config, self.session, 0, Start())
         log = MetricsLog(self.config, self.session, 0)
-        nothing = no_update(has_correction=False)
+        nothing = no_update(self.config.loss)
         decision = Decision([], [], [], [], [], [], [], 0, 0, {"reward/mean": 0.0})
         local = nothing | sums if self.session.is_rank0 else nothing
         try:

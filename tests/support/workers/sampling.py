@@ -23,10 +23,10 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.reductions import merge_json, to_json
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import assemble_batch
-from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
+from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
 from grpo_spmd.records import Completion, Prompt, RolloutBatch, RolloutGroup, ScoredRollouts
+from tests.support.learn import sampled_step_of, updater_of
 
 GROUP_SIZE, NUM_ROWS = 2, 11
 
@@ -92,9 +92,9 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
     )
     load_weights(policy, Path(config.model.path))
     before = _parameters(policy)
-    updater = PolicyUpdater(policy, config)
+    updater = updater_of(policy, config)
     stream = PromptStream([Prompt(row, row, [row + 1, 5], "", {}) for row in range(NUM_ROWS)], seed=0, shuffle=False)
-    sampled = SampledStep(config, session)
+    sampled = sampled_step_of(config, session)
     announced: list[int] = []
     drawn, missing = [], [sampled.num_missing]
     while sampled.num_missing:
@@ -114,8 +114,8 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
         scored.by_name = {"made_up": list(scored.rewards)}
         sampled.add(groups, scored)
         missing.append(sampled.num_missing)
-    batch, decision = assemble_batch(sampled, config, session)
-    attach_logprobs(policy, None, batch, config)
+    batch, decision = assemble_batch(sampled, session)
+    attach_logprobs(policy, None, batch, config.loss, config.training.num_optimizer_steps)
     sums = merge_json(on_rank0(list, to_json(updater.update(batch))))
     return {
         "drawn": drawn,

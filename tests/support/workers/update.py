@@ -25,10 +25,10 @@ from grpo_spmd.distributed.reductions import Mean, merge_json, to_json
 from grpo_spmd.distributed.session import Session, end_session, policy_mesh, start_session
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
 from grpo_spmd.learn.balance import plan_batch
-from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
+from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters, load_weights
 from grpo_spmd.records import Completion, Plan, Prompt, RolloutGroup, ScoredRollouts
+from tests.support.learn import sampled_step_of, updater_of
 
 NUM_GROUPS, GROUP_SIZE, LONGEST = 6, 4, 28
 UNSCORED = (3, 1)  # (slot, sample) of a completion whose reward is unknown
@@ -181,16 +181,16 @@ def one_update(
     config: Config, policy: Policy, reference: Policy, groups: list[RolloutGroup], packed: bool, session: Session
 ) -> dict[str, Any]:
     load_weights(policy, Path(config.model.path))
-    updater = PolicyUpdater(policy, config)
+    updater = updater_of(policy, config)
     gradients: list[dict[str, torch.Tensor]] = []
     updater._optimizer.register_step_pre_hook(lambda *_: gradients.append(_full_gradients(policy)))
 
-    sampled = SampledStep(config, session)
+    sampled = sampled_step_of(config, session)
     sampled.add(groups, score(groups))
     grpo_spmd.learn.sampled_step.plan_batch = plan_batch if packed else plan_unpacked
-    batch, decision = assemble_batch(sampled, config, session)
-    attach_logprobs(policy, reference, batch, config)
-    decision = penalise_rewards_by_kl(batch, decision, config)
+    batch, decision = assemble_batch(sampled, session)
+    attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
+    decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
     sums = merge_json(on_rank0(list, to_json(updater.update(batch))))
     policy_term, kl, entropy, tokens, updates = (
         sums[name].value for name in ("policy", "kl", "entropy", "loss_tokens", "optim/updates")

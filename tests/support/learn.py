@@ -1,0 +1,20 @@
+"""Parts of learn/ as a run makes them of its config."""
+
+from __future__ import annotations
+
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.session import Session
+from grpo_spmd.learn.sampled_step import SampledStep, StepRules
+from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.policy import Policy
+
+
+def updater_of(policy: Policy, config: Config) -> PolicyUpdater:
+    longest = config.rollout.max_completion_tokens
+    return PolicyUpdater(policy, config.optimizer, config.loss, config.training.num_epochs, longest)
+
+
+def sampled_step_of(config: Config, session: Session) -> SampledStep:
+    max_error_frac = config.reward_pool.max_error_frac
+    sections = config.rollout, config.advantage, config.loss, config.training
+    return SampledStep(StepRules(*sections, max_error_frac, session.world_size))
