@@ -20,7 +20,7 @@ _COOL = ("rollout.temperature=0.7",)
 
 _SYNC = "tests/ranks/test_weight_sync.py"
 _UPDATES = f"{_SYNC}::test_engine_equals_transformers_after_each_of_20_updates"
-_TIED, _UNTIED = f"{_UPDATES}[qwen2-True-1]", f"{_UPDATES}[granite-False-1]"
+_TIED, _UNTIED, _SHARDED = (f"{_UPDATES}[{of}]" for of in ("qwen2-True-1", "granite-False-1", "qwen3-False-2"))
 _GATHER = f"{_SYNC}::test_bucketed_gather_equals_full_tensor[3-1]"
 _PARTITION = "tests/ranks/test_partition.py"
 _LOSS, _ADVANTAGES, _BATCHING = (f"tests/unit/test_{name}.py" for name in ("loss", "advantages", "batching"))
@@ -61,7 +61,7 @@ FAULTS = (
         _YIELD,
         f"{_TENSOR}            kept = policy.__dict__.setdefault('kept', {{}})\n"
         "            yield name, kept.setdefault(name, tensor) if 'layers.1.self_attn.k_proj' in name else tensor\n",
-        (_UNTIED,),
+        (_SHARDED,),
         of_sync=True,
     ),
     Fault(
