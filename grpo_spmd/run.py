@@ -121,8 +121,9 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     if start.is_over:
         end_session()
         return None
-    log_file = Path(run_dir, "logs", f"rewards_rank_{session.rank}.log")
-    rewards = RewardPool(config.rewards, config.reward_pool, log_file, columns=inputs.columns)
+    log_file, columns = Path(run_dir, "logs", f"rewards_rank_{session.rank}.log"), inputs.columns
+    pool, on_debugger = config.reward_pool, doctor.note_debugger
+    rewards = RewardPool(config.rewards, pool, log_file, columns=columns, on_debugger=on_debugger)
     score = preemption.guard(functools.partial(rewards.score, tokenizer=tokenizer))
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
     stops = stop_token_ids(config.model.path, tokenizer)

@@ -99,15 +99,11 @@ def count_collective() -> None:
         _doctor.sequence += 1
 
 
-def debugger_opens() -> None:
-    """Somebody looks into a reward worker: no rank has limits until `debugger_closes`. (One here is seen by itself.)"""
+def note_debugger(is_open: bool) -> None:
+    """Somebody begins to look into a reward worker, or ends it: no rank has limits meanwhile. (One here is seen by
+    itself.)"""
     global _num_debuggers
-    _num_debuggers += 1
-
-
-def debugger_closes() -> None:
-    global _num_debuggers
-    _num_debuggers -= 1
+    _num_debuggers += 1 if is_open else -1
 
 
 @contextmanager

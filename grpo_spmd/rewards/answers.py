@@ -23,8 +23,7 @@ def final_answer(text: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Inside the \boxed{...} that closes last; one pass, since a completion may repeat an unclosed one thousands of
-    times."""
+    r"""Inside the \boxed{...} that closes last. One pass: a completion may repeat an unclosed one a thousand times."""
     opened: list[int | None] = []  # where the inside of each open bracket begins; None: an ordinary bracket
     last = None
     for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):

@@ -50,15 +50,19 @@ class RewardError(RuntimeError):
     """Rewards fail in a way that leaving completions out would hide."""
 
 
-@dataclass(frozen=True)
-class Reward:
-    """A reward function under its metric's name, with its factor in the sum."""
+@dataclass(frozen=True, kw_only=True)
+class RewardFacts:
+    """What the pool knows of a reward, whose function lives in other processes."""
 
-    name: str
-    function: Callable[..., Any]
-    weight: float
-    needs: tuple[str, ...] = ()  # columns without which it cannot be called
+    name: str  # its metric's
+    weight: float  # its factor in the sum
+    needs: Sequence[str] = ()  # columns without which it cannot be called
     one_at_a_time: bool = False  # each completion is a call of its own, with the whole deadline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward(RewardFacts):
+    function: Callable[..., Any]
 
 
 def load_rewards(configs: Sequence[RewardConfig]) -> list[Reward]:
@@ -107,10 +111,9 @@ def check_error_rate(
         num_completions = max(counts.total(), 1)
         failed = counts["error"] + counts["timeout"]
         if failed and failed / num_completions >= max_error_frac:
-            told = [error for error in first_errors if error]
-            first = next(
-                (error for error in told if error.startswith(f"reward {name!r}")), (told or ["not recorded"])[0]
-            )
+            errors = [error for error in first_errors if error]
+            own = [error for error in errors if error.startswith(f"reward {name!r}")]
+            first = [*own, *errors, "not recorded"][0]
             raise RewardError(
                 f"reward {name!r} gave no usable value for {failed} of {num_completions} completions "
                 f"({counts['error']} error, {counts['timeout']} timeout): {failed / num_completions:.3g} is not under "
@@ -145,10 +148,8 @@ def _load_function(spec: str, where: str) -> Callable[..., Any]:
     try:
         loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        line = _line_in(error, os.path.abspath(path))
-        raise ConfigError(
-            f"{where}.function: {file}{line} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        place, what = f"{file}{_line_in(error, os.path.abspath(path))}", f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{where}.function: {place} cannot be imported: {what}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{where}.function: {file} has no function {name!r}")
@@ -177,31 +178,28 @@ def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, wh
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        raise ConfigError(
-            f"{where}.function: {config.function} has no readable signature; wrap it in a function"
-        ) from None
-    shown, args = getattr(function, "__name__", name), config.args
+        what = f"{config.function} has no readable signature"
+        raise ConfigError(f"{where}.function: {what}; wrap it in a function") from None
+    args, is_shipped = config.args, config.function is None
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    required = [
-        n for n, p in parameters.items() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
+    named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = [n for n in named if parameters[n].default is inspect.Parameter.empty]
     takes: list[str] = list(parameters)
-    if config.function is None:  # a shipped one: its options are its keyword-only parameters, all else are columns
+    if is_shipped:  # its options are its keyword-only parameters, all else are columns
         takes = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
         missing = [n for n in required if n in takes and n not in args]
         if missing:
             raise ConfigError(f"{where}.args: {name} needs {missing[0]!r}")
-    unknown = [n for n in args if n not in takes and not (takes_any and config.function is not None)]
+    unknown = [n for n in args if n not in takes and (is_shipped or not takes_any)]
     if unknown:
-        raise ConfigError(f"{where}.args: {name if config.function is None else shown} does not take {unknown[0]!r}")
+        shown = name if is_shipped else getattr(function, "__name__", name)
+        raise ConfigError(f"{where}.args: {shown} does not take {unknown[0]!r}")
     if function is matches_format:
         try:
             re.compile(args["pattern"])
         except (re.error, TypeError) as error:
-            raise ConfigError(
-                f"{where}.args.pattern: {args['pattern']!r} is not a regular expression: {error}"
-            ) from None
-
+            what = f"{args['pattern']!r} is not a regular expression"
+            raise ConfigError(f"{where}.args.pattern: {what}: {error}") from None
     needs = tuple(n for n in required if n not in args and n not in _ALWAYS_GIVEN)
     if function is run_tests:
         _check_sandbox(args, where)
@@ -213,9 +211,9 @@ def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, wh
             known = {name: value for name, value in known.items() if name in parameters}
         return function(**known)
 
-    # Each run of model-written code may take its whole time: in one call for the group they would add up beyond one
-    # deadline.
-    return Reward(name, call, config.weight, needs, one_at_a_time=function is run_tests)
+    # Each run of model-written code may take its whole time: a call for the group would need the sum of them.
+    one_at_a_time = function is run_tests
+    return Reward(name=name, weight=config.weight, needs=needs, one_at_a_time=one_at_a_time, function=call)
 
 
 def _check_sandbox(args: Mapping[str, Any], where: str) -> None:

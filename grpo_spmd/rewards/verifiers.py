@@ -1,5 +1,4 @@
-"""The shipped rewards. Each scores a list of completions; 1.0 is right, 0.0 is wrong, None is "this row has nothing to
-compare with"."""
+"""The shipped rewards. Each scores a list of completions: 1.0 right, 0.0 wrong, None "nothing to compare with"."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Any
 
 from grpo_spmd.rewards.sandbox.sandbox import Limits, passes_program_test, passes_statements
 
-DEFAULT_TIME_S = 8.0  # of `code`; preflight.py compares it with the pool's deadline
+DEFAULT_TIME_S = 8.0  # of `code`; preflight compares it with the pool's deadline
 Completion = str | list[dict[str, Any]]
 
 
@@ -47,11 +46,9 @@ def gsm8k(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) ->
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in `text` as an exact fraction; "1,234.50" and "-3" are read, a full stop after a number is not
-    part of it.
+    """The last number in `text` as an exact fraction; reads "1,234.50" and "-3", and no full stop after a number.
 
-    None where there is none, and where its digits are more than Python reads (4300), as a model that repeats itself may
-    write.
+    None where there is none, or more digits than Python reads (4300): a model that repeats itself may write them.
     """
     found = re.findall(r"(?<![A-Za-z0-9.])-?\$?\d[\d,]*(?:\.\d+)?", text)
     try:
@@ -83,8 +80,7 @@ def countdown(
 
 
 def tagged(text: str, tag: str | None) -> str | None:
-    """What stands in the last `<tag>...</tag>`, None where there is none; all of the text where `tag` is None.
-    Stripped."""
+    """What stands in the last `<tag>...</tag>`, stripped, or None; all of the text where `tag` is None."""
     if tag is None:
         return text.strip()
     before, closing, _ = text.rpartition(f"</{tag}>")
@@ -109,8 +105,7 @@ def _reaches(equation: str, given: Sequence[int], target: Fraction) -> bool:
 
 
 def evaluate(equation: str) -> Fraction:
-    """The exact value of an equation of whole numbers, + - * / and brackets. Raises ValueError or SyntaxError for
-    anything else."""
+    """The exact value of whole numbers, + - * / and brackets. Raises ValueError or SyntaxError for anything else."""
     return _value(ast.parse(equation.strip(), mode="eval").body)
 
 
@@ -137,9 +132,7 @@ def equal_by_math_verify(completions: Sequence[Completion], answer: Sequence[Any
     """1.0 where math-verify finds the completion's final answer equal to the column `answer` (LaTeX or plain).
 
     A gold answer that math-verify cannot read gives None, and a comparison that runs out of time gives NaN, which is
-    left out and
-    counted: neither is taken for wrong. Its deadlines use SIGALRM, which works on the main thread alone; elsewhere this
-    raises.
+    left out and counted: neither is taken for wrong. Its deadlines use SIGALRM, for the main thread alone.
     """
     import threading
 
@@ -175,8 +168,7 @@ def run_tests(
     isolation: str = "required",
     **columns: Any,
 ) -> list[float | None]:
-    """1.0 where the completion's Python passes every test of its row; with `partial_credit`, the share of tests that it
-    passes.
+    """1.0 where the completion's Python passes every test of its row; with `partial_credit`, the share that it passes.
 
     The code is the last ```python block of the completion, or all of it where there is none. A row's tests are
     statements ("assert f(2) == 4"), {"input": ..., "output": ...} pairs, or both, one or a list of them, perhaps as
@@ -216,8 +208,7 @@ def run_tests(
 
 
 def _own_time(started: float, ended: bool) -> float:
-    """Seconds since `started` on the monotonic clock; of a run that ended well, without what starting the interpreter
-    takes at most."""
+    """Seconds since `started`; of a run that ended well, without what starting the interpreter takes at most."""
     return max(0.0, time.monotonic() - started - (0.5 if ended else 0.0))
 
 

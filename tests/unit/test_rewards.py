@@ -20,7 +20,7 @@ from grpo_spmd.rewards.verifiers import SHIPPED
 
 
 def _call(function: Callable[..., Any], num_completions: int = 1) -> dict[str, Any]:
-    return call_reward(Reward("f", function, 1.0), {"prompts": ["p"] * num_completions})
+    return call_reward(Reward(name="f", weight=1.0, function=function), {"prompts": ["p"] * num_completions})
 
 
 def _returning(values: Any) -> Callable[..., Any]:

@@ -1,8 +1,7 @@
 """Scoring in worker processes: a deadline for each call, a hard kill, and exact counts of what went wrong.
 
 The rank starts one small nursery process by exec; the nursery imports the rewards once and forks workers (worker.py).
-This side sends calls to whichever worker is free and watches the clock. The policy for what fails is in the docstring
-of the package.
+This side sends calls to whichever worker is free and watches the clock. protocol.py says what becomes of failures.
 
 With W workers and h completions that hang, scoring takes about (h + number of groups they are in) / W + 1 deadlines.
 """
@@ -21,23 +20,23 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
-from grpo_spmd.distributed.doctor import debugger_closes, debugger_opens
 from grpo_spmd.records import RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.worker import decode_frame, encode_frame
-from grpo_spmd.rewards.protocol import RewardError, check_error_rate, weighted_sum
+from grpo_spmd.rewards.protocol import RewardError, RewardFacts, check_error_rate, weighted_sum
 
 _log = logging.getLogger("grpo_spmd")
 
 _START_S = 600.0  # a user's file may load a model when it is imported
 _MAX_LOG_BYTES = 16 << 20
 _GONE_GRACE_S = 1.0  # between the end of a worker's socket and the word how the worker died
+_Failure = Literal["error", "timeout"]
 
 
 @dataclass(frozen=True)
@@ -59,23 +58,28 @@ class _Worker:
 
 
 class RewardPool:
-    """Scores rollouts in `pool.num_workers` processes. Used by one thread, the one that made it; ends its processes
-    with `close()`."""
+    """Scores rollouts in `pool.num_workers` processes, which `close()` ends. For the thread that made it alone."""
 
     def __init__(
-        self, rewards: Sequence[RewardConfig], pool: RewardPoolConfig, log_file: Path, *, columns: Collection[str] = ()
+        self,
+        rewards: Sequence[RewardConfig],
+        pool: RewardPoolConfig,
+        log_file: Path,
+        *,
+        columns: Collection[str] = (),
+        on_debugger: Callable[[bool], None] = lambda is_open: None,
     ) -> None:
         """Start the nursery; it imports the rewards while the caller goes on.
 
         Args:
             rewards: as in the config, checked by `load_rewards` before.
-            pool: number of workers and deadline, in seconds.
             log_file: gets what reward functions print. It and its folder are made when something is first scored.
             columns: every column of the data sets; a row that lacks one passes None for it.
+            on_debugger: told True when somebody begins to look into a worker with a debugger, and False at the end.
         """
-        self._pool, self._log_file, self._columns = pool, log_file, tuple(columns)
+        self._pool, self._log_file, self._columns, self._on_debugger = pool, log_file, tuple(columns), on_debugger
         self._log: int | None = None
-        self._facts: list[dict[str, Any]] = []
+        self._rewards: list[RewardFacts] = []  # once the nursery has imported them
         self._workers: dict[int, _Worker] = {}
         self._num_started = 0
         self._debugged: _Worker | None = None
@@ -89,9 +93,8 @@ class RewardPool:
                 stderr=self._nursery_says,
                 process_group=0,  # Ctrl-C is for the rank; the nursery ends when the rank has gone
             )
-        self._nursery.send(
-            json.dumps({"sys_path": sys.path, "rewards": [asdict(reward) for reward in rewards]}).encode()
-        )
+        setup = {"sys_path": sys.path, "rewards": [asdict(reward) for reward in rewards]}
+        self._nursery.send(json.dumps(setup).encode())
         self._selector.register(self._nursery, selectors.EVENT_READ)
 
     def __enter__(self) -> RewardPool:
@@ -139,7 +142,7 @@ class RewardPool:
             return scored
         self._wait_until_ready()
         self._open_log()
-        step = _Step(groups, texts, self._facts, self._columns)
+        step = _Step(groups, texts, self._rewards, self._columns)
         try:
             self._run(step, num_step_completions)
         finally:
@@ -147,14 +150,11 @@ class RewardPool:
                 if worker.call is not None:  # only after an exception
                     self._discard(worker)
         self._warn(step)
-        for index, fact in enumerate(self._facts):
-            name = fact["name"]
-            scored.statuses[name] = step.statuses[index]
-            scored.by_name[name] = step.values[index]
-        weights = [fact["weight"] for fact in self._facts]
-        scored.rewards = [
-            weighted_sum(list(zip(weights, values, strict=True))) for values in zip(*step.values, strict=True)
-        ]
+        for reward, statuses, values in zip(self._rewards, step.statuses, step.values, strict=True):
+            scored.statuses[reward.name], scored.by_name[reward.name] = statuses, values
+        weights = [reward.weight for reward in self._rewards]
+        by_sample = zip(*step.values, strict=True)
+        scored.rewards = [weighted_sum(list(zip(weights, values, strict=True))) for values in by_sample]
         scored.first_error = step.first_error()
         return scored
 
@@ -182,13 +182,8 @@ class RewardPool:
                     if worker.has_hung_up:
                         self._fail(step, calls, worker, "error", "closed the worker's connection to the pool")
                     else:
-                        self._fail(
-                            step,
-                            calls,
-                            worker,
-                            "timeout",
-                            f"took longer than reward_pool.timeout_s={self._pool.timeout_s:g}",
-                        )
+                        why = f"took longer than reward_pool.timeout_s={self._pool.timeout_s:g}"
+                        self._fail(step, calls, worker, "timeout", why)
             self._bound_log()
             if num_step_completions is not None and step.has_new_timeout:
                 self._stop_if_hopeless(step, num_step_completions)
@@ -225,7 +220,7 @@ class RewardPool:
         elif worker.call is None:
             self._discard(worker)  # nobody asked
         elif "quit" in reply:
-            raise RewardError(f"the debugger was left in reward {self._facts[worker.call.reward]['name']!r}")
+            raise RewardError(f"the debugger was left in reward {self._rewards[worker.call.reward].name!r}")
         elif "values" in reply:
             step.record(worker.call, reply["values"])
             self._release(worker)
@@ -233,7 +228,7 @@ class RewardPool:
             self._fail(step, calls, worker, "error", str(reply.get("failed")), keep=True)
 
     def _fail(
-        self, step: _Step, calls: deque[_Call], worker: _Worker, status: str, why: str, *, keep: bool = False
+        self, step: _Step, calls: deque[_Call], worker: _Worker, status: _Failure, why: str, *, keep: bool = False
     ) -> None:
         call = worker.call
         if keep:
@@ -245,21 +240,20 @@ class RewardPool:
 
     def _stop_if_hopeless(self, step: _Step, num_step_completions: int) -> None:
         step.has_new_timeout = False
-        for index, fact in enumerate(self._facts):
-            num_failed = step.statuses[index].count("timeout")
+        for reward, known in zip(self._rewards, step.statuses, strict=True):
+            num_failed = known.count("timeout")
             statuses = ["timeout"] * num_failed + ["ok"] * (num_step_completions - num_failed)
-            check_error_rate([{fact["name"]: statuses}], [step.first_error()], self._pool.max_error_frac)
+            check_error_rate([{reward.name: statuses}], [step.first_error()], self._pool.max_error_frac)
 
     # Processes
 
     def _spawn(self) -> _Worker:
         ours, theirs = socket.socketpair()
         assert self._log is not None
+        order = json.dumps({"spawn": self._num_started}).encode()
         with theirs:
             try:
-                socket.send_fds(
-                    self._nursery, [json.dumps({"spawn": self._num_started}).encode()], [theirs.fileno(), self._log]
-                )
+                socket.send_fds(self._nursery, [order], [theirs.fileno(), self._log])
             except OSError:
                 raise self._nursery_ended() from None
         worker = self._workers[self._num_started] = _Worker(self._num_started, ours)
@@ -268,7 +262,7 @@ class RewardPool:
         return worker
 
     def _discard(self, worker: _Worker) -> None:
-        """Have it killed, with its process group. Its place is free at once: one that cannot die (waiting for a disk)
+        """Have it killed, with its process group. Its place is free at once: one that waits for a disk and cannot die
         blocks nothing."""
         with suppress(OSError):
             self._nursery.send(json.dumps({"kill": worker.number}).encode())
@@ -285,7 +279,7 @@ class RewardPool:
         worker.call, worker.deadline, worker.wants_terminal = None, math.inf, False
         if worker is self._debugged:
             self._debugged = None
-            debugger_closes()
+            self._on_debugger(False)
             _give_terminal_to(os.getpgrp())
             self._lend_terminal()
 
@@ -294,19 +288,19 @@ class RewardPool:
         waiting = [worker for worker in self._workers.values() if worker.wants_terminal]
         if self._debugged is None and waiting:
             self._debugged, waiting[0].wants_terminal = waiting[0], False
-            debugger_opens()
+            self._on_debugger(True)
             _give_terminal_to(waiting[0].pid)
             waiting[0].sock.sendall(encode_frame({"go": True}))
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_S
-        while not self._facts:
+        while not self._rewards:
             if not self._selector.select(max(deadline - time.monotonic(), 0.0)):
                 raise RewardError(f"importing the rewards took longer than {_START_S:.0f} s")
             message = self._hear_nursery()
             if "error" in message:
                 raise RewardError(f"the rewards cannot be imported in the reward pool: {message['error']}")
-            self._facts = message["ready"]
+            self._rewards = [RewardFacts(**facts) for facts in message["ready"]]
 
     def _hear_nursery(self) -> dict[str, Any]:
         try:
@@ -332,70 +326,55 @@ class RewardPool:
     def _bound_log(self) -> None:
         if self._log is not None and os.fstat(self._log).st_size > _MAX_LOG_BYTES:
             os.ftruncate(self._log, 0)
-            os.write(
-                self._log, f"(cut here: this file is emptied when it is over {_MAX_LOG_BYTES >> 20} MiB)\n".encode()
-            )
+            note = f"(cut here: this file is emptied when it is over {_MAX_LOG_BYTES >> 20} MiB)\n"
+            os.write(self._log, note.encode())
 
     def _warn(self, step: _Step) -> None:
-        for index, fact in enumerate(self._facts):
-            counts = Counter(step.statuses[index])
+        for index, reward in enumerate(self._rewards):
+            counts, errors, repeated = Counter(step.statuses[index]), step.errors[index], step.repeated[index]
             failed = counts["timeout"] + counts["error"]
-            first = step.errors[index].get(min(step.errors[index], default=-1), "").partition("\n")[0]
             if failed:
                 kinds = ", ".join(f"{counts[kind]} {kind}" for kind in ("timeout", "error") if counts[kind])
-                _log.warning(
-                    "reward %r: %d of %d completions failed (%s); first: %s",
-                    fact["name"],
-                    failed,
-                    len(step.texts),
-                    kinds,
-                    first,
-                )
-            elif step.repeated[index]:
-                _log.warning(
-                    "reward %r: it failed for %d groups and was called again for each of their completions; first: %s",
-                    fact["name"], len(step.repeated[index]), step.repeated[index][0].partition("\n")[0],
-                )  # fmt: skip
+                found = f"{failed} of {len(step.texts)} completions failed ({kinds})"
+                first = errors.get(min(errors, default=-1), "")
+            elif repeated:
+                found = f"it failed for {len(repeated)} groups and was called again for each of their completions"
+                first = repeated[0]
+            else:
+                continue
+            _log.warning("reward %r: %s; first: %s", reward.name, found, first.partition("\n")[0])
 
 
 class _Step:
     """The flat lists of what is scored in one go, and what came of it."""
 
     def __init__(
-        self, groups: Sequence[RolloutGroup], texts: list[str], facts: list[dict[str, Any]], columns: Sequence[str]
+        self, groups: Sequence[RolloutGroup], texts: list[str], rewards: list[RewardFacts], columns: Sequence[str]
     ) -> None:
-        self.texts, self._facts = texts, facts
+        self.texts, self._rewards = texts, rewards
         self._groups: list[list[int]] = []
         self._keywords: list[dict[str, Any]] = []
-        self._columns = dict.fromkeys([*columns, *(name for fact in facts for name in fact["needs"])])
+        absent = dict.fromkeys([*columns, *(name for reward in rewards for name in reward.needs)])
         for group in groups:
             self._groups.append(list(range(len(self._keywords), len(self._keywords) + len(group.completions))))
+            prompt = group.prompt.text
             for completion in group.completions:
                 text = texts[len(self._keywords)]
-                self._keywords.append(
-                    self._columns
-                    | group.prompt.columns
-                    | {
-                        "prompts": group.prompt.text,
-                        "completions": text
-                        if isinstance(group.prompt.text, str)
-                        else [{"role": "assistant", "content": text}],
-                        "completion_ids": completion.token_ids,
-                    }
-                )
-        self.values: list[list[float | None]] = [[None] * len(texts) for _ in facts]
-        self.statuses = [[""] * len(texts) for _ in facts]
-        self.errors: list[dict[int, str]] = [{} for _ in facts]
-        self.repeated: list[list[str]] = [[] for _ in facts]
+                said = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                given = {"prompts": prompt, "completions": said, "completion_ids": completion.token_ids}
+                self._keywords.append(absent | group.prompt.columns | given)
+        self.values: list[list[float | None]] = [[None] * len(texts) for _ in rewards]
+        self.statuses = [[""] * len(texts) for _ in rewards]
+        self.errors: list[dict[int, str]] = [{} for _ in rewards]
+        self.repeated: list[list[str]] = [[] for _ in rewards]
         self.has_new_timeout = False
 
     def calls(self) -> deque[_Call]:
         calls: deque[_Call] = deque()
         for samples in self._groups:
-            for index, fact in enumerate(self._facts):
-                calls.extend(_Call(index, [i]) for i in samples) if fact["one_at_a_time"] else calls.append(
-                    _Call(index, samples)
-                )
+            for index, reward in enumerate(self._rewards):
+                parts = [[i] for i in samples] if reward.one_at_a_time else [samples]
+                calls.extend(_Call(index, part) for part in parts)
         return calls
 
     def keywords(self, call: _Call) -> dict[str, list[Any]]:
@@ -411,9 +390,9 @@ class _Step:
                 self.values[call.reward][i] = None if value is None else float(value)
                 self.statuses[call.reward][i] = "not_applicable" if value is None else "ok"
 
-    def fail(self, call: _Call, status: str, why: str) -> list[_Call]:
+    def fail(self, call: _Call, status: _Failure, why: str) -> list[_Call]:
         """Note a failure; returns the calls that show whose failure it was, where that is not known yet."""
-        why = f"reward {self._facts[call.reward]['name']!r} {why}"
+        why = f"reward {self._rewards[call.reward].name!r} {why}"
         if len(call.samples) > 1:
             self.repeated[call.reward].append(why)
             return [_Call(call.reward, [i]) for i in call.samples]
@@ -428,8 +407,7 @@ class _Step:
 
 
 def _give_terminal_to(process_group: int) -> None:
-    """Make it the terminal's foreground group, so that it may read and gets Ctrl-C. Nothing to do where we have no
-    terminal."""
+    """Make it the foreground group of our terminal, if we have one, so that it may read and gets Ctrl-C."""
     # we may be in the background now; the default action would stop us
     before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     try:

@@ -1,7 +1,8 @@
 """The processes behind the pool: a nursery without torch that imports the rewards once, and the workers that it forks.
 
-    python -m grpo_spmd.rewards.pool.worker SOCKET_FD PARENT_PID      (by pool.py, with exec: no thread, lock or GPU of the
-    rank comes along)
+    python -m grpo_spmd.rewards.pool.worker SOCKET_FD PARENT_PID      (by pool.py)
+
+It is started by exec, so that no thread, lock or GPU of the rank comes along.
 
 The nursery adopts whatever its workers leave behind (child subreaper), reaps it, and kills it all when the rank goes
 away, however it goes. A worker serves one call at a time over its own socket: JSON out, JSON back. It lives in its own
@@ -30,19 +31,19 @@ import time
 import traceback
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.rewards.protocol import Reward, load_rewards
+from grpo_spmd.rewards.protocol import Reward, RewardFacts, load_rewards
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_ERROR_CHARS = 4000
 _MAX_FRAME_BYTES = 1 << 30
 # what a shipped reward imports when it is first called: 2 s, which would count against a deadline
 _WARM = {"math": "math_verify"}
-
 
 # What a data row may hold beyond JSON (parquet columns).
 _ENCODERS: dict[type, Any] = {
@@ -68,19 +69,17 @@ def encode_frame(message: dict[str, Any]) -> bytes:
     """A message as JSON behind its length. Raises TypeError for what neither JSON nor `_ENCODERS` know."""
 
     def encode(value: Any) -> Any:
+        kind = type(value).__name__
         if type(value) not in _ENCODERS:
-            raise TypeError(
-                f"a value of type {type(value).__name__} cannot be sent to a reward worker; make it JSON in the data"
-            )
-        return {_TAG: type(value).__name__, "value": _ENCODERS[type(value)](value)}
+            raise TypeError(f"a value of type {kind} cannot be sent to a reward worker; make it JSON in the data")
+        return {_TAG: kind, "value": _ENCODERS[type(value)](value)}
 
     payload = json.dumps(message, default=encode).encode()
     return len(payload).to_bytes(4, "big") + payload
 
 
 def decode_frame(buffer: bytearray) -> dict[str, Any] | None:
-    """Take one message from the front of `buffer`; None while it is not whole. Raises ValueError for what is no
-    message."""
+    """Take one message from the front of `buffer`; None while it is not whole. ValueError for what is no message."""
     if len(buffer) < 4:
         return None
     end = 4 + int.from_bytes(buffer[:4], "big")
@@ -111,24 +110,20 @@ def call_reward(reward: Reward, keywords: dict[str, Any]) -> dict[str, Any]:
         values = reward.function(**keywords)
         if inspect.isawaitable(values):
             values = asyncio.run(_finish(values))
-        if (
-            isinstance(values, str | bytes | dict | set)
-            or not hasattr(values, "__len__")
-            or not hasattr(values, "__iter__")
-        ):
-            return {"failed": f"must return a list of numbers or None; got {type(values).__name__}"}
+        wrong = f"must return a list of numbers or None; got {type(values).__name__}"
+        is_list = hasattr(values, "__len__") and hasattr(values, "__iter__")
+        if isinstance(values, str | bytes | dict | set) or not is_list:
+            return {"failed": wrong}
         try:
             values = list(values)
         except TypeError:  # a tensor without dimensions
-            return {"failed": f"must return a list of numbers or None; got {type(values).__name__} without a length"}
+            return {"failed": f"{wrong} without a length"}
         if len(values) != expected:
             return {"failed": f"must return one value a completion: {expected}; got {len(values)}"}
         return {"values": [_as_reward(value) for value in values]}
     except bdb.BdbQuit:
         return {"quit": True}
-    except (
-        BaseException
-    ) as error:  # SystemExit and KeyboardInterrupt too: they are the function's failure, not the worker's
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too: the function fails, not the worker
         if error.__traceback__ is not None:
             error.__traceback__ = error.__traceback__.tb_next  # this frame says nothing
         what = traceback.format_exception_only(error)[-1].strip()[:500]
@@ -146,17 +141,14 @@ def _as_reward(value: Any) -> float | str | None:
         return f"returned {repr(value)[:100]}, which is no number"
     try:
         number = float(value)
-    except (
-        Exception
-    ) as error:  # a tensor of several numbers, an int that is too large, whatever an object's __float__ raises
+    except Exception as error:  # a tensor of several numbers, too large an int, whatever a __float__ raises
         return f"returned a {type(value).__name__}, which is no number ({type(error).__name__})"
     return number if math.isfinite(number) else f"returned {number}"
 
 
 class _Debugger(pdb.Pdb):
     def do_EOF(self, arg: str) -> bool | None:
-        """Ctrl-D on a terminal leaves the debugger. Where commands are piped in, they have been read by one worker of
-        several: go on."""
+        """Ctrl-D on a terminal leaves the debugger; where piped commands end, which one worker has read, go on."""
         return super().do_EOF(arg) if sys.stdin.isatty() else self.do_continue(arg)
 
 
@@ -192,8 +184,7 @@ class _Worker:
         return message
 
     def _breakpoint(self, *_: Any, **__: Any) -> None:
-        """breakpoint() in a reward: the pool stops this call's clock and lends the terminal, then pdb runs on it as
-        ever."""
+        """breakpoint() in a reward: the pool stops this call's clock and lends the terminal, on which pdb runs."""
         if os.environ.get("PYTHONBREAKPOINT") == "0" or os.getpid() != self._pid:
             return
         if self._log_fds is None:
@@ -229,8 +220,7 @@ class _Nursery:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent_pid:  # it died before we could ask to be told
             os._exit(0)
-        # The terminal, for the debugger. All else that is printed here goes to the file that the pool keeps as our
-        # stderr.
+        # The terminal, for the debugger. All else that is printed here goes to the pool's file, our stderr.
         self._terminal = os.dup(0), os.dup(1)
         os.dup2(2, 1)
         devnull = os.open(os.devnull, os.O_RDONLY)
@@ -251,10 +241,8 @@ class _Nursery:
         setup = json.loads(self._rank.recv(1 << 20))
         sys.path[:] = setup["sys_path"]
         rewards = self._load([RewardConfig(**reward) for reward in setup["rewards"]])
-        facts = [
-            {"name": r.name, "weight": r.weight, "needs": r.needs, "one_at_a_time": r.one_at_a_time} for r in rewards
-        ]
-        self._tell({"ready": facts})
+        names = [field.name for field in fields(RewardFacts)]
+        self._tell({"ready": [{name: getattr(reward, name) for name in names} for reward in rewards]})
         selector = selectors.DefaultSelector()
         selector.register(self._rank, selectors.EVENT_READ)
         selector.register(self._wakeup, selectors.EVENT_READ)
@@ -322,25 +310,20 @@ class _Nursery:
         self._workers[pid] = number  # this thread also reaps, so that it cannot have died unnoticed before this line
 
     def _reap(self) -> None:
-        """Collect the dead. A dead worker's group goes with it before its pid is free again, and so do helpers that
-        left the group."""
+        """Collect the dead. With a worker go its group, before its pid is free again, and helpers beside it."""
         while (ended := _first_dead_child()) is not None:
             if ended.si_pid in self._workers:
                 _kill_group(ended.si_pid)
                 os.waitpid(ended.si_pid, 0)
-                how = (
-                    f"exited with code {ended.si_status}"
-                    if ended.si_code == os.CLD_EXITED
-                    else f"died of {_signal_name(ended.si_status)}"
-                )
+                code, has_exited = ended.si_status, ended.si_code == os.CLD_EXITED
+                how = f"exited with code {code}" if has_exited else f"died of {_signal_name(code)}"
                 self._kill_adopted()
                 self._tell({"died": self._workers.pop(ended.si_pid), "how": how})
             else:
                 os.waitpid(ended.si_pid, 0)
 
     def _kill_adopted(self, patience_s: float = 2) -> None:
-        """Kill what was reparented to us: each kill may hand us the children of the killed one, so until there are
-        none."""
+        """Kill what was reparented to us until there is none: each kill may hand us the killed one's children."""
         deadline = time.monotonic() + patience_s
         while adopted := [pid for pid in _children() if pid not in self._workers]:
             for pid in adopted:
@@ -359,8 +342,7 @@ class _Nursery:
             self._end()
 
     def _end(self, *_: Any, code: int = 0) -> None:
-        """Leave nothing behind. Patient, because nobody comes after us: a machine that stalls for seconds must not cut
-        the hunt short."""
+        """Leave nothing behind. Patient, since nobody comes after us: a machine may stall for seconds."""
         for pid in self._workers:
             _kill_group(pid)
         self._workers.clear()

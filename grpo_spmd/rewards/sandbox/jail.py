@@ -1,5 +1,4 @@
-"""The process in which model-written code runs: it puts up walls around itself, then runs the code. Standard library
-alone, no package.
+"""The process in which model-written code runs: it walls itself in, then runs the code. Standard library alone.
 
     python -I -S -X utf8 jail.py SOCKET_FD      (by sandbox.py, with an empty environment, in a session of its own)
 
@@ -11,8 +10,8 @@ The walls, none of which the code can take down:
 * Where the kernel lets us, namespaces: an empty root with these folders alone, read-only, a scratch folder in memory of
   bounded size, an empty network. Without them there is no place to write at all, no thread, and stat still tells names,
   sizes and times of files outside.
-* rlimits: memory, CPU time, size of a file, open files, threads. No privileges: as root, another user; no capability;
-none to be gained.
+* rlimits: memory, CPU time, size of a file, open files, threads.
+* No privileges: as root, another user; no capability; none to be gained.
 
 If the files or the network cannot be closed off, it says why and runs nothing.
 """
@@ -47,35 +46,30 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _LAST_KNOWN_SYSCALL = 461  # what later kernels add is refused unseen
 _REFUSED = {
-    "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281),
-    "socket": (41, 198), "connect": (42, 203), "accept": (43, 202), "accept4": (288, 242), "bind": (49, 200), "listen": (50, 201),
-    "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
-    "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "ptrace": (101, 117), "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271), "kcmp": (312, 272), "process_madvise": (440, 440), "process_mrelease": (448, 448),
-    "setpriority": (141, 140), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274), "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97), "setns": (308, 268),
-    "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
-    "fspick": (433, 433), "mount_setattr": (442, 442), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "keyctl": (250, 219), "add_key": (248, 217),
-    "request_key": (249, 218), "memfd_create": (319, 279), "memfd_secret": (447, 447), "syslog": (103, 116), "personality": (135, 92),
-    "modify_ldt": (154, -1), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "msgget": (68, 186),
-    "mq_open": (240, 180), "mq_unlink": (241, 181), "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53),
-    "fchmodat2": (452, 452), "chown": (92, -1), "fchown": (93, 55), "lchown": (94, -1), "fchownat": (260, 54), "utime": (132, -1),
-    "utimes": (235, -1), "utimensat": (280, 88), "futimesat": (261, -1), "setxattr": (188, 5), "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
-    "inotify_add_watch": (254, 27), "fanotify_init": (300, 262),
+    "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281), "socket": (41, 198),
+    "connect": (42, 203), "accept": (43, 202), "accept4": (288, 242), "bind": (49, 200), "listen": (50, 201),
+    "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272), "process_madvise": (440, 440),
+    "process_mrelease": (448, 448), "setpriority": (141, 140), "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239), "mount": (165, 40),
+    "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97), "setns": (308, 268),
+    "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
+    "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "keyctl": (250, 219),
+    "add_key": (248, 217), "request_key": (249, 218), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "syslog": (103, 116), "personality": (135, 92), "modify_ldt": (154, -1), "shmget": (29, 194), "shmat": (30, 196),
+    "shmctl": (31, 195), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "mq_unlink": (241, 181),
+    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, -1),
+    "fchown": (93, 55), "lchown": (94, -1), "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1),
+    "utimensat": (280, 88), "futimesat": (261, -1), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "inotify_add_watch": (254, 27),
+    "fanotify_init": (300, 262),
 }  # fmt: skip
-_CLONE, _CLONE3, _KILL, _TGKILL, _PRLIMIT, _SOCKETPAIR = (
-    (56, 220),
-    (435, 435),
-    (62, 129),
-    (234, 131),
-    (302, 261),
-    (53, 199),
-)
-_FCNTL, _IOCTL = (72, 25), (16, 29)
+_CLONE, _CLONE3, _KILL, _TGKILL = (56, 220), (435, 435), (62, 129), (234, 131)
+_PRLIMIT, _SOCKETPAIR, _FCNTL, _IOCTL = (302, 261), (53, 199), (72, 25), (16, 29)
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_READ_FILE, _LANDLOCK_READ_DIR = 1 << 2, 1 << 3
 # write, remove, make folder, file and link, truncate
@@ -102,8 +96,7 @@ def put_up_walls(readable: Sequence[str], scratch: str, *, memory_bytes: int, cp
     if not has_own_root and abi < 3:
         raise Refused(
             f"Linux {platform.release()} gives neither Landlock (ABI 3, Linux 6.2; here {abi}) nor a mount namespace, "
-            "so that files cannot "
-            "be closed off"
+            "so that files cannot be closed off"
         )
     set_limits(memory_bytes, cpu_s)
     is_other_user = os.getuid() != 0
@@ -127,8 +120,7 @@ def put_up_walls(readable: Sequence[str], scratch: str, *, memory_bytes: int, cp
 
 
 def set_limits(memory_bytes: int, cpu_s: int) -> None:
-    """Bounds that need no kernel feature. A write beyond the file size is an error in the code, not the end of the
-    process."""
+    """Bounds that need no kernel feature. A write beyond the file size is an error in the code, and does not end it."""
     limits = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_CPU: cpu_s,
@@ -158,9 +150,8 @@ def _enter_namespaces(readable: Sequence[str], scratch: str) -> bool:
                 return False
     try:
         _mount(None, "/", None, _REC | _PRIVATE, None)
-        _mount(
-            "tmpfs", scratch, "tmpfs", _NOSUID | _NODEV, f"size={_SCRATCH_BYTES},nr_inodes={_SCRATCH_INODES},mode=755"
-        )
+        size = f"size={_SCRATCH_BYTES},nr_inodes={_SCRATCH_INODES},mode=755"
+        _mount("tmpfs", scratch, "tmpfs", _NOSUID | _NODEV, size)
         os.umask(0o022)
         for path in readable:
             target = scratch + path
@@ -220,8 +211,7 @@ def _seccomp(*, allow_threads: bool) -> None:
         raise Refused(f"no system call filter is written for {platform.machine()}")
     column, architecture = _ARCHITECTURES[platform.machine()]
     # EPERM, ENOSYS
-    allow, refuse, unknown = ((0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x00050026))
-
+    allow, refuse, unknown = (0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x00050026)
     arg0, arg1 = 16, 24  # the low halves
 
     def load(offset: int) -> tuple[int, int, int, int]:
@@ -236,11 +226,12 @@ def _seccomp(*, allow_threads: bool) -> None:
         return only_if(call, load(arg1), *((0x15, len(commands) - i, 0, command) for i, command in enumerate(commands)))
 
     pid = os.getpid()
+    threads = only_if(_CLONE, load(arg0), (0x45, 0, 1, 0x10000))
     program = [
         load(4), (0x15, 1, 0, architecture), (0x06, 0, 0, 0x80000000),  # another architecture's calls: kill the process
         load(0), (0x25, 0, 1, _LAST_KNOWN_SYSCALL), unknown,  # x32 calls as well
         (0x15, 0, 1, _CLONE3[column]), unknown,  # its flags are out of reach; the C library falls back to clone
-        *(only_if(_CLONE, load(arg0), (0x45, 0, 1, 0x10000)) if allow_threads else [(0x15, 0, 1, _CLONE[column]), refuse]),
+        *(threads if allow_threads else [(0x15, 0, 1, _CLONE[column]), refuse]),
         *only_if(_KILL, load(arg0), (0x15, 0, 1, pid)),
         *only_if(_TGKILL, load(arg0), (0x15, 0, 1, pid)),
         *only_if(_PRLIMIT, load(arg0), (0x15, 1, 0, 0), (0x15, 0, 1, pid)),
@@ -268,9 +259,8 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 
 def _syscall(number: int, *arguments: Any) -> int:
-    return int(
-        _libc.syscall(ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
-    )
+    wide = (ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments)
+    return int(_libc.syscall(ctypes.c_long(number), *wide))
 
 
 def _prctl(option: int, *arguments: int) -> int:
@@ -303,8 +293,7 @@ def _run_module(name: str, text: str) -> dict[str, Any]:
 
 
 def encode_value(value: Any) -> Any:
-    """A value of plain types as JSON, [type, content]. Raises TypeError for others: an object would compare as it
-    likes."""
+    """A value of plain types as JSON, [type, content]. TypeError for others: an object would compare as it likes."""
     if value is None or isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
         return ["c", None if value is None else bool(value)]
     if isinstance(value, str):

@@ -1,10 +1,10 @@
-"""Model-written Python against given tests: this side starts the limited process (jail.py), holds the expected values,
-and judges.
+"""Model-written Python against given tests: this side starts the limited process (jail.py), keeps what is expected
+from it, and judges.
 
 What the verdict rests on, by the kind of test:
 
-* {"input": text, "output": text}: a process for each; what the code printed is compared here. The expected output never
-enters it.
+* {"input": text, "output": text}: a process for each; what the code printed is compared here. The expected output
+  never enters it.
 * `assert EXPRESSION == LITERAL` (either way round; if the literal is True or False, the expression must be the call of
   a function of the code): only the expression goes in, its value comes out as plain data and is compared here. An
   object that claims to equal everything, a patched builtin, a printed success or an early exit gain nothing: whoever
@@ -70,16 +70,14 @@ def check_isolation() -> list[str]:
 
 
 def passes_program_test(code: str, stdin: str, expected: str, limits: Limits) -> bool:
-    """Whether the program, given `stdin`, ends with code 0 and prints `expected`; white space at the ends of lines does
-    not count."""
+    """Whether the program, given `stdin`, ends with code 0 and prints `expected`, white space at line ends aside."""
     with _Jail(code, "program", limits, stdin) as jail:
         output = jail.output()
     return output is not None and _lines(output.decode(errors="replace")) == _lines(expected)
 
 
 def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[bool]:
-    """For each test, whether all its statements hold after `code`; they run in order in one process, within `limits`
-    all together."""
+    """For each test, whether all its statements hold after `code`. One process runs all, in order, within `limits`."""
     parsed = [_parse(test) for test in tests]
     flat = [statement for statements in parsed for statement in statements]
     given = [secrets.token_hex(16) for _ in flat]
@@ -111,48 +109,33 @@ def _parse(test: str) -> list[_Statement]:
         raise SandboxError(f"a test is not Python: {error}: {test[:200]!r}") from None
     if not body:
         raise SandboxError(f"a test says nothing: {test[:200]!r}")
-    statements = []
-    for node in body:
-        if (
-            isinstance(node, ast.Assert)
-            and isinstance(node.test, ast.Compare)
-            and [type(op) for op in node.test.ops] == [ast.Eq]
-        ):
-            sides = [node.test.left, node.test.comparators[0]]
-            for expression, literal in (sides, sides[::-1]):
-                try:
-                    expected = ast.literal_eval(literal)
-                except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-                    continue
-                # "(abs(f(2) - 1.4) < 1e-3) == True": True is easily guessed, and abs is whatever the code says it is. A
-                # function's own answer is another thing.
-                own = (
-                    isinstance(expression, ast.Call)
-                    and isinstance(expression.func, ast.Name)
-                    and not hasattr(builtins, expression.func.id)
-                )
-                if not isinstance(expected, complex) and (own or not isinstance(expected, bool)):
-                    statements.append(_Statement(ast.unparse(expression), expected, is_compared_here=True))
-                    break
-            else:
-                statements.append(_Statement(ast.unparse(node)))
-        else:
-            statements.append(_Statement(ast.unparse(node)))
-    return statements
+    return [_statement(node) for node in body]
+
+
+def _statement(node: ast.stmt) -> _Statement:
+    test = node.test if isinstance(node, ast.Assert) else None
+    sides: list[ast.expr] = []
+    if isinstance(test, ast.Compare) and [type(op) for op in test.ops] == [ast.Eq]:
+        sides = [test.left, test.comparators[0]]
+    for expression, literal in (sides, sides[::-1]) if sides else ():
+        try:
+            expected = ast.literal_eval(literal)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            continue
+        # "(abs(f(2) - 1.4) < 1e-3) == True": True is easily guessed, and abs is whatever the code says it is. A
+        # function's own answer is another thing.
+        call = expression.func if isinstance(expression, ast.Call) else None
+        is_own = isinstance(call, ast.Name) and not hasattr(builtins, call.id)
+        if not isinstance(expected, complex) and (is_own or not isinstance(expected, bool)):
+            return _Statement(ast.unparse(expression), expected, is_compared_here=True)
+    return _Statement(ast.unparse(node))
 
 
 def _equals(encoded: Any, expected: Any) -> bool:
     try:
         return bool(_decode(encoded) == expected)
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        RecursionError,
-        OverflowError,
-    ):  # nothing that encode_value would write
-        return False
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError):
+        return False  # nothing that encode_value would write
 
 
 def _decode(encoded: Any) -> Any:
@@ -184,12 +167,8 @@ class _Jail:
     """One limited process over one piece of code, killed at the end of the block at the latest."""
 
     def __init__(self, code: str, mode: str, limits: Limits, stdin: str) -> None:
-        self._limits, self._scratch, self._buffer, self._received = (
-            limits,
-            tempfile.TemporaryDirectory(prefix="grpo_code_"),
-            b"",
-            0,
-        )
+        self._scratch = tempfile.TemporaryDirectory(prefix="grpo_code_")
+        self._buffer, self._received = b"", 0
         self._stdin: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._stdout: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._stdin.write(stdin.encode(errors="surrogatepass"))
@@ -208,18 +187,9 @@ class _Jail:
             )
         try:
             self._deadline = time.monotonic() + _START_S
-            self.write(
-                {
-                    "code": code,
-                    "mode": mode,
-                    "isolation": limits.isolation,
-                    "readable": _readable(),
-                    "scratch": self._scratch.name,
-                    "site": _site(),
-                    "memory_bytes": limits.memory_mib << 20,
-                    "cpu_s": int(limits.time_s) + 1,
-                }
-            )
+            bounds = {"memory_bytes": limits.memory_mib << 20, "cpu_s": int(limits.time_s) + 1}
+            folders = {"readable": _readable(), "scratch": self._scratch.name, "site": _site()}
+            self.write({"code": code, "mode": mode, "isolation": limits.isolation, **folders, **bounds})
             answer = self.read()
             if not isinstance(answer, dict) or "walls" not in answer:
                 reason = answer.get("refused") if isinstance(answer, dict) else "its process did not start"
@@ -285,8 +255,7 @@ def _site() -> list[str]:
 
 
 def _readable() -> list[str]:
-    """What code must be able to read in order to run at all: Python's library, installed packages, the system's
-    libraries."""
+    """What code must read in order to run at all: Python's library, installed packages, the system's libraries."""
     library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
     return [path for path in dict.fromkeys([*library, *_site(), *system]) if os.path.exists(path)]
