@@ -21,6 +21,29 @@ install_import_hook(
 )
 
 
+# What takes longest, in that order; then the other folders before unit/.
+_FIRST = (
+    "runs/test_end_to_end.py",
+    "ranks/test_partition.py",
+    "faults/test_resume.py",
+    "faults/test_failures.py",
+    "faults/test_doctor.py",
+    "ranks/test_weight_sync.py",
+)
+_FOLDERS = ("faults", "ranks", "runs", "unit")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: pytest hands them to its processes in this order (`--dist loadfile --no-loadscope-reorder`)."""
+
+    def place(item: pytest.Item) -> tuple[int, int]:
+        name = str(item.path.relative_to(Path(__file__).parent))
+        first = _FIRST.index(name) if name in _FIRST else len(_FIRST)
+        return first, _FOLDERS.index(Path(name).parts[0])
+
+    items.sort(key=place)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):  # one of several pytest processes: its controller prints for all
         session.config.workeroutput["launches"] = dict(launches)
@@ -47,3 +70,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     make_model(folder / "model", "qwen3", tied=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `tests.support.recorded.plain`: run/, model/, config.yaml, train.jsonl. To be read only."""
+    from tests.support.recorded import plain, record_once
+
+    return record_once(tmp_path_factory, plain)
+
+
+@pytest.fixture(scope="session")
+def elaborate_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of `tests.support.recorded.elaborate`."""
+    from tests.support.recorded import elaborate, record_once
+
+    return record_once(tmp_path_factory, elaborate)

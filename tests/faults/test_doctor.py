@@ -21,8 +21,10 @@ LIMIT_S = 3.0
 RAISES = [("raise", phase, rank) for phase in PHASES for rank in (0, 1)]
 SLEEPS = [("sleep", phase, number % 2) for number, phase in enumerate(PHASES)] + [("sleep", "update", 0)]
 STRAYS = [
-    ("stop", "rollout", 1), ("stop", "update", 0), ("gil", "reward", 1), ("kill", "rollout", 1), ("kill", "logprobs", 0),
-    ("exit", "eval", 1), ("refuse", "start", 1), ("interrupt", "update", 0), ("debug", "logprobs", 1), ("work", "rollout", 1),
+    ("stop", "rollout", 1), ("stop", "update", 0), ("gil", "reward", 1), ("kill", "rollout", 1),
+    ("kill", "logprobs", 0),
+    ("exit", "eval", 1), ("refuse", "start", 1), ("interrupt", "update", 0), ("debug", "logprobs", 1),
+    ("work", "rollout", 1),
     ("pass", "", 0),
 ]  # fmt: skip
 

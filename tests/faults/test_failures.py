@@ -122,7 +122,10 @@ def rollouts(tmp_path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def test_unusable_rewards_are_counted_and_left_out(tmp_path: Path, model: Path) -> None:
-    body = "return [float(len(c)) for c in completions[1:]] + [[float('nan'), None, 'high', 2.0][columns['nums'][0][0] % 4]]"
+    body = (
+        "return [float(len(c)) for c in completions[1:]] + [[float('nan'), None, 'high', "
+        "2.0][columns['nums'][0][0] % 4]]"
+    )
     code, output = run(tmp_path, model, body, num_ranks=1, reward_pool={"max_error_frac": 0.5})
     assert code == 0, output
     for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
@@ -170,6 +173,7 @@ def test_a_data_error_seen_only_with_the_tokenizer_is_one_line_and_exit_code_2(t
     code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config)).wait(120)
     assert code == 2
     assert [line for line in output.splitlines() if line.strip()] == [
-        f"error: {tmp_path}/train.jsonl:1: the prompt is chat messages, but the tokenizer of model.path has no chat template"
+        f"error: {tmp_path}/train.jsonl:1: the prompt is chat messages, but the tokenizer of model.path "
+        "has no chat template"
     ]
     assert not (tmp_path / "run").exists()

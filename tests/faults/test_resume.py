@@ -144,7 +144,7 @@ def test_a_run_killed_and_preempted_goes_on_to_the_bit(uninterrupted: Path, pree
     for step in (4, 5):
         assert state(preempted, step) == state(uninterrupted, step), step
     assert [path.name for path in sorted((preempted / "run/checkpoints").iterdir())] == ["step_000004", "step_000005"]
-    again = finish(2, preempted)
+    again = train(2, preempted / "config.yaml")
     assert "is the end of this run; raise training.num_steps (5) to go on" in again
     assert "starting vLLM" not in again
     assert metrics(preempted) == metrics(uninterrupted)

@@ -66,10 +66,12 @@ import gc
 tried("secret in memory", lambda: [o for o in gc.get_objects() if isinstance(o, dict) and FACTS["secret_name"] in o])
 """,
     "files": """
-for path in ("/etc/passwd", "/etc/shadow", "/etc/hostname", "/root/.bashrc", "/proc/mounts", "/proc/cpuinfo", "/dev/sda", "/dev/mem",
+for path in ("/etc/passwd", "/etc/shadow", "/etc/hostname", "/root/.bashrc", "/proc/mounts", "/proc/cpuinfo",
+             "/dev/sda", "/dev/mem",
              "/dev/kmsg", FACTS["data"], FACTS["code"], FACTS["data"] + "/../" + FACTS["data"]):
     tried("read " + path, lambda: read(path))
-for path in ("/", "/root", "/home", "/etc", "/tmp", "/proc", "/sys", "/dev", "/dev/shm", "/var", "/run", os.path.dirname(FACTS["data"])):
+for path in ("/", "/root", "/home", "/etc", "/tmp", "/proc", "/sys", "/dev", "/dev/shm", "/var",
+             "/run", os.path.dirname(FACTS["data"])):
     if path != "/tmp" or not FACTS["namespaces"]:  # there it is the scratch folder
         tried("list " + path, lambda: os.listdir(path))
 def link():
@@ -87,12 +89,16 @@ for fd in range(0, 64):
     "damage": """
 data = FACTS["data"]
 for name, attempt in {
-    "write": lambda: open(data, "w"), "append": lambda: open(data, "a"), "truncate": lambda: os.truncate(data, 0) or True,
+    "write": lambda: open(data, "w"), "append": lambda: open(data, "a"),
+    "truncate": lambda: os.truncate(data, 0) or True,
     "truncate by opening": lambda: os.open(data, os.O_RDONLY | os.O_TRUNC), "chmod": lambda: os.chmod(data, 0) or True,
     "chown": lambda: os.chown(data, 1, 1) or True, "utime": lambda: os.utime(data) or True,
-    "xattr": lambda: os.setxattr(data, "user.x", b"1") or True, "beside": lambda: open(os.path.dirname(data) + "/new", "w"),
-    "library": lambda: open(os.path.dirname(os.__file__) + "/evil.py", "w"), "library file": lambda: open(os.__file__, "r+"),
-    "/tmp": lambda: open("/tmp/x", "w") if not FACTS["namespaces"] else None, "/dev/shm": lambda: open("/dev/shm/x", "w"),
+    "xattr": lambda: os.setxattr(data, "user.x", b"1") or True,
+    "beside": lambda: open(os.path.dirname(data) + "/new", "w"),
+    "library": lambda: open(os.path.dirname(os.__file__) + "/evil.py", "w"),
+    "library file": lambda: open(os.__file__, "r+"),
+    "/tmp": lambda: open("/tmp/x", "w") if not FACTS["namespaces"] else None,
+    "/dev/shm": lambda: open("/dev/shm/x", "w"),
     "mknod": lambda: os.mkfifo("pipe") or True, "mkdir": lambda: os.mkdir("/var/x") or True,
     "rename": lambda: os.rename(data, data + "2") or True, "unlink": lambda: os.unlink(data) or True,
 }.items():
@@ -157,14 +163,19 @@ for pid in (os.getppid(), FACTS["pid"]):
     "kernel": """
 for name, call in {
     "unshare": lambda: libc.unshare(0x10000000) == 0, "setns": lambda: libc.setns(0, 0) == 0,
-    "mount": lambda: libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, None) == 0, "umount": lambda: libc.umount2(b"/tmp", 2) == 0,
+    "mount": lambda: libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, None) == 0,
+    "umount": lambda: libc.umount2(b"/tmp", 2) == 0,
     "chroot": lambda: os.chroot("/tmp") or True, "setuid 0": lambda: os.getuid() and (os.setuid(0) or True),
-    "bpf": lambda: libc.syscall(321, 0, 0, 0), "perf": lambda: libc.syscall(298, ctypes.create_string_buffer(128), 0, -1, -1, 0),
-    "userfaultfd": lambda: libc.syscall(323, 0), "io_uring": lambda: libc.syscall(425, 8, ctypes.create_string_buffer(120)),
+    "bpf": lambda: libc.syscall(321, 0, 0, 0),
+    "perf": lambda: libc.syscall(298, ctypes.create_string_buffer(128), 0, -1, -1, 0),
+    "userfaultfd": lambda: libc.syscall(323, 0),
+    "io_uring": lambda: libc.syscall(425, 8, ctypes.create_string_buffer(120)),
     "keyctl": lambda: libc.syscall(250, 0, -3, 1), "add_key": lambda: libc.syscall(248, b"user", b"x", b"y", 1, -3),
-    "memfd": lambda: os.memfd_create("x"), "shmget": lambda: libc.shmget(0, 4096, 0o1600), "msgget": lambda: libc.msgget(0, 0o1600),
+    "memfd": lambda: os.memfd_create("x"), "shmget": lambda: libc.shmget(0, 4096, 0o1600),
+    "msgget": lambda: libc.msgget(0, 0o1600),
     "dmesg": lambda: libc.klogctl(3, ctypes.create_string_buffer(1000), 1000) > 0,
-    "handle": lambda: libc.syscall(304, -100, ctypes.create_string_buffer(128), 0), "x32": lambda: libc.syscall(0x40000000 + 39),
+    "handle": lambda: libc.syscall(304, -100, ctypes.create_string_buffer(128), 0),
+    "x32": lambda: libc.syscall(0x40000000 + 39),
     "later calls": lambda: libc.syscall(467, -100, b"/etc/passwd", 0, 0, 0),
     "inotify": lambda: libc.inotify_add_watch(libc.inotify_init(), b"/tmp" if not FACTS["namespaces"] else b"/", 0xfff),
     "raise a limit": lambda: __import__("resource").setrlimit(7, (10**5, 10**5)) or True,
@@ -197,7 +208,8 @@ def outcomes(folder: Path) -> dict[str, Any]:
         with _Jail("", "program", LIMITS, stdin="") as jail:
             walls = jail.walls
         facts = {
-            "pid": os.getpid(), "data": str(data), "code": __file__, "port": tcp.getsockname()[1], "unix": str(folder / "unix"),
+            "pid": os.getpid(), "data": str(data), "code": __file__, "port": tcp.getsockname()[1],
+            "unix": str(folder / "unix"),
             "abstract": folder.name, "secret_name": "SECRET_TOKEN", "namespaces": "namespaces" in walls,
         }  # fmt: skip
         found: dict[str, Any] = {"walls": walls}
@@ -222,7 +234,10 @@ def outcomes(folder: Path) -> dict[str, Any]:
 def hostile(request: pytest.FixtureRequest) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="worth_having_"))
     wrapper = [] if request.param == "namespaces" else WITHOUT_NAMESPACES
-    source = "import json, sys, pathlib\nfrom tests.faults.test_sandbox import outcomes\nprint(json.dumps(outcomes(pathlib.Path(sys.argv[1]))))"
+    source = (
+        "import json, sys, pathlib\nfrom tests.faults.test_sandbox import outcomes\n"
+        "print(json.dumps(outcomes(pathlib.Path(sys.argv[1]))))"
+    )
     done = subprocess.run(
         [*wrapper, sys.executable, "-c", source, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
@@ -265,7 +280,8 @@ def test_the_attacks_work_where_there_is_no_wall() -> None:
             ) as jail:
                 seen[name] = (jail.output() or b"").decode()
     for name, attempts in {
-        "environment": ["environ of", "files of", "memory map of"], "files": ["read /etc/passwd", "list /root", "symlink", "relative"],
+        "environment": ["environ of", "files of", "memory map of"],
+        "files": ["read /etc/passwd", "list /root", "symlink", "relative"],
         "damage": ["write", "truncate by opening", "chmod", "beside"], "network": ["socket 2 1", "datagram pair"],
     }.items():  # fmt: skip
         for attempt in attempts:
@@ -290,7 +306,8 @@ def _ends(code: str, time_s: float = 3.0) -> bytes | None:
     [
         "while True: pass",
         "import time\ntime.sleep(1000)",
-        "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, 1)\n    except Exception: pass\ntime.sleep(1000)",
+        "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, 1)\n    except Exception: "
+        "pass\ntime.sleep(1000)",
         "import threading, time\nthreading.Thread(target=lambda: time.sleep(1000)).start()",
         "import os\nos.setsid()\nwhile True: pass",
         "input()\nwhile True: pass",
@@ -320,7 +337,10 @@ print(fcntl.fcntl(r, fcntl.F_GETFL) >= 0)
 
 
 def test_true_cannot_be_guessed_with_own_builtins() -> None:
-    code = "def f(x): return -1\nabs = lambda x: 0\nall = lambda x: True\nisinstance = lambda *a: True\nis_even = lambda n: n % 2 == 0"
+    code = (
+        "def f(x): return -1\nabs = lambda x: 0\nall = lambda x: True\nisinstance = lambda *a: True\nis_even "
+        "= lambda n: n % 2 == 0"
+    )
     tests = [
         "assert (abs(f(2) - 1.4) < 1e-3) == True",
         "assert all(f(i) > 0 for i in [1, 2]) == True",
@@ -469,7 +489,8 @@ print(int(input()) * 2 + 1) if __name__ == "__main__" else None
 """
     assert passes_statements(code, TESTS, LIMITS) == [True] * 4
     assert passes_program_test(code, "20\n", "41  \n\n", LIMITS)
-    assert passes_statements(code, ["x = f(1)\nassert x == 3\nassert x == 3", "assert x == 4", "assert f(2) != 5", "f(3)"], LIMITS) == [
+    statements = ["x = f(1)\nassert x == 3\nassert x == 3", "assert x == 4", "assert f(2) != 5", "f(3)"]
+    assert passes_statements(code, statements, LIMITS) == [
         True, False, False, True,
     ]  # fmt: skip
 
@@ -490,7 +511,8 @@ def f(x):
             if select.select([fd], [], [], 0)[0]: found.append(str(os.read(fd, 100000)))
         except OSError: pass
     digits = "".join(map(str, range(91, 80, -1)))
-    return [digits if any(digits in text for text in found) else "nothing", any("other_" + "test" in text for text in found)]
+    expected = digits if any(digits in text for text in found) else "nothing"
+    return [expected, any("other_" + "test" in text for text in found)]
 """
     tests = ["assert f(1) == ['9190898887868584838281', True]", "assert f(1) == ['nothing', True]", "assert other_test"]
     assert passes_statements(code, tests, LIMITS) == [False, True, False]
@@ -498,7 +520,8 @@ def f(x):
 
 def test_common_programs_run() -> None:
     deep = "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 27)\n"
-    deep += "def main():\n    def g(n): return 0 if n == 0 else 1 + g(n - 1)\n    print(g(20000))\nt = threading.Thread(target=main)\nt.start()"
+    deep += "def main():\n    def g(n): return 0 if n == 0 else 1 + g(n - 1)\n    print(g(20000))\n"
+    deep += "t = threading.Thread(target=main)\nt.start()"
     assert passes_program_test(deep, "", "20000", LIMITS)
     assert passes_program_test(
         "import asyncio\nasync def f(): print(await asyncio.sleep(0, 7))\nasyncio.run(f())", "", "7", LIMITS
@@ -509,7 +532,10 @@ def test_common_programs_run() -> None:
     assert passes_program_test(
         text + "import sys\nfor line in sys.stdin: print(line[::-1].strip())", "ab\ncd\n", "ba\ndc", LIMITS
     )
-    data = "from dataclasses import dataclass\nimport typing\n@dataclass\nclass A:\n    x: 'int' = 1\nprint(A(), typing.get_type_hints(A))"
+    data = (
+        "from dataclasses import dataclass\nimport typing\n@dataclass\nclass A:\n    x: 'int' = 1\nprint(A(), "
+        "typing.get_type_hints(A))"
+    )
     assert passes_program_test(data, "", "A(x=1) {'x': <class 'int'>}", LIMITS)
     assert not passes_program_test("print(1); raise ValueError", "", "1", LIMITS)
     assert passes_program_test("print(1); exit()", "", "1", LIMITS)
@@ -568,7 +594,8 @@ def _without(call: int, *, wrapped: bool = False) -> subprocess.CompletedProcess
 import ctypes, struct
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.protocol import load_rewards
-program = b"".join(struct.pack("HBBI", *i) for i in [(0x20, 0, 0, 0), (0x15, 0, 1, {call}), (6, 0, 0, 0x50026), (6, 0, 0, 0x7fff0000)])
+program = b"".join(struct.pack("HBBI", *i) for i in [(0x20, 0, 0, 0), (0x15, 0, 1, {call}), (6, 0, 0, 0x50026),
+(6, 0, 0, 0x7fff0000)])
 libc = ctypes.CDLL(None)
 code = ctypes.create_string_buffer(program)
 header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 4, ctypes.addressof(code)))

@@ -23,7 +23,8 @@ from tests.support.processes import ROOT, Job
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
 echo "$*" >>srun.calls
-if [ "$1" = torchrun ] && [ -n "${WITHOUT_TORCHRUN:-}" ]; then  # one rank, and seconds less, where torchrun is not what is tested
+# One rank, and seconds less, where torchrun is not what is tested.
+if [ "$1" = torchrun ] && [ -n "${WITHOUT_TORCHRUN:-}" ]; then
   while [ "$1" != -m ]; do shift; done
   export RANK=0
   set -- python "$@"

@@ -27,7 +27,8 @@ NUM_SAMPLES, NUM_STEPS = 4, 3
 # > 0".
 REWARD = """
 def score(completion_ids):
-    return [None if ids[0] % 7 == 0 else float("nan") if ids[0] % 7 == 1 else float(ids[0] % 2) for ids in completion_ids]
+    first = [ids[0] for ids in completion_ids]
+    return [None if id % 7 == 0 else float("nan") if id % 7 == 1 else float(id % 2) for id in first]
 """
 Rows = list[dict[str, Any]]
 

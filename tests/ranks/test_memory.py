@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.support.models import make_model, write_config
 from tests.support.ranks import RanksJob, run_worker, train
+from tests.support.recorded import plain_config
 
 FIELDS = ("peak", "allocated", "reserved", "driver_used", "other")
 
@@ -61,25 +62,11 @@ def test_three_steps_with_offload_equal_those_without_to_the_bit(tmp_path: Path,
     assert output.count(": equal") == num_ranks
 
 
-def test_a_run_with_offload_ends_with_the_weights_of_one_without(tmp_path: Path, model: Path) -> None:
+def test_a_run_with_offload_ends_with_the_weights_of_one_without(tmp_path: Path, plain_run: Path) -> None:
     """A real engine, evaluation while it is awake: weights at the end, losses and evaluations equal to the bit."""
+    train(1, plain_config(tmp_path, plain_run / "model"), "model.offload=true", timeout_s=180)
     found = {}
-    for what in (False, True):
-        folder = tmp_path / str(what)
-        folder.mkdir()
-        path = write_config(
-            folder,
-            model,
-            data={
-                "train": str(folder / "train.jsonl"),
-                "eval": {"held": str(folder / "train.jsonl")},
-                "max_prompt_tokens": 16,
-            },
-            eval={"every_steps": 2, "num_samples": 1},
-            loss={"kl_coef": 0.01},
-            training={"num_steps": 3, "num_mini_batches": 2, "max_tokens_per_micro_batch": 64},
-        )
-        train(1, path, f"model.offload={str(what).lower()}", timeout_s=180)
+    for what, folder in ((False, plain_run), (True, tmp_path)):
         weights = load_file(next((folder / "run/checkpoints/step_000003").glob("*.safetensors")))
         lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
         found[what] = weights, lines

@@ -14,7 +14,10 @@ from tests.support.processes import run_command
 
 def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """The command, with what it imported as the last line of its output."""
-    code = "import sys; from grpo_spmd.train import main; main(); print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    code = (
+        "import sys; from grpo_spmd.train import main; main(); print(sorted({'torch', 'vllm', 'transformers'} "
+        "& set(sys.modules)))"
+    )
     return run_command([sys.executable, "-c", code, *arguments], cwd=cwd, env=env)
 
 

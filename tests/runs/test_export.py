@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -178,7 +179,8 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
         ((run, out), f"CHECKPOINT: {run} is a run folder; give one of its checkpoints: {checkpoint}"),
         (
             (run / "checkpoints", out),
-            f"CHECKPOINT: {run / 'checkpoints'} is the folder of a run's checkpoints; give one of its checkpoints: {checkpoint}",
+            f"CHECKPOINT: {run / 'checkpoints'} is the folder of a run's checkpoints; give one of its "
+            f"checkpoints: {checkpoint}",
         ),
         ((model, out), f"{model}: manifest.json is missing"),
         ((unsealed, out), f"{unsealed}: manifest.json is missing"),
@@ -208,8 +210,35 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
 
 
 def test_help_and_a_wrong_path_do_not_wait_for_torch(tmp_path: Path) -> None:
-    code = "import sys; from grpo_spmd.export import main; sys.argv[1:] = sys.argv[1:]\ntry: main()\nfinally: print('torch' in sys.modules)"
+    code = (
+        "import sys; from grpo_spmd.export import main; sys.argv[1:] = sys.argv[1:]\ntry: main()\nfinally: "
+        "print('torch' in sys.modules)"
+    )
     start = time.monotonic()
     for arguments in (["--help"], [str(tmp_path / "nowhere"), "out"]):
         assert run_command([sys.executable, "-c", code, *arguments]).stdout.endswith("False\n")
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_export_of_a_real_run_is_what_torch_reads_from_its_checkpoint(elaborate_run: Path, tmp_path: Path) -> None:
+    """Two ranks wrote it; torch's own reader is the second opinion."""
+    run = elaborate_run / "run"
+    checkpoint = run / "checkpoints/step_000003"
+    export_checkpoint(checkpoint, tmp_path / "out")
+    found = load_file(tmp_path / "out/model.safetensors")
+    reader = dcp.HuggingFaceStorageReader(str(checkpoint / "state"))
+    stored = reader.read_metadata().state_dict_metadata
+    shapes = {name: getattr(facts, "size", None) for name, facts in stored.items() if name.startswith("policy.")}
+    state = {name: torch.empty(size or ()) for name, size in shapes.items()}
+    dcp.load(dict(state), storage_reader=reader, no_dist=True)
+    assert (
+        found.keys()
+        == {name.removeprefix("policy.") for name in state}
+        == load_file(run.parent / "model/model.safetensors").keys()
+    )
+    for name, tensor in state.items():
+        assert torch.equal(found[name.removeprefix("policy.")], tensor), name
+        assert not torch.equal(
+            tensor, load_file(run.parent / "model/model.safetensors")[name.removeprefix("policy.")]
+        ), name

@@ -12,25 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 
-from grpo_spmd.checkpoint.export import export_checkpoint
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.replay.read import Replay, read_step
 from grpo_spmd.replay.redo import replay
 from grpo_spmd.replay.report import report
-from tests.support.models import make_model, write_config
 from tests.support.processes import Job
-from tests.support.ranks import RanksJob, train
+from tests.support.ranks import RanksJob
+from tests.support.recorded import ODD_REWARD
 
-REWARD = """
-def odd(completions, nums, **columns):
-    if nums[0] == [2, 2]:
-        raise ValueError("two twos")
-    return [None if own[0] == 1 else float(sum(c.isdigit() for c in text) % 2) for text, own in zip(completions, nums)]
-"""
 COMPARED = (
     "loss/policy",
     "loss/kl",
@@ -48,28 +38,9 @@ def _environment_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # replay sets it, and pytest puts it back
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps on two ranks with all that makes a replay hard: two optimizer steps a rollout (so that the second
-    depends on the optimizer's moments), a reference, dynamic sampling, a reward that fails on some rows and does not
-    apply to others."""
-    folder = tmp_path_factory.mktemp("replay")
-    (folder / "my_reward.py").write_text(REWARD)
-    config = write_config(
-        folder,
-        make_model(folder / "model", "qwen3", tied=True),
-        rewards=[
-            {"name": "format", "args": {"pattern": "[0-9].*"}},
-            {"function": f"{folder}/my_reward.py:odd", "weight": 0.5},
-        ],
-        rollout={"dynamic_sampling": True, "temperature": 0.9},
-        training={"num_steps": 3, "num_mini_batches": 2},
-        loss={"kl_coef": 0.1},
-        advantage={"overlong_buffer_tokens": 4, "overlong_penalty": 0.25},
-        checkpoint={"every_steps": 1, "keep": 9},
-    )
-    train(2, config, timeout_s=200)
-    return folder / "run"
+@pytest.fixture
+def run(elaborate_run: Path) -> Path:
+    return elaborate_run / "run"
 
 
 def dumped(run: Path, step: int) -> list[dict[str, Any]]:
@@ -118,7 +89,7 @@ def test_the_run_had_all_that_it_was_to_have(run: Path) -> None:
 
 def test_a_changed_reward_shows(run: Path, tmp_path: Path) -> None:
     praised = next(r["completion"] for r in dumped(run, 2) if r["rewards"]["odd"] is not None)
-    (tmp_path / "other.py").write_text(REWARD.replace("% 2)", f"% 2) + 10.0 * (text == {praised!r})"))
+    (tmp_path / "other.py").write_text(ODD_REWARD.replace("% 2)", f"% 2) + 10.0 * (text == {praised!r})"))
     found, text = replayed(run, 2, f"rewards.1.function={tmp_path}/other.py:odd")
     for rollout in found.rollouts:
         was = rollout.recorded["rewards"]
@@ -304,7 +275,7 @@ def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_stops_at_a_breakpoint_and_needs_no_vllm(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "stop.py").write_text(REWARD.replace("    if nums", "    breakpoint()\n    if nums"))
+    (tmp_path / "stop.py").write_text(ODD_REWARD.replace("    if nums", "    breakpoint()\n    if nums"))
     script = (
         "import runpy, sys\n"
         "class NoVllm:\n"
@@ -339,26 +310,3 @@ def test_the_command_ends_with_2_and_one_line(run: Path, tmp_path: Path) -> None
         assert len(errors) == 1
         assert expected in errors[0]
         assert "Traceback" not in output
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_export_of_a_real_run_is_what_torch_reads_from_its_checkpoint(run: Path, tmp_path: Path) -> None:
-    """Two ranks wrote it; torch's own reader is the second opinion."""
-    checkpoint = run / "checkpoints/step_000003"
-    export_checkpoint(checkpoint, tmp_path / "out")
-    found = load_file(tmp_path / "out/model.safetensors")
-    reader = dcp.HuggingFaceStorageReader(str(checkpoint / "state"))
-    stored = reader.read_metadata().state_dict_metadata
-    shapes = {name: getattr(facts, "size", None) for name, facts in stored.items() if name.startswith("policy.")}
-    state = {name: torch.empty(size or ()) for name, size in shapes.items()}
-    dcp.load(dict(state), storage_reader=reader, no_dist=True)
-    assert (
-        found.keys()
-        == {name.removeprefix("policy.") for name in state}
-        == load_file(run.parent / "model/model.safetensors").keys()
-    )
-    for name, tensor in state.items():
-        assert torch.equal(found[name.removeprefix("policy.")], tensor), name
-        assert not torch.equal(
-            tensor, load_file(run.parent / "model/model.safetensors")[name.removeprefix("policy.")]
-        ), name

@@ -19,8 +19,9 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.observe.metrics_file import LineFile
 from grpo_spmd.observe.wandb_feed import WandbFeed
-from tests.support.models import make_model, write_config
+from tests.support.models import write_config
 from tests.support.ranks import RanksJob
+from tests.support.recorded import plain_config
 
 # A package `wandb` that writes down what it is told, and misbehaves as FAKE_WANDB says.
 FAKE = """
@@ -113,24 +114,21 @@ def test_without_the_package_or_a_key_it_is_off_with_a_warning(
 
 
 def test_a_training_is_the_same_to_the_bit_beside_a_hanging_tracker(
-    tmp_path: Path, fake: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, plain_run: Path, fake: Path
 ) -> None:
-    model = make_model(tmp_path / "model", "qwen3", tied=True)
+    environment = {"FAKE_WANDB": "import hangs", "PYTHONPATH": str(fake)}
+    arguments = ["--config", str(plain_config(tmp_path, plain_run / "model")), "logging.wandb=online"]
+    code, output = RanksJob(1, "grpo_spmd.train", *arguments, env=environment).wait(120)
+    assert code == 0, output
     manifests, metrics = [], []
-    for name, how, wandb in (("without", "", False), ("hanging", "import hangs", "online")):
-        folder = tmp_path / name
-        folder.mkdir()
-        path = write_config(folder, model, logging={"wandb": wandb}, training={"num_steps": 3})
-        environment = {"FAKE_WANDB": how, "PYTHONPATH": str(fake)}
-        code, output = RanksJob(1, "grpo_spmd.train", "--config", str(path), env=environment).wait(120)
-        assert code == 0, output
+    for folder in (plain_run, tmp_path):
         manifest = json.loads((folder / "run/checkpoints/step_000003/manifest.json").read_text())
         manifests.append({name: entry for name, entry in manifest["files"].items() if name.startswith("state/")})
         lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
         measured = re.compile(r"^(time|throughput|memory)/|_s$|tail_waste")
         metrics.append([{key: value for key, value in line.items() if not measured.search(key)} for line in lines])
     assert manifests[0] == manifests[1]
-    assert len(metrics[0]) == len(metrics[1]) == 3
+    assert len(metrics[0]) == len(metrics[1]) == 4  # three steps, and the evaluation after the last
     for without, hanging in zip(*metrics, strict=True):
         assert without == hanging
 

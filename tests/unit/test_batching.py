@@ -227,7 +227,8 @@ def test_attention_cost_ratio_is_that_of_counted_flops() -> None:
     """torch's own counter on a forward and backward pass. Plain attention computes the masked half too, so twice what
     is needed."""
     config = transformers.Qwen3Config(
-        num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=4, head_dim=32, vocab_size=64,
+        num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, vocab_size=64,
         tie_word_embeddings=True,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")

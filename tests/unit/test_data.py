@@ -18,7 +18,10 @@ from grpo_spmd.data.prompts import PromptStream, build_prompts, check_lengths_ea
 from grpo_spmd.data.rows import PromptRow, check_enough_rows, read_rows
 from grpo_spmd.records import Prompt
 
-ROLES = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+ROLES = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt "
+    "%}[assistant] {% endif %}"
+)
 REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}x"
 
 

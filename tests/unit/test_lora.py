@@ -159,7 +159,10 @@ def test_a_target_that_is_no_linear_layer_of_the_decoder_is_refused(
     tmp_path: Path, session: Session, target: str
 ) -> None:
     folder = make_model(tmp_path, "qwen3", tied=False)
-    expected = rf"^model\.lora\.target_modules: '{target}' names no linear layer of Qwen3ForCausalLM's decoder; it has q_proj, k_proj"
+    expected = (
+        rf"^model\.lora\.target_modules: '{target}' names no linear layer of Qwen3ForCausalLM's decoder; it has "
+        r"q_proj, k_proj"
+    )
     with pytest.raises(ConfigError, match=expected) as refused:
         adapted(folder, session, lora={"target_modules": ("q_proj", target) if target else ()})
     assert "\n" not in str(refused.value)
