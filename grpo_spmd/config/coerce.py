@@ -50,9 +50,9 @@ def _check_bounds(value: Any, field: dataclasses.Field[Any], full: str) -> None:
     bounds = field.metadata.get("bounds", {})
     leaves = flat(list(value) if isinstance(value, tuple) else value, full)
     for name, number in leaves.items() if bounds else ():
-        if isinstance(number, int | float) and not all(
-            _COMPARISONS[sign](number, bound) for sign, bound in bounds.items()
-        ):
+        if not isinstance(number, int | float):
+            continue
+        if not all(_COMPARISONS[sign](number, bound) for sign, bound in bounds.items()):
             text = " and ".join(f"{sign} {bound:g}" for sign, bound in bounds.items())
             raise ConfigError(f"{name} must be {text}; got {number if list(bounds) == ['>='] else format(number, 'g')}")
     if field.metadata.get("required") and isinstance(value, str) and (not value.strip() or "\0" in value):
@@ -60,22 +60,13 @@ def _check_bounds(value: Any, field: dataclasses.Field[Any], full: str) -> None:
 
 
 # What people look for and will not find, with the reason.
-_CUTS = (
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-)
 REFUSED_KEYS = {
     name: f"training samples from the whole distribution: with {name} the engine draws from a part of it, while the "
     "policy's logprobs are those of the whole, so that every ratio would be off by the mass that was cut away; take it "
     "out (temperature is rollout.temperature)"
-    for name in _CUTS
-}
+    for name in ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+                 "frequency_penalty", "logit_bias")
+}  # fmt: skip
 
 
 def _unknown_key(full: str, name: str, where: str) -> str:

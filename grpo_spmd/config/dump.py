@@ -15,8 +15,7 @@ def flat_config(config: Config) -> dict[str, Any]:
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
-    """The resolved tree as plain YAML types; strings under names like api_key or password are replaced by
-    "<redacted>"."""
+    """The resolved tree as plain YAML types; strings under names like api_key or password become "<redacted>"."""
     return to_plain(config)
 
 
@@ -33,8 +32,7 @@ def _plain(value: Any, name: str = "", free_form: bool = False) -> Any:
         return {inner: _plain(item, f"{name}.{inner}", free_form=True) for inner, item in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(item, name, free_form) for item in value]
-    # Only the free-form mappings can hold a secret; the declared keys (max_prompt_tokens, prompt_key) merely sound like
-    # one.
+    # Only free-form mappings can hold a secret; declared keys (max_prompt_tokens, prompt_key) merely sound like one.
     if free_form and isinstance(value, str) and re.search(r"key|token(?!iz)|secret|password", name, re.IGNORECASE):
         return "<redacted>"
     return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from grpo_spmd.config.rules import check_rules
 from grpo_spmd.config.schema import Config
 
 
-def load_config(path: str | os.PathLike[str], overrides: typing.Sequence[str] = ()) -> Config:
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply `section.key=value` overrides, coerce by declared type and cross-check.
 
     Raises:
@@ -26,13 +26,12 @@ def load_config(path: str | os.PathLike[str], overrides: typing.Sequence[str] = 
 
 
 def load_config_with_sources(
-    path: str | os.PathLike[str], overrides: typing.Sequence[str] = ()
+    path: str | os.PathLike[str], overrides: Sequence[str] = ()
 ) -> tuple[Config, dict[str, str]]:
     """`load_config`, and where each value came from.
 
     Returns:
-        The config, and {dotted key: "default", "FILE:LINE" or "command line"} with the keys of `flat_config`, in their
-        order.
+        The config, and {dotted key: "default", "FILE:LINE" or "command line"} for the keys of `flat_config`, in order.
     """
     path = Path(path)
     try:
@@ -88,8 +87,7 @@ _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _s
 
 
 def _mark_lines(node: yaml.Node | None, where: str, path: Path, given: dict[str, str]) -> None:
-    """Enter {dotted key: "FILE:LINE"} for all that `node` holds. Called once it is constructed: by then merged keys
-    ("<<") are its own."""
+    """Enter {dotted key: "FILE:LINE"} for all in `node`. Once it is constructed, merged keys are its own."""
     if isinstance(node, yaml.MappingNode):
         items = [(str(key_node.value), key_node, value) for key_node, value in node.value]
     elif isinstance(node, yaml.SequenceNode):

@@ -8,8 +8,7 @@ from grpo_spmd.config.coerce import REFUSED_KEYS
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import PHASES, Config, LossConfig, RolloutConfig
 
-# What the trainer itself decides about the engine: a second value for it in `rollout.engine` would be a second source
-# of truth.
+# What the trainer itself decides about the engine, where a second value would be a second truth, and where it is set.
 _ENGINE_KEYS_OWNED = {
     "model": "model.path",
     "dtype": "model.dtype",
@@ -19,19 +18,11 @@ _ENGINE_KEYS_OWNED = {
     "enable_lora": "model.lora.sync",
     "max_lora_rank": "model.lora.rank",
     "max_model_len": "data.max_prompt_tokens and rollout.max_completion_tokens",
-    "distributed_executor_backend": None,
-    "data_parallel_size": None,
-    "pipeline_parallel_size": None,
-    "enable_sleep_mode": None,
-    "logprobs_mode": None,
-    "load_format": None,
-    "skip_tokenizer_init": None,
-    "scheduling_policy": None,
-    "quantization": None,
-    "generation_config": None,
-    "override_generation_config": None,
-    "logits_processors": None,
-}
+} | dict.fromkeys((
+    "distributed_executor_backend", "data_parallel_size", "pipeline_parallel_size", "enable_sleep_mode", "load_format",
+    "logprobs_mode", "skip_tokenizer_init", "scheduling_policy", "quantization", "generation_config",
+    "override_generation_config", "logits_processors",
+))  # fmt: skip
 
 
 def check_rules(config: Config) -> None:
@@ -40,11 +31,10 @@ def check_rules(config: Config) -> None:
     _check_engine_keys(config.rollout)
     _check_loss(config.loss)
     _check_evaluation(config)
-    if config.data.prompt_template is not None and not re.search(r"\{\w+\}", config.data.prompt_template):
-        raise ConfigError(
-            "data.prompt_template names no column in braces, so that all prompts were alike; got "
-            f"{config.data.prompt_template!r}"
-        )
+    template = config.data.prompt_template
+    if template is not None and not re.search(r"\{\w+\}", template):
+        what = "names no column in braces, so that all prompts were alike"
+        raise ConfigError(f"data.prompt_template {what}; got {template!r}")
     if config.rollout.sleep_level == 2 and config.model.lora.base_stays_in_engine:
         raise ConfigError(
             "rollout.sleep_level: 2 drops the engine's weights, and with model.lora.sync: adapter no sync brings the "
@@ -75,11 +65,10 @@ def _check_sizes(config: Config) -> None:
             f"training.num_mini_batches ({batches}) must divide rollout.num_prompts_per_step "
             f"({config.rollout.num_prompts_per_step}), so that every optimizer step sees as many prompts"
         )
-    if config.advantage.overlong_buffer_tokens > completion:
-        raise ConfigError(
-            f"advantage.overlong_buffer_tokens ({config.advantage.overlong_buffer_tokens}) must be <= "
-            f"rollout.max_completion_tokens ({completion})"
-        )
+    overlong = config.advantage.overlong_buffer_tokens
+    if overlong > completion:
+        bound = f"rollout.max_completion_tokens ({completion})"
+        raise ConfigError(f"advantage.overlong_buffer_tokens ({overlong}) must be <= {bound}")
 
 
 def _check_engine_keys(rollout: RolloutConfig) -> None:
@@ -109,7 +98,8 @@ def _check_loss(loss: LossConfig) -> None:
 
 
 def _check_evaluation(config: Config) -> None:
-    sets, every, temperature = config.data.eval_sets, config.eval.every_steps, config.eval.temperature
+    sets, every, samples = config.data.eval_sets, config.eval.every_steps, config.eval.num_samples
+    temperature = config.eval.temperature
     if sets and not every:
         raise ConfigError(
             "data.eval is set, but eval.every_steps is 0, so that nothing would be evaluated; set it, e.g. to 20"
@@ -120,14 +110,11 @@ def _check_evaluation(config: Config) -> None:
         )
     if 0 < temperature < 0.01:  # vLLM would silently sample at 0.01
         raise ConfigError(f"eval.temperature must be 0 (greedy) or >= 0.01; got {temperature:g}")
-    if not temperature and config.eval.num_samples > 1:
+    if not temperature and samples > 1:
         raise ConfigError(
-            f"eval.num_samples ({config.eval.num_samples}) must be 1 with eval.temperature: 0, where all samples are "
-            "alike"
+            f"eval.num_samples ({samples}) must be 1 with eval.temperature: 0, where all samples are alike"
         )
     for name, source in sets.items():
         if not isinstance(source, str) or not re.fullmatch(r"[\w.-]+", name):
-            raise ConfigError(
-                f"data.eval.{name} must be a name (letters, digits, . _ -) with a source as in data.train; got "
-                f"{source!r}"
-            )
+            form = "must be a name (letters, digits, . _ -) with a source as in data.train"
+            raise ConfigError(f"data.eval.{name} {form}; got {source!r}")

@@ -66,9 +66,8 @@ def read_rows(config: DataConfig, eval_set: str | None = None) -> list[PromptRow
 def _prompt_of(record: dict[str, Any], where: str, config: DataConfig) -> Any:
     def column(name: str, key: str) -> Any:
         if name not in record:
-            raise ConfigError(
-                f"{where}: no column {name!r} ({key}); the columns are {', '.join(map(str, record)) or 'none'}"
-            )
+            there = ", ".join(map(str, record)) or "none"
+            raise ConfigError(f"{where}: no column {name!r} ({key}); the columns are {there}")
         return record[name]
 
     if config.prompt_template is None:

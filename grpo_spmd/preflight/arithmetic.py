@@ -14,29 +14,23 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
 def shard_numel(shapes: Shapes, num_ranks: int) -> int:
-    """Elements of a full shard: FSDP2 deals the rows of each tensor, ceil(rows / ranks) to a rank, and pads the last
-    ones."""
+    """Elements of a full shard: FSDP2 deals ceil(rows / ranks) of each tensor's rows to a rank, and pads the last."""
     return sum(-(-shape[0] // num_ranks) * math.prod(shape[1:]) for shape in shapes.values() if shape)
 
 
 def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> Shapes:
-    """A and B of every adapter, (rank, columns) and (rows, rank) beside each matrix of a layer that `target_modules`
-    names."""
+    """A and B, (rank, columns) and (rows, rank), beside each matrix of a layer that `target_modules` names."""
     found: Shapes = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight").rpartition(".")[2]
-        if (
-            len(shape) == 2
-            and re.search(r"\.layers\.\d+\.", name)
-            and (lora.target_modules == "all-linear" or module in lora.target_modules)
-        ):
+        is_named = lora.target_modules == "all-linear" or module in lora.target_modules
+        if is_named and len(shape) == 2 and re.search(r"\.layers\.\d+\.", name):
             found |= {f"{name}.lora_A": (lora.rank, shape[1]), f"{name}.lora_B": (shape[0], lora.rank)}
     return found
 
 
 def sync_size(shapes: Shapes, num_ranks: int, itemsize: int, bucket_bytes: int) -> tuple[int, int]:
-    """Bytes and number of collectives of one weight sync over the ranks of a replica: what weight_sync.SyncStats
-    counts."""
+    """Bytes and collectives of one weight sync over the ranks of a replica, as SyncStats counts them."""
     row = shard_numel(shapes, num_ranks)
     if num_ranks == 1:
         return row * itemsize, 0
@@ -51,17 +45,15 @@ def ratio_is_one(config: Config) -> bool:
 
 def micro_batches_per_step(config: Config, num_ranks: int) -> tuple[int, int]:
     """Fewest and most forward-backwards of a rank in a step; the most where every rollout is of full length."""
-    in_a_row = config.training.max_tokens_per_micro_batch // config.max_rollout_tokens
-    return config.training.num_optimizer_steps, config.training.num_optimizer_steps * -(
-        -rollouts_of_a_rank(config, num_ranks) // in_a_row
-    )
+    steps, longest = config.training.num_optimizer_steps, config.max_rollout_tokens
+    in_a_row = config.training.max_tokens_per_micro_batch // longest
+    return steps, steps * -(-rollouts_of_a_rank(config, num_ranks) // in_a_row)
 
 
 def micro_batch_tokens(config: Config, num_ranks: int) -> int:
     """The most tokens of one forward-backward: its budget, or all that a rank gets for one optimizer step."""
-    return min(
-        config.training.max_tokens_per_micro_batch, rollouts_of_a_rank(config, num_ranks) * config.max_rollout_tokens
-    )
+    whole = rollouts_of_a_rank(config, num_ranks) * config.max_rollout_tokens
+    return min(config.training.max_tokens_per_micro_batch, whole)
 
 
 def rollouts_of_a_rank(config: Config, num_ranks: int) -> int:
@@ -94,8 +86,7 @@ def activation_bytes_per_token(sizes: Dimensions, itemsize: int, *, qk_norm: boo
 def activation_bytes(
     sizes: Dimensions, tokens: int, itemsize: int, *, checkpointing: bool | Literal["selective"], qk_norm: bool = False
 ) -> int:
-    """Activations of one micro-batch at their peak: what all layers keep, what one layer makes again, and what follows
-    the layers.
+    """Activations of one micro-batch at their peak: what all layers keep, what one makes again, what follows them all.
 
     With checkpointing a layer keeps its input; selective also the outputs of its seven products and of attention. After
     the layers come the last norm, the hidden states that are scored, and their gradient.
@@ -104,9 +95,8 @@ def activation_bytes(
     if checkpointing:
         kept = itemsize * sizes.hidden
     if checkpointing == "selective":
-        kept += itemsize * (
-            2 * sizes.hidden + 2 * (sizes.heads + sizes.kv_heads) * sizes.head_dim + 2 * sizes.intermediate
-        )
+        heads = (sizes.heads + sizes.kv_heads) * sizes.head_dim
+        kept += 2 * itemsize * (sizes.hidden + heads + sizes.intermediate)
     again = 0 if not checkpointing else layer if checkpointing is True else layer - kept
     return tokens * (sizes.layers * kept + again + (4 + 4 * itemsize) * sizes.hidden)
 

@@ -42,13 +42,11 @@ class Inputs:
 
 
 def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inputs:
-    """Read data and rewards, and check them, the model folder, the run folder and the number of ranks against the
-    config.
+    """Read data and rewards, and check them, model and run folder and the number of ranks against the config.
 
     Args:
         num_ranks: ranks that will take part.
-        to_run: False leaves the run folder out, for who only asks about a config, perhaps that of a run which is under
-            way.
+        to_run: False leaves the run folder out: somebody only asks about a config, perhaps that of a run under way.
 
     Raises:
         ConfigError: one line that names the key or file:line.
@@ -62,12 +60,8 @@ def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inpu
     rewards = load_rewards(config.rewards)
     _check_code_time(config)
     rows = _read_and_check(config, rewards)
-    eval_rows = (
-        {name: _read_and_check(config, rewards, name) for name in config.data.eval_sets}
-        if config.eval.every_steps
-        else {}
-    )
-    return Inputs(rows, eval_rows)
+    eval_sets = config.data.eval_sets if config.eval.every_steps else ()
+    return Inputs(rows, {name: _read_and_check(config, rewards, name) for name in eval_sets})
 
 
 def _check_code_time(config: Config) -> None:
@@ -103,14 +97,10 @@ def _check_reward_columns(rewards: Sequence[Reward], rows: Sequence[PromptRow], 
 def _check_world_size(config: Config, world_size: int, local_world_size: int | None) -> None:
     """Args: local_world_size: ranks of each node, where they are known."""
     engine, replicas = config.rollout.tensor_parallel_size, config.model.num_replicas
+    of_node = local_world_size or engine
     for key, size, whole, what in (
         ("rollout.tensor_parallel_size", engine, world_size, "the number of ranks"),
-        (
-            "rollout.tensor_parallel_size",
-            engine,
-            local_world_size or engine,
-            "the ranks of a node, since an engine stays on one",
-        ),
+        ("rollout.tensor_parallel_size", engine, of_node, "the ranks of a node, since an engine stays on one"),
         ("model.num_replicas", replicas, world_size, "the number of ranks"),
     ):
         if whole % size:
@@ -148,8 +138,7 @@ def _check_run_dir(config: Config) -> None:
 
 
 def _check_newest(checkpoints: list[Path], config: Config) -> None:
-    """What can be said before torch is there. A damaged checkpoint is passed over later, when all ranks have looked at
-    it."""
+    """What can be said before torch is there. A damaged one is passed over later, when all ranks have seen it."""
     for checkpoint in checkpoints:
         try:
             check_same_run(checkpoint, read_trainer(checkpoint), flat_config(config))
@@ -183,24 +172,20 @@ def _check_model(config: Config) -> None:
         try:
             read_header(path)
         except (OSError, ValueError):
-            raise ConfigError(
-                f"model.path: {path} is not a whole safetensors file; copy or download it again"
-            ) from None
+            whole = "is not a whole safetensors file; copy or download it again"
+            raise ConfigError(f"model.path: {path} {whole}") from None
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
         raise ConfigError(f"model.path: {folder} holds no tokenizer")  # transformers would make an empty one up
-    positions = model.get("max_position_embeddings")
-    if isinstance(positions, int) and config.max_rollout_tokens > positions:
+    positions, heads = model.get("max_position_embeddings"), model.get("num_attention_heads")
+    longest, completion = config.max_rollout_tokens, config.rollout.max_completion_tokens
+    if isinstance(positions, int) and longest > positions:
         raise ConfigError(
-            f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) + rollout.max_completion_tokens "
-            f"({config.rollout.max_completion_tokens}) = {config.max_rollout_tokens}, but the model has {positions} "
-            "positions"
+            f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) + rollout.max_completion_tokens ({completion}) "
+            f"= {longest}, but the model has {positions} positions"
         )
-    heads = model.get("num_attention_heads")
-    if isinstance(heads, int) and heads % config.rollout.tensor_parallel_size:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}) must divide the model's {heads} "
-            "attention heads"
-        )
+    size = config.rollout.tensor_parallel_size
+    if isinstance(heads, int) and heads % size:
+        raise ConfigError(f"rollout.tensor_parallel_size ({size}) must divide the model's {heads} attention heads")
 
 
 def _check_engine_keys(config: Config) -> None:

@@ -12,14 +12,8 @@ from collections.abc import Iterator, Mapping
 
 from grpo_spmd.config.dump import flat_config
 from grpo_spmd.config.schema import Config
+from grpo_spmd.preflight import arithmetic
 from grpo_spmd.preflight.advice import advice
-from grpo_spmd.preflight.arithmetic import (
-    ITEMSIZE,
-    adapter_shapes,
-    micro_batches_per_step,
-    rollouts_of_a_rank,
-    sync_size,
-)
 from grpo_spmd.preflight.memory import Row, engine_rows, size_text, training_rows
 from grpo_spmd.preflight.model_facts import ModelFacts
 
@@ -69,8 +63,8 @@ def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     yield "completions per optimizer step", f"{samples // batches:,}", how
     how = f"the budget holds {budget // longest} of the longest rollouts ({budget} / {longest})"
     yield "micro-batch, tokens", f"<= {budget:,}", how
-    fewest, most = micro_batches_per_step(config, num_ranks)
-    rollouts = rollouts_of_a_rank(config, num_ranks)
+    fewest, most = arithmetic.micro_batches_per_step(config, num_ranks)
+    rollouts = arithmetic.rollouts_of_a_rank(config, num_ranks)
     how = f"optimizer steps x 1, to x ceil({rollouts} rollouts of full length / {budget // longest} in a micro-batch)"
     yield "micro-batches of a rank", f"{fewest:,} to {most:,}", how
     yield from _extra_pass_rows(config)
@@ -110,8 +104,8 @@ def _run_rows(config: Config, num_rows: int) -> Iterator[Row]:
 
 def _sync_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
     dtype, lora, bucket = config.model.dtype, config.model.lora, config.rollout.weight_sync_bucket_mib << 20
-    itemsize, ranks = ITEMSIZE[dtype], num_ranks // config.model.num_replicas
-    moved, collectives = sync_size(model.shapes, ranks, itemsize, bucket)
+    itemsize, ranks = arithmetic.ITEMSIZE[dtype], num_ranks // config.model.num_replicas
+    moved, collectives = arithmetic.sync_size(model.shapes, ranks, itemsize, bucket)
     padding = moved - model.num_parameters * itemsize
     yield "parameters", f"{model.num_parameters:,}", f"{len(model.shapes)} tensors, tied ones once; {model.source}"
     padded = f" + {size_text(padding)} of padding to full shards" if padding else ""
@@ -120,7 +114,7 @@ def _sync_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Ro
     how = f"ceil({size_text(moved)} / {size_text(min(bucket, moved))} bucket), over {ranks} ranks"
     yield "collectives of a sync", f"{collectives:,}", how if ranks > 1 else "one rank holds the whole policy"
     if lora.base_stays_in_engine:
-        adapters = itemsize * sum(math.prod(shape) for shape in adapter_shapes(model.shapes, lora).values())
+        adapters = itemsize * sum(math.prod(shape) for shape in arithmetic.adapter_shapes(model.shapes, lora).values())
         how = "the adapters alone, in one collective; the base stays in the engine"
         yield "bytes of a later sync", size_text(adapters), how
 

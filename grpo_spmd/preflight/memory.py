@@ -9,17 +9,7 @@ from typing import Literal
 
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.dimensions import Dimensions
-from grpo_spmd.preflight.arithmetic import (
-    ITEMSIZE,
-    activation_bytes,
-    activation_bytes_per_token,
-    adapter_shapes,
-    kv_bytes_per_token,
-    logits_bytes_per_element,
-    micro_batch_tokens,
-    shard_numel,
-    sync_size,
-)
+from grpo_spmd.preflight import arithmetic
 from grpo_spmd.preflight.model_facts import ModelFacts
 
 Row = tuple[str, str, str]  # name, value, how it follows
@@ -51,16 +41,21 @@ class _State:
 
 
 def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
-    itemsize, ranks = ITEMSIZE[config.model.dtype], num_ranks // config.model.num_replicas
-    shard, lora = shard_numel(model.shapes, ranks), config.model.lora
+    itemsize, ranks = arithmetic.ITEMSIZE[config.model.dtype], num_ranks // config.model.num_replicas
+    shard, lora = arithmetic.shard_numel(model.shapes, ranks), config.model.lora
     frozen = itemsize * shard
     if lora.rank:
-        state = _State(shard, shard_numel(adapter_shapes(model.shapes, lora), ranks), base=frozen, reference=0)
+        state = _State(
+            shard,
+            arithmetic.shard_numel(arithmetic.adapter_shapes(model.shapes, lora), ranks),
+            base=frozen,
+            reference=0,
+        )
     else:
         state = _State(shard, shard, base=0, reference=frozen if config.loss.kl_coef else 0)
     yield from _state_rows(config, state, ranks)
-    yield from _update_rows(config, model, state, micro_batch_tokens(config, num_ranks))
-    moved = sync_size(model.shapes, ranks, itemsize, 1)[0]
+    yield from _update_rows(config, model, state, arithmetic.micro_batch_tokens(config, num_ranks))
+    moved = arithmetic.sync_size(model.shapes, ranks, itemsize, 1)[0]
     buckets = min(2 * (config.rollout.weight_sync_bucket_mib << 20), moved) if ranks > 1 else 0
     largest = max(math.prod(shape) for shape in model.shapes.values()) * itemsize
     parts = f"two buckets {size_text(buckets)} + largest tensor {size_text(largest)}"
@@ -73,7 +68,7 @@ def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator
 
 def _state_rows(config: Config, state: _State, ranks: int) -> Iterator[Row]:
     dtype, trained, offload = config.model.dtype, state.trained, config.model.offload
-    each, parts = ITEMSIZE[dtype], ["parameters + moments"]
+    each, parts = arithmetic.ITEMSIZE[dtype], ["parameters + moments"]
     divided = f"{state.shard:,} parameters of a shard (ceil(rows / {ranks}) of each tensor)"
     if state.base:
         yield "base", size_text(state.base), f"{divided} x {each} ({dtype}), frozen; the reference too"
@@ -95,7 +90,7 @@ def _state_rows(config: Config, state: _State, ranks: int) -> Iterator[Row]:
 
 def _update_rows(config: Config, model: ModelFacts, state: _State, budget: int) -> Iterator[Row]:
     """Args: budget: tokens of a micro-batch."""
-    itemsize, root, layer = ITEMSIZE[config.model.dtype], model.root_numel, model.layer_numel
+    itemsize, root, layer = arithmetic.ITEMSIZE[config.model.dtype], model.root_numel, model.layer_numel
     gathered = itemsize * (root + 2 * layer)
     how = f"estimate: {itemsize} x ({root:,} of embedding, lm_head, norm + 2 layers of {layer:,}: in use, arriving)"
     yield "gathered by FSDP", size_text(gathered), how
@@ -103,7 +98,7 @@ def _update_rows(config: Config, model: ModelFacts, state: _State, budget: int) 
     if sizes is None:
         yield "logits and activations", "unknown", "config.json does not name the sizes of a decoder as Llama's does"
         return
-    tokens, each = min(config.model.logprob_chunk_tokens, budget), logits_bytes_per_element(itemsize)
+    tokens, each = min(config.model.logprob_chunk_tokens, budget), arithmetic.logits_bytes_per_element(itemsize)
     logits, one = tokens * sizes.vocabulary * each, size_text(4 * tokens * sizes.vocabulary)
     how = f"{tokens} tokens x V {sizes.vocabulary} x {each} bytes in the backward pass (one float32 [chunk, V]: {one})"
     yield "logits of a chunk", size_text(logits), how
@@ -112,9 +107,11 @@ def _update_rows(config: Config, model: ModelFacts, state: _State, budget: int) 
         how = f"V {sizes.vocabulary} x D {sizes.hidden} x (4 + {itemsize}): whole, before it is reduced"
         yield "lm_head's gradient", size_text(head), how
     qk_norm, activations = any(name.endswith("q_norm.weight") for name in model.shapes), 0
-    layers = f"{sizes.layers} layers of {activation_bytes_per_token(sizes, itemsize, qk_norm=qk_norm):,} bytes"
+    layers = (
+        f"{sizes.layers} layers of {arithmetic.activation_bytes_per_token(sizes, itemsize, qk_norm=qk_norm):,} bytes"
+    )
     for choice, name, what in _CHECKPOINTING:
-        kept = activation_bytes(sizes, budget, itemsize, checkpointing=choice, qk_norm=qk_norm)
+        kept = arithmetic.activation_bytes(sizes, budget, itemsize, checkpointing=choice, qk_norm=qk_norm)
         is_chosen = choice == config.model.activation_checkpointing
         how = f"estimate: {budget} tokens x ({layers}, {what}; and {4 + 4 * itemsize} x D)"
         yield f"activations, {name}" + (" *" if is_chosen else ""), size_text(kept), how
@@ -125,7 +122,7 @@ def _update_rows(config: Config, model: ModelFacts, state: _State, budget: int) 
 
 
 def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
-    itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.tensor_parallel_size
+    itemsize, tp = arithmetic.ITEMSIZE[config.model.dtype], config.rollout.tensor_parallel_size
     weights = itemsize * sum(math.prod(shape) // (tp if len(shape) > 1 else 1) for shape in model.shapes.values())
     how = f"estimate: parameters x {itemsize} / tensor_parallel_size {tp} (norms and biases whole)"
     yield "weights", size_text(weights), how
@@ -139,8 +136,8 @@ def _kv_cache_rows(config: Config, sizes: Dimensions, weights: int, num_ranks: i
     """Args: weights: bytes of the engine's weights on a rank."""
     rollout, tp, share = config.rollout, config.rollout.tensor_parallel_size, config.rollout.gpu_memory_utilization
     is_fp8 = str(rollout.engine.get("kv_cache_dtype", "")).startswith("fp8")
-    itemsize = 1 if is_fp8 else ITEMSIZE[config.model.dtype]
-    token, heads = kv_bytes_per_token(sizes, itemsize, tp), max(1, sizes.kv_heads // tp)
+    itemsize = 1 if is_fp8 else arithmetic.ITEMSIZE[config.model.dtype]
+    token, heads = arithmetic.kv_bytes_per_token(sizes, itemsize, tp), max(1, sizes.kv_heads // tp)
     how = f"2 x {sizes.layers} layers x {heads} kv heads of a rank x head_dim {sizes.head_dim} x {itemsize}"
     yield "KV cache of a token", size_text(token), how
     sequences = -(-rollout.num_prompts_per_step // (num_ranks // tp)) * rollout.group_size

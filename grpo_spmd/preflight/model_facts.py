@@ -47,8 +47,7 @@ class ModelFacts:
 
 
 def read_model(path: str) -> ModelFacts | None:
-    """Sizes of `model.path`: a local folder, or a hub id that lies in the local Hugging Face cache. None where neither
-    is there."""
+    """Sizes of `model.path`: a local folder, or a hub id that lies in the local Hugging Face cache. None otherwise."""
     folder = Path(path)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -61,17 +60,12 @@ def read_model(path: str) -> ModelFacts | None:
     shapes = shapes_from_headers(folder, tied=bool(config.get("tie_word_embeddings")))
     if shapes:
         return ModelFacts(shapes, config, f"safetensors headers in {folder}")
-    shapes = shapes_from_config(config)
-    return (
-        ModelFacts(shapes, config, f"{folder / 'config.json'}, worked out; the weights are not there")
-        if shapes
-        else None
-    )
+    source = f"{folder / 'config.json'}, worked out; the weights are not there"
+    return ModelFacts(shapes, config, source) if (shapes := shapes_from_config(config)) else None
 
 
 def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
-    """Shapes of all parameters in the files that the policy would read (those of the index, where there is one); {} if
-    one is missing."""
+    """Shapes of all parameters in the files that the policy would read, by their index if any; {} if one is missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
@@ -110,8 +104,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def shapes_from_config(config: Mapping[str, Any]) -> Shapes:
-    """The parameters of a Llama, Mistral, Granite, Qwen2 or Qwen3; {} for others, whose names and biases only their
-    weights tell."""
+    """The parameters of a Llama, Mistral, Granite, Qwen2 or Qwen3; {} for others, which only their weights tell."""
     sizes, family = dimensions(config), config.get("model_type")
     if sizes is None or family not in ("llama", "mistral", "granite", "qwen2", "qwen3"):
         return {}

@@ -262,8 +262,7 @@ class RewardPool:
         return worker
 
     def _discard(self, worker: _Worker) -> None:
-        """Have it killed, with its process group. Its place is free at once: one that waits for a disk and cannot die
-        blocks nothing."""
+        """Have it killed, with its group. Its place is free at once, even if it waits for a disk and cannot die."""
         with suppress(OSError):
             self._nursery.send(json.dumps({"kill": worker.number}).encode())
         self._forget(worker)

@@ -235,8 +235,7 @@ def _seccomp(*, allow_threads: bool) -> None:
         *only_if(_KILL, load(arg0), (0x15, 0, 1, pid)),
         *only_if(_TGKILL, load(arg0), (0x15, 0, 1, pid)),
         *only_if(_PRLIMIT, load(arg0), (0x15, 1, 0, 0), (0x15, 0, 1, pid)),
-        # F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP: the kernel would send a signal of one's choice to any
-        # process of this user.
+        # F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP: a signal of one's choice to any process of this user.
         *not_with(_FCNTL, 8, 10, 15),
         *not_with(_IOCTL, 0x8901, 0x8902),
         # What asyncio needs; not datagrams, which could be sent to a name.

@@ -122,8 +122,8 @@ def _statement(node: ast.stmt) -> _Statement:
             expected = ast.literal_eval(literal)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
-        # "(abs(f(2) - 1.4) < 1e-3) == True": True is easily guessed, and abs is whatever the code says it is. A
-        # function's own answer is another thing.
+        # "(abs(f(2) - 1.4) < 1e-3) == True": True is easily guessed, and abs may be the code's. Its own function's
+        # answer is another thing.
         call = expression.func if isinstance(expression, ast.Call) else None
         is_own = isinstance(call, ast.Name) and not hasattr(builtins, call.id)
         if not isinstance(expected, complex) and (is_own or not isinstance(expected, bool)):
