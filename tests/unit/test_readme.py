@@ -49,7 +49,7 @@ def test_every_config_key_is_read_outside_config_py() -> None:
                 section = getattr(sys.modules["grpo_spmd.config.schema"], section)
             if section is not None and dataclasses.is_dataclass(section):
                 missing += unread(cast(type, section), f"{prefix}{field.name}.")
-            elif not re.search(rf"\.{field.name}\b", used):
+            elif not re.search(rf"\.{field.name}(_with)?\b", used):
                 missing.append(prefix + field.name)
         return missing
 
