@@ -7,7 +7,6 @@ from grpo_spmd.distributed.preemption import Preempted
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import attach_logprobs
-from grpo_spmd.observe.rollout_record import dump_if_refused, dump_rollouts_if_due
 from grpo_spmd.preflight.checks import Inputs
 from grpo_spmd.run import Run, open_run
 
@@ -22,42 +21,43 @@ def train(config: Config, inputs: Inputs) -> bool:
             _train_step(run, step)
         _finish(run)
     except Preempted as preempted:
-        with run.log.phase("checkpoint"):
+        with run.phase("checkpoint"):
             run.save_begun_step(preempted.reason)
     run.close()
     return True
 
 
 def _train_step(run: Run, step: int) -> None:
-    config, log = run.config, run.log
-    with log.phase("weight_sync"):
+    config, log, phase = run.config, run.log, run.phase
+    with phase("weight_sync"):
         sync_stats = run.weight_sync.sync(step)
-    with log.phase("eval"):
+    with phase("eval"):
         log.record(run.evaluator.evaluate_if_due(step))
     sampled, generation_s = SampledStep(run.step_rules), list[float]()
     while sampled.num_missing:  # once, unless dynamic sampling has to refill the step
-        with log.phase("rollout"):
+        with phase("rollout"):
             prompts = run.stream.take(sampled.num_missing)
             groups, seconds = run.sampler.sample(prompts, step, sync_stats.weights_id)
             generation_s.append(seconds)
-        with log.phase("reward"), dump_if_refused(config, step, sampled):
+        with phase("reward"), run.dump.if_refused(step, sampled):
             sampled.add(groups, run.score(groups, num_step_completions=sampled.num_completions))
-    with log.phase("rollout"):
+    with phase("rollout"):
         log.record_largest(run.hand_device_to_trainer())
-    with log.phase("reward"), dump_if_refused(config, step, sampled):
+    with phase("reward"), run.dump.if_refused(step, sampled):
         batch, decision = assemble_batch(sampled, run.session)
-    with log.phase("logprobs"):
+    with phase("logprobs"):
         attach_logprobs(run.policy, run.reference, batch, config.loss, config.training.num_optimizer_steps)
         decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
-    with log.phase("reward"):
-        dump_rollouts_if_due(config, step, sampled, decision)
+    with phase("reward"):
+        run.dump.write_if_due(step, sampled, decision)
     run.preemption.check_before_update()  # the last moment at which the step can be given up
-    with log.phase("update"):
+    with phase("update"):
         sums = run.updater.update(batch)
-    log.check_step(step, sampled, decision, sync_stats, sums, generation_s)  # before a checkpoint is made of it
-    with log.phase("checkpoint"):
-        run.checkpoints.stage_if_due(step + 1, run.stream.position, log.state())
-    log.end_step(step, decision, sync_stats)
+    run.dump.write_if_skipped(step, sampled, decision, sums)
+    log.check_step(step, decision, sync_stats, sums, generation_s)  # before a checkpoint is made of it
+    with phase("checkpoint"):
+        run.checkpoints.stage_if_due(step + 1, run.stream.position, run.logprob_check.state())
+    log.end_step(step, decision)
     run.checkpoints.write_staged()  # in the background, now that the step's line is on disk
 
 
@@ -66,10 +66,10 @@ def _finish(run: Run) -> None:
     num_steps = run.config.training.num_steps
     if run.config.eval.every_steps:
         run.begin_step(num_steps)
-        with run.log.phase("weight_sync"):
+        with run.phase("weight_sync"):
             run.weight_sync.sync(num_steps)
-        with run.log.phase("eval"):
+        with run.phase("eval"):
             run.log.record(run.evaluator.evaluate(num_steps))
-    with run.log.phase("checkpoint"):
+    with run.phase("checkpoint"):
         run.checkpoints.wait()
     run.log.end_run()

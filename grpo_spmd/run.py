@@ -22,7 +22,7 @@ from grpo_spmd.data.prompts import PromptStream, build_prompts
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.preemption import Preemption
-from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.distributed.session import Session, end_session, set_collective_timeouts, start_session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.files import write_durably
@@ -33,7 +33,12 @@ from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, Scores, build_policy, build_reference
 from grpo_spmd.observe.log import MetricsLog
+from grpo_spmd.observe.logprob_check import LogprobCheck
+from grpo_spmd.observe.memory import MemoryLedger, remedies
 from grpo_spmd.observe.metrics_file import cut_metrics
+from grpo_spmd.observe.phase_timer import PhaseTimer
+from grpo_spmd.observe.rollout_dump import RolloutDump
+from grpo_spmd.observe.wandb_feed import WandbFeed
 from grpo_spmd.preflight.checks import Inputs
 from grpo_spmd.records import MicroBatch, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
@@ -64,6 +69,9 @@ class Run:
     sampler: Sampler
     evaluator: Evaluator
     checkpoints: Checkpoints
+    phase: PhaseTimer
+    logprob_check: LogprobCheck
+    dump: RolloutDump
     log: MetricsLog
     first_step: int
     begun: tuple[int, int] = (0, 0)  # the step under way and the place in the prompt stream with which it began
@@ -91,7 +99,7 @@ class Run:
         """Collective. Preempted: save the state with which the step under way began, and leave word that all is saved."""
         self.engine.sleep()
         self.offload.to_device()
-        self.checkpoints.save_preempted(*self.begun, self.log.state(), reason)
+        self.checkpoints.save_preempted(*self.begun, self.logprob_check.state(), reason)
 
     def close(self) -> None:
         """Collective. In the reverse order, all ranks together."""
@@ -148,17 +156,37 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     checkpoints.load(start)
     # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
     open_run_dir(config, session, inputs.num_rows - len(prompts) - sum(map(len, held_out.values())), start)
-    log = MetricsLog(config, session, policy.num_parameters, engine.pool_bytes, start.step)
-    log.restore(start.trainer)
+    set_collective_timeouts(config.watchdog)  # now that engine and policy have made their groups
+    logprob_check = LogprobCheck(config.model.dtype, config.proofs.max_mismatch)
+    logprob_check.restore(start.trainer)
+    phase, log = open_log(config, session, policy.num_parameters, logprob_check, engine.pool_bytes, start.step)
+    dump = RolloutDump(run_dir, config.logging.rollouts_every_steps)
     stream.position = start.position
     keeps = config.checkpoint.rollout_buffer
     buffer = RolloutBuffer(config.run_dir, config.seed, config.model, config.rollout, session) if keeps else None
     sampler = Sampler(engine, config.rollout.group_size, config.seed, buffer)
     return Run(
         config, session, preemption, stream, rewards, score, engine, policy, reference, updater, step_rules, offload,
-        weight_sync,
-        sampler, evaluator, checkpoints, log, start.step,
+        weight_sync, sampler, evaluator, checkpoints, phase, logprob_check, dump, log, start.step,
     )  # fmt: skip
+
+
+def open_log(
+    config: Config,
+    session: Session,
+    num_parameters: int,
+    logprob_check: LogprobCheck,
+    pool_bytes: Callable[[], int] = lambda: 0,
+    first_step: int = 0,
+) -> tuple[PhaseTimer, MetricsLog]:
+    """The clock of the steps from `first_step` on, and the log of their metrics; `pool_bytes` is the engine's."""
+    run_dir, num_workers = Path(config.run_dir), config.reward_pool.num_workers
+    may_help = remedies(config.model, config.rollout, config.training, config.max_rollout_tokens, num_workers)
+    timer = PhaseTimer(session.device, MemoryLedger(session.device, pool_bytes, may_help), first_step)
+    has_wandb = session.is_rank0 and config.logging.wandb
+    wandb = WandbFeed(run_dir, config.logging, config_to_dict(config)) if has_wandb else None
+    sections = config.loss, config.training
+    return timer, MetricsLog(run_dir, session, timer, logprob_check, *sections, num_parameters, wandb)
 
 
 def log_to_terminal(session: Session) -> None:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn import assemble, sampled_step
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
-from grpo_spmd.observe.rollout_record import dump_rollouts_if_due
+from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
 PARTS = ("plan_batch", "encode_rollouts", "exchange_bytes", "decode_rollouts", "pack_rollouts")  # of assemble_batch
@@ -100,7 +101,8 @@ def one_round(groups: list[RolloutGroup], scored: ScoredRollouts, config: Config
     for name, original in originals.items():
         setattr(places[name], name, original)
     barrier()
-    timed("dump", dump_rollouts_if_due)(config, 0, sampled, decision)
+    dump = RolloutDump(Path(config.run_dir), every_steps=1)
+    timed("dump", dump.write_if_due)(0, sampled, decision)
     parts = {name: seconds.get(name, 0.0) for name in ("add", *PARTS)}
     total = seconds["add"] + seconds["assemble"]
     return {**parts, "rest": total - sum(parts.values()), "total": total, "total_cpu": cpu, "dump": seconds["dump"]}

@@ -47,6 +47,7 @@ from grpo_spmd.model.hf_files import checkpoint_folder
 from grpo_spmd.model.lora import write_peft_config
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica
+from grpo_spmd.observe.metrics_file import read_lines
 from grpo_spmd.rollout.buffer import forget_before
 
 _log = logging.getLogger("grpo_spmd")
@@ -117,7 +118,7 @@ class Checkpoints:
 
         Args:
             position: the next place in the prompt stream.
-            log_state: MetricsLog.state.
+            log_state: LogprobCheck.state.
         """
         every = self._config.every_steps
         if step == self._num_steps or (every and step % every == 0):
@@ -291,18 +292,14 @@ class Checkpoints:
     def _best_step(self) -> int | None:
         """Of the checkpoints on disk that with the highest `best_metric`, which is in the line of the next step."""
         name, path = self._config.best_metric, self._run_dir / "metrics.jsonl"
-        if name is None or not path.exists():
+        if name is None:
             return None
-        with path.open("rb") as file:
-            file.seek(self._metrics_read)
-            new = file.read()
-        new = new[: new.rfind(b"\n") + 1]
-        self._metrics_read += len(new)
-        for line in new.splitlines():
-            metrics = json.loads(line)
-            if isinstance(metrics.get(name), int | float):
-                self._metric_by_step[metrics["step"]] = metrics[name]
-        if new and not self._metric_by_step:
+        start = self._metrics_read
+        for line in read_lines(path, start):
+            self._metrics_read = line.end
+            if isinstance(line.metrics.get(name), int | float):
+                self._metric_by_step[line.metrics["step"]] = line.metrics[name]
+        if self._metrics_read > start and not self._metric_by_step:
             _log.warning("checkpoint.best_metric: no line of %s has a %s so far", path, name)
         known = [step for step in map(step_of, list_checkpoints(self._run_dir)) if step in self._metric_by_step]
         return max(known, key=self._metric_by_step.__getitem__, default=None)

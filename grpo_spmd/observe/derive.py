@@ -1,16 +1,19 @@
-"""Metric keys from the step's raw numbers, and the console line."""
+"""Metric keys from a step's raw numbers, and the console line. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from grpo_spmd.config.schema import PHASES, LossConfig
 from grpo_spmd.distributed.reductions import Reductions, metric_values
 from grpo_spmd.learn.losses import ratio_percentiles, total_loss
+from grpo_spmd.records import Decision, SyncStats
+
+Metrics = dict[str, float | None]
 
 # Dense bf16 peak, FLOP/s, by a part of the device's name (vendor data sheets).
-PEAK_FLOPS = {
+_PEAK_FLOPS = {
     "H100": 989e12,
     "H200": 989e12,
     "H800": 989e12,
@@ -21,30 +24,50 @@ PEAK_FLOPS = {
 }
 
 
-def loss_metrics(sums: Reductions, config: LossConfig) -> dict[str, float | None]:
-    """The metrics of a step's update, from what all ranks' updates came to."""
-    updates = sums["optim/updates"].value
-    policy, kl, entropy = (sums[name].value for name in ("policy", "kl", "entropy"))
-    terms = {"total": total_loss(policy, kl, entropy, config), "policy": policy, "kl": kl, "entropy": entropy}
-    metrics = {f"loss/{name}": total / updates if updates else None for name, total in terms.items()}
-    ratios = ratio_percentiles(sums["mismatch_ratios"].value, (1, 50, 99))
-    names = ("p01", "p50", "p99")
-    return (
-        metrics
-        | metric_values(sums)
-        | {f"rollout_correction/ratio_{name}": ratio for name, ratio in zip(names, ratios, strict=True)}
-    )
+def loss_metrics(sums: Reductions, loss: LossConfig) -> Metrics:
+    """Of what all ranks' updates of a step came to."""
+    policy, kl, entropy, updates = (sums[name].value for name in ("policy", "kl", "entropy", "optim/updates"))
+    terms = {"total": total_loss(policy, kl, entropy, loss), "policy": policy, "kl": kl, "entropy": entropy}
+    metrics: Metrics = {f"loss/{name}": total / updates if updates else None for name, total in terms.items()}
+    percents = 1, 50, 99
+    ratios = zip(percents, ratio_percentiles(sums["mismatch_ratios"].value, percents), strict=True)
+    return metrics | metric_values(sums) | {f"rollout_correction/ratio_p{n:02d}": ratio for n, ratio in ratios}
 
 
-def tail_waste_frac(busy_s: Sequence[Sequence[float]]) -> float | None:
-    """The share of rank-seconds of the step's generations, `busy_s[rank][generation]`, in which a rank had come to its
-    end and waited for the slowest."""
-    generations = list(zip(*busy_s, strict=True))
-    until_slowest = len(busy_s) * sum(map(max, generations))
+def tail_waste_frac(generation_s: Sequence[Sequence[float]]) -> float | None:
+    """The share of rank-seconds of the step's generations, `generation_s[rank][generation]`, in which a rank had come
+    to its end and waited for the slowest."""
+    generations = list(zip(*generation_s, strict=True))
+    until_slowest = len(generation_s) * sum(map(max, generations))
     return 1 - sum(map(sum, generations)) / until_slowest if until_slowest else None
 
 
-def console_line(m: dict[str, float | None], num_steps: int) -> str:
+def sync_metrics(stats: SyncStats) -> Metrics:
+    return {f"weight_sync/{name}": getattr(stats, name) for name in ("bytes", "num_collectives", "proof_s")}
+
+
+def throughput(decision: Decision, times: Mapping[str, float | None], world_size: int) -> Metrics:
+    """`times` has `time/..._s`, of the slowest rank."""
+    step_s, rollout_s = times["time/step_s"] or 0.0, times["time/rollout_s"] or 0.0
+    return {
+        "rollout/tokens_per_s": decision.num_sampled_tokens / max(rollout_s, 1e-9),
+        "throughput/samples_per_s": len(decision.in_loss) / step_s,
+        "throughput/tokens_per_s_per_rank": decision.num_tokens / step_s / world_size,
+    }
+
+
+def mfu(num_parameters: int, num_tokens: int, update_s: float, world_size: int, device_name: str) -> float | None:
+    """The share of the device's peak that the update had; None for a device whose peak we do not know.
+
+    Forward and backward of a dense model: 6 FLOPs a parameter and token; attention is left out, so this is a lower
+    bound.
+    """
+    flops = 6.0 * num_parameters * num_tokens / max(update_s, 1e-9) / world_size
+    peak = next((peak for part, peak in _PEAK_FLOPS.items() if part in device_name), None)
+    return None if peak is None else flops / peak
+
+
+def console_line(m: Mapping[str, float | None], num_steps: int) -> str:
     def value(name: str) -> float:
         number = m.get(name)
         return math.nan if number is None else number
@@ -54,10 +77,14 @@ def console_line(m: dict[str, float | None], num_steps: int) -> str:
         return "-" if number is None else format(number, form)
 
     phases = " ".join(f"{name} {value(f'time/{name}_s'):.2f}" for name in PHASES if value(f"time/{name}_s") >= 0.005)
-    return (
-        f"step {int(value('step')) + 1}/{num_steps}  reward {value('reward/mean'):.3f}  tokens "
-        f"{value('completion/tokens_mean'):.1f}"
-        f"  loss {shown('loss/total', '+.4f')}  grad {shown('optim/grad_norm', '.2f')}  entropy "
-        f"{shown('loss/entropy', '.2f')}"
-        f"  mismatch_kl {shown('weight_sync/mismatch_kl', '.0e')}  {value('time/step_s'):.2f} s ({phases})"
+    parts = (
+        f"step {int(value('step')) + 1}/{num_steps}",
+        f"reward {value('reward/mean'):.3f}",
+        f"tokens {value('completion/tokens_mean'):.1f}",
+        f"loss {shown('loss/total', '+.4f')}",
+        f"grad {shown('optim/grad_norm', '.2f')}",
+        f"entropy {shown('loss/entropy', '.2f')}",
+        f"mismatch_kl {shown('weight_sync/mismatch_kl', '.0e')}",
+        f"{value('time/step_s'):.2f} s ({phases})",
     )
+    return "  ".join(parts)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import ModelConfig, RolloutConfig, TrainingConfig
 
 _GIB = 2**30
 
@@ -33,9 +33,7 @@ class MemoryUse:
 
     peak: int  # GPU: most bytes in live tensors since `reset_peak`; CPU: most resident memory since then (VmHWM)
     allocated: int  # GPU: in live tensors; CPU: RssAnon, all that was allocated and touched, by torch or not
-    reserved: (
-        int  # GPU: what torch took from the driver, its cache included; CPU: VmRSS, so the pages of mapped files too
-    )
+    reserved: int  # GPU: what torch took from the driver, its cache included; CPU: VmRSS, pages of mapped files too
     driver_used: int  # GPU: all that is in use on the device, by every process; CPU: the host's MemTotal - MemAvailable
     # driver_used less reserved (CPU: less allocated): engine pool while awake, CUDA context, NCCL, other processes
     other: int
@@ -82,8 +80,11 @@ def _proc_kib(path: str) -> dict[str, int]:
 class MemoryLedger:
     """What each phase of a step took on this rank; for the metrics, and for the message of an out-of-memory error."""
 
-    def __init__(self, config: Config, device: torch.device, pool_bytes: Callable[[], int] = lambda: 0) -> None:
-        self._config, self._device, self._pool_bytes = config, device, pool_bytes
+    def __init__(
+        self, device: torch.device, pool_bytes: Callable[[], int], remedies: Mapping[str, Sequence[str]]
+    ) -> None:
+        """`pool_bytes`: the engine's, see MemoryUse. `remedies`: what may help, by phase, the likeliest first."""
+        self._device, self._pool_bytes, self._remedies = device, pool_bytes, remedies
         self._step: dict[str, MemoryUse] = {}
         self._before: dict[str, MemoryUse] = {}  # of earlier steps, for phases that this step has not come to
 
@@ -108,7 +109,7 @@ class MemoryLedger:
         return {
             f"memory/{name}/{field}_gib": number / _GIB
             for name, use in self._step.items()
-            for field, number in dataclasses.asdict(use).items()
+            for field, number in vars(use).items()
         }
 
     def end_step(self) -> None:
@@ -117,25 +118,22 @@ class MemoryLedger:
 
     def explain(self, name: str) -> str:
         """The ledger as a table, with this moment in its last row, and the keys that may help in phase `name`."""
-        fields = [field.name for field in dataclasses.fields(MemoryUse)]
         now = measure(self._device, self._pool_bytes())
-        lines = [f"{'GiB':24}" + "".join(f"{field:>12}" for field in fields)]
+        lines = [f"{'GiB':24}" + "".join(f"{field.name:>12}" for field in dataclasses.fields(MemoryUse))]
         for phase, use in [*(self._before | self._step).items(), (f"{name}, when it failed", now)]:
-            lines.append(
-                f"{phase:24}" + "".join(f"{number / _GIB:12.2f}" for number in dataclasses.asdict(use).values())
-            )
+            lines.append(f"{phase:24}" + "".join(f"{number / _GIB:12.2f}" for number in vars(use).values()))
         rank, where = os.environ.get("RANK", "0"), "the device" if self._device.type == "cuda" else "the host"
         return (
             f"rank {rank} ran out of memory in phase {name}; {where} has {total_bytes(self._device) / _GIB:.1f} GiB, "
             f"the engine's pool of weights and KV cache is {self._pool_bytes() / _GIB:.1f} GiB:\n  "
             + "\n  ".join(lines)
             + "\nwhat may help, the likeliest first: "
-            + "; ".join(remedies(name, self._config))
+            + "; ".join(self._remedies[name])
         )
 
 
 def _most(one: MemoryUse, other: MemoryUse) -> MemoryUse:
-    return MemoryUse(*map(max, dataclasses.astuple(one), dataclasses.astuple(other)))
+    return MemoryUse(*map(max, vars(one).values(), vars(other).values()))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -147,32 +145,32 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def remedies(phase: str, config: Config) -> list[str]:
-    """Config keys that lower the peak of `phase`, the likeliest first; without those that are used up."""
-    model, rollout, training = config.model, config.rollout, config.training
+def remedies(
+    model: ModelConfig, rollout: RolloutConfig, training: TrainingConfig, max_rollout_tokens: int, num_workers: int
+) -> dict[str, list[str]]:
+    """Config keys that lower the peak of each phase, the likeliest first; without those that are used up."""
     fewer_tokens = f"lower training.max_tokens_per_micro_batch ({training.max_tokens_per_micro_batch})"
-    if training.max_tokens_per_micro_batch <= config.max_rollout_tokens:
-        fewer_tokens = f"shorter rollouts: rollout.max_completion_tokens ({rollout.max_completion_tokens}); a micro-batch holds only one"
+    if training.max_tokens_per_micro_batch <= max_rollout_tokens:
+        longest = f"rollout.max_completion_tokens ({rollout.max_completion_tokens})"
+        fewer_tokens = f"shorter rollouts: {longest}; a micro-batch holds only one"
     recompute = "" if model.activation_checkpointing is True else "model.activation_checkpointing: true"
     smaller_chunks = f"lower model.logprob_chunk_tokens ({model.logprob_chunk_tokens})"
     smaller_engine = f"lower rollout.gpu_memory_utilization ({rollout.gpu_memory_utilization:g})"
     offload = {False: "model.offload: optimizer, or true", "optimizer": "model.offload: true", True: ""}[model.offload]
-    fewer_requests = "lower rollout.engine.max_num_seqs" + (
-        f" ({n})" if (n := rollout.engine.get("max_num_seqs")) else ""
-    )
+    most = rollout.engine.get("max_num_seqs")
+    fewer_requests = "lower rollout.engine.max_num_seqs" + (f" ({most})" if most else "")
     smaller_buckets = f"lower rollout.weight_sync_bucket_mib ({rollout.weight_sync_bucket_mib})"
+    has_replicas = model.num_replicas > 1
     more_ranks = (
-        "more ranks, or fewer of model.num_replicas"
-        if model.num_replicas > 1
-        else "more ranks, so that each holds less of the model"
+        f"more ranks, {'or fewer of model.num_replicas' if has_replicas else 'so that each holds less of the model'}"
     )
     by_phase = {
         "weight_sync": [offload, smaller_engine, smaller_buckets, more_ranks],
         "eval": [smaller_engine, offload, fewer_requests],
         "rollout": [smaller_engine, offload, fewer_requests],
-        "reward": [f"lower reward_pool.num_workers ({config.reward_pool.num_workers})"],
+        "reward": [f"lower reward_pool.num_workers ({num_workers})"],
         "logprobs": [fewer_tokens, smaller_chunks, more_ranks],
         "update": [fewer_tokens, recompute, smaller_chunks, more_ranks],
         "checkpoint": [fewer_tokens, more_ranks],
     }
-    return [remedy for remedy in by_phase.get(phase, [fewer_tokens, smaller_engine]) if remedy]
+    return {phase: [remedy for remedy in of_phase if remedy] for phase, of_phase in by_phase.items()}

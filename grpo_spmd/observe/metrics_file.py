@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_spmd.files import write_durably
 
@@ -56,20 +56,29 @@ class LineFile:
         self._waiting.clear()
 
 
-def read_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """The whole lines of a metrics.jsonl, parsed and as they are; a kill may have cut the last one short."""
+class MetricsLine(NamedTuple):
+    metrics: dict[str, Any]
+    text: bytes
+    end: int  # the byte of the file after it: from where a follower reads on
+
+
+def read_lines(path: Path, start: int = 0) -> Iterator[MetricsLine]:
+    """The lines of a metrics.jsonl from byte `start` on; none where there is no file. What is no metrics object is
+    passed over: a kill may have cut the last line short, or it is being written."""
     if path.exists():
         with path.open("rb") as file:
+            end = file.seek(start)
             for text in file:
+                end += len(text)
                 with suppress(ValueError):
-                    line = json.loads(text)
-                    if isinstance(line, dict) and isinstance(line.get("step"), int):
-                        yield line, text.rstrip(b"\n")
+                    metrics = json.loads(text)
+                    if isinstance(metrics, dict) and isinstance(metrics.get("step"), int):
+                        yield MetricsLine(metrics, text.rstrip(b"\n"), end)
 
 
 def last_step(path: Path) -> int:
     """Of a metrics.jsonl; -1 where it has none."""
-    return max((line["step"] for line, _ in read_lines(path)), default=-1)
+    return max((line.metrics["step"] for line in read_lines(path)), default=-1)
 
 
 def cut_metrics(path: Path, start_step: int) -> None:
@@ -77,7 +86,8 @@ def cut_metrics(path: Path, start_step: int) -> None:
     short goes too."""
     if not path.exists():
         return
-    kept = {line["step"]: text + b"\n" for line, text in read_lines(path) if line["step"] < start_step}
+    lines = ((line.metrics["step"], line.text) for line in read_lines(path))
+    kept = {step: text + b"\n" for step, text in lines if step < start_step}
     write_durably(path, b"".join(kept.values()))
     if missing := sorted(set(range(start_step)) - kept.keys()):
         _log.warning("%s lacks %d of the steps before %d, first step %d", path, len(missing), start_step, missing[0])

@@ -1,97 +1,108 @@
-"""rollouts/step_N.jsonl: one line a rollout."""
+"""A line of rollouts/step_N.jsonl: written by a run, read and checked by who looks at it later. Imports no torch."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import types
+import typing
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from grpo_spmd.config.schema import Config
-from grpo_spmd.distributed.collectives import gather_bytes
-from grpo_spmd.distributed.errors import Rank0Error
-from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.records import Decision
-
-_log = logging.getLogger("grpo_spmd")
+from grpo_spmd.config.errors import ConfigError
 
 
-def rollouts_file(config: Config, step: int) -> Path:
-    return Path(config.run_dir) / "rollouts" / f"step_{step:06d}.jsonl"
+@dataclass(frozen=True)
+class RolloutRecord:
+    """One rollout, in the order in which its fields are written."""
+
+    rollout_id: int | None
+    """slot * G + sample, as in the plan; None where dynamic sampling dropped the group, or the step was refused."""
+    row: int
+    """Of the data set."""
+    position: int
+    """Place of the prompt in the stream."""
+    sample: int
+    """Place in the group, 0 .. G-1."""
+    prompt: str | list[Any]
+    """A string or chat messages."""
+    completion: str
+    """The text that the rewards were given."""
+    reward: float | None
+    """The weighted sum; None: unknown."""
+    rewards: dict[str, float | None]
+    """By name, before weighting; None where it does not apply or is unusable."""
+    statuses: dict[str, str]
+    """By name: "ok", "not_applicable", "error" or "timeout"."""
+    advantage: float | None
+    """None where rollout_id is."""
+    finish_reason: str
+    """How sampling ended: "stop" or "length"."""
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    rollout_logprobs: list[float | None]
+    """By the engine, of each completion token; None: not finite."""
+
+    @property
+    def logprobs(self) -> list[float]:
+        """`rollout_logprobs`, NaN where they are not finite."""
+        return [math.nan if x is None else x for x in self.rollout_logprobs]
 
 
-def dump_rollouts_if_due(config: Config, step: int, sampled: SampledStep, decision: Decision) -> None:
-    """Collective. Each `logging.rollouts_every_steps`: write `rollouts/step_<step>.jsonl`, a line a rollout, whatever
-    rank made it.
+@dataclass(frozen=True)
+class EvalRecord:
+    """A line of rollouts/eval_SET_step_N.jsonl; fields mean what they mean in RolloutRecord."""
 
-    Groups that dynamic sampling dropped are there too, with rollout_id null. The order is that of the prompt stream.
+    row: int
+    sample: int
+    prompt: str | list[Any]
+    completion: str
+    answer: str
+    """The final answer in it."""
+    right: bool
+    """By the first of the rewards."""
+    reward: float | None
+    rewards: dict[str, float | None]
+    finish_reason: str
+
+
+def rollouts_file(run_dir: Path, step: int) -> Path:
+    return run_dir / "rollouts" / f"step_{step:06d}.jsonl"
+
+
+def to_line(record: RolloutRecord | EvalRecord) -> str:
+    return json.dumps(vars(record), ensure_ascii=False)
+
+
+def read_rollout(line: bytes, where: str) -> RolloutRecord:
+    """A line of a dump; fields that we do not know are left out.
+
+    Raises:
+        ConfigError: one line that begins with `where` and says what is wrong.
     """
-    if dump_is_due(config, step):
-        dump_rollouts(config, step, sampled, decision)
-
-
-@contextmanager
-def dump_if_refused(config: Config, step: int, sampled: SampledStep) -> Iterator[None]:
-    """Collective, where rank 0 refuses the step's rewards: writes its rollouts, due or not, for they show what was
-    wrong."""
     try:
-        yield
-    except Rank0Error:  # on all ranks alike
-        dump_rollouts(config, step, sampled, None)
-        raise
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: expected a JSON object, got {type(values).__name__}")
+    for name, kinds in _KINDS.items():
+        if name not in values or not isinstance(values[name], kinds):
+            found = f"{values[name]!r:.80}" if name in values else "missing"
+            raise ConfigError(f"{where}: {name} is {found}; this is no rollout dump")
+    record = RolloutRecord(**{name: values[name] for name in _KINDS})
+    if (tokens := len(record.completion_ids)) != (logprobs := len(record.rollout_logprobs)):
+        raise ConfigError(f"{where}: {tokens} completion_ids, but {logprobs} rollout_logprobs")
+    return record
 
 
-def dump_is_due(config: Config, step: int) -> bool:
-    every = config.logging.rollouts_every_steps
-    return every > 0 and step % every == 0
+def _kinds_of(hint: Any) -> tuple[type, ...]:
+    """The types that JSON may give for a field's annotation."""
+    hints = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = tuple(typing.get_origin(each) or each for each in hints)
+    return (*kinds, int) if float in kinds else kinds
 
 
-def dump_rollouts(config: Config, step: int, sampled: SampledStep, decision: Decision | None) -> None:
-    lines: dict[int, str] = {}
-    slots = {position: slot for slot, position in enumerate(decision.positions if decision else [])}
-    scored, size = sampled.scored, config.rollout.group_size
-    own = ((g, sample, c) for g in sampled.groups for sample, c in enumerate(g.completions))
-    for number, (group, sample, completion) in enumerate(own):
-        position = group.prompt.position
-        rollout_id = slots[position] * size + sample if position in slots else None
-        record = {
-            "rollout_id": rollout_id,
-            "row": group.prompt.row,
-            "position": position,
-            "sample": sample,
-            "prompt": group.prompt.text,
-            "completion": scored.texts[number],
-            "reward": scored.rewards[number],
-            "rewards": scored.finite_by_name(number),
-            "statuses": {name: statuses[number] for name, statuses in scored.statuses.items()},
-            "advantage": None if decision is None or rollout_id is None else decision.advantages[rollout_id],
-            "finish_reason": completion.finish_reason,
-            "prompt_ids": group.prompt.token_ids,
-            "completion_ids": completion.token_ids,
-            "rollout_logprobs": [x if math.isfinite(x) else None for x in completion.logprobs],
-        }
-        lines[position * size + sample] = json.dumps(record, ensure_ascii=False)
-    write_lines_in_order(rollouts_file(config, step), lines)
-
-
-def write_lines_in_order(path: Path, lines: dict[int, str]) -> None:
-    """Collective. Write all ranks' lines to one file, in the order of their numbers. A disk that is full costs that
-    file alone."""
-    # A line is JSON and has no line break of its own. Half a surrogate pair, which a prompt may hold, becomes JSON's
-    # escape for it.
-    parts = gather_bytes(
-        "".join(f"{number}\t{line}\n" for number, line in lines.items()).encode("utf-8", "backslashreplace")
-    )
-    if parts is not None:
-        numbered = [line.split(b"\t", 1) for part in parts for line in part.split(b"\n") if line]
-        numbered.sort(key=lambda pair: int(pair[0]))
-        try:
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(b"".join(line + b"\n" for _, line in numbered))
-        except (
-            OSError
-        ) as error:  # these lines are for people; a full disk is no reason to stop a run that may find space again
-            path.unlink(missing_ok=True)
-            _log.warning("%s is not written: %s", path, error.strerror)
+_HINTS = typing.get_type_hints(RolloutRecord)
+_KINDS = {field.name: _kinds_of(_HINTS[field.name]) for field in fields(RolloutRecord)}

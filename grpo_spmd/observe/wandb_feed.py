@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.config.dump import config_to_dict
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import LoggingConfig
+from grpo_spmd.observe.metrics_file import read_lines
 
 _log = logging.getLogger("grpo_spmd")
 
@@ -34,9 +34,10 @@ class WandbFeed:
     daemon thread.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._metrics, self._state = Path(config.run_dir, "metrics.jsonl"), Path(config.run_dir, "wandb.json")
+    def __init__(self, run_dir: Path, logging: LoggingConfig, config: dict[str, Any]) -> None:
+        """`config`: what W&B shows as the run's."""
+        self._run_dir, self._logging, self._config = run_dir, logging, config
+        self._metrics, self._state = run_dir / "metrics.jsonl", run_dir / "wandb.json"
         self._id, self._next_step = _read_state(self._state)
         # What lies before this was written by an earlier process, and may be known to W&B.
         self._known_bytes = self._metrics.stat().st_size if self._metrics.exists() else 0
@@ -72,7 +73,7 @@ class WandbFeed:
     def _run(self) -> None:
         try:
             with self._call():
-                run = _start(self._config, self._id)
+                run = self._start()
             self._save_state()
             for metrics in self._lines():
                 with self._call():
@@ -83,9 +84,29 @@ class WandbFeed:
             with self._call():
                 run.finish()
         except BaseException as error:  # whatever a tracker raises, SystemExit too, the training goes on
-            _log.warning(
-                "W&B is off from here on (%s: %s); metrics.jsonl is complete without it", type(error).__name__, error
-            )
+            what = f"{type(error).__name__}: {error}"
+            _log.warning("W&B is off from here on (%s); metrics.jsonl is complete without it", what)
+
+    def _start(self) -> Any:
+        import wandb
+
+        # None: as WANDB_MODE says, else online
+        mode = self._logging.wandb if isinstance(self._logging.wandb, str) else None
+        run = wandb.init(
+            # No capture of the console: it would stand between the training and its terminal. logs/rank_0.log has all
+            # of it. Where there is no key, wandb may ask for it at a terminal, but not for ever.
+            settings=wandb.Settings(init_timeout=120, login_timeout=30, console="off"),
+            project=self._logging.wandb_project,
+            name=self._run_dir.name,
+            id=self._id,
+            resume="allow",
+            dir=str(self._run_dir),
+            mode=mode,
+            config=self._config,
+        )
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -99,13 +120,10 @@ class WandbFeed:
         while True:
             self._news.clear()  # before the question: news that come after it must not be taken for old ones
             ended = self._ended.is_set()  # before the reading: what was written until then must still be sent
-            with suppress(FileNotFoundError), self._metrics.open("rb") as file:
-                file.seek(place)
-                while (line := file.readline()).endswith(b"\n"):  # else it is being written
-                    metrics = json.loads(line)
-                    if place >= self._known_bytes or metrics["step"] >= self._next_step:
-                        yield metrics
-                    place += len(line)
+            for line in read_lines(self._metrics, place):
+                if line.end > self._known_bytes or line.metrics["step"] >= self._next_step:
+                    yield line.metrics
+                place = line.end
             if ended:
                 return
             self._news.wait()
@@ -123,25 +141,3 @@ def _read_state(path: Path) -> tuple[str, int]:
         return str(state["id"]), int(state["next_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return secrets.token_hex(8), 0
-
-
-def _start(config: Config, run_id: str) -> Any:
-    import wandb
-
-    # None: as WANDB_MODE says, else online
-    mode = config.logging.wandb if isinstance(config.logging.wandb, str) else None
-    run = wandb.init(
-        # No capture of the console: it would stand between the training and its terminal. logs/rank_0.log has all of
-        # it. Where there is no key, wandb may ask for it at a terminal, but not for ever.
-        settings=wandb.Settings(init_timeout=120, login_timeout=30, console="off"),
-        project=config.logging.wandb_project,
-        name=Path(config.run_dir).name,
-        id=run_id,
-        resume="allow",
-        dir=config.run_dir,
-        mode=mode,
-        config=config_to_dict(config),
-    )
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return run

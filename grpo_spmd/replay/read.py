@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,13 +15,8 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.rows import read_rows
 from grpo_spmd.observe.metrics_file import read_lines
+from grpo_spmd.observe.rollout_record import RolloutRecord, read_rollout, rollouts_file
 from grpo_spmd.rewards.protocol import load_rewards
-
-_FIELDS = {
-    "rollout_id": int | None, "row": int, "position": int, "sample": int, "prompt": str | list, "completion": str,
-    "reward": float | int | None, "rewards": dict, "statuses": dict, "advantage": float | int | None,
-    "finish_reason": str, "prompt_ids": list, "completion_ids": list, "rollout_logprobs": list,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,7 +26,7 @@ class RecordedStep:
     run_dir: Path
     step: int
     config: Config
-    rollouts: list[list[dict[str, Any]]]
+    rollouts: list[list[RolloutRecord]]
     """Lines of the dump, group by group, in the order of the prompt stream."""
     metrics: dict[str, float | None]
     """None of them where the run ended within the step."""
@@ -47,7 +41,7 @@ class RecordedStep:
 class ReplayedRollout:
     """One rollout, as recorded and as replayed."""
 
-    recorded: dict[str, Any]
+    recorded: RolloutRecord
     reward: float | None
     rewards: dict[str, float | None]
     statuses: dict[str, str]
@@ -59,11 +53,11 @@ class ReplayedRollout:
 
     @property
     def name(self) -> str:
-        return f"{self.recorded['position']}/{self.recorded['sample']}"
+        return f"{self.recorded.position}/{self.recorded.sample}"
 
     @property
     def engine_logprobs(self) -> list[float]:
-        return [math.nan if x is None else x for x in self.recorded["rollout_logprobs"]]
+        return self.recorded.logprobs
 
 
 @dataclass(frozen=True)
@@ -97,9 +91,9 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
             "the run computed in bfloat16, whose rounding is another on another machine: a few percent in loss and "
             "gradient mean nothing"
         )
-    rollouts = _read_dump(run_dir / "rollouts" / f"step_{step:06d}.jsonl", config.rollout.group_size)
+    rollouts = _read_dump(rollouts_file(run_dir, step), config.rollout.group_size)
     # The evaluation that follows the last step has a line of its own, without a loss.
-    lines = (line for line, _ in read_lines(run_dir / "metrics.jsonl"))
+    lines = (line.metrics for line in read_lines(run_dir / "metrics.jsonl"))
     metrics = [line for line in lines if line["step"] == step and "loss/policy" in line][-1:]
     if not metrics:
         notes.append(
@@ -121,19 +115,19 @@ def _redacted_keys(config: Config) -> list[str]:
     return [f"{place}.{name}" for place, args in free_form.items() for name in args if args[name] == "<redacted>"]
 
 
-def _read_dump(path: Path, group_size: int) -> list[list[dict[str, Any]]]:
+def _read_dump(path: Path, group_size: int) -> list[list[RolloutRecord]]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         steps = [str(int(p.stem.removeprefix("step_"))) for p in sorted(path.parent.glob("step_*.jsonl"))]
         there = f"there are dumps of the steps {', '.join(steps) or 'none'} (logging.rollouts_every_steps)"
         raise ConfigError(f"--step: cannot read {path}: {error.strerror}; {there}") from None
-    groups: dict[int, list[dict[str, Any]]] = {}
+    groups: dict[int, list[RolloutRecord]] = {}
     for number, line in enumerate(lines, start=1):
-        record = _read_line(line, f"{path}:{number}")
-        groups.setdefault(record["position"], []).append(record)
+        record = read_rollout(line, f"{path}:{number}")
+        groups.setdefault(record.position, []).append(record)
     for position, group in groups.items():
-        samples = [record["sample"] for record in group]
+        samples = [record.sample for record in group]
         if samples != list(range(group_size)):
             raise ConfigError(
                 f"{path}: the group at position {position} has the samples {samples}, and should have 0 to "
@@ -144,32 +138,15 @@ def _read_dump(path: Path, group_size: int) -> list[list[dict[str, Any]]]:
     return [groups[position] for position in sorted(groups)]
 
 
-def _read_line(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ConfigError(f"{where}: expected a JSON object, got {type(record).__name__}")
-    for name, kind in _FIELDS.items():
-        if name not in record or not isinstance(record[name], kind):
-            what = "missing" if name not in record else f"{record[name]!r:.80}"
-            raise ConfigError(f"{where}: {name} is {what}; this is no rollout dump")
-    num_ids, num_logprobs = len(record["completion_ids"]), len(record["rollout_logprobs"])
-    if num_ids != num_logprobs:
-        raise ConfigError(f"{where}: {num_ids} completion_ids, but {num_logprobs} rollout_logprobs")
-    return record
-
-
-def _columns_of(rollouts: Sequence[Sequence[dict[str, Any]]], config: Config) -> tuple[list[dict[str, Any]], set[str]]:
+def _columns_of(rollouts: Sequence[Sequence[RolloutRecord]], config: Config) -> tuple[list[dict[str, Any]], set[str]]:
     """The columns of each group's data row, and all that a reward of the run was given."""
     rows = read_rows(config.data)
     columns = []
     for group in rollouts:
-        number = group[0]["row"]
+        number = group[0].row
         if number >= len(rows):
             raise ConfigError(f"data.train: {config.data.train} has {len(rows)} rows, and the dump names row {number}")
-        if json.loads(json.dumps(rows[number].prompt)) != group[0]["prompt"]:
+        if json.loads(json.dumps(rows[number].prompt)) != group[0].prompt:
             where = rows[number].where
             raise ConfigError(f"data.train: the prompt at {where} is no longer the one that the run sampled from")
         columns.append(rows[number].columns)

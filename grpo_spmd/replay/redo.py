@@ -12,9 +12,10 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.records import Completion, Decision, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.replay.read import RecordedStep, Replay, ReplayedRollout
 from grpo_spmd.rewards.pool.pool import RewardPool
@@ -89,8 +90,8 @@ def _replay(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool, s
 class _RecordedTexts:
     """Stands for the tokenizer: the texts that the run scored."""
 
-    def __init__(self, rollouts: Sequence[Sequence[dict[str, Any]]]) -> None:
-        self._texts = {tuple(record["completion_ids"]): record["completion"] for group in rollouts for record in group}
+    def __init__(self, rollouts: Sequence[Sequence[RolloutRecord]]) -> None:
+        self._texts = {tuple(record.completion_ids): record.completion for group in rollouts for record in group}
 
     def batch_decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         assert skip_special_tokens
@@ -102,11 +103,10 @@ def _groups(recorded: RecordedStep) -> list[RolloutGroup]:
     for slot, records in enumerate(recorded.rollouts):
         first = records[0]
         columns = recorded.columns[slot] if recorded.columns is not None else {}
-        prompt = Prompt(first["position"], first["row"], first["prompt_ids"], first["prompt"], columns)
+        prompt = Prompt(first.position, first.row, first.prompt_ids, first.prompt, columns)
         completions = []
         for record in records:
-            logprobs = [math.nan if x is None else x for x in record["rollout_logprobs"]]
-            completions.append(Completion(record["completion_ids"], logprobs, record["finish_reason"]))
+            completions.append(Completion(record.completion_ids, record.logprobs, record.finish_reason))
         groups.append(RolloutGroup(slot, prompt, completions))
     return groups
 
@@ -116,16 +116,16 @@ def _recorded_scores(groups: Sequence[RolloutGroup], recorded: RecordedStep) -> 
     weights = {reward.name: reward.weight for reward in load_rewards(recorded.config.rewards)}
     scored = ScoredRollouts()
     for record in (record for group in groups for record in recorded.rollouts[group.slot]):
-        if weights.keys() != record["rewards"].keys():
-            names = f"the run recorded {', '.join(record['rewards'])}, the config names {', '.join(weights)}"
+        if weights.keys() != record.rewards.keys():
+            names = f"the run recorded {', '.join(record.rewards)}, the config names {', '.join(weights)}"
             raise ConfigError(f"rewards: {names}; without the data set no other reward can be called: set data.train")
-        unusable = {name for name, status in record["statuses"].items() if status not in ("ok", "not_applicable")}
-        values = {name: math.nan if name in unusable else value for name, value in record["rewards"].items()}
+        unusable = {name for name, status in record.statuses.items() if status not in ("ok", "not_applicable")}
+        values = {name: math.nan if name in unusable else value for name, value in record.rewards.items()}
         for name, value in values.items():
             scored.by_name.setdefault(name, []).append(value)
-            scored.statuses.setdefault(name, []).append(record["statuses"][name])
+            scored.statuses.setdefault(name, []).append(record.statuses[name])
         scored.rewards.append(weighted_sum([(weights[name], value) for name, value in values.items()]))
-        scored.texts.append(record["completion"])
+        scored.texts.append(record.completion)
     return scored
 
 

@@ -37,29 +37,29 @@ def report(recorded: RecordedStep, found: Replay, top: int) -> list[str]:
 def _differences(rollouts: Sequence[ReplayedRollout], top: int) -> list[str]:
     lines, changed = [], []
     counts = {"reward": 0, "statuses": 0, "advantage": 0}
-    names = dict.fromkeys(name for r in rollouts for name in (*r.recorded["rewards"], *r.rewards))
+    names = dict.fromkeys(name for r in rollouts for name in (*r.recorded.rewards, *r.rewards))
     counts |= {f"reward {name}": 0 for name in names if len(names) > 1}
     for rollout in rollouts:
         was = rollout.recorded
         moved = []
-        if _differ(was["reward"], rollout.reward):
+        if _differ(was.reward, rollout.reward):
             counts["reward"] += 1
-            moved.append(f"reward {_number(was['reward'])} -> {_number(rollout.reward)}")
+            moved.append(f"reward {_number(was.reward)} -> {_number(rollout.reward)}")
         for name in names:
-            before, after = was["rewards"].get(name), rollout.rewards.get(name)
+            before, after = was.rewards.get(name), rollout.rewards.get(name)
             if len(names) > 1 and _differ(before, after):
                 counts[f"reward {name}"] += 1
                 moved.append(f"{name} {_number(before)} -> {_number(after)}")
-            if was["statuses"].get(name) != rollout.statuses.get(name):
+            if was.statuses.get(name) != rollout.statuses.get(name):
                 counts["statuses"] += 1
-                moved.append(f"{name} {was['statuses'].get(name, '-')} -> {rollout.statuses.get(name, '-')}")
-        if _differ(was["advantage"], rollout.advantage):
+                moved.append(f"{name} {was.statuses.get(name, '-')} -> {rollout.statuses.get(name, '-')}")
+        if _differ(was.advantage, rollout.advantage):
             counts["advantage"] += 1
-            moved.append(f"advantage {_number(was['advantage'])} -> {_number(rollout.advantage)}")
+            moved.append(f"advantage {_number(was.advantage)} -> {_number(rollout.advantage)}")
         if moved:
-            by_advantage = abs((was["advantage"] or 0.0) - (rollout.advantage or 0.0))
-            by_reward = abs((was["reward"] or 0.0) - (rollout.reward or 0.0))
-            text = f"  {rollout.name:>9}  {'; '.join(moved)}  {_short(was['completion'])}"
+            by_advantage = abs((was.advantage or 0.0) - (rollout.advantage or 0.0))
+            by_reward = abs((was.reward or 0.0) - (rollout.reward or 0.0))
+            text = f"  {rollout.name:>9}  {'; '.join(moved)}  {_short(was.completion)}"
             changed.append(((by_advantage, by_reward), text))
     lines.append(f"of {len(rollouts)} rollouts differ: " + ", ".join(f"{what} {n}" for what, n in counts.items()))
     if changed:
@@ -72,7 +72,7 @@ def _listed(title: str, scored: Sequence[tuple[float, ReplayedRollout]], top: in
     shown = sorted((pair for pair in scored if pair[0] > 0), key=lambda pair: pair[0], reverse=True)[:top]
     return ["", f"{title}:"] * bool(shown) + [
         f"  {r.name:>9} {_number(value):>10}  reward {_number(r.reward)}  advantage {_number(r.advantage)}  "
-        f"{len(r.engine_logprobs)} tokens  {r.recorded['finish_reason']}  {_short(r.recorded['completion'])}"
+        f"{len(r.engine_logprobs)} tokens  {r.recorded.finish_reason}  {_short(r.recorded.completion)}"
         for value, r in shown
     ]
 

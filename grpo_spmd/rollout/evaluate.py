@@ -11,7 +11,6 @@ draws the same random numbers, so that two of them differ by what the policy has
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 from collections import Counter
@@ -23,7 +22,8 @@ from grpo_spmd.config.schema import EvalConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
-from grpo_spmd.observe.rollout_record import write_lines_in_order
+from grpo_spmd.observe.rollout_dump import write_lines_in_order
+from grpo_spmd.observe.rollout_record import EvalRecord, to_line
 from grpo_spmd.records import Prompt, RolloutGroup, ScoredRollouts, rollout_seed
 from grpo_spmd.rewards.answers import final_answer
 from grpo_spmd.rewards.protocol import check_error_rate
@@ -225,15 +225,15 @@ def _summarise_all(
 
 
 def _dump_line(group: RolloutGroup, sample: int, outcome: Outcome, scored: ScoredRollouts, number: int) -> str:
-    record = {
-        "row": group.prompt.row,
-        "sample": sample,
-        "prompt": group.prompt.text,
-        "completion": scored.texts[number],
-        "answer": final_answer(scored.texts[number]),
-        "right": outcome.right,
-        "reward": outcome.reward,
-        "rewards": scored.finite_by_name(number),
-        "finish_reason": group.completions[0].finish_reason,
-    }
-    return json.dumps(record, ensure_ascii=False)
+    record = EvalRecord(
+        row=group.prompt.row,
+        sample=sample,
+        prompt=group.prompt.text,
+        completion=scored.texts[number],
+        answer=final_answer(scored.texts[number]),
+        right=outcome.right,
+        reward=outcome.reward,
+        rewards=scored.finite_by_name(number),
+        finish_reason=group.completions[0].finish_reason,
+    )
+    return to_line(record)

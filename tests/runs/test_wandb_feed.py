@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from grpo_spmd.config.dump import config_to_dict
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.observe.metrics_file import LineFile
@@ -81,7 +82,10 @@ def run(config: Config, steps: range, finish_s: float = 20) -> float:
     """Writes the steps' lines as a run does; the seconds that this took beside waiting for the end."""
     folder = Path(config.run_dir)
     folder.mkdir(exist_ok=True)
-    file, feed = LineFile(folder / "metrics.jsonl"), WandbFeed(config)
+    file, feed = (
+        LineFile(folder / "metrics.jsonl"),
+        WandbFeed(Path(config.run_dir), config.logging, config_to_dict(config)),
+    )
     start = time.monotonic()
     for step in steps:
         file.write(json.dumps({"step": step, "x": step / 7}))

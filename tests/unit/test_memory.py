@@ -79,8 +79,13 @@ def test_on_a_gpu_the_engines_pool_is_not_the_trainers_and_is_in_other_only_whil
     assert measure(torch.device("cuda"), pool_bytes=40) == MemoryUse(17, 10, 12, 15, 3)
 
 
+def _remedies(config: Config) -> dict[str, list[str]]:
+    num_workers = config.reward_pool.num_workers
+    return remedies(config.model, config.rollout, config.training, config.max_rollout_tokens, num_workers)
+
+
 def test_the_ledger_keeps_the_most_of_a_phases_blocks(config: Config) -> None:
-    ledger = MemoryLedger(config, CPU)
+    ledger = MemoryLedger(CPU, lambda: 0, _remedies(config))
     with ledger.phase("rollout"):
         held = torch.ones(100 * MIB, dtype=torch.uint8)
     with ledger.phase("rollout"):
@@ -97,7 +102,7 @@ def test_the_ledger_keeps_the_most_of_a_phases_blocks(config: Config) -> None:
 
 
 def test_a_real_failure_to_allocate_says_where_the_memory_was(config: Config) -> None:
-    ledger = MemoryLedger(config, CPU)
+    ledger = MemoryLedger(CPU, lambda: 0, _remedies(config))
     with ledger.phase("weight_sync"):
         pass
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught, ledger.phase("update"):
@@ -115,7 +120,10 @@ def test_a_real_failure_to_allocate_says_where_the_memory_was(config: Config) ->
 
 
 def test_other_errors_get_no_note(config: Config) -> None:
-    with pytest.raises(ValueError, match=r"^no$") as caught, MemoryLedger(config, CPU).phase("update"):
+    with (
+        pytest.raises(ValueError, match=r"^no$") as caught,
+        MemoryLedger(CPU, lambda: 0, _remedies(config)).phase("update"),
+    ):
         raise ValueError("no")
     assert not hasattr(caught.value, "__notes__")
 
@@ -136,8 +144,8 @@ def test_what_an_out_of_memory_error_is(error: Exception, expected: bool) -> Non
 
 
 def test_remedies_fit_the_phase_and_leave_out_what_is_used_up(config: Config) -> None:
-    assert all(remedies(phase, config) for phase in PHASES)
-    assert remedies("rollout", config)[:2] == [
+    assert all(_remedies(config)[phase] for phase in PHASES)
+    assert _remedies(config)["rollout"][:2] == [
         "lower rollout.gpu_memory_utilization (0.6)",
         "model.offload: optimizer, or true",
     ]
@@ -146,7 +154,7 @@ def test_remedies_fit_the_phase_and_leave_out_what_is_used_up(config: Config) ->
         model=dataclasses.replace(config.model, offload=True, activation_checkpointing=True),
         training=dataclasses.replace(config.training, max_tokens_per_micro_batch=config.max_rollout_tokens),
     )
-    text = "; ".join(remedies("update", used_up) + remedies("rollout", used_up))
+    text = "; ".join(_remedies(used_up)["update"] + _remedies(used_up)["rollout"])
     assert "offload" not in text
     assert "activation_checkpointing" not in text
     assert "rollout.max_completion_tokens (12)" in text

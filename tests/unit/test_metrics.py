@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.reductions import (
     Histogram,
     Ids,
@@ -27,8 +26,6 @@ from grpo_spmd.distributed.reductions import (
 )
 from grpo_spmd.observe.log import _check_trained
 from grpo_spmd.observe.metrics_file import LineFile
-from grpo_spmd.records import Decision
-from tests.support.models import write_config
 
 
 def test_what_a_full_disk_refuses_is_written_when_there_is_space_again(
@@ -108,14 +105,14 @@ def test_what_is_on_the_device_merges_there_and_survives_json_to_the_bit() -> No
     assert math.isnan(Max(torch.tensor(1.0)).merge(Max(torch.tensor(math.nan))).value)
 
 
-def test_a_token_lost_or_doubled_on_the_way_is_an_error(tmp_path: Path) -> None:
-    config = load_config(write_config(tmp_path, tmp_path / "model", training={"num_epochs": 2, "num_steps": 1}))
-    decision = Decision([], [], [], [], [], [40, 0, 2], [], 0, 0, {})
-    _check_trained({"loss_tokens": Sum(84.0), "optim/skipped_updates": Max(0.0)}, 3, config, decision)
-    # what a skipped update would have trained is not counted
-    _check_trained({"loss_tokens": Sum(4.0), "optim/skipped_updates": Max(1.0)}, 3, config, decision)
+def test_a_token_lost_or_doubled_on_the_way_is_an_error() -> None:
+    def sums(tokens: float, skipped: float = 0.0) -> Reductions:
+        return {"loss_tokens": Sum(tokens), "optim/skipped_updates": Max(skipped)}
+
+    _check_trained(3, sums(84.0), expected=84)
+    _check_trained(3, sums(4.0, skipped=1.0), expected=84)  # what a skipped update would have trained is not counted
     for tokens in (83.0, 85.0):
         with pytest.raises(
             RuntimeError, match=rf"step 3: trained on {tokens:.0f} tokens where rank 0 had decided on 84"
         ):
-            _check_trained({"loss_tokens": Sum(tokens), "optim/skipped_updates": Max(0.0)}, 3, config, decision)
+            _check_trained(3, sums(tokens), expected=84)

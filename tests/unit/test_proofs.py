@@ -1,4 +1,4 @@
-"""Fingerprints of rows, the probe, and the oracle's bounds."""
+"""Fingerprints of rows, the probe, and the logprob check's bounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_spmd.engine.weight_map import HeldRows, fused_rows
 from grpo_spmd.engine.weight_proof import _coefficients, matches, row_fingerprints
-from grpo_spmd.observe.logprob_oracle import LogprobOracle, MismatchError
+from grpo_spmd.observe.logprob_check import LogprobCheck, MismatchError
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -124,36 +124,38 @@ def test_rows_of_a_fused_parameter_by_hand() -> None:
         ("bfloat16", (0.04, 5.0), [(0.19, 9.0)], [(0.21, 5.0), (0.04, 16.0)]),
     ],
 )
-def test_oracle_bounds_come_from_the_first_step(
+def test_the_logprob_checks_bounds_come_from_the_first_step(
     dtype: str, first: tuple[float, float], fine: list[tuple[float, float]], wrong: list[tuple[float, float]]
 ) -> None:
-    oracle = LogprobOracle(dtype, None)
+    logprob_check = LogprobCheck(dtype, None)
     with pytest.raises(MismatchError, match="differ by nan nats"):
-        oracle.check(0, math.nan, math.nan)
-    oracle.check(0, None, None)
-    oracle.check(1, *first)
+        logprob_check.check(0, math.nan, math.nan)
+    logprob_check.check(0, None, None)
+    logprob_check.check(1, *first)
     for figures in fine:
-        oracle.check(2, *figures)
+        logprob_check.check(2, *figures)
     for figures in wrong:
         with pytest.raises(MismatchError, match=rf"step 3: engine and policy differ by {figures[0]:.3g} nats"):
-            oracle.check(3, *figures)
+            logprob_check.check(3, *figures)
     for figures in fine:  # later steps do not widen what the first one set
-        oracle.check(4, *figures)
+        logprob_check.check(4, *figures)
 
 
 @pytest.mark.parametrize(
     ("dtype", "mean", "largest"), [("float32", 0.011, 0.5), ("float32", 1e-6, 1.1), ("bfloat16", 0.06, 1.0)]
 )
-def test_oracle_does_not_take_a_fault_of_the_first_step_for_rounding(dtype: str, mean: float, largest: float) -> None:
+def test_the_logprob_check_does_not_take_a_fault_of_the_first_step_for_rounding(
+    dtype: str, mean: float, largest: float
+) -> None:
     with pytest.raises(
         MismatchError, match="the policy does not compute this model as the engine does; the temperatures differ"
     ):
-        LogprobOracle(dtype, None).check(0, mean, largest)
+        LogprobCheck(dtype, None).check(0, mean, largest)
 
 
 def test_a_bound_from_the_config_replaces_what_is_measured() -> None:
-    oracle = LogprobOracle("float32", 0.5)
+    logprob_check = LogprobCheck("float32", 0.5)
     for step in range(2):
-        oracle.check(step, 0.4, 9.0)
+        logprob_check.check(step, 0.4, 9.0)
     with pytest.raises(MismatchError, match=r"differ by 0\.6 nats .* the bounds are 0\.5"):
-        oracle.check(2, 0.6, 1.0)
+        logprob_check.check(2, 0.6, 1.0)

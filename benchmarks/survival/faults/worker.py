@@ -171,9 +171,9 @@ def _tell(folder: Path, event: dict[str, Any]) -> None:
 def _wrap(trap: Trap, folder: Path, rank: int) -> None:
     """The places of a fault; a name that the product no longer has raises AttributeError here."""
     from grpo_spmd.checkpoint import save as checkpoint
-    from grpo_spmd.observe import log as metrics
+    from grpo_spmd.observe.phase_timer import PhaseTimer
 
-    phase, load = metrics.MetricsLog.phase, checkpoint.Checkpoints.load
+    phase, load = PhaseTimer.__call__, checkpoint.Checkpoints.load
 
     @contextmanager
     def phase_with_trap(self: Any, name: str) -> Iterator[None]:
@@ -188,7 +188,7 @@ def _wrap(trap: Trap, folder: Path, rank: int) -> None:
             _tell(folder, {"event": "resumed", "step": start.step})
         gc.enable()
 
-    metrics.MetricsLog.phase = phase_with_trap  # type: ignore[method-assign]
+    PhaseTimer.__call__ = phase_with_trap  # type: ignore[method-assign]
     checkpoint.Checkpoints.load = load_and_tell  # type: ignore[method-assign]
     _around(checkpoint, "write_shard", trap, before="write: before the shard")
     _around(checkpoint, "write_manifest", trap, before="write: before the manifest")

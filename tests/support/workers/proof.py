@@ -1,4 +1,4 @@
-"""Worker: the weight-sync proof and the logprob oracle on clean syncs and on planted faults, many in one process.
+"""Worker: the weight-sync proof and the logprob check on clean syncs and on planted faults, many in one process.
 
 python -m tests.support.workers.proof CONFIG [section.key=value ...]
 """
@@ -27,14 +27,12 @@ from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.engine.weight_sync import WeightSync, gather_full_tensors
 from grpo_spmd.learn.losses import mismatch_sums
 from grpo_spmd.learn.packing import pack_rollouts
-from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import no_update
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import build_policy, hf_named_parameters
-from grpo_spmd.observe.log import MetricsLog
-from grpo_spmd.observe.logprob_oracle import LogprobOracle
+from grpo_spmd.observe.logprob_check import LogprobCheck
 from grpo_spmd.records import Decision, Rollout, SyncStats
-from grpo_spmd.run import open_run_dir
+from grpo_spmd.run import open_log, open_run_dir
 from tests.support.workers.sync import disturb
 
 BUCKET_MIB = 1
@@ -213,20 +211,20 @@ class Trials:
         local = to_json({name: reduction.on_host() for name, reduction in found.items()})
         return merge_json(on_rank0(list, local))
 
-    def oracle_faults(self) -> None:
-        oracle = LogprobOracle(self.config.model.dtype, None)
+    def logprob_check_faults(self) -> None:
+        check = LogprobCheck(self.config.model.dtype, None)
         self.sync()
         clean = self.mismatch()
-        oracle.check(self.step, *_mean_and_largest(clean))
+        check.check(self.step, *_mean_and_largest(clean))
         self.update(1e-2)
         self.sync()
-        oracle.check(self.step, *_mean_and_largest(self.mismatch()))
+        check.check(self.step, *_mean_and_largest(self.mismatch()))
 
         temperature, self.policy.temperature = self.policy.temperature, 1.0
         wrong = self.mismatch()
         self.policy.temperature = temperature
-        self.stops(oracle, wrong, "rounding has grown")
-        self.stops(LogprobOracle(self.config.model.dtype, None), wrong, "the temperatures differ")
+        self.stops(check, wrong, "rounding has grown")
+        self.stops(LogprobCheck(self.config.model.dtype, None), wrong, "the temperatures differ")
         self.stops_every_rank(wrong)
 
         llm = self.engine._llm
@@ -235,31 +233,32 @@ class Trials:
         self.sync()
         llm.reset_prefix_cache = reset
         self.passes()  # the weights are right
-        self.stops(oracle, self.mismatch(), "old cached prefixes")
+        self.stops(check, self.mismatch(), "old cached prefixes")
 
         self.sync()
         self.update(3e-2)
         self.engine.policy_version = self.step
-        self.stops(oracle, self.mismatch(), "the engine answered from old weights")
+        self.stops(check, self.mismatch(), "the engine answered from old weights")
 
     def stops_every_rank(self, sums: Reductions) -> None:
-        """The step's end, where the sums of all ranks meet the oracle, before anything is made of the step's
+        """The step's end, where the sums of all ranks meet the logprob check, before anything is made of the step's
         decisions."""
         open_run_dir(self.config, self.session, 0, Start())
-        log = MetricsLog(self.config, self.session, 0)
+        check = LogprobCheck(self.config.model.dtype, None)
+        _, log = open_log(self.config, self.session, 0, check)
         nothing = no_update(self.config.loss)
         decision = Decision([], [], [], [], [], [], [], 0, 0, {"reward/mean": 0.0})
         local = nothing | sums if self.session.is_rank0 else nothing
         try:
-            log.check_step(self.step, cast(SampledStep, None), decision, SyncStats(), local, [])
+            log.check_step(self.step, decision, SyncStats(), local, [])
         except Rank0Error as error:
             assert f"MismatchError: step {self.step}: engine and policy differ by" in str(error), error  # noqa: PT017
         else:
             raise AssertionError("check_step did not stop this rank")
 
-    def stops(self, oracle: LogprobOracle, sums: Reductions, expected: str) -> None:
+    def stops(self, check: LogprobCheck, sums: Reductions, expected: str) -> None:
         try:
-            oracle.check(self.step, *_mean_and_largest(sums))
+            check.check(self.step, *_mean_and_largest(sums))
         except RuntimeError as error:
             assert expected in str(error), error  # noqa: PT017
         else:
@@ -284,7 +283,7 @@ def main() -> None:
     trials.misplaced_tensors()
     if trials.tied:
         trials.stale_head()
-    trials.oracle_faults()
+    trials.logprob_check_faults()
     print(f"rank {trials.session.rank}: {trials.num_faults} faults seen", flush=True)
     trials.engine.shutdown()
     end_session()

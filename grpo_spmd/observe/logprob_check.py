@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 
 class MismatchError(RuntimeError):
@@ -13,8 +14,18 @@ class MismatchError(RuntimeError):
 # and at most; for the largest, at least and at most.
 _BOUNDS = {"float32": (1e-2, 1e-4, 5e-2, 0.05, 1.0), "bfloat16": (0.05, 0.02, 0.2, 15.0, 15.0)}
 
+_CAUSES_FROM_THE_START = (
+    "the policy does not compute this model as the engine does; the temperatures differ; the engine does not hold the "
+    "policy's weights; or this model's rounding is that large (then set proofs.max_mismatch)"
+)
+_CAUSES_LATER = (
+    "the engine answered from old weights or old cached prefixes (proofs.every_steps: 1 tells which tensor); rollouts "
+    "are scored with other tokens than were sampled; or rounding has grown as the policy changed (then set "
+    "proofs.max_mismatch)"
+)
 
-class LogprobOracle:
+
+class LogprobCheck:
     """Stops a run whose engine and policy give the sampled tokens logprobs that rounding does not explain. Lives on
     rank 0.
 
@@ -36,7 +47,17 @@ class LogprobOracle:
         """`max_mismatch`, where set, bounds the mean of every step, and nothing else is bounded."""
         self._first_mean, self._least_mean, self._most_mean, self._least_max, self._most_max = _BOUNDS[dtype]
         self._max_mismatch = max_mismatch
-        self.measured: tuple[float, float] | None = None  # mean and largest of the first step
+        self.measured: tuple[float, float] | None = None
+        """Mean and largest of the first step."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold so that the next steps are judged as they would have been; known on rank 0."""
+        return {"mismatch_scale": self.measured}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken; nothing where it is empty."""
+        if state.get("mismatch_scale") is not None:
+            self.measured = tuple(state["mismatch_scale"])
 
     def check(self, step: int, mean: float | None, largest: float | None) -> None:
         """Judge one step by |policy - engine| over the tokens of all ranks; None where none was measured.
@@ -46,27 +67,14 @@ class LogprobOracle:
         """
         if mean is None or largest is None:
             return
-        bounds = self._bounds()
-        if mean <= bounds[0] and largest <= bounds[1]:
+        mean_bound, largest_bound = self._bounds()
+        if mean <= mean_bound and largest <= largest_bound:
             self.measured = self.measured or (mean, largest)
             return
-        if self.measured is None:
-            causes = (
-                "the policy does not compute this model as the engine does; the temperatures differ; the engine does "
-                "not hold the "
-                "policy's weights; or this model's rounding is that large (then set proofs.max_mismatch)"
-            )
-        else:
-            causes = (
-                "the engine answered from old weights or old cached prefixes (proofs.every_steps: 1 tells which "
-                "tensor); rollouts are "
-                "scored with other tokens than were sampled; or rounding has grown as the policy changed (then set "
-                "proofs.max_mismatch)"
-            )
         raise MismatchError(
             f"step {step}: engine and policy differ by {mean:.3g} nats a token on the tokens just sampled, at most by "
-            f"{largest:.3g}; the "
-            f"bounds are {bounds[0]:.3g} and {bounds[1]:.3g}. Likely, in this order: {causes}"
+            f"{largest:.3g}; the bounds are {mean_bound:.3g} and {largest_bound:.3g}. Likely, in this order: "
+            + (_CAUSES_FROM_THE_START if self.measured is None else _CAUSES_LATER)
         )
 
     def _bounds(self) -> tuple[float, float]:
@@ -74,7 +82,5 @@ class LogprobOracle:
             return self._max_mismatch, math.inf
         if self.measured is None:
             return self._first_mean, self._most_max
-        mean, largest = self.measured
-        return min(max(10 * mean, self._least_mean), self._most_mean), min(
-            max(10 * largest, self._least_max), self._most_max
-        )
+        mean, largest = 10 * self.measured[0], 10 * self.measured[1]
+        return min(max(mean, self._least_mean), self._most_mean), min(max(largest, self._least_max), self._most_max)

@@ -1,0 +1,46 @@
+"""The phases of a step on this rank: how long they take, and how much memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from grpo_spmd.config.schema import PHASES
+from grpo_spmd.distributed import doctor
+from grpo_spmd.observe.memory import MemoryLedger
+
+
+class PhaseTimer:
+    """`with phase("rollout"):` adds to `time/rollout_s` and to the ledger, which an out-of-memory error shows."""
+
+    def __init__(self, device: torch.device, memory: MemoryLedger, first_step: int) -> None:
+        self._device, self._memory, self._step = device, memory, first_step
+        self._seconds: dict[str, float] = {}
+        self._step_start = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """The doctor knows meanwhile that this rank is in the phase, and how long it may take."""
+        assert name in PHASES, name
+        doctor.enter_phase(name, self._step)
+        with self._memory.phase(name):
+            start = time.perf_counter()
+            yield
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()  # kernels run on: without this their time would be counted in a later phase
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+        doctor.leave_phase(name, self._step)
+
+    def metrics(self) -> dict[str, float]:
+        """Of this step so far: `time/...` and `memory/...` of this rank."""
+        seconds = {f"time/{name}_s": self._seconds.get(name, 0.0) for name in PHASES}
+        return {"time/step_s": time.perf_counter() - self._step_start, **seconds, **self._memory.metrics()}
+
+    def end_step(self) -> None:
+        self._seconds.clear()
+        self._memory.end_step()
+        self._step += 1
+        self._step_start = time.perf_counter()
