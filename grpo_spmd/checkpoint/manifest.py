@@ -31,8 +31,7 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """{relative file name: {"bytes": size, "sha256": digest}}, its file names checked against the folder.
 
     Raises:
-        CheckpointError: no manifest, not a manifest, a newer one (NewerFormatError), or files that it lacks or has too
-            many of.
+        CheckpointError: no manifest, a damaged or a newer one (NewerFormatError), a file that is missing or in excess.
     """
     files = _read_json(checkpoint, "manifest.json").get("files")
     if not isinstance(files, dict) or not all(

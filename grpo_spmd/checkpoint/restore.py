@@ -29,12 +29,8 @@ def find_start(
 ) -> Start:
     """Collective. The newest good checkpoint of the run folder, or the one that `resume` names; the same on all ranks.
 
-    A damaged checkpoint is passed over, with a warning.
-
-    Args:
-        resume: as checkpoint.resume.
-        facts: of the run that starts.
-        num_steps: of the whole run. With `has_closing_eval` an evaluation follows them, with a metrics line of its own.
+    A damaged checkpoint is passed over, with a warning. `facts`: of the run that starts; with `has_closing_eval` an
+    evaluation follows its `num_steps`, which has a metrics line of its own.
 
     Raises:
         ConfigError: the run folder is in use; the named checkpoint is damaged; all are; one is of a later version; or
@@ -109,9 +105,6 @@ def _damage_of(folder: Path, session: Session) -> str | None:
 @torch.no_grad()
 def load_state(policy: Policy, updater: PolicyUpdater | None, folder: Path, trainer: dict[str, Any]) -> None:
     """Collective. Fill the policy's shards, and the optimizer's, from a verified checkpoint of any world size and mesh.
-
-    Args:
-        updater: None where only the policy is wanted.
 
     Raises:
         ConfigError: the tensors are not those of this model.

@@ -27,7 +27,7 @@ class Start:
     """Where a run starts: from nothing, or from a checkpoint that every rank has found good."""
 
     step: int = 0
-    """Steps that are finished."""
+    """Finished steps, and so the number of the first to come."""
     folder: Path | None = None
     """The checkpoint."""
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -45,14 +45,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The checkpoints that a run may start from."""
+    """The checkpoints that a run may start from, the best first."""
 
     folders: list[str]
-    """The best first."""
     goes_on: bool
     """As in Start."""
     is_named: bool = False
-    """The config names the only one."""
+    """checkpoint.resume names the only one."""
 
 
 # Its checkpoints. A folder of another name (.tmp, .aside) is none.
@@ -116,10 +115,7 @@ def is_inside(checkpoint: str | Path, run_dir: str | Path) -> bool:
 
 
 def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """What has changed since `trainer`, of `checkpoint`, was written under another config, and may; one text a key.
-
-    Args:
-        config: the present one, flat.
+    """What of the flat `config` has changed since `trainer`, of `checkpoint`, was written, and may; one text a key.
 
     Raises:
         ConfigError: naming a key that must stay as it was.
@@ -159,9 +155,6 @@ def is_same_launch(run_dir: str | Path) -> bool:
 
 def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
     """On rank 0: hold the folder, where a run goes on in it, and say which checkpoints may be its start.
-
-    Args:
-        resume: as checkpoint.resume.
 
     Raises:
         ConfigError: the folder is another run's, or another process holds it.
@@ -209,11 +202,10 @@ def begin_in(run_dir: Path, start: Start) -> None:
 
 
 def _lock(run_dir: Path) -> None:
-    """Hold the folder for as long as this process lives.
+    """Hold the folder for as long as this process lives: two jobs in it would overwrite each other's checkpoints.
 
     Raises:
-        ConfigError: another process holds it: two jobs that go on with one run would overwrite each other's
-            checkpoints.
+        ConfigError: another process holds it.
     """
     path = run_dir.resolve() / _LAUNCH
     if path in _locked:

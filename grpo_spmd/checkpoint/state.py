@@ -87,12 +87,9 @@ def trained_parameters(policy: Policy) -> dict[str, DTensor]:
 
 
 def write_shard(path: Path, tensors: dict[str, Tensor], rows: dict[str, int]) -> dict[str, Any]:
-    """Write this rank's rows [rows, ...] of each tensor as safetensors, and sync; returns {"bytes", "sha256"}.
+    """Write this rank's rows of each tensor, from the one in `rows` on, as safetensors; sync; {"bytes", "sha256"}.
 
     Tensor by tensor and straight from their memory: safetensors' own writer would first make a copy of them all.
-
-    Args:
-        rows: the place of each tensor's first row in the whole.
     """
     offsets = {name: {"saved_offsets": [rows[name], *[0] * (tensor.ndim - 1)]} for name, tensor in tensors.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}}

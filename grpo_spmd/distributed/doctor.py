@@ -27,17 +27,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.schema import WatchdogConfig
 from grpo_spmd.distributed import processes
-from grpo_spmd.distributed.doctor_report import (
-    MAX_TEXT,
-    Alarm,
-    Answer,
-    Fault,
-    Place,
-    Report,
-    answer_from,
-    fault_of,
-    write_report,
-)
+from grpo_spmd.distributed.doctor_report import Alarm, Answer, Fault, Place, Report, answer_from, fault_of, write_report
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -54,11 +44,7 @@ _num_debuggers = 0  # of reward workers; one on the main thread is seen on its s
 
 
 def start(store: Store, rank: int, world_size: int, config: WatchdogConfig) -> None:
-    """Watch this rank from here on, in phase "start".
-
-    Args:
-        store: the run's, with a prefix that no earlier attempt of the run has used.
-    """
+    """Watch this rank from here on, in phase "start". No earlier attempt of the run has used the prefix of `store`."""
     global _doctor
     assert _doctor is None, "the doctor is there already"
     _doctor = Doctor(store, rank, world_size, config)
@@ -155,8 +141,7 @@ class Doctor:
         self._main_thread = threading.get_ident()
         self._num_beats = 0
         self._heard: tuple[bytes, float] = (b"", self._now())
-        # The handler of faulthandler is plain C: any rank of this host can have the stacks of one whose Python does
-        # not run.
+        # For processes.stacks_of_peer, on any rank of this host.
         self._stacks_fd = os.memfd_create("grpo_spmd_stacks")
         faulthandler.register(signal.SIGUSR2, self._stacks_fd, all_threads=True)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -319,15 +304,11 @@ class Doctor:
         self._watch_store.set(f"answer/{rank}", json.dumps(asdict(answer)))
 
     def _answer(self) -> Answer:
-        now = sys._current_frames()
-        main = now.pop(self._main_thread, None)
-        now.pop(threading.get_ident())
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        stacks = [f"main thread:\n{processes.format_stack(main)}"]
-        stacks += [f"thread {names.get(i, i)}:\n{processes.format_stack(frame)}" for i, frame in now.items()]
+        threads = sys._current_frames()
+        main, stacks = threads.get(self._main_thread), processes.stacks_of(threads, self._main_thread)
         waits, line = processes.waits_for(main), processes.innermost_line(main)
         enqueued, flight = processes.flight_recorder()
-        return Answer(self._place(), True, self._fault, waits, line, "\n".join(stacks)[:MAX_TEXT], enqueued, flight)
+        return Answer(self._place(), True, self._fault, waits, line, stacks, enqueued, flight)
 
     def _examine_peers(self, until: float) -> dict[int, processes.RankProcess]:
         """Answer for the ranks of this host that do not; which these are."""
@@ -335,12 +316,8 @@ class Doctor:
         for rank, peer in (self._peers or {}).items():
             if self._waited_for(f"answer/{rank}", until):
                 continue
-            state, stacks = processes.process_state(peer), ""
-            if state not in ("gone", "stopped"):
-                with suppress(OSError):
-                    os.kill(peer.pid, signal.SIGUSR2)
-                    time.sleep(0.2)
-                    stacks = Path(f"/proc/{peer.pid}/fd/{peer.stacks_fd}").read_text(errors="replace")[-MAX_TEXT:]
+            state = processes.process_state(peer)
+            stacks = processes.stacks_of_peer(peer) if state not in ("gone", "stopped") else ""
             self._say(rank, Answer(self._last_place(rank), False, stacks=stacks, state=state))
             silent[rank] = peer
         return silent

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.errors import Rank0Error
-from grpo_spmd.distributed.processes import innermost_frame, waits_for
+from grpo_spmd.distributed.processes import MAX_TEXT, innermost_frame, waits_for
 
-MAX_TEXT = 60_000
 _LOST_PEER = re.compile(r"onnection|gloo|NCCL|[Tt]imed out|Broken pipe|reset by peer")
 
 

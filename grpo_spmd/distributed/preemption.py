@@ -36,6 +36,7 @@ _SPREAD = 1.2  # a step may take so many times the longest of the recent ones
 _NOTICE = "preempted"  # in the run's store: a rank that was signalled tells the others
 _NOTICE_POLL_S = 0.5
 _SQUEUE_TIMEOUT_S = 20
+_BEGIN, _GENERATED, _UPDATE = range(3)  # a step's start, its last generation's end, its update's start
 
 
 class Preempted(Exception):
@@ -60,9 +61,8 @@ class Preemption:
         self._aborting: str | None = None  # why generation was ended early on this rank
         self._deadline: float | None = None  # on the monotonic clock, like all times here; None: not asked for yet
         self._next_poll = 0.0
-        # When a step began, its last generation had ended, and its update began; the time from each to the step's end.
-        self._starts = [math.nan] * 3
-        self._took_s: list[deque[float]] = [deque(maxlen=_NUM_RECENT) for _ in range(3)]
+        self._moments = [math.nan] * 3  # of this step
+        self._took_s: list[deque[float]] = [deque(maxlen=_NUM_RECENT) for _ in range(3)]  # from each to the step's end
         self._num_steps = 0
         self._save_s: float | None = None  # what a save may take, once that is known
         self._unknown_save_s = 0.0
@@ -71,8 +71,7 @@ class Preemption:
     def begin_step(self, time_to_save_s: float = 0.0) -> None:
         """Collective. At the start of each step, and before an evaluation that follows the last.
 
-        Args:
-            time_to_save_s: what a save may take now; 0: not known, since none was made yet.
+        `time_to_save_s`: what a save may take now; 0: not known, since none was made yet.
 
         Raises:
             Preempted: this process was signalled, or the time left is less than a step and a save take.
@@ -87,14 +86,14 @@ class Preemption:
                 self._deadline = now + left - min(10.0, 0.05 * left)
                 self._unknown_save_s = min(60.0, 0.05 * left)
         else:
-            for took_s, start in zip(self._took_s, self._starts, strict=True):
+            for took_s, start in zip(self._took_s, self._moments, strict=True):
                 took_s.append(now - start)
             self._num_steps += 1
             if self._num_steps == 2:  # the first took longer, for all that happens once
                 for took_s in self._took_s:
                     took_s.popleft()
-        self._starts = [now] * 3
-        self._agree(self._why_stop(0, "a step"))
+        self._moments = [now] * 3
+        self._agree(self._why_stop(_BEGIN, "a step"))
 
     def check_before_update(self) -> None:
         """Collective. The last moment at which a step can be given up.
@@ -102,8 +101,8 @@ class Preemption:
         Raises:
             Preempted: this process was signalled, or the time left is less than an update and a save take.
         """
-        self._starts[2] = time.monotonic()
-        self._agree(self._aborting or self._why_stop(2, "an update"))
+        self._moments[_UPDATE] = time.monotonic()
+        self._agree(self._aborting or self._why_stop(_UPDATE, "an update"))
 
     def should_abort(self) -> bool:
         """Whether this rank should end its generation. The engine asks before each of its steps; waits for nobody."""
@@ -127,7 +126,7 @@ class Preemption:
         def guarded(*args: Any, **kwargs: Any) -> ScoredRollouts:
             """Collective. Raises Preempted as check_before_update, or where some rank ended its generation early."""
             scored = ScoredRollouts()
-            self._starts[1] = time.monotonic()
+            self._moments[_GENERATED] = time.monotonic()
             reason = self._why_give_up()
             if reason is None:
                 try:
@@ -137,16 +136,16 @@ class Preemption:
                         raise
                     what = type(error).__name__
                     _log.warning("%s: scoring failed and is given up (%s: %s)", self._signal, what, error)
-            self._agree(reason or self._aborting or self._why_stop(2, "an update"))
+            self._agree(reason or self._aborting or self._why_stop(_UPDATE, "an update"))
             return scored
 
         return guarded
 
     def _why_give_up(self) -> str | None:
-        return self._aborting or self._why_stop(1, "the rest of the step")
+        return self._aborting or self._why_stop(_GENERATED, "the rest of the step")
 
     def _why_stop(self, since: int, what: str) -> str | None:
-        """`since`: of `_starts`, the one from which on the step must come to its end; `what`: that part of it."""
+        """`since`: the moment from which on the step must come to its end; `what`: that part of it."""
         needed_s = max(self._took_s[since], default=0.0)
         if self._signal is not None:
             return self._signal
@@ -173,10 +172,7 @@ class Preemption:
 
 
 def leave_marker(run_dir: str | os.PathLike[str], step: int, reason: str) -> None:
-    """Collective. Write `<run_dir>/preempted.json`: stopped with everything saved, and not failed.
-
-    Call it when the save is complete on this rank; it is written when all ranks have come here.
-    """
+    """Collective. Write `<run_dir>/preempted.json`, once all ranks have come here with their part saved."""
     marker = json.dumps({"step": step, "reason": reason, "saved": True}).encode() + b"\n"
     on_rank0(lambda _: write_durably(Path(run_dir, MARKER), marker), None)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -16,6 +19,7 @@ from typing import Literal
 
 # Whoever is in one of these waits for other ranks.
 _COLLECTIVE_MODULES = tuple(f"grpo_spmd.distributed.{name}" for name in ("collectives", "session", "store"))
+MAX_TEXT = 60_000  # characters of a traceback, or of a process's stacks
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,24 @@ def innermost_line(frame: FrameType | None) -> str:
     return ""
 
 
-def format_stack(frame: FrameType | None) -> str:
-    return "".join(traceback.format_stack(frame)) if frame is not None else "  (no Python frame)\n"
+def stacks_of(threads: dict[int, FrameType], main_thread: int) -> str:
+    """As text. `threads`: as sys._current_frames has them; the calling one is left out."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threads.get(main_thread)
+    texts = ["main thread:\n" + ("".join(traceback.format_stack(main)) if main else "  (no Python frame)\n")]
+    for thread, frame in threads.items():
+        if thread not in (main_thread, threading.get_ident()):
+            texts.append(f"thread {names.get(thread, thread)}:\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(texts)[:MAX_TEXT]
+
+
+def stacks_of_peer(process: RankProcess) -> str:
+    """Of one whose Python does not run: the handler of faulthandler is plain C. "" where that does not help either."""
+    with suppress(OSError):
+        os.kill(process.pid, signal.SIGUSR2)
+        time.sleep(0.2)
+        return Path(f"/proc/{process.pid}/fd/{process.stacks_fd}").read_text(errors="replace")[-MAX_TEXT:]
+    return ""
 
 
 def flight_recorder() -> tuple[dict[str, int], str]:

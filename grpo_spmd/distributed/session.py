@@ -47,12 +47,8 @@ def start_session(
 ) -> Session:
     """Collective. Join the process group that torchrun describes, or a group of one where there is no torchrun.
 
-    The doctor watches from here until `end_session`.
-
-    Args:
-        num_replicas: copies of the policy; consecutive ranks share one. Divides the number of ranks.
-        tensor_parallel_size: consecutive ranks that share an engine. Divides it too.
-        watchdog: the limits of phases.
+    The doctor watches from here until `end_session`. `num_replicas` copies of the policy are shared by consecutive
+    ranks each, an engine by `tensor_parallel_size` of them; both divide the number of ranks.
     """
     watchdog = watchdog or WatchdogConfig()
     if "RANK" not in os.environ:  # debug mode: vLLM's external_launcher wants the variables that torchrun would set
@@ -61,11 +57,9 @@ def start_session(
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # the flight recorder, for the doctor's report of a hang
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
     timeout = collective_timeout(watchdog)
     of_run, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
     of_run.set_timeout(timedelta(seconds=doctor.limit_s(watchdog, "start")))

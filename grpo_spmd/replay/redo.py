@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.distributed import doctor
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.records import Completion, Decision, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.replay.read import RecordedStep, Replay, ReplayedRollout
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 def replay(recorded: RecordedStep, checkpoint: Path | None = None) -> Replay:
     """Score, decide and train once more; on the CPU, in a process group of one.
 
-    Args:
-        checkpoint: where the policy is taken from, instead of the checkpoint of this step.
+    The policy is that of `checkpoint`, else of the step's own.
 
     Raises:
         ConfigError, CheckpointError: what is missing or damaged, and what to do.
@@ -39,7 +39,9 @@ def replay(recorded: RecordedStep, checkpoint: Path | None = None) -> Replay:
     with tempfile.NamedTemporaryFile(prefix="rewards_", suffix=".log", delete=False) as log:
         log_file = Path(log.name)
     config = recorded.config
-    with RewardPool(config.rewards, config.reward_pool, log_file, columns=recorded.all_columns) as pool:
+    with RewardPool(
+        config.rewards, config.reward_pool, log_file, columns=recorded.all_columns, on_debugger=doctor.note_debugger
+    ) as pool:
         # From here on, before torch looks: a reward may have a model on the GPU, the replay has none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         from grpo_spmd.distributed.session import end_session, start_session

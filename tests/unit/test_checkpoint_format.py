@@ -1,0 +1,95 @@
+"""The format of a checkpoint, written here by hand as every version has written it: one of an earlier version loads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_spmd.checkpoint.restore import find_start, load_state
+from grpo_spmd.checkpoint.state import RunFacts, run_facts
+from grpo_spmd.config.dump import flat_config
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.model.policy import build_policy
+from grpo_spmd.records import Prompt
+from tests.support.learn import updater_of
+from tests.support.models import make_model, write_config
+
+PROMPTS = [Prompt(0, 0, [5, 6, 7], "abc", {}), Prompt(1, 1, [8], "d", {})]
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    yield start_session()
+    end_session()
+
+
+def write_by_hand(run: Path, config: Config, state: dict[str, torch.Tensor]) -> None:
+    """As two ranks leave it: half the rows in each shard's file, the place of the first in its header."""
+    folder = run / "checkpoints" / "step_000003"
+    (folder / "state").mkdir(parents=True)
+    for rank in range(2):
+        halves = {name: -(-len(tensor) // 2) for name, tensor in state.items()}
+        rows = {name: tensor[rank * halves[name] :][: halves[name]].contiguous() for name, tensor in state.items()}
+        places = {name: {"saved_offsets": [rank * halves[name], *[0] * (t.ndim - 1)]} for name, t in rows.items()}
+        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(places)}
+        save_file(rows, folder / "state" / f"shard_{rank + 1:05d}.safetensors", metadata)
+    model, tokens = hashlib.sha256(), hashlib.sha256()
+    for name in ("config.json", "model.safetensors"):
+        content = Path(config.model.path, name).read_bytes()
+        model.update(f"{name}\0{len(content)}\0".encode() + content[: 1 << 20] + content[-(1 << 16) :])
+    for number in (3, 5, 6, 7, 1, 8):  # each prompt's length, and its tokens
+        tokens.update(number.to_bytes(8, "little"))
+    trainer = {
+        "format": 1, "step": 3, "position": 21, "num_updates": 6, "skipped_in_a_row": 1, "mismatch_scale": [1e-7, 2e-6],
+        "model_fingerprint": model.hexdigest(), "data_fingerprint": tokens.hexdigest(), "config": flat_config(config),
+        "model_path": config.model.path, "dtype": "float32", "world_size": 2,
+    }  # fmt: skip
+    (folder / "trainer.json").write_text(json.dumps(trainer))
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    digests = {name: {"bytes": len(b), "sha256": hashlib.sha256(b).hexdigest()} for name, b in files.items()}
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "files": digests}))
+
+
+def test_a_checkpoint_of_an_earlier_version_loads(tmp_path: Path, session: Session) -> None:
+    model, run = make_model(tmp_path / "model", "qwen3", tied=True), tmp_path / "run"
+    config = load_config(write_config(tmp_path, model, run_dir=str(run)))
+    policy = build_policy(config.model, 1.0, session)
+    updater = updater_of(policy, config)
+    weights = {name: tensor.float() for name, tensor in load_file(model / "model.safetensors").items()}
+    state = {f"policy.{name}": tensor + 0.5 for name, tensor in weights.items()}
+    state |= {f"exp_avg.{name}": tensor.sin() for name, tensor in weights.items()}
+    state |= {f"exp_avg_sq.{name}": tensor.square() for name, tensor in weights.items()}
+    write_by_hand(run, config, state)
+
+    facts = run_facts(flat_config(config), config.model, PROMPTS, session)
+    start = find_start(run, "auto", session, facts, 3, False)
+    assert (start.step, start.position, start.goes_on, start.is_over) == (3, 21, True, True)
+    assert not find_start(run, "auto", session, facts, 4, False).is_over
+    assert not find_start(run, "auto", session, facts, 3, True).is_over  # the closing evaluation has no line yet
+    assert start.folder is not None
+    load_state(policy, updater, start.folder, start.trainer)
+    for name, parameter in policy.model.named_parameters():
+        moments = updater.optimizer.state[parameter]
+        assert torch.equal(parameter.full_tensor(), state[f"policy.{name}"])
+        assert torch.equal(moments["exp_avg"].full_tensor(), state[f"exp_avg.{name}"])
+        assert torch.equal(moments["exp_avg_sq"].full_tensor(), state[f"exp_avg_sq.{name}"])
+        assert float(moments["step"]) == 6
+    assert updater.state() == {"num_updates": 6, "skipped_in_a_row": 1}
+
+    def refused(other: RunFacts, text: str) -> None:
+        with pytest.raises(ConfigError, match=text):
+            find_start(run, "auto", session, other, 3, False)
+
+    refused(replace(facts, model_fingerprint=""), "model.path holds another model than the run had")
+    refused(replace(facts, data_fingerprint=""), "data.train gives other prompts than the run had")
+    refused(replace(facts, config={**facts.config, "seed": 7}), r"seed \(7\) was 0 in the run")
