@@ -66,9 +66,9 @@ FAULTS = (
     ),
     Fault(
         "tied head stale: its packed copy is not made anew",
-        "engine/isolation.py",
+        "engine/reload.py",
         '        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):\n'
-        "            quant_method.process_weights_after_loading(module)\n",
+        "            method.process_weights_after_loading(module)\n",
         "",
         (_TIED,),
         of_sync=True,
@@ -169,7 +169,7 @@ FAULTS = (
     ),
     Fault(
         "gradients averaged over ranks, not summed",
-        "model/policy.py",
+        "model/sharding.py",
         "            module.set_gradient_divide_factor(1.0)\n",
         "",
         (_PARTITION,),

@@ -134,6 +134,20 @@ def any_rank(flag: bool) -> bool:
     return bool(found)
 
 
+def any_in_group(flag: bool, group: dist.ProcessGroup) -> bool:
+    """Collective over `group`. True on each of its ranks if it is on one."""
+    found = torch.tensor([int(flag)])  # not counted: groups need not come here equally often
+    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return bool(found)
+
+
+def of_first_in_group(number: int | None, group: dist.ProcessGroup) -> int | None:
+    """Collective over `group`. What its first rank gave: a number from 0 on, or None."""
+    given = torch.tensor([-1 if number is None else number])
+    dist.broadcast(given, group_src=0, group=group)
+    return None if given < 0 else int(given)
+
+
 def _broadcast_bytes(payload: bytes) -> bytes:
     count_collective()
     if dist.get_world_size() == 1:

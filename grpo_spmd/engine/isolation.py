@@ -1,4 +1,4 @@
-"""What vLLM does to the process around it, undone; and what its reload leaves undone on the CPU."""
+"""What vLLM does to the process around it, undone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 _TOUCHED_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH", "NUMEXPR_MAX_THREADS")
 
@@ -40,31 +38,19 @@ def isolated() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def itself(model: nn.Module) -> nn.Module:
-    return model
+@contextmanager
+def allocator_settings_kept(device: torch.device) -> Iterator[None]:
+    """The pool of vLLM's sleep mode cannot live in torch's expandable segments: vLLM switches them off while it fills
+    it, and on again.
 
-
-def before_reload_on_cpu(model: nn.Module) -> None:
-    """An unquantised MoE layer packs its weights for the CPU when its kernel is built, and an update skips that (0.28
-    to 0.32: wrong logprobs, no message). Without a kernel the update builds and packs anew."""
-    for module in model.modules():
-        quant_method: Any = getattr(module, "quant_method", None)
-        if getattr(quant_method, "moe_kernel", None) is not None and type(quant_method).__name__.startswith(
-            "Unquantized"
-        ):
-            quant_method._kernel_before_reload, quant_method.moe_kernel = quant_method.moe_kernel, None
-
-
-def after_reload_on_cpu(model: nn.Module) -> None:
-    """A tied lm_head gets no weights of its own, so its packed copy stays old (0.28 to 0.32: wrong by 1 nat, no
-    message): pack anew."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in model.modules():
-        quant_method: Any = getattr(module, "quant_method", None)
-        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-            quant_method.process_weights_after_loading(module)
-        if getattr(quant_method, "_kernel_before_reload", None) is not None:
-            if quant_method.moe_kernel is None:  # the layer got no weights: keep what it had
-                quant_method.moe_kernel = quant_method._kernel_before_reload
-            quant_method._kernel_before_reload = None
+    Up to 0.30 it looks for them in PYTORCH_CUDA_ALLOC_CONF alone, not in PYTORCH_ALLOC_CONF, and writes nothing but
+    that one option back; torch takes an option that is not in what it is handed for the default, so that the user's
+    others were gone for the rest of the run.
+    """
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")  # in torch's order
+    if device.type != "cuda" or not given:
+        yield
+        return
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = given
+    yield
+    torch._C._accelerator_setAllocatorSettings(given)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from grpo_spmd.records import Completion
 
 
 class EngineStateError(RuntimeError):
@@ -17,6 +20,11 @@ class Request:
     prompt_ids: list[int]
     seed: int
     temperature: float | None = None  # 0: greedy; None: `rollout.temperature`
+
+
+Place = tuple[int, int]  # of a conversation: job, number within the job
+NextRequest = Callable[[int, int, Sequence[Completion]], Request | None]
+Finished = Callable[[int, int, Completion], None]
 
 
 def share_out(num_jobs: int, job_size: int, num_engines: int, max_num_seqs: int | None) -> tuple[int, int]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +15,8 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.model.dimensions import head_dim
 from grpo_spmd.model.lora import engine_target_modules
 
-# vLLM reads these when it is imported, which happens in functions below. In-process is the point of this file; the rest
-# keeps a terminal readable.
+# vLLM reads these when it is imported, which only functions do. In-process is the point of this folder; the rest keeps
+# a terminal readable.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -31,8 +29,7 @@ def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: i
     """Collective. A vllm.LLM with dummy weights on each of `rollout.tensor_parallel_size` ranks."""
     import vllm
 
-    # The CPU worker replaces this by a function that only warns.
-    set_num_threads = torch.set_num_threads
+    set_num_threads = torch.set_num_threads  # the CPU worker replaces this by a function that only warns
     _name_shared_memory_after_job(session.attempt)
     options: dict[str, Any] = {
         "model": model.path,
@@ -50,35 +47,16 @@ def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: i
         "disable_log_stats": True,
     }
     if model.lora.base_stays_in_engine:
-        options.update(_lora_options(model.path, model.lora))
+        options |= _lora_options(model.path, model.lora)
     if session.device.type == "cpu":
         cache_bytes = _cpu_kv_cache_bytes(model, rollout, max_rollout_tokens, session.world_size)
-        options.update(enforce_eager=True, block_size=32, kv_cache_memory_bytes=cache_bytes)
-    options.update(rollout.engine)
+        options |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": cache_bytes}
     try:
-        return vllm.LLM(**options)
+        return vllm.LLM(**options | rollout.engine)
     except TypeError as error:
         raise ConfigError(f"rollout.engine: vllm.LLM refused {sorted(rollout.engine)}: {error}") from None
     finally:
         torch.set_num_threads = set_num_threads
-
-
-@contextmanager
-def allocator_settings_kept(device: torch.device) -> Iterator[None]:
-    """The pool of vLLM's sleep mode cannot live in torch's expandable segments: vLLM switches them off while it fills
-    it, and on again.
-
-    Up to 0.30 it looks for them in PYTORCH_CUDA_ALLOC_CONF alone, not in PYTORCH_ALLOC_CONF, and writes nothing but
-    that one option back; torch takes an option that is not in what it is handed for the default, so that the user's
-    others were gone for the rest of the run.
-    """
-    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")  # in torch's order
-    if device.type != "cuda" or not given:
-        yield
-        return
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = given
-    yield
-    torch._C._accelerator_setAllocatorSettings(given)
 
 
 def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:
@@ -101,10 +79,8 @@ def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:
 
 
 def _cpu_kv_cache_bytes(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, world_size: int) -> int:
-    """Room for a step's completions at full length, between 64 MiB and 1/8 of the host's memory over its ranks.
-
-    vLLM would otherwise ask for nearly all memory of the host, on each rank.
-    """
+    """Room for a step's completions at full length, between 64 MiB and 1/8 of the host's memory over its ranks. vLLM
+    would otherwise ask for nearly all memory of the host, on each rank."""
     from transformers import AutoConfig
 
     hf = AutoConfig.from_pretrained(model.path)

@@ -1,16 +1,22 @@
-"""Where the rows of HF's tensors lie in vLLM's parameters, by the class of the layer."""
+"""Where the rows of HF's tensors lie in vLLM's parameters, by the class of the layer.
+
+`_readers` and `_row_layouts` are the tables of the classes that are known; a class is read as the nearest of its base
+classes in them. A parameter of a layer in neither is taken to be the whole HF tensor of its name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class HeldRows:
+class TensorPart:
     """Consecutive rows of one HF tensor within an engine parameter."""
 
     name: str  # in the HF checkpoint
@@ -21,124 +27,165 @@ class HeldRows:
 
 
 @dataclass(frozen=True)
-class HeldTensor:
+class EngineTensor:
     """What one parameter of this rank's engine holds of the HF checkpoint, and how to look at it."""
 
     engine_name: str
-    parts: tuple[HeldRows, ...]
+    parts: tuple[TensorPart, ...]
     values: Tensor | None  # [rows, columns], where the layout is plain
     product: Callable[[Tensor], Tensor] | None = None  # [columns] -> [rows], where the weights are packed or quantised
-    quantised: bool = False
+    is_quantised: bool = False
     column_slice: int = 0  # it holds this one of so many equal slices of the HF tensor's columns
     num_column_slices: int = 1
 
 
-def held_by_linear(path: str, module: Any, fused: dict[str, list[str]]) -> list[HeldTensor]:
-    """The weight and the bias of a vLLM linear layer, which may be a fusion of several of HF's and one rank's slice of
-    it."""
-    from vllm.model_executor.layers.linear import (
-        ColumnParallelLinear,
-        MergedColumnParallelLinear,
-        QKVParallelLinear,
-        RowParallelLinear,
-    )
+Rows = tuple[int, int, int]  # of one HF tensor: how many are held here, how many there are, which block of that size
+Reader = Callable[[str, Any, Any], list[EngineTensor]]  # of a layer: its path, itself, the model
+
+
+def engine_tensors(model: nn.Module) -> list[EngineTensor]:
+    """What every parameter of this rank's engine holds, the same in number and kind on all ranks."""
+    readers = _readers()
+    found: list[EngineTensor] = []
+    seen: set[int] = set()  # a tied lm_head may share its parameter with the embedding
+    for path, layer in model.named_modules():
+        path = path.removesuffix(".base_layer")  # a layer that can take an adapter is wrapped
+        for tensor in _of_nearest_class(readers, layer)(path, layer, model):
+            if tensor.values is None or id(tensor.values) not in seen:
+                found.append(tensor)
+            seen.add(id(tensor.values))
+    return found
+
+
+def _readers() -> dict[type, Reader]:
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    return {LinearBase: _linear_tensors, VocabParallelEmbedding: _vocabulary_tensors, nn.Module: _plain_tensors}
+
+
+def _row_layouts() -> dict[type, Callable[[Any], list[Rows]]]:
+    """Of a linear layer: which rows this rank holds of each of HF's layers in it, top to bottom."""
+    from vllm.model_executor.layers import linear
+
+    return {
+        linear.QKVParallelLinear: _qkv_rows,
+        linear.MergedColumnParallelLinear: lambda of: [(n // of.tp_size, n, of.tp_rank) for n in of.output_sizes],
+        linear.ColumnParallelLinear: lambda of: [(of.output_size // of.tp_size, of.output_size, of.tp_rank)],
+        linear.LinearBase: lambda of: [(of.output_size, of.output_size, 0)],
+    }
+
+
+def _of_nearest_class(table: dict[type, T], layer: object) -> T:
+    return next(table[of] for of in type(layer).__mro__ if of in table)
+
+
+def _qkv_rows(layer: Any) -> list[Rows]:
+    kv_rank = layer.tp_rank // layer.num_kv_head_replicas  # with fewer KV heads than ranks, neighbours share one
+    size, value_size = layer.head_size, getattr(layer, "v_head_size", layer.head_size)
+    return [
+        (layer.num_heads * size, layer.total_num_heads * size, layer.tp_rank),
+        (layer.num_kv_heads * size, layer.total_num_kv_heads * size, kv_rank),
+        (layer.num_kv_heads * value_size, layer.total_num_kv_heads * value_size, kv_rank),
+    ]
+
+
+def _plain_tensors(path: str, layer: nn.Module, model: Any) -> list[EngineTensor]:
+    return [
+        EngineTensor(name, (TensorPart(name, len(parameter), 0, 0, len(parameter)),), parameter)
+        for name, parameter in layer.named_parameters(path, recurse=False)
+    ]
+
+
+def _linear_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
+    """The weight and the bias of a linear layer: one rank's slice, maybe of several of HF's layers."""
+    from vllm.model_executor.layers.linear import RowParallelLinear
 
     leaf = path.rpartition(".")[2]
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     names = [path.removesuffix(leaf) + name for name in fused.get(leaf, [leaf])]
-    rank, ranks = module.tp_rank, module.tp_size
-    if isinstance(module, QKVParallelLinear):  # with fewer KV heads than ranks, neighbours hold the same head
-        value_size, kv_rank = getattr(module, "v_head_size", module.head_size), rank // module.num_kv_head_replicas
-        layout = [
-            (module.num_heads * module.head_size, module.total_num_heads * module.head_size, rank),
-            (module.num_kv_heads * module.head_size, module.total_num_kv_heads * module.head_size, kv_rank),
-            (module.num_kv_heads * value_size, module.total_num_kv_heads * value_size, kv_rank),
-        ]
-    elif isinstance(module, MergedColumnParallelLinear):
-        layout = [(size // ranks, size, rank) for size in module.output_sizes]
-    elif isinstance(module, ColumnParallelLinear):
-        layout = [(module.output_size // ranks, module.output_size, rank)]
-    else:
-        layout = [(module.output_size, module.output_size, 0)]
-    parts = fused_rows(names, layout)
-    columns = (rank, ranks) if isinstance(module, RowParallelLinear) else (0, 1)
-    packed, quantised = hasattr(module, "cpu_linear"), not type(module.quant_method).__name__.startswith("Unquantized")
-    values = None if packed or quantised else module.weight
-    product = None if values is not None else _product(module)
-    held = [HeldTensor(f"{path}.weight", _suffixed(parts, "weight"), values, product, quantised, *columns)]
-    if module.bias is not None:
-        held.append(HeldTensor(f"{path}.bias", _suffixed(parts, "bias"), module.bias))
-    return held
+    rows = _of_nearest_class(_row_layouts(), layer)(layer)
+    columns = (layer.tp_rank, layer.tp_size) if isinstance(layer, RowParallelLinear) else (0, 1)
+    is_plain = not (hasattr(layer, "cpu_linear") or _is_quantised(layer))
+    values, product = (layer.weight, None) if is_plain else (None, _product(layer))
+    parts = fused_rows([f"{name}.weight" for name in names], rows)
+    found = [EngineTensor(f"{path}.weight", parts, values, product, _is_quantised(layer), *columns)]
+    if layer.bias is not None:
+        found.append(EngineTensor(f"{path}.bias", fused_rows([f"{name}.bias" for name in names], rows), layer.bias))
+    return found
 
 
-def held_by_adapters(path: str, wrapper: Any, fused: dict[str, list[str]], rank: int) -> list[HeldTensor]:
-    """A and B of each HF layer in a vLLM linear layer; they are fused, and split over ranks, as its weight is."""
-    base = held_by_linear(path, wrapper.base_layer, fused)[0]
-    parts = [base.parts] if wrapper.n_slices == 1 else [(part,) for part in base.parts]
-    held = []
-    for rows, lora_a, lora_b in zip(parts, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True):
-        layer = rows[0].name.removesuffix(".weight")
-        a, b = f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
-        # [adapter, 1, largest rank, columns] and [adapter, 1, rows, largest rank]
-        values_a, values_b = lora_a[0, 0, :rank], lora_b[0, 0, :, :rank]
-        held.append(
-            HeldTensor(
-                a, (HeldRows(a, rank, 0, 0, rank),), values_a, None, False, base.column_slice, base.num_column_slices
-            )
-        )
-        held.append(
-            HeldTensor(b, tuple(replace(part, name=b, start=part.start - rows[0].start) for part in rows), values_b)
-        )
-    return held
-
-
-def held_by_vocabulary(path: str, module: Any, is_head: bool, seen: set[int]) -> list[HeldTensor]:
+def _vocabulary_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
     """An embedding or an lm_head, split by vocabulary over the ranks and padded at each rank's end.
 
     On the CPU both have a packed copy, also where they share the plain one: the embedding reads the plain, the lm_head
     the packed.
     """
-    rows = module.shard_indices
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    is_head = isinstance(layer, ParallelLMHead) or layer is getattr(model, "lm_head", None)
+    name, rows = f"{path}.weight", layer.shard_indices
     first = rows.org_vocab_start_index
-    parts = (HeldRows(f"{path}.weight", module.org_vocab_size, first, 0, rows.org_vocab_end_index - first),)
-    quantised = not type(module.quant_method).__name__.startswith("Unquantized")
-    held = []
-    if (is_head and hasattr(module, "cpu_linear")) or quantised:
-        held.append(HeldTensor(f"{path}.weight", parts, None, _product(module), quantised))
-    if not quantised and id(module.weight) not in seen:
-        held.append(HeldTensor(f"{path}.weight", parts, module.weight))
-        seen.add(id(module.weight))
-    return held
+    parts = (TensorPart(name, layer.org_vocab_size, first, 0, rows.org_vocab_end_index - first),)
+    is_quantised, found = _is_quantised(layer), []
+    if (is_head and hasattr(layer, "cpu_linear")) or is_quantised:
+        found.append(EngineTensor(name, parts, None, _product(layer), is_quantised))
+    if not is_quantised:
+        found.append(EngineTensor(name, parts, layer.weight))
+    return found
 
 
-def fused_rows(names: Sequence[str], layout: Sequence[tuple[int, int, int]]) -> tuple[HeldRows, ...]:
+def adapter_tensors(model: Any, rank: int) -> list[EngineTensor]:
+    """A and B of each HF layer in vLLM's linear layers; they are fused, and split over ranks, as its weight is."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    found = []
+    for path, wrapper in model.lora_manager.modules.items():
+        if not isinstance(wrapper.base_layer, LinearBase):  # older versions also wrap the embedding and the lm_head
+            continue
+        base = _linear_tensors(path, wrapper.base_layer, model)[0]
+        columns = base.column_slice, base.num_column_slices
+        slices = [base.parts] if wrapper.n_slices == 1 else [(part,) for part in base.parts]
+        for parts, lora_a, lora_b in zip(slices, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True):
+            layer = parts[0].name.removesuffix(".weight")
+            a, b = f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+            # [adapter, 1, largest rank, columns] and [adapter, 1, rows, largest rank]
+            values_a, values_b = lora_a[0, 0, :rank], lora_b[0, 0, :, :rank]
+            parts_b = tuple(replace(part, name=b, start=part.start - parts[0].start) for part in parts)
+            found.append(EngineTensor(a, (TensorPart(a, rank, 0, 0, rank),), values_a, None, False, *columns))
+            found.append(EngineTensor(b, parts_b, values_b))
+    return found
+
+
+def fused_rows(names: Sequence[str], layout: Sequence[Rows]) -> tuple[TensorPart, ...]:
     """Which rows of HF's tensors `names` a fused parameter holds, one below the other.
 
     Args:
         names: one for each part of the fusion; a single one where the checkpoint is fused too (Phi-3).
         layout: for each part (rows held here, rows in all, which block of that many rows is held here).
     """
-    fused_on_disk = len(names) < len(layout)
-    rows = []
+    is_fused_on_disk = len(names) < len(layout)
+    parts = []
     start = above = 0
     for number, (size, total, block) in enumerate(layout):
-        if fused_on_disk:
-            rows.append(HeldRows(names[0], sum(total for _, total, _ in layout), above + block * size, start, size))
+        if is_fused_on_disk:
+            parts.append(TensorPart(names[0], sum(n for _, n, _ in layout), above + block * size, start, size))
         else:
-            rows.append(HeldRows(names[number], total, block * size, start, size))
+            parts.append(TensorPart(names[number], total, block * size, start, size))
         start, above = start + size, above + total
-    return tuple(rows)
+    return tuple(parts)
 
 
-def _suffixed(parts: tuple[HeldRows, ...], leaf: str) -> tuple[HeldRows, ...]:
-    return tuple(replace(part, name=f"{part.name}.{leaf}") for part in parts)
+def _is_quantised(layer: Any) -> bool:
+    return not type(layer.quant_method).__name__.startswith("Unquantized")
 
 
-def _product(module: Any) -> Callable[[Tensor], Tensor]:
+def _product(layer: Any) -> Callable[[Tensor], Tensor]:
     """What the layer multiplies by, applied to one vector: without its bias, and without the sum over ranks."""
 
     def product(vector: Tensor) -> Tensor:
-        on_device = vector.to(next(module.parameters()).device)
-        out: Tensor = module.quant_method.apply(module, on_device[None], None)
+        on_device = vector.to(next(layer.parameters()).device)
+        out: Tensor = layer.quant_method.apply(layer, on_device[None], None)
         return out[0]
 
     return product

@@ -1,7 +1,6 @@
-"""Proofs that run while you train: the engine holds the policy's weights, and gives the sampled tokens the policy's
-logprobs.
+"""The proof that every engine holds the policy's weights, and a name for these weights.
 
-Weights are compared tensor by tensor, as fingerprints of 8 bytes a row: every rank takes those of its FSDP shard, one
+They are compared tensor by tensor, as fingerprints of 8 bytes a row: every rank takes those of its FSDP shard, one
 gather brings them to all ranks, and each engine rank compares the rows that it holds. No rank has a full copy of a
 tensor for it.
 """
@@ -12,20 +11,20 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.distributed.collectives import on_rank0, start_all_gather, wait_for
+from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.weight_map import HeldTensor
+from grpo_spmd.engine.weight_map import EngineTensor
 from grpo_spmd.model.lora import adapter_shards, hf_name, named_adapters
 from grpo_spmd.model.policy import Policy, hf_named_shards
-from grpo_spmd.model.sharding import first_row, is_first_replica, rows_per_rank, shard_group
+from grpo_spmd.model.sharding import first_row, gather_rows, is_first_replica
 
 _log = logging.getLogger("grpo_spmd")
 
@@ -50,8 +49,7 @@ class _View:
 
 @torch.no_grad()
 def prove_weights(policy: Policy, engine: RolloutEngine, step: int, is_first: bool = False) -> float:
-    """Collective. Compare what every engine holds with the policy's shards, cast as the sync casts them; returns the
-    seconds it took.
+    """Collective. Compare what every engine holds with the policy's shards, in the engine's dtype; the seconds it took.
 
     By bytes, where the engine keeps a plain layout: a 64-bit hash of each row, in which one flipped bit shows. By
     probe, where it packs or quantises: its own layer applied to a random vector, another at each step, within the
@@ -61,38 +59,39 @@ def prove_weights(policy: Policy, engine: RolloutEngine, step: int, is_first: bo
         Rank0Error: on every rank, naming the tensors that differ, on which ranks, and how.
     """
     start = time.perf_counter()
-    shards = _expected_shards(policy, engine)
-    held = engine.held_tensors()
-    known = [tensor for tensor in held if _fits(tensor, shards)]
+    shards, tensors = _expected_shards(policy, engine), engine.tensors()
+    known = [tensor for tensor in tensors if _fits(tensor, shards)]
     views = list(dict.fromkeys(_view(tensor, part.name) for tensor in known for part in tensor.parts))
     expected = _gather_fingerprints(shards, views, engine.dtype, step)
     wrong: dict[str, str] = {}
     for tensor in known:
         wrong |= _differences(tensor, expected, _columns(shards[tensor.parts[0].name][0]), engine.dtype, step)
     if engine.takes_adapters:
-        held_names = {part.name for tensor in held for part in tensor.parts}
-        wrong |= {
-            name: "the engine was not given it" for name, _ in named_adapters(policy.model) if name not in held_names
-        }
-    names, probed = {view.name for view in views}, {view.name for view in views if view.by_probe}
-    # Alike on all ranks of a replica; between replicas no other check would see that they have drifted apart.
+        given = {part.name for tensor in tensors for part in tensor.parts}
+        wrong |= {name: "the engine was not given it" for name, _ in named_adapters(policy.model) if name not in given}
+    # Equal on all ranks of a replica; between replicas no other check would see that they have drifted apart.
     digest = sum(int(fingerprints.sum()) for view, fingerprints in expected.items() if not view.by_probe)
     on_rank0(lambda of_ranks: _raise_if_replicas_differ(of_ranks, step), digest)
-    on_rank0(lambda of_ranks: _raise_if_wrong(of_ranks, len(names), step), wrong)
+    num_names = len({view.name for view in views})
+    on_rank0(lambda of_ranks: _raise_if_wrong(of_ranks, num_names, step), wrong)
     seconds = time.perf_counter() - start
     if is_first and engine.engine_rank == engine.tp_rank == 0:
-        _log.info(
-            "weight-sync proof: %.2f s, %d tensors by bytes, %d by probe", seconds, len(names - probed), len(probed)
-        )
-        unproved = {tensor.engine_name for tensor in held} - {tensor.engine_name for tensor in known}
-        proved = {id(shards[name][0]) for name in names}  # a tied lm_head may be held under the embedding's name alone
-        unproved |= {name for name, (parameter, _) in shards.items() if id(parameter) not in proved}
-        if unproved:
-            _log.warning(
-                "weight-sync proof: not proved, since their layout in the engine is not known: %s",
-                ", ".join(sorted(unproved)),
-            )
+        unknown = {tensor.engine_name for tensor in tensors} - {tensor.engine_name for tensor in known}
+        _log_what_was_proved(seconds, views, shards, unknown)
     return seconds
+
+
+def _log_what_was_proved(
+    seconds: float, views: Sequence[_View], shards: Mapping[str, _Shard], unknown: set[str]
+) -> None:
+    names, probed = {view.name for view in views}, {view.name for view in views if view.by_probe}
+    by_bytes = len(names - probed)
+    _log.info("weight-sync proof: %.2f s, %d tensors by bytes, %d by probe", seconds, by_bytes, len(probed))
+    proved = {id(shards[name][0]) for name in names}  # a tied lm_head may be held under the embedding's name alone
+    unproved = unknown | {name for name, (parameter, _) in shards.items() if id(parameter) not in proved}
+    if unproved:
+        text = "weight-sync proof: not proved, since their layout in the engine is not known: %s"
+        _log.warning(text, ", ".join(sorted(unproved)))
 
 
 def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, _Shard]:
@@ -105,39 +104,40 @@ def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, _Shard]
     return expected
 
 
-def _fits(tensor: HeldTensor, shards: Mapping[str, _Shard]) -> bool:
+def _fits(tensor: EngineTensor, shards: Mapping[str, _Shard]) -> bool:
     """Whether the engine's parameter is what its name says, as far as shapes tell."""
     if not all(part.name in shards and shards[part.name][0].shape[0] == part.num_hf_rows for part in tensor.parts):
         return False
     columns = {_columns(shards[part.name][0]) for part in tensor.parts}
-    return len(columns) == 1 and (
-        tensor.values is None or _columns(tensor.values) * tensor.num_column_slices == columns.pop()
-    )
+    if tensor.values is not None:
+        columns.add(_columns(tensor.values) * tensor.num_column_slices)
+    return len(columns) == 1
 
 
 def _columns(tensor: Tensor) -> int:
-    return tensor.numel() // max(1, tensor.shape[0])
+    return tensor.shape[1:].numel()
 
 
-def _view(tensor: HeldTensor, name: str) -> _View:
+def _as_matrix(tensor: Tensor) -> Tensor:
+    return tensor.reshape(len(tensor), _columns(tensor))
+
+
+def _view(tensor: EngineTensor, name: str) -> _View:
     return _View(name, tensor.values is None, tensor.num_column_slices)
 
 
 def _coefficients(columns: int, by_probe: bool, dtype: torch.dtype, step: int) -> Tensor:
-    """What columns are multiplied by: odd 64-bit numbers for a hash, a probe vector in the engine's dtype else. Alike
-    on all ranks."""
+    """What columns are multiplied by, equal on all ranks: odd 64-bit numbers for a hash, or a probe in `dtype`."""
     if by_probe:
         return torch.randn(columns, generator=torch.Generator().manual_seed(step)).to(dtype)
     return torch.randint(-(2**62), 2**62, (columns,), generator=torch.Generator().manual_seed(0)) * 2 + 1
 
 
 def row_fingerprints(matrix: Tensor, coefficients: Tensor, num_slices: int, dtype: torch.dtype) -> Tensor:
-    """Fingerprints [rows, num_slices], int64, of a matrix [rows, columns] cast to `dtype`, for equal slices of its
-    columns.
+    """Fingerprints [rows, num_slices], int64, of a matrix [rows, columns] cast to `dtype`, for equal slices of columns.
 
     With int64 coefficients [columns]: sum of bits * coefficient modulo 2^64. With a probe vector: the product and the
-    row's norm, two float32 in one int64. Temporaries stay small: the rows go through in chunks that fit a CPU's cache,
-    or keep a GPU busy.
+    row's norm, two float32 in one int64. Rows go through in chunks that fit a CPU's cache, or keep a GPU busy.
     """
     out = torch.empty(len(matrix), num_slices, dtype=torch.int64, device=matrix.device)
     coefficients = coefficients.to(matrix.device)
@@ -156,15 +156,13 @@ def row_fingerprints(matrix: Tensor, coefficients: Tensor, num_slices: int, dtyp
 
 @torch.no_grad()
 def weights_id(policy: Policy, frozen_sum: int | None = None) -> str:
-    """Collective. Names the policy's weights, to the bit: alike on all ranks, and whatever the number of ranks and
-    replicas.
+    """Collective. Names the policy's weights, to the bit: the same on all ranks, whatever their number and replicas.
 
     A sum over all elements of their bits times odd numbers that stand for tensor, row and column, modulo 2^64; each
     rank sums its shard. `frozen_sum`: the `sum_of_bits` of what does not train, where it is known already.
     """
     frozen = sum_of_bits(policy, trained=False) if frozen_sum is None else frozen_sum
-    total = frozen + sum_of_bits(policy, trained=True)
-    return on_rank0(lambda parts: f"{sum(parts) % 2**64:016x}", total)
+    return on_rank0(lambda parts: f"{sum(parts) % 2**64:016x}", frozen + sum_of_bits(policy, trained=True))
 
 
 @torch.no_grad()
@@ -172,13 +170,11 @@ def sum_of_bits(policy: Policy, trained: bool) -> int:
     """Of this rank's shards of the parameters that train, or of those that do not."""
     total = torch.zeros((), dtype=torch.int64, device=next(policy.parameters()).device)
     for name, parameter in policy.model.named_parameters():
-        if parameter.requires_grad != trained:
-            continue
         assert isinstance(parameter, DTensor), name
         shard = parameter.to_local()
-        if len(shard) and is_first_replica(parameter):
+        if parameter.requires_grad == trained and len(shard) and is_first_replica(parameter):
             coefficients = _coefficients(_columns(parameter), False, shard.dtype, 0)
-            of_rows = row_fingerprints(shard.reshape(len(shard), -1), coefficients, 1, shard.dtype)[:, 0]
+            of_rows = row_fingerprints(_as_matrix(shard), coefficients, 1, shard.dtype)[:, 0]
             places = torch.arange(len(of_rows), device=shard.device) + first_row(parameter)
             of_name = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True) | 1
             total += (of_rows * (2 * places + 1)).sum() * of_name
@@ -188,31 +184,20 @@ def sum_of_bits(policy: Policy, trained: bool) -> int:
 def _gather_fingerprints(
     shards: Mapping[str, _Shard], views: list[_View], dtype: torch.dtype, step: int
 ) -> dict[_View, Tensor]:
-    """Collective. The policy's fingerprints of all rows [rows, slices] in each view, from those that each rank takes of
-    its shard."""
-    local, sizes = [], []
-    for view in views:
-        parameter, of_this_rank = shards[view.name]
-        shard = of_this_rank()
-        padded = torch.zeros(rows_per_rank(parameter), view.num_slices, dtype=torch.int64, device=shard.device)
-        coefficients = _coefficients(_columns(parameter), view.by_probe, dtype, step)
-        if len(shard):
-            padded[: len(shard)] = row_fingerprints(shard.reshape(len(shard), -1), coefficients, view.num_slices, dtype)
-        local.append(padded.view(-1))
-        sizes.append(padded.numel())
-        del shard  # before the next one is made
-    mine, group = torch.cat(local), shard_group(next(iter(shards.values()))[0])
-    gathered = mine.new_empty(dist.get_world_size(group), len(mine))
-    gathered[dist.get_rank(group)] = mine
-    wait_for(start_all_gather(gathered, group))
-    blocks = gathered.split(sizes, dim=1)
-    return {
-        v: block.reshape(-1, v.num_slices)[: shards[v.name][0].shape[0]] for v, block in zip(views, blocks, strict=True)
-    }
+    """Collective. The policy's fingerprints [rows, slices] in each view, from those that each rank takes of its
+    shard."""
+
+    def of_shards() -> Iterator[tuple[DTensor, Tensor]]:
+        for view in views:
+            parameter, shard = shards[view.name]
+            coefficients = _coefficients(_columns(parameter), view.by_probe, dtype, step)
+            yield parameter, row_fingerprints(_as_matrix(shard()), coefficients, view.num_slices, dtype)
+
+    return dict(zip(views, gather_rows(of_shards()), strict=True))
 
 
 def _differences(
-    tensor: HeldTensor, of_policy: Mapping[_View, Tensor], columns: int, dtype: torch.dtype, step: int
+    tensor: EngineTensor, of_policy: Mapping[_View, Tensor], columns: int, dtype: torch.dtype, step: int
 ) -> dict[str, str]:
     """HF tensors that one of the engine's parameters does not hold as the policy does, and how they differ."""
     whole = _coefficients(columns, tensor.values is None, dtype, step)
@@ -221,51 +206,46 @@ def _differences(
         found = tensor.product(coefficients)
     else:
         assert tensor.values is not None
-        found = row_fingerprints(tensor.values.reshape(len(tensor.values), -1), coefficients, 1, dtype)[:, 0]
+        found = row_fingerprints(_as_matrix(tensor.values), coefficients, 1, dtype)[:, 0]
     differences = {}
     for part in tensor.parts:
         view, rows = _view(tensor, part.name), found[part.start : part.start + part.num_rows]
         here = slice(part.hf_start, part.hf_start + part.num_rows), tensor.column_slice
-        expected = of_policy[view][here]
-        same = matches(rows, expected, coefficients, dtype, tensor.quantised)
+
+        def is_of(other: _View, rows: Tensor = rows, here: Any = here) -> Tensor:
+            return matches(rows, of_policy[other][here], coefficients, dtype, tensor.is_quantised)
+
+        same = is_of(view)
         if same.all():
             continue
-        alike = [
-            v
-            for v in of_policy
-            if v != view and replace(v, name=view.name) == view and len(of_policy[v]) == part.num_hf_rows
-        ]
-        those = [
-            v.name for v in alike if matches(rows, of_policy[v][here], coefficients, dtype, tensor.quantised).all()
-        ]
         how = f"{int((~same).sum())} of its {len(same)} rows here differ"
-        if those:
-            how += f", there are those of {those[0]}"
-        elif matches(rows.sort()[0], _in_order(expected, rows.dtype), coefficients, dtype).all():
+        alike = (other for other in of_policy if other != view and replace(other, name=view.name) == view)
+        of_its_size = (other for other in alike if len(of_policy[other]) == part.num_hf_rows)
+        if another := next((other.name for other in of_its_size if is_of(other).all()), None):
+            how += f", there are those of {another}"
+        elif matches(rows.sort()[0], _in_order(of_policy[view][here], rows.dtype), coefficients, dtype).all():
             how += ", they are there in another order"
         differences[part.name] = how
     return differences
 
 
 def matches(
-    found: Tensor, expected: Tensor, coefficients: Tensor, dtype: torch.dtype, quantised: bool = False
+    found: Tensor, expected: Tensor, coefficients: Tensor, dtype: torch.dtype, is_quantised: bool = False
 ) -> Tensor:
-    """For each row, whether the engine's hash (int64) or product (of dtype `dtype`) is the one in the policy's
-    fingerprint.
+    """For each row, whether the engine's hash (int64) or product (in `dtype`) is that in the policy's fingerprint.
 
     A product of n terms is summed in float32 on both sides, in different order: at most 1.4e-7 of |row| * |probe| was
-    seen in 1e5 rows (oneDNN), and 1e-6 is allowed. A result in bfloat16 is rounded by up to 2^-8 of itself, and twice
-    that is allowed. An FP8 weight is off by up to 2^-4 of itself, and so is what it is applied to: at most 0.15 of
-    |row| * |probe| / sqrt(n) was seen (vLLM's fp8_per_channel), and 0.4 is allowed: enough to see a wrong tensor, not a
-    stale one.
+    seen in 1e5 rows (oneDNN), and 1e-6 is allowed. A result in bfloat16 is rounded by up to 2^-8 of itself; twice that
+    is allowed. An FP8 weight is off by up to 2^-4 of itself, and so is what it is applied to: at most 0.15 of |row| *
+    |probe| / sqrt(n) was seen (vLLM's fp8_per_channel); 0.4 is allowed, enough to see a wrong tensor, not a stale one.
     """
     if coefficients.dtype == torch.int64:
         return found == expected
     product, row_norm = _products_and_norms(expected)
     scale = row_norm * coefficients.float().norm().to(row_norm.device)
-    rounding = (
-        0.4 / math.sqrt(len(coefficients)) * scale if quantised else (dtype.itemsize < 4) * 2.0**-7 * product.abs()
-    )
+    rounding = (dtype.itemsize < 4) * 2.0**-7 * product.abs()
+    if is_quantised:
+        rounding = 0.4 / math.sqrt(len(coefficients)) * scale
     same: Tensor = (found.float() - product).abs() <= rounding + 1e-6 * scale
     return same  # False where one is NaN
 
@@ -286,9 +266,8 @@ def _raise_if_replicas_differ(digests: list[int], step: int) -> None:
     if differing:
         raise WeightProofError(
             f"step {step}: the replicas of the policy (model.num_replicas) hold different weights: those of rank "
-            f"{', '.join(differing)} "
-            "are not those of rank 0, likely because an update ran on some ranks only, or their gradients were not "
-            "summed over all"
+            f"{', '.join(differing)} are not those of rank 0, likely because an update ran on some ranks only, or "
+            "their gradients were not summed over all"
         )
 
 
@@ -306,11 +285,9 @@ def _raise_if_wrong(of_ranks: list[dict[str, str]], num_tensors: int, step: int)
         described.append(f"{name} ({'; '.join(on_ranks)})")
     if len(where) > _MAX_NAMED:
         described.append(f"and {len(where) - _MAX_NAMED} more")
-    likely = (
-        "the last update did not reach it"
-        if len(where) == num_tensors
-        else "the sync left them stale, or put something else there"
-    )
+    likely = "the sync left them stale, or put something else there"
+    if len(where) == num_tensors:
+        likely = "the last update did not reach it"
     raise WeightProofError(
         f"step {step}: the engine does not hold the policy's weights in {len(where)} of {num_tensors} tensors, likely "
         f"because {likely}: " + "; ".join(described)

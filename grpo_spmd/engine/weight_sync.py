@@ -3,22 +3,29 @@ then, the proof."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing, suppress
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from grpo_spmd.distributed.collectives import start_all_gather, wait_for
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_proof import prove_weights, sum_of_bits, weights_id
-from grpo_spmd.model.lora import adapter_shards, gather_adapters
+from grpo_spmd.model.lora import Shard, adapter_shards, gather_adapters
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, hf_named_shards
-from grpo_spmd.model.sharding import rows_per_rank, shard_group
+from grpo_spmd.model.sharding import num_shards, rows_per_rank, shard_group
 from grpo_spmd.records import SyncStats
+
+# (HF name, this rank's rows) -> what the engine is to get of them. What it leaves in another dtype than the engine's is
+# rounded to that on its way into the bucket, with no tensor in between.
+Cast = Callable[[str, Tensor], Tensor]
+
+
+def as_it_is(name: str, shard: Tensor) -> Tensor:
+    return shard
 
 
 class WeightSync:
@@ -31,9 +38,10 @@ class WeightSync:
         bucket_mib: int,
         prove_every_steps: int = 0,
         offload: HostOffload | None = None,
+        cast: Cast = as_it_is,
     ) -> None:
         """`prove_every_steps` 0: only the first sync is proved."""
-        self._policy, self._engine, self._offload = policy, engine, offload
+        self._policy, self._engine, self._offload, self._cast = policy, engine, offload, cast
         self._bucket_bytes, self._prove_every_steps = bucket_mib << 20, prove_every_steps
         self._has_proved = False
         self._frozen_sum: int | None = None  # of the bits that never change, those of a base under adapters
@@ -42,11 +50,9 @@ class WeightSync:
         """Collective. Wake the engine with exactly the policy's weights, as version `step`, its caches emptied.
 
         An engine that takes adapters by themselves gets the base once, and again where it slept without keeping it.
-
-        That they arrived is proved tensor by tensor at the first sync of a process (of a new run, or of one that goes
-        on), and where `step` is a multiple of `prove_every_steps`; before the KV cache is back, so that the proof finds
-        room on a GPU. The trainer makes room for the engine (`offload`) in two steps: what the sync does not read
-        leaves before it, the policy's shards after it.
+        That they arrived is proved tensor by tensor at the first sync of a process, and where `step` is a multiple of
+        `prove_every_steps`; before the KV cache is back, so that the proof finds room on a GPU. The trainer makes room
+        for the engine in two steps (`offload`): what the sync does not read leaves before it, the policy after it.
 
         Raises:
             EngineStateError: if an engine parameter was not covered.
@@ -57,10 +63,14 @@ class WeightSync:
             self._offload.before_sync()
         engine.wake_weights()
         if engine.needs_weights:
-            with closing(gather_full_tensors(policy, engine.dtype, self._bucket_bytes, stats)) as weights:
+            with closing(gather_full_tensors(policy, engine.dtype, self._bucket_bytes, stats, self._cast)) as weights:
                 engine.load_weights(weights, step)
         if engine.takes_adapters:
-            engine.load_adapters(_gather_adapters(policy, engine.dtype, stats), step)
+            adapters = gather_adapters(list(adapter_shards(policy.model, policy.lora)), engine.dtype)
+            stats.bytes += sum(tensor.nbytes for tensor in adapters.values())
+            stats.num_collectives += 1
+            engine.load_adapters(adapters, step)
+            del adapters
         if not self._has_proved or (self._prove_every_steps and step % self._prove_every_steps == 0):
             stats.proof_s = prove_weights(policy, engine, step, is_first=not self._has_proved)
             self._has_proved = True
@@ -73,41 +83,31 @@ class WeightSync:
         return stats
 
 
-def _gather_adapters(policy: Policy, dtype: torch.dtype, stats: SyncStats) -> dict[str, Tensor]:
-    adapters = gather_adapters(list(adapter_shards(policy.model, policy.lora)), dtype)
-    stats.bytes += sum(tensor.nbytes for tensor in adapters.values())
-    stats.num_collectives += 1
-    return adapters
-
-
 @torch.no_grad()
 def gather_full_tensors(
-    policy: Policy, dtype: torch.dtype, bucket_bytes: int, stats: SyncStats
+    policy: Policy, dtype: torch.dtype, bucket_bytes: int, stats: SyncStats, cast: Cast = as_it_is
 ) -> Generator[tuple[str, Tensor], None, None]:
     """Collective. Every rank must draw all of it, in step. Yields (HF checkpoint name, full tensor in `dtype`).
 
-    What `DTensor.full_tensor()` does for one tensor, for a stream of them: the shards of all parameters, cast on the
-    shard, form one long row, which is gathered in pieces of at most `bucket_bytes` over the ranks of a replica. A piece
-    may end inside a tensor. The next piece is on its way while one is in use. Extra memory: two buckets and the tensor
-    that is being put together.
-
-    The yielded tensors are the receiver's: vLLM keeps them until a layer is complete, so they are never views of the
-    reused buckets, nor of the parameters themselves where one rank holds the whole policy and nothing is gathered.
+    What `DTensor.full_tensor()` does for one tensor, for a stream of them: the shards of all parameters, cast, form one
+    long row, which is gathered in pieces of at most `bucket_bytes` over the ranks of a replica; a piece may end inside
+    a tensor, and the next is on its way while one is in use. Extra memory: two buckets and the tensor that is being put
+    together. The yielded tensors are the receiver's, since vLLM keeps them until a layer is complete: never views of
+    the reused buckets, nor of the parameters where one rank holds the whole policy and nothing is gathered.
     """
     entries = list(hf_named_shards(policy))
     parameter = entries[0][1]
-    ranks = parameter.device_mesh.shape[-1]
+    ranks = num_shards(parameter)
     if ranks == 1:
         for name, parameter, shard in entries:
             stats.bytes += parameter.numel() * dtype.itemsize
-            yield name, shard().to(dtype, copy=True)
+            yield name, cast(name, shard()).to(dtype, copy=True)
         return
-    widths = [_padded_shard_numel(parameter) for _, parameter, _ in entries]
-    row = _ShardRow([shard for *_, shard in entries], widths)
+    widths = [rows_per_rank(parameter) * parameter.shape[1:].numel() for _, parameter, _ in entries]
+    row = _ShardRow(entries, widths, cast)
     room = min(max(1, bucket_bytes // (ranks * dtype.itemsize)), sum(widths))
-    buckets = [
-        torch.empty(ranks, room, dtype=dtype, device=parameter.device) for _ in range(min(2, -(-sum(widths) // room)))
-    ]
+    num_buckets = min(2, -(-sum(widths) // room))
+    buckets = [torch.empty(ranks, room, dtype=dtype, device=parameter.device) for _ in range(num_buckets)]
     with closing(_gathered_pieces(row, buckets, sum(widths), shard_group(parameter), stats)) as pieces:
         piece = buckets[0][:, :0]  # what is left of the current one
         for (name, parameter, _), width in zip(entries, widths, strict=True):
@@ -127,8 +127,8 @@ def gather_full_tensors(
 def _gathered_pieces(
     row: _ShardRow, buckets: list[Tensor], total: int, group: dist.ProcessGroup, stats: SyncStats
 ) -> Generator[Tensor, None, None]:
-    """The rows of all ranks, `total` elements each, in pieces [ranks, at most a bucket's columns], in order; valid
-    until the next one."""
+    """The rows of all ranks, `total` elements each, in pieces [ranks, at most a bucket's columns]; each is valid until
+    the next one."""
     ranks, room = buckets[0].shape
     num_pieces = -(-total // room)
     on_its_way: list[dist.Work] = []
@@ -155,27 +155,21 @@ def _gathered_pieces(
             wait_for(on_its_way)
 
 
-def _padded_shard_numel(parameter: DTensor) -> int:
-    return rows_per_rank(parameter) * (parameter.numel() // max(1, parameter.shape[0]))
-
-
 class _ShardRow:
-    """This rank's shards end to end, each padded to the size of a full one, read in order. A shard is asked for when
-    its turn comes."""
+    """This rank's shards end to end, each padded to the size of a full one, read in order. A shard is asked for, and
+    cast, when its turn comes."""
 
-    def __init__(self, shards: list[Callable[[], Tensor]], widths: list[int]) -> None:
-        self._coming = zip(shards, widths, strict=True)
-        # what is still to be read of the current one, and that with its padding
-        self._shard, self._left = (torch.empty(0), 0)
+    def __init__(self, entries: Iterable[Shard], widths: list[int], cast: Cast) -> None:
+        self._coming, self._cast = zip(entries, widths, strict=True), cast
+        self._shard, self._left = torch.empty(0), 0  # what is to be read of the current one; that with its padding
 
     def fill(self, out: Tensor) -> None:
-        """The next `len(out)` elements of the row, cast to the dtype of `out`; those of padding are left as they
-        are."""
+        """The next `len(out)` elements, rounded to the dtype of `out`; those of padding are left as they are."""
         while len(out):
             if not self._left:
                 self._shard = torch.empty(0)  # freed before the next one is made
-                shard, self._left = next(self._coming)
-                self._shard = shard().reshape(-1)
+                (name, _, shard), self._left = next(self._coming)
+                self._shard = self._cast(name, shard()).reshape(-1)
             count = min(len(out), self._left)
             # no name for either: it would keep the shard alive
             out[: min(count, len(self._shard))].copy_(self._shard[:count])

@@ -1,5 +1,4 @@
-"""Causal attention within each sequence of a packed row, nothing padded: one attention function for HF models, three
-back ends.
+"""Causal attention within each sequence of a packed row, nothing padded: one function for HF models, three back ends.
 
 flash: flash-attn's kernel for variable lengths. varlen: torch's own. Both are for bfloat16 on a GPU. sdpa: SDPA
 sequence by sequence, for everything else; neighbours of equal length share a call.
@@ -28,8 +27,7 @@ class PackedLayout:
     def __init__(self, lengths: list[int], device: torch.device, backend: Backend) -> None:
         self.backend = backend
         if backend == "sdpa":
-            # (number, length) of neighbours of equal length: batching packs longest first, so that these are all of
-            # that length.
+            # (number, length) of neighbours of equal length: packing puts the longest first, so that these are all.
             self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
         else:
             self.max_length = max(lengths)
@@ -39,11 +37,7 @@ class PackedLayout:
 def choose_backend(
     choice: Literal["auto", "flash", "sdpa"], device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> Backend:
-    """The back end for `model.attention`.
-
-    Raises:
-        ConfigError: where flash was asked for and cannot be had.
-    """
+    """The back end for `model.attention`. Raises ConfigError where flash was asked for and cannot be had."""
     kernels = device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
     kernels = kernels and head_dim % 8 == 0 and head_dim <= 256
     if kernels and choice != "sdpa" and _found("flash_attn", "flash_attn_varlen_func"):
@@ -51,8 +45,7 @@ def choose_backend(
     if choice == "flash":
         raise ConfigError(
             "model.attention: flash needs a GPU of compute capability 8.0, model.dtype: bfloat16, heads of a size that "
-            "8 divides, 256 at "
-            "most, and the flash-attn package; set auto or sdpa"
+            "8 divides, 256 at most, and the flash-attn package; set auto or sdpa"
         )
     return "varlen" if kernels and choice == "auto" and _found("torch.nn.attention.varlen", "varlen_attn") else "sdpa"
 
@@ -82,8 +75,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention in the signature of HF's attention functions: out [1, T, heads, head_dim].
 
-    Raises:
-        ConfigError: where the model caps attention logits or has attention sinks, which not all back ends know.
+    Raises ConfigError where the model caps attention logits or has attention sinks, which not all back ends know.
     """
     if softcap is not None or s_aux is not None:
         raise ConfigError(

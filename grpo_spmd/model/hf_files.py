@@ -13,11 +13,7 @@ from grpo_spmd.config.errors import ConfigError
 
 
 def load_tokenizer(path: str) -> Any:
-    """The model's tokenizer.
-
-    Raises:
-        ConfigError: naming model.path, where it cannot be loaded.
-    """
+    """The model's tokenizer. Raises ConfigError where it cannot be loaded."""
     try:
         return transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:

@@ -1,5 +1,4 @@
-"""What a layer keeps for its backward pass, and whether it is compiled. Both change `layer.forward` alone: parameters
-keep their names."""
+"""What a layer keeps for its backward pass, and whether it is compiled. Both change `layer.forward` alone."""
 
 from __future__ import annotations
 
@@ -10,9 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-# Products and attention are nearly all of a layer's arithmetic; what lies between them (norms, rotations, activations,
-# sums) is cheap to make again. Their names: not every build of torch has every one, and flash-attn and varlen register
-# theirs when they are imported.
+# Products and attention are nearly all of a layer's arithmetic; what lies between them is cheap to make again. By name:
+# not every build of torch has every one, and flash-attn and varlen register theirs when they are imported.
 _KEPT = (
     "aten.mm",
     "aten.addmm",
@@ -28,18 +26,15 @@ _KEPT = (
 
 def set_up_layer(layer: nn.Module, activation_checkpointing: bool | Literal["selective"], compile: bool) -> None:
     """Make `layer` recompute its activations (all of them, or all but its products and attention) and compile it,
-    before FSDP wraps it.
+    before FSDP wraps it: its hooks, which gather the parameters before the layer is run again, stay outside.
 
-    FSDP's hooks stay outside: they gather the parameters before the backward pass, in which the layer is run again. A
-    compiled layer keeps about what `selective` keeps by itself, since the compiler makes again what is cheap; to
+    A compiled layer keeps about what `selective` keeps by itself, since the compiler makes again what is cheap; to
     torch's selective checkpointing it would be one opaque operation, all of which is run again.
     """
     forward = layer.forward
     if compile:
-        # Lengths differ from micro-batch to micro-batch, so that one kernel for all is compiled from the start.
-        forward = torch.compile(forward, dynamic=True)
-    # There is no dropout, so no state of random numbers to restore. Without gradients checkpoint() just calls the
-    # layer.
+        forward = torch.compile(forward, dynamic=True)  # one kernel for all lengths from the start
+    # There is no dropout, so no random state to restore. Without gradients checkpoint() just calls the layer.
     if activation_checkpointing == "selective" and not compile:
         forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=_keep_products)
     elif activation_checkpointing is True:

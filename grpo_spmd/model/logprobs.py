@@ -11,12 +11,11 @@ from torch import Tensor
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Logprob of each target and entropy of its distribution, in float32, from at most `chunk` tokens of logits at a
-    time.
+    """Logprob of each target and entropy of its distribution, in float32, from `chunk` tokens of logits at a time.
 
     The backward pass computes the logits again. Forward and backward each hold one float32 [chunk, V] and, where the
-    compute dtype is another, one [chunk, V] of that: all arithmetic is in place, and where it takes two buffers (the
-    entropy, its gradient) they have half as many rows each.
+    compute dtype is another, one of that: all arithmetic is in place, and where it takes two buffers (the entropy, its
+    gradient) they have half as many rows each.
     """
 
     @staticmethod
@@ -43,8 +42,7 @@ class TokenLogprobs(torch.autograd.Function):
             entropy[part] = -(exponents.mul_(log_p).sum(-1, keepdim=True) / normalizer).squeeze(-1)
         ctx.save_for_backward(hidden, head, target_ids, log_normalizer, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
-        # an entropy that the loss does not use has no gradient, rather than one of zeros
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an entropy that the loss does not use has no gradient, not one of zeros
         return logprobs, entropy
 
     @staticmethod
@@ -54,15 +52,13 @@ class TokenLogprobs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropy)
         grad_hidden = torch.empty_like(hidden)
-        # None where the head is frozen (LoRA): it would be [V, D] in float32, and a third of the work here
-        grad_head = (
-            torch.zeros(head.shape, dtype=torch.float32, device=head.device) if ctx.needs_input_grad[1] else None
-        )
+        grad_head: Tensor | None = None
+        if ctx.needs_input_grad[1]:  # not where the head is frozen (LoRA): a third of the work here
+            grad_head = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
         rows = ctx.chunk if grad_entropy is None else max(1, ctx.chunk // 2)
         buffers = _Buffers(min(rows, len(hidden)), hidden, head, two=grad_entropy is not None)
         for part in _chunks(len(hidden), rows):
-            # d logprob / d logits = onehot - p;  d entropy / d logits = -p * (log p + entropy);  d logits / d product =
-            # 1 / temperature
+            # d logprob / d logits = onehot - p; d entropy / d logits = -p * (log p + entropy); and 1 / temperature
             outer = grad_logprobs[part, None] / ctx.temperature
             log_p = buffers.logits(hidden[part], head, ctx.temperature).sub_(log_normalizer[part, None])
             if grad_entropy is None:
@@ -80,8 +76,7 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 class _Buffers:
-    """The [rows, V] tensors that all chunks share: one in the compute dtype, unless that is float32; one or two in
-    float32."""
+    """The [rows, V] tensors that all chunks share: one or two in float32; one in the compute dtype, if another."""
 
     def __init__(self, rows: int, hidden: Tensor, head: Tensor, *, two: bool) -> None:
         def make(dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,8 @@
-"""LoRA: trained low-rank adapters on a frozen base. The layers and the format on disk are peft's; what is sharded or
-sent is here.
+"""LoRA: trained low-rank adapters on a frozen base. Layers and files are peft's; sharding and sending are ours.
 
 An adapted layer computes x W^T + (alpha / rank) (x A^T) B^T, with A [rank, in] and B [out, rank]. W stays as it was
-read: the engine gets W + (alpha / rank) B A, worked out row by row on the shards while they are sent, or W once and
-then A and B (`model.lora.sync`).
+read: the engine gets W + (alpha / rank) B A, computed on the shards while they are sent, or W once and then A and B
+(`model.lora.sync`).
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoraConfig
+from grpo_spmd.model.sharding import gather_rows
 
 # A tensor's name, its sharded parameter, and a call that gives this rank's shard of the values to send.
 Shard = tuple[str, DTensor, Callable[[], Tensor]]
 
 
 def add_adapters(model: Any, config: LoraConfig) -> None:
-    """Put peft's layers around the linear layers that `config` names and freeze all but the adapters, which are
-    float32.
+    """Put peft's layers around the linear layers that `config` names and freeze all but the adapters, in float32.
 
-    Raises:
-        ConfigError: a name matches no linear layer of the decoder.
+    Raises ConfigError: a name matches no linear layer of the decoder.
     """
     import peft
 
@@ -57,8 +55,7 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
 def initialise_adapters(model: nn.Module, seed: int) -> None:
     """A as peft makes it (Kaiming), B zero, so that the policy starts as the base.
 
-    Each A is a function of `seed` and its name: alike on all ranks and world sizes, and the global random state is not
-    touched.
+    Each A is a function of `seed` and its name, on any number of ranks; the global random state is not touched.
     """
     for name, parameter in named_adapters(model):
         full = torch.zeros(parameter.shape)
@@ -74,8 +71,7 @@ def initialise_adapters(model: nn.Module, seed: int) -> None:
 def target_modules(model: Any, config: LoraConfig) -> list[str]:
     """`config.target_modules`, or for "all-linear" the last parts of the names of the decoder's linear layers.
 
-    Raises:
-        ConfigError: a name matches no linear layer of the decoder; the embedding and the lm_head are none.
+    Raises ConfigError: a name matches no linear layer of the decoder; the embedding and the lm_head are none.
     """
     layers = [name for name, module in model.get_decoder().layers.named_modules() if isinstance(module, nn.Linear)]
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
@@ -85,15 +81,13 @@ def target_modules(model: Any, config: LoraConfig) -> list[str]:
         if not any(f".layers.{name}".endswith(f".{target}") for name in layers):
             raise ConfigError(
                 f"model.lora.target_modules: {target!r} names no linear layer of {type(model).__name__}'s decoder; it "
-                "has "
-                f"{', '.join(known)} (the embedding and the lm_head get no adapter)"
+                f"has {', '.join(known)} (the embedding and the lm_head get no adapter)"
             )
     return list(config.target_modules)
 
 
 def engine_target_modules(path: str, config: LoraConfig) -> list[str]:
-    """Last parts of the names of the layers that get an adapter, for an engine that starts before the policy is
-    built."""
+    """Last parts of the names of the layers that get an adapter, for an engine that starts before the policy."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
     return [target.rpartition(".")[2] for target in target_modules(model, config)]
@@ -125,31 +119,23 @@ def named_adapters(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
 
 
 def adapter_shards(model: nn.Module, config: LoraConfig) -> Iterator[Shard]:
-    """What an engine with adapters must hold of them. B brings the factor alpha / rank along: rounded once, not once
-    more after it."""
+    """What an engine with adapters must hold of them. B brings alpha / rank along, so that the product is rounded
+    once."""
     for name, parameter in named_adapters(model):
-        scale = _scale(config) if name.endswith("lora_B.weight") else 1.0
-        yield name, parameter, partial(_scaled, parameter, scale)
+        is_b = name.endswith("lora_B.weight")
+        yield name, parameter, partial(_scaled, parameter, config.alpha / config.rank if is_b else 1.0)
 
 
 def merged_shards(model: nn.Module, config: LoraConfig, base: Iterator[tuple[str, DTensor]]) -> Iterator[Shard]:
     """Collective: one all-gather of all A, when the first is drawn. Base parameters; the call gives rows of W + (alpha
-    / rank) B A.
-
-    They are computed in float32 into a tensor of their own, so that W keeps every bit. FSDP deals the rows of B as it
-    deals those of W.
-    """
-    adapters = dict(named_adapters(model))
-    ends = "lora_A.weight"
-    full_a = gather_adapters([(n, p, p.to_local) for n, p in adapters.items() if n.endswith(ends)], torch.float32)
+    / rank) B A, in float32 and a tensor of their own: W keeps every bit. FSDP deals the rows of B as those of W."""
+    adapters, scale = dict(named_adapters(model)), config.alpha / config.rank
+    shards_a: list[Shard] = [(name, p, p.to_local) for name, p in adapters.items() if name.endswith("lora_A.weight")]
+    full_a = gather_adapters(shards_a, torch.float32)
     for name, parameter in base:
-        layer = name.removesuffix("weight")
-        if layer + ends in full_a:
-            yield (
-                name,
-                parameter,
-                partial(_merged, parameter, adapters[f"{layer}lora_B.weight"], full_a[layer + ends], _scale(config)),
-            )
+        a, b = (f"{name.removesuffix('weight')}lora_{which}.weight" for which in "AB")
+        if a in full_a:
+            yield name, parameter, partial(_merged, parameter, adapters[b], full_a[a], scale)
         else:
             yield name, parameter, parameter.to_local
 
@@ -157,29 +143,14 @@ def merged_shards(model: nn.Module, config: LoraConfig, base: Iterator[tuple[str
 @torch.no_grad()
 def gather_adapters(shards: list[Shard], dtype: torch.dtype) -> dict[str, Tensor]:
     """Collective: one all-gather. The full tensors [rows, columns] of these shards, cast to `dtype` on the shard."""
-    parameter = shards[0][1]
-    # over which rows are dealt; replicas, if any, come before it
-    ranks = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
-    padded = []
-    for _, whole, shard in shards:
-        mine = shard()
-        rows = torch.zeros(-(-whole.shape[0] // ranks), whole.shape[1], dtype=dtype, device=mine.device)
-        rows[: len(mine)] = mine
-        padded.append(rows.view(-1))
-    row = DTensor.from_local(torch.cat(padded), parameter.device_mesh, parameter.placements, run_check=False)
-    blocks = row.full_tensor().view(ranks, -1).split([len(rows) for rows in padded], dim=1)
-    return {
-        name: block.reshape(-1, whole.shape[1])[: whole.shape[0]]
-        for (name, whole, _), block in zip(shards, blocks, strict=True)
-    }
+    full = gather_rows((parameter, shard().to(dtype)) for _, parameter, shard in shards)
+    return {name: tensor for (name, *_), tensor in zip(shards, full, strict=True)}
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within it the model computes with its base alone.
-
-    Not through peft's own switch, which also turns off the adapters' gradients, in parameters that FSDP manages.
-    """
+    """Within it the model computes with its base alone. Not through peft's own switch, which also turns off the
+    adapters' gradients, in parameters that FSDP manages."""
     layers = adapted_layers(model).values()
     for layer in layers:
         layer._disable_adapters = True
@@ -195,10 +166,6 @@ def write_peft_config(model: Any, base_model: str, folder: Path) -> None:
     values = {**model.peft_config["default"].to_dict(), "base_model_name_or_path": base_model, "inference_mode": True}
     values["target_modules"] = sorted(values["target_modules"])  # a set, whose order changes from run to run
     (folder / "adapter_config.json").write_text(json.dumps(values, indent=2, sort_keys=True))
-
-
-def _scale(config: LoraConfig) -> float:
-    return config.alpha / config.rank
 
 
 def _scaled(parameter: DTensor, scale: float) -> Tensor:

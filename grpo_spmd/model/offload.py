@@ -12,8 +12,7 @@ _GIB = 2**30
 
 
 class HostOffload:
-    """What of the trainer waits in (pinned) host memory while the engine is awake: nothing, the optimizer's state, or
-    all of it.
+    """Moves to (pinned) host memory while the engine is awake: nothing, the optimizer's state, or all of the trainer.
 
     A shard's storage is copied out and resized to 0 in place, so that FSDP's flat views of it and the optimizer's
     references stay what they are. Reading a tensor whose storage is empty ends the process with SIGSEGV on a CPU:
@@ -27,20 +26,19 @@ class HostOffload:
         reference: object | None,
         optimizer: torch.optim.Optimizer,
     ) -> None:
+        """`reference`: a model of its own; anything else is the policy with its adapters off."""
         self._what, self._policy, self._optimizer = what, policy, optimizer
-        # With LoRA the reference is the policy with its adapters off, and no model of its own.
         self._reference = reference if isinstance(reference, nn.Module) else None
         self._host: dict[str, Tensor] = {}  # allocated once, since pinning is slow
         self._away: dict[str, torch.UntypedStorage] = {}
         if what is not False:
-            for model in (policy, self._reference):
-                if model is not None:  # before FSDP's own hook, which would gather from the empty storage
-                    model.register_forward_pre_hook(lambda *_: self._refuse_if_away(), prepend=True)
+            for model in [policy] if self._reference is None else [policy, self._reference]:
+                # before FSDP's own hook, which would gather from the empty storage
+                model.register_forward_pre_hook(lambda *_: self._refuse_if_away(), prepend=True)
             optimizer.register_step_pre_hook(lambda *_: self._refuse_if_away())
 
     def before_sync(self) -> None:
-        """What the weight sync does not read makes room for the engine's weights: the optimizer's state, the
-        reference."""
+        """What the sync does not read makes room for the engine's weights: the optimizer's state, the reference."""
         if self._what is not False:
             self._move_out("optimizer", self._optimizer_state())
         if self._what is True and self._reference is not None:
@@ -57,21 +55,17 @@ class HostOffload:
         for name, storage in self._away.items():
             host = self._host[name]
             storage.resize_(host.nbytes)
-            # in the order of the stream: whatever reads it comes later
-            _bytes_of(storage).copy_(host, non_blocking=True)
+            _bytes_of(storage).copy_(host, non_blocking=True)  # on the stream: whatever reads it comes later
             moved += host.nbytes
         self._away.clear()
         return {"memory/host/offloaded_gib": moved / _GIB}
 
     @property
     def held_bytes(self) -> int:
-        """What policy, reference and optimizer take on the device now; on a CPU, which is its own host, with the
-        copies."""
-        tensors = [
-            *self._policy.parameters(),
-            *(self._reference.parameters() if self._reference is not None else ()),
-            *self._optimizer_state(),
-        ]
+        """What policy, reference and optimizer take on the device now; with the copies on a CPU, its own host."""
+        tensors = [*self._policy.parameters(), *self._optimizer_state()]
+        if self._reference is not None:
+            tensors += self._reference.parameters()
         storages = {storage._cdata: storage for storage in map(_storage, tensors)}
         copies = self._host.values() if tensors[0].device.type == "cpu" else ()
         return sum(storage.nbytes() for storage in storages.values()) + sum(copy.nbytes for copy in copies)
@@ -105,8 +99,7 @@ class HostOffload:
         if self._away:
             raise RuntimeError(
                 f"{len(self._away)} tensors of policy, reference or optimizer are in host memory (model.offload: "
-                f"{self._what}); "
-                "HostOffload.to_device comes first"
+                f"{self._what}); HostOffload.to_device comes first"
             )
 
 
@@ -118,16 +111,13 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _host_buffer(storage: torch.UntypedStorage) -> Tensor:
-    """Host memory of the size of `storage`, pinned beside a GPU: in place, since torch's own pinned memory comes in
-    powers of two."""
+    """Host memory of the size of `storage`, pinned beside a GPU: in place, as torch's own comes in powers of two."""
     host = torch.empty(storage.nbytes(), dtype=torch.uint8)
     if storage.device.type == "cuda":
-        # 1: cudaHostRegisterPortable
-        failure = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 1))
+        failure = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 1))  # 1: portable
         if failure:
-            raise RuntimeError(
-                f"cannot pin {host.nbytes / _GIB:.2f} GiB of host memory for model.offload (CUDA error {failure})"
-            )
+            size = host.nbytes / _GIB
+            raise RuntimeError(f"cannot pin {size:.2f} GiB of host memory for model.offload (CUDA error {failure})")
     return host
 
 

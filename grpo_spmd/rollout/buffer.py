@@ -42,6 +42,7 @@ _FINISH_REASONS = ("stop", "length")
 _WRITE_EVERY_S = 60.0  # what a kill that gives no warning may lose
 Key = tuple[int, int, str]  # position in the prompt stream, sample, digest of the prompt's tokens
 Place = tuple[str, int, int, int]  # file name, first token in it, number of tokens, finish reason
+Slot = tuple[int, int]  # of the step: slot of the prompt, sample
 
 
 class RolloutBuffer:
@@ -55,42 +56,32 @@ class RolloutBuffer:
         sampling = {name: settings[name] for name in ("temperature", "max_completion_tokens", "engine")}
         self._sampling_id = _digest([seed, model.path, model.dtype, to_plain(model.lora), sampling])
         self._step, self._weights_id = -1, ""
-        self._found: dict[Key, Place] = {}  # of this step, alike on all ranks
+        self._found: dict[Key, Place] = {}  # of this step, equal on all ranks
         self._files: dict[str, tuple[Any, Any]] = {}  # token ids and logprobs of those that were opened
         self._pending: list[tuple[Prompt, int, Completion]] = []
         self._last_write = time.monotonic()
         self._steps_on_disk: set[int] = set(on_rank0(lambda _: steps_on_disk(run_dir), None))
 
-    def find(
-        self, step: int, weights_id: str, prompts: Sequence[Prompt], group_size: int
-    ) -> dict[tuple[int, int], Place]:
-        """Collective, on the first call of a step. Where the completions are that need not be sampled, by (slot,
-        sample).
-
-        Alike on all ranks: who samples what is decided by it. `weights_id` is that of the weights that the step is
-        sampled with.
-        """
+    def find(self, step: int, weights_id: str, prompts: Sequence[Prompt], num_samples: int) -> dict[Slot, Place]:
+        """Collective, on the first call of a step. Where the completions are that need not be sampled with the weights
+        named `weights_id`; equal on all ranks, since it decides who samples what."""
         if step != self._step:
             self._step, self._weights_id, self._pending, self._found, self._files = step, weights_id, [], {}, {}
             if step in self._steps_on_disk:
                 # Each rank reads and proves some of the files. One that it does not see yet on a shared disk is merely
                 # not used.
-                self._found = dict(
-                    map(
-                        _as_entry,
-                        on_rank0(lambda parts: [entry for part in parts for entry in part], self._read_own_files()),
-                    )
-                )
+                of_ranks: list[list[Any]] = on_rank0(list, self._read_own_files())
+                self._found = {tuple(key): tuple(place) for found in of_ranks for key, place in found}
                 _log.info("step %d: %d completions were sampled before the run was stopped", step, len(self._found))
         if not self._found:
             return {}
-        digests = [prompt_digest(prompt) for prompt in prompts]
-        return {
-            (slot, sample): self._found[prompt.position, sample, digest]
-            for slot, (prompt, digest) in enumerate(zip(prompts, digests, strict=True))
-            for sample in range(group_size)
-            if (prompt.position, sample, digest) in self._found
+        keys = {
+            (slot, sample): (prompt.position, sample, digest)
+            for slot, prompt in enumerate(prompts)
+            for digest in [prompt_digest(prompt)]
+            for sample in range(num_samples)
         }
+        return {slot: self._found[key] for slot, key in keys.items() if key in self._found}
 
     def read(self, place: Place) -> Completion:
         """A completion that `find` found."""
@@ -102,8 +93,7 @@ class RolloutBuffer:
         return Completion(token_ids, logprobs, _FINISH_REASONS[finish_reason])
 
     def keep(self, prompt: Prompt, sample: int, completion: Completion) -> None:
-        """Keep a completion of the step that `find` was called for; it is written within a minute, if generation goes
-        on."""
+        """Keep a completion of the step that `find` was called for; written within a minute, if generation goes on."""
         self._pending.append((prompt, sample, completion))
         if time.monotonic() - self._last_write > _WRITE_EVERY_S:
             self.write()
@@ -134,45 +124,34 @@ class RolloutBuffer:
 
     def _metadata(self) -> dict[str, str]:
         """What a file says of its completions, and what it must say so that they are used."""
-        return {
-            "format": "1",
-            "step": str(self._step),
-            "weights_id": self._weights_id,
-            "sampling_id": self._sampling_id,
-        }
+        step, weights, sampling = str(self._step), self._weights_id, self._sampling_id
+        return {"format": "1", "step": step, "weights_id": weights, "sampling_id": sampling}
 
-    def _read_own_files(self) -> list[tuple[list[Any], list[Any]]]:
-        entries = []
-        for path in sorted(self._step_folder.glob("*.safetensors")):
-            if zlib.crc32(path.name.encode()) % self._session.world_size == self._session.rank:
-                entries += self._read_file(path)
-        return entries
+    def _read_own_files(self) -> list[tuple[Key, Place]]:
+        rank, num_ranks = self._session.rank, self._session.world_size
+        paths = sorted(self._step_folder.glob("*.safetensors"))
+        own = [path for path in paths if zlib.crc32(path.name.encode()) % num_ranks == rank]
+        return [entry for path in own for entry in self._read_file(path)]
 
-    def _read_file(self, path: Path) -> list[tuple[list[Any], list[Any]]]:
-        """(key, place) of each completion in a file that is whole and of this policy; none of another."""
+    def _read_file(self, path: Path) -> list[tuple[Key, Place]]:
+        """The completions in a file that is whole and of this policy; none of another."""
         try:
             with path.open("rb") as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != path.stem:
                     raise OSError("its contents are damaged")
             with safe_open(path, "np") as file:
-                told = file.metadata()
-                if told != self._metadata():
-                    _log.info(
-                        "step %d: %s was sampled from other weights or with other settings, and is not used",
-                        self._step,
-                        path.name,
-                    )
+                if file.metadata() != self._metadata():
+                    text = "step %d: %s was sampled from other weights or with other settings, and is not used"
+                    _log.info(text, self._step, path.name)
                     return []
                 rows, prompts = file.get_tensor("rows"), file.get_tensor("prompts")
         except (OSError, SafetensorError, KeyError, TypeError) as error:
             _log.warning("step %d: %s is not used: %s", self._step, path, error)
             return []
-        ends = np.cumsum(rows[:, 2])
+        entries = zip(rows.tolist(), prompts, np.cumsum(rows[:, 2]).tolist(), strict=True)
         return [
-            ([position, sample, prompt.tobytes().hex()], [path.name, int(end) - num_tokens, num_tokens, finish_reason])
-            for (position, sample, num_tokens, finish_reason), prompt, end in zip(
-                rows.tolist(), prompts, ends, strict=True
-            )
+            ((position, sample, prompt.tobytes().hex()), (path.name, end - num_tokens, num_tokens, finish_reason))
+            for (position, sample, num_tokens, finish_reason), prompt, end in entries
         ]
 
 
@@ -185,12 +164,13 @@ def steps_on_disk(run_dir: str | Path) -> list[int]:
 def forget_before(run_dir: str | Path, step: int) -> None:
     """Remove what is kept of the steps before `step`, once a checkpoint of this step is complete. For one rank; errors
     only warn."""
+
+    def warn(_: object, path: str, error: Any) -> None:
+        _log.warning("%s could not be removed: %s", path, error[1])
+
     for old in steps_on_disk(run_dir):
         if old < step:
-            shutil.rmtree(
-                Path(run_dir, _FOLDER, _step_name(old)),
-                onerror=lambda _, path, error: _warn_not_removed(path, error[1]),
-            )
+            shutil.rmtree(Path(run_dir, _FOLDER, _step_name(old)), onerror=warn)
 
 
 def prompt_digest(prompt: Prompt) -> str:
@@ -199,8 +179,8 @@ def prompt_digest(prompt: Prompt) -> str:
 
 
 def _pack(completions: Sequence[tuple[Prompt, int, Completion]]) -> dict[str, npt.NDArray[Any]]:
-    """Tokens one completion after the other, and one of `rows` for each: position, sample, number of tokens, finish
-    reason."""
+    """Tokens one completion after the other; for each one of `rows` (position, sample, number of tokens, finish reason)
+    and one of `prompts` (digest)."""
     token_ids, logprobs = array("i"), array("d")
     for *_, completion in completions:  # this takes a quarter of the time of numpy's way from a list
         token_ids.fromlist(completion.token_ids)
@@ -209,23 +189,15 @@ def _pack(completions: Sequence[tuple[Prompt, int, Completion]]) -> dict[str, np
         [prompt.position, sample, len(c.token_ids), _FINISH_REASONS.index(c.finish_reason)]
         for prompt, sample, c in completions
     ]
-    digests = {
-        prompt.position: bytes.fromhex(prompt_digest(prompt))
-        for prompt in {p.position: p for p, *_ in completions}.values()
-    }
+    by_position = {prompt.position: prompt for prompt, *_ in completions}
+    digests = {position: bytes.fromhex(prompt_digest(prompt)) for position, prompt in by_position.items()}
+    prompts = b"".join(digests[prompt.position] for prompt, *_ in completions)
     return {
         "token_ids": np.frombuffer(token_ids, np.int32),
         "logprobs": np.frombuffer(logprobs, np.float64),
         "rows": np.array(rows, np.int64),
-        "prompts": np.frombuffer(b"".join(digests[prompt.position] for prompt, *_ in completions), np.uint8).reshape(
-            -1, 16
-        ),
+        "prompts": np.frombuffer(prompts, np.uint8).reshape(-1, 16),
     }
-
-
-def _as_entry(entry: Any) -> tuple[Key, Place]:
-    (position, sample, prompt), (name, start, num_tokens, finish_reason) = entry
-    return (position, sample, prompt), (name, start, num_tokens, finish_reason)
 
 
 def _digest(value: Any) -> str:
@@ -234,7 +206,3 @@ def _digest(value: Any) -> str:
 
 def _step_name(step: int) -> str:
     return f"step_{step:06d}"
-
-
-def _warn_not_removed(path: str, error: BaseException) -> None:
-    _log.warning("%s could not be removed: %s", path, error)

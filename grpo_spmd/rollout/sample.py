@@ -35,7 +35,9 @@ class Sampler:
         missing = {slot: [n for n in all_samples if (slot, n) not in kept] for slot in range(len(prompts))}
         jobs = [slot for slot, samples in missing.items() if samples]
 
-        def request(job: int, number: int) -> Request:
+        def request(job: int, number: int, turns: Sequence[Completion]) -> Request | None:
+            if turns:
+                return None
             prompt, sample = prompts[jobs[job]], missing[jobs[job]][number]
             return Request(prompt.token_ids, rollout_seed(self._seed, step, prompt.position, sample))
 
@@ -54,7 +56,8 @@ class Sampler:
         complete = [slot for slot, samples in missing.items() if not samples]
         rank, num_ranks = engine.engine_rank * engine.tp_size + engine.tp_rank, engine.num_engines * engine.tp_size
         of_rank: dict[int, list[Completion]] = {slot: [] for slot in complete[rank::num_ranks]}
-        of_rank |= {jobs[job]: sampled[job] for job in list(sampled)[engine.tp_rank :: engine.tp_size]}
+        for job in list(sampled)[engine.tp_rank :: engine.tp_size]:
+            of_rank[jobs[job]] = [completion for [completion] in sampled[job]]
         groups = []
         for slot, new in sorted(of_rank.items()):
             fresh = iter(new)

@@ -13,6 +13,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from tests.support.models import write_config
 from tests.support.ranks import RanksJob
+from tests.support.workers.schedule import JOBS
 from tests.support.workers.schedule import NUM_PROMPTS as NUM_PROMPTS_OF
 from tests.support.workers.schedule import PROMPTS as PROMPTS_OF_ALL
 
@@ -119,6 +120,12 @@ def test_groups_are_claimed_only_by_engines_that_can_run_them(found: dict[str, F
     assert found[layout]["most_waiting"] >= 4
     assert found[layout]["num_claims"] > 4 * 8
     assert [sorted(len(seconds) for seconds in found[layout]["busy_s"])] == [[len(SCENARIOS) + 3] * RANKS[layout][0]]
+
+
+@pytest.mark.parametrize("layout", RANKS)
+def test_a_request_may_be_followed_by_another(found: dict[str, Found], layout: str) -> None:
+    # The worker compares each turn with its request alone, and ends conversations in their middle.
+    assert found[layout]["turns"] == [[job, *((job + n) % 3 + 1 for n in range(size))] for job, size in enumerate(JOBS)]
 
 
 @pytest.mark.parametrize("layout", RANKS)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from grpo_spmd.rewards.answers import final_answer
-from grpo_spmd.rollout.evaluate import Outcome, majority, pass_at_k, summarise
+from grpo_spmd.rollout.measures import Outcome, majority, pass_at_k, summarise
 
 # The estimators
 

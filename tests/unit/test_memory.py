@@ -14,8 +14,8 @@ import torch
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import PHASES, Config
-from grpo_spmd.engine.sleep_contract import SleepContract
-from grpo_spmd.engine.start import allocator_settings_kept
+from grpo_spmd.engine.sleep_check import SleepCheck
+from grpo_spmd.engine.isolation import allocator_settings_kept
 from grpo_spmd.observe.memory import MemoryLedger, MemoryUse, is_out_of_memory, measure, remedies, reset_peak
 from tests.support.models import make_model, write_config
 
@@ -161,7 +161,7 @@ def test_remedies_fit_the_phase_and_leave_out_what_is_used_up(config: Config) ->
     assert "lower training.max_tokens_per_micro_batch" not in text
 
 
-# The sleep contract
+# What is left after a sleep
 
 
 def use(gib: float) -> MemoryUse:
@@ -169,33 +169,33 @@ def use(gib: float) -> MemoryUse:
 
 
 def sleeps(
-    contract: SleepContract, caplog: pytest.LogCaptureFixture, left_gib: list[float], held_gib: float = 0.0
+    check: SleepCheck, caplog: pytest.LogCaptureFixture, left_gib: list[float], held_gib: float = 0.0
 ) -> list[int]:
     """Which of the sleeps were alarmed, where each left so much beside what the trainer holds."""
     alarmed = []
     logging.getLogger("grpo_spmd").propagate = True
     for number, left in enumerate(left_gib):
         caplog.clear()
-        contract.check(use(left + 20), use(left + held_gib), int(held_gib * 2**30))
+        check.check(use(left + 20), use(left + held_gib), int(held_gib * 2**30))
         alarmed += [number] * len(caplog.records)
     return alarmed
 
 
 def test_a_growth_is_alarmed_once_and_again_when_it_has_grown_as_much_again(caplog: pytest.LogCaptureFixture) -> None:
     growth = 2 * 2**30
-    assert sleeps(SleepContract(CPU, growth), caplog, [4.0, 11.6, 25.0, 25.0, 25.5]) == [1, 2]  # NeMo-RL #2619
-    assert sleeps(SleepContract(CPU, growth), caplog, [4.0, 4.5, 5.0, 5.5, 5.9, 4.2]) == []
+    assert sleeps(SleepCheck(CPU, growth), caplog, [4.0, 11.6, 25.0, 25.0, 25.5]) == [1, 2]  # NeMo-RL #2619
+    assert sleeps(SleepCheck(CPU, growth), caplog, [4.0, 4.5, 5.0, 5.5, 5.9, 4.2]) == []
     # from the least, not the first
-    assert sleeps(SleepContract(CPU, growth), caplog, [6.0, 4.0, 6.1, 6.5, 8.0, 8.2]) == [2, 5]
+    assert sleeps(SleepCheck(CPU, growth), caplog, [6.0, 4.0, 6.1, 6.5, 8.0, 8.2]) == [2, 5]
     slow = [4.0 + 0.1 * step for step in range(60)]
-    assert sleeps(SleepContract(CPU, growth), caplog, slow) == [21, 42]  # a leak of 0.1 GiB a step
+    assert sleeps(SleepCheck(CPU, growth), caplog, slow) == [21, 42]  # a leak of 0.1 GiB a step
 
 
 def test_what_the_trainer_itself_holds_is_no_growth(caplog: pytest.LogCaptureFixture) -> None:
-    contract = SleepContract(CPU, 2**30)
-    assert sleeps(contract, caplog, [4.0], held_gib=6.0) == []
-    assert sleeps(contract, caplog, [4.0], held_gib=18.0) == []  # the first update made the optimizer's state
-    found = contract.check(use(30.0), use(22.0), 18 * 2**30)
+    check = SleepCheck(CPU, 2**30)
+    assert sleeps(check, caplog, [4.0], held_gib=6.0) == []
+    assert sleeps(check, caplog, [4.0], held_gib=18.0) == []  # the first update made the optimizer's state
+    found = check.check(use(30.0), use(22.0), 18 * 2**30)
     assert found == {"memory/sleep/freed_gib": 8.0, "memory/sleep/left_gib": 4.0}
 
 

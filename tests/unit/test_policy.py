@@ -18,9 +18,10 @@ from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.engine.weight_proof import weights_id
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.model.attention import PackedLayout, packed_attention
+from grpo_spmd.model.fill import load_weights
 from grpo_spmd.model.logprobs import TokenLogprobs
 from grpo_spmd.model.optimizer import build_optimizer
-from grpo_spmd.model.policy import build_policy, load_weights
+from grpo_spmd.model.policy import build_policy, hf_named_parameters
 from grpo_spmd.records import Rollout
 from tests.support.checkpoints import export_policy
 from tests.support.models import FAMILIES, make_model
@@ -260,10 +261,10 @@ def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path, session: Session
     tensors = load_file(folder / "model.safetensors")
     save_file({n: t for n, t in tensors.items() if "layers.1.mlp.up_proj" not in n}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"model\.path: .* no tensor model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_weights(policy, folder)
+        load_weights(hf_named_parameters(policy), folder)
     save_file({**tensors, "lm_head.weight": torch.zeros(3, 64)}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"lm_head\.weight has shape \[3, 64\] .* asks for \[97, 64\]"):
-        load_weights(policy, folder)
+        load_weights(hf_named_parameters(policy), folder)
 
 
 @pytest.mark.parametrize(

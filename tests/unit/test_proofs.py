@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_spmd.engine.weight_map import HeldRows, fused_rows
+from grpo_spmd.engine.weight_map import TensorPart, fused_rows
 from grpo_spmd.engine.weight_proof import _coefficients, matches, row_fingerprints
 from grpo_spmd.observe.logprob_check import LogprobCheck, MismatchError
 
@@ -91,9 +91,9 @@ def test_probe_of_fp8_is_quiet_about_rounding_and_sees_another_tensor() -> None:
     probe = _coefficients(512, by_probe=True, dtype=torch.bfloat16, step=0)
     expected = row_fingerprints(policy, probe, 1, torch.bfloat16)[:, 0]
     held, wrong = ((rounded(matrix) @ rounded(probe.float())).bfloat16() for matrix in (policy, other))
-    assert matches(held, expected, probe, torch.bfloat16, quantised=True).all()
+    assert matches(held, expected, probe, torch.bfloat16, is_quantised=True).all()
     assert not matches(held, expected, probe, torch.bfloat16).all()
-    assert matches(wrong, expected, probe, torch.bfloat16, quantised=True).float().mean() < 0.4
+    assert matches(wrong, expected, probe, torch.bfloat16, is_quantised=True).float().mean() < 0.4
 
 
 def test_rows_of_a_fused_parameter_by_hand() -> None:
@@ -101,13 +101,13 @@ def test_rows_of_a_fused_parameter_by_hand() -> None:
     # head once more.
     layout = [(16, 32, 1), (8, 8, 0), (8, 8, 0)]
     assert fused_rows(["q", "k", "v"], layout) == (
-        HeldRows("q", 32, 16, 0, 16),
-        HeldRows("k", 8, 0, 16, 8),
-        HeldRows("v", 8, 0, 24, 8),
+        TensorPart("q", 32, 16, 0, 16),
+        TensorPart("k", 8, 0, 16, 8),
+        TensorPart("v", 8, 0, 24, 8),
     )
     # The same from a checkpoint in which q, k and v lie below each other in one tensor.
     assert fused_rows(["qkv"], layout) == tuple(
-        HeldRows("qkv", 48, *place) for place in [(16, 0, 16), (32, 16, 8), (40, 24, 8)]
+        TensorPart("qkv", 48, *place) for place in [(16, 0, 16), (32, 16, 8), (40, 24, 8)]
     )
 
 

@@ -11,7 +11,7 @@ from benchmarks.speed.rollout_tail import finish_times
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RolloutConfig
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import Request
+from grpo_spmd.engine.requests import NextRequest, Place
 from grpo_spmd.observe.derive import tail_waste_frac
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
 from grpo_spmd.rollout.sample import Sampler
@@ -35,12 +35,16 @@ class Recorder:
     _rollout: RolloutConfig
     _num_shared_calls: int = 0
 
-    def _generate(self, batches: Any, max_in_flight: int, policy_version: int, *_: Any) -> dict[int, Completion]:
-        requests: list[Request] = [request for batch in batches for request in batch]
-        made = [
-            Completion([*request.prompt_ids, request.seed], [policy_version, 0.0, 0.0], "stop") for request in requests
-        ]
-        return dict(enumerate(made))
+    def _generate(
+        self, batches: Any, max_in_flight: int, policy_version: int, next_request: NextRequest, *_: Any
+    ) -> dict[Place, list[Completion]]:
+        places: list[Place] = [place for batch in batches for place in batch]
+        made: dict[Place, list[Completion]] = {}
+        for place in places:
+            turns = made.setdefault(place, [])
+            while request := next_request(*place, turns):
+                turns.append(Completion([*request.prompt_ids, request.seed], [policy_version, 0.0, 0.0], "stop"))
+        return made
 
     def _must_abort(self, num_steps: int) -> bool:
         return False

@@ -224,10 +224,11 @@ def with_file(trials: Trials) -> None:
         {name: torch.randn_like(tensor) for name, tensor in trials.sent_adapters().items()}, trials.step
     )
     assert trials.engine_against(plain) > 0.1
-    engine._drop_adapters()
+    assert engine._adapters is not None
+    engine._adapters.drop()
     engine.policy_version = trials.step
     engine.reset_prefix_cache()
-    engine._lora_request = LoRARequest(
+    engine._adapters.request = LoRARequest(
         "policy", 1, str(trials.out.with_name(f"{trials.out.stem}_adapters_{trials.step}"))
     )
     assert trials.engine_against(plain) < 1e-4

@@ -21,7 +21,8 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
-from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
+from grpo_spmd.model.fill import load_weights
+from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
 from grpo_spmd.records import Completion, RolloutBatch, RolloutGroup
 from tests.support.learn import sampled_step_of, updater_of
 from tests.support.workers.update import UNSCORED, fixed_groups, score
@@ -80,7 +81,7 @@ def _poison(group: RolloutGroup, kind: str) -> RolloutGroup:
 
 def run(config: Config, policy: Policy, batches: list[RolloutBatch], spoil: bool = False) -> dict[str, Any]:
     """Several updates by one updater: what each returned on each rank, and what each moved."""
-    load_weights(policy, Path(config.model.path))
+    load_weights(hf_named_parameters(policy), Path(config.model.path))
     if spoil:  # the shard of one rank
         dict(hf_named_parameters(policy))["model.norm.weight"].to_local().detach()[0] = math.inf
     updater = updater_of(policy, config)

@@ -14,7 +14,7 @@ import torch
 
 import grpo_spmd.engine.engine
 from grpo_spmd.distributed.reductions import Reductions
-from grpo_spmd.engine.sleep_contract import SleepContract
+from grpo_spmd.engine.sleep_check import SleepCheck
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.train import main
 
@@ -31,6 +31,6 @@ def leaking_update(self: PolicyUpdater, batch: Any) -> Reductions:
 
 
 if __name__ == "__main__":
-    grpo_spmd.engine.engine.SleepContract = functools.partial(SleepContract, growth_bytes=64 << 20)  # type: ignore[misc, assignment]
+    grpo_spmd.engine.engine.SleepCheck = functools.partial(SleepCheck, growth_bytes=64 << 20)  # type: ignore[misc, assignment]
     PolicyUpdater.update = leaking_update  # type: ignore[method-assign]
     main()

@@ -116,10 +116,10 @@ class Engine:
                 os.kill(os.getpid(), number)
             return outputs
 
-        def aborting(numbers: Any) -> None:
-            self.num_aborted = len(numbers)
+        def aborting(names: Any) -> None:
+            self.num_aborted = len(names)
             self.engine._engine.step = step
-            abort(numbers)
+            abort(names)
             if is_target:
                 latency.append(time.perf_counter() - sent_at[0])
             self.engine._engine.step = stepping

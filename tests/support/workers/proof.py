@@ -165,11 +165,11 @@ class Trials:
 
     def stale_head(self) -> None:
         """A tied lm_head whose packed copy nobody renews (what vLLM does by itself on a CPU)."""
-        repack = grpo_spmd.engine.isolation.after_reload_on_cpu
-        grpo_spmd.engine.isolation.after_reload_on_cpu = lambda model: None
+        repack = grpo_spmd.engine.reload.after_reload_on_cpu
+        grpo_spmd.engine.reload.after_reload_on_cpu = lambda model: None
         self.update(1e-5 if self.engine.dtype == torch.float32 else 1e-3)
         self.sync()
-        grpo_spmd.engine.isolation.after_reload_on_cpu = repack
+        grpo_spmd.engine.reload.after_reload_on_cpu = repack
         self.fails({HEAD})
         self.sync()
         self.passes()
@@ -178,7 +178,7 @@ class Trials:
         """The engine's ranks together hold every row and column slice of every HF tensor; KV heads also twice."""
         mine = [
             [part.name, row, tensor.column_slice, tensor.num_column_slices]
-            for tensor in self.engine.held_tensors()
+            for tensor in self.engine.tensors()
             for part in tensor.parts
             for row in range(part.hf_start, part.hf_start + part.num_rows)
         ]

@@ -24,7 +24,8 @@ from grpo_spmd.distributed.reductions import merge_json, to_json
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.update import attach_logprobs
-from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
+from grpo_spmd.model.fill import load_weights
+from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
 from grpo_spmd.records import Completion, Prompt, RolloutBatch, RolloutGroup, ScoredRollouts
 from tests.support.learn import sampled_step_of, updater_of
 
@@ -90,7 +91,7 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
         ),
         training=dataclasses.replace(config.training, num_mini_batches=scenario.num_mini_batches),
     )
-    load_weights(policy, Path(config.model.path))
+    load_weights(hf_named_parameters(policy), Path(config.model.path))
     before = _parameters(policy)
     updater = updater_of(policy, config)
     stream = PromptStream([Prompt(row, row, [row + 1, 5], "", {}) for row in range(NUM_ROWS)], seed=0, shuffle=False)

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.policy import build_policy
-from grpo_spmd.records import Prompt, RolloutGroup
+from grpo_spmd.records import Completion, Prompt, RolloutGroup
 from grpo_spmd.rollout.sample import Sampler
 
 # for 2 engines: one of them gets nothing, one more than the other, a long queue
@@ -71,12 +72,51 @@ def main() -> None:
         lambda counts: [max(c) for c in zip(*counts, strict=True)], watched
     )
     found["busy_s"] = on_rank0(list, busy_s)
+    found["turns"] = converse(engine)
+    end_conversations_early(engine)
     barrier()
     found["new_keys"] = (store._store.num_keys() if store._store else 0) - num_keys
     if session.is_rank0:
         out.write_text(json.dumps(found))
     engine.shutdown()
     end_session()
+
+
+JOBS = [2, 3, 1, 2]  # conversations of each
+
+
+def turn(job: int, number: int, turns: Sequence[Completion]) -> Request | None:
+    """Conversations of one to three turns: each request holds what was said before it."""
+    if len(turns) > (job + number) % 3:
+        return None
+    said = [token for completion in turns for token in (*completion.token_ids, 7)]
+    return Request([job + 1, 5, *said], seed=100 * job + 10 * number + len(turns))
+
+
+def converse(engine: RolloutEngine) -> list[list[int]]:
+    """[job, turns of each of its conversations] over all engines. Fails unless each completion is what its request
+    gives by itself."""
+    told: list[tuple[int, int, Completion]] = []
+    made = engine.generate_shared(JOBS, turn, 0, lambda *finished: told.append(finished))
+    assert list(made) == sorted(made)
+    for job, conversations in made.items():
+        for number, turns in enumerate(conversations):
+            assert [c for j, n, c in told if (j, n) == (job, number)] == turns
+            requests = [turn(job, number, turns[:i]) for i in range(len(turns) + 1)]
+            assert engine.generate([request for request in requests if request is not None], 0) == turns
+    mine = [[job, *map(len, conversations)] for job, conversations in made.items() if engine.tp_rank == 0]
+    return on_rank0(lambda parts: sorted(counts for part in parts for counts in part), mine)
+
+
+def end_conversations_early(engine: RolloutEngine) -> None:
+    """In the middle of conversations: nothing comes of them, and the engine can be used at once."""
+    told: list[int] = []
+    engine._should_abort = lambda: len(told) >= 2
+    made = engine.generate_shared([4] * 8, lambda job, number, turns: turn(2, 0, turns), 0, lambda *_: told.append(0))
+    engine._should_abort = lambda: False
+    assert made == {} or len(told) < 2
+    assert not engine._engine.has_unfinished_requests()
+    assert len(engine.generate([Request([1], 0)], 0)) == 1
 
 
 def use(engine: RolloutEngine, schedule: Any) -> None:

@@ -26,7 +26,8 @@ from grpo_spmd.distributed.session import Session, end_session, policy_mesh, sta
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.update import attach_logprobs
-from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters, load_weights
+from grpo_spmd.model.fill import load_weights
+from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters
 from grpo_spmd.records import Completion, Plan, Prompt, RolloutGroup, ScoredRollouts
 from tests.support.learn import sampled_step_of, updater_of
 
@@ -180,7 +181,7 @@ def main() -> None:
 def one_update(
     config: Config, policy: Policy, reference: Policy, groups: list[RolloutGroup], packed: bool, session: Session
 ) -> dict[str, Any]:
-    load_weights(policy, Path(config.model.path))
+    load_weights(hf_named_parameters(policy), Path(config.model.path))
     updater = updater_of(policy, config)
     gradients: list[dict[str, torch.Tensor]] = []
     updater._optimizer.register_step_pre_hook(lambda *_: gradients.append(_full_gradients(policy)))

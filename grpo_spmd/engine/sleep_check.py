@@ -13,7 +13,7 @@ _log = logging.getLogger("grpo_spmd")
 _GIB = 2**30
 
 
-class SleepContract:
+class SleepCheck:
     """The engine gives back what it took: what is in use after a sleep must not grow over the run."""
 
     def __init__(self, device: torch.device, growth_bytes: int | None = None) -> None:
@@ -38,12 +38,12 @@ class SleepContract:
         self._least = left if self._least is None else min(self._least, left)
         if left - max(self._least, self._alarmed) > self._growth:
             self._alarmed = left
-            _log.warning(
+            text = (
                 "memory grows: %.2f GiB in use after the engine's sleep, beyond what policy, reference and optimizer "
-                "hold, where it was "
-                "%.2f GiB at the least (alarm at +%.2f GiB); the sleep freed %.2f GiB. %s",
-                left / _GIB, self._least / _GIB, self._growth / _GIB, freed / _GIB, self._parts(after, held_bytes),
-            )  # fmt: skip
+                "hold, where it was %.2f GiB at the least (alarm at +%.2f GiB); the sleep freed %.2f GiB. %s"
+            )
+            sizes = (size / _GIB for size in (left, self._least, self._growth, freed))
+            _log.warning(text, *sizes, self._parts(after, held_bytes))
         return {"memory/sleep/freed_gib": freed / _GIB, "memory/sleep/left_gib": left / _GIB}
 
     def _used(self, use: MemoryUse) -> int:
@@ -55,9 +55,7 @@ class SleepContract:
         own, cached = (after.allocated - held_bytes) / _GIB, (after.reserved - after.allocated) / _GIB
         return (
             f"Tensors of torch: {own:.2f} GiB (weights that the engine keeps outside its pool, or tensors of earlier "
-            "steps kept alive); "
-            f"cached by torch: {cached:.2f} GiB (fragmentation: try PYTORCH_ALLOC_CONF=expandable_segments:True); "
-            "outside torch: "
-            f"{after.other / _GIB:.2f} GiB (a pool not given back: try another version of vLLM; CUDA graphs, NCCL, "
-            "another process)"
+            f"steps kept alive); cached by torch: {cached:.2f} GiB (fragmentation: try PYTORCH_ALLOC_CONF="
+            f"expandable_segments:True); outside torch: {after.other / _GIB:.2f} GiB (a pool not given back: try "
+            "another version of vLLM; CUDA graphs, NCCL, another process)"
         )

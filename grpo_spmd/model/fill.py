@@ -1,0 +1,54 @@
+"""Fills a policy that was built on the meta device: its shards from safetensors, its buffers as HF does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model.hf_files import tensor_files
+from grpo_spmd.model.sharding import first_row
+
+
+@torch.no_grad()
+def load_weights(parameters: Iterable[tuple[str, DTensor]], folder: Path) -> None:
+    """Fill every shard, given with its HF name; each rank reads its own rows of each tensor and nothing else.
+
+    A file is opened anew for each tensor: pages of a mapping count as resident memory until it is closed.
+
+    Raises:
+        ConfigError: naming the tensor that is missing or has another shape.
+    """
+    where = tensor_files(folder)
+    for name, parameter in parameters:
+        if name not in where:
+            raise ConfigError(f"model.path: {folder} has no tensor {name}")
+        with safe_open(where[name], framework="pt") as file:
+            stored = file.get_slice(name)
+            if list(stored.get_shape()) != list(parameter.shape):
+                raise ConfigError(
+                    f"model.path: {name} has shape {list(stored.get_shape())} in {folder}, but config.json asks for "
+                    f"{list(parameter.shape)}"
+                )
+            local, first = parameter.to_local(), first_row(parameter)
+            if len(local):
+                local.copy_(stored[first : first + len(local)])
+
+
+def initialise_buffers(model: Any) -> None:
+    """Fill what no checkpoint holds (rotary frequencies) as HF does. Raises ConfigError for any other such buffer."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    for buffer in buffers.values():
+        buffer.fill_(torch.nan)
+    owners = {name.rpartition(".")[0] for name in buffers}
+    for name, module in model.named_modules():
+        if name in owners:
+            model._init_weights(module)
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and buffer.isnan().any():
+            raise ConfigError(f"model.path: do not know how to fill buffer {name} of {type(model).__name__}")
