@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from torch import Tensor
@@ -66,10 +66,12 @@ class Max(Reduction):
 
 @dataclass(frozen=True)
 class Histogram(Reduction):
-    counts: Tensor | list[float]
-    """One a bin, equally many in all parts."""
+    counts: Tensor | list[float] = field(default_factory=list)
+    """One a bin, equally many in all parts that have any."""
 
     def merge(self, other: Histogram) -> Histogram:
+        if not len(self.counts) or not len(other.counts):
+            return self if len(self.counts) else other
         if isinstance(self.counts, Tensor):
             return Histogram(self.counts + other.counts)  # type: ignore[operator]
         return Histogram([a + b for a, b in zip(self.counts, other.counts, strict=True)])
@@ -77,7 +79,7 @@ class Histogram(Reduction):
 
 @dataclass(frozen=True)
 class Ids(Reduction):
-    ids: list[int]
+    ids: list[int] = field(default_factory=list)
 
 
 Reductions = dict[str, Reduction]  # a "/" in a name: the key of the metric that the value is

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-# A group whose rewards differ by less than this has nothing to teach; dividing by its standard deviation would amplify
-# rounding.
+# A group whose rewards differ by less than this has nothing to teach; dividing by its std would amplify rounding.
 ZERO_STD_TOLERANCE = 1e-6
 
 
@@ -65,8 +64,7 @@ def batch_std(rewards: Float[Tensor, "P G"]) -> Float[Tensor, ""]:
 def overlong_penalties(
     num_tokens: Float[Tensor, "P G"], max_tokens: int, buffer_tokens: int, penalty: float
 ) -> Float[Tensor, "P G"]:
-    """What completions lose of their reward for their length (DAPO's soft overlong punishment, Yu et al. 2025), 0 to
-    `penalty`.
+    """What completions lose of their reward for their length (DAPO's soft overlong punishment, Yu et al. 2025).
 
     Nothing up to `max_tokens - buffer_tokens`, then linearly more, and `penalty` at `max_tokens`.
     """

@@ -45,17 +45,11 @@ def decode_rollouts(payload: bytes) -> list[Rollout]:
     logprobs = next_arrays(np.float64, [completion for *_, (_, completion) in header])
     advantages = next_arrays(np.float64, [n for _, one, _, (_, n) in header if one is None])
     masks = next_arrays(np.bool_, [n for _, _, one, (_, n) in header if one is None])
-    return [
-        Rollout(
-            rollout_id,
-            next(advantages) if advantage is None else advantage,
-            next(masks) if in_loss is None else in_loss,
-            next(ids),
-            next(ids),
-            next(logprobs),
-        )
-        for rollout_id, advantage, in_loss, _ in header
-    ]
+    rollouts = []
+    for rollout_id, advantage, in_loss, _ in header:
+        per_token = next(advantages) if advantage is None else advantage, next(masks) if in_loss is None else in_loss
+        rollouts.append(Rollout(rollout_id, *per_token, next(ids), next(ids), next(logprobs)))
+    return rollouts
 
 
 def _one_flag(mask: bool | npt.NDArray[np.bool_]) -> bool | None:

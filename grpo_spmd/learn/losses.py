@@ -1,8 +1,7 @@
-"""The losses. Pure: logprobs, masks, advantages and denominators in; a scalar and what metrics need out.
+"""The losses. Pure: logprobs, masks, advantages and denominators in; a scalar and what the metrics need out.
 
 Every loss is a weighted sum over tokens. The weights (`aggregation_weights`) hold the denominators, which count over
-the whole mini-batch on all ranks; so shares of micro-batches add up to the same loss and gradient however the
-mini-batch is split.
+the whole mini-batch on all ranks: shares of micro-batches add up to the same loss and gradient however it is split.
 """
 
 from __future__ import annotations
@@ -45,68 +44,53 @@ class LossInputs:
 def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, ""], Reductions]:
     """This micro-batch's share of the loss of its mini-batch.
 
-    `options.policy` is "clip" (PPO, Schulman et al. 2017; dual clip, Ye et al. 2020), "gspo" (Zheng et al. 2025, the
+    `options.policy` is "clip" (PPO, Schulman et al. 2017; dual clip, Ye et al. 2020), "gspo" (Zheng et al. 2025: the
     ratio is the geometric mean over the sequence) or "cispo" (MiniMax-M1, 2025: the clipped ratio is a constant factor
-    of the logprob's gradient). How tokens are weighed and corrected is in `inputs` already.
+    of the logprob's gradient). How tokens are weighted and corrected is in `inputs` already.
 
     Returns:
-        The share, and what the metrics need, detached: sums "loss", "policy", "kl", "entropy", weighted as in the loss,
-        and "loss_tokens"; under metric keys means over tokens.
+        The share, and, detached: sums "loss", "policy", "kl", "entropy", weighted as in the loss, "loss_tokens", and
+        means over tokens under their metric keys.
     """
-    mask = inputs.loss_mask
+    mask, correction = inputs.loss_mask, inputs.correction
     # Masked places may hold anything, also NaN or inf, and 0 * NaN is NaN: choose before the arithmetic, not after.
     zero = torch.zeros((), dtype=inputs.logprobs.dtype, device=mask.device)
     logprobs = torch.where(mask, inputs.logprobs, zero)
     # Without a bonus it has no gradient at all: one of zeros would make the logprobs' backward pass work through it.
     entropy = torch.where(mask, inputs.entropy if options.entropy_coef else inputs.entropy.detach(), zero)
-    old_logprobs = torch.where(mask, inputs.old_logprobs, zero)
-    advantages = torch.where(mask, inputs.advantages, zero)
-    per_token, clipped = _policy_terms(logprobs, old_logprobs, advantages, mask, inputs.sequence_index, options)
-    if inputs.correction is not None:
-        per_token = per_token * torch.where(mask, inputs.correction, zero)
+    log_ratio = logprobs - torch.where(mask, inputs.old_logprobs, zero)
+    if options.policy == "gspo":
+        mean = _sequence_mean(log_ratio.detach(), mask, inputs.sequence_index)[inputs.sequence_index]
+        # The value is the sequence's, the gradient each token's own; with 1/length weights that is the gradient of the
+        # geometric mean. The brackets keep it exact: GSPO clips at some 1e-4, and (mean + logprob) - logprob would be
+        # off by the rounding of the logprob.
+        log_ratio = torch.where(mask, mean + (logprobs - logprobs.detach()), zero)
+    per_token, clipped = _policy_terms(logprobs, log_ratio, torch.where(mask, inputs.advantages, zero), options)
+    if correction is not None:
+        per_token = per_token * torch.where(mask, correction, zero)
 
-    # Sums in float64: advantages of both signs nearly cancel, and a float32 sum would show in which order tokens were
-    # added.
+    # Sums in float64: advantages of both signs nearly cancel, and in float32 the order of the tokens would show.
     weights = torch.where(mask, inputs.weights, 0.0).double()
     policy_sum, entropy_sum = (weights * per_token.double()).sum(), (weights * entropy.double()).sum()
     kl_sum = torch.zeros_like(policy_sum)
     if inputs.ref_logprobs is not None:
         ref_logprobs = torch.where(mask, inputs.ref_logprobs, zero)
         kl_sum = (weights * kl_estimate(logprobs, ref_logprobs, options.kl_estimator).double()).sum()
-    total = total_loss(policy_sum, kl_sum, entropy_sum, options)
-    num_tokens = mask.sum()
-    sums: Reductions = {
-        "loss": Sum(total.detach()),
-        "policy": Sum(policy_sum.detach()),
-        "kl": Sum(kl_sum.detach()),
-        "entropy": Sum(entropy_sum.detach()),
-        "loss_tokens": Sum(num_tokens),
-        "loss/clip_frac": Mean((mask & clipped).sum(), num_tokens),
-    }
-    if inputs.correction is not None:
-        weight = torch.where(mask, inputs.correction, 0.0).double().sum()
-        capped = (inputs.correction >= options.rollout_correction_cap) | (inputs.correction == 0)
-        sums["rollout_correction/weight_mean"] = Mean(weight, num_tokens)
-        sums["rollout_correction/capped_frac"] = Mean((mask & capped).sum(), num_tokens)
+    total, num_tokens = total_loss(policy_sum, kl_sum, entropy_sum, options), mask.sum()
+    terms = {"loss": total, "policy": policy_sum, "kl": kl_sum, "entropy": entropy_sum, "loss_tokens": num_tokens}
+    sums: Reductions = {name: Sum(term.detach()) for name, term in terms.items()}
+    sums["loss/clip_frac"] = Mean((mask & clipped).sum(), num_tokens)
+    if correction is not None:
+        capped = mask & ((correction >= options.rollout_correction_cap) | (correction == 0))
+        sums["rollout_correction/weight_mean"] = Mean(torch.where(mask, correction, 0.0).double().sum(), num_tokens)
+        sums["rollout_correction/capped_frac"] = Mean(capped.sum(), num_tokens)
     return total, sums
 
 
 def _policy_terms(
-    logprobs: Float[Tensor, " C"],
-    old_logprobs: Float[Tensor, " C"],
-    advantages: Float[Tensor, " C"],
-    loss_mask: Bool[Tensor, " C"],
-    sequence_index: Int[Tensor, " C"],
-    options: LossConfig,
+    logprobs: Float[Tensor, " C"], log_ratio: Float[Tensor, " C"], advantages: Float[Tensor, " C"], options: LossConfig
 ) -> tuple[Float[Tensor, " C"], Bool[Tensor, " C"]]:
-    """The policy's term of each token, and where it is clipped. Masked places hold 0."""
-    log_ratio = logprobs - old_logprobs
-    if options.policy == "gspo":
-        mean = _sequence_mean(log_ratio.detach(), loss_mask, sequence_index)[sequence_index]
-        # The value is the sequence's, the gradient each token's own; with 1/length weights that is the gradient of the
-        # geometric mean. The brackets keep it exact: GSPO clips at some 1e-4, and (mean + logprob) - logprob would be
-        # off by the rounding of the logprob.
-        log_ratio = torch.where(loss_mask, mean + (logprobs - logprobs.detach()), 0.0)
+    """The policy's term of each token, and where it is clipped."""
     # Beyond e^20 a ratio is an accident, and where exp overflows its gradient would be inf * 0 = NaN.
     ratio = torch.exp(log_ratio.clamp(-20.0, 20.0))
     clipped_ratio = ratio.clamp(1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high)
@@ -160,16 +144,12 @@ def rollout_correction(
     loss_mask: Bool[Tensor, " C"],
     sequence_index: Int[Tensor, " C"],
 ) -> Float[Tensor, " C"] | None:
-    """Importance weights for tokens that the engine sampled and the policy trains on, r = p(policy before the update) /
-    p(engine).
+    """Importance weights, detached, for tokens that the engine sampled and the policy trains on; None for mode "none".
 
-    Args:
-        mode: "none"; "token_tis": min(r, cap) of each token (truncated importance sampling, Yao et al. 2025); "sequence_tis":
-            min(product of r over the sequence, cap); "icepop": r of the token where it lies in [1/cap, cap], else 0
-            (Ring-1T, 2025, with one bound for two).
-
-    Returns:
-        Detached weights; where `loss_mask` is False they are finite and mean nothing. None for "none".
+    With r = p(policy before the update) / p(engine) of a token, "token_tis" is min(r, cap) (truncated importance
+    sampling, Yao et al. 2025), "sequence_tis" min(product of r over the sequence, cap), "icepop" r where it lies in
+    [1/cap, cap], else 0 (Ring-1T, 2025, with one bound for two). Where `loss_mask` is False they are finite and mean
+    nothing.
     """
     if mode == "none":
         return None
@@ -203,16 +183,14 @@ def kl_estimate(
 def mismatch_sums(
     logprobs: Float[Tensor, " C"], rollout_logprobs: Float[Tensor, " C"], loss_mask: Bool[Tensor, " C"]
 ) -> Reductions:
-    """How far the engine that sampled is from the policy that trains, on the sampled tokens: means, the largest and a
-    histogram.
+    """How far the engine that sampled is from the policy that trains, on the sampled tokens.
 
     "weight_sync/mismatch_kl" is the k3 estimate of KL(engine || policy), which cannot cancel; with the same weights it
     is rounding alone. "mismatch_ratios" [401] counts tokens by their log ratio, for `ratio_percentiles`.
     """
     zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
-    difference = torch.where(loss_mask, logprobs.detach() - rollout_logprobs, zero)
-    # expm1(d) - d loses all its digits where |d| is near the rounding of float32; in float64 it does not.
-    difference = difference.double()
+    # In float64: expm1(d) - d loses all its digits where |d| is near the rounding of float32.
+    difference = torch.where(loss_mask, logprobs.detach() - rollout_logprobs, zero).double()
     # A NaN has no bin, and an index out of range would end the process (on a GPU all of CUDA) where the update is only
     # to be skipped.
     place = torch.asinh(difference / _HIST_SCALE).nan_to_num(nan=_HIST_LIMIT).clamp(-_HIST_LIMIT, _HIST_LIMIT)
@@ -227,26 +205,13 @@ def mismatch_sums(
     }
 
 
-def no_sums(has_correction: bool) -> Reductions:
-    """What `policy_loss` and `mismatch_sums` say of no tokens at all."""
-    of_correction = ("rollout_correction/weight_mean", "rollout_correction/capped_frac") if has_correction else ()
-    of_mismatch = ("weight_sync/mismatch_kl", "weight_sync/mismatch_abs_mean")
-    return {
-        **dict.fromkeys(("loss", "policy", "kl", "entropy", "loss_tokens"), Sum()),
-        **dict.fromkeys(("loss/clip_frac", *of_correction, *of_mismatch), Mean()),
-        "weight_sync/mismatch_abs_max": Max(),
-        "mismatch_ratios": Histogram([0.0] * _HIST_BINS),
-    }
-
-
 def ratio_percentiles(histogram: list[float], percents: tuple[int, ...]) -> list[float | None]:
-    """Percentiles of the ratio policy / engine over the tokens of a histogram from `mismatch_sums`; None where it is
-    empty."""
+    """Percentiles of the ratio policy / engine over the tokens of "mismatch_ratios"; None where it is empty."""
     counts = torch.tensor(histogram, dtype=torch.float64)
-    centers = torch.linspace(-_HIST_LIMIT, _HIST_LIMIT, _HIST_BINS, dtype=torch.float64)
-    ratios = torch.exp(torch.sinh(centers) * _HIST_SCALE)
     if not counts.sum():
         return [None for _ in percents]
+    centers = torch.linspace(-_HIST_LIMIT, _HIST_LIMIT, _HIST_BINS, dtype=torch.float64)
+    ratios = torch.exp(torch.sinh(centers) * _HIST_SCALE)
     share = counts.cumsum(0) / counts.sum()
     return [float(ratios[int((share < percent / 100).sum().clamp(max=_HIST_BINS - 1))]) for percent in percents]
 

@@ -14,8 +14,7 @@ from grpo_spmd.records import MicroBatch, Rollout
 
 
 def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatch:
-    """One row of rollouts as a micro-batch; without any completion token, a two-token row that counts nothing: the rank
-    keeps step."""
+    """One row of rollouts as a micro-batch; without a completion token, two tokens that count nothing, to keep step."""
     with_tokens = [rollout.rollout_id for rollout in rollouts if len(rollout.completion_ids)]
     if not with_tokens:  # the backward pass needs at least one logprob to start from
         rollouts = [Rollout(-1, 0.0, False, [0], [0], [0.0])]
@@ -37,8 +36,7 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
         input_ids=on_device(input_ids),
         position_ids=on_device(position_ids),
         sequence_lengths=lengths.tolist(),
-        # The hidden state at place t predicts token t + 1, so the first completion token is predicted by the last
-        # prompt token.
+        # The hidden state at place t predicts token t + 1: the last prompt token predicts the first of the completion.
         predict_index=on_device(completion_places - 1),
         target_ids=on_device(input_ids[completion_places]),
         rollout_logprobs=on_device(_join((rollout.rollout_logprobs for rollout in rollouts), np.float32)),

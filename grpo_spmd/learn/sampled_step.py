@@ -19,8 +19,7 @@ from grpo_spmd.learn.balance import plan_batch, plan_metrics, split_groups
 from grpo_spmd.records import Decision, GroupFacts, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.protocol import RewardError, check_error_rate
 
-# A refill round draws at most 1 / this times the prompts that are missing: what an early, unlucky round kept is a poor
-# estimate.
+# A refill round draws at most 1 / this times the missing prompts: what an early, unlucky round kept is a poor estimate.
 _LOWEST_KEPT_FRAC = 0.25
 
 
@@ -40,12 +39,10 @@ class StepRules:
 
 
 class SampledStep:
-    """The groups of one step: one round of prompts, or with dynamic sampling as many rounds as it takes to fill the
-    step.
+    """The groups of one step: one round of prompts, or with dynamic sampling as many as it takes to fill the step.
 
     Dynamic sampling (DAPO, Yu et al. 2025) drops groups whose rewards are all alike, since their advantages are 0. Of
-    the groups that stay the first in the order of the prompt stream are taken, never the first to finish, which would
-    favour short completions.
+    those that stay the first in the prompt stream are taken, never the first to finish: that favours short completions.
     """
 
     def __init__(self, rules: StepRules) -> None:
@@ -65,9 +62,8 @@ class SampledStep:
         return (self._num_groups + self.num_missing) * self._group_size
 
     def add(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> None:
-        """Collective. Add one round's groups of this rank with their scores; rank 0 says how many prompts are still
-        missing."""
-        facts = []
+        """Collective. Add one round's groups of this rank with their scores; rank 0 says how many are still missing."""
+        facts, expected = [], self.num_missing
         for number, group in enumerate(groups):
             own = slice(number * self._group_size, (number + 1) * self._group_size)
             of_group = GroupFacts(
@@ -82,8 +78,7 @@ class SampledStep:
             facts.append(vars(of_group))
         self.groups += groups
         self.scored.extend(scored)
-        self._num_groups += self.num_missing
-        expected = self.num_missing
+        self._num_groups += expected
         self.num_missing = on_rank0(lambda parts: self._rank0.add_round(parts, expected), [facts, scored.first_error])
 
     def decide(self) -> Decision:
@@ -94,11 +89,10 @@ class SampledStep:
 @dataclass(frozen=True)
 class _JudgedGroup(GroupFacts):
     overlong: list[float]
-    """What its completions lose of their rewards for their length."""
+    """What completions lose of their rewards for their length."""
     penalised: list[float]
-    """Its rewards as the advantages take them; NaN: unknown."""
+    """Rewards as the advantages take them; NaN: unknown."""
     without_spread: bool
-    """They are all alike."""
 
 
 class _Decider:
@@ -172,13 +166,12 @@ class _Decider:
             num_loss_tokens=[sum(block) for block in blocks],
             num_loss_sequences=[sum(tokens > 0 for tokens in block) for block in blocks],
             num_tokens=sum(num_tokens),
-            num_sampled_tokens=sum(n for group in self._groups for n in group.completion_tokens),
+            num_sampled_tokens=sum(sum(group.completion_tokens) for group in self._groups),
             metrics=metrics,
         )
 
     def _metrics(self, num_used: int) -> dict[str, float | None]:
-        """Of all groups that were sampled: a mean over those that dynamic sampling keeps would say little about the
-        policy."""
+        """Of all groups that were sampled: those that dynamic sampling keeps would say little about the policy."""
         rollout, groups = self._rules.rollout, self._groups
         size = len(groups) * rollout.group_size
         rewards = _grid([_or_nan(group.rewards) for group in groups], rollout.group_size)
@@ -188,8 +181,8 @@ class _Decider:
             "reward/std": float(batch_std(rewards)),
             "reward/zero_std_groups_frac": num_without_spread / len(groups),
             "reward/unscored_frac": float(rewards.isnan().double().mean()),
-            "completion/tokens_mean": sum(n for group in groups for n in group.completion_tokens) / size,
-            "completion/truncated_frac": sum(cut_off for group in groups for cut_off in group.truncated) / size,
+            "completion/tokens_mean": sum(sum(group.completion_tokens) for group in groups) / size,
+            "completion/truncated_frac": sum(sum(group.truncated) for group in groups) / size,
             **self._error_rates,
         }
         if self._rules.advantage.overlong_buffer_tokens:

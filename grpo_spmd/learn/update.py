@@ -13,32 +13,22 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import LossConfig, OptimizerConfig
 from grpo_spmd.distributed.collectives import any_rank
-from grpo_spmd.distributed.reductions import Ids, Max, Reductions, merge
-from grpo_spmd.learn.losses import (
-    LossInputs,
-    aggregation_weights,
-    mismatch_sums,
-    no_sums,
-    policy_loss,
-    rollout_correction,
-)
+from grpo_spmd.distributed.reductions import Histogram, Ids, Max, Mean, Reductions, Sum, merge
+from grpo_spmd.learn.losses import LossInputs, aggregation_weights, mismatch_sums, policy_loss, rollout_correction
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import Policy, Scores
 from grpo_spmd.records import MicroBatch, RolloutBatch
 
+Reference = Callable[[MicroBatch], Scores]
+
 
 @torch.no_grad()
 def attach_logprobs(
-    policy: Policy,
-    reference: Callable[[MicroBatch], Scores] | None,
-    batch: RolloutBatch,
-    loss: LossConfig,
-    num_optimizer_steps: int,
+    policy: Policy, reference: Reference | None, batch: RolloutBatch, loss: LossConfig, num_optimizer_steps: int
 ) -> None:
     """Collective. Fill `old_logprobs` and `ref_logprobs` of every micro-batch where the loss needs them.
 
-    With one optimizer step a rollout the policy that trains is the one that sampled, so that old logprobs are the ones
-    of the update itself and no pass is made for them.
+    With one optimizer step a rollout old logprobs are those of the update itself: no pass is made for them.
     """
     needs_old = num_optimizer_steps > 1 or loss.kl_in == "reward"
     for micro_batch in batch.micro_batches:
@@ -48,8 +38,7 @@ def attach_logprobs(
             micro_batch.old_logprobs, _ = policy(micro_batch)
         if reference is not None:
             micro_batch.ref_logprobs, _ = reference(micro_batch)
-    # FSDP leaves the root gathered until a backward pass, and a step in which no token counts has none before the next
-    # weight sync.
+    # FSDP leaves the root gathered until a backward pass, and a step in which no token counts has none.
     cast(FSDPModule, policy).reshard()
 
 
@@ -70,8 +59,7 @@ class PolicyUpdater:
         return self._optimizer
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint must hold beside the optimizer's moments; the schedule follows from the number of
-        updates."""
+        """What a checkpoint must hold beside the optimizer's moments; the schedule follows from `num_updates`."""
         return {"num_updates": self._num_updates, "skipped_in_a_row": self._skipped_in_a_row}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -103,8 +91,7 @@ class PolicyUpdater:
                     # on all ranks alike: momentum and weight decay would move the policy on no evidence at all
                     continue
                 # Old logprobs of the policy were taken before the first update. Those of the engine say nothing about
-                # the policy: then only what is computed before the first update was made comes from the weights that
-                # the engine holds.
+                # the policy: then only what comes before the first update is of the weights that the engine holds.
                 is_synced = not num_updates or (epoch == 0 and self._loss.old_logprobs == "policy")
                 denominators = batch.num_loss_tokens[number], batch.num_loss_sequences[number]
                 of_step, is_made = self._step(mini_batch, *denominators, is_synced)
@@ -145,48 +132,39 @@ class PolicyUpdater:
     def backward(
         self, micro_batch: MicroBatch, num_loss_tokens: int, num_loss_sequences: int, is_synced: bool
     ) -> tuple[Reductions, Tensor]:
-        """Adds this micro-batch's gradient.
-
-        Args:
-            is_synced: what it compares with the engine comes from the weights that the engine holds.
+        """Adds this micro-batch's gradient. `is_synced`: the engine's logprobs are of the weights that it compares.
 
         Returns:
             What it adds to the metrics, and the places [C] that count and have a score that is not finite.
         """
         loss, mask, rollout_logprobs = self._loss, micro_batch.loss_mask, micro_batch.rollout_logprobs
         logprobs, entropy = self._policy(micro_batch)
-        # Without an earlier pass the old policy is this one: the ratio is exactly 1 and its gradient is that of the
-        # logprob.
+        # Without an earlier pass the old policy is this one: the ratio is exactly 1, its gradient the logprob's.
         old_logprobs = logprobs.detach() if micro_batch.old_logprobs is None else micro_batch.old_logprobs
-        places = mask, micro_batch.sequence_index
-        inputs = LossInputs(
-            logprobs,
-            entropy,
-            old_logprobs,
-            micro_batch.ref_logprobs,
-            micro_batch.advantages,
-            *places,
-            weights=aggregation_weights(
-                loss.aggregation, *places, num_loss_tokens, num_loss_sequences, self._max_completion_tokens
-            ),
-            correction=rollout_correction(
-                loss.rollout_correction, loss.rollout_correction_cap, old_logprobs, rollout_logprobs, *places
-            ),
-        )
-        share, sums = policy_loss(inputs, loss)
+        places, mode, cap = (mask, micro_batch.sequence_index), loss.rollout_correction, loss.rollout_correction_cap
+        denominators = num_loss_tokens, num_loss_sequences, self._max_completion_tokens
+        weights = aggregation_weights(loss.aggregation, *places, *denominators)
+        correction = rollout_correction(mode, cap, old_logprobs, rollout_logprobs, *places)
+        scores = logprobs, entropy, old_logprobs, micro_batch.ref_logprobs
+        share, sums = policy_loss(LossInputs(*scores, micro_batch.advantages, *places, weights, correction), loss)
         share.backward()
         if is_synced:
             before = logprobs if loss.old_logprobs == "engine" else old_logprobs
             sums |= mismatch_sums(before, rollout_logprobs, mask)
-        scores = (logprobs, entropy, old_logprobs, rollout_logprobs, micro_batch.ref_logprobs)
-        finite = torch.stack([score.isfinite() for score in scores if score is not None]).all(0)
+        finite = torch.stack([score.isfinite() for score in (*scores, rollout_logprobs) if score is not None]).all(0)
         return sums, mask & ~finite
 
 
 def no_update(loss: LossConfig) -> Reductions:
     """What a rank adds to the metrics where it made no update at all."""
-    return no_sums(loss.rollout_correction != "none") | {
-        **dict.fromkeys(("optim/grad_norm", "optim/lr"), Max()),
+    means = ["loss/clip_frac", "weight_sync/mismatch_kl", "weight_sync/mismatch_abs_mean"]
+    if loss.rollout_correction != "none":
+        means += ["rollout_correction/weight_mean", "rollout_correction/capped_frac"]
+    return {
+        **dict.fromkeys(("loss", "policy", "kl", "entropy", "loss_tokens"), Sum()),
+        **dict.fromkeys(means, Mean()),
+        **dict.fromkeys(("weight_sync/mismatch_abs_max", "optim/grad_norm", "optim/lr"), Max()),
         **dict.fromkeys(("optim/updates", "optim/skipped_updates", "skipped_in_a_row"), Max(0.0)),
-        "nonfinite_rollouts": Ids([]),
+        "mismatch_ratios": Histogram(),
+        "nonfinite_rollouts": Ids(),
     }

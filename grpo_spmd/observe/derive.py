@@ -12,16 +12,8 @@ from grpo_spmd.records import Decision, SyncStats
 
 Metrics = dict[str, float | None]
 
-# Dense bf16 peak, FLOP/s, by a part of the device's name (vendor data sheets).
-_PEAK_FLOPS = {
-    "H100": 989e12,
-    "H200": 989e12,
-    "H800": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-}
+# Dense bf16 peak, TFLOP/s, by a part of the device's name (vendor data sheets).
+_PEAK_TFLOPS = {"H100": 989, "H200": 989, "H800": 989, "B200": 2250, "A100": 312, "A800": 312, "L40S": 362}
 
 
 def loss_metrics(sums: Reductions, loss: LossConfig) -> Metrics:
@@ -63,8 +55,8 @@ def mfu(num_parameters: int, num_tokens: int, update_s: float, world_size: int, 
     bound.
     """
     flops = 6.0 * num_parameters * num_tokens / max(update_s, 1e-9) / world_size
-    peak = next((peak for part, peak in _PEAK_FLOPS.items() if part in device_name), None)
-    return None if peak is None else flops / peak
+    peak = next((peak for part, peak in _PEAK_TFLOPS.items() if part in device_name), None)
+    return None if peak is None else flops / (peak * 1e12)
 
 
 def console_line(m: Mapping[str, float | None], num_steps: int) -> str:

@@ -26,18 +26,16 @@ _CAUSES_LATER = (
 
 
 class LogprobCheck:
-    """Stops a run whose engine and policy give the sampled tokens logprobs that rounding does not explain. Lives on
-    rank 0.
+    """Stops a run whose engine and policy give the sampled tokens logprobs that rounding does not explain. On rank 0.
 
     The first step sets the scale: ten times its mean is the bound of later means, ten times its largest that of later
-    largest ones, both within limits by dtype. The first step has a limit of its own, so that what is wrong from the
-    start is not taken for rounding. On the sampled tokens rounding makes about 1e-6 nats a token in float32 and 0.005
-    to 0.02 in bfloat16; a temperature of 0.7 on one side makes 0.1 and more, stale prefixes about 0.3, stale weights 1.
+    largest ones, both within limits by dtype. The first step has a limit of its own: what is wrong from the start is
+    no rounding. Rounding makes about 1e-6 nats a token in float32 and 0.005 to 0.02 in bfloat16; a temperature of 0.7
+    on one side makes 0.1 and more, stale prefixes about 0.3, stale weights 1.
 
-    The extreme is for the few completions that a mean hides. In bfloat16 its tails are heavy: logits of 50 are rounded
-    by 0.1, a layer may amplify that, and a month has 1e10 tokens; differences of a few nats are no fault. But 15 nats,
-    a probability wrong by a factor of 3 million, come from tokens that were scored in another place or after another
-    prefix.
+    The largest is for the few completions that a mean hides. In bfloat16 its tails are heavy: logits of 50 are rounded
+    by 0.1, a layer may amplify that, and a month has 1e10 tokens, so a few nats are no fault. But 15 nats, a
+    probability wrong by a factor of 3 million, come from tokens scored in another place or after another prefix.
 
     A step without tokens has no verdict. A NaN is a breach: an update whose loss it entered was skipped, so that here
     it can only be a logprob of the engine that the loss does not use.

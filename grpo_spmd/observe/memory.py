@@ -1,15 +1,14 @@
-"""Where a rank's memory is: a ledger by phase, what the engine leaves behind when it sleeps, what of the trainer waits
-in host memory.
+"""Where a rank's memory is, by phase.
 
-Engine and trainer take turns on a device. A ledger that only knows torch's tensors does not see most of what can go
-wrong there: the engine's pool, NCCL's buffers, another process. So that every figure stands beside what the driver
-says.
+Engine and trainer take turns on a device. Torch's tensors alone do not show most of what can go wrong there: the
+engine's pool, NCCL's buffers, another process. So every figure stands beside what the driver says.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,17 +25,16 @@ _GIB = 2**30
 class MemoryUse:
     """Bytes of one moment, of this rank's process where nothing else is said.
 
-    On a GPU torch's statistics go on counting the engine's sleep pool (weights, KV cache) while the engine sleeps and
-    that memory is not there: vLLM hands it to torch through an allocator of its own and takes it away behind torch's
-    back. It is left out of the first three, and counted in `other` while it is mapped.
+    On a GPU torch's statistics go on counting the engine's sleep pool (weights, KV cache) while the engine sleeps:
+    vLLM hands it to torch through an allocator of its own and takes it away behind torch's back. It is left out of the
+    first three, and counted in `other` while it is mapped.
     """
 
     peak: int  # GPU: most bytes in live tensors since `reset_peak`; CPU: most resident memory since then (VmHWM)
     allocated: int  # GPU: in live tensors; CPU: RssAnon, all that was allocated and touched, by torch or not
     reserved: int  # GPU: what torch took from the driver, its cache included; CPU: VmRSS, pages of mapped files too
     driver_used: int  # GPU: all that is in use on the device, by every process; CPU: the host's MemTotal - MemAvailable
-    # driver_used less reserved (CPU: less allocated): engine pool while awake, CUDA context, NCCL, other processes
-    other: int
+    other: int  # driver_used less reserved (CPU: allocated): engine pool while awake, CUDA context, NCCL, others
 
 
 def measure(device: torch.device, pool_bytes: int = 0) -> MemoryUse:
@@ -90,10 +88,8 @@ class MemoryLedger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures at the end of the block, and keeps the most where a phase has several blocks in a step.
-
-        An out-of-memory error leaves the block with the ledger, and what may help in that phase, as its note.
-        """
+        """Measures at the end of the block, and keeps the most of a step's blocks. An out-of-memory error leaves it
+        with the ledger, and what may help in that phase, as its note."""
         reset_peak(self._device)
         try:
             yield
@@ -102,7 +98,8 @@ class MemoryLedger:
                 error.add_note(self.explain(name))
             raise
         now = measure(self._device, self._pool_bytes())
-        self._step[name] = _most(self._step.get(name, now), now)
+        earlier = self._step.get(name, now)
+        self._step[name] = MemoryUse(*map(max, vars(earlier).values(), vars(now).values()))
 
     def metrics(self) -> dict[str, float]:
         """`memory/<phase>/{peak,allocated,reserved,driver_used,other}_gib` of this step so far."""
@@ -132,17 +129,10 @@ class MemoryLedger:
         )
 
 
-def _most(one: MemoryUse, other: MemoryUse) -> MemoryUse:
-    return MemoryUse(*map(max, vars(one).values(), vars(other).values()))
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """torch's error of a GPU or of the CPU, vLLM's when it wakes ("CUDA Error: out of memory"), NCCL's, Python's."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        text in str(error) for text in ("out of memory", "can't allocate memory")
-    )
+    said = isinstance(error, RuntimeError) and re.search("out of memory|can't allocate memory", str(error))
+    return bool(said) or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def remedies(
@@ -160,10 +150,9 @@ def remedies(
     most = rollout.engine.get("max_num_seqs")
     fewer_requests = "lower rollout.engine.max_num_seqs" + (f" ({most})" if most else "")
     smaller_buckets = f"lower rollout.weight_sync_bucket_mib ({rollout.weight_sync_bucket_mib})"
-    has_replicas = model.num_replicas > 1
-    more_ranks = (
-        f"more ranks, {'or fewer of model.num_replicas' if has_replicas else 'so that each holds less of the model'}"
-    )
+    more_ranks = "more ranks, so that each holds less of the model"
+    if model.num_replicas > 1:
+        more_ranks = "more ranks, or fewer of model.num_replicas"
     by_phase = {
         "weight_sync": [offload, smaller_engine, smaller_buckets, more_ranks],
         "eval": [smaller_engine, offload, fewer_requests],

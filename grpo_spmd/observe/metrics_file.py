@@ -16,12 +16,8 @@ _log = logging.getLogger("grpo_spmd")
 
 
 class LineFile:
-    """Appends whole lines. What the disk does not take (it is full, or over quota) waits in memory, and is tried again
-    with the next line.
-
-    A run should not end for want of a kilobyte while the space may come back; where it does not, the next checkpoint
-    says so.
-    """
+    """Appends whole lines. What the disk does not take (it is full, or over quota) waits in memory for the next line: a
+    run should not end for want of a kilobyte while the space may come back. Else the next checkpoint says so."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -82,8 +78,7 @@ def last_step(path: Path) -> int:
 
 
 def cut_metrics(path: Path, start_step: int) -> None:
-    """Keep the lines of the steps before `start_step`, and say so where one is missing; a line that a kill has cut
-    short goes too."""
+    """Keep the whole lines of the steps before `start_step`, and say so where one is missing."""
     if not path.exists():
         return
     lines = ((line.metrics["step"], line.text) for line in read_lines(path))

@@ -1,5 +1,4 @@
-"""W&B, fed from metrics.jsonl by a thread of its own: whatever W&B does, the training waits for none of it, and no line
-is lost."""
+"""W&B, fed from metrics.jsonl by a thread of its own: the training waits for none of it, and no line is lost."""
 
 from __future__ import annotations
 
@@ -25,18 +24,17 @@ FINISH_S = 60.0  # what W&B gets at the end of a run to take the rest
 class WandbFeed:
     """Follows `<run_dir>/metrics.jsonl`, which is the queue: W&B gets each line when it has taken the one before.
 
-    `<run_dir>/wandb.json` keeps the id of the run there and the next step that it lacks, so that a run that goes on
-    goes on under the same id, and brings what W&B missed. Only lines that are there when the run goes on are taken for
-    known; steps that are run again are sent again. W&B refuses steps below its own counter, so that counter is left to
-    itself, and `step` is a metric, the x-axis of the others.
+    `<run_dir>/wandb.json` keeps the id of the run there and the next step that it lacks: a run that goes on has the
+    same id, and brings what W&B missed. Steps that are run again are sent again. W&B refuses steps below its own
+    counter, so that counter is left to itself, and `step` is a metric, the x-axis of the others.
 
-    An exception (no package, no key, no network, a full disk) ends the feed with a warning. A call that hangs keeps a
+    An exception (no package, no key, no network, a full disk) ends the feed with a warning; a call that hangs keeps a
     daemon thread.
     """
 
-    def __init__(self, run_dir: Path, logging: LoggingConfig, config: dict[str, Any]) -> None:
+    def __init__(self, run_dir: Path, options: LoggingConfig, config: dict[str, Any]) -> None:
         """`config`: what W&B shows as the run's."""
-        self._run_dir, self._logging, self._config = run_dir, logging, config
+        self._run_dir, self._options, self._config = run_dir, options, config
         self._metrics, self._state = run_dir / "metrics.jsonl", run_dir / "wandb.json"
         self._id, self._next_step = _read_state(self._state)
         # What lies before this was written by an earlier process, and may be known to W&B.
@@ -55,13 +53,11 @@ class WandbFeed:
         called_at = self._called_at
         if called_at is not None and time.monotonic() - called_at > ANSWER_S and not self._said:
             self._said = True
-            _log.warning(
-                "W&B has not answered for %.0f s; the run goes on without it, and metrics.jsonl is complete", ANSWER_S
-            )
+            text = "W&B has not answered for %.0f s; the run goes on without it, and metrics.jsonl is complete"
+            _log.warning(text, ANSWER_S)
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Give W&B `timeout_s` (default FINISH_S) to take the rest. What it does not take it gets when the run is
-        started again."""
+        """Give W&B `timeout_s` (default FINISH_S) to take the rest; what is left it gets when the run goes on."""
         timeout_s = FINISH_S if timeout_s is None else timeout_s
         self._ended.set()
         self._news.set()
@@ -91,12 +87,12 @@ class WandbFeed:
         import wandb
 
         # None: as WANDB_MODE says, else online
-        mode = self._logging.wandb if isinstance(self._logging.wandb, str) else None
+        mode = self._options.wandb if isinstance(self._options.wandb, str) else None
         run = wandb.init(
             # No capture of the console: it would stand between the training and its terminal. logs/rank_0.log has all
             # of it. Where there is no key, wandb may ask for it at a terminal, but not for ever.
             settings=wandb.Settings(init_timeout=120, login_timeout=30, console="off"),
-            project=self._logging.wandb_project,
+            project=self._options.wandb_project,
             name=self._run_dir.name,
             id=self._id,
             resume="allow",
