@@ -97,4 +97,4 @@ def test_functions_that_communicate_say_so() -> None:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             body = ast.get_source_segment(text, node) or ""
             if any(call in body for call in collectives):
-                assert (ast.get_docstring(node) or "").startswith("Collective."), node.name
+                assert (ast.get_docstring(node) or "").startswith(("Collective.", "Collective over")), node.name
