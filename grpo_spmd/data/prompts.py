@@ -31,10 +31,8 @@ def check_template_early(rows: Sequence[PromptRow], model_path: str) -> None:
 
 
 def check_lengths_early(rows: Sequence[PromptRow], config: DataConfig, model_path: str) -> None:
-    """With a local tokenizer.json and plain prompts, refuse over-long prompts before torch is imported.
-
-    `build_prompts` decides with the model's own tokenizer class; this only brings its answer forward by some seconds.
-    """
+    """With a local tokenizer.json and plain prompts, refuse over-long ones before torch is imported; `build_prompts`
+    decides, with the model's own tokenizer class."""
     tokenizer_file = Path(model_path) / "tokenizer.json"
     if config.on_long_prompt != "error" or not tokenizer_file.is_file():
         return
@@ -96,10 +94,7 @@ def _tokenized(row: PromptRow, tokenizer: Any) -> list[int]:
 
 
 class PromptStream:
-    """Endless shuffled prompts: the prompt at a position is a function of (seed, position), whatever the world size.
-
-    Each epoch is a permutation of the whole set, so every prompt comes exactly once an epoch.
-    """
+    """Endless shuffled prompts, each exactly once an epoch: a function of (seed, position), whatever the world size."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle

@@ -49,10 +49,10 @@ def read_rows(config: DataConfig, eval_set: str | None = None) -> list[PromptRow
     rows = []
     for where, record in records:
         prompt = _prompt_of(record, where, config)
-        if isinstance(prompt, str):
-            prompt = _as_messages(prompt, config) if config.as_chat or config.system_prompt else prompt
-        else:
+        if not isinstance(prompt, str):
             prompt = _checked_messages(prompt, where, config)
+        elif config.as_chat or config.system_prompt:
+            prompt = _as_messages(prompt, config)
         origin = "written by data.prompt_template" if config.prompt_template else f"in column {config.prompt_key!r}"
         if not prompt:
             raise ConfigError(f"{where}: the prompt {origin} is empty")
@@ -88,11 +88,7 @@ def _prompt_of(record: dict[str, Any], where: str, config: DataConfig) -> Any:
 def check_enough_rows(
     num_rows: int, config: DataConfig, num_prompts_per_step: int, *, num_dropped: int = 0, eval_set: str | None = None
 ) -> None:
-    """Refuse a training set that cannot fill one step, and a held-out set without a prompt.
-
-    Raises:
-        ConfigError: with both numbers.
-    """
+    """Refuse (ConfigError) a training set that cannot fill one step, and a held-out set without a prompt."""
     key, source = key_and_source(config, eval_set)
     longer = f"{num_dropped} longer than data.max_prompt_tokens={config.max_prompt_tokens}"
     note = f" ({longer} were dropped)" if num_dropped else ""
@@ -163,10 +159,7 @@ def _as_messages(prompt: str, config: DataConfig) -> list[dict[str, Any]]:
 
 
 def _checked_messages(prompt: Any, where: str, config: DataConfig) -> list[dict[str, Any]]:
-    if not isinstance(prompt, list) or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content", 0), str | list | None)
-        for m in prompt
-    ):
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) and _is_sound(message) for message in prompt):
         raise ConfigError(
             f"{where}: the prompt in column {config.prompt_key!r} must be a string or a list of "
             f'{{"role": text, "content": text}} messages; got {str(prompt)[:80]}'
@@ -174,6 +167,10 @@ def _checked_messages(prompt: Any, where: str, config: DataConfig) -> list[dict[
     if prompt and config.system_prompt and prompt[0]["role"] != "system":
         return [{"role": "system", "content": config.system_prompt}, *prompt]
     return prompt
+
+
+def _is_sound(message: dict[str, Any]) -> bool:
+    return isinstance(message.get("role"), str) and isinstance(message.get("content", 0), str | list | None)
 
 
 def _is_text(prompt: str | list[dict[str, Any]]) -> bool:

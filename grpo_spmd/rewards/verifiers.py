@@ -73,9 +73,10 @@ def countdown(
     for completion, given, goal in zip(completions, nums, target, strict=True):
         if given is None or goal is None:
             scores.append(None)
-            continue
-        equation = tagged(completion_text(completion), answer_tag)
-        scores.append(0.0 if equation is None else float(_reaches(equation, [int(n) for n in given], Fraction(goal))))
+        elif (equation := tagged(completion_text(completion), answer_tag)) is None:
+            scores.append(0.0)
+        else:
+            scores.append(float(_reaches(equation, [int(n) for n in given], Fraction(goal))))
     return scores
 
 
@@ -170,14 +171,14 @@ def run_tests(
 ) -> list[float | None]:
     """1.0 where the completion's Python passes every test of its row; with `partial_credit`, the share that it passes.
 
-    The code is the last ```python block of the completion, or all of it where there is none. A row's tests are
-    statements ("assert f(2) == 4"), {"input": ..., "output": ...} pairs, or both, one or a list of them, perhaps as
-    JSON; sandbox.py says how far each kind can be trusted. A row without tests gives None.
+    The code is the last ```python block, or all of the completion where there is none. A row's tests are statements
+    ("assert f(2) == 4") or {"input": ..., "output": ...} pairs, one or a list of them, perhaps as JSON; sandbox.py says
+    how far each kind can be trusted. A row without tests gives None.
 
-    The code runs in a limited process, one for each pair and one for all statements. `time_s` seconds are for all of a
-    completion's tests together, start-up not counted; a test that they do not reach is failed, so that an endless loop
-    is wrong and not unknown. Keep time_s under reward_pool.timeout_s, by 0.1 to 0.3 s for each pair. It can start
-    threads but no process, and write only to a small folder. Where it cannot be shut in, this raises instead of running
+    The code runs in a limited process, one for each pair and one for all statements: it can start threads but no
+    process, and write only to a small folder. `time_s` seconds are for all of a completion's tests together, start-up
+    not counted; what they do not reach has failed, so that an endless loop is wrong and not unknown. Keep time_s under
+    reward_pool.timeout_s, by 0.1 to 0.3 s for each pair. Where the code cannot be shut in, this raises and does not run
     it, unless `isolation` is "none": then only time and memory are limited.
     """
     limits = Limits(time_s, int(memory_mib), isolation)

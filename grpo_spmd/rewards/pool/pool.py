@@ -122,18 +122,15 @@ class RewardPool:
     def score(
         self, groups: Sequence[RolloutGroup], tokenizer: Any, *, num_step_completions: int | None = None
     ) -> ScoredRollouts:
-        """Score every completion of `groups`.
+        """Score every completion of `groups`, this rank's share of the step, perhaps none.
 
         Args:
-            groups: this rank's share of the step, perhaps none.
-            tokenizer: decodes the completions' token ids.
             num_step_completions: completions of the step over all ranks. Given, scoring breaks off as soon as the
-                timeouts on this rank alone are `max_error_frac` of them, instead of waiting for every deadline of a
-                function that always hangs.
+                timeouts on this rank alone are `max_error_frac` of them: a function may hang in every call.
 
         Raises:
-            RewardError: the rewards cannot be imported in the nursery, the nursery was killed, the user left the
-                debugger, or the above.
+            RewardError: that, or the rewards cannot be imported in the nursery, the nursery was killed, or the user
+                left the debugger.
         """
         token_ids = [completion.token_ids for group in groups for completion in group.completions]
         texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True) if token_ids else []

@@ -29,7 +29,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -45,34 +45,27 @@ _MAX_FRAME_BYTES = 1 << 30
 # what a shipped reward imports when it is first called: 2 s, which would count against a deadline
 _WARM = {"math": "math_verify"}
 
-# What a data row may hold beyond JSON (parquet columns).
-_ENCODERS: dict[type, Any] = {
-    bytes: lambda value: base64.b64encode(value).decode(),
-    decimal.Decimal: str,
-    datetime.datetime: datetime.datetime.isoformat,
-    datetime.date: datetime.date.isoformat,
-    datetime.time: datetime.time.isoformat,
-    datetime.timedelta: datetime.timedelta.total_seconds,
+# What a data row may hold beyond JSON (parquet columns): to JSON and back.
+_BEYOND_JSON: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    decimal.Decimal: (str, decimal.Decimal),
+    datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
+    datetime.timedelta: (datetime.timedelta.total_seconds, lambda seconds: datetime.timedelta(seconds=seconds)),
 }
-_DECODERS: dict[str, Any] = {
-    "bytes": base64.b64decode,
-    "Decimal": decimal.Decimal,
-    "datetime": datetime.datetime.fromisoformat,
-    "date": datetime.date.fromisoformat,
-    "time": datetime.time.fromisoformat,
-    "timedelta": lambda seconds: datetime.timedelta(seconds=seconds),
-}
+_DECODERS = {kind.__name__: decode for kind, (_, decode) in _BEYOND_JSON.items()}
 _TAG = "__grpo_spmd_type__"
 
 
 def encode_frame(message: dict[str, Any]) -> bytes:
-    """A message as JSON behind its length. Raises TypeError for what neither JSON nor `_ENCODERS` know."""
+    """A message as JSON behind its length. Raises TypeError for what neither JSON nor `_BEYOND_JSON` knows."""
 
     def encode(value: Any) -> Any:
         kind = type(value).__name__
-        if type(value) not in _ENCODERS:
+        if type(value) not in _BEYOND_JSON:
             raise TypeError(f"a value of type {kind} cannot be sent to a reward worker; make it JSON in the data")
-        return {_TAG: kind, "value": _ENCODERS[type(value)](value)}
+        return {_TAG: kind, "value": _BEYOND_JSON[type(value)][0](value)}
 
     payload = json.dumps(message, default=encode).encode()
     return len(payload).to_bytes(4, "big") + payload

@@ -321,8 +321,8 @@ def _run_statements(code: str, read: Callable[[], Any], write: Callable[[Any], N
     write({"loaded": True})
     statements = read()
     # Where a statement judges by itself, what the code made of `abs` or `all` has no say.
-    judged_here = any("value" not in statement for statement in statements)
-    scope = {name: item for name, item in names.items() if not (judged_here and name in pristine)}
+    is_judged_here = any("value" not in statement for statement in statements)
+    scope = {name: item for name, item in names.items() if not (is_judged_here and name in pristine)}
     scope |= {"__builtins__": pristine, "__name__": "tests"}
     for number, statement in enumerate(statements):
         try:

@@ -80,24 +80,24 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
     """For each test, whether all its statements hold after `code`. One process runs all, in order, within `limits`."""
     parsed = [_parse(test) for test in tests]
     flat = [statement for statements in parsed for statement in statements]
-    given = [secrets.token_hex(16) for _ in flat]
-    held = [False] * len(flat)
+    own_secrets = [secrets.token_hex(16) for _ in flat]
+    verdicts = [False] * len(flat)
     with _Jail(code, "statements", limits, stdin="") as jail:
         messages = [
             {"value": s.source} if s.is_compared_here else {"run": s.source, "secret": secret}
-            for s, secret in zip(flat, given, strict=True)
+            for s, secret in zip(flat, own_secrets, strict=True)
         ]
         if jail.read() == {"loaded": True}:
             jail.write(messages)
-            for number, (statement, secret) in enumerate(zip(flat, given, strict=True)):
+            for number, (statement, secret) in enumerate(zip(flat, own_secrets, strict=True)):
                 answer = jail.read()
                 if not isinstance(answer, dict) or answer.get("statement") != number:
                     break  # it ended, ran out of time, or forges answers
                 if statement.is_compared_here:
-                    held[number] = "value" in answer and _equals(answer["value"], statement.expected)
+                    verdicts[number] = "value" in answer and _equals(answer["value"], statement.expected)
                 else:
-                    held[number] = answer.get("secret") == secret
-    results = iter(held)
+                    verdicts[number] = answer.get("secret") == secret
+    results = iter(verdicts)
     # a list: `all` alone would leave some for the next test
     return [all(list(islice(results, len(statements)))) for statements in parsed]
 
