@@ -94,9 +94,9 @@ def _cpu_kv_cache_bytes(model: ModelConfig, rollout: RolloutConfig, max_rollout_
 
 
 def _name_shared_memory_after_job(attempt: int) -> None:
-    """CPU with tensor parallelism: vLLM names its shared memory alike for every external_launcher job, so that two jobs
-    on a host, or a leftover of a killed one, fail with errno 17 (0.28 to 0.32). The text after the last ':' of the init
-    method enters the name."""
+    """CPU with tensor parallelism: vLLM gives its shared memory the same name in every external_launcher job, so that
+    two jobs on a host, or a leftover of a killed one, fail with errno 17 (0.28 to 0.32). The text after the last ':' of
+    the init method enters the name."""
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     original = ExecutorWithExternalLauncher._distributed_args

@@ -219,10 +219,10 @@ def _differences(
         if same.all():
             continue
         how = f"{int((~same).sum())} of its {len(same)} rows here differ"
-        alike = (other for other in of_policy if other != view and replace(other, name=view.name) == view)
-        of_its_size = (other for other in alike if len(of_policy[other]) == part.num_hf_rows)
-        if another := next((other.name for other in of_its_size if is_of(other).all()), None):
-            how += f", there are those of {another}"
+        others = [other for other in of_policy if other != view and replace(other, name=view.name) == view]
+        others = [other for other in others if len(of_policy[other]) == part.num_hf_rows and is_of(other).all()]
+        if others:
+            how += f", there are those of {others[0].name}"
         elif matches(rows.sort()[0], _in_order(of_policy[view][here], rows.dtype), coefficients, dtype).all():
             how += ", they are there in another order"
         differences[part.name] = how

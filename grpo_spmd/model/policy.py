@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import LoraConfig, ModelConfig
 from grpo_spmd.distributed.session import Session
+from grpo_spmd.model import lora
 from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, choose_backend
 from grpo_spmd.model.dimensions import head_dim
 from grpo_spmd.model.fill import initialise_buffers, load_weights
 from grpo_spmd.model.hf_files import checkpoint_folder
 from grpo_spmd.model.layers import set_up_layer
 from grpo_spmd.model.logprobs import TokenLogprobs
-from grpo_spmd.model.lora import adapters_off, add_adapters, hf_name, initialise_adapters, is_adapter, merged_shards
 from grpo_spmd.model.refusals import refuse_head_bias, refuse_unsupported
 from grpo_spmd.model.sharding import shard_over_ranks
 from grpo_spmd.records import MicroBatch
@@ -38,8 +38,7 @@ Scores = tuple[Float[Tensor, " C"], Float[Tensor, " C"]]
 
 
 class Policy(nn.Module):
-    """A causal LM that scores completions. What trains is float32 shards; arithmetic, and what is frozen, is in the
-    compute dtype.
+    """A causal LM that scores completions. What trains is float32; the rest, and arithmetic, in the compute dtype.
 
     `forward` is the only door: FSDP gathers the embedding and the lm_head when it is entered, once a micro-batch.
     """
@@ -51,10 +50,8 @@ class Policy(nn.Module):
         self.model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation=PACKED_ATTENTION, dtype=dtype
         )
-        # Granite divides its logits by a constant
-        self.temperature = temperature * getattr(config, "logits_scaling", 1.0)
-        self.logprob_chunk_tokens = logprob_chunk_tokens
-        self.attention = attention
+        self.temperature = temperature * getattr(config, "logits_scaling", 1.0)  # Granite divides its logits by that
+        self.logprob_chunk_tokens, self.attention = logprob_chunk_tokens, attention
         self.lora = LoraConfig()  # no adapters
 
     @property
@@ -63,8 +60,7 @@ class Policy(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, batch: MicroBatch) -> Scores:
-        """Collective. Logprobs of `batch.target_ids` and the entropy of the distributions they were drawn from,
-        float32."""
+        """Collective. Logprobs of `batch.target_ids` and entropy of the distributions they were drawn from, float32."""
         layout = PackedLayout(batch.sequence_lengths, batch.input_ids.device, self.attention)
         hidden = self.model.get_decoder()(
             input_ids=batch.input_ids[None],
@@ -106,7 +102,7 @@ def build_policy(
     policy.requires_grad_(trainable)
     if has_adapters:
         with torch.device("meta"):
-            add_adapters(policy.model, config.lora)
+            lora.add_adapters(policy.model, config.lora)
         policy.lora = config.lora
     layers = policy.model.get_decoder().layers
     for layer in layers:
@@ -118,7 +114,7 @@ def build_policy(
     policy.model.tie_weights()  # to_empty made two parameters out of a tied one
     initialise_buffers(policy.model)
     load_weights(hf_named_parameters(policy), checkpoint_folder(config.path))
-    initialise_adapters(policy.model, seed)
+    lora.initialise_adapters(policy.model, seed)
     role, name = "policy" if trainable else "reference", type(policy.model).__name__
     num_trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     of_them = f", {num_trained / 1e6:.3g} M of them in adapters that train," if has_adapters else ""
@@ -131,10 +127,8 @@ def build_policy(
 def build_reference(
     policy: Policy, config: ModelConfig, temperature: float, kl_coef: float, session: Session
 ) -> Callable[[MicroBatch], Scores] | None:
-    """Collective. What scores with the frozen model that the run starts from, or None where no KL term needs it.
-
-    Where adapters train, that model is the policy without them, and no second one is built.
-    """
+    """Collective. What scores with the frozen model that the run starts from, or None where no KL term needs it. Where
+    adapters train, that model is the policy without them, and no second one is built."""
     if not kl_coef:
         return None
     if policy.lora.rank:
@@ -143,33 +137,27 @@ def build_reference(
 
 
 def _base_scores(policy: Policy, batch: MicroBatch) -> Scores:
-    with adapters_off(policy.model):
+    with lora.adapters_off(policy.model):
         scores: Scores = policy(batch)
     return scores
 
 
 def hf_named_parameters(policy: Policy) -> Iterator[tuple[str, DTensor]]:
     """Sharded parameters under their names in an HF checkpoint, each once (a tied lm_head is left out), in one order on
-    all ranks.
-
-    Adapters are none of them (lora.named_adapters).
-    """
+    all ranks. Adapters are none of them (lora.named_adapters)."""
     for name, parameter in policy.model.named_parameters():
-        if not is_adapter(name):
+        if not lora.is_adapter(name):
             assert isinstance(parameter, DTensor), name
             if parameter._local_tensor.numel() and not parameter._local_tensor.untyped_storage().size():
                 raise RuntimeError(f"{name} is in host memory (model.offload); HostOffload.to_device comes first")
-            yield hf_name(name), parameter
+            yield lora.hf_name(name), parameter
 
 
-def hf_named_shards(policy: Policy) -> Iterator[tuple[str, DTensor, Callable[[], Tensor]]]:
-    """What the engine must hold: HF checkpoint name, the sharded parameter, and a call that gives this rank's shard of
-    its values.
-
-    Collective where adapters are merged. Where they travel by themselves, this is the base without them.
-    """
+def hf_named_shards(policy: Policy) -> Iterator[lora.Shard]:
+    """What the engine must hold, under HF's names: the base, with adapters merged into it (then this is collective)
+    unless they travel by themselves."""
     if policy.lora.rank and policy.lora.sync == "merged":
-        yield from merged_shards(policy.model, policy.lora, hf_named_parameters(policy))
+        yield from lora.merged_shards(policy.model, policy.lora, hf_named_parameters(policy))
         return
     for name, parameter in hf_named_parameters(policy):
         yield name, parameter, partial(DTensor.to_local, parameter)

@@ -5,9 +5,9 @@ goes on.
 
 A completion is a function of the weights, the prompt and its seed. It is taken from here only for the same prompt,
 place and sampling settings, and for weights that are the same to the bit (`weights_id`): those of the step that was
-resumed from, and those of later steps where they came about alike, as on a CPU they do. A file is complete or absent
-where a process dies; one that a crash of the machine tore does not have the name that its contents call for, and is
-ignored.
+resumed from, and those of later steps where they came about in the same way, as on a CPU they do. A file is complete or
+absent where a process dies; one that a crash of the machine tore does not have the name that its contents call for, and
+is ignored.
 """
 
 from __future__ import annotations
