@@ -38,7 +38,7 @@ class RanksJob:
         processes.launches["jobs of the server"] += 1
 
     def wait(self, timeout_s: float = 300) -> tuple[int, str]:
-        """Exit code, of the first rank that failed by number, and output of all ranks.
+        """Exit code, that of the rank which failed first, and output of all ranks.
 
         The test fails with the output after `timeout_s`, when all processes of the job are killed, and where one
         outlives the ranks.
@@ -57,7 +57,7 @@ class RanksJob:
         assert reply, f"the server of ranks or its supervisor has died; output:\n{output}"
         result = json.loads(reply)
         assert result["survivors"] == [], f"still there after its ranks: {result['survivors']}; output:\n{output}"
-        return next((code for code in result["codes"] if code != 0), 0), output
+        return result["code"], output
 
     def _read(self) -> str:
         self._output.seek(0)  # the offset is the writers' too, who are gone by now

@@ -6,7 +6,7 @@ python -m tests.support.server FD      FD: a SOCK_SEQPACKET socket, see tests/su
 A request is JSON {"num_ranks", "module", "arguments", "env", "cwd"} with two file descriptors: a socket that says how
 it went, and the file for the output. For each request a supervisor is forked, which does what torchrun does: it has the
 ranks' store in a process of its own, sets the ranks' variables, sends SIGTERM to the others when one of them fails, and
-says at the end {"codes", "survivors"}. Closing the socket before that kills the job.
+says at the end {"code", "survivors"}. Closing the socket before that kills the job.
 
 One server can serve several copies of this repository: where GRPO_SPMD_TEST_SHARED_SERVER is set it imports no module
 of ours, and a rank takes those of its own folder.
@@ -60,7 +60,7 @@ IMPORTED = (
     "torch.distributed.elastic.multiprocessing.errors",
 )
 _SIGTERM_TO_SIGKILL_S = 30.0  # as torchrun has it
-_LEAVE_S = 10.0  # what a job's other processes have after its ranks have gone
+_LEAVE_S = 5.0  # what a job's other processes have after its ranks have gone
 _POLL_S = 0.01
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -79,6 +79,9 @@ def main() -> NoReturn:
     set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value} | _READ_AT_IMPORT
     gc.collect()
     gc.freeze()  # no collection in a rank touches, and so copies, the pages of what was imported
+    gc.unfreeze = lambda: (
+        None
+    )  # which vLLM calls at its shutdown, and then collects several times: half a second a rank
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are waited for by nobody
     while True:
         message, fds, _, _ = socket.recv_fds(control, 1 << 20, 2)
@@ -126,16 +129,15 @@ def _supervise(request: dict[str, Any], client: socket.socket, output: int) -> N
     codes = _wait_for_ranks(ranks, client)
     if store is not None:
         os.kill(store, signal.SIGKILL)
-    survivors = _wait_for_the_rest() if codes else _descendants()
+    survivors = _wait_for_the_rest() if codes else []
     while left := _descendants():
         for pid in left:
             _kill(pid, signal.SIGKILL)
         _reap()
         time.sleep(_POLL_S)
     if codes:
-        client.sendall(
-            json.dumps({"codes": [codes[rank] for rank in range(num_ranks)], "survivors": survivors}).encode()
-        )
+        code = next((code for code in codes.values() if code != 0), 0)
+        client.sendall(json.dumps({"code": code, "survivors": survivors}).encode())
     os._exit(0)
 
 
@@ -185,7 +187,7 @@ def _become_rank(module: str, arguments: list[str], environment: dict[str, str],
 
 
 def _wait_for_ranks(ranks: dict[int, int], client: socket.socket) -> dict[int, int]:
-    """The exit code of each rank, or nothing when the other side has given the job up."""
+    """Exit codes in the order in which the ranks ended, or nothing when the other side has given the job up."""
     codes: dict[int, int] = {}
     term_at = None
     while ranks:
