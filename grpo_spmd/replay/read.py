@@ -55,10 +55,6 @@ class ReplayedRollout:
     def name(self) -> str:
         return f"{self.recorded.position}/{self.recorded.sample}"
 
-    @property
-    def engine_logprobs(self) -> list[float]:
-        return self.recorded.logprobs
-
 
 @dataclass(frozen=True)
 class Replay:
@@ -93,8 +89,8 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
         )
     rollouts = _read_dump(rollouts_file(run_dir, step), config.rollout.group_size)
     # The evaluation that follows the last step has a line of its own, without a loss.
-    lines = (line.metrics for line in read_lines(run_dir / "metrics.jsonl"))
-    metrics = [line for line in lines if line["step"] == step and "loss/policy" in line][-1:]
+    lines = [line.metrics for line in read_lines(run_dir / "metrics.jsonl")]
+    metrics = next((line for line in lines[::-1] if line["step"] == step and "loss/policy" in line), {})
     if not metrics:
         notes.append(
             f"metrics.jsonl has no line of step {step}: the run ended within it, and only the rollouts can be compared"
@@ -106,7 +102,7 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
         columns, all_columns = _columns_of(rollouts, config)
     except ConfigError as error:
         notes.append(f"rewards are those that the run recorded, since the data set cannot be had as it was: {error}")
-    return RecordedStep(run_dir, step, config, rollouts, metrics[0] if metrics else {}, columns, all_columns, notes)
+    return RecordedStep(run_dir, step, config, rollouts, metrics, columns, all_columns, notes)
 
 
 def _redacted_keys(config: Config) -> list[str]:
