@@ -1,0 +1,76 @@
+"""The line of a rollout dump, written and read, and the reader of metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.observe.metrics_file import last_step, read_lines
+from grpo_spmd.observe.rollout_record import RolloutRecord, read_rollout, to_line
+
+RECORD = RolloutRecord(
+    rollout_id=None,
+    row=3,
+    position=7,
+    sample=1,
+    prompt=[{"role": "user", "content": "häh?"}],
+    completion="ja",
+    reward=None,
+    rewards={"exact": None, "format": 0.5},
+    statuses={"exact": "error", "format": "ok"},
+    advantage=-0.25,
+    finish_reason="stop",
+    prompt_ids=[1, 2],
+    completion_ids=[3, 4],
+    rollout_logprobs=[-0.5, None],
+)
+
+
+def test_a_record_is_read_as_it_was_written() -> None:
+    line = to_line(RECORD)
+    assert line.startswith('{"rollout_id": null, "row": 3, "position": 7, "sample": 1, "prompt": [{"role": "user", ')
+    assert "häh?" in line
+    assert read_rollout(line.encode(), "f:1") == RECORD
+    assert RECORD.logprobs[0] == -0.5
+    assert math.isnan(RECORD.logprobs[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"row": "3"}, "f:1: row is '3'; this is no rollout dump"),
+        ({"reward": "no"}, "f:1: reward is 'no'; this is no rollout dump"),
+        ({"rewards": []}, r"f:1: rewards is \[\]; this is no rollout dump"),
+        ({"rollout_logprobs": [-0.5]}, "f:1: 2 completion_ids, but 1 rollout_logprobs"),
+    ],
+)
+def test_what_is_no_record_is_one_line(change: dict[str, Any], expected: str) -> None:
+    values = json.loads(to_line(RECORD))
+    assert read_rollout(json.dumps(values | {"reward": 1, "more": "x"}).encode(), "f:1").reward == 1
+    with pytest.raises(ConfigError, match=f"^{expected}$"):
+        read_rollout(json.dumps(values | change).encode(), "f:1")
+    del values["sample"]
+    with pytest.raises(ConfigError, match=r"^f:1: sample is missing; this is no rollout dump$"):
+        read_rollout(json.dumps(values).encode(), "f:1")
+    for text in (b"{", b"[" * 100_000):
+        with pytest.raises(ConfigError, match=r"^f:1: not valid JSON: "):
+            read_rollout(text, "f:1")
+
+
+def test_a_follower_gets_each_line_once_however_it_was_written(tmp_path: Path) -> None:
+    path, place, seen = tmp_path / "metrics.jsonl", 0, []
+    assert list(read_lines(path)) == []
+    parts = ('{"step": 0}\n{"st', 'ep": 1}\n', "hostile\n[1]\n", '{"step": 2}', '\n{"step": 3}\n')
+    for part in parts:
+        with path.open("a") as file:
+            file.write(part)
+        for line in read_lines(path, place):
+            seen.append(line.metrics["step"])
+            place = line.end
+    assert seen == [0, 1, 2, 3]
+    assert last_step(path) == 3
