@@ -1,4 +1,4 @@
-"""The story: the order of the phases, nothing else. The name of a phase is its timer, its metrics' prefix and its limit."""
+"""The story: the order of the phases, nothing else. A phase's name is its timer, its metrics' prefix and its limit."""
 
 from __future__ import annotations
 

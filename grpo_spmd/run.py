@@ -87,7 +87,7 @@ class Run:
             yield step
 
     def begin_step(self, step: int) -> None:
-        """Collective. Note what a step that is given up leaves, and ask whether it should be begun. Raises Preempted."""
+        """Collective. Note what a step that is given up leaves, and ask whether to begin it. Raises Preempted."""
         self.begun = step, self.stream.position
         self.preemption.begin_step(self.checkpoints.time_to_save_s)
 
@@ -96,7 +96,7 @@ class Run:
         return self.engine.sleep(self.offload.held_bytes) | self.offload.to_device()
 
     def save_begun_step(self, reason: str) -> None:
-        """Collective. Preempted: save the state with which the step under way began, and leave word that all is saved."""
+        """Collective. Preempted: save the state with which the step under way began, and leave word of it."""
         self.engine.sleep()
         self.offload.to_device()
         self.checkpoints.save_preempted(*self.begun, self.logprob_check.state(), reason)
@@ -119,7 +119,6 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     data, per_step = config.data, config.rollout.num_prompts_per_step
     prompts = build_prompts(inputs.rows, tokenizer, data, per_step)
     held_out = {name: build_prompts(rows, tokenizer, data, per_step, name) for name, rows in inputs.eval_rows.items()}
-    stream = PromptStream(prompts, config.seed, data.shuffle)
     session = start_session(config.model.num_replicas, config.rollout.tensor_parallel_size, config.watchdog)
     preemption = Preemption(config.training.max_time_s)
     log_to_terminal(session)
@@ -161,7 +160,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     logprob_check.restore(start.trainer)
     phase, log = open_log(config, session, policy.num_parameters, logprob_check, engine.pool_bytes, start.step)
     dump = RolloutDump(run_dir, config.logging.rollouts_every_steps)
-    stream.position = start.position
+    stream = PromptStream(prompts, config.seed, data.shuffle, start.position)
     keeps = config.checkpoint.rollout_buffer
     buffer = RolloutBuffer(config.run_dir, config.seed, config.model, config.rollout, session) if keeps else None
     sampler = Sampler(engine, config.rollout.group_size, config.seed, buffer)

@@ -96,10 +96,10 @@ def _tokenized(row: PromptRow, tokenizer: Any) -> list[int]:
 class PromptStream:
     """Endless shuffled prompts, each exactly once an epoch: a function of (seed, position), whatever the world size."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool, position: int = 0) -> None:
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
         self._order: tuple[int, list[int]] = (-1, [])
-        self.position = 0  # of the next prompt
+        self.position = position  # of the next prompt
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """The next prompts; every rank must take as many."""

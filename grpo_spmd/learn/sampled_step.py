@@ -61,9 +61,12 @@ class SampledStep:
         """Of this step over all ranks, those of the round that is under way included."""
         return (self._num_groups + self.num_missing) * self._group_size
 
-    def add(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> None:
-        """Collective. Add one round's groups of this rank with their scores; rank 0 says how many are still missing."""
-        facts, expected = [], self.num_missing
+    def add(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts, num_groups: int | None = None) -> None:
+        """Collective. Add one round's groups of this rank with their scores; rank 0 says how many are still missing.
+
+        `num_groups`: of this round over all ranks, where it is not `num_missing`.
+        """
+        facts, expected = [], self.num_missing if num_groups is None else num_groups
         for number, group in enumerate(groups):
             own = slice(number * self._group_size, (number + 1) * self._group_size)
             of_group = GroupFacts(

@@ -70,10 +70,10 @@ def _replay(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool, s
     waiting, texts = _groups(recorded), _RecordedTexts(recorded.rollouts)
     try:
         while sampled.num_missing and waiting:  # once, unless dynamic sampling refilled the step
-            sampled.num_missing = min(sampled.num_missing, len(waiting))
             groups, waiting = waiting[: sampled.num_missing], waiting[sampled.num_missing :]
             has_data = recorded.columns is not None
-            sampled.add(groups, pool.score(groups, texts) if has_data else _recorded_scores(groups, recorded))
+            scored = pool.score(groups, texts) if has_data else _recorded_scores(groups, recorded)
+            sampled.add(groups, scored, num_groups=len(groups))
         if missing := sampled.num_missing:
             notes.append(f"the step would now have drawn {missing} more prompts, of which there are no rollouts")
         if waiting:

@@ -386,8 +386,7 @@ def test_unshuffled_stream_keeps_the_order_of_the_file() -> None:
 
 def test_dealt_prompt_knows_its_position_and_keeps_the_rest() -> None:
     prompts = _prompts(3)
-    stream = PromptStream(prompts, seed=0, shuffle=False)
-    stream.position = 4  # as a run that resumes sets it
+    stream = PromptStream(prompts, seed=0, shuffle=False, position=4)  # as a run that resumes begins
     dealt = stream.take(2)
     assert dealt == [dataclasses.replace(prompts[1], position=4), dataclasses.replace(prompts[2], position=5)]
 

@@ -1,0 +1,277 @@
+"""The rules of the house, as checks over a tree of the package. A breach is one line: file, line, rule.
+
+A check takes the folder of the package, so that tests can plant a breach in a copy and see it found.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+# Imports run one way: a room imports rooms that stand before it here. A tuple: neither may import the other.
+ORDER: tuple[str | tuple[str, ...], ...] = (
+    "config",
+    ("records", "files"),
+    "distributed",
+    "data",
+    ("model", "rewards"),
+    "learn",
+    "observe",
+    "engine",
+    "rollout",
+    "checkpoint",
+    "preflight",
+    "run",
+    "loop",
+    ("train", "replay", "export", "demo", "small"),
+)
+# Lines of each room, blank ones and comments counted. A new capability brings a room and a budget of its own.
+TRAINER = {
+    "config": 850,
+    "data": 330,
+    "records": 260,
+    "rewards/protocol.py": 240,
+    "rewards/verifiers.py": 260,
+    "rewards/answers.py": 50,
+    "model": 980,
+    "learn": 1040,
+    "engine": 1350,
+    "rollout": 520,
+    "run": 200,
+    "loop": 90,
+    "train": 90,
+    "small": 150,
+}
+OPERATIONS = {
+    "distributed": 1400,
+    "observe": 850,
+    "checkpoint": 1080,
+    "preflight": 800,
+    "replay": 620,
+    "rewards/pool": 830,
+    "rewards/sandbox": 680,
+    "export": 60,
+    "files": 60,
+    "demo": 200,
+}
+TRAINER_LINES = OPERATIONS_LINES = 6000
+MOST_ROOMS = 25
+FILE_LINES, FUNCTION_LINES, COLUMNS = 450, 70, 120
+# Whoever else wants a value gets its section, or the value.
+KNOW_CONFIG = ("config", "preflight", "run", "loop", "train", "replay", "small")
+_COLLECTIVES = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+]
+_COLLECTIVES_FILE = "distributed/collectives.py"
+
+
+def rooms(package: Path) -> list[str]:
+    """Files and folders at the top of the package, as the README's map writes them."""
+    top = sorted(package.iterdir())
+    return [f"{path.name}/" if path.is_dir() else path.name for path in top if _is_room(path)]
+
+
+def _is_room(path: Path) -> bool:
+    return (path / "__init__.py").exists() or (path.suffix == ".py" and path.name != "__init__.py")
+
+
+def _modules(package: Path) -> Iterator[tuple[str, str, ast.Module]]:
+    """Relative path, text and tree of each module."""
+    for path in sorted(package.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        yield path.relative_to(package).as_posix(), text, ast.parse(text)
+
+
+def _room_of(name: str) -> str:
+    return name.split("/")[0].removesuffix(".py")
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[int, str, list[str]]]:
+    """(line, module, names) of every import, also of those in functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, []) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.lineno, node.module, [alias.name for alias in node.names]
+
+
+def upward_imports(package: Path) -> Iterator[str]:
+    """Imports of a room that does not stand below the importing one."""
+    level = {room: i for i, rooms in enumerate(ORDER) for room in ((rooms,) if isinstance(rooms, str) else rooms)}
+    for name, _, tree in _modules(package):
+        room = _room_of(name)
+        if room == "__init__":
+            continue
+        if room not in level:
+            yield f"{name}:1: the room {room} has no place in the order of imports"
+            continue
+        for line, module, names in _imports(tree):
+            parts = module.split(".")
+            if parts[0] != "grpo_spmd":
+                continue
+            for other in parts[1:2] or names:
+                if other != room and level.get(other, -1) >= level[room]:
+                    yield f"{name}:{line}: {room} imports {other}, which does not stand below it"
+
+
+def vllm_outside_the_engine(package: Path) -> Iterator[str]:
+    for name, _, tree in _modules(package):
+        for line, module, _ in _imports(tree):
+            if module.split(".")[0] == "vllm" and _room_of(name) != "engine":
+                yield f"{name}:{line}: imports vllm, which engine/ alone may"
+
+
+def scattered_collectives(package: Path) -> Iterator[str]:
+    """Collectives of torch.distributed outside the one file, and functions there that do not say "Collective."."""
+    for name, text, tree in _modules(package):
+        if name != _COLLECTIVES_FILE:
+            for node in ast.walk(tree):
+                is_call = (
+                    isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "dist"
+                )
+                if is_call and node.attr in _COLLECTIVES:  # type: ignore[attr-defined]
+                    yield f"{name}:{node.lineno}: a collective outside {_COLLECTIVES_FILE}"  # type: ignore[attr-defined]
+            for line, module, names in _imports(tree):
+                if module == "torch.distributed" and set(names) & set(_COLLECTIVES):
+                    yield f"{name}:{line}: a collective outside {_COLLECTIVES_FILE}"
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                body = ast.get_source_segment(text, node) or ""
+                talks = any(f"dist.{call}(" in body for call in _COLLECTIVES) or "_ALL_GATHER(" in body
+                if talks and not (ast.get_docstring(node) or "").startswith(("Collective.", "Collective over ")):
+                    yield f"{name}:{node.lineno}: {node.name} communicates, so its docstring begins with Collective"
+
+
+def known_config(package: Path) -> Iterator[str]:
+    """The whole Config below the rooms that may know it, and the Run below the loop."""
+    for name, _, tree in _modules(package):
+        for line, module, names in _imports(tree):
+            if module == "grpo_spmd.config.schema" and "Config" in names and _room_of(name) not in KNOW_CONFIG:
+                yield f"{name}:{line}: knows the whole Config; pass its section, or the value"
+            if module == "grpo_spmd.run" and "Run" in names and _room_of(name) != "loop":
+                yield f"{name}:{line}: knows the Run, which is for loop.py alone"
+
+
+def foreign_attributes(package: Path) -> Iterator[str]:
+    """Assignments to an attribute of an object of one of our classes, made outside the class's own module.
+
+    Fields of records are meant to be filled (MicroBatch), and nobody can write a frozen one; a part's state is its own.
+    """
+    owners: dict[str, set[str]] = {}  # attribute to the modules whose classes have it
+    for name, _, tree in _modules(package):
+        if _room_of(name) in ("records", "config"):
+            continue
+        for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            for node in ast.walk(cls):
+                for target in _targets(node):
+                    if isinstance(target, ast.Attribute) and _is_name(target.value, "self"):
+                        owners.setdefault(target.attr, set()).add(name)
+            is_frozen = any("frozen=True" in ast.unparse(decorator) for decorator in cls.decorator_list)
+            for field in () if is_frozen else cls.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    owners.setdefault(field.target.id, set()).add(name)
+    for name, _, tree in _modules(package):
+        for node in ast.walk(tree):
+            for target in _targets(node):
+                if isinstance(target, ast.Attribute) and not _is_name(target.value, "self", "ctx"):
+                    homes = owners.get(target.attr, set())
+                    if homes and name not in homes:
+                        owner = sorted(homes)[0]
+                        yield f"{name}:{target.lineno}: writes {ast.unparse(target)}, which belongs to {owner}"
+
+
+def _targets(node: ast.AST) -> Iterator[ast.expr]:
+    found = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AugAssign | ast.AnnAssign):
+        found = [node.target]
+    for target in found:
+        yield from target.elts if isinstance(target, ast.Tuple) else [target]
+
+
+def _is_name(node: ast.expr, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def oversize(package: Path) -> Iterator[str]:
+    """Files, functions, lines and rooms that are too large, and the whole."""
+    lines = {name: text.count("\n") for name, text, _ in _modules(package)}
+    for name, text, tree in _modules(package):
+        if lines[name] > FILE_LINES:
+            yield f"{name}:1: {lines[name]} lines, and no file may have more than {FILE_LINES}"
+        for number, line in enumerate(text.splitlines(), 1):
+            if len(line) > COLUMNS:
+                yield f"{name}:{number}: {len(line)} columns, and {COLUMNS} are the most"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > FUNCTION_LINES:
+                    yield f"{name}:{node.lineno}: {node.name} has {length} lines, and {FUNCTION_LINES} are the most"
+    counted: set[str] = set()
+    for side, budgets, most in (("trainer", TRAINER, TRAINER_LINES), ("operations", OPERATIONS, OPERATIONS_LINES)):
+        total = 0
+        for room, budget in budgets.items():
+            own = {name for name in lines if name == f"{room}.py" or name == room or name.startswith(f"{room}/")}
+            counted |= own
+            length = sum(lines[name] for name in own)
+            total += length
+            if length > budget:
+                yield f"{room}: {length} lines, and its budget is {budget}"
+        if total > most:
+            yield f"{side}: {total} lines, and its budget is {most}"
+    for name in lines.keys() - counted - {"__init__.py", "rewards/__init__.py"}:
+        yield f"{name}:1: in no budget; a new room brings one of its own"
+    if len(rooms(package)) > MOST_ROOMS:
+        yield f"{len(rooms(package))} rooms at the top, and {MOST_ROOMS} are the most"
+
+
+def undescribed_rooms(package: Path) -> Iterator[str]:
+    """A folder's __init__ says in three lines what lives there, what may not and what it may import. No code."""
+    for path in sorted(package.rglob("__init__.py")):
+        name = path.relative_to(package).as_posix()
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        said = (ast.get_docstring(tree) or "").splitlines()
+        if name != "__init__.py" and (len([line for line in said if line]) != 3 or len(tree.body) != 1):
+            yield f"{name}:1: must be three lines of docstring and nothing else"
+
+
+def map_differences(package: Path, readme: str) -> Iterator[str]:
+    """The README's table of rooms beside the tree."""
+    named = set(re.findall(r"^\| `grpo_spmd/([\w/.]+)` \|", readme, re.MULTILINE))
+    yield from (
+        f"README.md: names grpo_spmd/{room}, which is not there" for room in sorted(named - set(rooms(package)))
+    )
+    yield from (f"README.md: does not name grpo_spmd/{room}" for room in sorted(set(rooms(package)) - named))
+
+
+CHECKS = (
+    upward_imports,
+    vllm_outside_the_engine,
+    scattered_collectives,
+    known_config,
+    foreign_attributes,
+    oversize,
+    undescribed_rooms,
+)
