@@ -182,7 +182,7 @@ def foreign_attributes(package: Path) -> Iterator[str]:
     """
     owners: dict[str, set[str]] = {}  # attribute to the modules whose classes have it
     for name, _, tree in _modules(package):
-        if _room_of(name) in ("records", "config"):
+        if _room_of(name) in ("records", "config", "run"):  # the Run is a bundle of parts
             continue
         for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
             for node in ast.walk(cls):
