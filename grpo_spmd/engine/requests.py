@@ -9,8 +9,7 @@ from grpo_spmd.records import Completion
 
 
 class EngineStateError(RuntimeError):
-    """The engine was asked for something that its state does not allow: it would have answered from stale or missing
-    weights."""
+    """The engine's state does not allow what it was asked for: it would have answered from stale or missing weights."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,10 @@ Finished = Callable[[int, int, Completion], None]
 
 
 def share_out(num_jobs: int, job_size: int, num_engines: int, max_num_seqs: int | None) -> tuple[int, int]:
-    """How many requests an engine has in flight at most, and how many jobs it is dealt at first: one in turn until each
-    has that many.
+    """How many requests an engine has in flight at most, and how many jobs it is dealt at first, one in turn.
 
-    What is not dealt is claimed, by an engine that has fewer requests in flight. Where jobs are many that keeps up to
-    `job_size` - 1 requests waiting, so that an engine is never short of work. Without `max_num_seqs` all jobs are
-    dealt.
+    An engine with fewer requests in flight claims one of the jobs that were not dealt; up to `job_size` - 1 of its
+    requests then wait, so that it is never short of work. Without `max_num_seqs` all jobs are dealt.
     """
     fair_share = -(-num_jobs // num_engines)
     if max_num_seqs is None:

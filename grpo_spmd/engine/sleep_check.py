@@ -1,4 +1,4 @@
-"""What is left in use when the engine sleeps must not grow."""
+"""The engine gives back what it took: what is left in use after its sleep must not grow over the run."""
 
 from __future__ import annotations
 
@@ -14,25 +14,19 @@ _GIB = 2**30
 
 
 class SleepCheck:
-    """The engine gives back what it took: what is in use after a sleep must not grow over the run."""
-
     def __init__(self, device: torch.device, growth_bytes: int | None = None) -> None:
-        """`growth_bytes`: what is alarmed; 5 % of the device, but not less than 1 GiB, where it is None."""
+        """`growth_bytes`: of what growth to warn; None: 5 % of the device, at least 1 GiB."""
         self._device = device
         self._growth = max(_GIB, total_bytes(device) // 20) if growth_bytes is None else growth_bytes
         self._least: int | None = None
         self._alarmed = 0
 
     def check(self, before: MemoryUse, after: MemoryUse, held_bytes: int) -> dict[str, float]:
-        """Judge one sleep, measured before and after it; warns where too much is left, and again for each further
-        growth as large.
+        """Warn where one sleep leaves too much, and again for each further growth as large. Returns
+        `memory/sleep/freed_gib`, and `memory/sleep/left_gib`: in use after it, less `held_bytes`.
 
-        Args:
-            held_bytes: what policy, reference and optimizer themselves hold (HostOffload.held_bytes), which changes for
-                good reasons, as when the first update makes the optimizer's state.
-
-        Returns:
-            `memory/sleep/freed_gib`, and `memory/sleep/left_gib`: in use after the sleep, less `held_bytes`.
+        `held_bytes` is what policy, reference and optimizer hold (HostOffload.held_bytes), which changes for good
+        reasons, as when the first update makes the optimizer's state.
         """
         freed, left = self._used(before) - self._used(after), self._used(after) - held_bytes
         self._least = left if self._least is None else min(self._least, left)

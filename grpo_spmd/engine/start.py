@@ -15,12 +15,11 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.model.dimensions import head_dim
 from grpo_spmd.model.lora import engine_target_modules
 
-# vLLM reads these when it is imported, which only functions do. In-process is the point of this folder; the rest keeps
-# a terminal readable.
+# vLLM reads these when it is imported, which only functions do. The first keeps it in this process.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-# some of its modules log before they have read the variable
+# Some of its modules log before they have read the variable.
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 _MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
 
@@ -60,27 +59,22 @@ def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: i
 
 
 def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:
-    """Room for one adapter of this rank on the layers that get one, and not on the embedding and the lm_head."""
+    """Room for one adapter of this rank, on the layers that get one."""
     room = [rank for rank in _MAX_LORA_RANKS if rank >= lora.rank]
     if not room:
-        raise ConfigError(
-            f"model.lora.rank: {lora.rank} is more than vLLM takes ({_MAX_LORA_RANKS[-1]}); set model.lora.sync: merged"
-        )
+        most = _MAX_LORA_RANKS[-1]
+        raise ConfigError(f"model.lora.rank: {lora.rank} is more than vLLM takes ({most}); set model.lora.sync: merged")
     from vllm.engine.arg_utils import EngineArgs
 
-    options = {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": room[0],
-        "lora_target_modules": engine_target_modules(path, lora),
-    }
-    # older versions adapt all layers
+    layers = engine_target_modules(path, lora)
+    options = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room[0], "lora_target_modules": layers}
+    # An older version, which knows no target modules, adapts all layers.
     return {name: value for name, value in options.items() if hasattr(EngineArgs, name)}
 
 
 def _cpu_kv_cache_bytes(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, world_size: int) -> int:
-    """Room for a step's completions at full length, between 64 MiB and 1/8 of the host's memory over its ranks. vLLM
-    would otherwise ask for nearly all memory of the host, on each rank."""
+    """Room for a step's completions at full length: at least 64 MiB, at most 1/8 of the host's memory over its ranks.
+    Without it vLLM asks for nearly all of the host's memory, on each rank."""
     from transformers import AutoConfig
 
     hf = AutoConfig.from_pretrained(model.path)
@@ -88,15 +82,15 @@ def _cpu_kv_cache_bytes(model: ModelConfig, rollout: RolloutConfig, max_rollout_
     token = 2 * hf.num_hidden_layers * heads * head_dim(hf) * (4 if model.dtype == "float32" else 2)
     engines = max(1, world_size // rollout.tensor_parallel_size)
     wanted = token * max_rollout_tokens * rollout.num_prompts_per_step * rollout.group_size // engines
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    most = host // 8 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = host_bytes // 8 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(64 << 20, min(int(wanted), most))
 
 
 def _name_shared_memory_after_job(attempt: int) -> None:
-    """CPU with tensor parallelism: vLLM gives its shared memory the same name in every external_launcher job, so that
-    two jobs on a host, or a leftover of a killed one, fail with errno 17 (0.28 to 0.32). The text after the last ':' of
-    the init method enters the name."""
+    """On a CPU with tensor parallelism vLLM's shared memory has the same name in all external_launcher jobs: two on one
+    host, or what a killed one left, make the next fail with errno 17 (0.28 to 0.32). The text after the last ':' of the
+    init method enters the name."""
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     original = ExecutorWithExternalLauncher._distributed_args

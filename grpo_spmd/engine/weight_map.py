@@ -1,7 +1,7 @@
 """Where the rows of HF's tensors lie in vLLM's parameters, by the class of the layer.
 
-`_readers` and `_row_layouts` are the tables of the classes that are known; a class is read as the nearest of its base
-classes in them. A parameter of a layer in neither is taken to be the whole HF tensor of its name.
+The tables `_readers` and `_row_layouts` hold for a class and those derived from it, unless a nearer one is there. A
+parameter of any other layer is taken to be the whole HF tensor of its name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EngineTensor:
     values: Tensor | None  # [rows, columns], where the layout is plain
     product: Callable[[Tensor], Tensor] | None = None  # [columns] -> [rows], where the weights are packed or quantised
     is_quantised: bool = False
-    column_slice: int = 0  # it holds this one of so many equal slices of the HF tensor's columns
+    column_slice: int = 0  # which of so many equal slices of the HF tensor's columns it holds
     num_column_slices: int = 1
 
 
@@ -46,11 +46,10 @@ Reader = Callable[[str, Any, Any], list[EngineTensor]]  # of a layer: its path, 
 def engine_tensors(model: nn.Module) -> list[EngineTensor]:
     """What every parameter of this rank's engine holds, the same in number and kind on all ranks."""
     readers = _readers()
-    found: list[EngineTensor] = []
-    seen: set[int] = set()  # a tied lm_head may share its parameter with the embedding
+    found, seen = list[EngineTensor](), set[int]()  # a tied lm_head may share its parameter with the embedding
     for path, layer in model.named_modules():
-        path = path.removesuffix(".base_layer")  # a layer that can take an adapter is wrapped
-        for tensor in _of_nearest_class(readers, layer)(path, layer, model):
+        read = _of_nearest_class(readers, layer)
+        for tensor in read(path.removesuffix(".base_layer"), layer, model):  # wrapped, where it can take an adapter
             if tensor.values is None or id(tensor.values) not in seen:
                 found.append(tensor)
             seen.add(id(tensor.values))
@@ -98,7 +97,7 @@ def _plain_tensors(path: str, layer: nn.Module, model: Any) -> list[EngineTensor
 
 
 def _linear_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
-    """The weight and the bias of a linear layer: one rank's slice, maybe of several of HF's layers."""
+    """Weight and bias: one rank's slice, maybe of several of HF's layers."""
     from vllm.model_executor.layers.linear import RowParallelLinear
 
     leaf = path.rpartition(".")[2]
@@ -116,11 +115,8 @@ def _linear_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
 
 
 def _vocabulary_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
-    """An embedding or an lm_head, split by vocabulary over the ranks and padded at each rank's end.
-
-    On the CPU both have a packed copy, also where they share the plain one: the embedding reads the plain, the lm_head
-    the packed.
-    """
+    """An embedding or an lm_head, split by vocabulary over the ranks and padded at each rank's end. On the CPU each has
+    a packed copy beside the plain one, which they may share: the embedding reads the plain, the lm_head the packed."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     is_head = isinstance(layer, ParallelLMHead) or layer is getattr(model, "lm_head", None)
@@ -136,7 +132,7 @@ def _vocabulary_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]
 
 
 def adapter_tensors(model: Any, rank: int) -> list[EngineTensor]:
-    """A and B of each HF layer in vLLM's linear layers; they are fused, and split over ranks, as its weight is."""
+    """A and B of each HF layer in vLLM's linear layers, fused and split over ranks as its weight is."""
     from vllm.model_executor.layers.linear import LinearBase
 
     found = []
@@ -158,21 +154,16 @@ def adapter_tensors(model: Any, rank: int) -> list[EngineTensor]:
 
 
 def fused_rows(names: Sequence[str], layout: Sequence[Rows]) -> tuple[TensorPart, ...]:
-    """Which rows of HF's tensors `names` a fused parameter holds, one below the other.
-
-    Args:
-        names: one for each part of the fusion; a single one where the checkpoint is fused too (Phi-3).
-        layout: for each part (rows held here, rows in all, which block of that many rows is held here).
-    """
-    is_fused_on_disk = len(names) < len(layout)
-    parts = []
-    start = above = 0
-    for number, (size, total, block) in enumerate(layout):
+    """Which rows of HF's tensors `names` a fused parameter holds, one below the other. There is one name, and an entry
+    of `layout`, for each part; a single name where the checkpoint is fused too (Phi-3)."""
+    is_fused_on_disk, total = len(names) < len(layout), sum(num for _, num, _ in layout)
+    parts, start, above = [], 0, 0
+    for number, (size, num_hf_rows, block) in enumerate(layout):
         if is_fused_on_disk:
-            parts.append(TensorPart(names[0], sum(n for _, n, _ in layout), above + block * size, start, size))
+            parts.append(TensorPart(names[0], total, above + block * size, start, size))
         else:
-            parts.append(TensorPart(names[number], total, block * size, start, size))
-        start, above = start + size, above + total
+            parts.append(TensorPart(names[number], num_hf_rows, block * size, start, size))
+        start, above = start + size, above + num_hf_rows
     return tuple(parts)
 
 
@@ -181,11 +172,10 @@ def _is_quantised(layer: Any) -> bool:
 
 
 def _product(layer: Any) -> Callable[[Tensor], Tensor]:
-    """What the layer multiplies by, applied to one vector: without its bias, and without the sum over ranks."""
+    """The layer's weight applied to one vector, without its bias and without the sum over ranks."""
 
     def product(vector: Tensor) -> Tensor:
-        on_device = vector.to(next(layer.parameters()).device)
-        out: Tensor = layer.quant_method.apply(layer, on_device[None], None)
+        out: Tensor = layer.quant_method.apply(layer, vector.to(next(layer.parameters()).device)[None], None)
         return out[0]
 
     return product

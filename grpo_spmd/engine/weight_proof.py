@@ -1,8 +1,7 @@
 """The proof that every engine holds the policy's weights, and a name for these weights.
 
-They are compared tensor by tensor, as fingerprints of 8 bytes a row: every rank takes those of its FSDP shard, one
-gather brings them to all ranks, and each engine rank compares the rows that it holds. No rank has a full copy of a
-tensor for it.
+Every rank takes fingerprints of its FSDP shards, 8 bytes a row, one gather brings them to all ranks, and each engine
+rank compares those of the rows that it holds. No rank needs a full copy of a tensor.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from grpo_spmd.model.sharding import first_row, gather_rows, is_first_replica
 _log = logging.getLogger("grpo_spmd")
 
 _MAX_NAMED = 4  # tensors that an error describes
-# the parameter, and a call that gives this rank's rows of what the engine must hold
-_Shard = tuple[DTensor, Callable[[], Tensor]]
+_Shard = tuple[DTensor, Callable[[], Tensor]]  # a parameter; gives this rank's rows of what the engine must hold
+_Shards = Mapping[str, _Shard]  # by HF name
 
 
 class WeightProofError(RuntimeError):
@@ -39,24 +38,21 @@ class WeightProofError(RuntimeError):
 
 @dataclass(frozen=True)
 class _View:
-    """A way to look at the rows of one HF tensor: by their bytes, or by their products with a probe; whole, or in
-    slices of columns."""
+    """A way to look at the rows of one HF tensor."""
 
     name: str
-    by_probe: bool
-    num_slices: int
+    by_probe: bool  # by their products with a random vector; else by their bytes
+    num_slices: int  # of columns
 
 
 @torch.no_grad()
 def prove_weights(policy: Policy, engine: RolloutEngine, step: int, is_first: bool = False) -> float:
     """Collective. Compare what every engine holds with the policy's shards, in the engine's dtype; the seconds it took.
 
-    By bytes, where the engine keeps a plain layout: a 64-bit hash of each row, in which one flipped bit shows. By
-    probe, where it packs or quantises: its own layer applied to a random vector, another at each step, within the
-    rounding of such a product (`matches`). The first of a process logs what was compared how.
-
-    Raises:
-        Rank0Error: on every rank, naming the tensors that differ, on which ranks, and how.
+    By bytes, where the engine's layout is plain: a 64-bit hash of each row, in which one flipped bit shows. By probe,
+    where it packs or quantises: its own layer applied to a random vector, another at each step, within the rounding of
+    such a product (`matches`). The first of a process logs what was compared how. Raises Rank0Error on every rank,
+    naming the tensors that differ, on which ranks, and how.
     """
     start = time.perf_counter()
     shards, tensors = _expected_shards(policy, engine), engine.tensors()
@@ -69,7 +65,7 @@ def prove_weights(policy: Policy, engine: RolloutEngine, step: int, is_first: bo
     if engine.takes_adapters:
         given = {part.name for tensor in tensors for part in tensor.parts}
         wrong |= {name: "the engine was not given it" for name, _ in named_adapters(policy.model) if name not in given}
-    # Equal on all ranks of a replica; between replicas no other check would see that they have drifted apart.
+    # No other check sees that replicas have drifted apart.
     digest = sum(int(fingerprints.sum()) for view, fingerprints in expected.items() if not view.by_probe)
     on_rank0(lambda of_ranks: _raise_if_replicas_differ(of_ranks, step), digest)
     num_names = len({view.name for view in views})
@@ -81,13 +77,11 @@ def prove_weights(policy: Policy, engine: RolloutEngine, step: int, is_first: bo
     return seconds
 
 
-def _log_what_was_proved(
-    seconds: float, views: Sequence[_View], shards: Mapping[str, _Shard], unknown: set[str]
-) -> None:
+def _log_what_was_proved(seconds: float, views: Sequence[_View], shards: _Shards, unknown: set[str]) -> None:
     names, probed = {view.name for view in views}, {view.name for view in views if view.by_probe}
     by_bytes = len(names - probed)
     _log.info("weight-sync proof: %.2f s, %d tensors by bytes, %d by probe", seconds, by_bytes, len(probed))
-    proved = {id(shards[name][0]) for name in names}  # a tied lm_head may be held under the embedding's name alone
+    proved = {id(shards[name][0]) for name in names}  # a tied lm_head may be there as the embedding alone
     unproved = unknown | {name for name, (parameter, _) in shards.items() if id(parameter) not in proved}
     if unproved:
         text = "weight-sync proof: not proved, since their layout in the engine is not known: %s"
@@ -95,7 +89,7 @@ def _log_what_was_proved(
 
 
 def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, _Shard]:
-    """Collective where adapters are merged. By HF name, a tied lm_head's too: an engine may pack it for itself."""
+    """Collective where adapters are merged. Also under the name of a tied lm_head, which an engine may pack apart."""
     by_parameter = {id(parameter): (parameter, shard) for _, parameter, shard in hf_named_shards(policy)}
     names = {hf_name(name): id(parameter) for name, parameter in policy.model.named_parameters(remove_duplicate=False)}
     expected = {name: by_parameter[which] for name, which in names.items() if which in by_parameter}
@@ -104,7 +98,7 @@ def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, _Shard]
     return expected
 
 
-def _fits(tensor: EngineTensor, shards: Mapping[str, _Shard]) -> bool:
+def _fits(tensor: EngineTensor, shards: _Shards) -> bool:
     """Whether the engine's parameter is what its name says, as far as shapes tell."""
     if not all(part.name in shards and shards[part.name][0].shape[0] == part.num_hf_rows for part in tensor.parts):
         return False
@@ -136,13 +130,13 @@ def _coefficients(columns: int, by_probe: bool, dtype: torch.dtype, step: int) -
 def row_fingerprints(matrix: Tensor, coefficients: Tensor, num_slices: int, dtype: torch.dtype) -> Tensor:
     """Fingerprints [rows, num_slices], int64, of a matrix [rows, columns] cast to `dtype`, for equal slices of columns.
 
-    With int64 coefficients [columns]: sum of bits * coefficient modulo 2^64. With a probe vector: the product and the
-    row's norm, two float32 in one int64. Rows go through in chunks that fit a CPU's cache, or keep a GPU busy.
+    With int64 coefficients [columns]: sum of bits * coefficient modulo 2^64. With a probe: the product and the row's
+    norm, two float32 in one int64.
     """
     out = torch.empty(len(matrix), num_slices, dtype=torch.int64, device=matrix.device)
     coefficients = coefficients.to(matrix.device)
-    rows_at_a_time = max(1, (1 << 22 if matrix.is_cuda else 1 << 16) // max(1, matrix.shape[1]))
-    for rows, result in zip(matrix.split(rows_at_a_time), out.split(rows_at_a_time), strict=True):
+    chunk = max(1, (1 << 22 if matrix.is_cuda else 1 << 16) // max(1, matrix.shape[1]))  # fits a CPU's cache
+    for rows, result in zip(matrix.split(chunk), out.split(chunk), strict=True):
         cast = rows.to(dtype)
         if coefficients.dtype == torch.int64:
             bits = cast.view(torch.int32 if dtype.itemsize == 4 else torch.int16).to(torch.int64)
@@ -156,18 +150,16 @@ def row_fingerprints(matrix: Tensor, coefficients: Tensor, num_slices: int, dtyp
 
 @torch.no_grad()
 def weights_id(policy: Policy, frozen_sum: int | None = None) -> str:
-    """Collective. Names the policy's weights, to the bit: the same on all ranks, whatever their number and replicas.
-
-    A sum over all elements of their bits times odd numbers that stand for tensor, row and column, modulo 2^64; each
-    rank sums its shard. `frozen_sum`: the `sum_of_bits` of what does not train, where it is known already.
-    """
+    """Collective. A name for the policy's weights, to the bit, whatever the number of ranks and replicas: the sum over
+    all elements of their bits times odd numbers that stand for tensor, row and column, modulo 2^64. `frozen_sum`: the
+    `sum_of_bits` of what does not train, where it is known."""
     frozen = sum_of_bits(policy, trained=False) if frozen_sum is None else frozen_sum
     return on_rank0(lambda parts: f"{sum(parts) % 2**64:016x}", frozen + sum_of_bits(policy, trained=True))
 
 
 @torch.no_grad()
 def sum_of_bits(policy: Policy, trained: bool) -> int:
-    """Of this rank's shards of the parameters that train, or of those that do not."""
+    """Of this rank's shards of the parameters that train, or of those that do not (`weights_id`)."""
     total = torch.zeros((), dtype=torch.int64, device=next(policy.parameters()).device)
     for name, parameter in policy.model.named_parameters():
         assert isinstance(parameter, DTensor), name
@@ -181,11 +173,8 @@ def sum_of_bits(policy: Policy, trained: bool) -> int:
     return int(total)
 
 
-def _gather_fingerprints(
-    shards: Mapping[str, _Shard], views: list[_View], dtype: torch.dtype, step: int
-) -> dict[_View, Tensor]:
-    """Collective. The policy's fingerprints [rows, slices] in each view, from those that each rank takes of its
-    shard."""
+def _gather_fingerprints(shards: _Shards, views: list[_View], dtype: torch.dtype, step: int) -> dict[_View, Tensor]:
+    """Collective. The policy's fingerprints [rows, slices] in each view; each rank takes those of its shards."""
 
     def of_shards() -> Iterator[tuple[DTensor, Tensor]]:
         for view in views:
@@ -200,14 +189,13 @@ def _differences(
     tensor: EngineTensor, of_policy: Mapping[_View, Tensor], columns: int, dtype: torch.dtype, step: int
 ) -> dict[str, str]:
     """HF tensors that one of the engine's parameters does not hold as the policy does, and how they differ."""
-    whole = _coefficients(columns, tensor.values is None, dtype, step)
+    whole, differences = _coefficients(columns, tensor.values is None, dtype, step), {}
     coefficients = whole.chunk(tensor.num_column_slices)[tensor.column_slice]
     if tensor.product is not None:
         found = tensor.product(coefficients)
     else:
         assert tensor.values is not None
         found = row_fingerprints(_as_matrix(tensor.values), coefficients, 1, dtype)[:, 0]
-    differences = {}
     for part in tensor.parts:
         view, rows = _view(tensor, part.name), found[part.start : part.start + part.num_rows]
         here = slice(part.hf_start, part.hf_start + part.num_rows), tensor.column_slice
@@ -234,10 +222,10 @@ def matches(
 ) -> Tensor:
     """For each row, whether the engine's hash (int64) or product (in `dtype`) is that in the policy's fingerprint.
 
-    A product of n terms is summed in float32 on both sides, in different order: at most 1.4e-7 of |row| * |probe| was
-    seen in 1e5 rows (oneDNN), and 1e-6 is allowed. A result in bfloat16 is rounded by up to 2^-8 of itself; twice that
-    is allowed. An FP8 weight is off by up to 2^-4 of itself, and so is what it is applied to: at most 0.15 of |row| *
-    |probe| / sqrt(n) was seen (vLLM's fp8_per_channel); 0.4 is allowed, enough to see a wrong tensor, not a stale one.
+    Both sides sum a product of n terms in float32, in different order: at most 1.4e-7 of |row| * |probe| was seen in
+    1e5 rows (oneDNN), 1e-6 is allowed. A bfloat16 result is rounded by up to 2^-8 of itself, twice that is allowed. An
+    FP8 weight, and what it is applied to, is off by up to 2^-4 of itself: at most 0.15 of |row| * |probe| / sqrt(n) was
+    seen (vLLM's fp8_per_channel), 0.4 is allowed, enough to see a wrong tensor, not a stale one.
     """
     if coefficients.dtype == torch.int64:
         return found == expected
@@ -246,8 +234,8 @@ def matches(
     rounding = (dtype.itemsize < 4) * 2.0**-7 * product.abs()
     if is_quantised:
         rounding = 0.4 / math.sqrt(len(coefficients)) * scale
-    same: Tensor = (found.float() - product).abs() <= rounding + 1e-6 * scale
-    return same  # False where one is NaN
+    same: Tensor = (found.float() - product).abs() <= rounding + 1e-6 * scale  # False where one is NaN
+    return same
 
 
 def _products_and_norms(fingerprints: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,23 +244,22 @@ def _products_and_norms(fingerprints: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_order(fingerprints: Tensor, dtype: torch.dtype) -> Tensor:
-    """Fingerprints of rows by rising hash, or by rising product."""
+    """By rising hash, or by rising product."""
     return fingerprints[(fingerprints if dtype == torch.int64 else _products_and_norms(fingerprints)[0]).argsort()]
 
 
 def _raise_if_replicas_differ(digests: list[int], step: int) -> None:
-    """On rank 0: every rank's digest of the policy's weights -> nothing, or an error."""
-    differing = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
-    if differing:
+    """On rank 0, from every rank's digest of the policy's weights."""
+    if differing := ", ".join(str(rank) for rank, digest in enumerate(digests) if digest != digests[0]):
         raise WeightProofError(
             f"step {step}: the replicas of the policy (model.num_replicas) hold different weights: those of rank "
-            f"{', '.join(differing)} are not those of rank 0, likely because an update ran on some ranks only, or "
-            "their gradients were not summed over all"
+            f"{differing} are not those of rank 0, likely because an update ran on some ranks only, or their gradients "
+            "were not summed over all"
         )
 
 
 def _raise_if_wrong(of_ranks: list[dict[str, str]], num_tensors: int, step: int) -> None:
-    """On rank 0: every rank's differences -> one message."""
+    """On rank 0, from every rank's differences."""
     where: dict[str, dict[str, list[int]]] = {}
     for rank, differences in enumerate(of_ranks):
         for name, how in differences.items():
@@ -285,10 +272,7 @@ def _raise_if_wrong(of_ranks: list[dict[str, str]], num_tensors: int, step: int)
         described.append(f"{name} ({'; '.join(on_ranks)})")
     if len(where) > _MAX_NAMED:
         described.append(f"and {len(where) - _MAX_NAMED} more")
-    likely = "the sync left them stale, or put something else there"
-    if len(where) == num_tensors:
-        likely = "the last update did not reach it"
-    raise WeightProofError(
-        f"step {step}: the engine does not hold the policy's weights in {len(where)} of {num_tensors} tensors, likely "
-        f"because {likely}: " + "; ".join(described)
-    )
+    stale = "the sync left them stale, or put something else there"
+    likely = "the last update did not reach it" if len(where) == num_tensors else stale
+    what = f"the engine does not hold the policy's weights in {len(where)} of {num_tensors} tensors"
+    raise WeightProofError(f"step {step}: {what}, likely because {likely}: {'; '.join(described)}")

@@ -1,5 +1,4 @@
-"""Policy -> engine: shards are cast, gathered in buckets of bounded size, and loaded as they arrive; then, now and
-then, the proof."""
+"""Policy -> engine: shards are cast, gathered in buckets of bounded size, and loaded as they arrive."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from grpo_spmd.model.policy import Policy, hf_named_shards
 from grpo_spmd.model.sharding import num_shards, rows_per_rank, shard_group
 from grpo_spmd.records import SyncStats
 
-# (HF name, this rank's rows) -> what the engine is to get of them. What it leaves in another dtype than the engine's is
-# rounded to that on its way into the bucket, with no tensor in between.
+# (HF name, this rank's rows) -> what the engine is to get of them; rounded to its dtype on the way into the bucket.
 Cast = Callable[[str, Tensor], Tensor]
 
 
@@ -29,7 +27,7 @@ def as_it_is(name: str, shard: Tensor) -> Tensor:
 
 
 class WeightSync:
-    """Brings the policy's weights into the engine at each step, and knows what it has proved."""
+    """Brings the policy's weights into the engine, and now and then proves that they arrived."""
 
     def __init__(
         self,
@@ -49,14 +47,12 @@ class WeightSync:
     def sync(self, step: int) -> SyncStats:
         """Collective. Wake the engine with exactly the policy's weights, as version `step`, its caches emptied.
 
-        An engine that takes adapters by themselves gets the base once, and again where it slept without keeping it.
-        That they arrived is proved tensor by tensor at the first sync of a process, and where `step` is a multiple of
-        `prove_every_steps`; before the KV cache is back, so that the proof finds room on a GPU. The trainer makes room
-        for the engine in two steps (`offload`): what the sync does not read leaves before it, the policy after it.
+        An engine that takes adapters by themselves gets the base once, and again where it slept without keeping it. The
+        proof comes at the first sync of a process and where `step` is a multiple of `prove_every_steps`, before the KV
+        cache takes the room that it needs. `offload` moves out what the sync does not read before it, the policy after.
 
-        Raises:
-            EngineStateError: if an engine parameter was not covered.
-            Rank0Error: on every rank, if an engine holds something other than the policy.
+        Raises EngineStateError: an engine parameter was not covered; Rank0Error, on every rank: an engine holds
+        something other than the policy.
         """
         policy, engine, stats = self._policy, self._engine, SyncStats()
         if self._offload is not None:
@@ -89,11 +85,10 @@ def gather_full_tensors(
 ) -> Generator[tuple[str, Tensor], None, None]:
     """Collective. Every rank must draw all of it, in step. Yields (HF checkpoint name, full tensor in `dtype`).
 
-    What `DTensor.full_tensor()` does for one tensor, for a stream of them: the shards of all parameters, cast, form one
-    long row, which is gathered in pieces of at most `bucket_bytes` over the ranks of a replica; a piece may end inside
-    a tensor, and the next is on its way while one is in use. Extra memory: two buckets and the tensor that is being put
-    together. The yielded tensors are the receiver's, since vLLM keeps them until a layer is complete: never views of
-    the reused buckets, nor of the parameters where one rank holds the whole policy and nothing is gathered.
+    The shards of all parameters, cast, form one long row. It is gathered over the ranks of a replica in pieces of at
+    most `bucket_bytes`, which may end inside a tensor; the next is on its way while one is in use. Extra memory: two
+    buckets and the tensor that is being put together. vLLM keeps the tensors until a layer is complete, so they are
+    never views of the reused buckets, nor of the parameters where one rank holds the whole policy.
     """
     entries = list(hf_named_shards(policy))
     parameter = entries[0][1]
@@ -104,11 +99,11 @@ def gather_full_tensors(
             yield name, cast(name, shard()).to(dtype, copy=True)
         return
     widths = [rows_per_rank(parameter) * parameter.shape[1:].numel() for _, parameter, _ in entries]
+    total = sum(widths)
+    room = min(max(1, bucket_bytes // (ranks * dtype.itemsize)), total)
+    buckets = [torch.empty(ranks, room, dtype=dtype, device=parameter.device) for _ in range(min(2, -(-total // room)))]
     row = _ShardRow(entries, widths, cast)
-    room = min(max(1, bucket_bytes // (ranks * dtype.itemsize)), sum(widths))
-    num_buckets = min(2, -(-sum(widths) // room))
-    buckets = [torch.empty(ranks, room, dtype=dtype, device=parameter.device) for _ in range(num_buckets)]
-    with closing(_gathered_pieces(row, buckets, sum(widths), shard_group(parameter), stats)) as pieces:
+    with closing(_gathered_pieces(row, buckets, total, shard_group(parameter), stats)) as pieces:
         piece = buckets[0][:, :0]  # what is left of the current one
         for (name, parameter, _), width in zip(entries, widths, strict=True):
             full = torch.empty(ranks, width, dtype=dtype, device=parameter.device)
@@ -127,8 +122,7 @@ def gather_full_tensors(
 def _gathered_pieces(
     row: _ShardRow, buckets: list[Tensor], total: int, group: dist.ProcessGroup, stats: SyncStats
 ) -> Generator[Tensor, None, None]:
-    """The rows of all ranks, `total` elements each, in pieces [ranks, at most a bucket's columns]; each is valid until
-    the next one."""
+    """The rows of all ranks, `total` elements each, in pieces [ranks, columns] that are valid until the next one."""
     ranks, room = buckets[0].shape
     num_pieces = -(-total // room)
     on_its_way: list[dist.Work] = []
@@ -144,27 +138,26 @@ def _gathered_pieces(
 
     try:
         following = start(0)
-        for number in range(num_pieces):
+        for number in range(1, num_pieces + 1):
             wait_for(on_its_way)
             piece = following
-            if number + 1 < num_pieces:
-                following = start(number + 1)
+            if number < num_pieces:
+                following = start(number)
             yield piece
-    finally:  # the receiver failed: leave no message behind that the next gather would take for its own
+    finally:  # where the receiver failed: leave no message behind that the next gather would take for its own
         with suppress(RuntimeError):  # from a peer that is gone; the receiver has an error of its own to tell
             wait_for(on_its_way)
 
 
 class _ShardRow:
-    """This rank's shards end to end, each padded to the size of a full one, read in order. A shard is asked for, and
-    cast, when its turn comes."""
+    """This rank's shards end to end, each padded to full size; one is asked for, and cast, when its turn comes."""
 
     def __init__(self, entries: Iterable[Shard], widths: list[int], cast: Cast) -> None:
         self._coming, self._cast = zip(entries, widths, strict=True), cast
-        self._shard, self._left = torch.empty(0), 0  # what is to be read of the current one; that with its padding
+        self._shard, self._left = torch.empty(0), 0  # what is still to be read of one; that with its padding
 
     def fill(self, out: Tensor) -> None:
-        """The next `len(out)` elements, rounded to the dtype of `out`; those of padding are left as they are."""
+        """The next `len(out)` elements, rounded to its dtype; those of padding are left as they are."""
         while len(out):
             if not self._left:
                 self._shard = torch.empty(0)  # freed before the next one is made

@@ -1,13 +1,11 @@
-"""Finished completions on disk until their step is saved, so that none is sampled again when a run that was stopped
-goes on.
+"""Finished completions on disk until their step is saved, so that a run that was stopped does not sample them again.
 
     <run_dir>/rollout_buffer/step_000012/<sha256 of the file>.safetensors
 
-A completion is a function of the weights, the prompt and its seed. It is taken from here only for the same prompt,
-place and sampling settings, and for weights that are the same to the bit (`weights_id`): those of the step that was
-resumed from, and those of later steps where they came about in the same way, as on a CPU they do. A file is complete or
-absent where a process dies; one that a crash of the machine tore does not have the name that its contents call for, and
-is ignored.
+One is used only for the same prompt, place and sampling settings, and for weights that are the same to the bit
+(`weights_id`): those of the step that was resumed from, and of later ones where they came about in the same way, as on
+a CPU. A process that dies leaves a file complete or absent; one that a crash of the machine tore does not have the name
+that its contents call for, and is ignored.
 """
 
 from __future__ import annotations
@@ -46,11 +44,10 @@ Slot = tuple[int, int]  # of the step: slot of the prompt, sample
 
 
 class RolloutBuffer:
-    """What this rank keeps, and what all ranks kept before the run was stopped. Trouble with the disk is a warning,
-    never the end."""
+    """What this rank keeps, and what all ranks kept before the run was stopped. Trouble with the disk only warns."""
 
     def __init__(self, run_dir: str, seed: int, model: ModelConfig, rollout: RolloutConfig, session: Session) -> None:
-        """Collective. Look which steps of the run folder have something."""
+        """Collective."""
         self._folder, self._session = Path(run_dir, _FOLDER), session
         settings = to_plain(rollout)
         sampling = {name: settings[name] for name in ("temperature", "max_completion_tokens", "engine")}
@@ -63,28 +60,24 @@ class RolloutBuffer:
         self._steps_on_disk: set[int] = set(on_rank0(lambda _: steps_on_disk(run_dir), None))
 
     def find(self, step: int, weights_id: str, prompts: Sequence[Prompt], num_samples: int) -> dict[Slot, Place]:
-        """Collective, on the first call of a step. Where the completions are that need not be sampled with the weights
-        named `weights_id`; equal on all ranks, since it decides who samples what."""
+        """Collective, on the first call of a step. Where the completions of these weights are that need not be sampled;
+        equal on all ranks, since it decides who samples what."""
         if step != self._step:
             self._step, self._weights_id, self._pending, self._found, self._files = step, weights_id, [], {}, {}
             if step in self._steps_on_disk:
-                # Each rank reads and proves some of the files. One that it does not see yet on a shared disk is merely
-                # not used.
+                # Each rank reads some of the files. One that it does not see yet on a shared disk is merely not used.
                 of_ranks: list[list[Any]] = on_rank0(list, self._read_own_files())
                 self._found = {tuple(key): tuple(place) for found in of_ranks for key, place in found}
                 _log.info("step %d: %d completions were sampled before the run was stopped", step, len(self._found))
-        if not self._found:
-            return {}
-        keys = {
-            (slot, sample): (prompt.position, sample, digest)
-            for slot, prompt in enumerate(prompts)
-            for digest in [prompt_digest(prompt)]
-            for sample in range(num_samples)
-        }
-        return {slot: self._found[key] for slot, key in keys.items() if key in self._found}
+        places: dict[Slot, Place] = {}
+        for slot, prompt in enumerate(prompts if self._found else ()):
+            digest = prompt_digest(prompt)
+            keys = [(prompt.position, sample, digest) for sample in range(num_samples)]
+            places |= {(slot, sample): self._found[key] for sample, key in enumerate(keys) if key in self._found}
+        return places
 
     def read(self, place: Place) -> Completion:
-        """A completion that `find` found."""
+        """One that `find` found."""
         name, start, num_tokens, finish_reason = place
         if name not in self._files:
             file = safe_open(self._step_folder / name, "np")
@@ -93,15 +86,14 @@ class RolloutBuffer:
         return Completion(token_ids, logprobs, _FINISH_REASONS[finish_reason])
 
     def keep(self, prompt: Prompt, sample: int, completion: Completion) -> None:
-        """Keep a completion of the step that `find` was called for; written within a minute, if generation goes on."""
+        """Keep a completion of the step of the last `find`; written within a minute, if generation goes on."""
         self._pending.append((prompt, sample, completion))
         if time.monotonic() - self._last_write > _WRITE_EVERY_S:
             self.write()
 
     def write(self) -> None:
         """Write what was kept since the last time, if anything."""
-        pending, self._pending = self._pending, []
-        self._last_write = time.monotonic()
+        pending, self._pending, self._last_write = self._pending, [], time.monotonic()
         if not pending:
             return
         payload = save(_pack(pending), self._metadata())
@@ -123,7 +115,7 @@ class RolloutBuffer:
         return self._folder / _step_name(self._step)
 
     def _metadata(self) -> dict[str, str]:
-        """What a file says of its completions, and what it must say so that they are used."""
+        """What a file says of its completions, and must say so that they are used."""
         step, weights, sampling = str(self._step), self._weights_id, self._sampling_id
         return {"format": "1", "step": step, "weights_id": weights, "sampling_id": sampling}
 
@@ -134,7 +126,7 @@ class RolloutBuffer:
         return [entry for path in own for entry in self._read_file(path)]
 
     def _read_file(self, path: Path) -> list[tuple[Key, Place]]:
-        """The completions in a file that is whole and of this policy; none of another."""
+        """Its completions, if it is whole and of this policy."""
         try:
             with path.open("rb") as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != path.stem:
@@ -148,11 +140,11 @@ class RolloutBuffer:
         except (OSError, SafetensorError, KeyError, TypeError) as error:
             _log.warning("step %d: %s is not used: %s", self._step, path, error)
             return []
-        entries = zip(rows.tolist(), prompts, np.cumsum(rows[:, 2]).tolist(), strict=True)
-        return [
-            ((position, sample, prompt.tobytes().hex()), (path.name, end - num_tokens, num_tokens, finish_reason))
-            for (position, sample, num_tokens, finish_reason), prompt, end in entries
-        ]
+        found, ends = list[tuple[Key, Place]](), np.cumsum(rows[:, 2]).tolist()
+        for (position, sample, num_tokens, reason), prompt, end in zip(rows.tolist(), prompts, ends, strict=True):
+            place = path.name, end - num_tokens, num_tokens, reason
+            found.append(((position, sample, prompt.tobytes().hex()), place))
+        return found
 
 
 def steps_on_disk(run_dir: str | Path) -> list[int]:
@@ -162,8 +154,7 @@ def steps_on_disk(run_dir: str | Path) -> list[int]:
 
 
 def forget_before(run_dir: str | Path, step: int) -> None:
-    """Remove what is kept of the steps before `step`, once a checkpoint of this step is complete. For one rank; errors
-    only warn."""
+    """On one rank: remove what is kept of steps before `step`, once its checkpoint is complete. Errors only warn."""
 
     def warn(_: object, path: str, error: Any) -> None:
         _log.warning("%s could not be removed: %s", path, error[1])
@@ -179,18 +170,17 @@ def prompt_digest(prompt: Prompt) -> str:
 
 
 def _pack(completions: Sequence[tuple[Prompt, int, Completion]]) -> dict[str, npt.NDArray[Any]]:
-    """Tokens one completion after the other; for each one of `rows` (position, sample, number of tokens, finish reason)
-    and one of `prompts` (digest)."""
+    """Tokens one completion after the other; for each a row (position, sample, number of tokens, finish reason) in
+    `rows` and a digest in `prompts`."""
     token_ids, logprobs = array("i"), array("d")
-    for *_, completion in completions:  # this takes a quarter of the time of numpy's way from a list
-        token_ids.fromlist(completion.token_ids)
+    rows, digests = list[list[int]](), dict[int, bytes]()  # of a prompt, by its position
+    for prompt, sample, completion in completions:
+        token_ids.fromlist(completion.token_ids)  # a quarter of the time of numpy's way from a list
         logprobs.fromlist(completion.logprobs)
-    rows = [
-        [prompt.position, sample, len(c.token_ids), _FINISH_REASONS.index(c.finish_reason)]
-        for prompt, sample, c in completions
-    ]
-    by_position = {prompt.position: prompt for prompt, *_ in completions}
-    digests = {position: bytes.fromhex(prompt_digest(prompt)) for position, prompt in by_position.items()}
+        reason = _FINISH_REASONS.index(completion.finish_reason)
+        rows.append([prompt.position, sample, len(completion.token_ids), reason])
+        if prompt.position not in digests:
+            digests[prompt.position] = bytes.fromhex(prompt_digest(prompt))
     prompts = b"".join(digests[prompt.position] for prompt, *_ in completions)
     return {
         "token_ids": np.frombuffer(token_ids, np.int32),

@@ -1,7 +1,7 @@
 """Evaluation in training on held-out sets, all ranks sharing the completions.
 
-They are a function of (seed, set, row, sample) and the weights: each evaluation of a run draws the same random numbers,
-so that two of them differ by what the policy has learned and less by luck.
+Each evaluation of a run draws the same random numbers, those of (seed, set, row, sample): two of them differ by what
+the policy has learned and less by luck.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ Score = Callable[..., ScoredRollouts]  # of `RewardPool.score`, but for the toke
 
 
 class Evaluator:
-    """Evaluates the policy on the held-out sets."""
-
     def __init__(
         self,
         held_out: HeldOut,
@@ -42,40 +40,29 @@ class Evaluator:
         max_error_frac: float,
         dump_folder: Path | None,
     ) -> None:
-        """
-        Args:
-            score: scores groups on this rank alone; here each group is one completion, its slot the completion's number
-                over all sets.
-            max_error_frac: `reward_pool.max_error_frac`.
-            dump_folder: gets eval_<set>_step_<step>.jsonl; None: nothing is dumped.
-        """
+        """`score` scores on this rank alone; here a group is one completion, its slot the number over all sets.
+        `max_error_frac`: of `reward_pool`. `dump_folder` gets eval_<set>_step_<step>.jsonl; None: no dump."""
         self._held_out, self._engine, self._score, self._config = held_out, engine, score, config
         self._seed, self._max_error_frac, self._dump_folder = seed, max_error_frac, dump_folder
         samples = range(config.num_samples)
         self._wanted = [(name, prompt, n) for name, prompts in held_out.items() for prompt in prompts for n in samples]
 
     def evaluate_if_due(self, step: int) -> dict[str, float | None]:
-        """Collective. What `evaluate` returns at each `eval.every_steps`-th step, counted from 0; nothing at others."""
+        """Collective. `evaluate` at each `eval.every_steps`-th step, counted from 0; nothing at others."""
         every = self._config.every_steps
         return {} if every == 0 or step % every else self.evaluate(step)
 
     def evaluate(self, step: int) -> dict[str, float | None]:
-        """Collective. Sample and score `eval.num_samples` completions of every held-out prompt with the weights of
-        `step`.
+        """Collective. `eval/<set>/...` for every set, equal on all ranks and whatever their number, from
+        `eval.num_samples` completions of every prompt, sampled with the weights of `step`.
 
-        Completions, not prompts, are shared out over the engines, so that one prompt with 64 samples keeps all of them
-        busy; a rank that gets none takes part all the same. The engine is left as it was found: what training samples
-        next does not depend on this.
-
-        Returns:
-            `eval/<set>/...` for every set, equal on all ranks and whatever their number.
-
-        Raises:
-            Rank0Error: on every rank, where a reward fails for `reward_pool.max_error_frac` of the completions.
+        Completions, not prompts, are shared out, so that one prompt with 64 samples keeps all engines busy. What
+        training samples next does not depend on this. Raises Rank0Error on every rank where a reward fails for
+        `reward_pool.max_error_frac` of the completions.
         """
         engine = self._engine
         made = engine.generate_shared([1] * len(self._wanted), self._request, policy_version=step)
-        # A training prompt whose prefix is computed already is computed in other pieces, which rounds differently.
+        # A training prompt that finds its prefix computed is computed in other pieces, which rounds differently.
         engine.reset_prefix_cache()
         groups = [RolloutGroup(number, self._wanted[number][1], turns) for number, [turns] in made.items()]
         groups = groups[engine.tp_rank :: engine.tp_size]
@@ -100,19 +87,16 @@ class Evaluator:
         return Request(prompt.token_ids, seed, self._config.temperature)
 
     def _summarise_sets(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
-        """Rank 0: what all ranks scored, to the metrics of each set. Each completion must have come exactly once."""
+        """On rank 0, the metrics of each set from what all ranks scored: each completion exactly once."""
         # A verifier that fails throughout must not pass for a policy that is never right.
-        statuses, first_errors = [part["statuses"] for part in parts], [part["first_error"] for part in parts]
+        statuses, first_errors = ([part[name] for part in parts] for name in ("statuses", "first_error"))
         check_error_rate(statuses, first_errors, self._max_error_frac)
         reported = [(int(number), Outcome(*o)) for part in parts for number, o in part["outcomes"].items()]  # from JSON
         by_number = dict(reported)
         assert len(reported) == len(by_number) == len(self._wanted), (len(reported), len(by_number), len(self._wanted))
-        in_order = (by_number[number] for number in range(len(self._wanted)))
-        sets = {
-            name: [[next(in_order) for _ in range(self._config.num_samples)] for _ in prompts]
-            for name, prompts in self._held_out.items()
-        }
-        return {name: summarise(prompts) for name, prompts in sets.items()}
+        in_order, samples = (by_number[number] for number in range(len(self._wanted))), range(self._config.num_samples)
+        sets = self._held_out.items()
+        return {name: summarise([[next(in_order) for _ in samples] for _ in prompts]) for name, prompts in sets}
 
     def _lines(
         self, set_name: str, groups: Sequence[RolloutGroup], found: Mapping[int, Outcome], scored: ScoredRollouts
@@ -122,16 +106,8 @@ class Evaluator:
         for i, (group, text) in enumerate(zip(groups, scored.texts, strict=True)):
             name, prompt, sample = self._wanted[group.slot]
             if name == set_name:
-                record = EvalRecord(
-                    row=prompt.row,
-                    sample=sample,
-                    prompt=prompt.text,
-                    completion=text,
-                    answer=final_answer(text),
-                    right=found[group.slot].right,
-                    reward=found[group.slot].reward,
-                    rewards=scored.finite_by_name(i),
-                    finish_reason=group.completions[0].finish_reason,
-                )
+                outcome, finish_reason = found[group.slot], group.completions[0].finish_reason
+                judged = outcome.right, outcome.reward, scored.finite_by_name(i)
+                record = EvalRecord(prompt.row, sample, prompt.text, text, final_answer(text), *judged, finish_reason)
                 lines[group.slot] = to_line(record)
         return lines

@@ -1,8 +1,7 @@
 """What an evaluation measures of held-out completions: their mean reward, pass@k and maj@n.
 
 A completion is *right* where the first entry of `rewards` gives it more than 0.5: put the verifier first, and what
-shapes the training (format, length) after it. Where its reward is unknown (None, NaN, timeout) it counts as not right;
-its share is `unscored_frac`.
+shapes the training (format, length) after it. One of unknown reward (None, NaN, timeout) counts as not right.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from grpo_spmd.rewards.answers import final_answer
 
 
 class Outcome(NamedTuple):
-    """What a held-out completion came to."""
-
     reward: float | None  # the weighted sum; None: unknown
     right: bool
     unscored: bool  # its reward, or that of the verifier, is unknown
@@ -46,11 +43,8 @@ def outcomes(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> dict[int
 
 
 def summarise(prompts: Sequence[Sequence[Outcome]]) -> dict[str, float | None]:
-    """The metrics of one set from the outcomes of each prompt's n completions: `mean`, `pass_at_<k>`, `maj_at_<n>` and
-    what they rest on.
-
-    k is 1, 2, 4, ... below n, and n. Rewards that are unknown are left out of `mean`; it is None where none is known.
-    """
+    """The metrics of one set from the outcomes of each prompt's n completions. The k of `pass_at_<k>` is 1, 2, 4, ...
+    below n, and n. `mean` leaves out rewards that are unknown; None where none is known."""
     num_samples = len(prompts[0])
     everything = [outcome for prompt in prompts for outcome in prompt]
     rewards = [outcome.reward for outcome in everything if outcome.reward is not None]
@@ -72,13 +66,12 @@ def summarise(prompts: Sequence[Sequence[Outcome]]) -> dict[str, float | None]:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The chance that k of the samples, drawn without putting back, hold a right one: unbiased (Chen et al. 2021,
-    arXiv:2107.03374)."""
+    """The chance that k of the samples, none drawn twice, hold a right one (Chen et al. 2021, arXiv:2107.03374)."""
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
-    """How often the most common answer's completions are right; of answers that are equally common, the mean."""
+    """How often the completions of the most common answer are right, or of all answers that are equally common."""
     votes = Counter(answers)
     most = max(votes.values())
     winners = [is_right for answer, is_right in zip(answers, right, strict=True) if votes[answer] == most]

@@ -20,15 +20,10 @@ class Sampler:
     def sample(self, prompts: Sequence[Prompt], step: int, weights_id: str) -> tuple[list[RolloutGroup], float]:
         """Collective. The groups that this rank scores, in the order of slots, and its seconds of generation.
 
-        Prompts go to engines by `rollout.schedule`, and the groups of one engine to its ranks in turn; every group is
-        on exactly one rank, and some may have none. What the buffer has is not sampled again. A generation that is
-        ended early (see `RolloutEngine.generate_shared`) keeps what was finished; its groups are not complete, and
-        `Preemption.guard` ends the step.
-
-        Args:
-            prompts: equal on all ranks.
-            step: which policy is sampled, and which random numbers are used.
-            weights_id: of the weights that the engine holds (SyncStats).
+        Prompts, equal on all ranks, go to engines by `rollout.schedule`, the groups of one engine to its ranks in turn:
+        each is on exactly one rank, which may have none. `step` stands for the policy and the random numbers,
+        `weights_id` for the weights that the engine holds (SyncStats). A generation that is ended early keeps what was
+        finished; its groups are not complete, and `Preemption.guard` ends the step.
         """
         engine, buffer, all_samples = self._engine, self._buffer, range(self._group_size)
         kept = buffer.find(step, weights_id, prompts, self._group_size) if buffer is not None else {}
@@ -52,7 +47,6 @@ class Sampler:
             if buffer is not None:
                 buffer.write()
         seconds = time.perf_counter() - start
-
         complete = [slot for slot, samples in missing.items() if not samples]
         rank, num_ranks = engine.engine_rank * engine.tp_size + engine.tp_rank, engine.num_engines * engine.tp_size
         of_rank: dict[int, list[Completion]] = {slot: [] for slot in complete[rank::num_ranks]}
@@ -60,9 +54,7 @@ class Sampler:
             of_rank[jobs[job]] = [completion for [completion] in sampled[job]]
         groups = []
         for slot, new in sorted(of_rank.items()):
-            fresh = iter(new)
-            completions = [
-                buffer.read(kept[slot, n]) if buffer and (slot, n) in kept else next(fresh) for n in all_samples
-            ]
+            old, fresh = {n: kept[slot, n] for n in all_samples if (slot, n) in kept}, iter(new)
+            completions = [buffer.read(old[n]) if buffer and n in old else next(fresh) for n in all_samples]
             groups.append(RolloutGroup(slot, prompts[slot], completions))
         return groups, seconds
