@@ -29,7 +29,6 @@ from grpo_spmd.observe.memory import measure
 from grpo_spmd.records import Completion
 
 _log = logging.getLogger("grpo_spmd")
-
 _AGREE_EVERY_STEPS = 8  # ranks that share an engine ask each other this often whether to end a generation early
 
 
@@ -51,13 +50,10 @@ class RolloutEngine:
         should_abort: Callable[[], bool] = lambda: False,
     ) -> None:
         """Collective. Start the engine with dummy weights (the first sync brings the real ones), then put it to sleep.
-
         `max_rollout_tokens`: longest prompt plus longest completion. `should_abort` is asked before each step of a
-        shared generation; once True it must stay so.
-        """
+        shared generation; once True it must stay so."""
         self.policy_version: int | None = None
-        self._weights_awake = self._kv_cache_awake = True
-        self._holds_weights = False
+        self._weights_awake, self._kv_cache_awake, self._holds_weights = True, True, False
         self._rollout, self._session, self._should_abort = rollout, session, should_abort
         self._sleep_level, self._stop_token_ids = rollout.sleep_level_with(model.lora), sorted(stop_token_ids)
         self._sleep_check = SleepCheck(session.device)
@@ -90,8 +86,7 @@ class RolloutEngine:
         if not self._on_cpu:
             torch.cuda.empty_cache()  # what the update freed: while torch caches it, vLLM's pool finds no room
             self._llm.wake_up(tags=["weights"])
-        self._weights_awake = True
-        self.policy_version = None
+        self._weights_awake, self.policy_version = True, None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Collective over the engine's ranks. Replace every weight by (checkpoint name, full tensor) pairs, or the base
@@ -166,11 +161,9 @@ class RolloutEngine:
 
     def generate(self, requests: Sequence[Request], policy_version: int) -> list[Completion]:
         """Collective over the engine's ranks: each must pass the same requests. One completion each, in their order.
-
         A completion depends on the weights, the prompt, its seed and temperature, not on the batch. Logprobs are those
         of the distribution that was sampled from (greedy: of temperature 1). A "stop" completion ends with the
-        end-of-sequence token. Raises EngineStateError: asleep, or it holds another version than `policy_version`.
-        """
+        end-of-sequence token. Raises EngineStateError: asleep, or it holds another version than `policy_version`."""
         places = [(0, number) for number in range(len(requests))]
         done = self._generate(iter([places]), 1, policy_version, lambda _, n, turns: None if turns else requests[n])
         assert done is not None
@@ -187,14 +180,9 @@ class RolloutEngine:
         idle. Once `should_abort` is True on a rank, its engine drops what is unfinished and claims no more. Others
         notice by themselves or finish: the caller has all ranks agree that nothing comes of it (`Preemption.guard`).
 
-        Args:
-            next_request: (job, number within the job, completions of this conversation so far) -> its next request,
-                None at its end. It must be the same on all ranks, whoever samples.
-            finished: is given (job, number, completion) as soon as one is there, on all ranks of the engine.
-
-        Returns:
-            By job of this engine, in order, the completions of each conversation; the same on all ranks of the engine.
-            Nothing where it aborted.
+        `next_request(job, number within it, completions of this conversation so far)` gives the next one, None at the
+        end, whoever asks. `finished` gets (job, number, completion) at once, on all ranks of the engine. Returned are,
+        by job of this engine and the same on all its ranks, the completions of each conversation; none if it aborted.
         """
         static = self._rollout.schedule == "static" or self.num_engines == 1
         max_num_seqs = None if static else self._engine.vllm_config.scheduler_config.max_num_seqs
@@ -228,8 +216,7 @@ class RolloutEngine:
 
     def _must_abort(self, num_steps: int) -> bool:
         """Collective over the engine's ranks: whether one of them should abort. They run, and stop, in lockstep."""
-        group = self._session.engine_group
-        if group is None:
+        if (group := self._session.engine_group) is None:
             return self._should_abort()
         return num_steps % _AGREE_EVERY_STEPS == 0 and any_in_group(self._should_abort(), group)
 
@@ -302,9 +289,8 @@ class RolloutEngine:
             text = "generate: the engine is asleep; wake_weights, load_weights and wake_kv_cache come first"
             raise EngineStateError(text)
         if (held := self.policy_version) != policy_version:
-            raise EngineStateError(
-                f"generate: the engine holds policy_version {held}, this step needs {policy_version}"
-            )
+            versions = f"policy_version {held}, this step needs {policy_version}"
+            raise EngineStateError(f"generate: the engine holds {versions}")
 
     def _refuse_if_ranks_differ(self, requests: Sequence[Request]) -> None:
         """Collective over the engine's ranks, each of which samples for itself: different requests would give garbage,

@@ -19,7 +19,7 @@ def isolated() -> Iterator[None]:
     depend on what was generated; and the environment, where LOCAL_WORLD_SIZE would be the TP size."""
     random_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    environment = {name: os.environ.get(name) for name in _TOUCHED_ENVIRONMENT}
+    environment = {name: os.environ[name] for name in _TOUCHED_ENVIRONMENT if name in os.environ}
     try:
         yield
     finally:
@@ -28,11 +28,9 @@ def isolated() -> Iterator[None]:
         torch.set_rng_state(torch_state)
         if cuda_state is not None:
             torch.cuda.set_rng_state(cuda_state)
-        for name, value in environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in _TOUCHED_ENVIRONMENT:
+            os.environ.pop(name, None)
+        os.environ.update(environment)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import torch
 from grpo_spmd.observe.memory import MemoryUse, total_bytes
 
 _log = logging.getLogger("grpo_spmd")
-
 _GIB = 2**30
 
 
@@ -24,10 +23,8 @@ class SleepCheck:
     def check(self, before: MemoryUse, after: MemoryUse, held_bytes: int) -> dict[str, float]:
         """Warn where one sleep leaves too much, and again for each further growth as large. Returns
         `memory/sleep/freed_gib`, and `memory/sleep/left_gib`: in use after it, less `held_bytes`.
-
         `held_bytes` is what policy, reference and optimizer hold (HostOffload.held_bytes), which changes for good
-        reasons, as when the first update makes the optimizer's state.
-        """
+        reasons, as when the first update makes the optimizer's state."""
         freed, left = self._used(before) - self._used(after), self._used(after) - held_bytes
         self._least = left if self._least is None else min(self._least, left)
         if left - max(self._least, self._alarmed) > self._growth:

@@ -30,24 +30,16 @@ def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: i
 
     set_num_threads = torch.set_num_threads  # the CPU worker replaces this by a function that only warns
     _name_shared_memory_after_job(session.attempt)
-    options: dict[str, Any] = {
-        "model": model.path,
-        "dtype": model.dtype,
-        "distributed_executor_backend": "external_launcher",
-        "tensor_parallel_size": rollout.tensor_parallel_size,
-        "seed": 0,  # every request brings its own seed
-        "max_model_len": max_rollout_tokens,
-        "logprobs_mode": "processed_logprobs",  # at the temperature, as the policy's are
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "enable_prefix_caching": True,
-        "enable_sleep_mode": session.device.type == "cuda",
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "disable_log_stats": True,
-    }
+    device = session.device.type
+    options: dict[str, Any] = {"model": model.path, "dtype": model.dtype, "max_model_len": max_rollout_tokens}
+    options |= {"load_format": "dummy", "skip_tokenizer_init": True, "disable_log_stats": True}
+    options |= {"distributed_executor_backend": "external_launcher", "seed": 0}  # every request brings its own seed
+    options |= {"tensor_parallel_size": rollout.tensor_parallel_size, "enable_prefix_caching": True}
+    options |= {"logprobs_mode": "processed_logprobs"}  # at the temperature, as the policy's are
+    options |= {"enable_sleep_mode": device == "cuda", "gpu_memory_utilization": rollout.gpu_memory_utilization}
     if model.lora.base_stays_in_engine:
         options |= _lora_options(model.path, model.lora)
-    if session.device.type == "cpu":
+    if device == "cpu":
         cache_bytes = _cpu_kv_cache_bytes(model, rollout, max_rollout_tokens, session.world_size)
         options |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": cache_bytes}
     try:

@@ -1,6 +1,6 @@
 """Where the rows of HF's tensors lie in vLLM's parameters, by the class of the layer.
 
-The tables `_readers` and `_row_layouts` hold for a class and those derived from it, unless a nearer one is there. A
+The tables `_readers` and `_row_layouts` hold for a class and those derived from it, unless a nearer one is in them. A
 parameter of any other layer is taken to be the whole HF tensor of its name.
 """
 
@@ -90,10 +90,8 @@ def _qkv_rows(layer: Any) -> list[Rows]:
 
 
 def _plain_tensors(path: str, layer: nn.Module, model: Any) -> list[EngineTensor]:
-    return [
-        EngineTensor(name, (TensorPart(name, len(parameter), 0, 0, len(parameter)),), parameter)
-        for name, parameter in layer.named_parameters(path, recurse=False)
-    ]
+    parameters = layer.named_parameters(path, recurse=False)
+    return [EngineTensor(name, (TensorPart(name, len(p), 0, 0, len(p)),), p) for name, p in parameters]
 
 
 def _linear_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
@@ -173,9 +171,4 @@ def _is_quantised(layer: Any) -> bool:
 
 def _product(layer: Any) -> Callable[[Tensor], Tensor]:
     """The layer's weight applied to one vector, without its bias and without the sum over ranks."""
-
-    def product(vector: Tensor) -> Tensor:
-        out: Tensor = layer.quant_method.apply(layer, vector.to(next(layer.parameters()).device)[None], None)
-        return out[0]
-
-    return product
+    return lambda vector: layer.quant_method.apply(layer, vector.to(next(layer.parameters()).device)[None], None)[0]

@@ -26,7 +26,6 @@ from grpo_spmd.model.policy import Policy, hf_named_shards
 from grpo_spmd.model.sharding import first_row, gather_rows, is_first_replica
 
 _log = logging.getLogger("grpo_spmd")
-
 _MAX_NAMED = 4  # tensors that an error describes
 _Shard = tuple[DTensor, Callable[[], Tensor]]  # a parameter; gives this rank's rows of what the engine must hold
 _Shards = Mapping[str, _Shard]  # by HF name
@@ -38,9 +37,7 @@ class WeightProofError(RuntimeError):
 
 @dataclass(frozen=True)
 class _View:
-    """A way to look at the rows of one HF tensor."""
-
-    name: str
+    name: str  # of one HF tensor, whose rows are looked at
     by_probe: bool  # by their products with a random vector; else by their bytes
     num_slices: int  # of columns
 
@@ -48,12 +45,10 @@ class _View:
 @torch.no_grad()
 def prove_weights(policy: Policy, engine: RolloutEngine, step: int, is_first: bool = False) -> float:
     """Collective. Compare what every engine holds with the policy's shards, in the engine's dtype; the seconds it took.
-
     By bytes, where the engine's layout is plain: a 64-bit hash of each row, in which one flipped bit shows. By probe,
     where it packs or quantises: its own layer applied to a random vector, another at each step, within the rounding of
     such a product (`matches`). The first of a process logs what was compared how. Raises Rank0Error on every rank,
-    naming the tensors that differ, on which ranks, and how.
-    """
+    naming the tensors that differ, on which ranks, and how."""
     start = time.perf_counter()
     shards, tensors = _expected_shards(policy, engine), engine.tensors()
     known = [tensor for tensor in tensors if _fits(tensor, shards)]
@@ -129,10 +124,8 @@ def _coefficients(columns: int, by_probe: bool, dtype: torch.dtype, step: int) -
 
 def row_fingerprints(matrix: Tensor, coefficients: Tensor, num_slices: int, dtype: torch.dtype) -> Tensor:
     """Fingerprints [rows, num_slices], int64, of a matrix [rows, columns] cast to `dtype`, for equal slices of columns.
-
     With int64 coefficients [columns]: sum of bits * coefficient modulo 2^64. With a probe: the product and the row's
-    norm, two float32 in one int64.
-    """
+    norm, two float32 in one int64."""
     out = torch.empty(len(matrix), num_slices, dtype=torch.int64, device=matrix.device)
     coefficients = coefficients.to(matrix.device)
     chunk = max(1, (1 << 22 if matrix.is_cuda else 1 << 16) // max(1, matrix.shape[1]))  # fits a CPU's cache
@@ -209,9 +202,11 @@ def _differences(
         how = f"{int((~same).sum())} of its {len(same)} rows here differ"
         others = [other for other in of_policy if other != view and replace(other, name=view.name) == view]
         others = [other for other in others if len(of_policy[other]) == part.num_hf_rows and is_of(other).all()]
+        expected = of_policy[view][here]
+        by = expected if rows.dtype == torch.int64 else _products_and_norms(expected)[0]  # hash, or product
         if others:
             how += f", there are those of {others[0].name}"
-        elif matches(rows.sort()[0], _in_order(of_policy[view][here], rows.dtype), coefficients, dtype).all():
+        elif matches(rows.sort()[0], expected[by.argsort()], coefficients, dtype).all():
             how += ", they are there in another order"
         differences[part.name] = how
     return differences
@@ -241,11 +236,6 @@ def matches(
 def _products_and_norms(fingerprints: Tensor) -> tuple[Tensor, Tensor]:
     pairs = fingerprints.contiguous().view(torch.float32).view(-1, 2)
     return pairs[:, 0], pairs[:, 1]
-
-
-def _in_order(fingerprints: Tensor, dtype: torch.dtype) -> Tensor:
-    """By rising hash, or by rising product."""
-    return fingerprints[(fingerprints if dtype == torch.int64 else _products_and_norms(fingerprints)[0]).argsort()]
 
 
 def _raise_if_replicas_differ(digests: list[int], step: int) -> None:

@@ -22,10 +22,6 @@ from grpo_spmd.records import SyncStats
 Cast = Callable[[str, Tensor], Tensor]
 
 
-def as_it_is(name: str, shard: Tensor) -> Tensor:
-    return shard
-
-
 class WeightSync:
     """Brings the policy's weights into the engine, and now and then proves that they arrived."""
 
@@ -36,7 +32,7 @@ class WeightSync:
         bucket_mib: int,
         prove_every_steps: int = 0,
         offload: HostOffload | None = None,
-        cast: Cast = as_it_is,
+        cast: Cast = lambda _, shard: shard,
     ) -> None:
         """`prove_every_steps` 0: only the first sync is proved."""
         self._policy, self._engine, self._offload, self._cast = policy, engine, offload, cast
@@ -50,7 +46,6 @@ class WeightSync:
         An engine that takes adapters by themselves gets the base once, and again where it slept without keeping it. The
         proof comes at the first sync of a process and where `step` is a multiple of `prove_every_steps`, before the KV
         cache takes the room that it needs. `offload` moves out what the sync does not read before it, the policy after.
-
         Raises EngineStateError: an engine parameter was not covered; Rank0Error, on every rank: an engine holds
         something other than the policy.
         """
@@ -81,7 +76,7 @@ class WeightSync:
 
 @torch.no_grad()
 def gather_full_tensors(
-    policy: Policy, dtype: torch.dtype, bucket_bytes: int, stats: SyncStats, cast: Cast = as_it_is
+    policy: Policy, dtype: torch.dtype, bucket_bytes: int, stats: SyncStats, cast: Cast = lambda _, shard: shard
 ) -> Generator[tuple[str, Tensor], None, None]:
     """Collective. Every rank must draw all of it, in step. Yields (HF checkpoint name, full tensor in `dtype`).
 

@@ -34,7 +34,6 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.records import Completion, Prompt
 
 _log = logging.getLogger("grpo_spmd")
-
 _FOLDER = "rollout_buffer"
 _FINISH_REASONS = ("stop", "length")
 _WRITE_EVERY_S = 60.0  # what a kill that gives no warning may lose
@@ -51,7 +50,8 @@ class RolloutBuffer:
         self._folder, self._session = Path(run_dir, _FOLDER), session
         settings = to_plain(rollout)
         sampling = {name: settings[name] for name in ("temperature", "max_completion_tokens", "engine")}
-        self._sampling_id = _digest([seed, model.path, model.dtype, to_plain(model.lora), sampling])
+        decides = json.dumps([seed, model.path, model.dtype, to_plain(model.lora), sampling], sort_keys=True)
+        self._sampling_id = hashlib.blake2b(decides.encode(), digest_size=16).hexdigest()
         self._step, self._weights_id = -1, ""
         self._found: dict[Key, Place] = {}  # of this step, equal on all ranks
         self._files: dict[str, tuple[Any, Any]] = {}  # token ids and logprobs of those that were opened
@@ -188,10 +188,6 @@ def _pack(completions: Sequence[tuple[Prompt, int, Completion]]) -> dict[str, np
         "rows": np.array(rows, np.int64),
         "prompts": np.frombuffer(prompts, np.uint8).reshape(-1, 16),
     }
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _step_name(step: int) -> str:

@@ -24,7 +24,6 @@ from grpo_spmd.rewards.protocol import check_error_rate
 from grpo_spmd.rollout.measures import Outcome, outcomes, summarise
 
 _log = logging.getLogger("grpo_spmd")
-
 HeldOut = Mapping[str, Sequence[Prompt]]  # the prompts of each set, equal on all ranks
 Score = Callable[..., ScoredRollouts]  # of `RewardPool.score`, but for the tokenizer
 
@@ -55,11 +54,9 @@ class Evaluator:
     def evaluate(self, step: int) -> dict[str, float | None]:
         """Collective. `eval/<set>/...` for every set, equal on all ranks and whatever their number, from
         `eval.num_samples` completions of every prompt, sampled with the weights of `step`.
-
         Completions, not prompts, are shared out, so that one prompt with 64 samples keeps all engines busy. What
         training samples next does not depend on this. Raises Rank0Error on every rank where a reward fails for
-        `reward_pool.max_error_frac` of the completions.
-        """
+        `reward_pool.max_error_frac` of the completions."""
         engine = self._engine
         made = engine.generate_shared([1] * len(self._wanted), self._request, policy_version=step)
         # A training prompt that finds its prefix computed is computed in other pieces, which rounds differently.

@@ -31,14 +31,10 @@ def outcomes(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> dict[int
     found = {}
     for group, text, reward, verdict in zip(groups, scored.texts, scored.rewards, verifier, strict=True):
         [completion], is_known = group.completions, verdict is not None and not math.isnan(verdict)
-        found[group.slot] = Outcome(
-            reward=reward,
-            right=is_known and verdict is not None and verdict > 0.5,
-            unscored=reward is None or not is_known,
-            truncated=completion.finish_reason == "length",
-            num_tokens=len(completion.token_ids),
-            answer=hashlib.blake2b(final_answer(text).encode(), digest_size=16).hexdigest(),
-        )
+        right, unscored = is_known and verdict is not None and verdict > 0.5, reward is None or not is_known
+        truncated, num_tokens = completion.finish_reason == "length", len(completion.token_ids)
+        answer = hashlib.blake2b(final_answer(text).encode(), digest_size=16).hexdigest()
+        found[group.slot] = Outcome(reward, right, unscored, truncated, num_tokens, answer)
     return found
 
 

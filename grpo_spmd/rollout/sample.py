@@ -19,12 +19,10 @@ class Sampler:
 
     def sample(self, prompts: Sequence[Prompt], step: int, weights_id: str) -> tuple[list[RolloutGroup], float]:
         """Collective. The groups that this rank scores, in the order of slots, and its seconds of generation.
-
         Prompts, equal on all ranks, go to engines by `rollout.schedule`, the groups of one engine to its ranks in turn:
         each is on exactly one rank, which may have none. `step` stands for the policy and the random numbers,
         `weights_id` for the weights that the engine holds (SyncStats). A generation that is ended early keeps what was
-        finished; its groups are not complete, and `Preemption.guard` ends the step.
-        """
+        finished; its groups are not complete, and `Preemption.guard` ends the step."""
         engine, buffer, all_samples = self._engine, self._buffer, range(self._group_size)
         kept = buffer.find(step, weights_id, prompts, self._group_size) if buffer is not None else {}
         missing = {slot: [n for n in all_samples if (slot, n) not in kept] for slot in range(len(prompts))}
