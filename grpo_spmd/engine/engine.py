@@ -180,9 +180,9 @@ class RolloutEngine:
         idle. Once `should_abort` is True on a rank, its engine drops what is unfinished and claims no more. Others
         notice by themselves or finish: the caller has all ranks agree that nothing comes of it (`Preemption.guard`).
 
-        `next_request(job, number within it, completions of this conversation so far)` gives the next one, None at the
-        end, whoever asks. `finished` gets (job, number, completion) at once, on all ranks of the engine. Returned are,
-        by job of this engine and the same on all its ranks, the completions of each conversation; none if it aborted.
+        `next_request(job, number within it, completions of this conversation so far)` gives the next request or None,
+        the same on any rank. `finished` gets (job, number, completion) at once, on all ranks of the engine. Returned
+        are, by job of this engine, the completions of each conversation, on all its ranks; nothing if it aborted.
         """
         static = self._rollout.schedule == "static" or self.num_engines == 1
         max_num_seqs = None if static else self._engine.vllm_config.scheduler_config.max_num_seqs

@@ -128,7 +128,7 @@ def row_fingerprints(matrix: Tensor, coefficients: Tensor, num_slices: int, dtyp
     norm, two float32 in one int64."""
     out = torch.empty(len(matrix), num_slices, dtype=torch.int64, device=matrix.device)
     coefficients = coefficients.to(matrix.device)
-    chunk = max(1, (1 << 22 if matrix.is_cuda else 1 << 16) // max(1, matrix.shape[1]))  # fits a CPU's cache
+    chunk = max(1, (1 << 22 if matrix.is_cuda else 1 << 16) // max(1, matrix.shape[1]))  # in a CPU's cache
     for rows, result in zip(matrix.split(chunk), out.split(chunk), strict=True):
         cast = rows.to(dtype)
         if coefficients.dtype == torch.int64:
