@@ -77,17 +77,13 @@ class Run:
     begun: tuple[int, int] = (0, 0)  # the step under way and the place in the prompt stream with which it began
 
     def steps(self) -> Iterator[int]:
-        """Collective. The steps that the run still has to make, each begun when it is drawn.
-
-        Raises:
-            Preempted: the run has to stop before the next one.
-        """
+        """Collective. The steps that the run still has to make, each begun when it is drawn. Raises Preempted."""
         for step in range(self.first_step, self.config.training.num_steps):
             self.begin_step(step)
             yield step
 
     def begin_step(self, step: int) -> None:
-        """Collective. Note what a step that is given up leaves, and ask whether to begin it. Raises Preempted."""
+        """Collective. Note where the step begins, and ask whether to begin it. Raises Preempted."""
         self.begun = step, self.stream.position
         self.preemption.begin_step(self.checkpoints.time_to_save_s)
 
@@ -112,8 +108,7 @@ class Run:
 def open_run(config: Config, inputs: Inputs) -> Run | None:
     """Collective. Everything that a run needs, where it goes on if it does; None where the run is over already.
 
-    Raises:
-        ConfigError: what could be seen only now. It leaves nothing behind in the run folder.
+    Raises ConfigError for what could be seen only now, and leaves nothing behind in the run folder.
     """
     tokenizer = load_tokenizer(config.model.path)
     data, per_step = config.data, config.rollout.num_prompts_per_step
@@ -128,29 +123,23 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     if start.is_over:
         end_session()
         return None
-    log_file, columns = Path(run_dir, "logs", f"rewards_rank_{session.rank}.log"), inputs.columns
-    pool, on_debugger = config.reward_pool, doctor.note_debugger
-    rewards = RewardPool(config.rewards, pool, log_file, columns=columns, on_debugger=on_debugger)
+    log_file, note = Path(run_dir, "logs", f"rewards_rank_{session.rank}.log"), doctor.note_debugger
+    rewards = RewardPool(config.rewards, config.reward_pool, log_file, columns=inputs.columns, on_debugger=note)
     score = preemption.guard(functools.partial(rewards.score, tokenizer=tokenizer))
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
-    stops = stop_token_ids(config.model.path, tokenizer)
-    engine = RolloutEngine(
-        config.model, config.rollout, config.max_rollout_tokens, session, stops, preemption.should_abort
-    )
+    longest, stops = config.max_rollout_tokens, stop_token_ids(config.model.path, tokenizer)
+    engine = RolloutEngine(config.model, config.rollout, longest, session, stops, preemption.should_abort)
     policy = build_policy(config.model, config.rollout.temperature, session, seed=config.seed)
     reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
-    longest = config.rollout.max_completion_tokens
-    updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training.num_epochs, longest)
-    max_error_frac, ranks = config.reward_pool.max_error_frac, session.world_size
+    max_completion, max_error_frac = config.rollout.max_completion_tokens, config.reward_pool.max_error_frac
+    updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training.num_epochs, max_completion)
     cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
     sections = config.rollout, config.advantage, config.loss, config.training
-    step_rules = StepRules(*sections, max_error_frac, ranks, cost_ratio)
+    step_rules = StepRules(*sections, max_error_frac, session.world_size, cost_ratio)
     offload = HostOffload(config.model.offload, policy, reference, updater.optimizer)
     weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps, offload)
     dump_folder = Path(config.run_dir, "rollouts") if config.logging.rollouts_every_steps else None
-    evaluator = Evaluator(
-        held_out, engine, score, config.eval, config.seed, config.reward_pool.max_error_frac, dump_folder
-    )
+    evaluator = Evaluator(held_out, engine, score, config.eval, config.seed, max_error_frac, dump_folder)
     checkpoints = Checkpoints(run_dir, config.checkpoint, num_steps, session, policy, updater, facts)
     checkpoints.load(start)
     # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
@@ -192,40 +181,33 @@ def log_to_terminal(session: Session) -> None:
     """Show rank 0's log lines, and other ranks' warnings."""
     to_terminal = logging.StreamHandler(sys.stdout)
     to_terminal.setLevel(logging.INFO if session.is_rank0 else logging.WARNING)
-    to_terminal.setFormatter(
-        logging.Formatter("%(message)s" if session.is_rank0 else f"rank {session.rank}: %(message)s")
-    )
+    form = "%(message)s" if session.is_rank0 else f"rank {session.rank}: %(message)s"
+    to_terminal.setFormatter(logging.Formatter(form))
     _log.setLevel(logging.INFO)
     _log.propagate = False
     _log.handlers[:] = [to_terminal]
 
 
 def open_run_dir(config: Config, session: Session, num_dropped_prompts: int, start: Start) -> None:
-    """Collective. Make the run folder: `config.yaml` as resolved, and `logs/rank_<rank>.log`, which gets all log lines
-    of a rank.
+    """Collective. Make the run folder, with the resolved `config.yaml` and a log file of each rank.
 
     Where a run goes on in it, its metrics are cut back to the steps before the start, as if it had never come further.
-
-    Raises:
-        ConfigError: another run has taken the folder since it was checked.
+    Raises ConfigError where another run has taken the folder since it was checked.
     """
+    run_dir, logs = Path(config.run_dir), Path(config.run_dir, "logs")
 
     def claim(_: list[Any]) -> None:
-        begin_in(Path(config.run_dir), start)
-        cut_metrics(Path(config.run_dir, "metrics.jsonl"), start.step)
+        begin_in(run_dir, start)
+        cut_metrics(run_dir / "metrics.jsonl", start.step)
         text = yaml.safe_dump(config_to_dict(config), sort_keys=False)
-        write_durably(Path(config.run_dir, "config.yaml"), text.encode("utf-8"))
+        write_durably(run_dir / "config.yaml", text.encode("utf-8"))
 
     on_rank0(claim, None)
-    logs = Path(config.run_dir, "logs")
     logs.mkdir(parents=True, exist_ok=True)  # a node's own, where the folder is not shared
     doctor.write_reports_to(logs)
     to_file = logging.FileHandler(logs / f"rank_{session.rank}.log", encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _log.addHandler(to_file)
     if num_dropped_prompts and session.is_rank0:
-        _log.warning(
-            "data: dropped %d prompts longer than data.max_prompt_tokens=%d",
-            num_dropped_prompts,
-            config.data.max_prompt_tokens,
-        )
+        longest = config.data.max_prompt_tokens
+        _log.warning("data: dropped %d prompts longer than data.max_prompt_tokens=%d", num_dropped_prompts, longest)

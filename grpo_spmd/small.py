@@ -1,11 +1,11 @@
-"""GRPO in one page, from the parts of this package: for reading, and for taking apart.
+"""GRPO in one page, from the parts of this package, for taking apart: the demo's model learns countdown.
 
     python -m grpo_spmd.demo && python -m grpo_spmd.small [NUM_STEPS]
     torchrun --standalone --nproc-per-node 2 -m grpo_spmd.small
 
-It trains the demo's model on countdown. Each rank samples its own prompts with its own vLLM and trains on them. What
-grpo_spmd.train has beside this: a config that is checked, rewards that may hang, rollouts dealt to ranks by cost,
-several updates a rollout, a reference model, evaluation, metrics, checkpoints, preemption.
+Each rank samples its own prompts with its own vLLM and trains on them. grpo_spmd.train adds a checked config, rewards
+that may hang, rollouts dealt to ranks by cost, several updates a rollout, a reference model, evaluation, metrics,
+checkpoints, preemption.
 """
 
 from __future__ import annotations
@@ -69,19 +69,15 @@ def train(num_steps: int) -> None:
 
 def sample(engine: RolloutEngine, places: list[int], prompts: list[list[int]], step: int) -> list[Completion]:
     """G completions for each prompt; the seed of each is a function of its place, whichever rank samples it."""
-    requests = [
-        Request(prompt, rollout_seed(0, step, place, number))
-        for place, prompt in zip(places, prompts, strict=True)
-        for number in range(ROLLOUT.group_size)
-    ]
+    prompts_at, numbers = list(zip(places, prompts, strict=True)), range(ROLLOUT.group_size)
+    requests = [Request(prompt, rollout_seed(0, step, at, number)) for at, prompt in prompts_at for number in numbers]
     return engine.generate(requests, step)
 
 
 def score(tasks: list[dict[str, Any]], completions: list[Completion], tokenizer: Any) -> Tensor:
     """Rewards [P, G]: 1 for an equation that uses both numbers and reaches the target, else 0."""
     texts = [tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in completions]
-    of_each = [task for task in tasks for _ in range(ROLLOUT.group_size)]
-    nums, targets = [task["nums"] for task in of_each], [task["target"] for task in of_each]
+    nums, targets = ([task[name] for task in tasks for _ in range(ROLLOUT.group_size)] for name in ("nums", "target"))
     return torch.tensor(countdown(texts, nums, targets, answer_tag=None)).view(-1, ROLLOUT.group_size)
 
 
@@ -100,8 +96,7 @@ def assemble(
 def update(policy: Policy, optimizer: torch.optim.Optimizer, batch: MicroBatch) -> tuple[float, float]:
     """Collective. One optimizer step. Returns this rank's share of the loss, and its largest |policy - engine|."""
     mask, sequences = batch.loss_mask, batch.sequence_index
-    # The mean is over the tokens of all ranks, and FSDP sums gradients: with a mean of its own, a rank of few tokens
-    # would count as much as one of many.
+    # FSDP sums gradients: with a mean over its own tokens, a rank of few tokens would count as much as one of many.
     num_tokens, num_sequences = on_rank0(_column_sums, [int(mask.sum()), len(batch.rollout_ids)])
     longest = ROLLOUT.max_completion_tokens
     weights = aggregation_weights(LOSS.aggregation, mask, sequences, num_tokens, num_sequences, longest)
@@ -113,8 +108,7 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, batch: MicroBatch) 
     torch.nn.utils.clip_grad_norm_(policy.parameters(), OPTIMIZER.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    mismatch = (old_logprobs - batch.rollout_logprobs).abs().max()
-    return loss.item(), mismatch.item()
+    return loss.item(), (old_logprobs - batch.rollout_logprobs).abs().max().item()
 
 
 def _column_sums(rows: list[list[int]]) -> list[int]:

@@ -22,7 +22,6 @@ from grpo_spmd.preflight.model_facts import read_model
 
 
 def main() -> None:
-    """Check everything that can be checked without torch, then train."""
     parser = _parser()
     args = parser.parse_intermixed_args()
     if args.ranks is not None and (args.ranks < 1 or not args.explain):
@@ -41,8 +40,7 @@ def main() -> None:
         yaml.safe_dump(config_to_dict(config), sys.stdout, sort_keys=False)
         return
 
-    # Warnings of torch's C++ side (NUMA binding, hooks at exit) say nothing that a user could act on; its errors still
-    # show.
+    # torch's C++ warnings (NUMA binding, hooks at exit) say nothing that a user could act on; its errors still show.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Huge pages for large tensors in host memory: without, page faults are half the time of a weight sync on the CPU.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -53,8 +51,7 @@ def main() -> None:
     with exit_with_outcome():
         from grpo_spmd.loop import train
 
-        finished = record(train)(config, inputs)
-        if not finished:  # torch's record takes a sys.exit(0) somewhere below for a success
+        if not record(train)(config, inputs):  # torch's record takes a sys.exit(0) somewhere below for a success
             raise RuntimeError("something called sys.exit(0) in the middle of the run")
 
 
@@ -65,20 +62,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog="config keys:\n" + describe_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, help="a YAML file; configs/ has examples")
-    parser.add_argument(
-        "--check", action="store_true", help="check config and data, print the resolved config, and stop"
-    )
-    parser.add_argument(
-        "--explain", action="store_true", help="print what the config comes to and where each value is from, and stop"
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="with --explain: the number of ranks to plan for (default: WORLD_SIZE, else 1)",
-    )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    add, explained = parser.add_argument, "print what the config comes to and where each value is from, and stop"
+    add("--config", required=True, help="a YAML file; configs/ has examples")
+    add("--check", action="store_true", help="check config and data, print the resolved config, and stop")
+    add("--explain", action="store_true", help=explained)
+    planned_for = "with --explain: the number of ranks to plan for (default: WORLD_SIZE, else 1)"
+    add("--ranks", type=int, metavar="N", help=planned_for)
+    add("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
     return parser
 
 

@@ -20,8 +20,7 @@ from grpo_spmd.config.schema import Config, RewardConfig
 
 def build(cls: type, tree: Any, where: str) -> Any:
     """Build dataclass `cls` from mapping `tree`; `where` is the dotted path for messages ("" at the root)."""
-    if tree is None:
-        tree = {}
+    tree = {} if tree is None else tree
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where}: expected a section (a mapping), got {tree!r}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -50,9 +49,8 @@ def _check_bounds(value: Any, field: dataclasses.Field[Any], full: str) -> None:
     bounds = field.metadata.get("bounds", {})
     leaves = flat(list(value) if isinstance(value, tuple) else value, full)
     for name, number in leaves.items() if bounds else ():
-        if not isinstance(number, int | float):
-            continue
-        if not all(_COMPARISONS[sign](number, bound) for sign, bound in bounds.items()):
+        is_number = isinstance(number, int | float)
+        if is_number and not all(_COMPARISONS[sign](number, bound) for sign, bound in bounds.items()):
             text = " and ".join(f"{sign} {bound:g}" for sign, bound in bounds.items())
             raise ConfigError(f"{name} must be {text}; got {number if list(bounds) == ['>='] else format(number, 'g')}")
     if field.metadata.get("required") and isinstance(value, str) and (not value.strip() or "\0" in value):
@@ -96,9 +94,8 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type, hint), value, where)
     if origin is Literal:
-        for option in args:
-            if value == option and type(value) is type(option):
-                return option
+        if any(value == option and type(value) is type(option) for option in args):
+            return value
         raise ConfigError(f"{where} must be one of {', '.join(map(str, args))}; got {value!r}")
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
@@ -114,11 +111,10 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{where} must be a list; got {value!r}")
-        if len(args) == 2 and args[1] is Ellipsis:
-            return tuple(coerce(args[0], item, f"{where}.{i}") for i, item in enumerate(value))
-        if len(value) != len(args):
-            raise ConfigError(f"{where} must have {len(args)} values; got {len(value)}: {value!r}")
-        return tuple(coerce(arg, item, f"{where}.{i}") for i, (arg, item) in enumerate(zip(args, value, strict=True)))
+        kinds = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
+        if len(value) != len(kinds):
+            raise ConfigError(f"{where} must have {len(kinds)} values; got {len(value)}: {value!r}")
+        return tuple(coerce(kinds[i], item, f"{where}.{i}") for i, item in enumerate(value))
     if origin is dict:
         if value is None:
             return {}
@@ -142,9 +138,6 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
         if math.isfinite(number):
             return number
         raise ConfigError(f"{where} must be a finite number; got {value!r}")
-    if hint is str:
-        if isinstance(value, str):
-            return value
-        if value is not None and not isinstance(value, bool | list | dict):
-            return str(value)
+    if hint is str and value is not None and not isinstance(value, bool | list | dict):
+        return str(value)
     raise ConfigError(f"{where} must be {type_name(hint)}; got {value!r}")

@@ -10,38 +10,32 @@ import json
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, Union
+from typing import Any, Literal, Union
 
 from grpo_spmd.config.dump import join_key
 from grpo_spmd.config.schema import Config, RewardConfig
 
-
-class _KeyText(NamedTuple):
-    name: str
-    default: str  # as YAML has it; "" where the key is required
-    values: str  # type and bounds
-    meaning: str
+_KeyText = tuple[str, str, str, str]  # name; default as YAML has it, "" if required; type and bounds; meaning
 
 
 def describe_keys() -> str:
-    """Every config key with its type, default and meaning, one a line, for `--help`."""
+    """Every config key, one a line, for `--help`."""
     return "\n".join(
-        f"  {key.name:36} {key.meaning} ({key.values}; {f'default {key.default}' if key.default else 'required'})"
-        for key in _keys(Config, "")
+        f"  {name:36} {meaning} ({values}; {f'default {default}' if default else 'required'})"
+        for name, default, values, meaning in _keys(Config, "")
     )
 
 
 def keys_as_markdown() -> str:
     """Every config key as Markdown: a table of the keys without a section, then one for each section."""
     lines, section = [], None
-    for key in sorted(_keys(Config, ""), key=lambda key: "." in key.name):
-        of = key.name.split(".")[0] if "." in key.name else "Without a section"
+    for name, default, values, meaning in sorted(_keys(Config, ""), key=lambda key: "." in key[0]):
+        of = name.split(".")[0] if "." in name else "Without a section"
         if of != section:
             section = of
             lines += ["", f"### {of}", "", "| key | default | value | meaning |", "|---|---|---|---|"]
-        default = f"`{key.default}`" if key.default else "required"
-        text = " | ".join(cell.replace("|", "\\|") for cell in (f"`{key.name}`", default, key.values, key.meaning))
-        lines.append(f"| {text} |")
+        cells = (f"`{name}`", f"`{default}`" if default else "required", values, meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines[1:])
 
 
@@ -68,14 +62,9 @@ def _keys(cls: type, where: str) -> Iterator[_KeyText]:
             kind, null, _ = type_name(hint).partition(" or null")
             bounds = "".join(f" and {sign} {bound:g}" for sign, bound in field.metadata["bounds"].items())
             values = kind + bounds.replace(" and", "", 1) + null
-            yield _KeyText(full, _default(field), values, field.metadata["doc"])
-
-
-def _default(field: dataclasses.Field[Any]) -> str:
-    if field.metadata["required"]:
-        return ""
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return value if isinstance(value, str) else json.dumps(value)
+            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            default = "" if field.metadata["required"] else value if isinstance(value, str) else json.dumps(value)
+            yield full, default, values, field.metadata["doc"]
 
 
 if __name__ == "__main__":

@@ -14,15 +14,9 @@ def flat_config(config: Config) -> dict[str, Any]:
     return flat(config_to_dict(config))
 
 
-def config_to_dict(config: Config) -> dict[str, Any]:
-    """The resolved tree as plain YAML types; strings under names like api_key or password become "<redacted>"."""
-    return to_plain(config)
-
-
-def to_plain(section: Any) -> dict[str, Any]:
-    """The same of one section."""
-    plain: dict[str, Any] = _plain(section)
-    return plain
+def config_to_dict(section: Any) -> dict[str, Any]:
+    """A config or section as plain YAML types; strings under names like api_key or password become "<redacted>"."""
+    return dict(_plain(section))
 
 
 def _plain(value: Any, name: str = "", free_form: bool = False) -> Any:

@@ -9,10 +9,7 @@ import typing
 
 
 class ConfigError(ValueError):
-    """What a user typed (config, command line or data) cannot be used; the command ends with exit code 2.
-
-    Its text is one line, also where it quotes another library's message or a value with line breaks.
-    """
+    """Config, command line or data cannot be used. One line, also where it quotes a message or value of several."""
 
     def __str__(self) -> str:
         return " ".join(super().__str__().split("\n"))
@@ -21,9 +18,8 @@ class ConfigError(ValueError):
 def refuse(error: ConfigError) -> typing.NoReturn:
     """End this rank with one line and exit code 2.
 
-    Under torchrun all ranks see the same mistake, the first of the node says so, and torchrun ends the others once it
-    is gone. They wait for that; one that is still there afterwards was alone with its mistake (a file that only its
-    node lacks) and says it itself.
+    Under torchrun all ranks see the same mistake. The first of a node says so, and torchrun then ends the others, who
+    wait for that; one that is left was alone with its mistake (a file that only its node lacks), and says it itself.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,13 @@ from grpo_spmd.config.rules import check_rules
 from grpo_spmd.config.schema import Config
 
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply `section.key=value` overrides, coerce by declared type and cross-check.
-
-    Raises:
-        ConfigError: one line that names the file or key, the value found and what to do.
-    """
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `section.key=value` overrides, coerce by declared type, cross-check; or ConfigError."""
     return load_config_with_sources(path, overrides)[0]
 
 
-def load_config_with_sources(
-    path: str | os.PathLike[str], overrides: Sequence[str] = ()
-) -> tuple[Config, dict[str, str]]:
-    """`load_config`, and where each value came from.
-
-    Returns:
-        The config, and {dotted key: "default", "FILE:LINE" or "command line"} for the keys of `flat_config`, in order.
-    """
+def load_config_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
+    """The config, and for each key of `flat_config`, in order: "default", "FILE:LINE" or "command line"."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")

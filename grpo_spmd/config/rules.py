@@ -36,10 +36,8 @@ def check_rules(config: Config) -> None:
         what = "names no column in braces, so that all prompts were alike"
         raise ConfigError(f"data.prompt_template {what}; got {template!r}")
     if config.rollout.sleep_level == 2 and config.model.lora.base_stays_in_engine:
-        raise ConfigError(
-            "rollout.sleep_level: 2 drops the engine's weights, and with model.lora.sync: adapter no sync brings the "
-            "base back; leave sleep_level out, or set it to 1"
-        )
+        why = "2 drops the engine's weights, and with model.lora.sync: adapter no sync brings the base back"
+        raise ConfigError(f"rollout.sleep_level: {why}; leave sleep_level out, or set it to 1")
     phases = ("start", *PHASES)
     for name in config.watchdog.phase_timeouts_s:
         if name not in phases:
@@ -52,23 +50,21 @@ def check_rules(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-    budget, batches = config.training.max_tokens_per_micro_batch, config.training.num_mini_batches
-    prompt, completion = config.data.max_prompt_tokens, config.rollout.max_completion_tokens
-    if budget < config.max_rollout_tokens:
-        raise ConfigError(
-            f"training.max_tokens_per_micro_batch ({budget}) must hold the longest rollout: data.max_prompt_tokens "
-            f"({prompt}) + rollout.max_completion_tokens ({completion}) = {config.max_rollout_tokens}; raise the first "
-            "or lower one of the others"
+    budget, longest = config.training.max_tokens_per_micro_batch, config.max_rollout_tokens
+    completion = f"rollout.max_completion_tokens ({config.rollout.max_completion_tokens})"
+    if budget < longest:
+        sizes = f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) + {completion} = {longest}"
+        rule = f"must hold the longest rollout: {sizes}; raise the first or lower one of the others"
+        raise ConfigError(f"training.max_tokens_per_micro_batch ({budget}) {rule}")
+    batches, prompts = config.training.num_mini_batches, config.rollout.num_prompts_per_step
+    if prompts % batches:
+        rule = (
+            f"must divide rollout.num_prompts_per_step ({prompts}), so that every optimizer step sees as many prompts"
         )
-    if config.rollout.num_prompts_per_step % batches:
-        raise ConfigError(
-            f"training.num_mini_batches ({batches}) must divide rollout.num_prompts_per_step "
-            f"({config.rollout.num_prompts_per_step}), so that every optimizer step sees as many prompts"
-        )
+        raise ConfigError(f"training.num_mini_batches ({batches}) {rule}")
     overlong = config.advantage.overlong_buffer_tokens
-    if overlong > completion:
-        bound = f"rollout.max_completion_tokens ({completion})"
-        raise ConfigError(f"advantage.overlong_buffer_tokens ({overlong}) must be <= {bound}")
+    if overlong > config.rollout.max_completion_tokens:
+        raise ConfigError(f"advantage.overlong_buffer_tokens ({overlong}) must be <= {completion}")
 
 
 def _check_engine_keys(rollout: RolloutConfig) -> None:
@@ -82,38 +78,31 @@ def _check_engine_keys(rollout: RolloutConfig) -> None:
 
 
 def _check_loss(loss: LossConfig) -> None:
-    if loss.dual_clip is not None and loss.policy != "cispo" and loss.dual_clip <= 1.0 + loss.clip_ratio_high:
-        raise ConfigError(
-            f"loss.dual_clip ({loss.dual_clip:g}) must be > 1 + loss.clip_ratio_high ({1.0 + loss.clip_ratio_high:g}), "
-            "or it would cut off what the upper clip leaves; raise it, or set it to null"
-        )
+    dual_clip, upper = loss.dual_clip, 1.0 + loss.clip_ratio_high
+    if dual_clip is not None and loss.policy != "cispo" and dual_clip <= upper:
+        why = "or it would cut off what the upper clip leaves; raise it, or set it to null"
+        raise ConfigError(f"loss.dual_clip ({dual_clip:g}) must be > 1 + loss.clip_ratio_high ({upper:g}), {why}")
     if loss.kl_in == "reward" and not loss.kl_coef:
         raise ConfigError("loss.kl_in: reward needs loss.kl_coef > 0; set it, or leave kl_in out")
-    if loss.old_logprobs == "engine" and loss.rollout_correction != "none":
-        raise ConfigError(
-            f"loss.rollout_correction ({loss.rollout_correction}) needs loss.old_logprobs: policy; with engine the "
-            "ratio itself is taken to the engine's logprobs, so that nothing is left to correct: set "
-            "rollout_correction: none"
-        )
+    if loss.old_logprobs == "engine" and (correction := loss.rollout_correction) != "none":
+        why = "with engine the ratio itself is taken to the engine's logprobs, so that nothing is left to correct"
+        remedy = f"needs loss.old_logprobs: policy; {why}: set rollout_correction: none"
+        raise ConfigError(f"loss.rollout_correction ({correction}) {remedy}")
 
 
 def _check_evaluation(config: Config) -> None:
-    sets, every, samples = config.data.eval_sets, config.eval.every_steps, config.eval.num_samples
-    temperature = config.eval.temperature
+    sets, every, temperature = config.data.eval_sets, config.eval.every_steps, config.eval.temperature
     if sets and not every:
-        raise ConfigError(
-            "data.eval is set, but eval.every_steps is 0, so that nothing would be evaluated; set it, e.g. to 20"
-        )
+        why = "so that nothing would be evaluated; set it, e.g. to 20"
+        raise ConfigError(f"data.eval is set, but eval.every_steps is 0, {why}")
     if every and not sets:
-        raise ConfigError(
-            "eval.every_steps needs held-out sets: set data.eval, e.g. {gsm8k: hub:openai/gsm8k:main:test}"
-        )
+        remedy = "set data.eval, e.g. {gsm8k: hub:openai/gsm8k:main:test}"
+        raise ConfigError(f"eval.every_steps needs held-out sets: {remedy}")
     if 0 < temperature < 0.01:  # vLLM would silently sample at 0.01
         raise ConfigError(f"eval.temperature must be 0 (greedy) or >= 0.01; got {temperature:g}")
-    if not temperature and samples > 1:
-        raise ConfigError(
-            f"eval.num_samples ({samples}) must be 1 with eval.temperature: 0, where all samples are alike"
-        )
+    if not temperature and (samples := config.eval.num_samples) > 1:
+        rule = "must be 1 with eval.temperature: 0, where all samples are alike"
+        raise ConfigError(f"eval.num_samples ({samples}) {rule}")
     for name, source in sets.items():
         if not isinstance(source, str) or not re.fullmatch(r"[\w.-]+", name):
             form = "must be a name (letters, digits, . _ -) with a source as in data.train"

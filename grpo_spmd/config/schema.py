@@ -1,8 +1,4 @@
-"""One tree of frozen dataclasses. Every value of a run lives here once: its type, default, bounds and meaning.
-
-`load.load_config` returns a tree in which every key was declared, typed and checked, or raises `ConfigError` with one
-line that names the key, the value and the remedy.
-"""
+"""One tree of frozen dataclasses. Every value of a run lives here once: its type, default, bounds and meaning."""
 
 from __future__ import annotations
 
@@ -13,17 +9,11 @@ from typing import Any, Literal
 
 # The phases of a step, in their order: timers, metrics and limits bear these names.
 PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
-
-
 _SIGNS = {"above": ">", "at_least": ">=", "below": "<", "at_most": "<="}
 
 
 def key(default: Any, doc: str, **bounds: float) -> Any:
-    """A config key: its default, the sentence that `--help` prints for it, and what its numbers must keep to.
-
-    Args:
-        bounds: above, at_least, below or at_most; of every number in a list or mapping, and not of null.
-    """
+    """A config key: its default, its sentence for `--help`, bounds of every number in it by the names of _SIGNS."""
     metadata = {"doc": doc, "required": False, "bounds": {_SIGNS[name]: bound for name, bound in bounds.items()}}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)

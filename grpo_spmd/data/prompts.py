@@ -31,39 +31,29 @@ def check_template_early(rows: Sequence[PromptRow], model_path: str) -> None:
 
 
 def check_lengths_early(rows: Sequence[PromptRow], config: DataConfig, model_path: str) -> None:
-    """With a local tokenizer.json and plain prompts, refuse over-long ones before torch is imported; `build_prompts`
-    decides, with the model's own tokenizer class."""
-    tokenizer_file = Path(model_path) / "tokenizer.json"
-    if config.on_long_prompt != "error" or not tokenizer_file.is_file():
-        return
-    if any(not isinstance(row.prompt, str) for row in rows):
+    """The same for over-long prompts of plain text and a local tokenizer.json, without the model's tokenizer class."""
+    file, texts = Path(model_path) / "tokenizer.json", [row.prompt for row in rows if isinstance(row.prompt, str)]
+    if config.on_long_prompt != "error" or not file.is_file() or len(texts) < len(rows):
         return
     import tokenizers
 
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"model.path: cannot read {tokenizer_file}: {error}") from None
+        raise ConfigError(f"model.path: cannot read {file}: {error}") from None
     tokenizer.no_truncation()
-    for row, encoding in zip(rows, tokenizer.encode_batch([str(row.prompt) for row in rows]), strict=True):
+    for row, encoding in zip(rows, tokenizer.encode_batch(texts), strict=True):
         if len(encoding.ids) > config.max_prompt_tokens:
             raise ConfigError(_too_long(row, len(encoding.ids), config))
 
 
 def build_prompts(
-    rows: Sequence[PromptRow],
-    tokenizer: Any,
-    config: DataConfig,
-    num_prompts_per_step: int,
-    eval_set: str | None = None,
+    rows: Sequence[PromptRow], tokenizer: Any, config: DataConfig, per_step: int, eval_set: str | None = None
 ) -> list[Prompt]:
     """Tokenize every row: strings as they are, messages through the chat template with a generation prompt.
 
-    The `position` of the prompts is their row number until the stream deals them out.
-
-    Raises:
-        ConfigError: for a prompt over `max_prompt_tokens` with `on_long_prompt: error`, messages without a chat
-            template, or too few prompts for a step (in a set of `data.eval`: none).
+    The `position` of a prompt is its row number until the stream deals it out. Raises ConfigError for a prompt that is
+    too long, messages without a chat template, or too few prompts for a step (in a set of `data.eval`: none).
     """
     prompts = []
     for number, row in enumerate(rows):
@@ -74,8 +64,7 @@ def build_prompts(
             prompts.append(Prompt(number, number, token_ids, row.prompt, row.columns))
         elif config.on_long_prompt == "error":
             raise ConfigError(_too_long(row, len(token_ids), config))
-    num_dropped = len(rows) - len(prompts)
-    check_enough_rows(len(prompts), config, num_prompts_per_step, num_dropped=num_dropped, eval_set=eval_set)
+    check_enough_rows(len(prompts), config, per_step, num_dropped=len(rows) - len(prompts), eval_set=eval_set)
     return prompts
 
 
@@ -87,10 +76,9 @@ def _tokenized(row: PromptRow, tokenizer: Any) -> list[int]:
     try:
         text = tokenizer.apply_chat_template(row.prompt, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template may refuse with any error, e.g. roles in an order that it does not know
-        what = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{row.where}: the chat template refused the messages: {what}") from None
-    # the template writes the special tokens itself
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        refusal = f"the chat template refused the messages: {type(error).__name__}: {error}"
+        raise ConfigError(f"{row.where}: {refusal}") from None
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has written them
 
 
 class PromptStream:
@@ -122,7 +110,5 @@ def _no_template(where: str) -> str:
 
 
 def _too_long(row: PromptRow, num_tokens: int, config: DataConfig) -> str:
-    return (
-        f"{row.where}: the prompt has {num_tokens} tokens, over data.max_prompt_tokens={config.max_prompt_tokens}; "
-        "raise that, or set data.on_long_prompt: drop"
-    )
+    what = f"the prompt has {num_tokens} tokens, over data.max_prompt_tokens={config.max_prompt_tokens}"
+    return f"{row.where}: {what}; raise that, or set data.on_long_prompt: drop"

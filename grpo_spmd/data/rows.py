@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import DataConfig
 
-T = TypeVar("T")
+Records = list[tuple[str, dict[str, Any]]]  # where a row stands, for messages, and the row
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One usable row: its prompt (text or chat messages), its other columns, and where it came from, for messages."""
+    """One usable row: its prompt (text or chat messages), its other columns, and where it stands, for messages."""
 
     prompt: str | list[dict[str, Any]]
     columns: dict[str, Any]
@@ -32,27 +31,21 @@ def key_and_source(config: DataConfig, eval_set: str | None) -> tuple[str, str]:
 
 
 def read_rows(config: DataConfig, eval_set: str | None = None) -> list[PromptRow]:
-    """All rows of `data.train`, or of a set of `data.eval`, each with a usable prompt.
-
-    Raises:
-        ConfigError: naming file:line (jsonl) or file:row (parquet, hub), what was found and what is expected.
-    """
+    """All rows of `data.train`, or of a set of `data.eval`. Raises ConfigError, which names file:line or file:row."""
     key, source = key_and_source(config, eval_set)
     if source.startswith("hub:"):
         records = _read_hub(source, key)
-    elif source.endswith(".jsonl"):
-        records = _read_jsonl(Path(source), key)
-    elif source.endswith(".parquet"):
-        records = _read_parquet(Path(source), key)
+    elif source.endswith((".jsonl", ".parquet")):
+        records = _read_file(Path(source), key)
     else:
         raise ConfigError(f"{key} must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got {source!r}")
     rows = []
     for where, record in records:
         prompt = _prompt_of(record, where, config)
+        if isinstance(prompt, str) and (config.as_chat or config.system_prompt):
+            prompt = [{"role": "user", "content": prompt}] if prompt else []
         if not isinstance(prompt, str):
             prompt = _checked_messages(prompt, where, config)
-        elif config.as_chat or config.system_prompt:
-            prompt = _as_messages(prompt, config)
         origin = "written by data.prompt_template" if config.prompt_template else f"in column {config.prompt_key!r}"
         if not prompt:
             raise ConfigError(f"{where}: the prompt {origin} is empty")
@@ -93,17 +86,22 @@ def check_enough_rows(
     longer = f"{num_dropped} longer than data.max_prompt_tokens={config.max_prompt_tokens}"
     note = f" ({longer} were dropped)" if num_dropped else ""
     if eval_set is None and num_rows < num_prompts_per_step:
-        raise ConfigError(
-            f"{key}: {source} has {num_rows} usable prompts{note}, but one step takes "
-            f"rollout.num_prompts_per_step={num_prompts_per_step}; lower that or add prompts"
-        )
+        why = f"but one step takes rollout.num_prompts_per_step={num_prompts_per_step}; lower that or add prompts"
+        raise ConfigError(f"{key}: {source} has {num_rows} usable prompts{note}, {why}")
     if num_rows == 0:
         raise ConfigError(f"{key}: {source} has 0 usable prompts{note}; add prompts or leave the set out")
 
 
-def _read_jsonl(path: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
+def _read_file(path: Path, key: str) -> Records:
+    try:
+        return _read_jsonl(path) if path.name.endswith(".jsonl") else _read_parquet(path, key)
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror or error}") from None
+
+
+def _read_jsonl(path: Path) -> Records:
     records = []
-    for number, line in enumerate(_open(path, key, lambda: path.read_bytes()).split(b"\n"), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
@@ -121,18 +119,18 @@ def _read_jsonl(path: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
     return records
 
 
-def _read_parquet(path: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
+def _read_parquet(path: Path, key: str) -> Records:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        records = _open(path, key, lambda: pyarrow.parquet.read_table(path)).to_pylist()
+        records = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, ValueError) as error:  # ValueError: a text column that is not UTF-8
         raise ConfigError(f"{key}: {path} cannot be read as parquet: {error}") from None
     return [(f"{path}:row {number}", record) for number, record in enumerate(records)]
 
 
-def _read_hub(source: str, key: str) -> list[tuple[str, dict[str, Any]]]:
+def _read_hub(source: str, key: str) -> Records:
     parts = source.split(":", 3)  # a split may hold a colon: train[:100]
     if len(parts) != 4 or not parts[1] or not parts[3]:
         raise ConfigError(f"{key}: a hub data set is hub:REPO:SUBSET:SPLIT (SUBSET may be empty); got {source!r}")
@@ -146,24 +144,10 @@ def _read_hub(source: str, key: str) -> list[tuple[str, dict[str, Any]]]:
     return [(f"{source}:row {number}", dict(record)) for number, record in enumerate(dataset)]
 
 
-def _open(path: Path, key: str, read: Callable[[], T]) -> T:
-    try:
-        return read()
-    except OSError as error:
-        raise ConfigError(f"{key}: cannot read {path}: {error.strerror or error}") from None
-
-
-def _as_messages(prompt: str, config: DataConfig) -> list[dict[str, Any]]:
-    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
-    return [*system, {"role": "user", "content": prompt}] if prompt else []
-
-
 def _checked_messages(prompt: Any, where: str, config: DataConfig) -> list[dict[str, Any]]:
     if not isinstance(prompt, list) or not all(isinstance(message, dict) and _is_sound(message) for message in prompt):
-        raise ConfigError(
-            f"{where}: the prompt in column {config.prompt_key!r} must be a string or a list of "
-            f'{{"role": text, "content": text}} messages; got {str(prompt)[:80]}'
-        )
+        rule = 'must be a string or a list of {"role": text, "content": text} messages'
+        raise ConfigError(f"{where}: the prompt in column {config.prompt_key!r} {rule}; got {str(prompt)[:80]}")
     if prompt and config.system_prompt and prompt[0]["role"] != "system":
         return [{"role": "system", "content": config.system_prompt}, *prompt]
     return prompt
@@ -176,8 +160,4 @@ def _is_sound(message: dict[str, Any]) -> bool:
 def _is_text(prompt: str | list[dict[str, Any]]) -> bool:
     """False where JSON smuggled in something like "\\ud800", which no tokenizer takes."""
     texts = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
-    try:
-        "".join(texts).encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    return not any(re.search(r"[\ud800-\udfff]", text) for text in texts)

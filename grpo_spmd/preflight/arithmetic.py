@@ -14,7 +14,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
 def shard_numel(shapes: Shapes, num_ranks: int) -> int:
-    """Elements of a full shard: FSDP2 deals ceil(rows / ranks) of each tensor's rows to a rank, and pads the last."""
+    """Elements of a full shard: FSDP2 deals ceil(rows / ranks) rows of each tensor to a rank, and pads the last."""
     return sum(-(-shape[0] // num_ranks) * math.prod(shape[1:]) for shape in shapes.values() if shape)
 
 
@@ -45,8 +45,8 @@ def ratio_is_one(config: Config) -> bool:
 
 def micro_batches_per_step(config: Config, num_ranks: int) -> tuple[int, int]:
     """Fewest and most forward-backwards of a rank in a step; the most where every rollout is of full length."""
-    steps, longest = config.training.num_optimizer_steps, config.max_rollout_tokens
-    in_a_row = config.training.max_tokens_per_micro_batch // longest
+    steps = config.training.num_optimizer_steps
+    in_a_row = config.training.max_tokens_per_micro_batch // config.max_rollout_tokens
     return steps, steps * -(-rollouts_of_a_rank(config, num_ranks) // in_a_row)
 
 
@@ -58,22 +58,19 @@ def micro_batch_tokens(config: Config, num_ranks: int) -> int:
 
 def rollouts_of_a_rank(config: Config, num_ranks: int) -> int:
     """Rollouts of one rank for one optimizer step, where all are equally long."""
-    samples = config.rollout.num_prompts_per_step * config.rollout.group_size // config.training.num_mini_batches
-    return -(-samples // num_ranks)
+    rollouts = config.rollout.num_prompts_per_step * config.rollout.group_size // config.training.num_mini_batches
+    return -(-rollouts // num_ranks)
 
 
 def logits_bytes_per_element(itemsize: int) -> int:
-    """Bytes for each logit of a chunk at the peak of logprobs.TokenLogprobs, forward and backward.
-
-    One float32 [chunk, V] (or two of half as many rows), and the product in the compute dtype where that is another.
-    """
+    """Bytes of each logit at the peak of logprobs.TokenLogprobs: float32, and the product in another compute dtype."""
     return 4 if itemsize == 4 else 4 + itemsize
 
 
 def activation_bytes_per_token(sizes: Dimensions, itemsize: int, *, qk_norm: bool = False) -> int:
-    """What one layer keeps for its backward pass, for each token.
+    """What one layer keeps of each token for its backward pass.
 
-    Both norms keep their input in float32, the normalised and the scaled output; attention its q, k, v and its output
+    Both norms keep their input in float32, the normalised and the scaled output; attention its q, k, v, and its output
     twice (once put back in place); the MLP gate, its SiLU, up and their product.
     """
     norms = 2 * (4 + 2 * itemsize) * sizes.hidden
@@ -86,14 +83,11 @@ def activation_bytes_per_token(sizes: Dimensions, itemsize: int, *, qk_norm: boo
 def activation_bytes(
     sizes: Dimensions, tokens: int, itemsize: int, *, checkpointing: bool | Literal["selective"], qk_norm: bool = False
 ) -> int:
-    """Activations of one micro-batch at their peak: what all layers keep, what one makes again, what follows them all.
-
-    With checkpointing a layer keeps its input; selective also the outputs of its seven products and of attention. After
-    the layers come the last norm, the hidden states that are scored, and their gradient.
-    """
-    layer = kept = activation_bytes_per_token(sizes, itemsize, qk_norm=qk_norm)
-    if checkpointing:
-        kept = itemsize * sizes.hidden
+    """Activations of one micro-batch at their peak: what all layers keep, what one makes again, what follows them all
+    (the last norm, the hidden states that are scored, their gradient). With checkpointing a layer keeps its input;
+    selective also the outputs of its seven products and of attention."""
+    layer = activation_bytes_per_token(sizes, itemsize, qk_norm=qk_norm)
+    kept = itemsize * sizes.hidden if checkpointing else layer
     if checkpointing == "selective":
         heads = (sizes.heads + sizes.kv_heads) * sizes.head_dim
         kept += 2 * itemsize * (sizes.hidden + heads + sizes.intermediate)

@@ -26,14 +26,12 @@ from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run starts from, read and checked."""
-
     rows: list[PromptRow]
     eval_rows: dict[str, list[PromptRow]]  # by the set's name; none where eval.every_steps is 0
 
     @property
     def columns(self) -> set[str]:
-        """Every column of the training and the held-out sets: a row that lacks one passes None for it."""
+        """Those of the training and the held-out sets: a row that lacks one passes None for it."""
         return {name for rows in (self.rows, *self.eval_rows.values()) for row in rows for name in row.columns}
 
     @property
@@ -42,14 +40,10 @@ class Inputs:
 
 
 def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inputs:
-    """Read data and rewards, and check them, model and run folder and the number of ranks against the config.
+    """Read data and rewards, and check them, the model, the run folder and the number of ranks against the config.
 
-    Args:
-        num_ranks: ranks that will take part.
-        to_run: False leaves the run folder out: somebody only asks about a config, perhaps that of a run under way.
-
-    Raises:
-        ConfigError: one line that names the key or file:line.
+    `to_run` False leaves the run folder out: somebody only asks about a config, perhaps that of a run under way.
+    Raises ConfigError, which names the key or file:line.
     """
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE") if to_run else None
     _check_world_size(config, num_ranks, int(local_ranks) if local_ranks else None)
@@ -66,12 +60,11 @@ def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inpu
 
 def _check_code_time(config: Config) -> None:
     for index, reward in enumerate(config.rewards):
-        time_s = reward.args.get("time_s", DEFAULT_TIME_S)
-        if reward.name == "code" and reward.function is None and time_s > config.reward_pool.timeout_s - 1:
-            raise ConfigError(
-                f"rewards.{index}.args.time_s ({time_s:g}) must be at least a second under reward_pool.timeout_s "
-                f"({config.reward_pool.timeout_s:g}), or an endless loop is killed as unknown before it is found wrong"
-            )
+        time_s, limit_s = reward.args.get("time_s", DEFAULT_TIME_S), config.reward_pool.timeout_s
+        if reward.name == "code" and reward.function is None and time_s > limit_s - 1:
+            bound = f"at least a second under reward_pool.timeout_s ({limit_s:g})"
+            why = "or an endless loop is killed as unknown before it is found wrong"
+            raise ConfigError(f"rewards.{index}.args.time_s ({time_s:g}) must be {bound}, {why}")
 
 
 def _read_and_check(config: Config, rewards: Sequence[Reward], eval_set: str | None = None) -> list[PromptRow]:
@@ -88,20 +81,19 @@ def _check_reward_columns(rewards: Sequence[Reward], rows: Sequence[PromptRow], 
     for index, reward in enumerate(rewards):
         for name in reward.needs:
             if name not in columns:
-                raise ConfigError(
-                    f"rewards.{index}: {reward.name!r} needs the column {name!r}, which {source} does not have; "
-                    f"besides the prompt it has {', '.join(sorted(columns)) or 'none'}"
-                )
+                what = f"{reward.name!r} needs the column {name!r}, which {source} does not have"
+                there = ", ".join(sorted(columns)) or "none"
+                raise ConfigError(f"rewards.{index}: {what}; besides the prompt it has {there}")
 
 
 def _check_world_size(config: Config, world_size: int, local_world_size: int | None) -> None:
-    """Args: local_world_size: ranks of each node, where they are known."""
-    engine, replicas = config.rollout.tensor_parallel_size, config.model.num_replicas
+    """`local_world_size`: ranks of each node, where they are known."""
+    engine = config.rollout.tensor_parallel_size
     of_node = local_world_size or engine
     for key, size, whole, what in (
         ("rollout.tensor_parallel_size", engine, world_size, "the number of ranks"),
         ("rollout.tensor_parallel_size", engine, of_node, "the ranks of a node, since an engine stays on one"),
-        ("model.num_replicas", replicas, world_size, "the number of ranks"),
+        ("model.num_replicas", config.model.num_replicas, world_size, "the number of ranks"),
     ):
         if whole % size:
             would = ", ".join(str(divisor) for divisor in range(1, whole + 1) if whole % divisor == 0)
@@ -109,24 +101,20 @@ def _check_world_size(config: Config, world_size: int, local_world_size: int | N
 
 
 def _check_run_dir(config: Config) -> None:
-    run_dir = Path(config.run_dir)
-    for path in (run_dir, *run_dir.parents):
-        if path.exists():
-            if not path.is_dir():
-                raise ConfigError(f"run_dir: {path} is not a folder")
-            if not os.access(path, os.W_OK):
-                raise ConfigError(f"run_dir: no permission to write in {path}")
-            break
-    resume = config.checkpoint.resume
+    run_dir, resume = Path(config.run_dir), config.checkpoint.resume
+    existing = next((path for path in (run_dir, *run_dir.parents) if path.exists()), Path())
+    if not existing.is_dir():
+        raise ConfigError(f"run_dir: {existing} is not a folder")
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"run_dir: no permission to write in {existing}")
     if resume == "auto" or is_same_launch(run_dir):
         _check_newest(list_checkpoints(run_dir)[-1:], config)
         return
     if resume != "never":
         folder = Path(resume)
         if not folder.is_dir():
-            raise ConfigError(
-                f"checkpoint.resume: there is no folder {folder}; it is auto, never, or the folder of a checkpoint"
-            )
+            rule = "it is auto, never, or the folder of a checkpoint"
+            raise ConfigError(f"checkpoint.resume: there is no folder {folder}; {rule}")
         if not (folder / "manifest.json").exists():
             inside = list_checkpoints(folder)
             hint = f"; this is a run's folder, its newest checkpoint is {inside[-1]}" if inside else ""
@@ -151,8 +139,7 @@ def _check_newest(checkpoints: list[Path], config: Config) -> None:
 def _check_model(config: Config) -> None:
     folder = Path(config.model.path)
     if not folder.is_dir():
-        organisation = folder.parts[0] if folder.parts else ""
-        if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", config.model.path) and not Path(organisation).exists():
+        if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", config.model.path) and not Path(folder.parts[0]).exists():
             return  # a hub id
         raise ConfigError(f"model.path: there is no folder {folder}, and it is no hub id (organisation/name)")
     file = folder / "config.json"
@@ -166,9 +153,10 @@ def _check_model(config: Config) -> None:
         raise ConfigError(f"model.path: {file} must hold a JSON object, got {type(model).__name__}")
     if not isinstance(model.get("model_type"), str):
         raise ConfigError(f"model.path: {file} names no model_type")
-    if not any(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         raise ConfigError(f"model.path: {folder} holds no .safetensors file")
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in files:
         try:
             read_header(path)
         except (OSError, ValueError):
@@ -176,14 +164,12 @@ def _check_model(config: Config) -> None:
             raise ConfigError(f"model.path: {path} {whole}") from None
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
         raise ConfigError(f"model.path: {folder} holds no tokenizer")  # transformers would make an empty one up
-    positions, heads = model.get("max_position_embeddings"), model.get("num_attention_heads")
-    longest, completion = config.max_rollout_tokens, config.rollout.max_completion_tokens
+    longest, positions = config.max_rollout_tokens, model.get("max_position_embeddings")
     if isinstance(positions, int) and longest > positions:
-        raise ConfigError(
-            f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) + rollout.max_completion_tokens ({completion}) "
-            f"= {longest}, but the model has {positions} positions"
-        )
-    size = config.rollout.tensor_parallel_size
+        prompt, completion = config.data.max_prompt_tokens, config.rollout.max_completion_tokens
+        parts = f"data.max_prompt_tokens ({prompt}) + rollout.max_completion_tokens ({completion})"
+        raise ConfigError(f"{parts} = {longest}, but the model has {positions} positions")
+    size, heads = config.rollout.tensor_parallel_size, model.get("num_attention_heads")
     if isinstance(heads, int) and heads % size:
         raise ConfigError(f"rollout.tensor_parallel_size ({size}) must divide the model's {heads} attention heads")
 
@@ -198,13 +184,13 @@ def _check_engine_keys(config: Config) -> None:
         path = Path(package.origin).parent / file
         if not path.is_file():  # another layout in another version: vllm itself will tell
             return
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and node.name == of:
-                for item in node.body:
-                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                        known.add(item.target.id)
-                    elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
-                        known |= {argument.arg for argument in [*item.args.args, *item.args.kwonlyargs]}
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == of]
+        for item in (item for found in classes for item in found.body):
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                known.add(item.target.id)
+            elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
+                known |= {argument.arg for argument in [*item.args.args, *item.args.kwonlyargs]}
     for name in config.rollout.engine:
         if known and name not in known:
             close = difflib.get_close_matches(name, known, n=1)

@@ -1,8 +1,4 @@
-"""`--explain`: what a config comes to, by arithmetic, and where each of its values was set. Needs no torch, no GPU.
-
-Sizes come from the headers of the model's safetensors files, else from its config.json. What is not exact says
-"estimate".
-"""
+"""`--explain`: what a config comes to, by arithmetic, and where each of its values was set. Needs no torch, no GPU."""
 
 from __future__ import annotations
 
@@ -21,20 +17,15 @@ from grpo_spmd.preflight.model_facts import ModelFacts
 def explain(
     config: Config, sources: Mapping[str, str], model: ModelFacts | None, *, num_rows: int, num_ranks: int
 ) -> list[str]:
-    """The lines that `--explain` prints.
+    """The lines that `--explain` prints. `model` None leaves out what only the model could tell, and says so.
 
-    Args:
-        sources: of `load_config_with_sources`.
-        model: of `read_model`; None leaves out what only the model could tell, and says so.
-        num_rows: rows of data.train.
-        num_ranks: ranks to assume, a multiple of rollout.tensor_parallel_size.
+    `num_rows` are those of data.train; `num_ranks` is a multiple of rollout.tensor_parallel_size.
     """
     lines = _section("a step", _step_rows(config, num_ranks))
     lines += _section("the run", _run_rows(config, num_rows))
     if model is None:
-        unknown = f"sizes, sync and memory of {config.model.path} are not known here"
         why = "it is no folder with all its weights, and not in the local Hugging Face cache (hf download brings it)"
-        lines += ["", f"{unknown}: {why}"]
+        lines += ["", f"sizes, sync and memory of {config.model.path} are not known here: {why}"]
     else:
         lines += _section("model and weight sync", _sync_rows(config, model, num_ranks))
         lines += _section("memory of a rank: training", training_rows(config, model, num_ranks))
@@ -45,10 +36,9 @@ def explain(
 
 
 def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
-    rollout, training = config.rollout, config.training
+    rollout, training, tp = config.rollout, config.training, config.rollout.tensor_parallel_size
     prompts, group, longest = rollout.num_prompts_per_step, rollout.group_size, config.max_rollout_tokens
-    samples, steps, budget = prompts * group, training.num_optimizer_steps, training.max_tokens_per_micro_batch
-    batches, tp = training.num_mini_batches, rollout.tensor_parallel_size
+    samples, batches, budget = prompts * group, training.num_mini_batches, training.max_tokens_per_micro_batch
     yield "ranks", f"{num_ranks:,}", "--ranks, else WORLD_SIZE, else 1"
     yield "engines", f"{num_ranks // tp:,}", f"{num_ranks} ranks / tensor_parallel_size {tp}"
     yield "samples", f"{samples:,}", f"{prompts} prompts x group_size {group}"
@@ -58,9 +48,9 @@ def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     how = f"max_prompt_tokens {config.data.max_prompt_tokens} + {rollout.max_completion_tokens}"
     yield "longest rollout, tokens", f"{longest:,}", how
     yield "tokens", f"<= {samples * longest:,}", f"{samples} samples x {longest}"
-    yield "optimizer steps", f"{steps:,}", f"num_mini_batches {batches} x num_epochs {training.num_epochs}"
-    how = f"{samples} samples / num_mini_batches {batches}"
-    yield "completions per optimizer step", f"{samples // batches:,}", how
+    how = f"num_mini_batches {batches} x num_epochs {training.num_epochs}"
+    yield "optimizer steps", f"{training.num_optimizer_steps:,}", how
+    yield "completions per optimizer step", f"{samples // batches:,}", f"{samples} samples / num_mini_batches {batches}"
     how = f"the budget holds {budget // longest} of the longest rollouts ({budget} / {longest})"
     yield "micro-batch, tokens", f"<= {budget:,}", how
     fewest, most = arithmetic.micro_batches_per_step(config, num_ranks)
@@ -96,10 +86,10 @@ def _run_rows(config: Config, num_rows: int) -> Iterator[Row]:
     yield "steps per epoch of the data", ("<= " if is_dynamic or is_cut else "") + f"{num_rows / prompts:,.1f}", how
     how = f"{steps} steps x {prompts} prompts / {num_rows} rows"
     yield "epochs of the data", (">= " if is_dynamic or is_cut else "") + f"{steps * prompts / num_rows:,.2f}", how
-    how = f"{steps} steps x {samples} samples"
-    yield "samples trained on", ("<= " if is_dynamic else "") + f"{steps * samples:,}", how
-    optimizer_steps = config.training.num_optimizer_steps
-    yield "optimizer steps", f"{steps * optimizer_steps:,}", f"{steps} steps x {optimizer_steps}"
+    most = "<= " if is_dynamic else ""
+    yield "samples trained on", f"{most}{steps * samples:,}", f"{steps} steps x {samples} samples"
+    updates = config.training.num_optimizer_steps
+    yield "optimizer steps", f"{steps * updates:,}", f"{steps} steps x {updates}"
 
 
 def _sync_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_spmd.config.schema import Config
-from grpo_spmd.model.dimensions import Dimensions
 from grpo_spmd.preflight import arithmetic
 from grpo_spmd.preflight.model_facts import ModelFacts
 
 Row = tuple[str, str, str]  # name, value, how it follows
 _GPU_GIB = (24, 80, 141)
+_NO_SIZES = "config.json does not name the sizes of a decoder as Llama's does"
 _ALL_GIVEN_UP = "one in full, of the others the input"
 _CHECKPOINTING: tuple[tuple[bool | Literal["selective"], str, str], ...] = (
     (False, "without checkpointing", "all kept"),
@@ -43,16 +43,11 @@ class _State:
 def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
     itemsize, ranks = arithmetic.ITEMSIZE[config.model.dtype], num_ranks // config.model.num_replicas
     shard, lora = arithmetic.shard_numel(model.shapes, ranks), config.model.lora
-    frozen = itemsize * shard
     if lora.rank:
-        state = _State(
-            shard,
-            arithmetic.shard_numel(arithmetic.adapter_shapes(model.shapes, lora), ranks),
-            base=frozen,
-            reference=0,
-        )
+        adapters = arithmetic.shard_numel(arithmetic.adapter_shapes(model.shapes, lora), ranks)
+        state = _State(shard, adapters, base=itemsize * shard, reference=0)
     else:
-        state = _State(shard, shard, base=0, reference=frozen if config.loss.kl_coef else 0)
+        state = _State(shard, shard, base=0, reference=itemsize * shard if config.loss.kl_coef else 0)
     yield from _state_rows(config, state, ranks)
     yield from _update_rows(config, model, state, arithmetic.micro_batch_tokens(config, num_ranks))
     moved = arithmetic.sync_size(model.shapes, ranks, itemsize, 1)[0]
@@ -89,14 +84,14 @@ def _state_rows(config: Config, state: _State, ranks: int) -> Iterator[Row]:
 
 
 def _update_rows(config: Config, model: ModelFacts, state: _State, budget: int) -> Iterator[Row]:
-    """Args: budget: tokens of a micro-batch."""
+    """`budget`: tokens of a micro-batch."""
     itemsize, root, layer = arithmetic.ITEMSIZE[config.model.dtype], model.root_numel, model.layer_numel
     gathered = itemsize * (root + 2 * layer)
     how = f"estimate: {itemsize} x ({root:,} of embedding, lm_head, norm + 2 layers of {layer:,}: in use, arriving)"
     yield "gathered by FSDP", size_text(gathered), how
     sizes = model.dimensions
     if sizes is None:
-        yield "logits and activations", "unknown", "config.json does not name the sizes of a decoder as Llama's does"
+        yield "logits and activations", "unknown", _NO_SIZES
         return
     tokens, each = min(config.model.logprob_chunk_tokens, budget), arithmetic.logits_bytes_per_element(itemsize)
     logits, one = tokens * sizes.vocabulary * each, size_text(4 * tokens * sizes.vocabulary)
@@ -107,13 +102,12 @@ def _update_rows(config: Config, model: ModelFacts, state: _State, budget: int) 
         how = f"V {sizes.vocabulary} x D {sizes.hidden} x (4 + {itemsize}): whole, before it is reduced"
         yield "lm_head's gradient", size_text(head), how
     qk_norm, activations = any(name.endswith("q_norm.weight") for name in model.shapes), 0
-    layers = (
-        f"{sizes.layers} layers of {arithmetic.activation_bytes_per_token(sizes, itemsize, qk_norm=qk_norm):,} bytes"
-    )
+    layer = arithmetic.activation_bytes_per_token(sizes, itemsize, qk_norm=qk_norm)
     for choice, name, what in _CHECKPOINTING:
         kept = arithmetic.activation_bytes(sizes, budget, itemsize, checkpointing=choice, qk_norm=qk_norm)
         is_chosen = choice == config.model.activation_checkpointing
-        how = f"estimate: {budget} tokens x ({layers}, {what}; and {4 + 4 * itemsize} x D)"
+        layers = f"{sizes.layers} layers of {layer:,} bytes, {what}"
+        how = f"estimate: {budget} tokens x ({layers}; and {4 + 4 * itemsize} x D)"
         yield f"activations, {name}" + (" *" if is_chosen else ""), size_text(kept), how
         activations = kept if is_chosen else activations
     peak = state.num_bytes + 4 * state.trained + gathered + logits + head + activations
@@ -126,17 +120,12 @@ def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[R
     weights = itemsize * sum(math.prod(shape) // (tp if len(shape) > 1 else 1) for shape in model.shapes.values())
     how = f"estimate: parameters x {itemsize} / tensor_parallel_size {tp} (norms and biases whole)"
     yield "weights", size_text(weights), how
-    if model.dimensions is None:
-        yield "KV cache", "unknown", "config.json does not name the sizes of a decoder as Llama's does"
-    else:
-        yield from _kv_cache_rows(config, model.dimensions, weights, num_ranks)
-
-
-def _kv_cache_rows(config: Config, sizes: Dimensions, weights: int, num_ranks: int) -> Iterator[Row]:
-    """Args: weights: bytes of the engine's weights on a rank."""
-    rollout, tp, share = config.rollout, config.rollout.tensor_parallel_size, config.rollout.gpu_memory_utilization
+    if (sizes := model.dimensions) is None:
+        yield "KV cache", "unknown", _NO_SIZES
+        return
+    rollout, share = config.rollout, config.rollout.gpu_memory_utilization
     is_fp8 = str(rollout.engine.get("kv_cache_dtype", "")).startswith("fp8")
-    itemsize = 1 if is_fp8 else arithmetic.ITEMSIZE[config.model.dtype]
+    itemsize = 1 if is_fp8 else itemsize
     token, heads = arithmetic.kv_bytes_per_token(sizes, itemsize, tp), max(1, sizes.kv_heads // tp)
     how = f"2 x {sizes.layers} layers x {heads} kv heads of a rank x head_dim {sizes.head_dim} x {itemsize}"
     yield "KV cache of a token", size_text(token), how

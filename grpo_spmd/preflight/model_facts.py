@@ -17,9 +17,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The parameters of a model by their names in a checkpoint, a tied lm_head counted once."""
-
-    shapes: Shapes
+    shapes: Shapes  # of the parameters by their names in a checkpoint, a tied lm_head once
     config: dict[str, Any]  # config.json
     source: str  # where the shapes are from
 
@@ -57,8 +55,7 @@ def read_model(path: str) -> ModelFacts | None:
             return None
         folder = Path(cached).parent
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    shapes = shapes_from_headers(folder, tied=bool(config.get("tie_word_embeddings")))
-    if shapes:
+    if shapes := shapes_from_headers(folder, tied=bool(config.get("tie_word_embeddings"))):
         return ModelFacts(shapes, config, f"safetensors headers in {folder}")
     source = f"{folder / 'config.json'}, worked out; the weights are not there"
     return ModelFacts(shapes, config, source) if (shapes := shapes_from_config(config)) else None
@@ -66,11 +63,9 @@ def read_model(path: str) -> ModelFacts | None:
 
 def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
     """Shapes of all parameters in the files that the policy would read, by their index if any; {} if one is missing."""
-    index = folder / "model.safetensors.index.json"
+    index, files = folder / "model.safetensors.index.json", sorted(folder.glob("*.safetensors"))
     if index.is_file():
         files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-    else:
-        files = sorted(folder.glob("*.safetensors"))
     if not all(path.is_file() for path in files):
         return {}
     return {
@@ -85,9 +80,7 @@ def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """The header of a safetensors file: {tensor: {"dtype", "shape", "data_offsets"}}.
 
-    Raises:
-        ValueError: the file is not as long as its header says, since a download or copy broke off.
-        OSError: it cannot be read.
+    Raises ValueError where the file is not as long as its header says, since a download or copy broke off.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -110,23 +103,22 @@ def shapes_from_config(config: Mapping[str, Any]) -> Shapes:
         return {}
     hidden, query, kv = sizes.hidden, sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     shapes: Shapes = {"model.embed_tokens.weight": (sizes.vocabulary, hidden), "model.norm.weight": (hidden,)}
-    attention_bias = family == "qwen2" or bool(config.get("attention_bias"))
+    attention_bias, mlp_bias = family == "qwen2" or config.get("attention_bias"), config.get("mlp_bias")
+    products = (
+        ("self_attn.q_proj", query, hidden, attention_bias),
+        ("self_attn.k_proj", kv, hidden, attention_bias),
+        ("self_attn.v_proj", kv, hidden, attention_bias),
+        ("self_attn.o_proj", hidden, query, attention_bias and family != "qwen2"),
+        ("mlp.gate_proj", sizes.intermediate, hidden, mlp_bias),
+        ("mlp.up_proj", sizes.intermediate, hidden, mlp_bias),
+        ("mlp.down_proj", hidden, sizes.intermediate, mlp_bias),
+    )
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if family == "qwen3":
+        norms |= {"self_attn.q_norm": sizes.head_dim, "self_attn.k_norm": sizes.head_dim}
     for layer in (f"model.layers.{number}" for number in range(sizes.layers)):
-        for name, rows, columns, bias in (
-            ("self_attn.q_proj", query, hidden, attention_bias),
-            ("self_attn.k_proj", kv, hidden, attention_bias),
-            ("self_attn.v_proj", kv, hidden, attention_bias),
-            ("self_attn.o_proj", hidden, query, attention_bias and family != "qwen2"),
-            ("mlp.gate_proj", sizes.intermediate, hidden, bool(config.get("mlp_bias"))),
-            ("mlp.up_proj", sizes.intermediate, hidden, bool(config.get("mlp_bias"))),
-            ("mlp.down_proj", hidden, sizes.intermediate, bool(config.get("mlp_bias"))),
-        ):
-            shapes[f"{layer}.{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{layer}.{name}.bias"] = (rows,)
-        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-        if family == "qwen3":
-            norms |= {"self_attn.q_norm": sizes.head_dim, "self_attn.k_norm": sizes.head_dim}
+        for name, rows, columns, bias in products:
+            shapes |= {f"{layer}.{name}.weight": (rows, columns)} | ({f"{layer}.{name}.bias": (rows,)} if bias else {})
         shapes |= {f"{layer}.{name}.weight": (size,) for name, size in norms.items()}
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (sizes.vocabulary, hidden)

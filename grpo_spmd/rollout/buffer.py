@@ -27,7 +27,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from grpo_spmd.config.dump import to_plain
+from grpo_spmd.config.dump import config_to_dict
 from grpo_spmd.config.schema import ModelConfig, RolloutConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
@@ -48,9 +48,9 @@ class RolloutBuffer:
     def __init__(self, run_dir: str, seed: int, model: ModelConfig, rollout: RolloutConfig, session: Session) -> None:
         """Collective."""
         self._folder, self._session = Path(run_dir, _FOLDER), session
-        settings = to_plain(rollout)
+        settings = config_to_dict(rollout)
         sampling = {name: settings[name] for name in ("temperature", "max_completion_tokens", "engine")}
-        decides = json.dumps([seed, model.path, model.dtype, to_plain(model.lora), sampling], sort_keys=True)
+        decides = json.dumps([seed, model.path, model.dtype, config_to_dict(model.lora), sampling], sort_keys=True)
         self._sampling_id = hashlib.blake2b(decides.encode(), digest_size=16).hexdigest()
         self._step, self._weights_id = -1, ""
         self._found: dict[Key, Place] = {}  # of this step, equal on all ranks
