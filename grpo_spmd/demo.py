@@ -3,12 +3,9 @@
     python -m grpo_spmd.demo [--out .demo] [--seed 0] [--numbers 2|3-4]
 
 The task is TinyZero's countdown, cut down to two numbers: "3,8=24:" wants an equation that uses 3 and 8 once each and
-reaches 24, such as "3*8". A supervised warm start of seconds shows the model right equations first, then those of a
-careless teacher who often writes random digits: it ends right in about three of ten tries. GRPO, which sees only the
-reward, takes it from there.
-
-With `--numbers 3-4` it is TinyZero's own task, three or four one-digit numbers and targets below 100. The warm start
-shows right equations alone, and too few for more than one right answer in five or ten.
+reaches 24, such as "3*8". A warm start of seconds shows right equations, then those of a careless teacher who often
+writes random digits: it ends right in three of ten tries. From there GRPO sees only the reward. `--numbers 3-4` is
+TinyZero's own task, with targets below 100; its warm start, of right equations alone, ends at one in five or ten.
 """
 
 from __future__ import annotations
@@ -24,15 +21,11 @@ from typing import Any
 
 from grpo_spmd.rewards.verifiers import evaluate
 
-_CHARACTERS = "0123456789+-*,=:"
-_EOS = "<eos>"
-_LARGEST = 9
-_BATCH = 128
+_CHARACTERS, _EOS = "0123456789+-*,=:", "<eos>"
+_LARGEST, _BATCH = 9, 128
 _RIGHT_STEPS, _RIGHT_LR = 300, 5e-3
-_CARELESS_STEPS, _CARELESS_LR = 120, 1e-3
-_CARELESS_RIGHT_FRAC = 0.55
-_LONGER_STEPS, _LONGER_LR = 500, 3e-3
-_LONGER_ROWS = 4096
+_CARELESS_STEPS, _CARELESS_LR, _CARELESS_RIGHT_FRAC = 120, 1e-3, 0.55
+_LONGER_STEPS, _LONGER_LR, _LONGER_ROWS = 500, 3e-3, 4096
 
 
 def solvable_tasks() -> list[tuple[int, int, int]]:
@@ -42,7 +35,6 @@ def solvable_tasks() -> list[tuple[int, int, int]]:
 
 
 def prompt_text(*nums_and_target: int) -> str:
-    """The prompt of a task, in the characters of the tokenizer."""
     *nums, target = nums_and_target
     return f"{','.join(map(str, nums))}={target}:"
 
@@ -117,8 +109,7 @@ def make_model(folder: Path, seed: int, numbers: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     tasks = solvable_tasks()
 
-    def lessons(step: int) -> list[tuple[str, str]]:
-        """A batch of prompts, each with the equation that the warm start shows for it."""
+    def lessons(step: int) -> list[tuple[str, str]]:  # a batch of prompts, each with the equation shown for it
         if numbers != "2":
             longer = [longer_task(rng) for _ in range(_BATCH)]
             return [(prompt_text(*nums, target), equation) for nums, target, equation in longer]

@@ -1,14 +1,11 @@
-"""Every collective that the project uses outside FSDP and vLLM.
-
-Numbers for control (rewards, plans, token ids) are small: they travel as bytes over gloo on the CPU, without pickle.
-"""
+"""Every collective outside FSDP and vLLM. Rewards, plans and token ids go as bytes over gloo, without pickle."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,20 +16,13 @@ from grpo_spmd.distributed.doctor import count_collective
 from grpo_spmd.distributed.errors import Rank0Error
 
 T = TypeVar("T")
-
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 
 
 def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
-    """Collective. Gather all ranks' `value`, call `fn(values in rank order)` on rank 0, give each rank its result.
-
-    Values and result must survive JSON; floats do so exactly, NaN included.
-
-    Raises:
-        Rank0Error: on every rank, if `fn` raised on rank 0; a ConfigError stays one.
-    """
-    values = gather_bytes(_encode(value))
-    reply = b""
+    """Collective. Give every rank the result of `fn(values in rank order)` on rank 0; all must survive JSON, floats do
+    exactly, NaN too. What `fn` raises becomes a Rank0Error on every rank; a ConfigError stays one."""
+    values, reply = gather_bytes(_encode(value)), b""
     error: Exception | None = None
     if values is not None:
         try:
@@ -43,14 +33,12 @@ def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
             error = caught
             reply = b"-" + _encode(f"{type(caught).__name__}: {caught}")
     reply = _broadcast_bytes(reply)
-    if reply[:1] == b"?":
-        raise ConfigError(json.loads(reply[1:]))
-    if reply[:1] == b"-":
-        # The whole text, which may hold a traceback, on rank 0 alone: it would be printed once a rank.
-        text = json.loads(reply[1:])
-        raise Rank0Error(text if error is not None else text.partition("\n")[0]) from error
-    result: T = json.loads(reply[1:])
-    return result
+    kind, said = reply[:1], json.loads(reply[1:])
+    if kind == b"?":
+        raise ConfigError(said)
+    if kind == b"-":  # the whole text, which may hold a traceback, on rank 0 alone: it would be printed once a rank
+        raise Rank0Error(said if error is not None else said.partition("\n")[0]) from error
+    return cast(T, said)
 
 
 def gather_bytes(payload: bytes) -> list[bytes] | None:
@@ -66,9 +54,7 @@ def gather_bytes(payload: bytes) -> list[bytes] | None:
     mine[: len(payload)] = _as_tensor(payload)
     out = [torch.empty(width, dtype=torch.uint8) for _ in range(world_size)] if rank == 0 else None
     dist.gather(mine, out, dst=0)
-    if out is None:
-        return None
-    return [row[: int(size)].numpy().tobytes() for row, size in zip(out, sizes, strict=True)]
+    return None if out is None else [row[: int(n)].numpy().tobytes() for row, n in zip(out, sizes, strict=True)]
 
 
 def exchange_bytes(payloads: list[bytes]) -> list[bytes]:
@@ -85,10 +71,7 @@ def exchange_bytes(payloads: list[bytes]) -> list[bytes]:
 
 
 def start_all_gather(rows: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Collective. Over `group`: bring all ranks' rows into `rows` [ranks, n], into which each has written its own.
-
-    Returns what `wait_for` waits for, before `rows` is read or written.
-    """
+    """Collective. Over `group`: bring all into `rows` [ranks, n], where each wrote its own. Use it after `wait_for`."""
     count_collective()
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if rows.is_cuda:
@@ -110,10 +93,7 @@ def wait_for(works: list[dist.Work]) -> None:
 
 
 def ranks_that_differ(payload: bytes, group: dist.ProcessGroup) -> list[int]:
-    """Collective. The ranks of `group`, from 0, whose `payload` is not that of its first; the same list on all.
-
-    Only digests of 32 bytes travel.
-    """
+    """Collective. The ranks of `group`, from 0, whose `payload` is not that of its first; the same list on all."""
     mine = _as_tensor(hashlib.sha256(payload).digest())
     digests = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(digests, mine, group=group)
@@ -125,19 +105,13 @@ def barrier() -> None:
     on_rank0(lambda _: None, None)
 
 
-def any_rank(flag: bool) -> bool:
-    """Collective. True on every rank if it is on one."""
-    count_collective()
+def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Collective. True on every rank, of `group` if it is given, if it is on one."""
+    if group is None:  # groups need not come here equally often, so theirs are not counted
+        count_collective()
     found = torch.tensor([int(flag)])
-    if dist.get_world_size() > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)
-
-
-def any_in_group(flag: bool, group: dist.ProcessGroup) -> bool:
-    """Collective over `group`. True on each of its ranks if it is on one."""
-    found = torch.tensor([int(flag)])  # not counted: groups need not come here equally often
-    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
     return bool(found)
 
 

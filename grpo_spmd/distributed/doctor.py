@@ -1,8 +1,8 @@
 """The hang doctor: who failed first, or who sleeps while the others wait; then all ranks end within seconds.
 
-A thread of each rank looks twice a second after its own phase, the process of a neighbour and the run's store. The
-first rank that finds something raises the alarm. All answer with where they are, that rank writes one report, and every
-rank leaves with its exit code. No torch is imported before a session starts: a config error must not wait for it.
+Twice a second a thread of each rank looks after its own phase, a neighbour's process and the run's store. The first
+rank that finds something raises the alarm; all answer where they are, it writes one report, and all leave with its exit
+code. No torch is imported before a session starts: a config error must not wait for it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.schema import WatchdogConfig
 from grpo_spmd.distributed import processes
 from grpo_spmd.distributed.doctor_report import Alarm, Answer, Fault, Place, Report, answer_from, fault_of, write_report
+from grpo_spmd.distributed.processes import RankProcess
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 _POLL_S = 0.5
 _PEERS_ANSWER_S = 2.0  # a rank of this host that has not answered by then is looked at from outside
-_ANSWER_S = 3.0
-_REPORT_S = 8.0
+_ANSWER_S, _REPORT_S = 3.0, 8.0
 _BEHIND_S = 20.0  # how often, once over its limit, a rank looks whether the one that is furthest behind still beats
 _SILENT_S = 60.0  # a rank on another host that says nothing for so long is lost; on this host its process is looked at
 _DEBUGGERS = ("pdb", "bdb", "IPython.terminal", "IPython.core.debugger", "pudb", "pydevd", "_pydevd_bundle", "debugpy")
@@ -69,7 +69,6 @@ def limit_s(config: WatchdogConfig, phase: str) -> float:
 
 
 def enter_phase(name: str, step: int) -> None:
-    """Say that this rank is in phase `name` of `step`; its time limit begins."""
     if _doctor is not None:
         _doctor.move(name, step)
 
@@ -80,43 +79,32 @@ def leave_phase(name: str, step: int) -> None:
 
 
 def count_collective() -> None:
-    """Say that this rank enters a collective which all ranks enter."""
     if _doctor is not None:
         _doctor.sequence += 1
 
 
 def note_debugger(is_open: bool) -> None:
-    """Somebody begins to look into a reward worker, or ends it: no rank has limits meanwhile. (One here is seen by
-    itself.)"""
+    """A debugger opens in a reward worker, or closes: no rank has limits meanwhile."""
     global _num_debuggers
     _num_debuggers += 1 if is_open else -1
 
 
 @contextmanager
 def exit_with_outcome() -> Iterator[None]:
-    """Ends this process when the block ends, with exit code 0, or 2 for a ConfigError, or 1 for anything else.
-
-    A failure ends all ranks, with one report that has the traceback of the rank that failed first.
-    """
+    """End this process with its block, code 0. A failure ends all ranks with one report: ConfigError 2, others 1."""
     try:
         yield
-        _flush()
-        # Not through the interpreter's own exit: it now and then aborts in threads that gloo left ("terminate called
-        # without an active exception"), and torchrun would report a run that had come to its end as failed.
-        os._exit(0)
+        leave(0)
     except BaseException as error:
         if _doctor is not None:
             _doctor.fail(error)
         elif isinstance(error, ConfigError):  # seen only now: it took the tokenizer or the model to see it
             with suppress(SystemExit):
                 refuse(error)
-            _flush()
-            os._exit(2)
+            leave(2)
         elif not isinstance(error, KeyboardInterrupt):
             traceback.print_exception(error)
-        _flush()
-        # Not sys.exit: finalizers of vLLM and the process group wait for peers that are in a collective with us.
-        os._exit(1)
+        leave(1)
 
 
 class Doctor:
@@ -124,25 +112,20 @@ class Doctor:
 
     def __init__(self, store: Store, rank: int, world_size: int, config: WatchdogConfig) -> None:
         self._rank, self._world_size, self._config = rank, world_size, config
-        # A connection's lock is held during a request, and one thread must not wait for the other's: `_store` is of
-        # the thread that calls move().
+        # Two connections, since a request locks its own: `_store` is of the thread that calls move().
         self._store = store
         self._watch_store: Store = store.clone()  # type: ignore[attr-defined]
         self.folder: Path | None = None
-        self.sequence = 0
+        self.sequence = self._num_beats = 0
         self._phase, self._step, self._entered = "start", 0, time.monotonic()
         self._paused_s = 0.0  # this process was stopped, or in a debugger: that time counts for no limit
         self._fault: Fault | None = None
         self._wake = threading.Event()
-        self._is_stopped = False
-        self._says_debugger = False
-        self._behind = -1, 0  # the rank that was furthest behind, and how many beats it had
-        self._looked_behind = -math.inf
+        self._is_stopped = self._says_debugger = False
+        self._behind, self._looked_behind = (-1, 0), -math.inf  # who was furthest behind, with how many beats; when
         self._main_thread = threading.get_ident()
-        self._num_beats = 0
         self._heard: tuple[bytes, float] = (b"", self._now())
-        # For processes.stacks_of_peer, on any rank of this host.
-        self._stacks_fd = os.memfd_create("grpo_spmd_stacks")
+        self._stacks_fd = os.memfd_create("grpo_spmd_stacks")  # for processes.stacks_of_peer, on any rank of this host
         faulthandler.register(signal.SIGUSR2, self._stacks_fd, all_threads=True)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             # torchrun sends it to the survivors of a failure; they would be gone before they can say which rank failed.
@@ -151,7 +134,7 @@ class Doctor:
         self._store.set(f"process/{rank}", json.dumps(asdict(self._process)))
         self.move("start", 0)
         self._beat(self._store)
-        self._peers: dict[int, processes.RankProcess] | None = None  # other ranks of this host; the thread fills it
+        self._peers: dict[int, RankProcess] | None = None  # other ranks of this host; the thread fills it
         self._thread = threading.Thread(target=self._watch, name="doctor", daemon=True)
         self._thread.start()
 
@@ -186,8 +169,6 @@ class Doctor:
     def _now(self) -> float:
         return time.monotonic() - self._paused_s
 
-    # ---- the thread
-
     def _watch(self) -> None:
         try:
             self._watch_store.set_timeout(timedelta(seconds=_SILENT_S))
@@ -199,28 +180,25 @@ class Doctor:
                 self._beat(self._watch_store)
                 if self._watch_store.add("debuggers", 0) > 0:  # the others wait, however long it takes
                     self._entered = self._now()
-                alarm = self._heard_alarm() or self._own_alarm()
+                alarm = Alarm(**self._read("alarm")) if self._watch_store.check(["alarm"]) else self._own_alarm()
                 if alarm is not None and not self._is_stopped:
                     first = self._watch_store.compare_set("alarm", "", json.dumps(asdict(alarm)))
                     self._end(Alarm(**json.loads(first)))
                 if self._fault is None:
                     self._wake.wait(_POLL_S)
-        # The store is gone, and with it the host of rank 0; or a mistake in here, which must not hide a failure.
-        except Exception as error:
+        except (
+            Exception
+        ) as error:  # the store is gone, with rank 0's host; or a mistake in here: it must hide no failure
             self._wake.wait(1.0)
             if not self._is_stopped:
                 self._leave_alone(error)
 
     def _read(self, key: str) -> Any:
-        """Waits for it."""
-        return json.loads(self._watch_store.get(key))
+        return json.loads(self._watch_store.get(key))  # waits for it
 
     def _beat(self, store: Store) -> None:
         self._num_beats += 1
         store.set(f"beat/{self._rank}", json.dumps(asdict(self._place()) | {"num_beats": self._num_beats}))
-
-    def _heard_alarm(self) -> Alarm | None:
-        return Alarm(**self._read("alarm")) if self._watch_store.check(["alarm"]) else None
 
     def _own_alarm(self) -> Alarm | None:
         if self._fault is not None:
@@ -244,10 +222,7 @@ class Doctor:
         return None
 
     def _others_are_busy(self) -> bool:
-        """Whether this rank only waits for one in an earlier phase, whose own limit its own thread minds.
-
-        Such a thread beats; where it does not, the process is stopped, stuck or lost.
-        """
+        """Whether this rank only waits for one in an earlier phase that still beats: its thread minds its own limit."""
         if self._now() - self._looked_behind < _BEHIND_S:
             return True
         keys = [f"{key}/{rank}" for key in ("at", "beat") for rank in range(self._world_size)]
@@ -259,15 +234,15 @@ class Doctor:
         self._looked_behind = self._now()
         return (latest[rank].phase, latest[rank].step) != (self._phase, self._step) and self._behind != before
 
-    def _find_peers(self) -> dict[int, processes.RankProcess]:
+    def _find_peers(self) -> dict[int, RankProcess]:
         """The other ranks of this host whose processes can be seen from here."""
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
         ranks = range(max(first, 0), min(first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")), self._world_size))
         peers = {rank: self._process_of(rank) for rank in ranks if rank != self._rank}
         return {rank: peer for rank, peer in peers.items() if peer.machine == self._process.machine}
 
-    def _process_of(self, rank: int) -> processes.RankProcess:
-        return processes.RankProcess(**self._read(f"process/{rank}"))
+    def _process_of(self, rank: int) -> RankProcess:
+        return RankProcess(**self._read(f"process/{rank}"))
 
     def _in_debugger(self) -> bool:
         """Here; all other ranks are told, for they wait for this one."""
@@ -278,8 +253,6 @@ class Doctor:
             self._watch_store.add("debuggers", 1 if found else -1)
         return found
 
-    # ---- after an alarm
-
     def _end(self, alarm: Alarm) -> None:
         seen = time.monotonic()
         if alarm.why in ("follows", "config") and self._fault is None:
@@ -288,7 +261,8 @@ class Doctor:
         silent = self._examine_peers(seen + _PEERS_ANSWER_S)
         if alarm.by == self._rank:
             hosts = [str(self._process_of(rank)) for rank in range(self._world_size)]
-            report = write_report(alarm, self._collect(seen + _ANSWER_S), hosts)
+            answers = [self._answer_of(rank, seen + _ANSWER_S) for rank in range(self._world_size)]
+            report = write_report(alarm, answers, hosts)
             self._publish(report, alarm)
         else:
             if not self._waited_for("report", seen + _ANSWER_S + _REPORT_S):
@@ -307,23 +281,20 @@ class Doctor:
         threads = sys._current_frames()
         main, stacks = threads.get(self._main_thread), processes.stacks_of(threads, self._main_thread)
         waits, line = processes.waits_for(main), processes.innermost_line(main)
-        enqueued, flight = processes.flight_recorder()
-        return Answer(self._place(), True, self._fault, waits, line, stacks, enqueued, flight)
+        return Answer(self._place(), True, self._fault, waits, line, stacks, *processes.flight_recorder())
 
-    def _examine_peers(self, until: float) -> dict[int, processes.RankProcess]:
+    def _examine_peers(self, until: float) -> dict[int, RankProcess]:
         """Answer for the ranks of this host that do not; which these are."""
         silent = {}
         for rank, peer in (self._peers or {}).items():
-            if self._waited_for(f"answer/{rank}", until):
-                continue
-            state = processes.process_state(peer)
-            stacks = processes.stacks_of_peer(peer) if state not in ("gone", "stopped") else ""
-            self._say(rank, Answer(self._last_place(rank), False, stacks=stacks, state=state))
-            silent[rank] = peer
+            if not self._waited_for(f"answer/{rank}", until):
+                state = processes.process_state(peer)
+                stacks = processes.stacks_of_peer(peer) if state not in ("gone", "stopped") else ""
+                self._say(rank, Answer(self._last_place(rank), False, stacks=stacks, state=state))
+                silent[rank] = peer
         return silent
 
     def _last_place(self, rank: int) -> Place:
-        """As published: when it entered its phase, or with its last beat."""
         return _later(self._read(f"at/{rank}"), self._read(f"beat/{rank}"))
 
     def _waited_for(self, key: str, until: float) -> bool:
@@ -333,28 +304,26 @@ class Doctor:
             time.sleep(0.02)
         return True
 
-    def _collect(self, until: float) -> list[Answer]:
-        answers = []
-        for rank in range(self._world_size):
-            if self._waited_for(f"answer/{rank}", until):
-                answers.append(answer_from(self._read(f"answer/{rank}")))
-            else:
-                answers.append(Answer(self._last_place(rank), False, state="unknown"))
-        return answers
+    def _answer_of(self, rank: int, until: float) -> Answer:
+        if self._waited_for(f"answer/{rank}", until):
+            return answer_from(self._read(f"answer/{rank}"))
+        return Answer(self._last_place(rank), False, state="unknown")
 
     def _publish(self, report: Report, alarm: Alarm) -> None:
         print(report.text, file=sys.stderr, flush=True)
         if self.folder is not None and report.code != 2:
             head = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}\n{report.text}\n"
+            texts = {"failure.txt": head}
+            if alarm.why in ("timeout", "silent"):
+                texts["hang.txt"] = f"{head}\n{report.details}\n"
             with suppress(OSError):  # a full disk must not keep the others from leaving
-                _append(self.folder / "failure.txt", head)
-                if alarm.why in ("timeout", "silent"):
-                    _append(self.folder / "hang.txt", f"{head}\n{report.details}\n")
-        # all stacks times all ranks would be gigabytes
-        self._watch_store.set("report", json.dumps(asdict(report) | {"details": ""}))
+                for name, text in texts.items():
+                    with (self.folder / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
+                        file.write(text)
+        self._watch_store.set("report", json.dumps(asdict(report) | {"details": ""}))  # details of all: gigabytes
 
     def _leave(self, report: Report) -> None:
-        """With the report in the error file for torchrun, to which the earliest, the culprit's, is the root cause."""
+        """Via the error file for torchrun, to which the earliest one, the culprit's, is the root cause."""
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             is_other = self._rank != report.culprit
             text = report.headline if is_other else report.text
@@ -363,21 +332,19 @@ class Doctor:
                 Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": info}}))
         if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             time.sleep(1.0)  # the store is in this process: the others read the report from it
-        _flush()
-        os._exit(report.code)
+        leave(report.code)
 
     def _leave_alone(self, error: Exception) -> None:
-        why = f"{type(error).__name__}: {error}"
+        why, fault = f"{type(error).__name__}: {error}", self._fault
         say = f"rank {self._rank}, {self._place()}: stops without a common report, since the ranks cannot talk ({why})"
-        if self._fault is not None:
-            say += f"\n{self._fault.traceback or self._fault.headline}"
-        print(say, file=sys.stderr, flush=True)
-        _flush()
-        os._exit(2 if self._fault is not None and self._fault.kind == "config" else 1)
+        print(
+            say + (f"\n{fault.traceback or fault.headline}" if fault is not None else ""), file=sys.stderr, flush=True
+        )
+        leave(2 if fault is not None and fault.kind == "config" else 1)
 
 
 def _later(at: dict[str, Any], beat: dict[str, Any]) -> Place:
-    """Of what a rank has published of its place: when it entered the phase, or with its last beat."""
+    """Of the places that a rank published, as it entered the phase and with its last beat."""
     last = max(at, beat, key=lambda place: place["sequence"])
     return Place(last["phase"], last["step"], last["sequence"])
 
@@ -386,12 +353,10 @@ def _interrupt(number: int, _: FrameType | None) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-def _append(path: Path, text: str) -> None:
-    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text)
-
-
-def _flush() -> None:
+def leave(code: int) -> NoReturn:
+    """Exit without finalizers: vLLM's and the process group's wait for peers. The interpreter's own exit now and then
+    aborts in threads that gloo left ("terminate called without an active exception"), to torchrun a failed run."""
     with suppress(Exception):  # a closed pipe
         sys.stdout.flush()
         sys.stderr.flush()
+    os._exit(code)

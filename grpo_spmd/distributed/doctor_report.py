@@ -17,12 +17,9 @@ _LOST_PEER = re.compile(r"onnection|gloo|NCCL|[Tt]imed out|Broken pipe|reset by 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is."""
-
     phase: str
     step: int
-    sequence: int
-    """Phases and collectives that it has entered; all ranks count alike, so that a laggard has fewer."""
+    sequence: int  # phases and collectives that it has entered; all ranks count alike, so that a laggard has fewer
 
     def __str__(self) -> str:
         return f"phase {self.phase}, step {self.step}"
@@ -30,10 +27,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Fault:
-    """What a rank raised."""
-
-    kind: Literal["raise", "config", "stopped", "follows"]
-    """"stopped": by Ctrl-C or SIGTERM; "follows": only because another rank had failed."""
+    kind: Literal["raise", "config", "stopped", "follows"]  # "stopped": Ctrl-C, SIGTERM; "follows": another failed
     headline: str
     traceback: str = ""
 
@@ -44,8 +38,7 @@ class Alarm:
 
     why: Literal["raise", "config", "stopped", "follows", "timeout", "dead", "silent"]
     by: int
-    rank: int
-    """The one that it noticed it of."""
+    rank: int  # the one that it noticed it of
     limit_s: float = 0.0
 
 
@@ -54,19 +47,14 @@ class Answer:
     """What a rank says of itself after an alarm, or what another of its host says of it."""
 
     place: Place
-    answers: bool = True
-    """False: its Python does not run."""
+    answers: bool = True  # False: its Python does not run
     fault: Fault | None = None
-    waits: Literal["collective", "device", ""] = ""
-    """What its main thread waits for."""
-    line: str = ""
-    """The innermost of our own or the user's code."""
+    waits: Literal["collective", "device", ""] = ""  # what its main thread waits for
+    line: str = ""  # the innermost of our own or the user's code
     stacks: str = ""
-    enqueued: dict[str, int] = field(default_factory=dict)
-    """Collectives by process group, from torch's flight recorder."""
+    enqueued: dict[str, int] = field(default_factory=dict)  # collectives by process group, from torch's flight recorder
     flight: str = ""
-    state: str = ""
-    """Of the process, where it does not answer."""
+    state: str = ""  # of the process, where it does not answer
 
 
 @dataclass(frozen=True)
@@ -79,7 +67,6 @@ class Report:
 
 
 def fault_of(error: BaseException, rank: int) -> Fault:
-    """What ended rank `rank`."""
     if isinstance(error, ConfigError):
         return Fault("config", str(error))
     if isinstance(error, KeyboardInterrupt):
@@ -95,8 +82,7 @@ def fault_of(error: BaseException, rank: int) -> Fault:
     return Fault("follows" if follows else "raise", f"{type(shown).__name__}: {first_line}", text)
 
 
-def answer_from(tree: dict[str, Any]) -> Answer:
-    """What `dataclasses.asdict` made of one."""
+def answer_from(tree: dict[str, Any]) -> Answer:  # of dataclasses.asdict
     fault = tree.pop("fault")
     return Answer(**(tree | {"place": Place(**tree["place"]), "fault": None if fault is None else Fault(**fault)}))
 
@@ -117,29 +103,22 @@ def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Repor
         lines.append(fault.traceback.rstrip())
     elif of_culprit.stacks and not (fault is not None and fault.kind == "stopped"):
         lines += ["its stacks:", of_culprit.stacks.rstrip()]
-    by_text: dict[str, list[int]] = {}
+    by_text, details = dict[str, list[int]](), ""
     for rank, answer in enumerate(answers):
+        described, flight = _describe(answer), f"flight recorder: {answer.flight}\n" if answer.flight else ""
         if rank != culprit:
-            by_text.setdefault(_describe(answer), []).append(rank)
+            by_text.setdefault(described, []).append(rank)
+        details += f"\n--- rank {rank} ({hosts[rank]}): {described}, sequence {answer.place.sequence}\n"
+        details += f"{answer.stacks}\n{flight}"
     if by_text:
         lines.append("where the other ranks were:")
         lines += [f"  {_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
     lines.append("all ranks stop with exit code 1")
-    details = "\n".join(
-        f"--- rank {rank} ({hosts[rank]}): {_describe(answer)}, sequence {answer.place.sequence}\n{answer.stacks}\n"
-        + (f"flight recorder: {answer.flight}\n" if answer.flight else "")
-        for rank, answer in enumerate(answers)
-    )
-    return Report(headline, "\n".join(lines), details, 1, culprit)
+    return Report(headline, "\n".join(lines), details[1:], 1, culprit)
 
 
 def find_culprit(alarm: Alarm, answers: list[Answer]) -> tuple[int, str]:
-    """Its rank, and what is said of it.
-
-    What was raised comes first, then who is gone, then who does not answer. Of a hang it is the rank that entered the
-    fewest phases and collectives; among equals the one that enqueued the fewest in torch's flight recorder, then the
-    one whose main thread waits for nobody.
-    """
+    """Its rank, and what is said of it: who raised, else is gone, else is silent; of a hang `_laggard`."""
 
     def of_kind(kind: str) -> list[int]:
         found = [rank for rank, a in enumerate(answers) if a.fault is not None and a.fault.kind == kind]
@@ -164,7 +143,8 @@ def find_culprit(alarm: Alarm, answers: list[Answer]) -> tuple[int, str]:
 
 
 def _laggard(answers: list[Answer]) -> tuple[int, bool]:
-    """The rank that holds up the others, and whether it is the only one that this can be said of."""
+    """Who entered the fewest phases and collectives; among equals who enqueued the fewest in torch's flight recorder,
+    then whose main thread waits for nobody. And whether that is one rank alone."""
     ranks = _least(range(len(answers)), lambda rank: answers[rank].place.sequence)
     for group in sorted(set.intersection(*(set(answers[rank].enqueued) for rank in ranks))):
         ranks = _least(ranks, lambda rank, group=group: answers[rank].enqueued[group])  # type: ignore[misc]

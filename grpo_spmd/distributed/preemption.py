@@ -1,9 +1,8 @@
 """Preemption: a signal, or the end of the job's time, ends the run with everything saved.
 
-No step is begun that cannot finish. The policy changes in a step's update alone, so a step that is stopped before it is
-given up: the state to save is the one that it began with, and what it has sampled lies in the rollout buffer. A step
-that has come to its update is finished first. All ranks decide alike, at three places, by raising `Preempted`: at the
-start of a step, where a generation has been scored, and before the update.
+No step is begun that cannot finish. Only its update changes the policy, so a step stopped before it is given up: what
+is saved is the state that it began with, and its samples lie in the rollout buffer. After that it is finished. All
+ranks raise `Preempted` alike, at three places: a step's start, after each generation's scoring, before the update.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from grpo_spmd.files import write_durably
 from grpo_spmd.records import ScoredRollouts
 
 _log = logging.getLogger("grpo_spmd")
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 MARKER = "preempted.json"
 _NUM_RECENT = 200  # steps; more than lie between two evaluations, most likely
@@ -48,14 +46,11 @@ class Preempted(Exception):
 
 
 class Preemption:
-    """Knows when the run has to stop. SIGTERM and SIGUSR1 only set a flag from here on; Ctrl-C interrupts as ever.
-
-    A rank that alone was signalled tells the others. The deadline is `max_time_s` after the launch, else the end of the
-    Slurm job; a small part of the time (at most 10 s) is kept back for what follows the save.
-    """
+    """Knows when the run has to stop: a signalled rank tells the others; Ctrl-C interrupts as ever. The deadline is
+    `max_time_s` after the launch, else the Slurm job's end, less up to 10 s for what follows the save. Make it before
+    the engine starts, which takes long: until then a signal kills."""
 
     def __init__(self, max_time_s: float | None) -> None:
-        """Take the signals over: before the engine starts, which takes long."""
         self._max_time_s = max_time_s
         self._signal: str | None = None
         self._aborting: str | None = None  # why generation was ended early on this rank
@@ -64,19 +59,12 @@ class Preemption:
         self._moments = [math.nan] * 3  # of this step
         self._took_s: list[deque[float]] = [deque(maxlen=_NUM_RECENT) for _ in range(3)]  # from each to the step's end
         self._num_steps = 0
-        self._save_s: float | None = None  # what a save may take, once that is known
-        self._unknown_save_s = 0.0
+        self._save_s = self._unknown_save_s = 0.0  # what a save may take; the second while no save was measured
         self._take_signals()
 
     def begin_step(self, time_to_save_s: float = 0.0) -> None:
-        """Collective. At the start of each step, and before an evaluation that follows the last.
-
-        `time_to_save_s`: what a save may take now; 0: not known, since none was made yet.
-
-        Raises:
-            Preempted: this process was signalled, or the time left is less than a step and a save take.
-        """
-        self._save_s = time_to_save_s or None
+        """Collective. At the start of each step, and before an evaluation that follows the last: raises Preempted after
+        a signal, or where less time is left than a step and a save take (0: none was made yet, so nobody knows)."""
         self._take_signals()  # vLLM, or a user's reward, may have set handlers of its own
         now = time.monotonic()
         if self._deadline is None:
@@ -92,15 +80,12 @@ class Preemption:
             if self._num_steps == 2:  # the first took longer, for all that happens once
                 for took_s in self._took_s:
                     took_s.popleft()
+        self._save_s = time_to_save_s or self._unknown_save_s
         self._moments = [now] * 3
         self._agree(self._why_stop(_BEGIN, "a step"))
 
     def check_before_update(self) -> None:
-        """Collective. The last moment at which a step can be given up.
-
-        Raises:
-            Preempted: this process was signalled, or the time left is less than an update and a save take.
-        """
+        """Collective. The last moment to give up a step: raises Preempted like begin_step, for an update and a save."""
         self._moments[_UPDATE] = time.monotonic()
         self._agree(self._aborting or self._why_stop(_UPDATE, "an update"))
 
@@ -117,11 +102,8 @@ class Preemption:
         return self._aborting is not None
 
     def guard(self, score: Callable[..., ScoredRollouts]) -> Callable[..., ScoredRollouts]:
-        """`score`, after which all ranks agree whether the step is given up; each calls it after each generation.
-
-        Generation and scoring take each rank its own time; this is where they meet again. Nothing is scored for a step
-        that is given up, and a failure after a signal means that too: Slurm signals the reward's processes as well.
-        """
+        """`score`, after which the ranks agree whether the step is given up; called after each generation by all. Then
+        nothing is scored, and after a signal a failure means that too: Slurm signals the reward's processes as well."""
 
         def guarded(*args: Any, **kwargs: Any) -> ScoredRollouts:
             """Collective. Raises Preempted as check_before_update, or where some rank ended its generation early."""
@@ -131,11 +113,10 @@ class Preemption:
             if reason is None:
                 try:
                     scored = score(*args, **kwargs)
-                except Exception as error:
+                except Exception as e:
                     if self._signal is None:
                         raise
-                    what = type(error).__name__
-                    _log.warning("%s: scoring failed and is given up (%s: %s)", self._signal, what, error)
+                    _log.warning("%s: scoring failed and is given up (%s: %s)", self._signal, type(e).__name__, e)
             self._agree(reason or self._aborting or self._why_stop(_UPDATE, "an update"))
             return scored
 
@@ -151,10 +132,9 @@ class Preemption:
             return self._signal
         assert self._deadline is not None, "begin_step comes first"
         left = self._deadline - time.monotonic()
-        save_s = self._unknown_save_s if self._save_s is None else self._save_s
-        if left >= _SPREAD * needed_s + save_s:
+        if left >= _SPREAD * needed_s + self._save_s:
             return None
-        return f"deadline: {left:.0f} s left, {what} takes {needed_s:.0f} s and a save {save_s:.0f} s"
+        return f"deadline: {left:.0f} s left, {what} takes {needed_s:.0f} s and a save {self._save_s:.0f} s"
 
     def _agree(self, reason: str | None) -> None:
         first: str | None = on_rank0(lambda reasons: next((r for r in reasons if r is not None), None), reason)
@@ -186,8 +166,7 @@ def _seconds_left(max_time_s: float | None) -> float | None:
     """Of this job; None where nothing says so."""
     if max_time_s is not None:
         return max_time_s - _seconds_since_launch()
-    job = os.environ.get("SLURM_JOB_ID")
-    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    job, end = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_END_TIME", "")
     if end.isdecimal():
         return int(end) - time.time()
     if job is None:
@@ -196,9 +175,8 @@ def _seconds_left(max_time_s: float | None) -> float | None:
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=_SQUEUE_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning(
-            "the end of the Slurm job is not known (%s); without training.max_time_s only signals stop the run", error
-        )
+        what = "the end of the Slurm job is not known (%s); without training.max_time_s only signals stop the run"
+        _log.warning(what, error)
         return None
     left = parse_time_left(said)
     if left is None and said.strip() != "UNLIMITED":

@@ -26,14 +26,11 @@ MAX_TEXT = 60_000  # characters of a traceback, or of a process's stacks
 class RankProcess:
     """What a rank says of its process, so that another rank can look at it from outside."""
 
-    machine: str
-    """Two processes of one `machine` see each other in /proc."""
+    machine: str  # two processes of one machine see each other in /proc
     host: str
     pid: int
-    start: str
-    """As `read_stat` has it: another process may get the number."""
-    stacks_fd: int
-    """The file of its own into which SIGUSR2 makes it write its stacks."""
+    start: str  # as read_stat has it: another process may get the number
+    stacks_fd: int  # its own file into which SIGUSR2 makes it write its stacks
 
     def __str__(self) -> str:
         return f"{self.host}, process {self.pid}"
@@ -69,15 +66,13 @@ def next_of(rank: int, ranks: Iterable[int]) -> list[int]:
     return [next((other for other in others if other > rank), others[0])] if others else []
 
 
-def frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """The innermost first."""
+def frames(frame: FrameType | None) -> Iterator[FrameType]:  # the innermost first
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def innermost_frame(tb: TracebackType | None) -> FrameType | None:
-    """Where an error was raised."""
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
     return tb.tb_frame if tb is not None else None
@@ -130,8 +125,7 @@ def flight_recorder() -> tuple[dict[str, int], str]:
     """Collectives enqueued by process group, and the last of each, where torch records them (TORCH_FR_BUFFER_SIZE)."""
     from torch._C import _distributed_c10d as c10d
 
-    enqueued: dict[str, int] = {}
-    pending: list[str] = []
+    enqueued, pending = dict[str, int](), list[str]()
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's and NCCL's; either may be missing in a build
         with suppress(Exception):  # of private functions nothing is certain, and the report must be written
             for entry in json.loads(getattr(c10d, name)()).get("entries", []):

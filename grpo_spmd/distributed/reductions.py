@@ -1,7 +1,7 @@
 """What ranks count for the metrics, and how the counts of several ranks come together: each kind merges with its like.
 
-Fields may be torch scalars while an update runs, since a float() for each micro-batch would wait for the GPU to run
-dry before the next one is launched; `on_host` ends that. JSON takes them to rank 0 without losing a digit.
+Fields may be torch scalars until `on_host`: a float() a micro-batch would wait until the GPU has run dry. As JSON they
+come to rank 0 without losing a digit.
 """
 
 from __future__ import annotations
@@ -46,15 +46,13 @@ class Mean(Reduction):
 
     @property
     def value(self) -> Any:
-        """None where nothing was counted (all updates of a step were skipped, say): a 0 would look like a
-        measurement."""
+        """None where nothing was counted (all of a step's updates were skipped, say): 0 would look measured."""
         return self.total / self.count if self.count else None
 
 
 @dataclass(frozen=True)
 class Max(Reduction):
-    largest: Number | None = None
-    """None: nothing was measured."""
+    largest: Number | None = None  # None: nothing was measured
 
     def merge(self, other: Max) -> Max:
         if self.largest is None or other.largest is None:
@@ -66,8 +64,7 @@ class Max(Reduction):
 
 @dataclass(frozen=True)
 class Histogram(Reduction):
-    counts: Tensor | list[float] = field(default_factory=list)
-    """One a bin, equally many in all parts that have any."""
+    counts: Tensor | list[float] = field(default_factory=list)  # a bin each; equally many in all parts that have any
 
     def merge(self, other: Histogram) -> Histogram:
         if not len(self.counts) or not len(other.counts):
@@ -83,7 +80,6 @@ class Ids(Reduction):
 
 
 Reductions = dict[str, Reduction]  # a "/" in a name: the key of the metric that the value is
-
 _KINDS = {kind.__name__: kind for kind in (Sum, Mean, Max, Histogram, Ids)}
 
 
@@ -107,5 +103,4 @@ def merge_json(parts: Iterable[Mapping[str, list[Any]]]) -> Reductions:
 
 
 def metric_values(reductions: Reductions) -> dict[str, float | None]:
-    """The metrics among them."""
     return {name: reduction.value for name, reduction in reductions.items() if "/" in name}

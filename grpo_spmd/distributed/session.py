@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from grpo_spmd.config.schema import WatchdogConfig
@@ -19,41 +20,34 @@ from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import barrier
 from grpo_spmd.distributed.store import open_store
 
+_LIMITS = WatchdogConfig()
+
 
 @dataclass(frozen=True)
 class Session:
-    """Facts of this rank in the run."""
-
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
-    mesh: DeviceMesh
-    """Over which the policy is sharded: "shard", or "replicate" x "shard" (HSDP)."""
-    engine_group: dist.ProcessGroup | None
-    """The ranks that share this one's engine, over gloo; None where it has an engine of its own."""
-    is_restart: bool = False
-    """torchrun started the ranks again after a failure; the same on all ranks."""
-    attempt: int = 1
-    """A number that no earlier start by this torchrun has had."""
+    mesh: DeviceMesh  # over which the policy is sharded: "shard", or "replicate" x "shard" (HSDP)
+    engine_group: dist.ProcessGroup | None  # the ranks that share this one's engine, over gloo; None: it has its own
+    is_restart: bool = False  # torchrun started the ranks again after a failure; the same on all ranks
+    attempt: int = 1  # a number that no earlier start by this torchrun has had
 
     @property
     def is_rank0(self) -> bool:
         return self.rank == 0
 
 
-def start_session(
-    num_replicas: int = 1, tensor_parallel_size: int = 1, watchdog: WatchdogConfig | None = None
-) -> Session:
-    """Collective. Join the process group that torchrun describes, or a group of one where there is no torchrun.
-
-    The doctor watches from here until `end_session`. `num_replicas` copies of the policy are shared by consecutive
-    ranks each, an engine by `tensor_parallel_size` of them; both divide the number of ranks.
-    """
-    watchdog = watchdog or WatchdogConfig()
+def start_session(num_replicas: int = 1, tensor_parallel_size: int = 1, watchdog: WatchdogConfig = _LIMITS) -> Session:
+    """Collective. Join the process group that torchrun describes, or without torchrun one of this rank; the doctor
+    watches until `end_session`. Consecutive ranks share one of `num_replicas` copies of the policy,
+    `tensor_parallel_size` of them an engine; both divide the number of ranks."""
     if "RANK" not in os.environ:  # debug mode: vLLM's external_launcher wants the variables that torchrun would set
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # the flight recorder, for the doctor's report of a hang
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -66,9 +60,8 @@ def start_session(
     try:
         attempt, is_restart = _join(of_run, rank, world_size)
     except dist.DistStoreError as error:
-        raise RuntimeError(
-            "another rank did not come within the limit of phase start (watchdog.phase_timeouts_s): see its output"
-        ) from error
+        why = "another rank did not come within the limit of phase start (watchdog.phase_timeouts_s): see its output"
+        raise RuntimeError(why) from error
     of_run.set_timeout(timeout)
     store = dist.PrefixStore(f"grpo_spmd/{attempt}", of_run)
     open_store(store)
@@ -83,12 +76,9 @@ def start_session(
 
 def _join(store: dist.Store, rank: int, world_size: int) -> tuple[int, bool]:
     """Collective. A number that no earlier attempt of this run has had, and whether there was one; equal on all ranks.
-
-    torchrun's agent keeps one store over all restarts. Without a number in their names a new attempt would read the
-    keys of the old one, addresses of dead processes among them. TORCHELASTIC_RESTART_COUNT is not that number: a node
-    that restarts because another one has failed does not count it. So rank 0 draws one, and gives it to whoever shows a
-    sign that only this attempt can know.
-    """
+    torchrun's agent keeps one store over all restarts: unnumbered, an attempt would read keys of an old one (addresses
+    of dead processes). TORCHELASTIC_RESTART_COUNT is no such number: a node that restarts since another failed does not
+    count it. So rank 0 draws one, and gives it to whoever shows a sign that only this attempt can know."""
     num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if rank != 0:
         sign = uuid.uuid4().hex
@@ -122,19 +112,16 @@ def collective_timeout(watchdog: WatchdogConfig) -> timedelta:
 
 def set_collective_timeouts(watchdog: WatchdogConfig) -> None:
     """`collective_timeout` for all groups that exist: vLLM's and meshes' have torch's default, 10 minutes over NCCL."""
-    from torch.distributed import distributed_c10d
-
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(collective_timeout(watchdog), group)
 
 
 def policy_mesh(device: torch.device, num_replicas: int) -> DeviceMesh:
     """Collective. All ranks as "shard", or as "replicate" x "shard", where consecutive ranks hold one copy."""
-    world_size = dist.get_world_size()
+    sizes = {"replicate": num_replicas, "shard": dist.get_world_size() // num_replicas}
     if num_replicas == 1:
-        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    sizes = (num_replicas, world_size // num_replicas)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
+        del sizes["replicate"]
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def end_session() -> None:
@@ -144,9 +131,3 @@ def end_session() -> None:
     doctor.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

@@ -14,11 +14,8 @@ def open_store(store: dist.Store) -> None:
 
 
 def claim(queue: str, num_jobs: int, num_claimers: int) -> int | None:
-    """The first of the numbers 0 .. `num_jobs` - 1 that nobody has claimed yet, or None when all are taken.
-
-    Each of the `num_claimers` ranks must claim until it gets its None: the last None removes the queue from the store,
-    which would otherwise grow with every step. `queue` must name nothing that some rank may still claim from.
-    """
+    """The first of 0 .. `num_jobs` - 1 not yet claimed from `queue`, or None: until it each of the `num_claimers` ranks
+    must claim. The last None removes the queue, or the store would grow; only then may its name be used anew."""
     number = _run_store().add(queue, 1) - 1
     if number == num_jobs + num_claimers - 1:
         _run_store().delete_key(queue)
@@ -26,9 +23,8 @@ def claim(queue: str, num_jobs: int, num_claimers: int) -> int | None:
 
 
 def own_store() -> dist.Store:
-    """The store over a connection of its own, for a thread: a call that waits would make the main thread wait too."""
-    clone: dist.Store = _run_store().clone()  # type: ignore[attr-defined]
-    return clone
+    """Over a connection of its own, for a thread: a call that waits would make the main thread wait too."""
+    return _run_store().clone()  # type: ignore[attr-defined, no-any-return]
 
 
 def post(notice: str, text: str) -> None:

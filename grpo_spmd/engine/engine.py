@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from grpo_spmd.config.schema import ModelConfig, RolloutConfig
 from grpo_spmd.distributed import doctor
-from grpo_spmd.distributed.collectives import any_in_group, barrier, of_first_in_group, ranks_that_differ
+from grpo_spmd.distributed.collectives import any_rank, barrier, of_first_in_group, ranks_that_differ
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.adapters import EngineAdapters
@@ -218,7 +218,7 @@ class RolloutEngine:
         """Collective over the engine's ranks: whether one of them should abort. They run, and stop, in lockstep."""
         if (group := self._session.engine_group) is None:
             return self._should_abort()
-        return num_steps % _AGREE_EVERY_STEPS == 0 and any_in_group(self._should_abort(), group)
+        return num_steps % _AGREE_EVERY_STEPS == 0 and any_rank(self._should_abort(), group)
 
     def _abort(self, names: Sequence[str]) -> None:
         """Drop these requests, all that are unfinished, and leave an engine that has none."""

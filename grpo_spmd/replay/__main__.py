@@ -10,6 +10,7 @@ from pathlib import Path
 
 from grpo_spmd.checkpoint.manifest import CheckpointError
 from grpo_spmd.config.errors import ConfigError, refuse
+from grpo_spmd.distributed.doctor import leave
 from grpo_spmd.replay.read import read_step
 from grpo_spmd.replay.redo import replay
 from grpo_spmd.replay.report import report
@@ -17,7 +18,19 @@ from grpo_spmd.rewards.protocol import RewardError
 
 
 def main() -> None:
-    args = _parser().parse_intermixed_args()
+    about = (
+        "Run reward -> advantage -> loss of a dumped step again, on the CPU, without vLLM, and compare with what was "
+    )
+    about += "recorded. breakpoint() works in a reward, in the advantages and in the loss."
+    parser = argparse.ArgumentParser(prog="python -m grpo_spmd.replay", description=about)
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder, or a copy of it")
+    add("--step", type=int, required=True, metavar="N", help="as in metrics.jsonl, from 0 on")
+    policy = "the policy (default: RUN_DIR/checkpoints/step_N, and for step 0 also model.path)"
+    add("--checkpoint", type=Path, metavar="FOLDER", help=policy)
+    add("--top", type=int, default=5, metavar="K", help="rollouts in each list (default: 5)")
+    add("overrides", nargs="*", metavar="section.key=value", help="values that replace those of the run's config")
+    args = parser.parse_intermixed_args()
     try:
         recorded = read_step(args.run_dir, args.step, args.overrides)
     except ConfigError as error:
@@ -32,25 +45,7 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # as distributed.doctor.exit_with_outcome: threads that gloo leaves now and then abort Python's exit
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_spmd.replay",
-        description="Run reward -> advantage -> loss of a dumped step again, on the CPU, without vLLM, and compare "
-        "with what was recorded. breakpoint() works in a reward, in the advantages and in the loss.",
-    )
-    add = parser.add_argument
-    add("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder, or a copy of it")
-    add("--step", type=int, required=True, metavar="N", help="as in metrics.jsonl, from 0 on")
-    policy = "the policy (default: RUN_DIR/checkpoints/step_N, and for step 0 also model.path)"
-    add("--checkpoint", type=Path, metavar="FOLDER", help=policy)
-    add("--top", type=int, default=5, metavar="K", help="rollouts in each list (default: 5)")
-    add("overrides", nargs="*", metavar="section.key=value", help="values that replace those of the run's config")
-    return parser
+    leave(code)
 
 
 if __name__ == "__main__":

@@ -26,30 +26,22 @@ class RecordedStep:
     run_dir: Path
     step: int
     config: Config
-    rollouts: list[list[RolloutRecord]]
-    """Lines of the dump, group by group, in the order of the prompt stream."""
-    metrics: dict[str, float | None]
-    """None of them where the run ended within the step."""
-    columns: list[dict[str, Any]] | None
-    """Of each group's data row; None: the data is gone."""
-    all_columns: set[str]
-    """That a reward of the run was given."""
+    rollouts: list[list[RolloutRecord]]  # lines of the dump, group by group, in the order of the prompt stream
+    metrics: dict[str, float | None]  # none of them where the run ended within the step
+    columns: list[dict[str, Any]] | None  # of each group's data row; None: the data is gone
+    all_columns: set[str]  # that a reward of the run was given
     notes: list[str]
 
 
 @dataclass(frozen=True)
 class ReplayedRollout:
-    """One rollout, as recorded and as replayed."""
-
     recorded: RolloutRecord
     reward: float | None
     rewards: dict[str, float | None]
     statuses: dict[str, str]
-    advantage: float | None
-    """None: it is in no group that is trained on."""
+    advantage: float | None  # None: it is in no group that is trained on
     in_loss: bool
-    logprobs: list[float] | None
-    """Of the policy, where it was there."""
+    logprobs: list[float] | None  # of the policy, where it was there
 
     @property
     def name(self) -> str:
@@ -58,57 +50,42 @@ class ReplayedRollout:
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of it."""
-
     notes: list[str]
-    metrics: dict[str, tuple[float | None, float | None]]
-    """Recorded, replayed."""
+    metrics: dict[str, tuple[float | None, float | None]]  # recorded, replayed
     rollouts: list[ReplayedRollout] = field(default_factory=list)
 
 
 def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> RecordedStep:
-    """Read and check what the run left behind.
-
-    Raises:
-        ConfigError: one line that says what is not there, or which line of the dump is broken.
-    """
+    """Read and check what the run left; a ConfigError says what is missing, or which line of the dump is broken."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"RUN_DIR: {run_dir} holds no config.yaml, so it is no run folder")
     config = load_config(run_dir / "config.yaml", overrides)
     notes = [f"override: {override}" for override in overrides]
-    redacted = "is redacted in config.yaml; give it as an override, if a reward needs it"
-    notes += [f"{key} {redacted}" for key in _redacted_keys(config)]
+    free_form = {f"rewards.{index}.args": reward.args for index, reward in enumerate(config.rewards)}
+    free_form["rollout.engine"] = config.rollout.engine
+    redacted = [f"{key}.{name}" for key, args in free_form.items() for name in args if args[name] == "<redacted>"]
+    notes += [f"{key} is redacted in config.yaml; give it as an override, if a reward needs it" for key in redacted]
     # Of the run that trained on several ranks and a GPU; none of it changes what is computed.
     model = dataclasses.replace(config.model, num_replicas=1, offload=False, compile=False, attention="auto")
     rollout = dataclasses.replace(config.rollout, tensor_parallel_size=1)
     config = dataclasses.replace(config, model=model, rollout=rollout)
     if model.dtype == "bfloat16":
-        notes.append(
-            "the run computed in bfloat16, whose rounding is another on another machine: a few percent in loss and "
-            "gradient mean nothing"
-        )
+        what = "the run computed in bfloat16, whose rounding is another on another machine"
+        notes.append(f"{what}: a few percent in loss and gradient mean nothing")
     rollouts = _read_dump(rollouts_file(run_dir, step), config.rollout.group_size)
     # The evaluation that follows the last step has a line of its own, without a loss.
     lines = [line.metrics for line in read_lines(run_dir / "metrics.jsonl")]
     metrics = next((line for line in lines[::-1] if line["step"] == step and "loss/policy" in line), {})
     if not metrics:
-        notes.append(
-            f"metrics.jsonl has no line of step {step}: the run ended within it, and only the rollouts can be compared"
-        )
+        what = f"metrics.jsonl has no line of step {step}: the run ended within it"
+        notes.append(f"{what}, and only the rollouts can be compared")
     load_rewards(config.rewards)  # refuses here what the pool would refuse with a traceback
-    columns: list[dict[str, Any]] | None = None
-    all_columns: set[str] = set()
+    columns: tuple[list[dict[str, Any]] | None, set[str]] = None, set()
     try:
-        columns, all_columns = _columns_of(rollouts, config)
+        columns = _columns_of(rollouts, config)
     except ConfigError as error:
         notes.append(f"rewards are those that the run recorded, since the data set cannot be had as it was: {error}")
-    return RecordedStep(run_dir, step, config, rollouts, metrics, columns, all_columns, notes)
-
-
-def _redacted_keys(config: Config) -> list[str]:
-    free_form = {f"rewards.{index}.args": reward.args for index, reward in enumerate(config.rewards)}
-    free_form["rollout.engine"] = config.rollout.engine
-    return [f"{place}.{name}" for place, args in free_form.items() for name in args if args[name] == "<redacted>"]
+    return RecordedStep(run_dir, step, config, rollouts, metrics, *columns, notes)
 
 
 def _read_dump(path: Path, group_size: int) -> list[list[RolloutRecord]]:
@@ -125,10 +102,8 @@ def _read_dump(path: Path, group_size: int) -> list[list[RolloutRecord]]:
     for position, group in groups.items():
         samples = [record.sample for record in group]
         if samples != list(range(group_size)):
-            raise ConfigError(
-                f"{path}: the group at position {position} has the samples {samples}, and should have 0 to "
-                f"{group_size - 1} (rollout.group_size={group_size})"
-            )
+            what = f"{path}: the group at position {position} has the samples {samples}, and should have 0 to"
+            raise ConfigError(f"{what} {group_size - 1} (rollout.group_size={group_size})")
     if not groups:
         raise ConfigError(f"{path}: no rollouts")
     return [groups[position] for position in sorted(groups)]

@@ -1,12 +1,12 @@
 """Reward -> advantage -> loss of a recorded step again, on the CPU, in one process, without vLLM.
 
-It is the trainer's own code over the rollouts that the run dumped, so that breakpoint() works in a reward (which is
-called in the reward pool, with its deadlines, as in training), in the advantages and in the loss. Overrides ask what
-another config would have made of the step. Nothing is written into the run folder.
+It is the trainer's own code over the dumped rollouts, so breakpoint() works in a reward (called in the reward pool,
+with its deadlines, as in training), in the advantages and in the loss. Overrides ask what another config would do.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import tempfile
@@ -28,20 +28,12 @@ if TYPE_CHECKING:
 
 
 def replay(recorded: RecordedStep, checkpoint: Path | None = None) -> Replay:
-    """Score, decide and train once more; on the CPU, in a process group of one.
-
-    The policy is that of `checkpoint`, else of the step's own.
-
-    Raises:
-        ConfigError, CheckpointError: what is missing or damaged, and what to do.
-        RewardError: the user left the debugger.
-    """
+    """Score, decide and train once more with the policy of `checkpoint`, else of the step's own. Raises ConfigError or
+    CheckpointError for what is missing or damaged, RewardError where the user left the debugger."""
     with tempfile.NamedTemporaryFile(prefix="rewards_", suffix=".log", delete=False) as log:
         log_file = Path(log.name)
-    config = recorded.config
-    with RewardPool(
-        config.rewards, config.reward_pool, log_file, columns=recorded.all_columns, on_debugger=doctor.note_debugger
-    ) as pool:
+    config, columns, on_debugger = recorded.config, recorded.all_columns, doctor.note_debugger
+    with RewardPool(config.rewards, config.reward_pool, log_file, columns=columns, on_debugger=on_debugger) as pool:
         # From here on, before torch looks: a reward may have a model on the GPU, the replay has none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         from grpo_spmd.distributed.session import end_session, start_session
@@ -64,7 +56,8 @@ def _replay(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool, s
     from grpo_spmd.learn.sampled_step import SampledStep, StepRules
     from grpo_spmd.replay.update import train
 
-    config, notes = recorded.config, list(recorded.notes)
+    recorded = dataclasses.replace(recorded, notes=list(recorded.notes))  # its caller's list stays as it is
+    config, notes = recorded.config, recorded.notes
     sections = config.rollout, config.advantage, config.loss, config.training
     sampled = SampledStep(StepRules(*sections, config.reward_pool.max_error_frac, num_ranks=1))
     waiting, texts = _groups(recorded), _RecordedTexts(recorded.rollouts)
@@ -82,10 +75,9 @@ def _replay(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool, s
     except Rank0Error as error:
         notes.append(f"the step is refused: {error}")
         return Replay(notes, {}, _rollouts(recorded, sampled, None, {}))
-    of_update, logprobs, decision = train(recorded, checkpoint, batch, decision, session, notes)
+    of_update, logprobs, decision = train(recorded, checkpoint, batch, decision, session)
     replayed = {name: value for name, value in decision.metrics.items() if not name.startswith("batching/")} | of_update
-    before = recorded.metrics
-    metrics = {name: (before.get(name), value) for name, value in replayed.items()} if before else {}
+    metrics = {name: (recorded.metrics.get(name), value) for name, value in replayed.items() if recorded.metrics}
     return Replay(notes, metrics, _rollouts(recorded, sampled, decision, logprobs))
 
 
@@ -106,9 +98,7 @@ def _groups(recorded: RecordedStep) -> list[RolloutGroup]:
         first = records[0]
         columns = recorded.columns[slot] if recorded.columns is not None else {}
         prompt = Prompt(first.position, first.row, first.prompt_ids, first.prompt, columns)
-        completions = []
-        for record in records:
-            completions.append(Completion(record.completion_ids, record.logprobs, record.finish_reason))
+        completions = [Completion(record.completion_ids, record.logprobs, record.finish_reason) for record in records]
         groups.append(RolloutGroup(slot, prompt, completions))
     return groups
 
@@ -140,13 +130,12 @@ def _rollouts(
     for number, reward in enumerate(scored.rewards):
         group, sample = sampled.groups[number // size], number % size
         slot = slots.get(group.prompt.position)
-        advantage, in_loss, of_policy = None, False, None
+        trained: tuple[float | None, bool, list[float] | None] = None, False, None
         if decision is not None and slot is not None:
-            rollout_id = slot * size + sample
-            advantage, in_loss = decision.advantages[rollout_id], decision.in_loss[rollout_id]
-            of_policy = logprobs.get(rollout_id)
+            index = slot * size + sample
+            trained = decision.advantages[index], decision.in_loss[index], logprobs.get(index)
         rewards = scored.finite_by_name(number)
         statuses = {name: statuses[number] for name, statuses in scored.statuses.items()}
         record = recorded.rollouts[group.slot][sample]
-        found.append(ReplayedRollout(record, reward, rewards, statuses, advantage, in_loss, of_policy))
+        found.append(ReplayedRollout(record, reward, rewards, statuses, *trained))
     return found

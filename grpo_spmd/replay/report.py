@@ -11,14 +11,12 @@ _SAME = 1e-6  # differences up to this are rounding: float32, summed in another 
 
 
 def report(recorded: RecordedStep, found: Replay, top: int) -> list[str]:
-    """Its lines, `top` rollouts in each list."""
     rollouts, size = found.rollouts, recorded.config.rollout.group_size
     lines = [f"step {recorded.step} of {recorded.run_dir}: {len(rollouts)} rollouts in groups of {size}"]
     lines += [f"  {note}" for note in found.notes]
     if found.metrics:
         lines += ["", f"{'':34}{'recorded':>14}{'replayed':>14}{'difference':>14}"]
-        # most shares of errors and the like are 0
-        shown = [(name, a, b) for name, (a, b) in sorted(found.metrics.items()) if a or b]
+        shown = [(name, a, b) for name, (a, b) in sorted(found.metrics.items()) if a or b]  # most shares are 0
         lines += [f"{name:34}{_number(a):>14}{_number(b):>14}{_difference(a, b):>14}" for name, a, b in shown]
     lines += ["", *_differences(rollouts, top)]
     weights = [(abs(r.advantage or 0.0) * len(r.recorded.logprobs) if r.in_loss else 0.0, r) for r in rollouts]
@@ -35,13 +33,12 @@ def report(recorded: RecordedStep, found: Replay, top: int) -> list[str]:
 
 
 def _differences(rollouts: Sequence[ReplayedRollout], top: int) -> list[str]:
-    lines, changed = [], []
+    changed = []
     counts = {"reward": 0, "statuses": 0, "advantage": 0}
     names = dict.fromkeys(name for r in rollouts for name in (*r.recorded.rewards, *r.rewards))
     counts |= {f"reward {name}": 0 for name in names if len(names) > 1}
     for rollout in rollouts:
-        was = rollout.recorded
-        moved = []
+        was, moved = rollout.recorded, []
         if _differ(was.reward, rollout.reward):
             counts["reward"] += 1
             moved.append(f"reward {_number(was.reward)} -> {_number(rollout.reward)}")
@@ -61,7 +58,7 @@ def _differences(rollouts: Sequence[ReplayedRollout], top: int) -> list[str]:
             by_reward = abs((was.reward or 0.0) - (rollout.reward or 0.0))
             text = f"  {rollout.name:>9}  {'; '.join(moved)}  {_short(was.completion)}"
             changed.append(((by_advantage, by_reward), text))
-    lines.append(f"of {len(rollouts)} rollouts differ: " + ", ".join(f"{what} {n}" for what, n in counts.items()))
+    lines = [f"of {len(rollouts)} rollouts differ: " + ", ".join(f"{what} {n}" for what, n in counts.items())]
     if changed:
         lines.append("largest differences (position/sample):")
         lines += [text for _, text in sorted(changed, key=lambda pair: pair[0], reverse=True)[:top]]

@@ -25,23 +25,13 @@ from grpo_spmd.replay.read import RecordedStep
 
 
 def train(
-    recorded: RecordedStep,
-    checkpoint: Path | None,
-    batch: RolloutBatch,
-    decision: Decision,
-    session: Session,
-    notes: list[str],
+    recorded: RecordedStep, checkpoint: Path | None, batch: RolloutBatch, decision: Decision, session: Session
 ) -> tuple[dict[str, float | None], dict[int, list[float]], Decision]:
-    """Collective. The update with the policy of the step, or as much of it as can be had.
-
-    Returns:
-        Its metrics, the policy's logprobs by rollout_id, and the decision with the KL penalty in it, if there is one.
-
-    Raises:
-        ConfigError, CheckpointError: what is missing or damaged, and what to do.
-    """
+    """Collective. The metrics of the update with the policy of the step, or of as much of it as can be had; the
+    policy's logprobs by rollout_id; the decision, with the KL penalty in it, if there is one. Adds to `recorded.notes`.
+    Raises ConfigError or CheckpointError: what is missing or damaged, and what to do."""
     config = recorded.config
-    source, has_policy = _policy_source(recorded, checkpoint, notes)
+    source, has_policy = _policy_source(recorded, checkpoint)
     if not has_policy:
         return {"loss/policy": _loss_on_engine_logprobs(batch, config)}, {}, decision
     with tempfile.TemporaryDirectory(prefix="replay_") as folder:
@@ -70,9 +60,10 @@ def _updater(policy: Policy, config: Config) -> PolicyUpdater:
     return PolicyUpdater(policy, config.optimizer, config.loss, config.training.num_epochs, longest)
 
 
-def _policy_source(recorded: RecordedStep, checkpoint: Path | None, notes: list[str]) -> tuple[Path | None, bool]:
+def _policy_source(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path | None, bool]:
     """The checkpoint with the policy, None for the model that the run started from; and whether either can be had."""
     step, rank, model_path = recorded.step, recorded.config.model.lora.rank, Path(recorded.config.model.path)
+    notes = recorded.notes
     own = checkpoint_path(recorded.run_dir, step)
     source = checkpoint or (own if own.is_dir() else None)
     # A hub id is organisation/name; any other path without a folder is that of another machine.
@@ -89,10 +80,8 @@ def _policy_source(recorded: RecordedStep, checkpoint: Path | None, notes: list[
         saved = int(read_trainer(source)["step"])
         notes.append(f"policy: {source}, after {saved} finished steps")
         if saved != step:
-            notes.append(
-                f"that is not the policy that sampled step {step}: loss, entropy, gradient and mismatch differ for "
-                "that alone"
-            )
+            differ = "loss, entropy, gradient and mismatch differ for that alone"
+            notes.append(f"that is not the policy that sampled step {step}: {differ}")
         return source, True
     if step == 0 and has_model:
         notes.append(f"policy: {model_path}, with which the run started")
@@ -101,10 +90,8 @@ def _policy_source(recorded: RecordedStep, checkpoint: Path | None, notes: list[
     why = f"no {own} (there are: {there}; --checkpoint takes another)"
     if step == 0:
         why = f"there is no folder {model_path} (model.path)"
-    notes.append(
-        f"policy: {why}, so the engine's recorded logprobs stand in for the policy's: every ratio is 1, and there is "
-        "no entropy, KL, gradient or mismatch"
-    )
+    stand_in = "so the engine's recorded logprobs stand in for the policy's"
+    notes.append(f"policy: {why}, {stand_in}: every ratio is 1, and there is no entropy, KL, gradient or mismatch")
     return None, False
 
 
