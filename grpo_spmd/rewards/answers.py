@@ -8,12 +8,11 @@ from grpo_spmd.rewards.verifiers import tagged
 
 
 def final_answer(text: str) -> str:
-    r"""What a completion answers, for a vote: the last whole \boxed{...}, else what follows the last "####", else what
-    stands in the last <answer>...</answer>, else all of it; without white space around it. Answers are compared as
-    text: 1/2 and 0.5 are two.
+    r"""What a completion answers, for a vote; as text, so that 1/2 and 0.5 are two.
+
+    The last whole \boxed{...}, else what follows the last "####", else the last <answer>...</answer>, else all of it.
     """
-    boxed = _last_boxed(text)
-    if boxed is not None:
+    if (boxed := _last_boxed(text)) is not None:
         return boxed.strip()
     _, marker, after = text.rpartition("####")
     if marker:

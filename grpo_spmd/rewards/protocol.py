@@ -1,40 +1,36 @@
 """The reward protocol: TRL's signature, several functions with weights, and one policy for what goes wrong.
 
 A reward function is `fn(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async.
-`prompts` and `completions` are strings for plain prompts; for chat prompts they are message lists, a completion being
-`[{"role": "assistant", "content": text}]`. Every other column of the data set arrives as a keyword list, aligned with
-`prompts`.
+`prompts` and `completions` are strings; for chat prompts, message lists, a completion being `[{"role": "assistant",
+"content": text}]`. The data set's other columns arrive as keyword lists, aligned with `prompts`. A worker process
+(pool.py) calls it for one group at a time, in evaluation for a single completion, so that its result does not depend on
+how groups are spread over ranks. Module state is each worker's own.
 
-It is called in a worker process (pool.py), for one group at a time: a prompt's G completions in training, a single one
-in evaluation. So its result does not depend on how groups are spread over ranks. Module state is each worker's own.
-
-The policy for what goes wrong, per completion and function (`ScoredRollouts.statuses`):
-
+What comes of a completion, for each function (`ScoredRollouts.statuses`):
 * "ok": a finite number.
 * "not_applicable": None. The completion's reward is the weighted sum of the other functions.
 * "error": the function raised, exited, crashed, or returned NaN, infinity, text, or a list of the wrong length.
 * "timeout": it took longer than `reward_pool.timeout_s` and was killed, with the processes it had started.
 
-Where the call for a group fails as a whole, each completion is tried in a call of its own, with the whole deadline:
-what fails then is that completion's failure, and the others get their rewards. A completion with an "error" or a
-"timeout", or to which no function applies, is left out of its group's statistics and of the loss, and counted. It is
-never taken for 0. Where a function leaves `reward_pool.max_error_frac` of a step's completions without a usable value,
-all ranks stop, with the function's traceback.
+Where the call for a group fails, each completion is tried in a call of its own, with the whole deadline: what fails
+then is that completion's failure. A completion with an "error" or a "timeout", or to which no function applies, is left
+out of its group's statistics and of the loss, and counted; it is never taken for 0. Where a function fails for
+`reward_pool.max_error_frac` of a step's completions, all ranks stop, with the function's traceback.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import inspect
 import math
 import os
 import re
 import sys
+import traceback
 import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import machinery, util
 from pathlib import Path
 from typing import Any
 
@@ -66,23 +62,17 @@ class Reward(RewardFacts):
 
 
 def load_rewards(configs: Sequence[RewardConfig]) -> list[Reward]:
-    """Find the functions that the config names.
-
-    Raises:
-        ConfigError: an unknown name, a file or function that does not exist, arguments that the function does not take,
-            or one name twice.
-    """
+    """The functions that the config names. ConfigError for one that is not there, wrong arguments, or a name twice."""
     rewards: list[Reward] = []
     for index, config in enumerate(configs):
-        where = f"rewards.{index}"
+        where, name = f"rewards.{index}", str(config.name)
         if config.function is not None:
             function = _load_function(config.function, where)
             name = config.name or config.function.rpartition(":")[2]
-        else:
-            name = str(config.name)
-            if name not in SHIPPED:
-                raise ConfigError(f"{where}.name: no shipped reward {name!r}; there are {', '.join(sorted(SHIPPED))}")
+        elif name in SHIPPED:
             function = SHIPPED[name]
+        else:
+            raise ConfigError(f"{where}.name: no shipped reward {name!r}; there are {', '.join(sorted(SHIPPED))}")
         if name in {reward.name for reward in rewards}:
             raise ConfigError(f"{where}.name: {name!r} is given twice; its metrics would overwrite each other")
         rewards.append(_with_args(name, function, config, where))
@@ -92,18 +82,10 @@ def load_rewards(configs: Sequence[RewardConfig]) -> list[Reward]:
 def check_error_rate(
     statuses: Sequence[Mapping[str, Sequence[str]]], first_errors: Sequence[str | None], max_error_frac: float
 ) -> dict[str, float]:
-    """What share of a step's completions each function left without a value, over all ranks' `ScoredRollouts`.
+    """Metrics `reward/<name>/error_frac`, `.../timeout_frac`, `.../not_applicable_frac`, as shares of the completions.
 
-    Args:
-        statuses: every rank's `statuses`; a rank that scored nothing gives an empty one.
-        first_errors: every rank's `first_error`.
-        max_error_frac: `reward_pool.max_error_frac`.
-
-    Returns:
-        Metrics `reward/<name>/error_frac`, `.../timeout_frac` and `.../not_applicable_frac`, each in [0, 1].
-
-    Raises:
-        RewardError: "error" and "timeout" together reach `max_error_frac` for some function.
+    Takes `statuses` and `first_error` of every rank's `ScoredRollouts`; a rank that scored nothing has no statuses.
+    Raises RewardError where "error" and "timeout" together reach `max_error_frac` for some function.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for part in statuses for name in part):
@@ -126,11 +108,9 @@ def check_error_rate(
 
 def weighted_sum(parts: Sequence[tuple[float, float | None]]) -> float | None:
     """The sum over the functions that apply; None where none does or where one gave something unusable."""
-    applying = [(weight, value) for weight, value in parts if value is not None]
-    if not applying or any(math.isnan(value) for _, value in applying):
-        return None
-    total = sum(weight * value for weight, value in applying)
-    return total if math.isfinite(total) else None
+    products = [weight * value for weight, value in parts if value is not None]
+    total = sum(products)  # NaN where one of them is
+    return total if products and math.isfinite(total) else None
 
 
 def _load_function(spec: str, where: str) -> Callable[..., Any]:
@@ -141,9 +121,9 @@ def _load_function(spec: str, where: str) -> Callable[..., Any]:
     if not path.is_file():
         raise ConfigError(f"{where}.function: there is no file {file}")
     loader = _UncachedLoader(f"reward_{path.stem}", os.path.abspath(path))
-    module_spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
+    module_spec = util.spec_from_file_location(loader.name, path, loader=loader)
     assert module_spec is not None, path
-    module = importlib.util.module_from_spec(module_spec)
+    module = util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickling look their module up there
     try:
         loader.exec_module(module)
@@ -156,7 +136,7 @@ def _load_function(spec: str, where: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-class _UncachedLoader(importlib.machinery.SourceFileLoader):
+class _UncachedLoader(machinery.SourceFileLoader):
     """Leaves no __pycache__ beside the user's file, and never runs an older version of it from there."""
 
     def get_code(self, fullname: str) -> types.CodeType:
@@ -166,12 +146,8 @@ class _UncachedLoader(importlib.machinery.SourceFileLoader):
 def _line_in(error: BaseException, path: str) -> str:
     if isinstance(error, SyntaxError) and error.filename == path and error.lineno:
         return f":{error.lineno}"
-    traceback, line = error.__traceback__, ""
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename == path:
-            line = f":{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return line
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
+    return f":{lines[-1]}" if lines else ""
 
 
 def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, where: str) -> Reward:
@@ -187,11 +163,9 @@ def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, wh
     takes: list[str] = list(parameters)
     if is_shipped:  # its options are its keyword-only parameters, all else are columns
         takes = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
-        missing = [n for n in required if n in takes and n not in args]
-        if missing:
+        if missing := [n for n in required if n in takes and n not in args]:
             raise ConfigError(f"{where}.args: {name} needs {missing[0]!r}")
-    unknown = [n for n in args if n not in takes and (is_shipped or not takes_any)]
-    if unknown:
+    if unknown := [n for n in args if n not in takes and (is_shipped or not takes_any)]:
         shown = name if is_shipped else getattr(function, "__name__", name)
         raise ConfigError(f"{where}.args: {shown} does not take {unknown[0]!r}")
     if function is matches_format:
@@ -207,13 +181,11 @@ def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, wh
 
     def call(**columns: Any) -> Any:
         known = {**columns, **args}
-        if not takes_any:  # a function without **columns gets what it names
-            known = {name: value for name, value in known.items() if name in parameters}
-        return function(**known)
+        return function(**(known if takes_any else {name: known[name] for name in known if name in parameters}))
 
     # Each run of model-written code may take its whole time: a call for the group would need the sum of them.
-    one_at_a_time = function is run_tests
-    return Reward(name=name, weight=config.weight, needs=needs, one_at_a_time=one_at_a_time, function=call)
+    alone = function is run_tests
+    return Reward(name=name, weight=config.weight, needs=needs, one_at_a_time=alone, function=call)
 
 
 def _check_sandbox(args: Mapping[str, Any], where: str) -> None:

@@ -6,16 +6,21 @@ import ast
 import dataclasses
 import json
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from operator import add, mul, sub, truediv
 from typing import Any
 
 from grpo_spmd.rewards.sandbox.sandbox import Limits, passes_program_test, passes_statements
 
 DEFAULT_TIME_S = 8.0  # of `code`; preflight compares it with the pool's deadline
 Completion = str | list[dict[str, Any]]
+Completions = Sequence[Completion]
+Column = Sequence[Any]
+Scores = list[float | None]
 
 
 def completion_text(completion: Completion) -> str:
@@ -23,60 +28,46 @@ def completion_text(completion: Completion) -> str:
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
-def exact(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
+def exact(completions: Completions, answer: Column, **_: Any) -> Scores:
     """1.0 where the completion, stripped of white space, is the column `answer`."""
-    return [
-        None if a is None else float(completion_text(c).strip() == str(a).strip())
-        for c, a in zip(completions, answer, strict=True)
-    ]
+    pairs = ((completion_text(c).strip(), a) for c, a in zip(completions, answer, strict=True))
+    return [None if gold is None else float(text == str(gold).strip()) for text, gold in pairs]
 
 
-def matches_format(completions: Sequence[Completion], *, pattern: str, **_: Any) -> list[float | None]:
+def matches_format(completions: Completions, *, pattern: str, **_: Any) -> Scores:
     """1.0 where the regular expression `pattern` matches the whole completion ("." also matches a newline)."""
     compiled = re.compile(pattern, re.DOTALL)
     return [float(compiled.fullmatch(completion_text(c)) is not None) for c in completions]
 
 
-def gsm8k(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
+def gsm8k(completions: Completions, answer: Column, **_: Any) -> Scores:
     """1.0 where the last number of the completion equals the last number of the column `answer` ("... #### 42")."""
-    return [
-        None if (gold := last_number(str(a))) is None else float(last_number(completion_text(c)) == gold)
-        for c, a in zip(completions, answer, strict=True)
-    ]
+    pairs = ((completion_text(c), last_number(str(a))) for c, a in zip(completions, answer, strict=True))
+    return [None if gold is None else float(last_number(text) == gold) for text, gold in pairs]
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in `text` as an exact fraction; reads "1,234.50" and "-3", and no full stop after a number.
-
-    None where there is none, or more digits than Python reads (4300): a model that repeats itself may write them.
-    """
+    """The last number in `text` ("1,234.50", "-3"; no full stop after it) as an exact fraction, None where none is."""
     found = re.findall(r"(?<![A-Za-z0-9.])-?\$?\d[\d,]*(?:\.\d+)?", text)
     try:
         return Fraction(re.sub(r"[,$]", "", found[-1])) if found else None
-    except ValueError:
+    except ValueError:  # more digits than Python reads (4300): a model that repeats itself may write them
         return None
 
 
 def countdown(
-    completions: Sequence[Completion],
-    nums: Sequence[Sequence[int]],
-    target: Sequence[Any],
-    *,
-    answer_tag: str | None = "answer",
-    **_: Any,
-) -> list[float | None]:
-    """1.0 where the equation uses each of `nums` exactly once and reaches `target` (TinyZero's task).
-
-    The equation is what stands in the last <answer>...</answer>; with `answer_tag: null`, the whole completion.
+    completions: Completions, nums: Column, target: Column, *, answer_tag: str | None = "answer", **_: Any
+) -> Scores:
+    """1.0 where the equation in the last <answer>...</answer> (with `answer_tag: null`, the whole completion) uses each
+    of `nums` exactly once and reaches `target` (TinyZero's task).
     """
-    scores: list[float | None] = []
+    scores: Scores = []
     for completion, given, goal in zip(completions, nums, target, strict=True):
         if given is None or goal is None:
             scores.append(None)
-        elif (equation := tagged(completion_text(completion), answer_tag)) is None:
-            scores.append(0.0)
-        else:
-            scores.append(float(_reaches(equation, [int(n) for n in given], Fraction(goal))))
+            continue
+        equation = tagged(completion_text(completion), answer_tag)
+        scores.append(float(equation is not None and _reaches(equation, [int(n) for n in given], Fraction(goal))))
     return scores
 
 
@@ -98,11 +89,11 @@ def _reaches(equation: str, given: Sequence[int], target: Fraction) -> bool:
         return False
     try:
         tree = ast.parse(equation.strip(), mode="eval").body
-        value = _value(tree)
+        reached = _value(tree) == target
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return False
     used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    return value == target and used == Counter(given)
+    return reached and used == Counter(given)
 
 
 def evaluate(equation: str) -> Fraction:
@@ -121,46 +112,39 @@ def _value(node: ast.expr) -> Fraction:
     raise ValueError(ast.dump(node))
 
 
-_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.Div: lambda a, b: a / b,
-}
+_OPERATIONS: dict[type, Callable[..., Fraction]] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}
 
 
-def equal_by_math_verify(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float | None]:
+def equal_by_math_verify(completions: Completions, answer: Column, **_: Any) -> Scores:
     """1.0 where math-verify finds the completion's final answer equal to the column `answer` (LaTeX or plain).
 
-    A gold answer that math-verify cannot read gives None, and a comparison that runs out of time gives NaN, which is
-    left out and counted: neither is taken for wrong. Its deadlines use SIGALRM, for the main thread alone.
+    A gold answer that it cannot read gives None, and a comparison that runs out of time gives NaN, which is left out
+    and counted: neither is taken for wrong. Its deadlines use SIGALRM, for the main thread alone.
     """
-    import threading
-
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException
 
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("math-verify's deadlines need the main thread (signal.alarm); call this reward there")
-    scores: list[float | None] = []
+    scores: Scores = []
     for completion, gold in zip(completions, answer, strict=True):
         # A bare "x^2" is prose to the parser; boxed it is one expression.
         parsed_gold = [] if gold is None else parse(f"\\boxed{{{gold}}}") or parse(str(gold))
         if not parsed_gold:
             scores.append(None)
             continue
+        text = completion_text(completion)
         try:
-            parsed = parse(completion_text(completion), raise_on_error=True)
-            scores.append(float(verify(parsed_gold, parsed, raise_on_error=True)))
+            scores.append(float(verify(parsed_gold, parse(text, raise_on_error=True), raise_on_error=True)))
         except TimeoutException:
             scores.append(float("nan"))
         except Exception:  # sympy choked on one of several readings of a strange completion: is any other one equal?
-            scores.append(float(verify(parsed_gold, parse(completion_text(completion)))))
+            scores.append(float(verify(parsed_gold, parse(text))))
     return scores
 
 
 def run_tests(
-    completions: Sequence[Completion],
+    completions: Completions,
     *,
     tests_column: str = "tests",
     partial_credit: bool = False,
@@ -168,24 +152,20 @@ def run_tests(
     memory_mib: float = 1024,
     isolation: str = "required",
     **columns: Any,
-) -> list[float | None]:
+) -> Scores:
     """1.0 where the completion's Python passes every test of its row; with `partial_credit`, the share that it passes.
 
-    The code is the last ```python block, or all of the completion where there is none. A row's tests are statements
-    ("assert f(2) == 4") or {"input": ..., "output": ...} pairs, one or a list of them, perhaps as JSON; sandbox.py says
-    how far each kind can be trusted. A row without tests gives None.
-
-    The code runs in a limited process, one for each pair and one for all statements: it can start threads but no
-    process, and write only to a small folder. `time_s` seconds are for all of a completion's tests together, start-up
-    not counted; what they do not reach has failed, so that an endless loop is wrong and not unknown. Keep time_s under
-    reward_pool.timeout_s, by 0.1 to 0.3 s for each pair. Where the code cannot be shut in, this raises and does not run
-    it, unless `isolation` is "none": then only time and memory are limited.
+    A row's tests are statements ("assert f(2) == 4") or {"input": ..., "output": ...} pairs, one or a list of them,
+    perhaps as JSON (sandbox.py says how far to trust each kind); without any, None. The code runs in a limited process,
+    one for each pair and one for all statements: it can start threads but no process, and write only to a small folder.
+    Where it cannot be shut in, this raises and does not run it, unless `isolation` is "none": then only time and memory
+    are limited. `time_s` is for all of a completion's tests, start-up not counted; what they do not reach has failed:
+    an endless loop is wrong, not unknown. Keep it under reward_pool.timeout_s by 0.1 to 0.3 s for each pair.
     """
     limits = Limits(time_s, int(memory_mib), isolation)
-    scores: list[float | None] = []
+    scores: Scores = []
     for completion, given in zip(completions, columns[tests_column], strict=True):
-        tests = _tests(given)
-        if not tests:
+        if not (tests := _tests(given)):
             scores.append(None)
             continue
         code = python_code(completion_text(completion))
@@ -193,17 +173,15 @@ def run_tests(
         started = time.monotonic()
         passed = sum(passes_statements(code, statements, limits)) if statements else 0
         left_s = time_s - _own_time(started, passed == len(statements))
-        for test in tests:
-            if not partial_credit and passed < len(statements):
+        pairs = (test for test in tests if isinstance(test, dict))
+        for num_before, pair in enumerate(pairs, start=len(statements)):
+            if not partial_credit and passed < num_before:
                 break  # lost already
-            if isinstance(test, dict):
-                started = time.monotonic()
-                own = dataclasses.replace(limits, time_s=left_s)
-                ok = left_s > 0 and passes_program_test(code, str(test["input"]), str(test["output"]), own)
-                left_s -= _own_time(started, ok)
-                passed += ok
-                if not ok and not partial_credit:
-                    break
+            started = time.monotonic()
+            own = dataclasses.replace(limits, time_s=left_s)
+            ok = left_s > 0 and passes_program_test(code, str(pair["input"]), str(pair["output"]), own)
+            left_s -= _own_time(started, ok)
+            passed += ok
         scores.append(passed / len(tests) if partial_credit else float(passed == len(tests)))
     return scores
 

@@ -2,7 +2,6 @@
 
 The rank starts one small nursery process by exec; the nursery imports the rewards once and forks workers (worker.py).
 This side sends calls to whichever worker is free and watches the clock. protocol.py says what becomes of failures.
-
 With W workers and h completions that hang, scoring takes about (h + number of groups they are in) / W + 1 deadlines.
 """
 
@@ -69,13 +68,11 @@ class RewardPool:
         columns: Collection[str] = (),
         on_debugger: Callable[[bool], None] = lambda is_open: None,
     ) -> None:
-        """Start the nursery; it imports the rewards while the caller goes on.
+        """Start the nursery; it imports the rewards, which `load_rewards` has checked, while the caller goes on.
 
-        Args:
-            rewards: as in the config, checked by `load_rewards` before.
-            log_file: gets what reward functions print. It and its folder are made when something is first scored.
-            columns: every column of the data sets; a row that lacks one passes None for it.
-            on_debugger: told True when somebody begins to look into a worker with a debugger, and False at the end.
+        `log_file` gets what reward functions print; it and its folder are made when something is first scored.
+        `columns` are all that the data sets have: a row that lacks one passes None for it. `on_debugger` is told True
+        when somebody begins to look into a worker with a debugger, and False at the end.
         """
         self._pool, self._log_file, self._columns, self._on_debugger = pool, log_file, tuple(columns), on_debugger
         self._log: int | None = None
@@ -87,12 +84,10 @@ class RewardPool:
         self._nursery_says = tempfile.TemporaryFile()  # noqa: SIM115
         self._nursery, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "grpo_spmd.rewards.pool.worker", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stderr=self._nursery_says,
-                process_group=0,  # Ctrl-C is for the rank; the nursery ends when the rank has gone
-            )
+            fd = theirs.fileno()
+            command = [sys.executable, "-m", "grpo_spmd.rewards.pool.worker", str(fd), str(os.getpid())]
+            # In a process group of its own: Ctrl-C is for the rank, and the nursery ends when the rank has gone.
+            self._process = subprocess.Popen(command, pass_fds=[fd], stderr=self._nursery_says, process_group=0)
         setup = {"sys_path": sys.path, "rewards": [asdict(reward) for reward in rewards]}
         self._nursery.send(json.dumps(setup).encode())
         self._selector.register(self._nursery, selectors.EVENT_READ)
@@ -124,13 +119,9 @@ class RewardPool:
     ) -> ScoredRollouts:
         """Score every completion of `groups`, this rank's share of the step, perhaps none.
 
-        Args:
-            num_step_completions: completions of the step over all ranks. Given, scoring breaks off as soon as the
-                timeouts on this rank alone are `max_error_frac` of them: a function may hang in every call.
-
-        Raises:
-            RewardError: that, or the rewards cannot be imported in the nursery, the nursery was killed, or the user
-                left the debugger.
+        A function may hang in every call: with `num_step_completions`, over all ranks, RewardError is raised as soon as
+        the timeouts on this rank alone are `max_error_frac` of them. It is also raised where the rewards cannot be
+        imported in the nursery, the nursery was killed, or the user left the debugger.
         """
         token_ids = [completion.token_ids for group in groups for completion in group.completions]
         texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True) if token_ids else []
@@ -138,7 +129,9 @@ class RewardPool:
         if not groups:
             return scored
         self._wait_until_ready()
-        self._open_log()
+        if self._log is None:
+            self._log_file.parent.mkdir(parents=True, exist_ok=True)
+            self._log = os.open(self._log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         step = _Step(groups, texts, self._rewards, self._columns)
         try:
             self._run(step, num_step_completions)
@@ -149,57 +142,51 @@ class RewardPool:
         self._warn(step)
         for reward, statuses, values in zip(self._rewards, step.statuses, step.values, strict=True):
             scored.statuses[reward.name], scored.by_name[reward.name] = statuses, values
-        weights = [reward.weight for reward in self._rewards]
-        by_sample = zip(*step.values, strict=True)
+        weights, by_sample = [reward.weight for reward in self._rewards], zip(*step.values, strict=True)
         scored.rewards = [weighted_sum(list(zip(weights, values, strict=True))) for values in by_sample]
         scored.first_error = step.first_error()
         return scored
 
-    # Calls
-
     def _run(self, step: _Step, num_step_completions: int | None) -> None:
-        calls = step.calls()
-        while calls or any(worker.call is not None for worker in self._workers.values()):
-            self._dispatch(step, calls)
-            now = time.monotonic()
+        while step.calls or any(worker.call is not None for worker in self._workers.values()):
+            self._dispatch(step)
             next_deadline = min((worker.deadline for worker in self._workers.values()), default=math.inf)
-            for key, _ in self._selector.select(min(max(next_deadline - now, 0.0), 0.5)):
+            for key, _ in self._selector.select(min(max(next_deadline - time.monotonic(), 0.0), 0.5)):
                 if key.fileobj is self._nursery:
                     message = self._hear_nursery()
-                    worker = self._workers.get(message.get("died", -1))
-                    if worker is not None:
+                    if (worker := self._workers.get(message.get("died", -1))) is not None:
                         worker.sock.settimeout(0.1)
                         while worker.call is not None and not worker.has_hung_up:  # what it said before it died
-                            self._hear(step, calls, worker)
-                        self._fail(step, calls, worker, "error", message["how"])
+                            self._hear(step, worker)
+                        self._fail(step, worker, "error", message["how"])
                 elif key.data.number in self._workers:
-                    self._hear(step, calls, key.data)
+                    self._hear(step, key.data)
+            too_long = f"took longer than reward_pool.timeout_s={self._pool.timeout_s:g}"
             for worker in list(self._workers.values()):
                 if worker.deadline <= time.monotonic():
                     if worker.has_hung_up:
-                        self._fail(step, calls, worker, "error", "closed the worker's connection to the pool")
+                        self._fail(step, worker, "error", "closed the worker's connection to the pool")
                     else:
-                        why = f"took longer than reward_pool.timeout_s={self._pool.timeout_s:g}"
-                        self._fail(step, calls, worker, "timeout", why)
+                        self._fail(step, worker, "timeout", too_long)
             self._bound_log()
             if num_step_completions is not None and step.has_new_timeout:
                 self._stop_if_hopeless(step, num_step_completions)
 
-    def _dispatch(self, step: _Step, calls: deque[_Call]) -> None:
+    def _dispatch(self, step: _Step) -> None:
         free = [worker for worker in self._workers.values() if worker.call is None and not worker.has_hung_up]
-        while calls and (free or len(self._workers) < self._pool.num_workers):
+        while step.calls and (free or len(self._workers) < self._pool.num_workers):
             worker = free.pop() if free else self._spawn()
-            call = calls.popleft()
+            call = step.calls.popleft()
             frame = encode_frame({"reward": call.reward, "keywords": step.keywords(call)})
             worker.call, worker.deadline = call, time.monotonic() + self._pool.timeout_s
             try:
                 worker.sock.settimeout(self._pool.timeout_s)
                 worker.sock.sendall(frame)
             except OSError:  # it died, or was stopped, between two calls: not this call's fault
-                calls.appendleft(call)
+                step.calls.appendleft(call)
                 self._discard(worker)
 
-    def _hear(self, step: _Step, calls: deque[_Call], worker: _Worker) -> None:
+    def _hear(self, step: _Step, worker: _Worker) -> None:
         try:
             chunk = worker.sock.recv(1 << 16)
             worker.buffer += chunk
@@ -222,18 +209,16 @@ class RewardPool:
             step.record(worker.call, reply["values"])
             self._release(worker)
         else:
-            self._fail(step, calls, worker, "error", str(reply.get("failed")), keep=True)
+            self._fail(step, worker, "error", str(reply.get("failed")), keep=True)
 
-    def _fail(
-        self, step: _Step, calls: deque[_Call], worker: _Worker, status: _Failure, why: str, *, keep: bool = False
-    ) -> None:
+    def _fail(self, step: _Step, worker: _Worker, status: _Failure, why: str, *, keep: bool = False) -> None:
         call = worker.call
         if keep:
             self._release(worker)
         else:
             self._discard(worker)
         if call is not None:
-            calls.extend(step.fail(call, status, why))
+            step.fail(call, status, why)
 
     def _stop_if_hopeless(self, step: _Step, num_step_completions: int) -> None:
         step.has_new_timeout = False
@@ -241,8 +226,6 @@ class RewardPool:
             num_failed = known.count("timeout")
             statuses = ["timeout"] * num_failed + ["ok"] * (num_step_completions - num_failed)
             check_error_rate([{reward.name: statuses}], [step.first_error()], self._pool.max_error_frac)
-
-    # Processes
 
     def _spawn(self) -> _Worker:
         ours, theirs = socket.socketpair()
@@ -303,21 +286,15 @@ class RewardPool:
             payload = self._nursery.recv(1 << 16)
         except OSError:
             payload = b""
-        if payload:
-            message: dict[str, Any] = json.loads(payload)
-            return message
-        raise self._nursery_ended()
+        if not payload:
+            raise self._nursery_ended()
+        return dict(json.loads(payload))
 
     def _nursery_ended(self) -> RewardError:
         code = self._process.wait(10)
         self._nursery_says.seek(0)
         said = self._nursery_says.read().decode(errors="replace")[-4000:]
         return RewardError(f"the process that starts the reward workers ended with code {code} {said}".strip())
-
-    def _open_log(self) -> None:
-        if self._log is None:
-            self._log_file.parent.mkdir(parents=True, exist_ok=True)
-            self._log = os.open(self._log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def _bound_log(self) -> None:
         if self._log is not None and os.fstat(self._log).st_size > _MAX_LOG_BYTES:
@@ -328,8 +305,7 @@ class RewardPool:
     def _warn(self, step: _Step) -> None:
         for index, reward in enumerate(self._rewards):
             counts, errors, repeated = Counter(step.statuses[index]), step.errors[index], step.repeated[index]
-            failed = counts["timeout"] + counts["error"]
-            if failed:
+            if failed := counts["timeout"] + counts["error"]:
                 kinds = ", ".join(f"{counts[kind]} {kind}" for kind in ("timeout", "error") if counts[kind])
                 found = f"{failed} of {len(step.texts)} completions failed ({kinds})"
                 first = errors.get(min(errors, default=-1), "")
@@ -348,12 +324,15 @@ class _Step:
         self, groups: Sequence[RolloutGroup], texts: list[str], rewards: list[RewardFacts], columns: Sequence[str]
     ) -> None:
         self.texts, self._rewards = texts, rewards
-        self._groups: list[list[int]] = []
+        self.calls: deque[_Call] = deque()  # still to be made
         self._keywords: list[dict[str, Any]] = []
         absent = dict.fromkeys([*columns, *(name for reward in rewards for name in reward.needs)])
         for group in groups:
-            self._groups.append(list(range(len(self._keywords), len(self._keywords) + len(group.completions))))
-            prompt = group.prompt.text
+            first, prompt = len(self._keywords), group.prompt.text
+            samples = list(range(first, first + len(group.completions)))
+            for index, reward in enumerate(rewards):
+                parts = [[i] for i in samples] if reward.one_at_a_time else [samples]
+                self.calls.extend(_Call(index, part) for part in parts)
             for completion in group.completions:
                 text = texts[len(self._keywords)]
                 said = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -364,14 +343,6 @@ class _Step:
         self.errors: list[dict[int, str]] = [{} for _ in rewards]
         self.repeated: list[list[str]] = [[] for _ in rewards]
         self.has_new_timeout = False
-
-    def calls(self) -> deque[_Call]:
-        calls: deque[_Call] = deque()
-        for samples in self._groups:
-            for index, reward in enumerate(self._rewards):
-                parts = [[i] for i in samples] if reward.one_at_a_time else [samples]
-                calls.extend(_Call(index, part) for part in parts)
-        return calls
 
     def keywords(self, call: _Call) -> dict[str, list[Any]]:
         """Every column that the data set, the functions or this row have."""
@@ -386,16 +357,16 @@ class _Step:
                 self.values[call.reward][i] = None if value is None else float(value)
                 self.statuses[call.reward][i] = "not_applicable" if value is None else "ok"
 
-    def fail(self, call: _Call, status: _Failure, why: str) -> list[_Call]:
-        """Note a failure; returns the calls that show whose failure it was, where that is not known yet."""
+    def fail(self, call: _Call, status: _Failure, why: str) -> None:
+        """Note a failure, or queue the calls that show whose it was, where that is not known yet."""
         why = f"reward {self._rewards[call.reward].name!r} {why}"
         if len(call.samples) > 1:
             self.repeated[call.reward].append(why)
-            return [_Call(call.reward, [i]) for i in call.samples]
+            self.calls.extend(_Call(call.reward, [i]) for i in call.samples)
+            return
         (i,) = call.samples
         self.values[call.reward][i], self.statuses[call.reward][i], self.errors[call.reward][i] = math.nan, status, why
         self.has_new_timeout |= status == "timeout"
-        return []
 
     def first_error(self) -> str | None:
         errors = max(self.errors, key=len)
@@ -404,8 +375,7 @@ class _Step:
 
 def _give_terminal_to(process_group: int) -> None:
     """Make it the foreground group of our terminal, if we have one, so that it may read and gets Ctrl-C."""
-    # we may be in the background now; the default action would stop us
-    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # its default action stops who is in the background
     try:
         with suppress(OSError):
             os.tcsetpgrp(0, process_group)

@@ -2,11 +2,10 @@
 
     python -m grpo_spmd.rewards.pool.worker SOCKET_FD PARENT_PID      (by pool.py)
 
-It is started by exec, so that no thread, lock or GPU of the rank comes along.
-
-The nursery adopts whatever its workers leave behind (child subreaper), reaps it, and kills it all when the rank goes
-away, however it goes. A worker serves one call at a time over its own socket: JSON out, JSON back. It lives in its own
-process group, so that one kill ends it together with the helpers that a reward function started.
+It is started by exec, so that no thread, lock or GPU of the rank comes along. The nursery adopts whatever its workers
+leave behind (child subreaper), reaps it, and kills it all when the rank goes away, however it goes. A worker serves one
+call at a time over its own socket: JSON out, JSON back. It lives in its own process group, so that one kill ends it
+together with the helpers that a reward function started.
 """
 
 from __future__ import annotations
@@ -40,11 +39,10 @@ from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.protocol import Reward, RewardFacts, load_rewards
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_SIGNALS = {number.value: number.name for number in signal.Signals}
 _MAX_ERROR_CHARS = 4000
 _MAX_FRAME_BYTES = 1 << 30
-# what a shipped reward imports when it is first called: 2 s, which would count against a deadline
-_WARM = {"math": "math_verify"}
-
+_WARM = {"math": "math_verify"}  # a shipped reward's import at its first call: 2 s, which would count as the call's
 # What a data row may hold beyond JSON (parquet columns): to JSON and back.
 _BEYOND_JSON: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
@@ -80,11 +78,9 @@ def decode_frame(buffer: bytearray) -> dict[str, Any] | None:
         raise ValueError("not a message of a reward worker")
     if len(buffer) < end:
         return None
-
-    def decode(mapping: dict[str, Any]) -> Any:
-        return _DECODERS[mapping[_TAG]](mapping["value"]) if _TAG in mapping else mapping
-
-    message = json.loads(buffer[4:end], object_hook=decode)
+    message = json.loads(
+        buffer[4:end], object_hook=lambda found: _DECODERS[found[_TAG]](found["value"]) if _TAG in found else found
+    )
     del buffer[:end]
     if not isinstance(message, dict):
         raise ValueError("not a message of a reward worker")
@@ -92,11 +88,9 @@ def decode_frame(buffer: bytearray) -> dict[str, Any] | None:
 
 
 def call_reward(reward: Reward, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Call a reward function and say how it went.
+    """{"values": one a completion: a finite number, None (does not apply), or a string that says why it is unusable}.
 
-    Returns:
-        {"values": one a completion: a finite number, None (does not apply), or a string that says why the value is
-        unusable}, {"failed": what it did, with the traceback}, or {"quit": True} where the user left the debugger.
+    Or {"failed": what the function did, with the traceback}, or {"quit": True} where the user left the debugger.
     """
     expected = len(keywords["prompts"])
     try:
@@ -159,8 +153,7 @@ class _Worker:
     def serve(self) -> None:
         while (message := self._receive()) is not None:
             reply = call_reward(self._rewards[message["reward"]], message["keywords"])
-            # a child that the function forked has returned from it too: only its parent answers
-            if os.getpid() != self._pid:
+            if os.getpid() != self._pid:  # a child that the function forked has returned too: only its parent answers
                 os._exit(0)
             with suppress(Exception):  # the function may have closed or replaced them
                 sys.stdout.flush()
@@ -261,11 +254,11 @@ class _Nursery:
             for config in configs:
                 if config.function is None and config.name in _WARM:
                     importlib.import_module(_WARM[config.name])
+            return rewards
         except BaseException as error:
             text = str(error) if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
             self._tell({"error": text[-_MAX_ERROR_CHARS:]})
             os._exit(1)
-        return rewards
 
     def _spawn(self, rewards: Sequence[Reward], number: int, sock_fd: int, log_fd: int) -> None:
         sys.stdout.flush()
@@ -309,7 +302,7 @@ class _Nursery:
                 _kill_group(ended.si_pid)
                 os.waitpid(ended.si_pid, 0)
                 code, has_exited = ended.si_status, ended.si_code == os.CLD_EXITED
-                how = f"exited with code {code}" if has_exited else f"died of {_signal_name(code)}"
+                how = f"exited with code {code}" if has_exited else f"died of {_SIGNALS.get(code, f'signal {code}')}"
                 self._kill_adopted()
                 self._tell({"died": self._workers.pop(ended.si_pid), "how": how})
             else:
@@ -344,30 +337,21 @@ class _Nursery:
 
 
 def _first_dead_child() -> Any:
-    try:
+    with suppress(ChildProcessError):
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
+    return None
 
 
 def _children() -> list[int]:
-    try:
+    with suppress(OSError):  # a kernel without CONFIG_PROC_CHILDREN
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    except OSError:  # a kernel without CONFIG_PROC_CHILDREN
-        return []
+    return []
 
 
 def _kill_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):  # the group may not be there yet
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _prctl(option: int, value: int) -> None:

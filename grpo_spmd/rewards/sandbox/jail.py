@@ -3,16 +3,13 @@
     python -I -S -X utf8 jail.py SOCKET_FD      (by sandbox.py, with an empty environment, in a session of its own)
 
 The walls, none of which the code can take down:
-
 * seccomp: no new process, no socket, no signal to another process, no tracing, mounting, keys, bpf, io_uring, no change
   of modes or owners. One process has no children to hunt down: to kill it is to kill all of it.
 * Landlock: it can open nothing but the Python installation and the system's libraries, to read, and its scratch folder.
 * Where the kernel lets us, namespaces: an empty root with these folders alone, read-only, a scratch folder in memory of
-  bounded size, an empty network. Without them there is no place to write at all, no thread, and stat still tells names,
-  sizes and times of files outside.
+  bounded size, an empty network. Without them: no place to write, no thread, and stat tells of files outside.
 * rlimits: memory, CPU time, size of a file, open files, threads.
 * No privileges: as root, another user; no capability; none to be gained.
-
 If the files or the network cannot be closed off, it says why and runs nothing.
 """
 
@@ -20,8 +17,6 @@ from __future__ import annotations
 
 import builtins
 import ctypes
-import importlib.machinery
-import importlib.util
 import json
 import operator
 import os
@@ -33,6 +28,7 @@ import struct
 import sys
 import types
 from collections.abc import Callable, Sequence
+from importlib import machinery, util
 from typing import Any
 
 _SCRATCH_BYTES, _SCRATCH_INODES = 64 << 20, 1024
@@ -41,33 +37,26 @@ _NEWUSER, _NEWNS, _NEWNET, _NEWIPC, _NEWUTS = 0x10000000, 0x20000, 0x40000000, 0
 _RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _libc = ctypes.CDLL(None, use_errno=True)
 
-
-# Refused system calls: number on x86_64, on aarch64 (-1: it has none).
+# Refused system calls: name, number on x86_64, on aarch64 (-1: it has none).
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _LAST_KNOWN_SYSCALL = 461  # what later kernels add is refused unseen
-_REFUSED = {
-    "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281), "socket": (41, 198),
-    "connect": (42, 203), "accept": (43, 202), "accept4": (288, 242), "bind": (49, 200), "listen": (50, 201),
-    "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "ptrace": (101, 117),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272), "process_madvise": (440, 440),
-    "process_mrelease": (448, 448), "setpriority": (141, 140), "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
-    "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239), "mount": (165, 40),
-    "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97), "setns": (308, 268),
-    "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
-    "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "keyctl": (250, 219),
-    "add_key": (248, 217), "request_key": (249, 218), "memfd_create": (319, 279), "memfd_secret": (447, 447),
-    "syslog": (103, 116), "personality": (135, 92), "modify_ldt": (154, -1), "shmget": (29, 194), "shmat": (30, 196),
-    "shmctl": (31, 195), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "mq_unlink": (241, 181),
-    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, -1),
-    "fchown": (93, 55), "lchown": (94, -1), "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1),
-    "utimensat": (280, 88), "futimesat": (261, -1), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
-    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "inotify_add_watch": (254, 27),
-    "fanotify_init": (300, 262),
-}  # fmt: skip
+_REFUSED = """
+    fork 57 -1, vfork 58 -1, execve 59 221, execveat 322 281, socket 41 198, connect 42 203, accept 43 202,
+    accept4 288 242, bind 49 200, listen 50 201, tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
+    pidfd_send_signal 424 424, pidfd_open 434 434, pidfd_getfd 438 438, ptrace 101 117, process_vm_readv 310 270,
+    process_vm_writev 311 271, kcmp 312 272, process_madvise 440 440, process_mrelease 448 448, setpriority 141 140,
+    sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274,
+    ioprio_set 251 30, migrate_pages 256 238, move_pages 279 239, mount 165 40, umount2 166 39, pivot_root 155 41,
+    chroot 161 51, unshare 272 97, setns 308 268, open_tree 428 428, move_mount 429 429, fsopen 430 430,
+    fsconfig 431 431, fsmount 432 432, fspick 433 433, mount_setattr 442 442, name_to_handle_at 303 264,
+    open_by_handle_at 304 265, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, io_uring_setup 425 425,
+    io_uring_enter 426 426, io_uring_register 427 427, keyctl 250 219, add_key 248 217, request_key 249 218,
+    memfd_create 319 279, memfd_secret 447 447, syslog 103 116, personality 135 92, modify_ldt 154 -1, shmget 29 194,
+    shmat 30 196, shmctl 31 195, semget 64 190, msgget 68 186, mq_open 240 180, mq_unlink 241 181, chmod 90 -1,
+    fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -1, fchown 93 55, lchown 94 -1, fchownat 260 54,
+    utime 132 -1, utimes 235 -1, utimensat 280 88, futimesat 261 -1, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7,
+    removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, inotify_add_watch 254 27, fanotify_init 300 262
+"""
 _CLONE, _CLONE3, _KILL, _TGKILL = (56, 220), (435, 435), (62, 129), (234, 131)
 _PRLIMIT, _SOCKETPAIR, _FCNTL, _IOCTL = (302, 261), (53, 199), (72, 25), (16, 29)
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
@@ -81,23 +70,16 @@ class Refused(Exception):
 
 
 def put_up_walls(readable: Sequence[str], scratch: str, *, memory_bytes: int, cpu_s: int) -> list[str]:
-    """Shut this process in for good; returns the walls by name. Its working directory is the scratch folder afterwards.
+    """Shut this process in for good; returns the walls by name. Refused where the files or the network stay open.
 
-    Args:
-        readable: absolute paths of what may be read, with all below.
-        scratch: an empty folder to put the new root on.
-
-    Raises:
-        Refused: the files or the network stay open.
+    `readable`: absolute paths, with all below. `scratch`: an empty folder for the new root, then the working directory.
     """
     _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     abi = max(_syscall(_LANDLOCK_CREATE, None, 0, 1), 0)
     has_own_root = _enter_namespaces(readable, scratch)
     if not has_own_root and abi < 3:
-        raise Refused(
-            f"Linux {platform.release()} gives neither Landlock (ABI 3, Linux 6.2; here {abi}) nor a mount namespace, "
-            "so that files cannot be closed off"
-        )
+        gives = f"gives neither Landlock (ABI 3, Linux 6.2; here {abi}) nor a mount namespace"
+        raise Refused(f"Linux {platform.release()} {gives}, so that files cannot be closed off")
     set_limits(memory_bytes, cpu_s)
     is_other_user = os.getuid() != 0
     if has_own_root and not is_other_user:
@@ -105,15 +87,13 @@ def put_up_walls(readable: Sequence[str], scratch: str, *, memory_bytes: int, cp
         is_other_user = any(_become(uid) for uid in (2_000_000_000 + os.getpid(), 65534))
     _prctl(1, signal.SIGKILL)  # a change of user takes it back
     _prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
-    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
-    if _libc.capset(header, none):
+    if _libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)):
         raise Refused(f"cannot give up capabilities: {_error()}")
     if abi:
         _landlock(abi, readable, scratch="/tmp" if has_own_root else None)
     _seccomp(allow_threads=has_own_root and is_other_user)
     try:
-        with open(os.__file__, "rb"):
-            pass
+        open(os.__file__, "rb").close()
     except OSError as error:
         raise Refused(f"Python's own library must be readable for all users: {error}") from None
     return ["seccomp", *(["landlock"] if abi else []), *(["namespaces"] if has_own_root else [])]
@@ -121,16 +101,9 @@ def put_up_walls(readable: Sequence[str], scratch: str, *, memory_bytes: int, cp
 
 def set_limits(memory_bytes: int, cpu_s: int) -> None:
     """Bounds that need no kernel feature. A write beyond the file size is an error in the code, and does not end it."""
-    limits = {
-        resource.RLIMIT_AS: memory_bytes,
-        resource.RLIMIT_CPU: cpu_s,
-        resource.RLIMIT_FSIZE: _FILE_BYTES,
-        resource.RLIMIT_NOFILE: _OPEN_FILES,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NPROC: _THREADS,
-        resource.RLIMIT_MEMLOCK: 0,
-    }
-    for what, limit in limits.items():
+    limits = {"AS": memory_bytes, "CPU": cpu_s, "FSIZE": _FILE_BYTES, "NOFILE": _OPEN_FILES, "CORE": 0}
+    for name, limit in (limits | {"NPROC": _THREADS, "MEMLOCK": 0}).items():
+        what = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(what)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(what, (limit, limit))
@@ -139,28 +112,23 @@ def set_limits(memory_bytes: int, cpu_s: int) -> None:
 def _enter_namespaces(readable: Sequence[str], scratch: str) -> bool:
     """Whether this process now has a root of its own, with `readable` in it, and an empty network."""
     flags, uid, gid = _NEWNS | _NEWNET | _NEWIPC | _NEWUTS, os.getuid(), os.getgid()
-    if uid != 0 or _libc.unshare(flags):  # without the privilege, a user namespace gives it
-        if _libc.unshare(flags | _NEWUSER):
-            return False
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            try:
+    try:
+        if uid != 0 or _libc.unshare(flags):  # without the privilege, a user namespace gives it
+            if _libc.unshare(flags | _NEWUSER):
+                return False
+            for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
                 with open(f"/proc/self/{name}", "w") as file:
                     file.write(text)
-            except OSError:
-                return False
-    try:
         _mount(None, "/", None, _REC | _PRIVATE, None)
         size = f"size={_SCRATCH_BYTES},nr_inodes={_SCRATCH_INODES},mode=755"
         _mount("tmpfs", scratch, "tmpfs", _NOSUID | _NODEV, size)
         os.umask(0o022)
         for path in readable:
             target = scratch + path
-            if os.path.isdir(path):
-                os.makedirs(target, exist_ok=True)
-            else:
-                os.makedirs(os.path.dirname(target), exist_ok=True)
-                with open(target, "w"):
-                    pass
+            is_folder = os.path.isdir(path)
+            os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)
+            if not is_folder:
+                open(target, "w").close()
             _mount(path, target, None, _BIND | _REC, None)
             _mount(None, target, None, _BIND | _REMOUNT | _RDONLY | _NOSUID | _NODEV, None)
         os.makedirs(scratch + "/tmp", exist_ok=True)
@@ -186,8 +154,7 @@ def _become(uid: int) -> bool:
 
 
 def _landlock(abi: int, readable: Sequence[str], scratch: str | None) -> None:
-    handled = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1
-    # files; TCP; abstract sockets and signals
+    handled = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1  # of files; then TCP, abstract sockets and signals
     attributes = struct.pack("QQQ", handled, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     size = 8 if abi < 4 else 16 if abi < 6 else 24
     ruleset = _syscall(_LANDLOCK_CREATE, attributes, size, 0)
@@ -210,8 +177,7 @@ def _seccomp(*, allow_threads: bool) -> None:
     if platform.machine() not in _ARCHITECTURES or sys.byteorder != "little":
         raise Refused(f"no system call filter is written for {platform.machine()}")
     column, architecture = _ARCHITECTURES[platform.machine()]
-    # EPERM, ENOSYS
-    allow, refuse, unknown = (0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x00050026)
+    allow, refuse, unknown = ((0x06, 0, 0, answer) for answer in (0x7FFF0000, 0x00050001, 0x00050026))  # EPERM, ENOSYS
     arg0, arg1 = 16, 24  # the low halves
 
     def load(offset: int) -> tuple[int, int, int, int]:
@@ -241,9 +207,9 @@ def _seccomp(*, allow_threads: bool) -> None:
         # What asyncio needs; not datagrams, which could be sent to a name.
         *only_if(_SOCKETPAIR, load(arg0), (0x15, 0, 4, 1), load(arg1), (0x54, 0, 0, 0xF), (0x15, 0, 1, 1)),
     ]  # fmt: skip
-    for numbers in _REFUSED.values():
-        if numbers[column] >= 0:
-            program += [(0x15, 0, 1, numbers[column]), refuse]
+    for call in _REFUSED.split(","):
+        number = int(call.split()[1 + column])
+        program += [(0x15, 0, 1, number), refuse] if number >= 0 else []
     program.append(allow)
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code)))
@@ -271,7 +237,7 @@ def _error() -> str:
     return os.strerror(ctypes.get_errno())
 
 
-class _Source(importlib.machinery.SourcelessFileLoader):
+class _Source(machinery.SourcelessFileLoader):
     """The model's code as a module, from memory."""
 
     def __init__(self, name: str, text: str) -> None:
@@ -284,8 +250,7 @@ class _Source(importlib.machinery.SourcelessFileLoader):
 
 def _run_module(name: str, text: str) -> dict[str, Any]:
     loader = _Source(name, text)
-    spec = importlib.machinery.ModuleSpec(name, loader, origin=loader.path)
-    module = importlib.util.module_from_spec(spec)
+    module = util.module_from_spec(machinery.ModuleSpec(name, loader, origin=loader.path))
     sys.modules[name] = module
     loader.exec_module(module)
     return module.__dict__
@@ -312,10 +277,7 @@ def encode_value(value: Any) -> Any:
 
 
 def _run_statements(code: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-    """Run the code, then the statements, which arrive only now, and say what came of each.
-
-    A statement with "value": its expression's value goes out. Any other: its secret goes out if it did not raise.
-    """
+    """Run the code, then the statements, which arrive only then. Each sends its value, or its secret where it held."""
     pristine = dict(vars(builtins))
     names = _run_module("solution", code)
     write({"loaded": True})

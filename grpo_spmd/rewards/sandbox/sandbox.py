@@ -1,19 +1,15 @@
-"""Model-written Python against given tests: this side starts the limited process (jail.py), keeps what is expected
-from it, and judges.
+"""Model-written Python against given tests: this side starts the limited process (jail.py) and judges.
 
 What the verdict rests on, by the kind of test:
-
-* {"input": text, "output": text}: a process for each; what the code printed is compared here. The expected output
-  never enters it.
-* `assert EXPRESSION == LITERAL` (either way round; if the literal is True or False, the expression must be the call of
-  a function of the code): only the expression goes in, its value comes out as plain data and is compared here. An
-  object that claims to equal everything, a patched builtin, a printed success or an early exit gain nothing: whoever
-  makes the right value come out has solved the test.
+* {"input": text, "output": text}: a process for each. The expected output never enters it: what the code printed is
+  compared here.
+* `assert EXPRESSION == LITERAL` (either way round; for True or False, the expression must call a function of the code):
+  only the expression goes in, its value comes out as plain data and is compared here. An object that claims to equal
+  everything, a patched builtin, a printed success or an early exit gain nothing.
 * Any other statement (`assert abs(f(2) - 1.4) < 1e-3`, `check(f)`) is judged inside, by the interpreter that the code
   has run in. It arrives after the code has run, with a secret of its own that comes back if nothing was raised, and
   with Python's own builtins. Code that returns objects with forged comparisons, patches a library that the test uses,
-  or digs the secret out of the interpreter's frames can still cheat. Where that matters, write tests of the first two
-  kinds.
+  or digs the secret out of the interpreter's frames can still cheat: where that matters, write the first two kinds.
 """
 
 from __future__ import annotations
@@ -31,10 +27,11 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 _START_S = 20.0  # for the interpreter and the walls, before the code's own time begins
 _MAX_ANSWER_BYTES = 4 << 20
@@ -47,9 +44,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """`time_s` bounds wall time and CPU time of one process; start-up is not counted."""
-
-    time_s: float
+    time_s: float  # of one process, wall time and CPU time; start-up is not counted
     memory_mib: int
     isolation: str  # "required" or "none"
 
@@ -79,17 +74,12 @@ def passes_program_test(code: str, stdin: str, expected: str, limits: Limits) ->
 def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[bool]:
     """For each test, whether all its statements hold after `code`. One process runs all, in order, within `limits`."""
     parsed = [_parse(test) for test in tests]
-    flat = [statement for statements in parsed for statement in statements]
-    own_secrets = [secrets.token_hex(16) for _ in flat]
+    flat = [(statement, secrets.token_hex(16)) for statements in parsed for statement in statements]
     verdicts = [False] * len(flat)
     with _Jail(code, "statements", limits, stdin="") as jail:
-        messages = [
-            {"value": s.source} if s.is_compared_here else {"run": s.source, "secret": secret}
-            for s, secret in zip(flat, own_secrets, strict=True)
-        ]
         if jail.read() == {"loaded": True}:
-            jail.write(messages)
-            for number, (statement, secret) in enumerate(zip(flat, own_secrets, strict=True)):
+            jail.write([{"value": s.source} if s.is_compared_here else {"run": s.source, "secret": x} for s, x in flat])
+            for number, (statement, secret) in enumerate(flat):
                 answer = jail.read()
                 if not isinstance(answer, dict) or answer.get("statement") != number:
                     break  # it ended, ran out of time, or forges answers
@@ -97,8 +87,7 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
                     verdicts[number] = "value" in answer and _equals(answer["value"], statement.expected)
                 else:
                     verdicts[number] = answer.get("secret") == secret
-    results = iter(verdicts)
-    # a list: `all` alone would leave some for the next test
+    results = iter(verdicts)  # each test takes its list: `all` alone would leave some for the next one
     return [all(list(islice(results, len(statements)))) for statements in parsed]
 
 
@@ -122,8 +111,7 @@ def _statement(node: ast.stmt) -> _Statement:
             expected = ast.literal_eval(literal)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
-        # "(abs(f(2) - 1.4) < 1e-3) == True": True is easily guessed, and abs may be the code's. Its own function's
-        # answer is another thing.
+        # "(abs(f(2) - 1.4) < 1e-3) == True": True is easily guessed, and abs may be the code's; not so f's own answer.
         call = expression.func if isinstance(expression, ast.Call) else None
         is_own = isinstance(call, ast.Name) and not hasattr(builtins, call.id)
         if not isinstance(expected, complex) and (is_own or not isinstance(expected, bool)):
@@ -169,22 +157,15 @@ class _Jail:
     def __init__(self, code: str, mode: str, limits: Limits, stdin: str) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="grpo_code_")
         self._buffer, self._received = b"", 0
-        self._stdin: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        self._stdout: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._stdin, self._stdout = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self._stdin.write(stdin.encode(errors="surrogatepass"))
         self._stdin.seek(0)
         self._connection, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-X", "utf8", str(_JAIL), str(theirs.fileno())],
-                env={},
-                cwd=self._scratch.name,
-                stdin=self._stdin,
-                stdout=self._stdout if mode == "program" else subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            fd, out = theirs.fileno(), self._stdout if mode == "program" else subprocess.DEVNULL
+            command = [sys.executable, "-I", "-S", "-X", "utf8", str(_JAIL), str(fd)]
+            own: dict[str, Any] = {"cwd": self._scratch.name, "env": {}, "pass_fds": [fd], "start_new_session": True}
+            self._process = subprocess.Popen(command, stdin=self._stdin, stdout=out, stderr=subprocess.DEVNULL, **own)
         try:
             self._deadline = time.monotonic() + _START_S
             bounds = {"memory_bytes": limits.memory_mib << 20, "cpu_s": int(limits.time_s) + 1}
@@ -215,11 +196,9 @@ class _Jail:
         self._scratch.cleanup()
 
     def write(self, message: Any) -> None:
-        try:
+        with suppress(OSError):  # it has ended: the next read says so
             self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
             self._connection.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:  # it has ended: the next read says so
-            return
 
     def read(self) -> Any:
         """Its next message; None when there is none in time, or too much, or what came is not JSON."""
