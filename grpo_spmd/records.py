@@ -1,8 +1,7 @@
 """The records that travel between phases.
 
-Dimension legend: P prompts of a step, G `group_size`, B = P*G rollouts, T tokens of a micro-batch (prompts and
-completions), C completion tokens of a micro-batch, S sequences of a micro-batch, V vocabulary.
-"""
+Dimensions: P prompts of a step, G `group_size`, B = P*G rollouts; of a micro-batch S sequences, T tokens (prompts and
+completions), C completion tokens; V vocabulary."""
 
 from __future__ import annotations
 
@@ -19,10 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt at one place of the shuffled stream.
-
-    Example: the 70th prompt a run draws from a set of 64 has `position` 69 and is some `row` of the second epoch.
-    """
+    """One prompt at a place of the shuffled stream: of a set of 64, `position` 69 is some `row` of the second epoch."""
 
     position: int  # place in the stream, counted from 0 over the whole run
     row: int  # row of the data set
@@ -51,11 +47,8 @@ class RolloutGroup:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sequence to train on. It crosses ranks, so it holds numbers and no text.
-
-    Token ids and logprobs are the engine's lists, and arrays once they have crossed: a list of a step's tokens takes
-    long to make.
-    """
+    """One sequence to train on, in numbers and no text, since it crosses ranks. Token ids and logprobs are the engine's
+    lists, and arrays once they have crossed: a list of a step's tokens takes long to make."""
 
     rollout_id: int
     """slot * G + sample."""
@@ -75,34 +68,26 @@ class Rollout:
 
 @dataclass
 class MicroBatch:
-    """Sequences of one forward-backward on one rank, packed into one row without padding.
-
-    `predict_index[c]` is the place in the row whose hidden state predicts `target_ids[c]`; all other [C] fields are
-    aligned with it. `loss_mask` is True where a token counts. `sequence_index[c]` is the place in `rollout_ids` of the
-    rollout that the token belongs to; rollouts without a completion token are in neither. `old_logprobs` and
-    `ref_logprobs` are None where the loss does not need them.
-    """
+    """Sequences of one forward-backward on one rank, packed into one row without padding; [C] fields are aligned."""
 
     input_ids: Tensor  # int64 [T]
     position_ids: Tensor  # int64 [T], starts at 0 in each sequence
     sequence_lengths: list[int]  # S lengths that add up to T
-    predict_index: Tensor  # int64 [C]
+    predict_index: Tensor  # int64 [C], the place in the row whose hidden state predicts target_ids[c]
     target_ids: Tensor  # int64 [C]
     rollout_logprobs: Tensor  # float32 [C]
     advantages: Tensor  # float32 [C]
-    loss_mask: Tensor  # bool [C]
-    sequence_index: Tensor  # int64 [C]
-    rollout_ids: list[int]
-    old_logprobs: Tensor | None = None  # float32 [C]
-    ref_logprobs: Tensor | None = None  # float32 [C]
+    loss_mask: Tensor  # bool [C], True where a token counts
+    sequence_index: Tensor  # int64 [C], the place in rollout_ids of the rollout that the token belongs to
+    rollout_ids: list[int]  # without those that have no completion token
+    old_logprobs: Tensor | None = None  # float32 [C]; None where the loss does not need them
+    ref_logprobs: Tensor | None = None  # the same
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """This rank's share of a step's rollouts, in the order of training: mini-batches of micro-batches.
-
-    Every rank holds the same number of mini-batches, and of micro-batches in each.
-    """
+    """This rank's share of a step's rollouts, in the order of training: mini-batches of micro-batches, the same number
+    of each on every rank."""
 
     mini_batches: list[list[MicroBatch]]
     num_loss_tokens: list[int]  # over all ranks, one for each mini-batch: the denominator of its token mean
@@ -136,17 +121,13 @@ class ScoredRollouts:
 
     def finite_by_name(self, number: int) -> dict[str, float | None]:
         """Each function's reward of one rollout, None where it is unusable too: NaN is not JSON."""
-        return {
-            name: None if (value := values[number]) is None or math.isnan(value) else value
-            for name, values in self.by_name.items()
-        }
+        mine = {name: values[number] for name, values in self.by_name.items()}
+        return {name: None if value is None or math.isnan(value) else value for name, value in mine.items()}
 
 
 def rollout_seed(seed: int, step: int | str, position: int, sample: int) -> int:
-    """Sampling seed of one completion: a function of its place in the run, never of ranks or batches. In [0, 2**63).
-
-    An evaluation has text in the place of `step`, alike at all steps, and the row in the place of `position`.
-    """
+    """Sampling seed of one completion, in [0, 2**63): a function of its place in the run, never of ranks or batches. An
+    evaluation has text in the place of `step`, alike at all steps, and the row in the place of `position`."""
     digest = hashlib.blake2b(f"{seed}/{step}/{position}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

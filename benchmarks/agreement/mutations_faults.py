@@ -255,9 +255,9 @@ FAULTS = (
     Fault(
         "a skipped update moves the optimizer: a step with gradient 0",
         "learn/update.py",
-        "            self._optimizer.zero_grad(set_to_none=True)\n            self._skipped_in_a_row += 1\n",
-        "            self._optimizer.zero_grad(set_to_none=False)\n            self._optimizer.step()\n"
-        "            self._optimizer.zero_grad(set_to_none=True)\n            self._skipped_in_a_row += 1\n",
+        "            self.optimizer.zero_grad(set_to_none=True)\n            self._skipped_in_a_row += 1\n",
+        "            self.optimizer.zero_grad(set_to_none=False)\n            self.optimizer.step()\n"
+        "            self.optimizer.zero_grad(set_to_none=True)\n            self._skipped_in_a_row += 1\n",
         ("tests/ranks/test_nonfinite.py",),
     ),
     Fault(

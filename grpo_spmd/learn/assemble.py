@@ -1,5 +1,4 @@
-"""Scored groups -> this rank's share of the step's training batch: rank 0 decides from a few numbers a rollout, then
-rollouts move."""
+"""Scored groups -> this rank's share of the step's batch: rank 0 decides from a few numbers, then rollouts move."""
 
 from __future__ import annotations
 
@@ -19,19 +18,12 @@ from grpo_spmd.records import Decision, Rollout, RolloutBatch
 
 
 def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch, Decision]:
-    """Collective. Advantages and the plan on rank 0, then every rollout goes to the rank that trains on it.
-
-    Returns:
-        This rank's batch, and what rank 0 decided for all.
-
-    Raises:
-        Rank0Error: no completion of the step has a usable reward.
-    """
+    """Collective. This rank's batch, and what rank 0 decided for all: every rollout goes to the rank that trains on it.
+    Raises Rank0Error where no completion of the step has a usable reward."""
     decision = sampled.decide()
     slots = {position: slot for slot, position in enumerate(decision.positions)}
-    owner = {
-        i: rank for mini_batch in decision.plan for rank, rows in enumerate(mini_batch) for row in rows for i in row
-    }
+    ranks_rows = [(rank, row) for ranks in decision.plan for rank, rows in enumerate(ranks) for row in rows]
+    owner = {i: rank for rank, row in ranks_rows for i in row}
     outgoing: list[list[Rollout]] = [[] for _ in range(session.world_size)]
     for group in sampled.groups:
         if group.prompt.position not in slots:
@@ -43,11 +35,8 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
             outgoing[owner[i]].append(rollout)
     incoming = exchange_bytes([encode_rollouts(rollouts) for rollouts in outgoing])
     mine = {rollout.rollout_id: rollout for payload in incoming for rollout in decode_rollouts(payload)}
-
-    mini_batches = [
-        [pack_rollouts([mine[i] for i in row], session.device) for row in mini_batch[session.rank]]
-        for mini_batch in decision.plan
-    ]
+    rows_of = [ranks[session.rank] for ranks in decision.plan]
+    mini_batches = [[pack_rollouts([mine[i] for i in row], session.device) for row in rows] for rows in rows_of]
     return RolloutBatch(mini_batches, decision.num_loss_tokens, decision.num_loss_sequences), decision
 
 
@@ -55,9 +44,7 @@ def penalise_rewards_by_kl(
     batch: RolloutBatch, decision: Decision, loss: LossConfig, advantage: AdvantageConfig
 ) -> Decision:
     """Collective. With `loss.kl_in: reward`, take kl_coef * (KL to the reference, summed over the completion) off each
-    reward, and compute the advantages again; the decision as it was otherwise. `batch` must hold old and reference
-    logprobs; its advantages change.
-    """
+    reward, and compute the advantages again, also those in `batch`, from the old and reference logprobs there."""
     if loss.kl_in != "reward":
         return decision
     local_kl: dict[str, float] = {}

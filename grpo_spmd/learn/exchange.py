@@ -15,8 +15,7 @@ from grpo_spmd.records import Rollout
 
 def encode_rollouts(rollouts: Sequence[Rollout]) -> bytes:
     """A JSON header, then all token ids (int32) and all logprobs (float64, so that they arrive unchanged), then the
-    advantages (float64) and loss masks (a byte a token) of those rollouts that have not one value for all tokens.
-    """
+    advantages (float64) and loss masks (a byte a token) of those rollouts that have not one value for all tokens."""
     masks = [_one_flag(r.loss_mask) for r in rollouts]
     advantages = [None if isinstance(r.advantages, np.ndarray) else r.advantages for r in rollouts]
     sizes = ((len(r.prompt_ids), len(r.completion_ids)) for r in rollouts)

@@ -1,8 +1,7 @@
 """The losses. Pure: logprobs, masks, advantages and denominators in; a scalar and what the metrics need out.
 
 Every loss is a weighted sum over tokens. The weights (`aggregation_weights`) hold the denominators, which count over
-the whole mini-batch on all ranks: shares of micro-batches add up to the same loss and gradient however it is split.
-"""
+the whole mini-batch on all ranks: shares of micro-batches add up to the same loss and gradient however it is split."""
 
 from __future__ import annotations
 
@@ -17,40 +16,34 @@ from grpo_spmd.config.schema import LossConfig
 from grpo_spmd.distributed.reductions import Histogram, Max, Mean, Reductions, Sum
 
 T = TypeVar("T", float, Tensor)
-
+# Of the C completion tokens of a micro-batch, which holds whole sequences.
+PerToken = Float[Tensor, " C"]
+Mask = Bool[Tensor, " C"]
+Index = Int[Tensor, " C"]  # which sequence a token belongs to
 # Log ratios are binned by x = asinh(d / _HIST_SCALE): even steps of 5 % beyond the scale, steps of 5e-5 nats below it.
 _HIST_SCALE, _HIST_LIMIT, _HIST_BINS = 1e-3, 10.0, 401
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The completion tokens of a micro-batch, which holds whole sequences."""
-
-    logprobs: Float[Tensor, " C"]
-    """By the policy that trains, with their graph."""
-    entropy: Float[Tensor, " C"]
-    old_logprobs: Float[Tensor, " C"]
-    ref_logprobs: Float[Tensor, " C"] | None
-    advantages: Float[Tensor, " C"]
-    loss_mask: Bool[Tensor, " C"]
-    sequence_index: Int[Tensor, " C"]
-    """Which sequence a token belongs to."""
-    weights: Float[Tensor, " C"]
-    """What a token counts, from `aggregation_weights`."""
-    correction: Float[Tensor, " C"] | None = None
-    """Factor of a token's policy term, from `rollout_correction`; None: 1."""
+    logprobs: PerToken  # by the policy that trains, with their graph
+    entropy: PerToken
+    old_logprobs: PerToken
+    ref_logprobs: PerToken | None
+    advantages: PerToken
+    loss_mask: Mask
+    sequence_index: Index
+    weights: PerToken  # what a token counts, from `aggregation_weights`
+    correction: PerToken | None = None  # factor of a token's policy term, from `rollout_correction`; None: 1
 
 
 def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, ""], Reductions]:
-    """This micro-batch's share of the loss of its mini-batch.
+    """This micro-batch's share of the loss of its mini-batch, and, detached: sums "loss", "policy", "kl", "entropy",
+    weighted as in the loss, "loss_tokens", and means over tokens under their metric keys.
 
     `options.policy` is "clip" (PPO, Schulman et al. 2017; dual clip, Ye et al. 2020), "gspo" (Zheng et al. 2025: the
     ratio is the geometric mean over the sequence) or "cispo" (MiniMax-M1, 2025: the clipped ratio is a constant factor
-    of the logprob's gradient). How tokens are weighted and corrected is in `inputs` already.
-
-    Returns:
-        The share, and, detached: sums "loss", "policy", "kl", "entropy", weighted as in the loss, "loss_tokens", and
-        means over tokens under their metric keys.
+    of the logprob's gradient).
     """
     mask, correction = inputs.loss_mask, inputs.correction
     # Masked places may hold anything, also NaN or inf, and 0 * NaN is NaN: choose before the arithmetic, not after.
@@ -68,7 +61,6 @@ def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, 
     per_token, clipped = _policy_terms(logprobs, log_ratio, torch.where(mask, inputs.advantages, zero), options)
     if correction is not None:
         per_token = per_token * torch.where(mask, correction, zero)
-
     # Sums in float64: advantages of both signs nearly cancel, and in float32 the order of the tokens would show.
     weights = torch.where(mask, inputs.weights, 0.0).double()
     policy_sum, entropy_sum = (weights * per_token.double()).sum(), (weights * entropy.double()).sum()
@@ -88,8 +80,8 @@ def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, 
 
 
 def _policy_terms(
-    logprobs: Float[Tensor, " C"], log_ratio: Float[Tensor, " C"], advantages: Float[Tensor, " C"], options: LossConfig
-) -> tuple[Float[Tensor, " C"], Bool[Tensor, " C"]]:
+    logprobs: PerToken, log_ratio: PerToken, advantages: PerToken, options: LossConfig
+) -> tuple[PerToken, Mask]:
     """The policy's term of each token, and where it is clipped."""
     # Beyond e^20 a ratio is an accident, and where exp overflows its gradient would be inf * 0 = NaN.
     ratio = torch.exp(log_ratio.clamp(-20.0, 20.0))
@@ -111,51 +103,38 @@ def total_loss(policy: T, kl: T, entropy: T, options: LossConfig) -> T:
 
 
 def aggregation_weights(
-    aggregation: str,
-    loss_mask: Bool[Tensor, " C"],
-    sequence_index: Int[Tensor, " C"],
-    num_loss_tokens: int,
-    num_loss_sequences: int,
-    max_completion_tokens: int,
-) -> Float[Tensor, " C"]:
-    """What each token counts in the loss, float64; 0 where `loss_mask` is False.
+    mode: str, mask: Mask, index: Index, num_loss_tokens: int, num_loss_sequences: int, max_completion_tokens: int
+) -> PerToken:
+    """What each token counts in the loss, float64; 0 where `mask` is False.
 
-    Args:
-        aggregation: "token": 1 / tokens (DAPO). "sequence": 1 / (sequences * tokens of this sequence) (GRPO's paper,
-            GSPO's). "constant": 1 / (sequences * max_completion_tokens), so that no length is favoured (Dr. GRPO).
-        num_loss_tokens: tokens that count, over the whole mini-batch on all ranks.
-        num_loss_sequences: sequences with at least one such token, over the same.
+    "token": 1 / tokens (DAPO). "sequence": 1 / (sequences * tokens of this sequence) (GRPO's paper, GSPO's).
+    "constant": 1 / (sequences * max_completion_tokens), so that no length is favoured (Dr. GRPO). The denominators are
+    of the whole mini-batch on all ranks: tokens that count, sequences with at least one of them.
     """
-    counts = loss_mask.double()
-    if aggregation == "token":
+    counts = mask.double()
+    if mode == "token":
         return counts / max(num_loss_tokens, 1)
-    if aggregation == "constant":
+    if mode == "constant":
         return counts / (max(num_loss_sequences, 1) * max_completion_tokens)
-    assert aggregation == "sequence", aggregation
-    lengths = _sequence_sum(counts, sequence_index)
-    return counts / (lengths.clamp(min=1)[sequence_index] * max(num_loss_sequences, 1))
+    assert mode == "sequence", mode
+    lengths = _sequence_sum(counts, index)
+    return counts / (lengths.clamp(min=1)[index] * max(num_loss_sequences, 1))
 
 
 def rollout_correction(
-    mode: str,
-    cap: float,
-    policy_logprobs: Float[Tensor, " C"],
-    rollout_logprobs: Float[Tensor, " C"],
-    loss_mask: Bool[Tensor, " C"],
-    sequence_index: Int[Tensor, " C"],
-) -> Float[Tensor, " C"] | None:
+    mode: str, cap: float, policy_logprobs: PerToken, rollout_logprobs: PerToken, mask: Mask, index: Index
+) -> PerToken | None:
     """Importance weights, detached, for tokens that the engine sampled and the policy trains on; None for mode "none".
 
     With r = p(policy before the update) / p(engine) of a token, "token_tis" is min(r, cap) (truncated importance
     sampling, Yao et al. 2025), "sequence_tis" min(product of r over the sequence, cap), "icepop" r where it lies in
-    [1/cap, cap], else 0 (Ring-1T, 2025, with one bound for two). Where `loss_mask` is False they are finite and mean
-    nothing.
+    [1/cap, cap], else 0 (Ring-1T, 2025, with one bound for two). Masked places are finite and mean nothing.
     """
     if mode == "none":
         return None
-    log_ratio = torch.where(loss_mask, policy_logprobs.detach() - rollout_logprobs, 0.0)
+    log_ratio = torch.where(mask, policy_logprobs.detach() - rollout_logprobs, 0.0)
     if mode == "sequence_tis":
-        log_ratio = _sequence_sum(log_ratio.double(), sequence_index)[sequence_index].to(log_ratio.dtype)
+        log_ratio = _sequence_sum(log_ratio.double(), index)[index].to(log_ratio.dtype)
     ratio = torch.exp(log_ratio.clamp(-20.0, 20.0))
     if mode == "icepop":
         return torch.where((ratio >= 1.0 / cap) & (ratio <= cap), ratio, 0.0)
@@ -163,11 +142,8 @@ def rollout_correction(
     return ratio.clamp(max=cap)
 
 
-def kl_estimate(
-    logprobs: Float[Tensor, " C"], ref_logprobs: Float[Tensor, " C"], estimator: str
-) -> Float[Tensor, " C"]:
-    """Per-token estimates of KL(policy || reference) on tokens drawn from the policy (Schulman, "Approximating KL
-    divergence").
+def kl_estimate(logprobs: PerToken, ref_logprobs: PerToken, estimator: str) -> PerToken:
+    """Estimates of KL(policy || reference) on tokens drawn from the policy (Schulman, "Approximating KL divergence").
 
     "k1": log p - log r, unbiased, may be negative; as a loss on fresh samples its expected gradient is 0. "k2": half
     its square, biased, whose gradient is the KL's. "k3": r/p - 1 - log(r/p), unbiased and never negative.
@@ -180,9 +156,7 @@ def kl_estimate(
     return torch.expm1(log_ratio) - log_ratio
 
 
-def mismatch_sums(
-    logprobs: Float[Tensor, " C"], rollout_logprobs: Float[Tensor, " C"], loss_mask: Bool[Tensor, " C"]
-) -> Reductions:
+def mismatch_sums(logprobs: PerToken, rollout_logprobs: PerToken, loss_mask: Mask) -> Reductions:
     """How far the engine that sampled is from the policy that trains, on the sampled tokens.
 
     "weight_sync/mismatch_kl" is the k3 estimate of KL(engine || policy), which cannot cancel; with the same weights it
@@ -191,8 +165,7 @@ def mismatch_sums(
     zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
     # In float64: expm1(d) - d loses all its digits where |d| is near the rounding of float32.
     difference = torch.where(loss_mask, logprobs.detach() - rollout_logprobs, zero).double()
-    # A NaN has no bin, and an index out of range would end the process (on a GPU all of CUDA) where the update is only
-    # to be skipped.
+    # A NaN has no bin. An index out of range would end the process (on a GPU, CUDA) instead of skipping the update.
     place = torch.asinh(difference / _HIST_SCALE).nan_to_num(nan=_HIST_LIMIT).clamp(-_HIST_LIMIT, _HIST_LIMIT)
     bins = ((place + _HIST_LIMIT) / (2 * _HIST_LIMIT) * (_HIST_BINS - 1)).round().long()
     histogram = torch.zeros(_HIST_BINS, dtype=torch.float64, device=bins.device)
@@ -216,14 +189,12 @@ def ratio_percentiles(histogram: list[float], percents: tuple[int, ...]) -> list
     return [float(ratios[int((share < percent / 100).sum().clamp(max=_HIST_BINS - 1))]) for percent in percents]
 
 
-def _sequence_sum(values: Float[Tensor, " C"], sequence_index: Int[Tensor, " C"]) -> Float[Tensor, " C"]:
+def _sequence_sum(values: PerToken, sequence_index: Index) -> PerToken:
     # There are no more sequences than tokens; asking the index for their number would wait for the GPU.
     return torch.zeros_like(values).index_add_(0, sequence_index, values)
 
 
-def _sequence_mean(
-    values: Float[Tensor, " C"], loss_mask: Bool[Tensor, " C"], sequence_index: Int[Tensor, " C"]
-) -> Float[Tensor, " C"]:
+def _sequence_mean(values: PerToken, loss_mask: Mask, sequence_index: Index) -> PerToken:
     total = _sequence_sum(torch.where(loss_mask, values, 0.0).double(), sequence_index)
     count = _sequence_sum(loss_mask.double(), sequence_index)
     return (total / count.clamp(min=1)).to(values.dtype)

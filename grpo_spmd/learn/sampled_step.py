@@ -31,11 +31,9 @@ class StepRules:
     advantage: AdvantageConfig
     loss: LossConfig
     training: TrainingConfig
-    max_error_frac: float
-    """Share of completions without a usable reward at which the run stops."""
+    max_error_frac: float  # share of completions without a usable reward at which the run stops
     num_ranks: int
-    attention_cost_ratio: float = 0.0
-    """What a rollout costs beside its tokens, see `balance.attention_cost_ratio`."""
+    attention_cost_ratio: float = 0.0  # what a rollout costs beside its tokens, see balance.py
 
 
 class SampledStep:
@@ -47,12 +45,9 @@ class SampledStep:
 
     def __init__(self, rules: StepRules) -> None:
         self._group_size = rules.rollout.group_size
-        self.num_missing = rules.rollout.num_prompts_per_step
-        """Prompts to draw for the next round; 0: the step is complete."""
-        self.groups: list[RolloutGroup] = []
-        """This rank's, of all rounds."""
-        self.scored = ScoredRollouts()
-        """Aligned with them."""
+        self.num_missing = rules.rollout.num_prompts_per_step  # prompts to draw next; 0: the step is complete
+        self.groups: list[RolloutGroup] = []  # this rank's, of all rounds
+        self.scored = ScoredRollouts()  # aligned with them
         self._num_groups = 0  # over all ranks and rounds
         self._rank0 = _Decider(rules)
 
@@ -63,9 +58,7 @@ class SampledStep:
 
     def add(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts, num_groups: int | None = None) -> None:
         """Collective. Add one round's groups of this rank with their scores; rank 0 says how many are still missing.
-
-        `num_groups`: of this round over all ranks, where it is not `num_missing`.
-        """
+        `num_groups`: of this round over all ranks, where it is not `num_missing`."""
         facts, expected = [], self.num_missing if num_groups is None else num_groups
         for number, group in enumerate(groups):
             own = slice(number * self._group_size, (number + 1) * self._group_size)
@@ -91,10 +84,8 @@ class SampledStep:
 
 @dataclass(frozen=True)
 class _JudgedGroup(GroupFacts):
-    overlong: list[float]
-    """What completions lose of their rewards for their length."""
-    penalised: list[float]
-    """Rewards as the advantages take them; NaN: unknown."""
+    overlong: list[float]  # what completions lose of their rewards for their length
+    penalised: list[float]  # rewards as the advantages take them; NaN: unknown
     without_spread: bool
 
 
@@ -116,9 +107,9 @@ class _Decider:
         assert [len(f.rewards) for f in facts] == [rollout.group_size] * num_groups, (len(facts), num_groups)
         assert len({f.position for f in facts}) == len(facts), "a group was sampled twice, and another not at all"
         judged = _judge(facts, rollout, self._rules.advantage)
+        self._num_rounds += 1
         self._groups += judged
         self._first_errors += [first_error for _, first_error in parts]
-        self._num_rounds += 1
         statuses = [group.statuses for group in self._groups]
         self._error_rates = check_error_rate(statuses, self._first_errors, self._rules.max_error_frac)
         self._kept += [g.position for g in judged if not (rollout.dynamic_sampling and g.without_spread)]
@@ -129,7 +120,6 @@ class _Decider:
         return min(rollout.num_prompts_per_step, math.ceil(missing / max(kept_frac, _LOWEST_KEPT_FRAC)))
 
     def decide(self) -> Decision:
-        """Everything about the step that needs to know all rollouts."""
         rules, group_size = self._rules, self._rules.rollout.group_size
         if all(reward is None for group in self._groups for reward in group.rewards):
             raise RewardError(
@@ -141,22 +131,14 @@ class _Decider:
         used = [by_position[position] for position in positions]
         rewards = _grid([group.penalised for group in used], group_size)
         completion_tokens = [n for group in used for n in group.completion_tokens]
-        truncated = [cut_off for group in used for cut_off in group.truncated]
-        in_loss = [
-            not math.isnan(reward) and not (cut_off and rules.loss.mask_truncated)
-            for reward, cut_off in zip(rewards.flatten().tolist(), truncated, strict=True)
-        ]
+        masked = [cut_off and rules.loss.mask_truncated for group in used for cut_off in group.truncated]
+        in_loss = [not (math.isnan(r) or out) for r, out in zip(rewards.flatten().tolist(), masked, strict=True)]
         loss_tokens = [tokens if counts else 0 for tokens, counts in zip(completion_tokens, in_loss, strict=True)]
         num_tokens = [group.prompt_tokens + n for group in used for n in group.completion_tokens]
         costs = [n + rules.attention_cost_ratio * n * n for n in num_tokens]
         sizes = [n * group_size for n in split_groups(len(used), rules.training.num_mini_batches)]
-        plan = plan_batch(
-            num_tokens,
-            num_ranks=rules.num_ranks,
-            mini_batch_sizes=sizes,
-            max_tokens=rules.training.max_tokens_per_micro_batch,
-            costs=costs,
-        )
+        ranks, longest = rules.num_ranks, rules.training.max_tokens_per_micro_batch
+        plan = plan_batch(num_tokens, num_ranks=ranks, mini_batch_sizes=sizes, max_tokens=longest, costs=costs)
         metrics = self._metrics(len(positions))
         metrics |= {f"batching/{name}": value for name, value in plan_metrics(plan, num_tokens, costs).items()}
         blocks = [loss_tokens[start:end] for start, end in pairwise(np.cumsum([0, *sizes]).tolist())]
@@ -175,8 +157,7 @@ class _Decider:
 
     def _metrics(self, num_used: int) -> dict[str, float | None]:
         """Of all groups that were sampled: those that dynamic sampling keeps would say little about the policy."""
-        rollout, groups = self._rules.rollout, self._groups
-        size = len(groups) * rollout.group_size
+        rollout, groups, size = self._rules.rollout, self._groups, len(self._groups) * self._rules.rollout.group_size
         rewards = _grid([_or_nan(group.rewards) for group in groups], rollout.group_size)
         num_without_spread = sum(group.without_spread for group in groups)
         metrics: dict[str, float | None] = {

@@ -26,10 +26,8 @@ Reference = Callable[[MicroBatch], Scores]
 def attach_logprobs(
     policy: Policy, reference: Reference | None, batch: RolloutBatch, loss: LossConfig, num_optimizer_steps: int
 ) -> None:
-    """Collective. Fill `old_logprobs` and `ref_logprobs` of every micro-batch where the loss needs them.
-
-    With one optimizer step a rollout old logprobs are those of the update itself: no pass is made for them.
-    """
+    """Collective. Fill `old_logprobs` and `ref_logprobs` of every micro-batch where the loss needs them. With one
+    optimizer step a rollout the old ones are those of the update itself: no pass is made for them."""
     needs_old = num_optimizer_steps > 1 or loss.kl_in == "reward"
     for micro_batch in batch.micro_batches:
         if loss.old_logprobs == "engine":
@@ -51,12 +49,8 @@ class PolicyUpdater:
         """`max_completion_tokens` is the denominator of `loss.aggregation: constant`."""
         self._policy, self._loss, self._max_grad_norm = policy, loss, optimizer.max_grad_norm
         self._num_epochs, self._max_completion_tokens = num_epochs, max_completion_tokens
-        self._optimizer, self._schedule = build_optimizer(policy, optimizer)
+        self.optimizer, self._schedule = build_optimizer(policy, optimizer)
         self._num_updates = self._skipped_in_a_row = 0
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
 
     def state(self) -> dict[str, int]:
         """What a checkpoint must hold beside the optimizer's moments; the schedule follows from `num_updates`."""
@@ -65,10 +59,10 @@ class PolicyUpdater:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
         self._num_updates, self._skipped_in_a_row = state["num_updates"], state["skipped_in_a_row"]
-        schedule = cast(torch.optim.lr_scheduler.LambdaLR, self._schedule)
-        rates = [base * schedule.lr_lambdas[0](self._num_updates) for base in schedule.base_lrs]
-        schedule.load_state_dict({**schedule.state_dict(), "last_epoch": self._num_updates, "_last_lr": rates})
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+        rates = [base * self._schedule.lr_lambdas[0](self._num_updates) for base in self._schedule.base_lrs]
+        values = self._schedule.state_dict() | {"last_epoch": self._num_updates, "_last_lr": rates}
+        self._schedule.load_state_dict(values)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
     def update(self, batch: RolloutBatch) -> Reductions:
@@ -76,20 +70,15 @@ class PolicyUpdater:
 
         Gradients are sums over ranks of token sums over one global denominator, so they do not depend on how rollouts
         were split over ranks and micro-batches. A mini-batch whose loss or gradient is not finite on any rank changes
-        nothing on all ranks.
-
-        Returns:
-            What `policy_loss` and `mismatch_sums` say, over all updates that were made; under metric keys the gradient
-            norm (before clipping), the learning rate and the updates made and skipped; "skipped_in_a_row", the most;
-            "nonfinite_rollouts", those of skipped updates with a logprob or entropy that was not finite.
+        nothing on all ranks: "skipped_in_a_row" counts it, and "nonfinite_rollouts" has its rollouts with a logprob or
+        entropy that is not finite. The gradient norm is that before clipping.
         """
         sums = no_update(self._loss)
         num_updates = num_skipped = 0
         for epoch in range(self._num_epochs):
             for number, mini_batch in enumerate(batch.mini_batches):
-                if batch.num_loss_tokens[number] == 0:
-                    # on all ranks alike: momentum and weight decay would move the policy on no evidence at all
-                    continue
+                if batch.num_loss_tokens[number] == 0:  # on all ranks alike
+                    continue  # momentum and weight decay would move the policy on no evidence at all
                 # Old logprobs of the policy were taken before the first update. Those of the engine say nothing about
                 # the policy: then only what comes before the first update is of the weights that the engine holds.
                 is_synced = not num_updates or (epoch == 0 and self._loss.old_logprobs == "policy")
@@ -113,30 +102,23 @@ class PolicyUpdater:
         assert isinstance(sharded_norm, DTensor)
         grad_norm = float(sharded_norm.full_tensor())
         if any_rank(not (math.isfinite(grad_norm) and math.isfinite(sums["loss"].value))):
-            self._optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
             self._skipped_in_a_row += 1
-            ids = [
-                micro_batch.rollout_ids[place]
-                for micro_batch, bad_tokens in suspects
-                for place in micro_batch.sequence_index[bad_tokens].unique().tolist()
-            ]
+            ids = [m.rollout_ids[i] for m, bad in suspects for i in m.sequence_index[bad].unique().tolist()]
             return {"skipped_in_a_row": Max(self._skipped_in_a_row), "nonfinite_rollouts": Ids(ids)}, False
         self._num_updates, self._skipped_in_a_row = self._num_updates + 1, 0
         sums = {name: reduction.on_host() for name, reduction in sums.items()}
         sums |= {"optim/grad_norm": Max(grad_norm), "optim/lr": Max(float(self._schedule.get_last_lr()[0]))}
-        self._optimizer.step()
+        self.optimizer.step()
         self._schedule.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         return sums, True
 
     def backward(
         self, micro_batch: MicroBatch, num_loss_tokens: int, num_loss_sequences: int, is_synced: bool
     ) -> tuple[Reductions, Tensor]:
-        """Adds this micro-batch's gradient. `is_synced`: the engine's logprobs are of the weights that it compares.
-
-        Returns:
-            What it adds to the metrics, and the places [C] that count and have a score that is not finite.
-        """
+        """Adds this micro-batch's gradient. What it adds to the metrics, and which places [C] count and have a score
+        that is not finite. `is_synced`: the engine's logprobs are of the weights that it compares."""
         loss, mask, rollout_logprobs = self._loss, micro_batch.loss_mask, micro_batch.rollout_logprobs
         logprobs, entropy = self._policy(micro_batch)
         # Without an earlier pass the old policy is this one: the ratio is exactly 1, its gradient the logprob's.

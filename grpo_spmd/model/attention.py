@@ -1,8 +1,7 @@
 """Causal attention within each sequence of a packed row, nothing padded: one function for HF models, three back ends.
 
 flash: flash-attn's kernel for variable lengths. varlen: torch's own. Both are for bfloat16 on a GPU. sdpa: SDPA
-sequence by sequence, for everything else; neighbours of equal length share a call.
-"""
+sequence by sequence, for everything else; neighbours of equal length share a call."""
 
 from __future__ import annotations
 
@@ -12,7 +11,8 @@ from itertools import groupby
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from grpo_spmd.config.errors import ConfigError
@@ -30,13 +30,11 @@ class PackedLayout:
             # (number, length) of neighbours of equal length: packing puts the longest first, so that these are all.
             self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
         else:
-            self.max_length = max(lengths)
-            self.cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)  # [S + 1]
+            starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)  # [S + 1]
+            self.bounds = (starts, starts, max(lengths), max(lengths))  # of queries and of keys, as the kernels ask
 
 
-def choose_backend(
-    choice: Literal["auto", "flash", "sdpa"], device: torch.device, dtype: torch.dtype, head_dim: int
-) -> Backend:
+def choose_backend(choice: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
     """The back end for `model.attention`. Raises ConfigError where flash was asked for and cannot be had."""
     kernels = device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
     kernels = kernels and head_dim % 8 == 0 and head_dim <= 256
@@ -60,40 +58,26 @@ def _found(module: str, name: str) -> bool:
 # Not traced by torch.compile: ragged lengths would compile anew, and the kernels are opaque to it anyway.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
-    module: nn.Module,
-    query: Tensor,  # [1, heads, T, head_dim]
-    key: Tensor,  # [1, kv heads, T, head_dim]
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    packed_layout: PackedLayout,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    _: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_layout: PackedLayout, **more: Any
 ) -> tuple[Tensor, None]:
-    """Attention in the signature of HF's attention functions: out [1, T, heads, head_dim].
-
-    Raises ConfigError where the model caps attention logits or has attention sinks, which not all back ends know.
-    """
-    if softcap is not None or s_aux is not None:
+    """Attention in the signature of HF's attention functions. `query` [1, heads, T, head_dim], `key` and `value` the
+    same with kv heads -> [1, T, heads, head_dim]. Raises ConfigError where the model caps attention logits or has
+    attention sinks, which not all back ends know. Some models (AFMoE, Doge) pass tensors by these names."""
+    if more.get("softcap") is not None or more.get("s_aux") is not None:
         raise ConfigError(
             "model.path: this model caps its attention logits or has attention sinks, which packed rows do not support"
         )
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
     attend = {"flash": _flash, "varlen": _varlen, "sdpa": _sdpa}[packed_layout.backend]
-    return attend(query, key, value, packed_layout, scaling, sliding_window)[None], None
+    scale, window = more.get("scaling"), more.get("sliding_window")
+    return attend(query, key, value, packed_layout, scale, window)[None], None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float | None, window: int | None) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
-    bounds, longest = layout.cu_seqlens, layout.max_length
-    left = -1 if window is None else window - 1
-    out: Tensor = flash_attn_varlen_func(
-        q, k, v, bounds, bounds, longest, longest, softmax_scale=scale, causal=True, window_size=(left, 0)
-    )
+    sides = (-1 if window is None else window - 1, 0)
+    out: Tensor = flash_attn_varlen_func(q, k, v, *layout.bounds, softmax_scale=scale, causal=True, window_size=sides)
     return out
 
 
@@ -102,15 +86,14 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float 
 
     # torch 2.11 takes fewer kv heads as they are; from 2.12 on it wants to be told.
     gqa: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    bounds, longest = layout.cu_seqlens, layout.max_length
-    left = -1 if window is None else window - 1
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **gqa)
+    sides = (-1 if window is None else window - 1, 0)
+    out = varlen_attn(q, k, v, *layout.bounds, scale=scale, window_size=sides, **gqa)
     assert isinstance(out, Tensor)
     return out
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float | None, window: int | None) -> Tensor:
-    tokens = [number * length for number, length in layout.runs]
+    tokens, gqa = [number * length for number, length in layout.runs], q.shape[1] != k.shape[1]
     parts = []
     # Split once and join once: slicing in the loop would make the backward pass write a whole row for each sequence.
     for (number, length), *qkv in zip(layout.runs, *(x.split(tokens) for x in (q, k, v)), strict=True):
@@ -121,9 +104,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float | 
             mask = (distance >= 0) & (distance < window)
         # [number, heads, length, head_dim]
         query, key, value = (x.unflatten(0, (number, length)).transpose(1, 2) for x in qkv)
-        out = nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        out = scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)
 

@@ -17,24 +17,19 @@ from grpo_spmd.model.sharding import first_row
 
 @torch.no_grad()
 def load_weights(parameters: Iterable[tuple[str, DTensor]], folder: Path) -> None:
-    """Fill every shard, given with its HF name; each rank reads its own rows of each tensor and nothing else.
-
-    A file is opened anew for each tensor: pages of a mapping count as resident memory until it is closed.
-
-    Raises:
-        ConfigError: naming the tensor that is missing or has another shape.
-    """
+    """Fill every shard, given with its HF name: each rank reads its own rows of each tensor and nothing else. Raises
+    ConfigError that names a tensor which is missing or has another shape."""
     where = tensor_files(folder)
     for name, parameter in parameters:
         if name not in where:
             raise ConfigError(f"model.path: {folder} has no tensor {name}")
+        # opened anew for each tensor: pages of a mapping count as resident memory until it is closed
         with safe_open(where[name], framework="pt") as file:
             stored = file.get_slice(name)
-            if list(stored.get_shape()) != list(parameter.shape):
-                raise ConfigError(
-                    f"model.path: {name} has shape {list(stored.get_shape())} in {folder}, but config.json asks for "
-                    f"{list(parameter.shape)}"
-                )
+            found, asked = list(stored.get_shape()), list(parameter.shape)
+            if found != asked:
+                shapes = f"has shape {found} in {folder}, but config.json asks for {asked}"
+                raise ConfigError(f"model.path: {name} {shapes}")
             local, first = parameter.to_local(), first_row(parameter)
             if len(local):
                 local.copy_(stored[first : first + len(local)])

@@ -21,8 +21,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def stop_token_ids(path: str, tokenizer: Any) -> set[int]:
-    """Token ids that end a completion: those of the model's generation_config.json, else of its config.json, and the
-    tokenizer's eos."""
+    """Token ids that end a completion: of generation_config.json, else of config.json, and the tokenizer's eos."""
     found: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     for name in ("generation_config.json", "config.json"):
         file = checkpoint_folder(path) / name
@@ -48,8 +47,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"model.path: {folder} holds no .safetensors file")
-    where = {}
+    where: dict[str, Path] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
-            where.update(dict.fromkeys(file.keys(), path))
+            where |= dict.fromkeys(file.keys(), path)
     return where

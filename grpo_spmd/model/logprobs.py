@@ -9,24 +9,23 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+Hidden = Float[Tensor, "C D"]
+TargetIds = Int[Tensor, " C"]
+Scores = tuple[Float[Tensor, " C"], Float[Tensor, " C"]]  # logprobs and entropies
+
 
 class TokenLogprobs(torch.autograd.Function):
     """Logprob of each target and entropy of its distribution, in float32, from `chunk` tokens of logits at a time.
 
-    The backward pass computes the logits again. Forward and backward each hold one float32 [chunk, V] and, where the
-    compute dtype is another, one of that: all arithmetic is in place, and where it takes two buffers (the entropy, its
-    gradient) they have half as many rows each.
+    The backward pass computes the logits again. Each pass holds one float32 [chunk, V] and, where the compute dtype is
+    another, one of that: arithmetic is in place, and where it takes two buffers (the entropy, its gradient) they have
+    half as many rows each.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Float[Tensor, "C D"],
-        head: Float[Tensor, "V D"],
-        target_ids: Int[Tensor, " C"],
-        temperature: float,
-        chunk: int,
-    ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
+        ctx: Any, hidden: Hidden, head: Float[Tensor, "V D"], target_ids: TargetIds, temperature: float, chunk: int
+    ) -> Scores:
         log_normalizer = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         logprobs, entropy = torch.empty_like(log_normalizer), torch.empty_like(log_normalizer)
         rows = max(1, chunk // 2)
@@ -52,9 +51,8 @@ class TokenLogprobs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropy)
         grad_hidden = torch.empty_like(hidden)
-        grad_head: Tensor | None = None
-        if ctx.needs_input_grad[1]:  # not where the head is frozen (LoRA): a third of the work here
-            grad_head = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
+        trains_head = ctx.needs_input_grad[1]  # not where the head is frozen (LoRA): a third of the work here
+        grad_head = torch.zeros(head.shape, dtype=torch.float32, device=head.device) if trains_head else None
         rows = ctx.chunk if grad_entropy is None else max(1, ctx.chunk // 2)
         buffers = _Buffers(min(rows, len(hidden)), hidden, head, two=grad_entropy is not None)
         for part in _chunks(len(hidden), rows):
@@ -79,13 +77,11 @@ class _Buffers:
     """The [rows, V] tensors that all chunks share: one or two in float32; one in the compute dtype, if another."""
 
     def __init__(self, rows: int, hidden: Tensor, head: Tensor, *, two: bool) -> None:
-        def make(dtype: torch.dtype) -> Tensor:
-            return torch.empty(rows, len(head), dtype=dtype, device=head.device)
-
-        self._float = make(torch.float32)
-        self._product = self._float if hidden.dtype == torch.float32 else make(hidden.dtype)
+        self._float = hidden.new_empty(rows, len(head), dtype=torch.float32)
+        is_float = hidden.dtype == torch.float32
+        self._product = self._float if is_float else hidden.new_empty(rows, len(head), dtype=hidden.dtype)
         if two:
-            self.other = make(torch.float32)
+            self.other = torch.empty_like(self._float)
 
     def logits(self, hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
         # The product is rounded to the compute dtype as the engine's is; what follows it is float32 on both sides.

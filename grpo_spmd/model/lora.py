@@ -1,9 +1,8 @@
 """LoRA: trained low-rank adapters on a frozen base. Layers and files are peft's; sharding and sending are ours.
 
 An adapted layer computes x W^T + (alpha / rank) (x A^T) B^T, with A [rank, in] and B [out, rank]. W stays as it was
-read: the engine gets W + (alpha / rank) B A, computed on the shards while they are sent, or W once and then A and B
-(`model.lora.sync`).
-"""
+read: the engine gets W + (alpha / rank) B A, computed on the shards as they are sent, or W once and then A and B
+(`model.lora.sync`)."""
 
 from __future__ import annotations
 
@@ -30,19 +29,12 @@ Shard = tuple[str, DTensor, Callable[[], Tensor]]
 
 
 def add_adapters(model: Any, config: LoraConfig) -> None:
-    """Put peft's layers around the linear layers that `config` names and freeze all but the adapters, in float32.
-
-    Raises ConfigError: a name matches no linear layer of the decoder.
-    """
+    """Put peft's layers around those that `target_modules` gives; freeze all but the adapters, which are float32."""
     import peft
 
-    peft_config = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,  # type: ignore[arg-type]
-        target_modules=target_modules(model, config),
-        lora_dropout=0.0,  # the engine has none
-        task_type="CAUSAL_LM",
-    )
+    alpha: Any = int(config.alpha) if config.alpha.is_integer() else config.alpha
+    size: dict[str, Any] = {"r": config.rank, "lora_alpha": alpha, "lora_dropout": 0.0}  # the engine has no dropout
+    peft_config = peft.LoraConfig(**size, target_modules=target_modules(model, config), task_type="CAUSAL_LM")
     peft.inject_adapter_in_model(peft_config, model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
@@ -53,10 +45,8 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
 
 @torch.no_grad()
 def initialise_adapters(model: nn.Module, seed: int) -> None:
-    """A as peft makes it (Kaiming), B zero, so that the policy starts as the base.
-
-    Each A is a function of `seed` and its name, on any number of ranks; the global random state is not touched.
-    """
+    """A as peft makes it (Kaiming), from `seed` and its name alone on any number of ranks; B zero, so that the policy
+    starts as the base. The global random state is not touched."""
     for name, parameter in named_adapters(model):
         full = torch.zeros(parameter.shape)
         if name.endswith("lora_A.weight"):
@@ -69,10 +59,8 @@ def initialise_adapters(model: nn.Module, seed: int) -> None:
 
 
 def target_modules(model: Any, config: LoraConfig) -> list[str]:
-    """`config.target_modules`, or for "all-linear" the last parts of the names of the decoder's linear layers.
-
-    Raises ConfigError: a name matches no linear layer of the decoder; the embedding and the lm_head are none.
-    """
+    """`config.target_modules`, or for "all-linear" the last parts of the names of the decoder's linear layers. Raises
+    ConfigError where a name matches none of them."""
     layers = [name for name, module in model.get_decoder().layers.named_modules() if isinstance(module, nn.Linear)]
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
     if config.target_modules == "all-linear":
@@ -119,25 +107,22 @@ def named_adapters(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
 
 
 def adapter_shards(model: nn.Module, config: LoraConfig) -> Iterator[Shard]:
-    """What an engine with adapters must hold of them. B brings alpha / rank along, so that the product is rounded
-    once."""
+    """What an engine with adapters must hold: A, and B times alpha / rank, so that the product is rounded once."""
     for name, parameter in named_adapters(model):
         is_b = name.endswith("lora_B.weight")
         yield name, parameter, partial(_scaled, parameter, config.alpha / config.rank if is_b else 1.0)
 
 
 def merged_shards(model: nn.Module, config: LoraConfig, base: Iterator[tuple[str, DTensor]]) -> Iterator[Shard]:
-    """Collective: one all-gather of all A, when the first is drawn. Base parameters; the call gives rows of W + (alpha
-    / rank) B A, in float32 and a tensor of their own: W keeps every bit. FSDP deals the rows of B as those of W."""
+    """Collective: one all-gather of all A, when the first is drawn. Base parameters; the call gives this rank's rows of
+    W + (alpha / rank) B A, in a float32 tensor of their own: W keeps every bit. FSDP deals rows of B as those of W."""
     adapters, scale = dict(named_adapters(model)), config.alpha / config.rank
     shards_a: list[Shard] = [(name, p, p.to_local) for name, p in adapters.items() if name.endswith("lora_A.weight")]
     full_a = gather_adapters(shards_a, torch.float32)
     for name, parameter in base:
         a, b = (f"{name.removesuffix('weight')}lora_{which}.weight" for which in "AB")
-        if a in full_a:
-            yield name, parameter, partial(_merged, parameter, adapters[b], full_a[a], scale)
-        else:
-            yield name, parameter, parameter.to_local
+        merged = partial(_merged, parameter, adapters[b], full_a[a], scale) if a in full_a else parameter.to_local
+        yield name, parameter, merged
 
 
 @torch.no_grad()
@@ -149,8 +134,8 @@ def gather_adapters(shards: list[Shard], dtype: torch.dtype) -> dict[str, Tensor
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within it the model computes with its base alone. Not through peft's own switch, which also turns off the
-    adapters' gradients, in parameters that FSDP manages."""
+    """Within it the model computes with its base alone. (peft's own switch would also turn off requires_grad of the
+    adapters, which FSDP manages.)"""
     layers = adapted_layers(model).values()
     for layer in layers:
         layer._disable_adapters = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,9 @@ class HostOffload:
     """
 
     def __init__(
-        self,
-        what: bool | Literal["optimizer"],
-        policy: nn.Module,
-        reference: object | None,
-        optimizer: torch.optim.Optimizer,
+        self, what: bool | Literal["optimizer"], policy: nn.Module, reference: object, optimizer: torch.optim.Optimizer
     ) -> None:
-        """`reference`: a model of its own; anything else is the policy with its adapters off."""
+        """`reference`: a model of its own; anything else is the policy with its adapters off, or none."""
         self._what, self._policy, self._optimizer = what, policy, optimizer
         self._reference = reference if isinstance(reference, nn.Module) else None
         self._host: dict[str, Tensor] = {}  # allocated once, since pinning is slow
@@ -51,12 +47,10 @@ class HostOffload:
 
     def to_device(self) -> dict[str, float]:
         """The engine sleeps: everything comes back. Returns `memory/host/offloaded_gib`, what had been away."""
-        moved = 0
+        moved = sum(self._host[name].nbytes for name in self._away)
         for name, storage in self._away.items():
-            host = self._host[name]
-            storage.resize_(host.nbytes)
-            _bytes_of(storage).copy_(host, non_blocking=True)  # on the stream: whatever reads it comes later
-            moved += host.nbytes
+            storage.resize_(self._host[name].nbytes)
+            _bytes_of(storage).copy_(self._host[name], non_blocking=True)  # on the stream: what reads it comes later
         self._away.clear()
         return {"memory/host/offloaded_gib": moved / _GIB}
 
@@ -72,12 +66,8 @@ class HostOffload:
 
     def _optimizer_state(self) -> list[Tensor]:
         """Moments, in one order; none before the first step. Step counts, which are scalars, stay where they are."""
-        return [
-            value
-            for state in self._optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor) and value.ndim
-        ]
+        values = (value for state in self._optimizer.state.values() for value in state.values())
+        return [value for value in values if isinstance(value, Tensor) and value.ndim]
 
     def _move_out(self, owner: str, tensors: list[Tensor]) -> None:
         leaving: dict[str, torch.UntypedStorage] = {}
@@ -97,27 +87,23 @@ class HostOffload:
 
     def _refuse_if_away(self) -> None:
         if self._away:
-            raise RuntimeError(
-                f"{len(self._away)} tensors of policy, reference or optimizer are in host memory (model.offload: "
-                f"{self._what}); HostOffload.to_device comes first"
-            )
+            where = f"are in host memory (model.offload: {self._what}); HostOffload.to_device comes first"
+            raise RuntimeError(f"{len(self._away)} tensors of policy, reference or optimizer {where}")
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
     # to_local() would make a view for autograd
-    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    storage: torch.UntypedStorage = local.untyped_storage()
-    return storage
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 def _host_buffer(storage: torch.UntypedStorage) -> Tensor:
     """Host memory of the size of `storage`, pinned beside a GPU: in place, as torch's own comes in powers of two."""
     host = torch.empty(storage.nbytes(), dtype=torch.uint8)
-    if storage.device.type == "cuda":
-        failure = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 1))  # 1: portable
-        if failure:
-            size = host.nbytes / _GIB
-            raise RuntimeError(f"cannot pin {size:.2f} GiB of host memory for model.offload (CUDA error {failure})")
+    if storage.device.type != "cuda":
+        return host
+    if failure := int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 1)):  # 1: portable
+        size = host.nbytes / _GIB
+        raise RuntimeError(f"cannot pin {size:.2f} GiB of host memory for model.offload (CUDA error {failure})")
     return host
 
 

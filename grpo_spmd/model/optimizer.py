@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import torch
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 
 from grpo_spmd.config.schema import OptimizerConfig
 from grpo_spmd.model.policy import Policy
 
 
-def build_optimizer(
-    policy: Policy, config: OptimizerConfig
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """AdamW over the shards that train, weight decay on matrices only (not on norms and biases), linear warm-up to a
-    constant lr."""
+def build_optimizer(policy: Policy, config: OptimizerConfig) -> tuple[AdamW, LambdaLR]:
+    """AdamW over what trains, weight decay on matrices only (not norms, biases), linear warm-up to a constant lr."""
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda done: min(1.0, (done + 1) / max(1, config.warmup_steps))
-    )
-    return optimizer, schedule
+    optimizer = AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas)
+    return optimizer, LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / max(1, config.warmup_steps)))

@@ -1,8 +1,7 @@
 """The policy: an HF causal LM built on the meta device, sharded by FSDP2, filled shard by shard, and its logprobs.
 
-Packed rows go through HF's own layers; only attention and the lm_head are ours: attention so that sequences of a row do
-not see each other and nothing is padded, the lm_head so that the [T, V] logits never exist as a whole.
-"""
+Packed rows go through HF's own layers. Ours are attention, so that sequences of a row do not see each other and nothing
+is padded, and the lm_head, so that the [T, V] logits never exist as a whole."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import LoraConfig, ModelConfig
@@ -26,32 +24,26 @@ from grpo_spmd.model.dimensions import head_dim
 from grpo_spmd.model.fill import initialise_buffers, load_weights
 from grpo_spmd.model.hf_files import checkpoint_folder
 from grpo_spmd.model.layers import set_up_layer
-from grpo_spmd.model.logprobs import TokenLogprobs
+from grpo_spmd.model.logprobs import Scores, TokenLogprobs
 from grpo_spmd.model.refusals import refuse_head_bias, refuse_unsupported
 from grpo_spmd.model.sharding import shard_over_ranks
 from grpo_spmd.records import MicroBatch
 
 _log = logging.getLogger("grpo_spmd")
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Scores = tuple[Float[Tensor, " C"], Float[Tensor, " C"]]
 
 
 class Policy(nn.Module):
     """A causal LM that scores completions. What trains is float32; the rest, and arithmetic, in the compute dtype.
+    `forward` is the only door: FSDP gathers the embedding and the lm_head when it is entered, once a micro-batch."""
 
-    `forward` is the only door: FSDP gathers the embedding and the lm_head when it is entered, once a micro-batch.
-    """
-
-    def __init__(
-        self, config: Any, temperature: float, logprob_chunk_tokens: int, attention: Backend, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: Any, temperature: float, chunk: int, attention: Backend, dtype: torch.dtype) -> None:
+        """`chunk`: tokens whose logits exist at a time."""
         super().__init__()
-        self.model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=PACKED_ATTENTION, dtype=dtype
-        )
+        build = transformers.AutoModelForCausalLM.from_config
+        self.model = build(config, attn_implementation=PACKED_ATTENTION, dtype=dtype)
         self.temperature = temperature * getattr(config, "logits_scaling", 1.0)  # Granite divides its logits by that
-        self.logprob_chunk_tokens, self.attention = logprob_chunk_tokens, attention
+        self.attention, self.logprob_chunk_tokens = attention, chunk
         self.lora = LoraConfig()  # no adapters
 
     @property
@@ -62,16 +54,11 @@ class Policy(nn.Module):
     def forward(self, batch: MicroBatch) -> Scores:
         """Collective. Logprobs of `batch.target_ids` and entropy of the distributions they were drawn from, float32."""
         layout = PackedLayout(batch.sequence_lengths, batch.input_ids.device, self.attention)
-        hidden = self.model.get_decoder()(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
-            use_cache=False,
-            packed_layout=layout,
-        ).last_hidden_state[0]
-        head = self.model.get_output_embeddings().weight
-        scores: Scores = TokenLogprobs.apply(
-            hidden[batch.predict_index], head, batch.target_ids, self.temperature, self.logprob_chunk_tokens
-        )
+        row = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+        out = self.model.get_decoder()(**row, use_cache=False, packed_layout=layout)
+        hidden, head = out.last_hidden_state[0][batch.predict_index], self.model.get_output_embeddings().weight
+        settings = self.temperature, self.logprob_chunk_tokens
+        scores: Scores = TokenLogprobs.apply(hidden, head, batch.target_ids, *settings)
         return scores
 
 
@@ -79,13 +66,8 @@ def build_policy(
     config: ModelConfig, temperature: float, session: Session, *, trainable: bool = True, seed: int = 0
 ) -> Policy:
     """Collective. The model of `config.path` as a sharded policy: meta device -> FSDP2 -> each rank reads its own rows.
-
-    With `config.lora.rank` only adapters train, and the base is frozen in the compute dtype.
-
-    Args:
-        trainable: False builds the reference: frozen, its shards in the compute dtype.
-        seed: what new adapters are made from.
-    """
+    With `config.lora.rank` only adapters train, made from `seed`, and the base is frozen in the compute dtype. Without
+    `trainable` it is the reference: all of it is frozen so."""
     hf_config = transformers.AutoConfig.from_pretrained(config.path)
     refuse_unsupported(hf_config, config.path)
     for name, value in vars(hf_config).items():  # dropout would make the policy differ from the engine that sampled
@@ -107,8 +89,7 @@ def build_policy(
     layers = policy.model.get_decoder().layers
     for layer in layers:
         set_up_layer(layer, trainable and config.activation_checkpointing, config.compile)
-    # After a forward pass without a backward pass the root would keep its embedding and lm_head gathered; the reference
-    # never has one.
+    # The root keeps embedding and lm_head gathered from forward to backward pass, which the reference never has.
     shard_over_ranks(policy, layers, session.mesh, compute, reshard_root=not trainable)
     policy.to_empty(device=session.device)
     policy.model.tie_weights()  # to_empty made two parameters out of a tied one
@@ -127,8 +108,8 @@ def build_policy(
 def build_reference(
     policy: Policy, config: ModelConfig, temperature: float, kl_coef: float, session: Session
 ) -> Callable[[MicroBatch], Scores] | None:
-    """Collective. What scores with the frozen model that the run starts from, or None where no KL term needs it. Where
-    adapters train, that model is the policy without them, and no second one is built."""
+    """Collective. What scores with the frozen model that the run starts from, None where no KL term needs it. Where
+    adapters train, that is the policy without them, and no second model is built."""
     if not kl_coef:
         return None
     if policy.lora.rank:
@@ -143,8 +124,8 @@ def _base_scores(policy: Policy, batch: MicroBatch) -> Scores:
 
 
 def hf_named_parameters(policy: Policy) -> Iterator[tuple[str, DTensor]]:
-    """Sharded parameters under their names in an HF checkpoint, each once (a tied lm_head is left out), in one order on
-    all ranks. Adapters are none of them (lora.named_adapters)."""
+    """Sharded parameters but for adapters, under their names in an HF checkpoint, each once (a tied lm_head is left
+    out), in one order on all ranks."""
     for name, parameter in policy.model.named_parameters():
         if not lora.is_adapter(name):
             assert isinstance(parameter, DTensor), name

@@ -18,19 +18,15 @@ def refuse_unsupported(hf_config: Any, path: str) -> None:
     scalings = ["final_logit_softcapping", "logit_scale", "lm_head_multiplier", "output_multiplier"]
     if not hf_config.model_type.startswith("granite"):  # whose scaling Policy knows
         scalings.append("logits_scaling")
-    for name in scalings:
-        if getattr(hf_config, name, None):
-            raise ConfigError(
-                f"model.path: {path} changes its logits by {name}, which the chunked logprobs do not support"
-            )
+    name = next((name for name in scalings if getattr(hf_config, name, None)), None)
+    if name is not None:
+        raise ConfigError(f"model.path: {path} changes its logits by {name}, which the chunked logprobs do not support")
     # Convolutions and recurrent states run on from one sequence of a packed row into the next.
     others = set(getattr(hf_config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     others |= {name for name in vars(hf_config) if re.match("mamba_|ssm_|conv_kernel|state_size|linear_conv", name)}
     if others:
-        raise ConfigError(
-            f"model.path: {path} has layers other than attention ({sorted(others)[0]}), which packed rows do not "
-            "support"
-        )
+        kind = f"layers other than attention ({sorted(others)[0]})"
+        raise ConfigError(f"model.path: {path} has {kind}, which packed rows do not support")
 
 
 def refuse_head_bias(model: Any, path: str) -> None:

@@ -1,7 +1,5 @@
-"""How FSDP2 deals a policy to ranks: which rows of a parameter a rank holds, and one gather of rows.
-
-The mesh has the axis "shard", over which rows are dealt, and with HSDP "replicate" before it.
-"""
+"""How FSDP2 deals a policy to ranks: which rows of a parameter a rank holds, and one gather of rows. The mesh has the
+axis "shard", over which rows are dealt, and with HSDP "replicate" before it."""
 
 from __future__ import annotations
 
@@ -58,8 +56,8 @@ def is_first_replica(parameter: DTensor) -> bool:
 
 
 def gather_rows(shards: Iterable[tuple[DTensor, Tensor]]) -> list[Tensor]:
-    """Collective over the ranks of a replica, one all-gather: for each parameter the whole [rows, n], from what each
-    rank has for its own rows. What stands in the columns is the caller's; the dtype is one for all."""
+    """Collective over the ranks of a replica, one all-gather: for each parameter the whole [rows, n], from each rank's
+    own rows. What stands in the columns is the caller's; the dtype is one for all."""
     parameters, padded = [], []
     for parameter, mine in shards:
         block = mine.new_zeros(rows_per_rank(parameter), mine.shape[1])
@@ -71,8 +69,5 @@ def gather_rows(shards: Iterable[tuple[DTensor, Tensor]]) -> list[Tensor]:
     gathered = row.new_empty(dist.get_world_size(group), len(row))
     gathered[dist.get_rank(group)] = row
     wait_for(start_all_gather(gathered, group))
-    of_ranks = gathered.split([block.numel() for block in padded], dim=1)
-    return [
-        part.reshape(-1, block.shape[1])[: parameter.shape[0]]
-        for parameter, block, part in zip(parameters, padded, of_ranks, strict=True)
-    ]
+    parts = zip(parameters, padded, gathered.split([block.numel() for block in padded], dim=1), strict=True)
+    return [part.reshape(-1, block.shape[1])[: parameter.shape[0]] for parameter, block, part in parts]

@@ -91,7 +91,7 @@ def run(config: Config, policy: Policy, batches: list[RolloutBatch], spoil: bool
             batch.mini_batches[0][0], batch.num_loss_tokens[0], batch.num_loss_sequences[0], False
         )
         loss_is_finite.append(on_rank0(lambda parts: parts, math.isfinite(share["loss"].value)))
-        updater._optimizer.zero_grad(set_to_none=True)
+        updater.optimizer.zero_grad(set_to_none=True)
         before = _state(policy, updater)
         sums = updater.update(batch)
         returned.append(on_rank0(list, {name: reduction.value for name, reduction in sums.items()}))
@@ -113,7 +113,7 @@ def _state(policy: Policy, updater: PolicyUpdater) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in hf_named_parameters(policy):
         found[name] = parameter.full_tensor().detach().clone()
-        for key, value in updater._optimizer.state.get(parameter, {}).items():
+        for key, value in updater.optimizer.state.get(parameter, {}).items():
             found[f"{name}/{key}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
     return found
 

@@ -126,7 +126,7 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
         "decision": {**dataclasses.asdict(decision), "plan": None},
         "advantages_trained": _trained(batch),
         "sums": {name: sums[name].value for name in ("loss_tokens", "optim/updates", "optim/skipped_updates")},
-        "optimizer_state": len(updater._optimizer.state),
+        "optimizer_state": len(updater.optimizer.state),
         "lr_steps": updater._schedule.last_epoch,
         "moved": [name for name, value in _parameters(policy).items() if not torch.equal(value, before[name])],
         "parameters": _parameters(policy),

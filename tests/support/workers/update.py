@@ -184,7 +184,7 @@ def one_update(
     load_weights(hf_named_parameters(policy), Path(config.model.path))
     updater = updater_of(policy, config)
     gradients: list[dict[str, torch.Tensor]] = []
-    updater._optimizer.register_step_pre_hook(lambda *_: gradients.append(_full_gradients(policy)))
+    updater.optimizer.register_step_pre_hook(lambda *_: gradients.append(_full_gradients(policy)))
 
     sampled = sampled_step_of(config, session)
     sampled.add(groups, score(groups))
