@@ -1,8 +1,5 @@
-"""A checkpoint as a folder that transformers, peft and vLLM load.
-
-It takes no GPU and no other process, whatever number of ranks saved the checkpoint, and no more memory than one output
-file (about 2 GiB, or the largest tensor where that is more; adapters are one file).
-"""
+"""A checkpoint as a folder that transformers, peft and vLLM load. It takes one process without a GPU, whatever number
+of ranks saved the checkpoint, and memory for one output file (about 2 GiB, or the largest tensor; all adapters)."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ from grpo_spmd.files import sync_path, sync_to_disk
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FILE_BYTES = 2 << 30
-_READ_BYTES = 16 << 20
+_FILE_BYTES, _READ_BYTES = 2 << 30, 16 << 20
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -42,7 +38,7 @@ class _Piece:
 class StoredTensor:
     """A float32 tensor of a checkpoint, in pieces that are in the order of their rows and leave none out."""
 
-    name: str  # in the shard files, e.g. "policy.model.norm.weight"
+    name: str  # in the files, e.g. "policy.model.norm.weight"
     shape: tuple[int, ...]
     pieces: tuple[_Piece, ...]
 
@@ -63,13 +59,8 @@ class StoredTensor:
 
 def stored_tensors(checkpoint: Path, num_ranks: int, prefix: str = "policy.") -> dict[str, StoredTensor]:
     """The tensors in the shards of `checkpoint` whose names begin with `prefix`, by the rest of it. Reads no values.
-
-    Args:
-        num_ranks: over which the rows were dealt; without it nobody could tell that the last rows of all are missing.
-
-    Raises:
-        CheckpointError: a shard is missing or unreadable, or rows of a tensor are missing or doubled.
-    """
+    `num_ranks`, over which the rows were dealt, tells whether the last rows of all are there. Raises CheckpointError: a
+    shard is missing or unreadable, or rows of a tensor are missing or doubled."""
     pieces: dict[str, list[_Piece]] = {}
     for path in sorted((checkpoint / "state").glob("shard_*.safetensors")):
         try:
@@ -106,22 +97,14 @@ def _joined(name: str, found: list[_Piece], checkpoint: Path, num_ranks: int) ->
     return StoredTensor(name, (num_rows, *pieces[0].shape[1:]), tuple(pieces))
 
 
-def export_checkpoint(
-    checkpoint: Path, out: Path, dtype: str | None = None, *, max_file_bytes: int = _FILE_BYTES
-) -> None:
+def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, max_file_bytes: int = _FILE_BYTES) -> None:
     """Write the weights of `checkpoint` to `out` in HF's format with config and tokenizer, or its adapters in peft's.
 
-    Needs no manifest, no process group and no GPU; prints nothing; may run in any thread. `out` is complete or absent.
-    Where it is `checkpoint` itself, which is then still being made, all files are put into it or none.
-
-    Args:
-        dtype: "float32" or "bfloat16"; None: what the engine of the run computed in. Adapters are float32 always.
-        max_file_bytes: bytes of a file, and of what is in memory at one time; a tensor is never split.
-
-    Raises:
-        ConfigError: `out` is taken, or `dtype` does not go with adapters.
-        CheckpointError: it is damaged, and how.
-        OSError, SafetensorError: nothing can be written.
+    Needs no manifest; may run in any thread. `out` is complete or absent. Where it is `checkpoint` itself, which is
+    then still being made, all files are put into it or none. `dtype`: "float32", "bfloat16" or None, which is what the
+    engine of the run computed in; adapters are float32 always. No tensor is split, however few `max_file_bytes` are.
+    Raises ConfigError (`out` is taken, or `dtype` does not go with adapters), CheckpointError (damaged), and OSError or
+    SafetensorError where nothing can be written.
     """
     trainer = read_trainer(checkpoint)
     tensors = stored_tensors(checkpoint, trainer["world_size"] // trainer["config"]["model.num_replicas"])

@@ -28,11 +28,8 @@ class NewerFormatError(CheckpointError):
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """{relative file name: {"bytes": size, "sha256": digest}}, its file names checked against the folder.
-
-    Raises:
-        CheckpointError: no manifest, a damaged or a newer one (NewerFormatError), a file that is missing or in excess.
-    """
+    """{relative file name: {"bytes": size, "sha256": digest}}. Raises CheckpointError: the manifest is missing, damaged
+    or newer (NewerFormatError), or names other files than the folder has."""
     files = _read_json(checkpoint, "manifest.json").get("files")
     if not isinstance(files, dict) or not all(
         isinstance(f, dict) and {"bytes", "sha256"} <= f.keys() for f in files.values()
@@ -64,10 +61,8 @@ def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not isinstance(value.get("format"), int):
         raise CheckpointError(f"{checkpoint}: {name} is damaged")
     if value["format"] > FORMAT:
-        raise NewerFormatError(
-            f"{checkpoint}: written by a newer grpo_spmd (format {value['format']}, this one reads up to {FORMAT}); "
-            "update grpo_spmd"
-        )
+        formats = f"(format {value['format']}, this one reads up to {FORMAT})"
+        raise NewerFormatError(f"{checkpoint}: written by a newer grpo_spmd {formats}; update grpo_spmd")
     return value
 
 

@@ -29,31 +29,22 @@ def find_start(
 ) -> Start:
     """Collective. The newest good checkpoint of the run folder, or the one that `resume` names; the same on all ranks.
 
-    A damaged checkpoint is passed over, with a warning. `facts`: of the run that starts; with `has_closing_eval` an
-    evaluation follows its `num_steps`, which has a metrics line of its own.
-
-    Raises:
-        ConfigError: the run folder is in use; the named checkpoint is damaged; all are; one is of a later version; or
-            it belongs to another model, data set or seed.
+    Damaged ones are passed over, with a warning. `facts`: of the run that starts; with `has_closing_eval` an evaluation
+    follows its `num_steps`, which has a metrics line of its own. Raises ConfigError: the folder is in use; the named
+    checkpoint, or all, are damaged; one is of a later version; or it is of another model, data set or seed.
     """
     # Rank 0 says, for another rank may see the folder a moment later.
     found = Candidates(**on_rank0(lambda _: asdict(find_candidates(run_dir, resume, session.is_restart)), None))
-    folder = _newest_good(found, session)
-    if folder is None:
+    if (folder := _newest_good(found, session)) is None:
         return Start(goes_on=found.goes_on)
 
     def check(_: list[Any]) -> tuple[dict[str, Any], bool]:
         trainer = read_trainer(folder)
         changed = check_same_run(folder, trainer, facts.config)
-        for name, mine, what in (
-            ("model_fingerprint", facts.model_fingerprint, "model.path holds another model"),
-            ("data_fingerprint", facts.data_fingerprint, "data.train gives other prompts"),
-        ):
-            if trainer[name] != mine:
-                raise ConfigError(
-                    f"checkpoint.resume: {what} than the run had that wrote {folder}; restore it, or start a new "
-                    "run_dir"
-                )
+        for part, what in (("model", "model.path holds another model"), ("data", "data.train gives other prompts")):
+            if trainer[f"{part}_fingerprint"] != getattr(facts, f"{part}_fingerprint"):
+                other = f"{what} than the run had that wrote {folder}"
+                raise ConfigError(f"checkpoint.resume: {other}; restore it, or start a new run_dir")
         is_last = int(trainer["step"]) >= num_steps
         if is_last:
             _log.info("%s is the end of this run; raise training.num_steps (%d) to go on", folder, num_steps)
@@ -70,8 +61,7 @@ def _newest_good(found: Candidates, session: Session) -> Path | None:
     """Collective. Each rank reads its share of the files and compares their checksums. Raises ConfigError."""
     why: list[str] = []
     for folder in map(Path, found.folders):
-        damage = _damage_of(folder, session)
-        if damage is None:
+        if (damage := _damage_of(folder, session)) is None:
             return folder
         why.append(damage)
         if session.is_rank0 and not found.is_named:
@@ -83,7 +73,7 @@ def _newest_good(found: Candidates, session: Session) -> Path | None:
 
 
 def _damage_of(folder: Path, session: Session) -> str | None:
-    """Collective. What some rank has found wrong with it. Raises ConfigError where it is of a later version."""
+    """Collective. What some rank found wrong with it. Raises ConfigError where it is of a later version."""
     text, is_newer = "", False
     try:
         verify_files(folder, read_manifest(folder), session.rank, session.world_size)
@@ -94,9 +84,8 @@ def _damage_of(folder: Path, session: Session) -> str | None:
         text = f"{folder}: cannot be read: {unreadable}"
 
     def first(damages: list[tuple[str, bool]]) -> str | None:
-        for text, is_newer in damages:
-            if is_newer:
-                raise ConfigError(f"checkpoint.resume: {text}")
+        if newer := [text for text, is_newer in damages if is_newer]:
+            raise ConfigError(f"checkpoint.resume: {newer[0]}")
         return next((text for text, _ in damages if text), None)
 
     return on_rank0(first, (text, is_newer))
@@ -105,10 +94,7 @@ def _damage_of(folder: Path, session: Session) -> str | None:
 @torch.no_grad()
 def load_state(policy: Policy, updater: PolicyUpdater | None, folder: Path, trainer: dict[str, Any]) -> None:
     """Collective. Fill the policy's shards, and the optimizer's, from a verified checkpoint of any world size and mesh.
-
-    Raises:
-        ConfigError: the tensors are not those of this model.
-    """
+    Raises ConfigError where the tensors are not those of this model."""
     reader = dcp.HuggingFaceStorageReader(str(folder / "state"))
     metadata = reader.read_metadata().state_dict_metadata
     stored = {name: list(getattr(tensor, "size", [])) for name, tensor in metadata.items()}
@@ -125,11 +111,9 @@ def load_state(policy: Policy, updater: PolicyUpdater | None, folder: Path, trai
     expected = {name: list(tensor.shape) for name, tensor in wanted.items()}
     for name in sorted(expected.keys() | {n for n in stored if n.startswith("policy.")}):
         if stored.get(name) != expected.get(name):
-            raise ConfigError(
-                f"checkpoint.resume: {folder} is of another model: {name} has shape {stored.get(name, 'none')} there, "
-                f"and {expected.get(name, 'none')} here"
-            )
+            shapes = f"{stored.get(name, 'none')} there, and {expected.get(name, 'none')} here"
+            raise ConfigError(f"checkpoint.resume: {folder} is of another model: {name} has shape {shapes}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        # Each rank reads what it holds: nothing needs to be agreed on, and DCP's own collectives would send pickles.
+        # each rank reads what it holds: nothing needs to be agreed on, and DCP's own collectives would send pickles
         dcp.load(dict(wanted), storage_reader=reader, no_dist=True)

@@ -26,21 +26,15 @@ _FIXED_KEYS = ("seed", "data.shuffle", "model.lora.rank", "model.lora.alpha", "m
 class Start:
     """Where a run starts: from nothing, or from a checkpoint that every rank has found good."""
 
-    step: int = 0
-    """Finished steps, and so the number of the first to come."""
-    folder: Path | None = None
-    """The checkpoint."""
-    trainer: dict[str, Any] = field(default_factory=dict)
-    """Its trainer.json."""
-    goes_on: bool = False
-    """With the run that its folder holds, if it holds one."""
-    is_over: bool = False
-    """That run had come to its end."""
+    step: int = 0  # finished steps, and so the number of the first to come
+    folder: Path | None = None  # the checkpoint
+    trainer: dict[str, Any] = field(default_factory=dict)  # its trainer.json
+    goes_on: bool = False  # with the run that its folder holds, if it holds one
+    is_over: bool = False  # that run had come to its end
 
     @property
     def position(self) -> int:
-        """In the prompt stream."""
-        return int(self.trainer.get("position", 0))
+        return int(self.trainer.get("position", 0))  # in the prompt stream
 
 
 @dataclass(frozen=True)
@@ -48,13 +42,8 @@ class Candidates:
     """The checkpoints that a run may start from, the best first."""
 
     folders: list[str]
-    goes_on: bool
-    """As in Start."""
-    is_named: bool = False
-    """checkpoint.resume names the only one."""
-
-
-# Its checkpoints. A folder of another name (.tmp, .aside) is none.
+    goes_on: bool  # as in Start
+    is_named: bool = False  # checkpoint.resume names the only one
 
 
 def checkpoint_path(run_dir: str | Path, step: int) -> Path:
@@ -63,7 +52,6 @@ def checkpoint_path(run_dir: str | Path, step: int) -> Path:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The finished steps that the folder's name says."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
@@ -73,7 +61,7 @@ def temporary_path(checkpoint: Path) -> Path:
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
-    """Folders that were completed, good or bad, in the order of steps."""
+    """Folders that were completed, good or bad, in the order of steps: not those whose names end in .tmp or .aside."""
     folder = Path(run_dir) / "checkpoints"
     found = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{6,}", path.name)] if folder.is_dir() else []
     return sorted(found, key=step_of)
@@ -110,39 +98,28 @@ def remove(folder: Path) -> None:
 
 
 def is_inside(checkpoint: str | Path, run_dir: str | Path) -> bool:
-    """Whether it is one of this run folder's checkpoints."""
     return Path(checkpoint).resolve().parent.parent == Path(run_dir).resolve()
 
 
 def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """What of the flat `config` has changed since `trainer`, of `checkpoint`, was written, and may; one text a key.
-
-    Raises:
-        ConfigError: naming a key that must stay as it was.
-    """
+    Raises ConfigError for a key that must stay as it was."""
     before = trainer["config"]
     changed = [key for key in sorted(before.keys() | config.keys()) if before.get(key) != config.get(key)]
     for key in changed:
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS):
-            raise ConfigError(
-                f"{key} ({config.get(key)}) was {before.get(key)} in the run that wrote {checkpoint}, and cannot "
-                "change on the way; set it back, or start a new run_dir"
-            )
+            was = f"{key} ({config.get(key)}) was {before.get(key)} in the run that wrote {checkpoint}"
+            raise ConfigError(f"{was}, and cannot change on the way; set it back, or start a new run_dir")
     own = ("checkpoint.", "run_dir")
     return [f"{key} {before.get(key)} -> {config.get(key)}" for key in changed if not key.startswith(own)]
-
-
-# Who holds it
 
 
 def refuse_in_use(run_dir: Path) -> None:
     """Raises ConfigError where a run has been in the folder."""
     for name in ("metrics.jsonl", "config.yaml", *(f"checkpoints/{path.name}" for path in list_checkpoints(run_dir))):
         if (run_dir / name).exists():
-            raise ConfigError(
-                f"run_dir: {run_dir} holds a {name} already, and nothing is written over; set checkpoint.resume: auto "
-                "to go on with that run, choose another folder, or move it away"
-            )
+            remedy = "set checkpoint.resume: auto to go on with that run, choose another folder, or move it away"
+            raise ConfigError(f"run_dir: {run_dir} holds a {name} already, and nothing is written over; {remedy}")
 
 
 def is_same_launch(run_dir: str | Path) -> bool:
@@ -154,11 +131,8 @@ def is_same_launch(run_dir: str | Path) -> bool:
 
 
 def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
-    """On rank 0: hold the folder, where a run goes on in it, and say which checkpoints may be its start.
-
-    Raises:
-        ConfigError: the folder is another run's, or another process holds it.
-    """
+    """On rank 0: hold the folder, where a run goes on in it, and say which checkpoints may be its start. Raises
+    ConfigError: the folder is another run's, or another process holds it."""
     if not is_restart and is_same_launch(run_dir):
         # An earlier launch had the same id: its note must not speak for this one's restarts.
         _lock(run_dir)
@@ -176,11 +150,8 @@ def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
 
 
 def begin_in(run_dir: Path, start: Start) -> None:
-    """On rank 0, when nothing can be refused any more: the folder is this launch's, `start` its newest checkpoint.
-
-    Raises:
-        ConfigError: another run is in it.
-    """
+    """On rank 0, when nothing else can be refused: the folder is this launch's, `start` its newest checkpoint. Raises
+    ConfigError: another run is in it."""
     _lock(run_dir)
     if not start.goes_on:
         refuse_in_use(run_dir)
@@ -190,43 +161,34 @@ def begin_in(run_dir: Path, start: Start) -> None:
         if step_of(beyond) > start.step:
             _log.warning("%s is set aside: the run goes on from step %d", beyond, start.step)
             set_aside(beyond)
-    # From here on a restart takes the newest checkpoint, whatever checkpoint.resume says; and what it names where there
-    # is none.
+    # From here on a restart takes the newest checkpoint; where there is none, what checkpoint.resume says.
     _note_launch(run_dir, _launch_id())
     own = checkpoint_path(run_dir, start.step)
     if start.folder is not None and start.folder.resolve() != own.resolve():
-        # Of another run, say. A failure before this run's first save must come back to it, and not to the beginning.
-        temporary = temporary_path(own)
-        shutil.copytree(start.folder, temporary, copy_function=_link_or_copy)
-        put_in_place(temporary, own)
+        # Of another run, say: a failure before this run's first save must come back to it, and not to the beginning.
+        put_in_place(shutil.copytree(start.folder, temporary_path(own), copy_function=_link_or_copy), own)
 
 
 def _lock(run_dir: Path) -> None:
     """Hold the folder for as long as this process lives: two jobs in it would overwrite each other's checkpoints.
-
-    Raises:
-        ConfigError: another process holds it.
-    """
+    Raises ConfigError where another process holds it."""
     path = run_dir.resolve() / _LAUNCH
     if path in _locked:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    # never closed: the lock ends with the process, however it ends
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # never closed: the lock ends with the process
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ConfigError(
-            f"run_dir: another process is running in {run_dir}; end that one first, or choose another folder"
-        ) from None
+        text = f"run_dir: another process is running in {run_dir}; end that one first, or choose another folder"
+        raise ConfigError(text) from None
     except OSError:  # a file system without locks
         pass
     _locked.add(path)
 
 
 def _note_launch(run_dir: Path, launch_id: str) -> None:
-    """Say which launch the run in it is of."""
     (run_dir / _LAUNCH).write_text(launch_id, encoding="utf-8")  # in place: another file would not be locked
 
 

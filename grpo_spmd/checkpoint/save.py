@@ -2,11 +2,8 @@
 
 What is in one, and how it is told to be whole, is in manifest.py. The shards are in the safetensors format of torch's
 distributed checkpoints, so that `torch.distributed.checkpoint` reads them into any world size and mesh. Each rank
-writes its own, and not `dcp.save`: its background thread needs collectives of its own and a second copy of all bytes,
-and its default format is unpickled.
-
-Random states are not saved, because there are none: every random number is a function of (seed, step, position,
-sample).
+writes its own, not `dcp.save`, whose thread needs collectives of its own and a second copy of all bytes, and whose
+default format is unpickled. There are no random states: every draw is a function of (seed, step, position, sample).
 """
 
 from __future__ import annotations
@@ -26,15 +23,7 @@ from torch import Tensor
 from grpo_spmd.checkpoint.export import export_checkpoint
 from grpo_spmd.checkpoint.manifest import FORMAT, write_manifest
 from grpo_spmd.checkpoint.restore import load_state
-from grpo_spmd.checkpoint.run_dir import (
-    Start,
-    checkpoint_path,
-    list_checkpoints,
-    put_in_place,
-    remove_old,
-    step_of,
-    temporary_path,
-)
+from grpo_spmd.checkpoint.run_dir import Start, checkpoint_path, put_in_place, remove_old, temporary_path
 from grpo_spmd.checkpoint.state import RunFacts, state_tensors, write_shard
 from grpo_spmd.config.schema import CheckpointConfig
 from grpo_spmd.distributed.collectives import on_rank0
@@ -51,7 +40,6 @@ from grpo_spmd.observe.metrics_file import read_lines
 from grpo_spmd.rollout.buffer import forget_before
 
 _log = logging.getLogger("grpo_spmd")
-
 _SAVED_WITHIN_S = 3600.0  # a file server that hangs for longer is a failed save
 
 
@@ -59,21 +47,16 @@ _SAVED_WITHIN_S = 3600.0  # a file server that hangs for longer is a failed save
 class _Staged:
     step: int
     folder: Path
-    rows: dict[str, int]
-    """Tensor name to its first row, of what this rank writes."""
+    rows: dict[str, int]  # of what this rank writes: tensor name to its first row
     trainer: dict[str, Any]
-    start: float
-    """When the copy began."""
+    start: float  # when the copy began
 
 
 class Checkpoints:
     """Saves the run's state each `every_steps`, at the end, and when the run is preempted.
-
-    Training waits for the copy into host memory alone (`stage_if_due`). The rest is done by a thread of each rank: it
-    writes and syncs its shard; rank 0's then adds the rest and gives the folder its name. A save that fails is an error
-    in the log: the checkpoints before it stay, the run goes on, and the next save tries again. Only the last one of a
-    run must succeed.
-    """
+    Training waits for the copy into host memory alone (`stage_if_due`). A thread of each rank then writes and syncs its
+    shard; rank 0's adds the rest and gives the folder its name. A save that fails is an error in the log: the
+    checkpoints before it stay, and the run goes on to the next save. Only the last one of a run must succeed."""
 
     def __init__(
         self,
@@ -92,8 +75,7 @@ class Checkpoints:
         self._staged: _Staged | None = None
         self._writer: threading.Thread | None = None
         self._failure: str | None = None  # of the last save; on rank 0 that of any rank
-        self._store = own_store()
-        self._num_saves = 0
+        self._store, self._num_saves = own_store(), 0
         self._saved_step = -1  # staged last, or what this folder's run started from
         self._longest_s = 0.0  # that a save took, from the copy to the folder's name
         self._metric_by_step: dict[int, float] = {}
@@ -114,39 +96,30 @@ class Checkpoints:
         return self._longest_s * (2 if self._writer is not None and self._writer.is_alive() else 1)
 
     def stage_if_due(self, step: int, position: int, log_state: dict[str, Any]) -> None:
-        """Collective. After `step` finished steps: copy the state, if it is to be saved.
-
-        Args:
-            position: the next place in the prompt stream.
-            log_state: LogprobCheck.state.
-        """
-        every = self._config.every_steps
-        if step == self._num_steps or (every and step % every == 0):
+        """Collective. After `step` finished steps: copy the state, if it is to be saved. `position`: the next place in
+        the prompt stream; `log_state`: LogprobCheck.state."""
+        if self._is_due(step, self._config.every_steps):
             self.stage(step, position, log_state)
 
     def stage(self, step: int, position: int, log_state: dict[str, Any]) -> None:
         """Collective. Copy the state into host memory, once the save before is through."""
         self._wait_for_writer()
-        start = time.perf_counter()
-        folder = checkpoint_path(self._run_dir, step)
+        start, folder = time.perf_counter(), checkpoint_path(self._run_dir, step)
         shards = {name: t for name, t in state_tensors(self._policy, self._updater).items() if is_first_replica(t)}
         num_bytes = sum(t.to_local().nbytes for t in shards.values())
-        if self._is_exported(step):
+        if self._is_due(step, self._config.export_every_steps):
             num_bytes += sum(t.to_local().nbytes for name, t in shards.items() if name.startswith("policy."))
         self._failure, self._longest_s = on_rank0(
             lambda sizes: (self._prepare(folder, sum(sizes)), self._longest_s), num_bytes
         )
         if self._failure is not None:
             return
-        rows: dict[str, int] = {}
-        for name, tensor in shards.items():
-            local = tensor.to_local().detach()
-            if not len(local):  # fewer rows than ranks
-                continue
+        rows = {name: first_row(t) for name, t in shards.items() if len(t.to_local())}  # a rank may have none
+        for name in rows:
+            local = shards[name].to_local().detach()
             if name not in self._buffers:
                 self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
             self._buffers[name].copy_(local, non_blocking=True)
-            rows[name] = first_row(tensor)
         if self._session.device.type == "cuda":
             torch.cuda.synchronize()
         self._num_saves, self._saved_step = self._num_saves + 1, step
@@ -155,34 +128,22 @@ class Checkpoints:
         self._staged = _Staged(step, folder, rows, trainer, start)
 
     def write_staged(self) -> None:
-        """Let the background thread write what was staged, if anything was.
-
-        The step's metrics line is on disk by now: a run that goes on from this checkpoint will not write it again.
-        """
+        """Let the background thread write what was staged, if anything was. The step's metrics line is on disk by now:
+        a run that goes on from this checkpoint will not write it again."""
         if self._staged is not None:
             self._writer = threading.Thread(target=self._write, args=(self._staged,), name="checkpoint", daemon=True)
             self._staged = None
             self._writer.start()
 
     def wait(self) -> None:
-        """Collective. Wait for the last save.
-
-        Raises:
-            RuntimeError: on every rank, if it failed.
-        """
+        """Collective. Wait for the last save. Raises RuntimeError on every rank, if it failed."""
         self._wait_for_writer()
-        failure = on_rank0(lambda _: self._failure, None)
-        if failure is not None:
+        if (failure := on_rank0(lambda _: self._failure, None)) is not None:
             raise RuntimeError(f"the run's last state could not be saved: {failure}")
 
     def save_preempted(self, step: int, position: int, log_state: dict[str, Any], reason: str) -> None:
-        """Collective. Save the state with which the present step began, and leave word that all is saved.
-
-        Nothing is written where that state is on disk, or is what the run started from.
-
-        Raises:
-            RuntimeError: on every rank, where it could not be saved.
-        """
+        """Collective. Save the state with which the present step began, unless it is on disk or the run started from
+        it, and leave word that all is saved. Raises RuntimeError on every rank, where it could not be saved."""
         self._wait_for_writer()
         if on_rank0(lambda _: self._saved_step != step or self._failure is not None, None):
             self.stage(step, position, log_state)
@@ -193,8 +154,7 @@ class Checkpoints:
             said = "preempted (%s): everything is saved; the run goes on at step %d with checkpoint.resume: auto"
             _log.info(said, reason, step + 1)
 
-    def _is_exported(self, step: int) -> bool:
-        every = self._config.export_every_steps
+    def _is_due(self, step: int, every: int) -> bool:
         return step == self._num_steps or (every > 0 and step % every == 0)
 
     def _wait_for_writer(self) -> None:
@@ -216,8 +176,6 @@ class Checkpoints:
             return _log_failure(folder, error)
         return None
 
-    # In the background
-
     def _write(self, staged: _Staged) -> None:
         """One rank's thread. What went wrong goes to rank 0 through the store; nothing is raised."""
         key, rank = f"checkpoint/{self._num_saves}", self._session.rank
@@ -234,8 +192,7 @@ class Checkpoints:
             try:
                 self._complete(staged, self._hear_all(key))
             except Exception as error:
-                # half a checkpoint would only keep a full disk full
-                shutil.rmtree(temporary_path(staged.folder), ignore_errors=True)
+                shutil.rmtree(temporary_path(staged.folder), ignore_errors=True)  # half of it only fills the disk
                 self._failure = _log_failure(staged.folder, error)
 
     def _hear_all(self, key: str) -> list[dict[str, Any]]:
@@ -258,20 +215,17 @@ class Checkpoints:
         digests = {part.pop("file"): part for part in said if part["file"]}
         for name in digests:
             if not (temporary / name).is_file():
-                raise OSError(
-                    f"rank 0 does not see {name}, which another rank has written: run_dir must be a file system that "
-                    "all nodes share"
-                )
+                why = f"rank 0 does not see {name}, which another rank has written"
+                raise OSError(f"{why}: run_dir must be a file system that all nodes share")
         self._write_companions(temporary / "model")
         (temporary / "trainer.json").write_text(json.dumps(staged.trainer, indent=1), encoding="utf-8")
-        if self._is_exported(staged.step):
+        if self._is_due(staged.step, self._config.export_every_steps):
             try:
                 export_checkpoint(temporary, temporary)
             except Exception as error:  # what the run needs is there, and a user can export it at any time
                 _log.error("%s is saved, but not exported: %s", staged.folder, error)
         write_manifest(temporary, digests)
-        metrics = self._run_dir / "metrics.jsonl"
-        if metrics.exists():  # its line of the last step must not be lost where the checkpoint is not
+        if (metrics := self._run_dir / "metrics.jsonl").exists():  # its last line must not be lost, once this is kept
             sync_path(metrics)
         put_in_place(temporary, staged.folder)
         self._longest_s = max(self._longest_s, time.perf_counter() - staged.start)
@@ -301,8 +255,8 @@ class Checkpoints:
                 self._metric_by_step[line.metrics["step"]] = line.metrics[name]
         if self._metrics_read > start and not self._metric_by_step:
             _log.warning("checkpoint.best_metric: no line of %s has a %s so far", path, name)
-        known = [step for step in map(step_of, list_checkpoints(self._run_dir)) if step in self._metric_by_step]
-        return max(known, key=self._metric_by_step.__getitem__, default=None)
+        kept = (step for step in sorted(self._metric_by_step) if checkpoint_path(self._run_dir, step).exists())
+        return max(kept, key=self._metric_by_step.__getitem__, default=None)
 
 
 def _log_failure(folder: Path, error: Exception) -> str:

@@ -24,26 +24,23 @@ from grpo_spmd.model.policy import Policy
 from grpo_spmd.records import Prompt
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
 
 
 @dataclass(frozen=True)
 class RunFacts:
     """What trainer.json says of the run as a whole."""
 
-    model_fingerprint: str
-    """Of the files in the model's folder. Both fingerprints are rank 0's, and "" elsewhere."""
-    data_fingerprint: str
-    """Of the prompts' tokens, in their order."""
-    config: dict[str, Any]
-    """Flat, as resolved, without secrets."""
+    model_fingerprint: str  # of the files in the model's folder; both fingerprints are "" on other ranks than 0
+    data_fingerprint: str  # of the prompts' tokens, in their order
+    config: dict[str, Any]  # flat, as resolved, without secrets
     model_path: str
     dtype: str
     world_size: int
 
 
 def run_facts(config: dict[str, Any], model: ModelConfig, prompts: Sequence[Prompt], session: Session) -> RunFacts:
-    """Args: config: the whole one, flat."""
+    """`config`: the whole one, flat."""
     fingerprints = "", ""
     if session.is_rank0:
         digest = hashlib.sha256()
@@ -88,28 +85,21 @@ def trained_parameters(policy: Policy) -> dict[str, DTensor]:
 
 def write_shard(path: Path, tensors: dict[str, Tensor], rows: dict[str, int]) -> dict[str, Any]:
     """Write this rank's rows of each tensor, from the one in `rows` on, as safetensors; sync; {"bytes", "sha256"}.
-
-    Tensor by tensor and straight from their memory: safetensors' own writer would first make a copy of them all.
-    """
+    Straight from their memory: safetensors' own writer would first make a copy of them all."""
     offsets = {name: {"saved_offsets": [rows[name], *[0] * (tensor.ndim - 1)]} for name, tensor in tensors.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        dtype = _SAFETENSORS_DTYPES[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for piece in (len(text).to_bytes(8, "little"), text, *map(_bytes_of, tensors.values())):
+        pieces: list[Any] = [t.view(-1).view(torch.uint8).numpy() for t in tensors.values()]  # their memory: no copy
+        for piece in (len(text).to_bytes(8, "little"), text, *pieces):
             file.write(piece)
             digest.update(piece)
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": 8 + len(text) + end, "sha256": digest.hexdigest()}
-
-
-def _bytes_of(tensor: Tensor) -> Any:
-    """Its memory as a buffer: no copy."""
-    return tensor.view(-1).view(torch.uint8).numpy()

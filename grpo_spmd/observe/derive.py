@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from grpo_spmd.config.schema import PHASES, LossConfig
 from grpo_spmd.distributed.reductions import Reductions, metric_values
 from grpo_spmd.learn.losses import ratio_percentiles, total_loss
-from grpo_spmd.records import Decision, SyncStats
+from grpo_spmd.records import Decision
 
 Metrics = dict[str, float | None]
-
 # Dense bf16 peak, TFLOP/s, by a part of the device's name (vendor data sheets).
 _PEAK_TFLOPS = {"H100": 989, "H200": 989, "H800": 989, "B200": 2250, "A100": 312, "A800": 312, "L40S": 362}
 
@@ -27,15 +25,10 @@ def loss_metrics(sums: Reductions, loss: LossConfig) -> Metrics:
 
 
 def tail_waste_frac(generation_s: Sequence[Sequence[float]]) -> float | None:
-    """The share of rank-seconds of the step's generations, `generation_s[rank][generation]`, in which a rank had come
-    to its end and waited for the slowest."""
+    """The share of the rank-seconds of `generation_s[rank][generation]` in which ranks waited for the slowest."""
     generations = list(zip(*generation_s, strict=True))
     until_slowest = len(generation_s) * sum(map(max, generations))
     return 1 - sum(map(sum, generations)) / until_slowest if until_slowest else None
-
-
-def sync_metrics(stats: SyncStats) -> Metrics:
-    return {f"weight_sync/{name}": getattr(stats, name) for name in ("bytes", "num_collectives", "proof_s")}
 
 
 def throughput(decision: Decision, times: Mapping[str, float | None], world_size: int) -> Metrics:
@@ -49,34 +42,23 @@ def throughput(decision: Decision, times: Mapping[str, float | None], world_size
 
 
 def mfu(num_parameters: int, num_tokens: int, update_s: float, world_size: int, device_name: str) -> float | None:
-    """The share of the device's peak that the update had; None for a device whose peak we do not know.
-
-    Forward and backward of a dense model: 6 FLOPs a parameter and token; attention is left out, so this is a lower
-    bound.
-    """
+    """The share of the device's peak that the update had; None where we do not know the peak. A lower bound: forward
+    and backward of a dense model take 6 FLOPs a parameter and token, and attention is left out."""
     flops = 6.0 * num_parameters * num_tokens / max(update_s, 1e-9) / world_size
     peak = next((peak for part, peak in _PEAK_TFLOPS.items() if part in device_name), None)
     return None if peak is None else flops / (peak * 1e12)
 
 
 def console_line(m: Mapping[str, float | None], num_steps: int) -> str:
-    def value(name: str) -> float:
+    def shown(name: str, form: str, unknown: str = "-") -> str:
         number = m.get(name)
-        return math.nan if number is None else number
+        return unknown if number is None else format(number, form)
 
-    def shown(name: str, form: str) -> str:
-        number = m.get(name)
-        return "-" if number is None else format(number, form)
-
-    phases = " ".join(f"{name} {value(f'time/{name}_s'):.2f}" for name in PHASES if value(f"time/{name}_s") >= 0.005)
-    parts = (
-        f"step {int(value('step')) + 1}/{num_steps}",
-        f"reward {value('reward/mean'):.3f}",
-        f"tokens {value('completion/tokens_mean'):.1f}",
-        f"loss {shown('loss/total', '+.4f')}",
-        f"grad {shown('optim/grad_norm', '.2f')}",
-        f"entropy {shown('loss/entropy', '.2f')}",
-        f"mismatch_kl {shown('weight_sync/mismatch_kl', '.0e')}",
-        f"{value('time/step_s'):.2f} s ({phases})",
+    seconds = {name: m.get(f"time/{name}_s") or 0.0 for name in PHASES}
+    phases = " ".join(f"{name} {s:.2f}" for name, s in seconds.items() if s >= 0.005)
+    return (
+        f"step {int(m['step'] or 0) + 1}/{num_steps}  reward {shown('reward/mean', '.3f', 'nan')}  "
+        f"tokens {shown('completion/tokens_mean', '.1f', 'nan')}  loss {shown('loss/total', '+.4f')}  "
+        f"grad {shown('optim/grad_norm', '.2f')}  entropy {shown('loss/entropy', '.2f')}  "
+        f"mismatch_kl {shown('weight_sync/mismatch_kl', '.0e')}  {shown('time/step_s', '.2f', 'nan')} s ({phases})"
     )
-    return "  ".join(parts)

@@ -15,7 +15,7 @@ from grpo_spmd.config.schema import LossConfig, TrainingConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.reductions import Max, Reductions, merge_json, metric_values, to_json
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.observe.derive import Metrics, console_line, loss_metrics, mfu, sync_metrics, tail_waste_frac, throughput
+from grpo_spmd.observe.derive import Metrics, console_line, loss_metrics, mfu, tail_waste_frac, throughput
 from grpo_spmd.observe.logprob_check import LogprobCheck
 from grpo_spmd.observe.metrics_file import LineFile, read_lines
 from grpo_spmd.observe.phase_timer import PhaseTimer
@@ -27,8 +27,6 @@ _log = logging.getLogger("grpo_spmd")
 
 
 class MetricsLog:
-    """The metrics of a run's steps."""
-
     def __init__(
         self,
         run_dir: Path,
@@ -46,7 +44,7 @@ class MetricsLog:
         self._largest: dict[str, float] = {}
         self._recorded: Metrics = {}
         self._rank0_metrics: Metrics = {}  # of the step, as far as they are known
-        # Of the run so far, which may have begun in another process.
+        # of the run so far, which may have begun in another process
         self._rewards = [line.metrics.get("reward/mean") or 0.0 for line in read_lines(self._path)]
         self._num_own_steps, self._has_ended = 0, False
         self._run_start = time.perf_counter()
@@ -61,31 +59,18 @@ class MetricsLog:
         self._largest |= local_metrics
 
     def check_step(
-        self,
-        step: int,
-        decision: Decision,
-        sync_stats: SyncStats,
-        local_sums: Reductions,
-        local_generation_s: list[float],
+        self, step: int, decision: Decision, sync: SyncStats, local_sums: Reductions, local_generation_s: list[float]
     ) -> None:
-        """Collective. Bring together what the ranks' updates came to, and how long each rank's generations of rollouts
-        took, and judge it.
-
-        Raises:
-            Rank0Error: on every rank, where engine and policy differ by more than rounding (logprob_check.py), too many
-                updates in a row were not finite, or other tokens were trained on than rank 0 decided. The step's line
-                is written all the same: its figures are what one wants to see then.
-        """
+        """Collective. Bring together and judge what the ranks' updates came to, and how long their generations took.
+        Raises Rank0Error on every rank, where engine and policy differ by more than rounding (logprob_check.py), too
+        many updates in a row were not finite, or other tokens were trained on than rank 0 decided. The step's line is
+        written all the same: its figures are what one wants to see then."""
 
         def judge(parts: list[tuple[dict[str, Any], list[float]]]) -> None:
             sums = merge_json(of_update for of_update, _ in parts)
-            waste = tail_waste_frac([seconds for _, seconds in parts])
-            self._rank0_metrics = {
-                **decision.metrics,
-                **loss_metrics(sums, self._loss),
-                **sync_metrics(sync_stats),
-                "rollout/tail_waste_frac": waste,
-            }
+            waste = {"rollout/tail_waste_frac": tail_waste_frac([seconds for _, seconds in parts])}
+            synced = {f"weight_sync/{name}": getattr(sync, name) for name in ("bytes", "num_collectives", "proof_s")}
+            self._rank0_metrics = decision.metrics | loss_metrics(sums, self._loss) | synced | waste
             try:
                 mean, largest = (sums[f"weight_sync/mismatch_abs_{name}"].value for name in ("mean", "max"))
                 self._logprob_check.check(step, mean, largest)
@@ -111,9 +96,9 @@ class MetricsLog:
             return
         if self._recorded:
             self._write({"step": self._training.num_steps, **self._recorded})
-        minutes, seconds = divmod(int(time.perf_counter() - self._run_start), 60)
         if not self._rewards:  # it has only evaluated a policy that was trained elsewhere
             return
+        minutes, seconds = divmod(int(time.perf_counter() - self._run_start), 60)
         first, last = self._rewards[0], self._rewards[-10:]
         own = f", the last {self._num_own_steps} of them" if self._num_own_steps < len(self._rewards) else ""
         _log.info(
@@ -122,8 +107,7 @@ class MetricsLog:
         )
 
     def close(self) -> None:
-        """No line comes any more. W&B gets its time to end, or 5 s where the run was preempted and has none to
-        spare."""
+        """No line comes any more. W&B gets its time to end, or 5 s where the run was preempted and has no time."""
         if self._file is not None:
             self._file.close()
         if self._wandb is not None:
@@ -149,7 +133,7 @@ class MetricsLog:
             _log.warning("step %d: no update was made, since %s", step, why)
 
     def _write(self, metrics: Metrics) -> None:
-        # NaN is not JSON; a reader would stop at it.
+        # NaN is not JSON: a reader would stop at it
         clean = {name: value if value is None or math.isfinite(value) else None for name, value in metrics.items()}
         assert self._file is not None
         self._file.write(json.dumps(clean))
@@ -158,7 +142,7 @@ class MetricsLog:
 
 
 def _check_skipped(step: int, sums: Reductions, max_in_a_row: int, dump: Path) -> None:
-    """Warns of updates that were not made, with the rollouts that are to blame; an error after too many in a row."""
+    """Warn of updates that were not made, with the rollouts that are to blame; an error after too many in a row."""
     num_skipped, ids = int(sums["optim/skipped_updates"].value), sorted(set(sums["nonfinite_rollouts"].value))
     if not num_skipped:
         return
@@ -170,8 +154,7 @@ def _check_skipped(step: int, sums: Reductions, max_in_a_row: int, dump: Path) -
 
 
 def _check_trained(step: int, sums: Reductions, expected: int) -> None:
-    """Every token that rank 0 counted, on some rank, once an epoch: a rollout lost or doubled on the way would bias the
-    gradient."""
+    """Each token that rank 0 counted, once an epoch: a rollout lost or doubled on the way would bias the gradient."""
     found = sums["loss_tokens"].value
     if not sums["optim/skipped_updates"].value and found != expected:
         raise RuntimeError(f"step {step}: trained on {found:.0f} tokens where rank 0 had decided on {expected}")

@@ -10,8 +10,7 @@ class MismatchError(RuntimeError):
     """Engine and policy give the tokens just sampled logprobs that rounding does not explain."""
 
 
-# Bounds in nats by compute dtype: for the mean |policy - engine| of the first step; for that of later ones, at least
-# and at most; for the largest, at least and at most.
+# Nats by compute dtype. Bound of the first step's mean; least and most for later means; least and most for the largest.
 _BOUNDS = {"float32": (1e-2, 1e-4, 5e-2, 0.05, 1.0), "bfloat16": (0.05, 0.02, 0.2, 15.0, 15.0)}
 
 _CAUSES_FROM_THE_START = (
@@ -26,30 +25,27 @@ _CAUSES_LATER = (
 
 
 class LogprobCheck:
-    """Stops a run whose engine and policy give the sampled tokens logprobs that rounding does not explain. On rank 0.
+    """Stops a run whose engine and policy differ by more than rounding, in nats a sampled token. On rank 0.
 
-    The first step sets the scale: ten times its mean is the bound of later means, ten times its largest that of later
-    largest ones, both within limits by dtype. The first step has a limit of its own: what is wrong from the start is
-    no rounding. Rounding makes about 1e-6 nats a token in float32 and 0.005 to 0.02 in bfloat16; a temperature of 0.7
-    on one side makes 0.1 and more, stale prefixes about 0.3, stale weights 1.
+    The first step sets the scale: ten times its mean and ten times its largest bound those of later steps, within
+    limits by dtype. It has a limit of its own, for what is wrong from the start is no rounding. Rounding makes about
+    1e-6 in float32 and 0.005 to 0.02 in bfloat16; a temperature of 0.7 on one side makes 0.1 and more, stale prefixes
+    about 0.3, stale weights 1.
 
-    The largest is for the few completions that a mean hides. In bfloat16 its tails are heavy: logits of 50 are rounded
-    by 0.1, a layer may amplify that, and a month has 1e10 tokens, so a few nats are no fault. But 15 nats, a
-    probability wrong by a factor of 3 million, come from tokens scored in another place or after another prefix.
-
-    A step without tokens has no verdict. A NaN is a breach: an update whose loss it entered was skipped, so that here
-    it can only be a logprob of the engine that the loss does not use.
+    The largest is for the few completions that a mean hides. In bfloat16 a few nats are no fault: logits of 50 are
+    rounded by 0.1, a layer may amplify that, and a month has 1e10 tokens. But 15 nats, a probability wrong by a factor
+    of 3 million, come from tokens scored in another place or after another prefix. A NaN is a breach: an update whose
+    loss it entered was skipped, so that here it can only be a logprob of the engine that the loss does not use.
     """
 
     def __init__(self, dtype: str, max_mismatch: float | None) -> None:
         """`max_mismatch`, where set, bounds the mean of every step, and nothing else is bounded."""
         self._first_mean, self._least_mean, self._most_mean, self._least_max, self._most_max = _BOUNDS[dtype]
         self._max_mismatch = max_mismatch
-        self.measured: tuple[float, float] | None = None
-        """Mean and largest of the first step."""
+        self.measured: tuple[float, float] | None = None  # mean and largest of the first step
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold so that the next steps are judged as they would have been; known on rank 0."""
+        """What a checkpoint holds so that the next steps are judged as they would have been; known on rank 0."""
         return {"mismatch_scale": self.measured}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -58,11 +54,7 @@ class LogprobCheck:
             self.measured = tuple(state["mismatch_scale"])
 
     def check(self, step: int, mean: float | None, largest: float | None) -> None:
-        """Judge one step by |policy - engine| over the tokens of all ranks; None where none was measured.
-
-        Raises:
-            MismatchError: with step, figures, bounds and likely causes.
-        """
+        """Judge a step by |policy - engine| over all ranks' tokens; None: it has no tokens. Raises MismatchError."""
         if mean is None or largest is None:
             return
         mean_bound, largest_bound = self._bounds()
@@ -80,5 +72,5 @@ class LogprobCheck:
             return self._max_mismatch, math.inf
         if self.measured is None:
             return self._first_mean, self._most_max
-        mean, largest = 10 * self.measured[0], 10 * self.measured[1]
+        mean, largest = (10 * measured for measured in self.measured)
         return min(max(mean, self._least_mean), self._most_mean), min(max(largest, self._least_max), self._most_max)

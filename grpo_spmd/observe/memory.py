@@ -1,16 +1,12 @@
-"""Where a rank's memory is, by phase.
-
-Engine and trainer take turns on a device. Torch's tensors alone do not show most of what can go wrong there: the
-engine's pool, NCCL's buffers, another process. So every figure stands beside what the driver says.
-"""
+"""Where a rank's memory is, by phase. Torch's tensors do not show the engine's pool, NCCL's buffers or other processes,
+so every figure stands beside what the driver says."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +20,8 @@ _GIB = 2**30
 @dataclass(frozen=True)
 class MemoryUse:
     """Bytes of one moment, of this rank's process where nothing else is said.
-
-    On a GPU torch's statistics go on counting the engine's sleep pool (weights, KV cache) while the engine sleeps:
-    vLLM hands it to torch through an allocator of its own and takes it away behind torch's back. It is left out of the
-    first three, and counted in `other` while it is mapped.
-    """
+    On a GPU torch counts the engine's sleep pool (weights, KV cache) even while the engine sleeps: vLLM's allocator
+    unmaps it behind torch's back. It is left out of the first three, and counted in `other` while it is mapped."""
 
     peak: int  # GPU: most bytes in live tensors since `reset_peak`; CPU: most resident memory since then (VmHWM)
     allocated: int  # GPU: in live tensors; CPU: RssAnon, all that was allocated and touched, by torch or not
@@ -38,7 +31,7 @@ class MemoryUse:
 
 
 def measure(device: torch.device, pool_bytes: int = 0) -> MemoryUse:
-    """Memory now; `pool_bytes`: the engine's sleep pool (RolloutEngine.pool_bytes). Costs 0.1 ms on a CPU."""
+    """Memory now; `pool_bytes`: RolloutEngine.pool_bytes. Takes 0.1 ms on a CPU."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats()
         free, total = torch.cuda.mem_get_info()
@@ -58,10 +51,8 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return
-    try:
+    with suppress(OSError):  # a container may forbid it; the peak is then that of the whole run so far
         Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts again from the present size
-    except OSError:  # a container may forbid it; the peak is then that of the whole run so far
-        return
 
 
 def total_bytes(device: torch.device) -> int:
@@ -78,9 +69,7 @@ def _proc_kib(path: str) -> dict[str, int]:
 class MemoryLedger:
     """What each phase of a step took on this rank; for the metrics, and for the message of an out-of-memory error."""
 
-    def __init__(
-        self, device: torch.device, pool_bytes: Callable[[], int], remedies: Mapping[str, Sequence[str]]
-    ) -> None:
+    def __init__(self, device: torch.device, pool_bytes: Callable[[], int], remedies: dict[str, list[str]]) -> None:
         """`pool_bytes`: the engine's, see MemoryUse. `remedies`: what may help, by phase, the likeliest first."""
         self._device, self._pool_bytes, self._remedies = device, pool_bytes, remedies
         self._step: dict[str, MemoryUse] = {}
@@ -88,8 +77,7 @@ class MemoryLedger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures at the end of the block, and keeps the most of a step's blocks. An out-of-memory error leaves it
-        with the ledger, and what may help in that phase, as its note."""
+        """Measure when the block ends, and keep a step's largest figures. An out-of-memory error gets a note."""
         reset_peak(self._device)
         try:
             yield
@@ -98,16 +86,12 @@ class MemoryLedger:
                 error.add_note(self.explain(name))
             raise
         now = measure(self._device, self._pool_bytes())
-        earlier = self._step.get(name, now)
-        self._step[name] = MemoryUse(*map(max, vars(earlier).values(), vars(now).values()))
+        self._step[name] = MemoryUse(*map(max, vars(self._step.get(name, now)).values(), vars(now).values()))
 
     def metrics(self) -> dict[str, float]:
         """`memory/<phase>/{peak,allocated,reserved,driver_used,other}_gib` of this step so far."""
-        return {
-            f"memory/{name}/{field}_gib": number / _GIB
-            for name, use in self._step.items()
-            for field, number in vars(use).items()
-        }
+        numbers = ((f"{phase}/{field}", n) for phase, use in self._step.items() for field, n in vars(use).items())
+        return {f"memory/{name}_gib": number / _GIB for name, number in numbers}
 
     def end_step(self) -> None:
         self._before |= self._step
@@ -116,16 +100,15 @@ class MemoryLedger:
     def explain(self, name: str) -> str:
         """The ledger as a table, with this moment in its last row, and the keys that may help in phase `name`."""
         now = measure(self._device, self._pool_bytes())
-        lines = [f"{'GiB':24}" + "".join(f"{field.name:>12}" for field in dataclasses.fields(MemoryUse))]
+        lines = [f"{'GiB':24}" + "".join(f"{field:>12}" for field in vars(now))]
         for phase, use in [*(self._before | self._step).items(), (f"{name}, when it failed", now)]:
             lines.append(f"{phase:24}" + "".join(f"{number / _GIB:12.2f}" for number in vars(use).values()))
         rank, where = os.environ.get("RANK", "0"), "the device" if self._device.type == "cuda" else "the host"
+        table, may_help = "\n  ".join(lines), "; ".join(self._remedies[name])
         return (
             f"rank {rank} ran out of memory in phase {name}; {where} has {total_bytes(self._device) / _GIB:.1f} GiB, "
-            f"the engine's pool of weights and KV cache is {self._pool_bytes() / _GIB:.1f} GiB:\n  "
-            + "\n  ".join(lines)
-            + "\nwhat may help, the likeliest first: "
-            + "; ".join(self._remedies[name])
+            f"the engine's pool of weights and KV cache is {self._pool_bytes() / _GIB:.1f} GiB:\n  {table}\n"
+            f"what may help, the likeliest first: {may_help}"
         )
 
 
@@ -150,9 +133,8 @@ def remedies(
     most = rollout.engine.get("max_num_seqs")
     fewer_requests = "lower rollout.engine.max_num_seqs" + (f" ({most})" if most else "")
     smaller_buckets = f"lower rollout.weight_sync_bucket_mib ({rollout.weight_sync_bucket_mib})"
-    more_ranks = "more ranks, so that each holds less of the model"
-    if model.num_replicas > 1:
-        more_ranks = "more ranks, or fewer of model.num_replicas"
+    or_else = "or fewer of model.num_replicas" if model.num_replicas > 1 else "so that each holds less of the model"
+    more_ranks = f"more ranks, {or_else}"
     by_phase = {
         "weight_sync": [offload, smaller_engine, smaller_buckets, more_ranks],
         "eval": [smaller_engine, offload, fewer_requests],

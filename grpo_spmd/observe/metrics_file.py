@@ -16,16 +16,14 @@ _log = logging.getLogger("grpo_spmd")
 
 
 class LineFile:
-    """Appends whole lines. What the disk does not take (it is full, or over quota) waits in memory for the next line: a
-    run should not end for want of a kilobyte while the space may come back. Else the next checkpoint says so."""
+    """Appends whole lines. What a full disk does not take waits in memory for the next line: a run should not end for
+    want of a kilobyte while the space may come back. Else the next checkpoint says so."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._path, self._file = path, path.open("ab", buffering=0)
         self._waiting: list[bytes] = []
 
     def write(self, line: str) -> None:
-        """Append `line`, after what waits."""
         self._waiting.append(line.encode() + b"\n")
         self._flush()
 
@@ -37,8 +35,7 @@ class LineFile:
         self._file.close()
 
     def _flush(self) -> None:
-        end = self._file.seek(0, os.SEEK_END)
-        rest = b"".join(self._waiting)
+        end, rest = self._file.seek(0, os.SEEK_END), b"".join(self._waiting)
         try:
             while rest:  # a disk that is nearly full takes a part
                 rest = rest[self._file.write(rest) :]

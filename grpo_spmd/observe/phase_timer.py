@@ -35,12 +35,11 @@ class PhaseTimer:
         doctor.leave_phase(name, self._step)
 
     def metrics(self) -> dict[str, float]:
-        """Of this step so far: `time/...` and `memory/...` of this rank."""
+        """`time/...` and `memory/...` of this rank, of this step so far."""
         seconds = {f"time/{name}_s": self._seconds.get(name, 0.0) for name in PHASES}
         return {"time/step_s": time.perf_counter() - self._step_start, **seconds, **self._memory.metrics()}
 
     def end_step(self) -> None:
         self._seconds.clear()
         self._memory.end_step()
-        self._step += 1
-        self._step_start = time.perf_counter()
+        self._step, self._step_start = self._step + 1, time.perf_counter()

@@ -19,24 +19,24 @@ _log = logging.getLogger("grpo_spmd")
 
 
 class RolloutDump:
-    """Dumps each `every_steps`-th step's rollouts, never where it is 0, and those of steps that went wrong."""
+    """Dumps the rollouts of each `every_steps`-th step (0: of none), and of steps that went wrong."""
 
     def __init__(self, run_dir: Path, every_steps: int) -> None:
         self._run_dir, self._every_steps = run_dir, every_steps
 
     def write_if_due(self, step: int, sampled: SampledStep, decision: Decision) -> None:
-        """Collective. Write the step's file, if it is due."""
+        """Collective."""
         if self._is_due(step):
             self._write(step, sampled, decision)
 
     def write_if_skipped(self, step: int, sampled: SampledStep, decision: Decision, sums: Reductions) -> None:
-        """Collective. Write it, due or not, where an update was skipped (on all ranks alike)."""
+        """Collective. Where an update was skipped (on all ranks alike), and the file is not there yet."""
         if sums["optim/skipped_updates"].value and not self._is_due(step):
             self._write(step, sampled, decision)
 
     @contextmanager
     def if_refused(self, step: int, sampled: SampledStep) -> Iterator[None]:
-        """Collective, where rank 0 refuses the step's rewards: write it, due or not, for it shows what was wrong."""
+        """Collective, where rank 0 refuses the step's rewards: the file shows what was wrong."""
         try:
             yield
         except Rank0Error:  # on all ranks alike
@@ -76,10 +76,8 @@ class RolloutDump:
 
 
 def write_lines_in_order(path: Path, lines: dict[int, str]) -> None:
-    """Collective. Write all ranks' lines to one file, in the order of their numbers. A disk that is full costs that
-    file alone."""
-    # A line is JSON and has no line break of its own. Half a surrogate pair, which a prompt may hold, becomes JSON's
-    # escape for it.
+    """Collective. Write all ranks' lines to one file, by their numbers. A full disk costs that file alone."""
+    # JSON has no line break of its own. Half a surrogate pair, which a prompt may hold, becomes JSON's escape for it.
     text = "".join(f"{number}\t{line}\n" for number, line in lines.items())
     parts = gather_bytes(text.encode("utf-8", "backslashreplace"))
     if parts is None:

@@ -6,7 +6,7 @@ import json
 import math
 import types
 import typing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +17,20 @@ from grpo_spmd.config.errors import ConfigError
 class RolloutRecord:
     """One rollout, in the order in which its fields are written."""
 
-    rollout_id: int | None
-    """slot * G + sample, as in the plan; None where dynamic sampling dropped the group, or the step was refused."""
-    row: int
-    """Of the data set."""
-    position: int
-    """Place of the prompt in the stream."""
-    sample: int
-    """Place in the group, 0 .. G-1."""
-    prompt: str | list[Any]
-    """A string or chat messages."""
-    completion: str
-    """The text that the rewards were given."""
-    reward: float | None
-    """The weighted sum; None: unknown."""
-    rewards: dict[str, float | None]
-    """By name, before weighting; None where it does not apply or is unusable."""
-    statuses: dict[str, str]
-    """By name: "ok", "not_applicable", "error" or "timeout"."""
-    advantage: float | None
-    """None where rollout_id is."""
-    finish_reason: str
-    """How sampling ended: "stop" or "length"."""
+    rollout_id: int | None  # slot * G + sample; None: dynamic sampling dropped the group, or the step was refused
+    row: int  # of the data set
+    position: int  # place of the prompt in the stream
+    sample: int  # place in the group, 0 .. G-1
+    prompt: str | list[Any]  # a string or chat messages
+    completion: str  # the text that the rewards were given
+    reward: float | None  # the weighted sum; None: unknown
+    rewards: dict[str, float | None]  # by name, before weighting; None where it does not apply or is unusable
+    statuses: dict[str, str]  # by name: "ok", "not_applicable", "error" or "timeout"
+    advantage: float | None  # None where rollout_id is
+    finish_reason: str  # how sampling ended: "stop" or "length"
     prompt_ids: list[int]
     completion_ids: list[int]
-    rollout_logprobs: list[float | None]
-    """By the engine, of each completion token; None: not finite."""
+    rollout_logprobs: list[float | None]  # by the engine, of each completion token; None: not finite
 
     @property
     def logprobs(self) -> list[float]:
@@ -58,10 +46,8 @@ class EvalRecord:
     sample: int
     prompt: str | list[Any]
     completion: str
-    answer: str
-    """The final answer in it."""
-    right: bool
-    """By the first of the rewards."""
+    answer: str  # the final one in it
+    right: bool  # by the first of the rewards
     reward: float | None
     rewards: dict[str, float | None]
     finish_reason: str
@@ -76,11 +62,7 @@ def to_line(record: RolloutRecord | EvalRecord) -> str:
 
 
 def read_rollout(line: bytes, where: str) -> RolloutRecord:
-    """A line of a dump; fields that we do not know are left out.
-
-    Raises:
-        ConfigError: one line that begins with `where` and says what is wrong.
-    """
+    """A line of a dump, without fields that we do not know. Raises ConfigError, which begins with `where`."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -104,5 +86,4 @@ def _kinds_of(hint: Any) -> tuple[type, ...]:
     return (*kinds, int) if float in kinds else kinds
 
 
-_HINTS = typing.get_type_hints(RolloutRecord)
-_KINDS = {field.name: _kinds_of(_HINTS[field.name]) for field in fields(RolloutRecord)}
+_KINDS = {name: _kinds_of(hint) for name, hint in typing.get_type_hints(RolloutRecord).items()}

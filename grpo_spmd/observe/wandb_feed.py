@@ -16,28 +16,23 @@ from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.observe.metrics_file import read_lines
 
 _log = logging.getLogger("grpo_spmd")
-
 ANSWER_S = 60.0  # a call that takes longer is said to hang
 FINISH_S = 60.0  # what W&B gets at the end of a run to take the rest
 
 
 class WandbFeed:
     """Follows `<run_dir>/metrics.jsonl`, which is the queue: W&B gets each line when it has taken the one before.
-
-    `<run_dir>/wandb.json` keeps the id of the run there and the next step that it lacks: a run that goes on has the
-    same id, and brings what W&B missed. Steps that are run again are sent again. W&B refuses steps below its own
-    counter, so that counter is left to itself, and `step` is a metric, the x-axis of the others.
-
-    An exception (no package, no key, no network, a full disk) ends the feed with a warning; a call that hangs keeps a
-    daemon thread.
-    """
+    `<run_dir>/wandb.json` keeps W&B's id of the run and the next step that it lacks: a run that goes on brings what W&B
+    missed, and sends steps that are run again once more. W&B refuses steps below its own counter, so that counter is
+    left to itself, and `step` is a metric, the x-axis of the others. An exception (no package, no key, no network, a
+    full disk) ends the feed with a warning; a call that hangs keeps a daemon thread."""
 
     def __init__(self, run_dir: Path, options: LoggingConfig, config: dict[str, Any]) -> None:
         """`config`: what W&B shows as the run's."""
         self._run_dir, self._options, self._config = run_dir, options, config
         self._metrics, self._state = run_dir / "metrics.jsonl", run_dir / "wandb.json"
         self._id, self._next_step = _read_state(self._state)
-        # What lies before this was written by an earlier process, and may be known to W&B.
+        # What lies before this is of an earlier process, and W&B may know it.
         self._known_bytes = self._metrics.stat().st_size if self._metrics.exists() else 0
         self._taken = self._written = 0
         self._called_at: float | None = None  # since when W&B has been busy with a call
@@ -47,10 +42,10 @@ class WandbFeed:
         self._thread.start()
 
     def line_written(self) -> None:
-        """Tell the feed of a new line. Takes microseconds."""
+        """Takes microseconds."""
         self._written += 1
         self._news.set()
-        called_at = self._called_at
+        called_at = self._called_at  # read once: the thread changes it
         if called_at is not None and time.monotonic() - called_at > ANSWER_S and not self._said:
             self._said = True
             text = "W&B has not answered for %.0f s; the run goes on without it, and metrics.jsonl is complete"
@@ -86,20 +81,13 @@ class WandbFeed:
     def _start(self) -> Any:
         import wandb
 
-        # None: as WANDB_MODE says, else online
-        mode = self._options.wandb if isinstance(self._options.wandb, str) else None
-        run = wandb.init(
-            # No capture of the console: it would stand between the training and its terminal. logs/rank_0.log has all
-            # of it. Where there is no key, wandb may ask for it at a terminal, but not for ever.
-            settings=wandb.Settings(init_timeout=120, login_timeout=30, console="off"),
-            project=self._options.wandb_project,
-            name=self._run_dir.name,
-            id=self._id,
-            resume="allow",
-            dir=str(self._run_dir),
-            mode=mode,
-            config=self._config,
-        )
+        # A captured console would stand between the training and its terminal; logs/rank_0.log has all of it. Without
+        # a key wandb may ask for one at a terminal, but not for ever.
+        settings = wandb.Settings(init_timeout=120, login_timeout=30, console="off")
+        mode = self._options.wandb if isinstance(self._options.wandb, str) else None  # None: WANDB_MODE, else online
+        project, name, folder = self._options.wandb_project, self._run_dir.name, str(self._run_dir)
+        of_run: dict[str, Any] = {"project": project, "name": name, "dir": folder, "id": self._id, "resume": "allow"}
+        run = wandb.init(**of_run, mode=mode, config=self._config, settings=settings)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run
