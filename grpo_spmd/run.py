@@ -173,8 +173,8 @@ def open_log(
     timer = PhaseTimer(session.device, MemoryLedger(session.device, pool_bytes, may_help), first_step)
     has_wandb = session.is_rank0 and config.logging.wandb
     wandb = WandbFeed(run_dir, config.logging, config_to_dict(config)) if has_wandb else None
-    sections = config.loss, config.training
-    return timer, MetricsLog(run_dir, session, timer, logprob_check, *sections, num_parameters, wandb)
+    log = MetricsLog(run_dir, session, timer, logprob_check, config.loss, config.training, num_parameters, wandb)
+    return timer, log
 
 
 def log_to_terminal(session: Session) -> None:

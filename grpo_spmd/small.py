@@ -97,7 +97,8 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, batch: MicroBatch) 
     """Collective. One optimizer step. Returns this rank's share of the loss, and its largest |policy - engine|."""
     mask, sequences = batch.loss_mask, batch.sequence_index
     # FSDP sums gradients: with a mean over its own tokens, a rank of few tokens would count as much as one of many.
-    num_tokens, num_sequences = on_rank0(_column_sums, [int(mask.sum()), len(batch.rollout_ids)])
+    counts = [int(mask.sum()), len(batch.rollout_ids)]
+    num_tokens, num_sequences = on_rank0(lambda rows: [sum(column) for column in zip(*rows, strict=True)], counts)
     longest = ROLLOUT.max_completion_tokens
     weights = aggregation_weights(LOSS.aggregation, mask, sequences, num_tokens, num_sequences, longest)
     logprobs, entropy = policy(batch)
@@ -109,10 +110,6 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, batch: MicroBatch) 
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.item(), (old_logprobs - batch.rollout_logprobs).abs().max().item()
-
-
-def _column_sums(rows: list[list[int]]) -> list[int]:
-    return [sum(column) for column in zip(*rows, strict=True)]
 
 
 def _print_line(of_ranks: list[list[float]]) -> None:

@@ -25,16 +25,16 @@ def required(doc: str) -> Any:
     return dataclasses.field(metadata={"doc": doc, "required": True, "bounds": {}})
 
 
+# The sections are a table: a key's type and default on one line, and its sentence below where that line is full.
+# fmt: off
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     rank: int = key(0, "rank of the adapters; 0: full fine-tuning", at_least=0)
     alpha: float = key(32.0, "the adapters' product counts alpha / rank", above=0)
-    target_modules: tuple[str, ...] | Literal["all-linear"] = key(
-        "all-linear", "names of the layers that get one, or all but the lm_head"
-    )
-    sync: Literal["merged", "adapter"] = key(
-        "merged", "what the engine gets: base plus adapters, or, after the start, the adapters alone"
-    )
+    target_modules: tuple[str, ...] | Literal["all-linear"] = key("all-linear",
+        "names of the layers that get one, or all but the lm_head")
+    sync: Literal["merged", "adapter"] = key("merged",
+        "what the engine gets: base plus adapters, or, after the start, the adapters alone")
 
     @property
     def base_stays_in_engine(self) -> bool:
@@ -45,23 +45,18 @@ class LoraConfig:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     path: str = required("folder with config.json, safetensors and a tokenizer, or a hub id")
-    dtype: Literal["float32", "bfloat16"] = key(
-        "bfloat16", "compute dtype of policy and engine; master weights are float32"
-    )
-    attention: Literal["auto", "flash", "sdpa"] = key(
-        "auto", "auto: flash-attn on a GPU where it is installed, else torch's own varlen attention; on the CPU sdpa"
-    )
+    dtype: Literal["float32", "bfloat16"] = key("bfloat16",
+        "compute dtype of policy and engine; master weights are float32")
+    attention: Literal["auto", "flash", "sdpa"] = key("auto",
+        "auto: flash-attn on a GPU where it is installed, else torch's own varlen attention; on the CPU sdpa")
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    activation_checkpointing: bool | Literal["selective"] = key(
-        False, "recompute activations in the backward pass: true: of whole layers; selective: of all but their products"
-    )
-    offload: bool | Literal["optimizer"] = key(
-        False, "keep in host memory while the engine is awake: optimizer: its state; true: the policy's parameters too"
-    )
+    activation_checkpointing: bool | Literal["selective"] = key(False,
+        "recompute activations in the backward pass: true: of whole layers; selective: of all but their products")
+    offload: bool | Literal["optimizer"] = key(False,
+        "keep in host memory while the engine is awake: optimizer: its state; true: the policy's parameters too")
     compile: bool = key(False, "torch.compile the layers")
-    num_replicas: int = key(
-        1, "copies of the policy (HSDP): each is sharded over ranks / this many consecutive ranks", at_least=1
-    )
+    num_replicas: int = key(1,
+        "copies of the policy (HSDP): each is sharded over ranks / this many consecutive ranks", at_least=1)
     logprob_chunk_tokens: int = key(1024, "tokens whose [tokens, vocabulary] logits exist at one time", at_least=1)
 
 
@@ -95,21 +90,16 @@ class RolloutConfig:
     temperature: float = key(1.0, "sampling temperature, also of the policy's logprobs", at_least=0.01)
     tensor_parallel_size: int = key(1, "ranks that share one engine", at_least=1)
     dynamic_sampling: bool = key(False, "drop groups whose rewards are all alike, and refill from further prompts")
-    dynamic_sampling_max_rounds: int = key(
-        10, "rounds of generation after which such a step trains on the groups that it has", at_least=1
-    )
-    gpu_memory_utilization: float = key(
-        0.6, "share of its memory that the engine may take (GPU only)", above=0, below=1
-    )
-    schedule: Literal["shared_queue", "static"] = key(
-        "shared_queue", "shared_queue: engines claim groups as they get free; static: each has its share from the start"
-    )
-    sleep_level: Literal[1, 2] | None = key(
-        None, "asleep on a GPU, 1 keeps the engine's weights in host memory, 2 drops them; null: what the sync needs"
-    )
-    weight_sync_bucket_mib: int = key(
-        16, "bytes of one gather of the weight sync, over the ranks of a replica; two are in memory", at_least=1
-    )
+    dynamic_sampling_max_rounds: int = key(10,
+        "rounds of generation after which such a step trains on the groups that it has", at_least=1)
+    gpu_memory_utilization: float = key(0.6,
+        "share of its memory that the engine may take (GPU only)", above=0, below=1)
+    schedule: Literal["shared_queue", "static"] = key("shared_queue",
+        "shared_queue: engines claim groups as they get free; static: each has its share from the start")
+    sleep_level: Literal[1, 2] | None = key(None,
+        "asleep on a GPU, 1 keeps the engine's weights in host memory, 2 drops them; null: what the sync needs")
+    weight_sync_bucket_mib: int = key(16,
+        "bytes of one gather of the weight sync, over the ranks of a replica; two are in memory", at_least=1)
     engine: dict[str, Any] = key({}, "passed through to vllm.LLM")
 
     def sleep_level_with(self, lora: LoraConfig) -> int:
@@ -129,58 +119,44 @@ class RewardConfig:
 class RewardPoolConfig:
     num_workers: int = key(4, "processes on each rank that score rewards", at_least=1)
     timeout_s: float = key(10.0, "seconds that scoring one completion may take before its process is killed", above=0)
-    max_error_frac: float = key(
-        0.3, "share of a step's completions without a usable reward at which the run stops", above=0, at_most=1
-    )
+    max_error_frac: float = key(0.3,
+        "share of a step's completions without a usable reward at which the run stops", above=0, at_most=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = key(
-        "grpo",
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = key("grpo",
         "grpo: minus the group's mean, scaled by normalize_std; dr_grpo: never scaled; rloo: minus the mean of the "
-        "others; reinforce_pp: minus the mean of the step's rewards, over their standard deviation",
-    )
+        "others; reinforce_pp: minus the mean of the step's rewards, over their standard deviation")
     normalize_std: Literal["group", "batch", "none"] = key("group", "which standard deviation grpo divides by")
-    overlong_buffer_tokens: int = key(
-        0, "completions that end within this many tokens of the longest are punished, linearly; 0: none", at_least=0
-    )
+    overlong_buffer_tokens: int = key(0,
+        "completions that end within this many tokens of the longest are punished, linearly; 0: none", at_least=0)
     overlong_penalty: float = key(1.0, "what a completion of the full length loses of its reward", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    policy: Literal["clip", "gspo", "cispo"] = key(
-        "clip",
-        "clip: PPO's, a ratio for each token; gspo: one for each sequence; cispo: a clipped, detached ratio as weight",
-    )
+    policy: Literal["clip", "gspo", "cispo"] = key("clip",
+        "clip: PPO's, a ratio for each token; gspo: one for each sequence; cispo: a clipped, detached ratio as weight")
     clip_ratio_low: float = key(0.2, "the ratio is clipped below at 1 - this; 1: never", above=0, at_most=1)
     clip_ratio_high: float = key(0.28, "the ratio is clipped above at 1 + this", above=0)
-    dual_clip: float | None = key(
-        3.0, "where the advantage is negative the ratio counts as this at most (clip, gspo); null: no bound", above=1
-    )
-    aggregation: Literal["token", "sequence", "constant"] = key(
-        "token",
+    dual_clip: float | None = key(3.0,
+        "where the advantage is negative the ratio counts as this at most (clip, gspo); null: no bound", above=1)
+    aggregation: Literal["token", "sequence", "constant"] = key("token",
         "mean over tokens; over sequences of their token means; or token sum over sequences * "
-        "rollout.max_completion_tokens",
-    )
-    mask_truncated: bool = key(
-        False, "leave completions that were cut off out of the loss (their rewards count in their group)"
-    )
-    old_logprobs: Literal["policy", "engine"] = key(
-        "policy", "what the ratio is taken to: the policy before the update, or the engine"
-    )
-    rollout_correction: Literal["none", "token_tis", "sequence_tis", "icepop"] = key(
-        "token_tis",
+        "rollout.max_completion_tokens")
+    mask_truncated: bool = key(False,
+        "leave completions that were cut off out of the loss (their rewards count in their group)")
+    old_logprobs: Literal["policy", "engine"] = key("policy",
+        "what the ratio is taken to: the policy before the update, or the engine")
+    rollout_correction: Literal["none", "token_tis", "sequence_tis", "icepop"] = key("token_tis",
         "weight for the difference of engine and policy, r = policy / engine: min(r, cap) of a token; of a sequence; "
-        "or r of a token, 0 outside [1/cap, cap]",
-    )
+        "or r of a token, 0 outside [1/cap, cap]")
     rollout_correction_cap: float = key(2.0, "that cap", above=1)
     kl_coef: float = key(0.0, "weight of the KL term to the reference model; 0 builds no reference model", at_least=0)
     kl_estimator: Literal["k1", "k2", "k3"] = key("k3", "per-token estimator of that KL (Schulman's names)")
-    kl_in: Literal["loss", "reward"] = key(
-        "loss", "a term of the loss, or taken from a completion's reward, summed over its tokens"
-    )
+    kl_in: Literal["loss", "reward"] = key("loss",
+        "a term of the loss, or taken from a completion's reward, summed over its tokens")
     entropy_coef: float = key(0.0, "weight of an entropy bonus", at_least=0)
 
 
@@ -199,29 +175,22 @@ class TrainingConfig:
     num_mini_batches: int = key(1, "optimizer steps a rollout, in each epoch over it", at_least=1)
     num_epochs: int = key(1, "passes over each step's rollouts", at_least=1)
     max_tokens_per_micro_batch: int = key(16384, "prompt and completion tokens of one forward-backward on one rank")
-    max_nonfinite_in_a_row: int = key(
-        3, "updates in a row, skipped since loss or gradient was not finite, at which the run stops", at_least=1
-    )
-    max_time_s: float | None = key(
-        None, "seconds after which the run saves and ends as preempted; null: when Slurm's time ends", above=0
-    )
+    max_nonfinite_in_a_row: int = key(3,
+        "updates in a row, skipped since loss or gradient was not finite, at which the run stops", at_least=1)
+    max_time_s: float | None = key(None,
+        "seconds after which the run saves and ends as preempted; null: when Slurm's time ends", above=0)
 
     @property
     def num_optimizer_steps(self) -> int:
-        """Optimizer steps a rollout."""
         return self.num_mini_batches * self.num_epochs
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProofConfig:
-    every_steps: int = key(
-        20, "steps between proofs of the engine's weights against the policy's; 0: only at the start", at_least=0
-    )
-    max_mismatch: float | None = key(
-        None,
-        "mean |policy - engine| in nats a token that stops the run; null: from what the first step measures",
-        above=0,
-    )
+    every_steps: int = key(20,
+        "steps between proofs of the engine's weights against the policy's; 0: only at the start", at_least=0)
+    max_mismatch: float | None = key(None,
+        "mean |policy - engine| in nats a token that stops the run; null: from what the first step measures", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,28 +202,22 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    every_steps: int = key(
-        100, "save all that a run needs to go on each N steps; 0: only at the end and when preempted", at_least=0
-    )
+    every_steps: int = key(100,
+        "save all that a run needs to go on each N steps; 0: only at the end and when preempted", at_least=0)
     keep: int = key(2, "how many of the newest checkpoints stay on disk", at_least=1)
     best_metric: str | None = key(None, "metric, e.g. eval/gsm8k/mean: the checkpoint with its highest value stays too")
-    export_every_steps: int = key(
-        0, "put the model in HF's format (adapters in peft's) into each N-th step's checkpoint; 0: the last", at_least=0
-    )
-    resume: str = key(
-        "never",
-        "auto: from run_dir's newest good checkpoint, if any; never: refuse a run_dir in use; or a checkpoint's folder",
-    )
-    rollout_buffer: bool = key(
-        True, "keep finished completions on disk until their step is saved, so that none is sampled again on resume"
-    )
+    export_every_steps: int = key(0,
+        "put the model in HF's format (adapters in peft's) into each N-th step's checkpoint; 0: the last", at_least=0)
+    resume: str = key("never",
+        "auto: from run_dir's newest good checkpoint, if any; never: refuse a run_dir in use; or a checkpoint's folder")
+    rollout_buffer: bool = key(True,
+        "keep finished completions on disk until their step is saved, so that none is sampled again on resume")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogConfig:
-    timeout_s: float = key(
-        1800.0, "seconds in a phase after which the run is stopped with a report of where each rank is", above=0
-    )
+    timeout_s: float = key(1800.0,
+        "seconds in a phase after which the run is stopped with a report of where each rank is", above=0)
     phase_timeouts_s: dict[str, float] = key({}, "other limits by phase: {rollout: 3600, checkpoint: 600}", above=0)
 
 
@@ -273,8 +236,7 @@ class Config:
     data: DataConfig
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     rewards: tuple[RewardConfig, ...] = required(
-        "one or more rewards; the reward of a completion is their weighted sum"
-    )
+        "one or more rewards; the reward of a completion is their weighted sum")
     reward_pool: RewardPoolConfig = dataclasses.field(default_factory=RewardPoolConfig)
     advantage: AdvantageConfig = dataclasses.field(default_factory=AdvantageConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)

@@ -17,10 +17,7 @@ from grpo_spmd.preflight.model_facts import ModelFacts
 def explain(
     config: Config, sources: Mapping[str, str], model: ModelFacts | None, *, num_rows: int, num_ranks: int
 ) -> list[str]:
-    """The lines that `--explain` prints. `model` None leaves out what only the model could tell, and says so.
-
-    `num_rows` are those of data.train; `num_ranks` is a multiple of rollout.tensor_parallel_size.
-    """
+    """The lines that `--explain` prints; `model` None leaves out what only the model could tell, and says so."""
     lines = _section("a step", _step_rows(config, num_ranks))
     lines += _section("the run", _run_rows(config, num_rows))
     if model is None:

@@ -78,10 +78,7 @@ def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """The header of a safetensors file: {tensor: {"dtype", "shape", "data_offsets"}}.
-
-    Raises ValueError where the file is not as long as its header says, since a download or copy broke off.
-    """
+    """{tensor: {"dtype", "shape", "data_offsets"}} of a safetensors file; ValueError where a download broke off."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
