@@ -18,8 +18,8 @@ from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import any_rank, barrier, of_first_in_group, ranks_that_differ
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import claim
-from grpo_spmd.engine.adapters import EngineAdapters
 from grpo_spmd.engine.isolation import allocator_settings_kept, isolated
+from grpo_spmd.engine.lora_adapters import EngineAdapters
 from grpo_spmd.engine.reload import WeightReload
 from grpo_spmd.engine.requests import EngineStateError, Finished, NextRequest, Place, Request, share_out
 from grpo_spmd.engine.sleep_check import SleepCheck

@@ -1,4 +1,5 @@
-"""vLLM's start: options, environment, and the differences between its versions."""
+"""vLLM's start: options and environment. What differs between its versions is said at the line, here and in isolation.py,
+reload.py, weight_map.py and lora_adapters.py."""
 
 from __future__ import annotations
 

@@ -29,33 +29,33 @@ ORDER: tuple[str | tuple[str, ...], ...] = (
 )
 # Lines of each room, blank ones and comments counted. A new capability brings a room and a budget of its own.
 TRAINER = {
-    "config": 850,
-    "data": 330,
-    "records": 260,
-    "rewards/protocol.py": 240,
-    "rewards/verifiers.py": 260,
-    "rewards/answers.py": 50,
-    "model": 980,
-    "learn": 1040,
-    "engine": 1350,
-    "rollout": 520,
-    "run": 200,
-    "loop": 90,
-    "train": 90,
-    "small": 150,
+    "config": 800,
+    "data": 290,
+    "records": 200,
+    "rewards/protocol.py": 210,
+    "rewards/verifiers.py": 230,
+    "rewards/answers.py": 40,
+    "model": 970,
+    "learn": 1000,
+    "engine": 1310,
+    "rollout": 450,
+    "run": 220,
+    "loop": 80,
+    "train": 80,
+    "demo": 180,
 }
 OPERATIONS = {
-    "distributed": 1400,
-    "observe": 850,
-    "checkpoint": 1080,
-    "preflight": 800,
-    "replay": 620,
-    "rewards/pool": 830,
-    "rewards/sandbox": 680,
+    "distributed": 1340,
+    "observe": 900,
+    "checkpoint": 1000,
+    "preflight": 770,
+    "replay": 545,
+    "rewards/pool": 760,
+    "rewards/sandbox": 590,
     "export": 60,
-    "files": 60,
-    "demo": 200,
+    "files": 35,
 }
+EXAMPLES = {"small": 150}
 TRAINER_LINES = OPERATIONS_LINES = 6000
 MOST_ROOMS = 25
 FILE_LINES, FUNCTION_LINES, COLUMNS = 450, 70, 120
@@ -230,7 +230,11 @@ def oversize(package: Path) -> Iterator[str]:
                 if length > FUNCTION_LINES:
                     yield f"{name}:{node.lineno}: {node.name} has {length} lines, and {FUNCTION_LINES} are the most"
     counted: set[str] = set()
-    for side, budgets, most in (("trainer", TRAINER, TRAINER_LINES), ("operations", OPERATIONS, OPERATIONS_LINES)):
+    for side, budgets, most in (
+        ("trainer", TRAINER, TRAINER_LINES),
+        ("operations", OPERATIONS, OPERATIONS_LINES),
+        ("examples", EXAMPLES, sum(EXAMPLES.values())),
+    ):
         total = 0
         for room, budget in budgets.items():
             own = {name for name in lines if name == f"{room}.py" or name == room or name.startswith(f"{room}/")}

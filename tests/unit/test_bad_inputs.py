@@ -34,10 +34,11 @@ def test_bad_input_is_refused_in_one_line(
     case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(case)
-    if case.world_size is not None:
-        monkeypatch.setenv("WORLD_SIZE", str(case.world_size))
-    if case.local_world_size is not None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(case.local_world_size))
+    # Another test may have started a session in this process, which sets both.
+    for name, size in (("WORLD_SIZE", case.world_size), ("LOCAL_WORLD_SIZE", case.local_world_size)):
+        monkeypatch.delenv(name, raising=False)
+        if size is not None:
+            monkeypatch.setenv(name, str(size))
     before = contents(folder)
     status = _main(monkeypatch, *case.overrides)
     captured = capsys.readouterr()
