@@ -1,4 +1,4 @@
-"""vLLM's start: options and environment. What differs between its versions is said at the line, here and in isolation.py,
+"""vLLM's start: options and environment. What differs between its versions is said at the line: here, in isolation.py,
 reload.py, weight_map.py and lora_adapters.py."""
 
 from __future__ import annotations
