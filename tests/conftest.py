@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 
 # two ranks on two cores: with more threads vLLM's CPU back end is 20 times slower
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell ignores Ctrl-C in what it starts in the background, and every process of a test would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from jaxtyping import install_import_hook
 
