@@ -1,7 +1,7 @@
 """Mutation trials: a fault is planted in a copy of this repository; do the running proofs of a short training, or the
 tests, see it?
 
-    benchmarks/run.sh mutations [--json FILE]        about 10 minutes on 2 cores
+    benchmarks/run.sh mutations [--json FILE]        about 8 minutes on 2 cores
     python -m benchmarks.agreement.mutations [--only WORDS ...] [--check]
 
 A row a fault. "running proofs": what stopped a training of four steps on two ranks at the default settings; for faults
