@@ -151,7 +151,9 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path, model: Path) -> None:
     code, output = job.wait(20)
     assert code != 0
     assert not job.survivors()
-    assert output.count("Traceback (most recent call last)") <= 1, output  # torchrun's own
+    # Python itself prints one where the signal falls into a library's __del__, and ignores it.
+    shown = re.sub(r"Exception ignored in: [^\n]*\nTraceback \(most recent call last\)", "", output)
+    assert shown.count("Traceback (most recent call last)") <= 1, output  # torchrun's own
 
 
 def test_a_killed_rank_ends_the_others(tmp_path: Path, model: Path) -> None:
