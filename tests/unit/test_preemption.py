@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,10 +22,6 @@ from grpo_spmd.distributed.preemption import (
 )
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.records import ScoredRollouts
-from tests.support.models import write_config
-from tests.support.processes import Job, torchrun
-
-FORWARDED = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
 
 
 @pytest.fixture(autouse=True)
@@ -230,48 +224,3 @@ def test_the_marker_comes_and_goes(session: None, tmp_path: Path) -> None:
     assert json.loads(Path(tmp_path, "preempted.json").read_text()) == {"step": 12, "reason": "SIGTERM", "saved": True}
     remove_marker(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-CASES: dict[
-    str, tuple[int, tuple[str, ...], signal.Signals | None, float]
-] = {  # ranks, torchrun's options, the signal, seconds of a step
-    "SIGTERM to torchrun": (2, (), signal.SIGTERM, 0.2),
-    "SIGUSR1 to torchrun": (2, FORWARDED, signal.SIGUSR1, 0.2),
-    "SIGUSR1 to one rank": (2, (), signal.SIGUSR1, 0.2),
-    "SIGTERM to one process": (1, (), signal.SIGTERM, 0.2),
-    "deadline": (2, (), None, 1.0),
-}
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, float, dict[str, Any], list[int]]]:
-    """Of each case, all at a time: exit code, output, seconds from the signal to the end, files, and processes that
-    stayed."""
-    jobs, found = {}, {}
-    for case, (num_ranks, options, number, step_s) in CASES.items():
-        folder = tmp_path_factory.mktemp("stop")
-        config = write_config(folder, folder / "model", training={"max_time_s": 12.0 if number is None else None})
-        (folder / "run").mkdir()
-        command = torchrun(num_ranks, *options) if num_ranks > 1 else torchrun(1)[:1]
-        jobs[case] = (Job([*command, "-m", "tests.support.workers.stop", str(config), str(step_s)]), folder / "run")
-    for case, (job, run_dir) in jobs.items():
-        number = CASES[case][2]
-        if number is not None:
-            progress = run_dir / f"rank_{CASES[case][0] - 1}"
-            while not (progress.exists() and progress.read_text() >= "3"):
-                assert job.process.poll() is None, job.wait()[1]
-                time.sleep(0.05)
-            target = job.process.pid
-            if case == "SIGUSR1 to one rank":
-                target = max(
-                    pid
-                    for pid in job.survivors()
-                    if b"tests.support.workers.stop" in Path(f"/proc/{pid}/cmdline").read_bytes()
-                )
-            os.kill(target, number)
-        start = time.monotonic()
-        code, output = job.wait(60)
-        seconds = time.monotonic() - start
-        files = {path.name: json.loads(path.read_text()) for path in run_dir.iterdir()}
-        found[case] = (code, output, seconds, files, job.survivors())
-    return found
