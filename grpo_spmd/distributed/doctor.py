@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.5
 _PEERS_ANSWER_S = 2.0  # a rank of this host that has not answered by then is looked at from outside
-_ANSWER_S, _REPORT_S = 3.0, 8.0
+_ANSWER_S, _REPORT_S = 4.5, 8.0  # the first holds the look from outside, which takes up to 2 s
 _BEHIND_S = 20.0  # how often, once over its limit, a rank looks whether the one that is furthest behind still beats
 _SILENT_S = 60.0  # a rank on another host that says nothing for so long is lost; on this host its process is looked at
 _DEBUGGERS = ("pdb", "bdb", "IPython.terminal", "IPython.core.debugger", "pudb", "pydevd", "_pydevd_bundle", "debugpy")

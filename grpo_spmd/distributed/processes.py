@@ -19,6 +19,7 @@ from typing import Literal
 
 # Whoever is in one of these waits for other ranks.
 _COLLECTIVE_MODULES = tuple(f"grpo_spmd.distributed.{name}" for name in ("collectives", "session", "store"))
+_STACKS_S = 2.0
 MAX_TEXT = 60_000  # characters of a traceback, or of a process's stacks
 
 
@@ -114,11 +115,15 @@ def stacks_of(threads: dict[int, FrameType], main_thread: int) -> str:
 
 def stacks_of_peer(process: RankProcess) -> str:
     """Of one whose Python does not run: the handler of faulthandler is plain C. "" where that does not help either."""
+    path, stacks, until = Path(f"/proc/{process.pid}/fd/{process.stacks_fd}"), "", time.monotonic() + _STACKS_S
     with suppress(OSError):
         os.kill(process.pid, signal.SIGUSR2)
-        time.sleep(0.2)
-        return Path(f"/proc/{process.pid}/fd/{process.stacks_fd}").read_text(errors="replace")[-MAX_TEXT:]
-    return ""
+        while time.monotonic() < until:  # a busy machine lets it write late, and in pieces
+            time.sleep(0.2)
+            before, stacks = stacks, path.read_text(errors="replace")
+            if stacks and stacks == before:
+                break
+    return stacks[-MAX_TEXT:]
 
 
 def flight_recorder() -> tuple[dict[str, int], str]:

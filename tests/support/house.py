@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # Imports run one way: a room imports rooms that stand before it here. A tuple: neither may import the other.
 ORDER: tuple[str | tuple[str, ...], ...] = (
     "config",
+    "untrusted",
     ("records", "files"),
     "distributed",
     "data",
     ("model", "rewards"),
     "learn",
+    "proofs",
     "observe",
     "engine",
     "rollout",
@@ -29,33 +31,35 @@ ORDER: tuple[str | tuple[str, ...], ...] = (
 )
 # Lines of each room, blank ones and comments counted. A new capability brings a room and a budget of its own.
 TRAINER = {
-    "config": 800,
-    "data": 290,
+    "config": 840,
+    "data": 320,
     "records": 200,
-    "rewards/protocol.py": 210,
-    "rewards/verifiers.py": 230,
+    "rewards/protocol.py": 230,
+    "rewards/verifiers.py": 250,
     "rewards/answers.py": 40,
-    "model": 970,
-    "learn": 1000,
-    "engine": 1310,
+    "model": 1010,
+    "learn": 1020,
+    "engine": 1350,
     "rollout": 450,
-    "run": 220,
+    "run": 235,
     "loop": 80,
     "train": 80,
     "demo": 180,
 }
 OPERATIONS = {
-    "distributed": 1340,
+    "distributed": 1410,
     "observe": 900,
-    "checkpoint": 1000,
-    "preflight": 770,
+    "checkpoint": 1070,
+    "preflight": 800,
     "replay": 545,
-    "rewards/pool": 760,
-    "rewards/sandbox": 590,
+    "rewards/pool": 810,
+    "rewards/sandbox": 620,
     "export": 60,
     "files": 35,
 }
 EXAMPLES = {"small": 150}
+# What the trials of the first month brought: families of models, running proofs, TRL's rewards, hostile folders.
+ARMOUR = {"proofs": 800, "model/families": 700, "rewards/trl.py": 200, "untrusted": 220}
 TRAINER_LINES = OPERATIONS_LINES = 6000
 MOST_ROOMS = 25
 FILE_LINES, FUNCTION_LINES, COLUMNS = 450, 70, 120
@@ -233,11 +237,12 @@ def oversize(package: Path) -> Iterator[str]:
     for side, budgets, most in (
         ("trainer", TRAINER, TRAINER_LINES),
         ("operations", OPERATIONS, OPERATIONS_LINES),
+        ("armour", ARMOUR, sum(ARMOUR.values())),
         ("examples", EXAMPLES, sum(EXAMPLES.values())),
     ):
         total = 0
         for room, budget in budgets.items():
-            own = {name for name in lines if name == f"{room}.py" or name == room or name.startswith(f"{room}/")}
+            own = {name for name in lines if _is_in(name, room) and (budgets is ARMOUR or not _in_any(name, ARMOUR))}
             counted |= own
             length = sum(lines[name] for name in own)
             total += length
@@ -249,6 +254,14 @@ def oversize(package: Path) -> Iterator[str]:
         yield f"{name}:1: in no budget; a new room brings one of its own"
     if len(rooms(package)) > MOST_ROOMS:
         yield f"{len(rooms(package))} rooms at the top, and {MOST_ROOMS} are the most"
+
+
+def _is_in(name: str, room: str) -> bool:
+    return name in (room, f"{room}.py") or name.startswith(f"{room}/")
+
+
+def _in_any(name: str, rooms: Iterable[str]) -> bool:
+    return any(_is_in(name, room) for room in rooms)
 
 
 def undescribed_rooms(package: Path) -> Iterator[str]:
