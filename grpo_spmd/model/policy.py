@@ -21,11 +21,11 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.model import lora
 from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, choose_backend
 from grpo_spmd.model.dimensions import head_dim
+from grpo_spmd.model.families.refusals import refuse_head_bias, refuse_unsupported
 from grpo_spmd.model.fill import initialise_buffers, load_weights
 from grpo_spmd.model.hf_files import checkpoint_folder
 from grpo_spmd.model.layers import set_up_layer
 from grpo_spmd.model.logprobs import Scores, TokenLogprobs
-from grpo_spmd.model.refusals import refuse_head_bias, refuse_unsupported
 from grpo_spmd.model.sharding import shard_over_ranks
 from grpo_spmd.records import MicroBatch
 
