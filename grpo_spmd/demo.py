@@ -101,7 +101,7 @@ def make_model(folder: Path, seed: int, numbers: str) -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     ids = {character: tokenizer.convert_tokens_to_ids(character) for character in [*_CHARACTERS, _EOS]}
     torch.manual_seed(seed)
     rng = random.Random(seed)

@@ -65,7 +65,9 @@ def make(folder: Path) -> Batch:
     completion_ids[9] = ids(MAX_COMPLETION)
     completion_ids[12] = [_EOS]  # nothing but its end
     rewards = [round(float(x), 3) for x in torch.rand(len(completion_ids), generator=generator)]
-    old = transformers.AutoModelForCausalLM.from_pretrained(folder / "old", dtype=torch.float32)
+    old = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "old", dtype=torch.float32, trust_remote_code=False
+    )
     rollout_logprobs = []
     for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
         with torch.no_grad():

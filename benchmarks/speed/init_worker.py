@@ -32,7 +32,8 @@ def main() -> None:
         if what == "policy":
             built.append(build_policy(ModelConfig(path=folder, dtype="float32"), 1.0, session))
             return
-        built.append(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+        plain = transformers.AutoModelForCausalLM
+        built.append(plain.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False))
         for p in built[
             0
         ].parameters():  # it maps the files and reads nothing yet: touch what a first forward pass would

@@ -78,7 +78,7 @@ def main() -> None:
             **settings["arguments"],
         }
     )
-    vllm_generation.LLM = partial(vllm_generation.LLM, **_ENGINE)
+    vllm_generation.LLM = partial(vllm_generation.LLM, trust_remote_code=False, **_ENGINE)
     vllm_generation.VLLMGeneration.sync_weights = _sync_weights
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
 

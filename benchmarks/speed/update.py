@@ -152,7 +152,7 @@ def packed(config: Config, rollouts: list[Rollout], session: Session) -> Update:
 def padded(config: Config, rollouts: list[Rollout], size: int, device: torch.device) -> Update:
     """Plain transformers, `size` rollouts a forward pass."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        config.model.path, dtype=torch.float32, attn_implementation="sdpa"
+        config.model.path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, betas=config.optimizer.betas)
     counted = sum(len(rollout.completion_ids) for rollout in rollouts)

@@ -27,7 +27,7 @@ def make_model(
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     if change is not None:
         with torch.no_grad():
             change(model)

@@ -21,7 +21,8 @@ _ENGINE_KEYS_OWNED = {
 } | dict.fromkeys((
     "distributed_executor_backend", "data_parallel_size", "pipeline_parallel_size", "enable_sleep_mode", "load_format",
     "logprobs_mode", "skip_tokenizer_init", "scheduling_policy", "quantization", "generation_config",
-    "override_generation_config", "logits_processors",
+    "override_generation_config", "logits_processors", "trust_remote_code", "hf_config_path", "code_revision",
+    "tokenizer", "worker_cls", "worker_extension_cls",
 ))  # fmt: skip
 
 

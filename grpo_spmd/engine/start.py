@@ -14,6 +14,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoraConfig, ModelConfig, RolloutConfig
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.model.dimensions import head_dim
+from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.lora import engine_target_modules
 
 # vLLM reads these when it is imported, which only functions do. The first keeps it in this process.
@@ -44,7 +45,7 @@ def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: i
         cache_bytes = _cpu_kv_cache_bytes(model, rollout, max_rollout_tokens, session.world_size)
         options |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": cache_bytes}
     try:
-        return vllm.LLM(**options | rollout.engine)
+        return vllm.LLM(trust_remote_code=False, **options | rollout.engine)
     except TypeError as error:
         raise ConfigError(f"rollout.engine: vllm.LLM refused {sorted(rollout.engine)}: {error}") from None
     finally:
@@ -68,9 +69,7 @@ def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:
 def _cpu_kv_cache_bytes(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, world_size: int) -> int:
     """Room for a step's completions at full length: at least 64 MiB, at most 1/8 of the host's memory over its ranks.
     Without it vLLM asks for nearly all of the host's memory, on each rank."""
-    from transformers import AutoConfig
-
-    hf = AutoConfig.from_pretrained(model.path)
+    hf = load_config(model.path)
     heads = getattr(hf, "num_key_value_heads", hf.num_attention_heads)
     token = 2 * hf.num_hidden_layers * heads * head_dim(hf) * (4 if model.dtype == "float32" else 2)
     engines = max(1, world_size // rollout.tensor_parallel_size)

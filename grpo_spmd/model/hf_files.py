@@ -15,9 +15,23 @@ from grpo_spmd.config.errors import ConfigError
 def load_tokenizer(path: str) -> Any:
     """The model's tokenizer. Raises ConfigError where it cannot be loaded."""
     try:
-        return transformers.AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: cannot load a tokenizer from {path}: {str(error).splitlines()[0]}") from None
+        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exception; a damaged file any other
+        raise ConfigError(f"model.path: cannot load a tokenizer from {path}: {_first_line(error)}") from None
+
+
+def load_config(path: str) -> Any:
+    """The model's config, never by code of its folder: where `trust_remote_code` is left out, transformers asks on
+    stdin, and a "y" there runs that code. Raises ConfigError where it cannot be loaded."""
+    try:
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # OSError, ValueError, and the field checks of huggingface_hub, which are neither
+        raise ConfigError(f"model.path: cannot load the config of {path}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def stop_token_ids(path: str, tokenizer: Any) -> set[int]:

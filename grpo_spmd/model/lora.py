@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoraConfig
+from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.sharding import gather_rows
 
 # A tensor's name, its sharded parameter, and a call that gives this rank's shard of the values to send.
@@ -77,7 +78,7 @@ def target_modules(model: Any, config: LoraConfig) -> list[str]:
 def engine_target_modules(path: str, config: LoraConfig) -> list[str]:
     """Last parts of the names of the layers that get an adapter, for an engine that starts before the policy."""
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+        model = transformers.AutoModelForCausalLM.from_config(load_config(path), trust_remote_code=False)
     return [target.rpartition(".")[2] for target in target_modules(model, config)]
 
 

@@ -23,7 +23,7 @@ from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, c
 from grpo_spmd.model.dimensions import head_dim
 from grpo_spmd.model.families.refusals import refuse_head_bias, refuse_unsupported
 from grpo_spmd.model.fill import initialise_buffers, load_weights
-from grpo_spmd.model.hf_files import checkpoint_folder
+from grpo_spmd.model.hf_files import checkpoint_folder, load_config
 from grpo_spmd.model.layers import set_up_layer
 from grpo_spmd.model.logprobs import Scores, TokenLogprobs
 from grpo_spmd.model.sharding import shard_over_ranks
@@ -40,8 +40,8 @@ class Policy(nn.Module):
     def __init__(self, config: Any, temperature: float, chunk: int, attention: Backend, dtype: torch.dtype) -> None:
         """`chunk`: tokens whose logits exist at a time."""
         super().__init__()
-        build = transformers.AutoModelForCausalLM.from_config
-        self.model = build(config, attn_implementation=PACKED_ATTENTION, dtype=dtype)
+        how: dict[str, Any] = {"attn_implementation": PACKED_ATTENTION, "dtype": dtype}
+        self.model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False, **how)
         self.temperature = temperature * getattr(config, "logits_scaling", 1.0)  # Granite divides its logits by that
         self.attention, self.logprob_chunk_tokens = attention, chunk
         self.lora = LoraConfig()  # no adapters
@@ -68,7 +68,7 @@ def build_policy(
     """Collective. The model of `config.path` as a sharded policy: meta device -> FSDP2 -> each rank reads its own rows.
     With `config.lora.rank` only adapters train, made from `seed`, and the base is frozen in the compute dtype. Without
     `trainable` it is the reference: all of it is frozen so."""
-    hf_config = transformers.AutoConfig.from_pretrained(config.path)
+    hf_config = load_config(config.path)
     refuse_unsupported(hf_config, config.path)
     for name, value in vars(hf_config).items():  # dropout would make the policy differ from the engine that sampled
         if isinstance(value, int | float) and re.search("dropout|pdrop|layerdrop", name):

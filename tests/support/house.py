@@ -179,6 +179,32 @@ def known_config(package: Path) -> Iterator[str]:
                 yield f"{name}:{line}: knows the Run, which is for loop.py alone"
 
 
+def code_of_others(tree_of: Path) -> Iterator[str]:
+    """What may run code from a model's or a checkpoint's folder: loaders of transformers and vLLM that are not told
+    trust_remote_code=False (left out, transformers asks on stdin), and pickle."""
+    for name, _, tree in _modules(tree_of):
+        told: set[ast.AST] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                keywords = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
+                if keywords.get("trust_remote_code") is False:
+                    told |= {node.func, *node.args}  # functools.partial(LLM, trust_remote_code=False)
+                if ast.unparse(node.func) == "torch.load" and keywords.get("weights_only") is not True:
+                    yield f"{name}:{node.lineno}: torch.load without weights_only=True unpickles"
+        for node in ast.walk(tree):
+            is_loader = _called(node) in ("from_pretrained", "from_config", "LLM")
+            if is_loader and node not in told and isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
+                yield f"{name}:{node.lineno}: {ast.unparse(node)} without trust_remote_code=False"  # type: ignore[attr-defined]
+        for line, module, _ in _imports(tree):
+            if module.split(".")[0] in ("pickle", "cloudpickle", "dill", "joblib", "shelve"):
+                yield f"{name}:{line}: imports {module}, whose files are programs"
+
+
+def _called(node: ast.AST) -> str:
+    """Of an attribute or a name its last part: also where it is not called here but kept for later."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
 def foreign_attributes(package: Path) -> Iterator[str]:
     """Assignments to an attribute of an object of one of our classes, made outside the class's own module.
 
@@ -288,6 +314,7 @@ CHECKS = (
     vllm_outside_the_engine,
     scattered_collectives,
     known_config,
+    code_of_others,
     foreign_attributes,
     oversize,
     undescribed_rooms,

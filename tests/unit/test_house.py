@@ -20,6 +20,10 @@ def test_the_house_keeps_its_rules(check: Check) -> None:
     assert list(check(PACKAGE)) == []
 
 
+def test_the_benchmarks_run_no_code_of_others() -> None:
+    assert list(house.code_of_others(ROOT / "benchmarks")) == []
+
+
 def test_the_readmes_map_is_the_tree() -> None:
     assert list(house.map_differences(PACKAGE, (ROOT / "README.md").read_text(encoding="utf-8"))) == []
 
@@ -43,6 +47,11 @@ BREACHES: list[tuple[Check, str, str, str]] = [
     (house.known_config, "rollout/sample.py", "from grpo_spmd.run import Run", "knows the Run"),
     (house.foreign_attributes, "learn/update.py", _IN_A_FUNCTION + "x.policy_version = 3", "writes x.policy_version"),
     (house.foreign_attributes, "loop.py", _IN_A_FUNCTION + "x.policy_version += 3", "writes x.policy_version"),
+    (house.code_of_others, "model/lora.py", "x = AutoModel.from_pretrained(y)", "without trust_remote_code=False"),
+    (house.code_of_others, "model/lora.py", "x = AutoModel.from_config(y, trust_remote_code=z)", "from_config without"),
+    (house.code_of_others, "model/lora.py", "x = vllm.LLM\n", "vllm.LLM without"),
+    (house.code_of_others, "model/fill.py", "x = torch.load(y)", "torch.load without weights_only=True"),
+    (house.code_of_others, "model/fill.py", "import pickle", "imports pickle"),
     (house.oversize, "learn/advantages.py", "def f():\n" + "    x = 1\n" * 70, "f has 71 lines"),
     (house.oversize, "learn/advantages.py", "x = 1\n" * 450, "no file may have more than 450"),
     (house.oversize, "learn/advantages.py", "# " + "x" * 119, "121 columns"),
