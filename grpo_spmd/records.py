@@ -183,7 +183,7 @@ class SyncStats:
     """What one sync of the weights moved."""
 
     bytes: int = 0
-    """That an engine was handed, padding of the shards included."""
+    """That an engine was handed, padding of the shards included, but not a base that stays in it under adapters."""
     num_collectives: int = 0
     """That it took; none where one rank holds the whole policy."""
     proof_s: float = 0.0

@@ -20,7 +20,8 @@ from grpo_spmd.config.dump import config_to_dict, flat_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import PromptStream, build_prompts
 from grpo_spmd.distributed import doctor
-from grpo_spmd.distributed.collectives import on_rank0
+from grpo_spmd.distributed.collectives import barrier, on_rank0
+from grpo_spmd.distributed.ending import Terminal, orderly_end
 from grpo_spmd.distributed.preemption import Preemption
 from grpo_spmd.distributed.session import Session, end_session, set_collective_timeouts, start_session
 from grpo_spmd.engine.engine import RolloutEngine
@@ -101,8 +102,10 @@ class Run:
         """Collective. In the reverse order, all ranks together."""
         self.log.close()
         self.rewards.close()
-        self.engine.shutdown()
-        end_session()
+        barrier()  # all is saved
+        with orderly_end():
+            self.engine.shutdown()
+            end_session()
 
 
 def open_run(config: Config, inputs: Inputs) -> Run | None:
@@ -179,7 +182,7 @@ def open_log(
 
 def log_to_terminal(session: Session) -> None:
     """Show rank 0's log lines, and other ranks' warnings."""
-    to_terminal = logging.StreamHandler(sys.stdout)
+    to_terminal = Terminal(sys.stdout)
     to_terminal.setLevel(logging.INFO if session.is_rank0 else logging.WARNING)
     form = "%(message)s" if session.is_rank0 else f"rank {session.rank}: %(message)s"
     to_terminal.setFormatter(logging.Formatter(form))

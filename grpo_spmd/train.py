@@ -44,11 +44,11 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Huge pages for large tensors in host memory: without, page faults are half the time of a weight sync on the CPU.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    from torch.distributed.elastic.multiprocessing.errors import record
-
     from grpo_spmd.distributed.doctor import exit_with_outcome
 
     with exit_with_outcome():
+        from torch.distributed.elastic.multiprocessing.errors import record
+
         from grpo_spmd.loop import train
 
         if not record(train)(config, inputs):  # torch's record takes a sys.exit(0) somewhere below for a success

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
+import threading
 import time
 import typing
+from contextlib import suppress
+
+_SAY_S = 2.0
 
 
 class ConfigError(ValueError):
@@ -23,5 +26,22 @@ def refuse(error: ConfigError) -> typing.NoReturn:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    say(f"error: {error}")
     raise SystemExit(2)
+
+
+def say(text: str) -> None:
+    """Show the last words of a process on its stderr, or give up after 2 s: their reader may stall (Ctrl-S) or be gone.
+
+    Not through sys.stderr: another thread may be stuck in a write to it, and then holds its lock.
+    """
+
+    def write() -> None:
+        left = f"{text}\n".encode(errors="backslashreplace")
+        with suppress(OSError):
+            while left:
+                left = left[os.write(2, left) :]
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(_SAY_S)

@@ -26,17 +26,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.schema import WatchdogConfig
-from grpo_spmd.distributed import processes
+from grpo_spmd.distributed import ending, processes
 from grpo_spmd.distributed.doctor_report import Alarm, Answer, Fault, Place, Report, answer_from, fault_of, write_report
+from grpo_spmd.distributed.ending import leave
 from grpo_spmd.distributed.processes import RankProcess
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 _POLL_S = 0.5
-_PEERS_ANSWER_S = 2.0  # a rank of this host that has not answered by then is looked at from outside
-_ANSWER_S, _REPORT_S = 4.5, 8.0  # the first holds the look from outside, which takes up to 2 s
-_BEHIND_S = 20.0  # how often, once over its limit, a rank looks whether the one that is furthest behind still beats
+_PEERS_ANSWER_S = 2.0  # then a rank of this host is looked at from outside; on a busy machine up to 3 times so much
+_ANSWER_S, _REPORT_S = 3 * _PEERS_ANSWER_S + 5.0, 8.0  # the most: an answer that is there is taken at once
+_BEHIND_S = 20.0  # between two looks whether the rank that is furthest behind still beats, or half the limit
 _SILENT_S = 60.0  # a rank on another host that says nothing for so long is lost; on this host its process is looked at
 _DEBUGGERS = ("pdb", "bdb", "IPython.terminal", "IPython.core.debugger", "pudb", "pydevd", "_pydevd_bundle", "debugpy")
 _doctor: Doctor | None = None
@@ -92,6 +93,9 @@ def note_debugger(is_open: bool) -> None:
 @contextmanager
 def exit_with_outcome() -> Iterator[None]:
     """End this process with its block, code 0. A failure ends all ranks with one report: ConfigError 2, others 1."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # in place of a closed one (0<&-, 2>&-), whose number the next
+        pass  # file would get, and then what is printed
+    os.close(fd)
     try:
         yield
         leave(0)
@@ -103,7 +107,7 @@ def exit_with_outcome() -> Iterator[None]:
                 refuse(error)
             leave(2)
         elif not isinstance(error, KeyboardInterrupt):
-            traceback.print_exception(error)
+            leave(1, "".join(traceback.format_exception(error)).rstrip())
         leave(1)
 
 
@@ -139,7 +143,7 @@ class Doctor:
         self._thread.start()
 
     def move(self, phase: str, step: int) -> None:
-        self._phase, self._step, self._entered = phase, step, self._now()
+        self._phase, self._step, self._entered, self._looked_behind = phase, step, self._now(), -math.inf
         self.sequence += 1
         with suppress(RuntimeError):  # the store is gone; the thread says so
             self._store.set(f"at/{self._rank}", json.dumps(asdict(self._place())))
@@ -153,15 +157,15 @@ class Doctor:
         if signal.getsignal(signal.SIGTERM) is _interrupt:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def fail(self, error: BaseException) -> None:
-        """Does not return, but where even the doctor fails."""
+    def fail(self, error: BaseException) -> NoReturn:
+        """Wait for the doctor to end this process; where even it fails, end it here."""
         self._fault = fault_of(error, self._rank)
         self._wake.set()
         until = time.monotonic() + _ANSWER_S + 2 * _REPORT_S
         while time.monotonic() < until:
             with suppress(KeyboardInterrupt):  # Ctrl-C again, or torchrun's SIGTERM; the thread is about to end us
                 time.sleep(0.1)  # not join(), after which an interrupted Python 3.11 takes the thread for ended
-        print(f"rank {self._rank}: {self._fault.headline}\n{self._fault.traceback}", file=sys.stderr)
+        leave(1, f"rank {self._rank}: {self._fault.headline}\n{self._fault.traceback}")
 
     def _place(self) -> Place:
         return Place(self._phase, self._step, self.sequence)
@@ -188,7 +192,7 @@ class Doctor:
                     self._wake.wait(_POLL_S)
         except (
             Exception
-        ) as error:  # the store is gone, with rank 0's host; or a mistake in here: it must hide no failure
+        ) as error:  # the store is gone, with rank 0's host; or a mistake of ours, which hides no failure
             self._wake.wait(1.0)
             if not self._is_stopped:
                 self._leave_alone(error)
@@ -203,8 +207,11 @@ class Doctor:
     def _own_alarm(self) -> Alarm | None:
         if self._fault is not None:
             return Alarm(self._fault.kind, self._rank, self._rank)
-        limit = limit_s(self._config, self._phase)
-        if limit < self._now() - self._entered and not self._others_are_busy():
+        # The first look at the others comes so long before the limit that the second can decide at it.
+        limit, waited = limit_s(self._config, self._phase), self._now() - self._entered
+        between = min(_BEHIND_S, max(limit / 2, 6 * _POLL_S))
+        is_time = waited > limit - between and self._now() - self._looked_behind > between
+        if is_time and not self._others_are_busy() and waited > limit:
             return Alarm("timeout", self._rank, self._rank, limit)
         if self._peers is None:
             self._peers = self._find_peers()
@@ -223,8 +230,6 @@ class Doctor:
 
     def _others_are_busy(self) -> bool:
         """Whether this rank only waits for one in an earlier phase that still beats: its thread minds its own limit."""
-        if self._now() - self._looked_behind < _BEHIND_S:
-            return True
         keys = [f"{key}/{rank}" for key in ("at", "beat") for rank in range(self._world_size)]
         said = [json.loads(text) for text in self._watch_store.multi_get(keys)]
         ats, beats = said[: self._world_size], said[self._world_size :]
@@ -253,12 +258,13 @@ class Doctor:
             self._watch_store.add("debuggers", 1 if found else -1)
         return found
 
-    def _end(self, alarm: Alarm) -> None:
+    @ending.killed_after(_ANSWER_S + 3 * _REPORT_S)
+    def _end(self, alarm: Alarm) -> NoReturn:
         seen = time.monotonic()
         if alarm.why in ("follows", "config") and self._fault is None:
             self._wake.wait(_POLL_S)  # our own main thread is about to raise the same, or what it follows from
         self._say(self._rank, self._answer())
-        silent = self._examine_peers(seen + _PEERS_ANSWER_S)
+        silent = self._examine_peers(seen)
         if alarm.by == self._rank:
             hosts = [str(self._process_of(rank)) for rank in range(self._world_size)]
             answers = [self._answer_of(rank, seen + _ANSWER_S) for rank in range(self._world_size)]
@@ -272,7 +278,7 @@ class Doctor:
             if not self._read(f"answer/{rank}")["answers"] and processes.process_state(peer) != "gone":
                 with suppress(OSError):
                     os.kill(peer.pid, signal.SIGKILL)
-        self._leave(report)
+        self._leave(report, report.text if alarm.by == self._rank else "")
 
     def _say(self, rank: int, answer: Answer) -> None:
         self._watch_store.set(f"answer/{rank}", json.dumps(asdict(answer)))
@@ -283,14 +289,17 @@ class Doctor:
         waits, line = processes.waits_for(main), processes.innermost_line(main)
         return Answer(self._place(), True, self._fault, waits, line, stacks, *processes.flight_recorder())
 
-    def _examine_peers(self, until: float) -> dict[int, RankProcess]:
+    def _examine_peers(self, seen: float) -> dict[int, RankProcess]:
         """Answer for the ranks of this host that do not; which these are."""
-        silent = {}
+        silent, busy = {}, min(3.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
         for rank, peer in (self._peers or {}).items():
-            if not self._waited_for(f"answer/{rank}", until):
+            key, cannot = f"answer/{rank}", processes.process_state(peer) in ("gone", "stopped")
+            if not self._waited_for(key, seen + _PEERS_ANSWER_S * (1.0 if cannot else busy)):
                 state = processes.process_state(peer)
                 stacks = processes.stacks_of_peer(peer) if state not in ("gone", "stopped") else ""
-                self._say(rank, Answer(self._last_place(rank), False, stacks=stacks, state=state))
+                if not self._watch_store.check([key]):  # else it was slow, or another rank has looked
+                    self._say(rank, Answer(self._last_place(rank), False, stacks=stacks, state=state))
+            if not self._read(key)["answers"]:
                 silent[rank] = peer
         return silent
 
@@ -310,7 +319,7 @@ class Doctor:
         return Answer(self._last_place(rank), False, state="unknown")
 
     def _publish(self, report: Report, alarm: Alarm) -> None:
-        print(report.text, file=sys.stderr, flush=True)
+        self._watch_store.set("report", json.dumps(asdict(report) | {"details": ""}))  # details of all: gigabytes
         if self.folder is not None and report.code != 2:
             head = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}\n{report.text}\n"
             texts = {"failure.txt": head}
@@ -320,9 +329,8 @@ class Doctor:
                 for name, text in texts.items():
                     with (self.folder / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
                         file.write(text)
-        self._watch_store.set("report", json.dumps(asdict(report) | {"details": ""}))  # details of all: gigabytes
 
-    def _leave(self, report: Report) -> None:
+    def _leave(self, report: Report, last_words: str) -> NoReturn:
         """Via the error file for torchrun, to which the earliest one, the culprit's, is the root cause."""
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             is_other = self._rank != report.culprit
@@ -332,15 +340,13 @@ class Doctor:
                 Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": info}}))
         if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             time.sleep(1.0)  # the store is in this process: the others read the report from it
-        leave(report.code)
+        leave(report.code, last_words)
 
-    def _leave_alone(self, error: Exception) -> None:
+    def _leave_alone(self, error: Exception) -> NoReturn:
         why, fault = f"{type(error).__name__}: {error}", self._fault
-        say = f"rank {self._rank}, {self._place()}: stops without a common report, since the ranks cannot talk ({why})"
-        print(
-            say + (f"\n{fault.traceback or fault.headline}" if fault is not None else ""), file=sys.stderr, flush=True
-        )
-        leave(2 if fault is not None and fault.kind == "config" else 1)
+        text = f"rank {self._rank}, {self._place()}: stops without a common report, since the ranks cannot talk ({why})"
+        text += f"\n{fault.traceback or fault.headline}" if fault is not None else ""
+        leave(2 if fault is not None and fault.kind == "config" else 1, text)
 
 
 def _later(at: dict[str, Any], beat: dict[str, Any]) -> Place:
@@ -351,12 +357,3 @@ def _later(at: dict[str, Any], beat: dict[str, Any]) -> Place:
 
 def _interrupt(number: int, _: FrameType | None) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
-
-
-def leave(code: int) -> NoReturn:
-    """Exit without finalizers: vLLM's and the process group's wait for peers. The interpreter's own exit now and then
-    aborts in threads that gloo left ("terminate called without an active exception"), to torchrun a failed run."""
-    with suppress(Exception):  # a closed pipe
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)

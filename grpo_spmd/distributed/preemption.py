@@ -27,7 +27,7 @@ from grpo_spmd.files import write_durably
 from grpo_spmd.records import ScoredRollouts
 
 _log = logging.getLogger("grpo_spmd")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # the last: the terminal was closed, or its ssh has ended
 MARKER = "preempted.json"
 _NUM_RECENT = 200  # steps; more than lie between two evaluations, most likely
 _SPREAD = 1.2  # a step may take so many times the longest of the recent ones
@@ -143,7 +143,8 @@ class Preemption:
 
     def _take_signals(self) -> None:
         for number in SIGNALS:
-            if signal.getsignal(number) != self._on_signal:
+            before = signal.getsignal(number)
+            if before != self._on_signal and (number, before) != (signal.SIGHUP, signal.SIG_IGN):  # nohup
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _: object) -> None:

@@ -81,6 +81,11 @@ class RolloutEngine:
         """Whether a sync must bring all weights, since the engine does not hold a base that stays."""
         return not (self.takes_adapters and self._holds_weights)
 
+    @property
+    def keeps_base(self) -> bool:
+        """Whether a base that was once brought stays for as long as the engine does."""
+        return self.takes_adapters and (self._on_cpu or self._sleep_level == 1)
+
     def wake_weights(self) -> None:
         """Bring back the memory of the weights; what is in it means nothing before the next `load_weights`."""
         if not self._on_cpu:

@@ -54,7 +54,9 @@ class WeightSync:
             self._offload.before_sync()
         engine.wake_weights()
         if engine.needs_weights:
-            with closing(gather_full_tensors(policy, engine.dtype, self._bucket_bytes, stats, self._cast)) as weights:
+            # Of a base that stays nothing is counted: a step is then counted alike, whether the process is new or not.
+            counted = SyncStats() if engine.keeps_base else stats
+            with closing(gather_full_tensors(policy, engine.dtype, self._bucket_bytes, counted, self._cast)) as weights:
                 engine.load_weights(weights, step)
         if engine.takes_adapters:
             adapters = gather_adapters(list(adapter_shards(policy.model, policy.lora)), engine.dtype)

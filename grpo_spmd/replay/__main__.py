@@ -38,7 +38,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in train.py
     code = 0
     try:
-        print("\n".join(report(recorded, replay(recorded, args.checkpoint), args.top)))
+        print("\n".join(report(recorded, replay(recorded, args.checkpoint), args.top)), flush=True)
     except (ConfigError, CheckpointError, RewardError) as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1 if isinstance(error, RewardError) else 2

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from grpo_spmd.config.schema import PHASES
-from tests.support.processes import Job
+from tests.support.processes import Job, full_pipe
 
 LIMIT_S = 3.0
+SECONDS = 20.0  # the most until all are gone: a few on an idle machine, and the doctor waits for answers on a busy one
 RAISES = [("raise", phase, rank) for phase in PHASES for rank in (0, 1)]
 SLEEPS = [("sleep", phase, number % 2) for number, phase in enumerate(PHASES)] + [("sleep", "update", 0)]
 STRAYS = [
@@ -27,33 +28,39 @@ STRAYS = [
     ("work", "rollout", 1),
     ("pass", "", 0),
 ]  # fmt: skip
+UNREAD = {  # what is done, and what is wrong with who should read the output
+    ("raise", "update", 1): "stalled", ("raise", "rollout", 0): "gone", ("raise", "eval", 0): "closed",
+    ("sleep", "rollout", 0): "stalled", ("sleep", "logprobs", 1): "gone", ("sleep", "eval", 1): "closed",
+    ("talk", "reward", 1): "stalled", ("refuse", "start", 0): "stalled", ("stop", "checkpoint", 0): "stalled",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int], dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("doctor")
-    faults = [*RAISES, *SLEEPS, *STRAYS]
-    faults = list(dict.fromkeys(faults))
+    faults = [(fault, "") for fault in dict.fromkeys([*RAISES, *SLEEPS, *STRAYS])] + list(UNREAD.items())
     orders = [
         {
             "do": do,
             "phase": phase if phase != "start" else "weight_sync",
             "rank": str(rank),
-            "folder": str(folder / f"{do}_{phase}_{rank}"),
+            "folder": str(folder / f"{do}_{phase}_{rank}{reader}"),
         }
-        | ({"limit_s": str(LIMIT_S)} if do in ("sleep", "stop", "gil", "debug", "work") else {})
-        for do, phase, rank in faults
+        | ({"limit_s": str(LIMIT_S)} if do in ("sleep", "stop", "gil", "debug", "work", "talk") else {})
+        | ({"reader": reader} if reader else {})
+        for (do, phase, rank), reader in faults
     ]
     code, output = Job([sys.executable, "-m", "tests.support.workers.doctor", json.dumps(orders)]).wait(200)
     assert code == 0, output
-    return dict(zip(faults, json.loads(output.splitlines()[-1]), strict=True))
+    names = [(*fault, reader) if reader else fault for fault, reader in faults]
+    return dict(zip(names, json.loads(output.splitlines()[-1]), strict=True))
 
 
 @pytest.mark.parametrize(("do", "phase", "rank"), RAISES)
 def test_a_raise_ends_all_ranks_with_its_traceback(found: dict[Any, Any], do: str, phase: str, rank: int) -> None:
     run = found[do, phase, rank]
     assert run["codes"] == [1, 1], run
-    assert run["seconds"] < 10
+    assert run["seconds"] < SECONDS
     output = run["output"]
     assert f"rank {rank} (" in output.splitlines()[0]
     assert f"failed first, in phase {phase}, step 1: KeyError: 'no such column'" in output.splitlines()[0]
@@ -75,7 +82,7 @@ def test_the_rank_that_sleeps_is_named_not_the_one_that_waits(
 ) -> None:
     run = found[do, phase, rank]
     assert run["codes"] == [1, 1], run
-    assert run["seconds"] < LIMIT_S + 5
+    assert run["seconds"] < LIMIT_S + SECONDS
     first, hang = run["output"].splitlines()[0], run["hang.txt"]
     assert first.startswith(f"rank {rank} ("), run["output"]
     assert f"hangs in phase {phase}, step 1, at " in first
@@ -94,7 +101,7 @@ def test_a_stopped_rank_is_named_and_does_not_stay(found: dict[Any, Any], phase:
     run = found["stop", phase, rank]
     assert run["codes"][1 - rank] == 1
     assert run["codes"][rank] == -9  # a stopped process cannot leave by itself
-    assert run["seconds"] < LIMIT_S + 5
+    assert run["seconds"] < LIMIT_S + SECONDS
     first = run["output"].splitlines()[0]
     assert first.startswith(f"rank {rank} ("), run["output"]
     assert f"went silent in phase {phase}, step 1: its process is stopped" in first
@@ -103,7 +110,7 @@ def test_a_stopped_rank_is_named_and_does_not_stay(found: dict[Any, Any], phase:
 def test_a_rank_stuck_in_c_is_named_with_its_stack(found: dict[Any, Any]) -> None:
     run = found["gil", "reward", 1]
     assert run["codes"] == [1, -9]
-    assert run["seconds"] < LIMIT_S + 5
+    assert run["seconds"] < LIMIT_S + SECONDS
     assert (
         "went silent in phase reward, step 1: its process is there, but its Python does not run"
         in run["output"].splitlines()[0]
@@ -118,11 +125,35 @@ def test_a_rank_that_is_gone_is_named_by_the_others(found: dict[Any, Any], do: s
     run = found[do, phase, rank]
     assert run["codes"][rank] == (-9 if do == "kill" else 0)
     assert run["codes"][1 - rank] == 1
-    assert run["seconds"] < 10
+    assert run["seconds"] < SECONDS
     first = run["output"].splitlines()[0]
     assert first.startswith(f"rank {rank} (")
     assert f"went silent in phase {phase}, step 1: its process is gone" in first
     assert "Traceback" not in run["output"]  # the survivor's lost connection explains nothing
+
+
+@pytest.mark.parametrize(("do", "phase", "rank"), UNREAD)
+def test_the_end_waits_for_nobody_who_reads_it(found: dict[Any, Any], do: str, phase: str, rank: int) -> None:
+    """A full pipe that nobody reads, one without a reader, and no output at all: the files say what there is to say."""
+    run = found[do, phase, rank, UNREAD[do, phase, rank]]
+    code = 2 if do == "refuse" else 1
+    assert run["codes"][1 - rank] == code, run
+    assert run["codes"][rank] == (-9 if do == "stop" else code)
+    assert run["seconds"] < SECONDS + (LIMIT_S if do in ("sleep", "stop", "talk") else 0)
+    if do == "refuse":
+        return
+    says = {
+        "raise": f"failed first, in phase {phase}, step 1: KeyError: 'no such column'",
+        "stop": f"went silent in phase {phase}, step 1: its process is stopped",
+    }.get(do, f"hangs in phase {phase}, step 1, at ")
+    assert says in run["failure.txt"].splitlines()[1]
+    assert run["failure.txt"].splitlines()[1].startswith(f"rank {rank} (")
+    assert run["failure.txt"].endswith("all ranks stop with exit code 1\n")
+    assert ("hang.txt" in run) == (do != "raise")
+    if do != "raise":
+        assert [section[0] for section in run["hang.txt"].split("--- rank ")[1:]] == ["0", "1"]
+    for number, was in enumerate(code for code in run["codes"]):
+        assert was == -9 or json.loads(run[f"error_{number}.json"])["message"]["message"]
 
 
 def test_bad_data_on_one_rank_is_one_line_and_exit_code_2(found: dict[Any, Any]) -> None:
@@ -158,6 +189,43 @@ def test_without_a_fault_nothing_is_said(found: dict[Any, Any]) -> None:
     said = [line for line in run["output"].splitlines() if "ProcessGroup.hpp" not in line]  # torch warns at the end
     assert sorted(said) == [f"rank {rank} done, restart False" for rank in range(2)]
     assert "failure.txt" not in run
+
+
+ENDS = {
+    "stopped at the end, killed": ("with ending.orderly_end(): os.kill(os.getpid(), signal.SIGSTOP)", -9),
+    "hangs at the end, a success": ("with ending.orderly_end(): time.sleep(600)", 0),
+    "fails at the end": ("with ending.orderly_end(): raise SystemExit(3)", 3),
+    "in time": ("with ending.killed_after(1): pass\ntime.sleep(1.5)", 0),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_the_end_itself_has_an_end(case: str) -> None:
+    body, code = ENDS[case]
+    shorter = "ending._END_S = 1.0; ending._FLUSH_S = 0.5"
+    script = f"import os, signal, time\nfrom grpo_spmd.distributed import ending\n{shorter}\n{body}"
+    assert Job([sys.executable, "-c", script]).wait(60)[0] == code
+
+
+@pytest.mark.parametrize("reader", ["stalled", "gone", "closed"])
+def test_log_lines_do_not_wait_for_who_reads_them(reader: str, tmp_path: Path) -> None:
+    """Nor does the word about a mistake in the config, which comes at the end here."""
+    script = """
+import logging, sys
+from grpo_spmd.config.errors import ConfigError, refuse
+from grpo_spmd.distributed.ending import Terminal
+log = logging.getLogger("grpo_spmd")
+log.handlers[:] = [Terminal(sys.stdout), logging.FileHandler(sys.argv[1])]
+for number in range(3000):
+    log.warning("line %d", number)
+refuse(ConfigError("no such key"))"""
+    read, write = full_pipe()
+    if reader != "stalled":
+        os.close(read)
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"] if reader == "closed" else []
+    job = Job([*closed, sys.executable, "-c", script, str(tmp_path / "log")], stdout=write)
+    assert job.wait(60)[0] == 2
+    assert (tmp_path / "log").read_text().splitlines() == [f"line {number}" for number in range(3000)]
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from grpo_spmd.distributed import preemption as module
 from grpo_spmd.distributed import store
 from grpo_spmd.distributed.preemption import SIGNALS
 from tests.support.models import write_config
-from tests.support.processes import Job, torchrun
+from tests.support.processes import Job, full_pipe, torchrun
 
 FORWARDED = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
 
@@ -88,7 +89,8 @@ CASES: dict[
     "SIGTERM to torchrun": (2, (), signal.SIGTERM, 0.2),
     "SIGUSR1 to torchrun": (2, FORWARDED, signal.SIGUSR1, 0.2),
     "SIGUSR1 to one rank": (2, (), signal.SIGUSR1, 0.2),
-    "SIGTERM to one process": (1, (), signal.SIGTERM, 0.2),
+    "SIGHUP to torchrun": (2, (), signal.SIGHUP, 0.2),  # its terminal was closed
+    "SIGTERM to one process, nobody reads": (1, (), signal.SIGTERM, 0.2),
     "deadline": (2, (), None, 1.0),
 }
 
@@ -103,7 +105,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         config = write_config(folder, folder / "model", training={"max_time_s": 12.0 if number is None else None})
         (folder / "run").mkdir()
         command = torchrun(num_ranks, *options) if num_ranks > 1 else torchrun(1)[:1]
-        jobs[case] = (Job([*command, "-m", "tests.support.workers.stop", str(config), str(step_s)]), folder / "run")
+        stdout = full_pipe()[1] if case.endswith("nobody reads") else subprocess.PIPE
+        command += ["-m", "tests.support.workers.stop", str(config), str(step_s)]
+        jobs[case] = (Job(command, stdout=stdout), folder / "run")
     for case, (job, run_dir) in jobs.items():
         number = CASES[case][2]
         if number is not None:
@@ -136,7 +140,8 @@ def test_all_ranks_stop_alike_and_leave_a_marker(stopped: dict[str, Any], case: 
     assert code == (1 if case.endswith("to torchrun") else 0), output
     assert seconds < 25
     assert survivors == []
-    assert [line for line in output.splitlines() if "stops: " in line] == [f"stops: {marker['reason']}"] * num_ranks
+    said = [] if case.endswith("nobody reads") else [f"stops: {marker['reason']}"] * num_ranks
+    assert [line for line in output.splitlines() if "stops: " in line] == said
     # given up before its update, or never begun
     assert files == {f"rank_{rank}": marker["step"] for rank in range(num_ranks)}
     assert marker["saved"] is True

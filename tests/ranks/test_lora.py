@@ -135,9 +135,7 @@ def test_the_engine_answers_as_peft_does_after_each_sync(results: dict[Any, dict
     if run[2] == "adapter":
         adapters = 4 * sum(tensor.numel() for tensor in result["adapters"].values())
         assert (later, result["num_collectives"]) == (adapters, 1)
-        assert at_first > 5 * later
-    else:
-        assert at_first == later
+    assert at_first == later  # of a base that stays nothing is counted: the first step of a process is as any other
 
 
 @pytest.mark.parametrize(("sync", "num_ranks"), TRAINED)

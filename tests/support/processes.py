@@ -9,6 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,12 +39,30 @@ def run_command(
     return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=120)
 
 
+def full_pipe() -> tuple[int, int]:
+    """Both ends of a pipe that is full: as long as nobody reads, whoever writes into it waits."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b".")
+    os.set_blocking(writer, True)
+    return reader, writer
+
+
 class Job:
     """A command in a process group of its own; all its descendants carry a mark in their environment."""
 
     def __init__(
-        self, command: list[str], *, stdin: str | None = None, env: dict[str, str] | None = None, cwd: Path = ROOT
+        self,
+        command: list[str],
+        *,
+        stdin: str | None = None,
+        stdout: int = subprocess.PIPE,
+        env: dict[str, str] | None = None,
+        cwd: Path = ROOT,
     ) -> None:
+        """`stdout`: of its output and errors; a pipe of ours, or another descriptor."""
         self.mark = uuid.uuid4().hex
         self._stdin = stdin
         _count(command)
@@ -52,7 +71,7 @@ class Job:
             cwd=cwd,
             env={**environment(), _MARK: self.mark, **(env or {})},
             stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
@@ -68,7 +87,7 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
             output, _ = self.process.communicate()
             raise AssertionError(f"still running after {timeout_s} s; its output:\n{output}") from None
-        return self.process.returncode, output
+        return self.process.returncode, output or ""
 
     def survivors(self) -> list[int]:
         """Processes of this job that are still there."""

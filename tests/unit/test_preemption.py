@@ -76,6 +76,14 @@ def runs(
     clock.now += rest
 
 
+def test_a_closed_terminal_is_a_signal_but_not_under_nohup(session: None) -> None:
+    for before, is_taken in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
+        signal.signal(signal.SIGHUP, before)
+        Preemption(None).begin_step()
+        assert (signal.getsignal(signal.SIGHUP) != before) == is_taken
+        assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
+
+
 # The clock
 
 

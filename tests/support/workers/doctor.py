@@ -1,8 +1,9 @@
 """A small loop with the phases of a real one, real collectives and an FSDP update; one rank does in step 1 what its
 order says.
 
-Argument, under torchrun: an order, JSON {"do", "rank", "phase", "folder", "limit_s", "once"}; `do` is a name of FAULTS,
-`once` a file that says that it was done. Or a list of orders: each gets two ranks, forked from here (so that torch is
+Argument, under torchrun: an order, JSON {"do", "rank", "phase", "folder", "limit_s", "once", "reader"}; `do` is a name
+of FAULTS, `once` a file that says that it was done, `reader` what is wrong with who reads the output: it is "stalled"
+or "gone", or the output is "closed". Or a list of orders: each gets two ranks, forked from here (so that torch is
 imported once), a store that outlives them, and SIGTERM when the first of them has ended, as torchrun does. Prints what
 became of them as JSON.
 """
@@ -32,6 +33,7 @@ from grpo_spmd.config.schema import PHASES, WatchdogConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import any_rank, barrier, exchange_bytes, on_rank0
 from grpo_spmd.distributed.session import Session, end_session, set_collective_timeouts, start_session
+from tests.support.processes import full_pipe
 
 
 def fail() -> None:
@@ -51,6 +53,11 @@ def keep_the_gil() -> None:
     max(itertools.repeat(0))
 
 
+def talk() -> None:
+    """More than a pipe holds: with the lock of stdout held, where nobody reads."""
+    print("x" * 1_000_000, flush=True)
+
+
 def debug() -> None:
     """Two limits long at pdb's prompt, then on."""
     commands, typed = os.pipe()
@@ -63,6 +70,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "raise": fail,
     "refuse": refuse,
     "sleep": fall_asleep,
+    "talk": talk,
     "work": lambda: time.sleep(9),
     "gil": keep_the_gil,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -144,6 +152,10 @@ def run_as_torchrun(order: dict[str, str]) -> dict[str, object]:
     folder = Path(order["folder"])
     folder.mkdir()
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    if "reader" in order:
+        reader, output = full_pipe()
+        if order["reader"] != "stalled":
+            os.close(reader)
     os.dup2(output, 1)
     os.dup2(output, 2)
     port_out, port_in = os.pipe()
@@ -163,6 +175,8 @@ def run_as_torchrun(order: dict[str, str]) -> dict[str, object]:
             os.environ.update(
                 RANK=str(rank), LOCAL_RANK=str(rank), TORCHELASTIC_ERROR_FILE=str(folder / f"error_{rank}.json")
             )
+            if order.get("reader") == "closed":
+                os.closerange(0, 3)
             with doctor.exit_with_outcome():
                 main(order)
         ranks[pid] = rank

@@ -201,6 +201,7 @@ def main() -> None:
         refuses(lambda: engine.generate([Request([1], 0)], trials.step), "asleep")
     results["worst"] = worst
     results["bytes"] = first.bytes, stats.bytes
+    assert first.num_collectives == stats.num_collectives
     results["num_collectives"] = stats.num_collectives
     trials.sync()
     if engine.takes_adapters:

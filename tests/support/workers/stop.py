@@ -7,19 +7,23 @@ RUN_DIR/rank_R holds the step that the rank comes to; where it stopped it leaves
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from pathlib import Path
 
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.ending import Terminal
 from grpo_spmd.distributed.preemption import Preempted, Preemption, leave_marker, remove_marker
 from grpo_spmd.distributed.session import end_session, start_session
 
 
 def main() -> None:
     config, step_s = load_config(sys.argv[1]), float(sys.argv[2])
-    session = start_session()
+    session, log = start_session(), logging.getLogger("grpo_spmd")
+    log.setLevel(logging.INFO)
+    log.addHandler(Terminal(sys.stdout))
     preemption = Preemption(config.training.max_time_s)
     remove_marker(config.run_dir)
     step = 0
@@ -31,7 +35,7 @@ def main() -> None:
             preemption.check_before_update()
             time.sleep(step_s / 2)
     except Preempted as preempted:
-        print(f"stops: {preempted.reason}\n", end="", flush=True)
+        log.info("stops: %s", preempted.reason)
         leave_marker(config.run_dir, step, preempted.reason)
     end_session()
 

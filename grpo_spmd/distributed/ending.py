@@ -1,0 +1,97 @@
+"""How a process ends, in time whatever it is stuck in, and log lines that nobody has to read. Imports no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from logging.handlers import QueueHandler
+from queue import Full, Queue
+from typing import NoReturn, TextIO
+
+from grpo_spmd.config.errors import say
+
+_FLUSH_S = 10.0  # what a worker printed may be all that it was for; a reader that is there takes it at once
+_END_S = 60.0  # for vLLM's and NCCL's teardown
+_NUM_WAITING = 1000  # log lines
+
+
+class Terminal(QueueHandler):
+    """Shows log lines on `stream` from a thread of its own, so that a reader who stalls (Ctrl-S, a stuck tee) does not
+    hold the run. Lines that find 1,000 waiting are left out."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._lines: Queue[logging.LogRecord] = Queue(_NUM_WAITING)
+        super().__init__(self._lines)
+        threading.Thread(target=self._show, args=(stream,), name="terminal", daemon=True).start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with suppress(Full):
+            self._lines.put_nowait(record)
+
+    def _show(self, stream: TextIO) -> None:
+        while True:
+            line = self._lines.get().getMessage()
+            with suppress(OSError, ValueError):  # whoever read it is gone (train | head)
+                print(line, file=stream, flush=True)
+            self._lines.task_done()
+
+    def flush(self) -> None:
+        """Wait until the lines so far are shown."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_S)
+
+
+@contextmanager
+def killed_after(seconds: float) -> Iterator[None]:
+    """SIGKILL for this process, by the kernel, if the block takes longer: also where it is stopped or stuck in C."""
+    libc, timer = ctypes.CDLL(None), ctypes.c_void_p()
+    event, moment = struct.pack("Pii48x", 0, signal.SIGKILL, 0), struct.pack("4l", 0, 0, int(seconds), 0)
+    monotonic, has_timer = 1, hasattr(libc, "timer_create")  # not elsewhere than on Linux, nor with an old glibc
+    if is_set := has_timer and libc.timer_create(monotonic, event, ctypes.byref(timer)) == 0:
+        libc.timer_settime(timer, 0, moment, None)
+    try:
+        yield
+    finally:
+        if is_set:
+            libc.timer_delete(timer)
+
+
+@contextmanager
+def orderly_end() -> Iterator[None]:
+    """Around what is taken down when all is saved and every rank knows it. Whoever hangs in it for a minute has come to
+    its end all the same, and whoever is stopped is killed: torchrun waits for it, and the nodes would be held."""
+    timer = threading.Timer(_END_S, leave, (0,))
+    timer.daemon = True
+    timer.start()
+    try:
+        with killed_after(_END_S + 2 * _FLUSH_S):
+            yield
+    finally:
+        timer.cancel()
+
+
+@killed_after(3 * _FLUSH_S)
+def leave(code: int, last_words: str = "") -> NoReturn:
+    """Exit without finalizers: vLLM's and the process group's wait for peers. The interpreter's own exit now and then
+    aborts in threads that gloo left ("terminate called without an active exception"), to torchrun a failed run."""
+    try:
+        flusher = threading.Thread(target=_flush, daemon=True)
+        flusher.start()
+        flusher.join(1.0 if code else _FLUSH_S)
+        if last_words:
+            say(last_words)
+    finally:  # Ctrl-C in here too
+        os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (*logging.getLogger("grpo_spmd").handlers, sys.stdout, sys.stderr):
+        with suppress(Exception):  # a closed pipe
+            stream.flush()
