@@ -106,9 +106,7 @@ def exit_with_outcome() -> Iterator[None]:
             with suppress(SystemExit):
                 refuse(error)
             leave(2)
-        elif not isinstance(error, KeyboardInterrupt):
-            leave(1, "".join(traceback.format_exception(error)).rstrip())
-        leave(1)
+        leave(1, "" if isinstance(error, KeyboardInterrupt) else "".join(traceback.format_exception(error)).rstrip())
 
 
 class Doctor:

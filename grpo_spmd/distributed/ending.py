@@ -19,7 +19,6 @@ from grpo_spmd.config.errors import say
 
 _FLUSH_S = 10.0  # what a worker printed may be all that it was for; a reader that is there takes it at once
 _END_S = 60.0  # for vLLM's and NCCL's teardown
-_NUM_WAITING = 1000  # log lines
 
 
 class Terminal(QueueHandler):
@@ -27,7 +26,7 @@ class Terminal(QueueHandler):
     hold the run. Lines that find 1,000 waiting are left out."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._lines: Queue[logging.LogRecord] = Queue(_NUM_WAITING)
+        self._lines: Queue[logging.LogRecord] = Queue(1000)
         super().__init__(self._lines)
         threading.Thread(target=self._show, args=(stream,), name="terminal", daemon=True).start()
 
