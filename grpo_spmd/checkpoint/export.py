@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from grpo_spmd.checkpoint.manifest import CheckpointError, read_trainer
+from grpo_spmd.checkpoint.manifest import CheckpointError, read_trainer, refuse_links
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import sync_path, sync_to_disk
+from grpo_spmd.untrusted import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,10 +70,11 @@ def stored_tensors(checkpoint: Path, num_ranks: int, prefix: str = "policy.") ->
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
                     if name.startswith(prefix):
                         rows, (first_row, *others) = file.get_slice(name), offsets[name]["saved_offsets"]
-                        if rows.get_dtype() != "F32" or any(others):
+                        is_whole = type(first_row) is int and 1 + len(others) == len(rows.get_shape())
+                        if rows.get_dtype() != "F32" or not is_whole or any(others):
                             raise CheckpointError(f"{path}: {name} is not whole rows of float32")
                         pieces.setdefault(name, []).append(_Piece(path, first_row, tuple(rows.get_shape())))
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a checkpoint's shard ({type(error).__name__}: {error})") from None
     if not pieces:
         raise CheckpointError(f"{checkpoint}: no shard in its state folder holds a tensor {prefix}*")
@@ -106,8 +108,9 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, max
     Raises ConfigError (`out` is taken, or `dtype` does not go with adapters), CheckpointError (damaged), and OSError or
     SafetensorError where nothing can be written.
     """
-    trainer = read_trainer(checkpoint)
-    tensors = stored_tensors(checkpoint, trainer["world_size"] // trainer["config"]["model.num_replicas"])
+    trainer = read_trainer(checkpoint, ("world_size", "config", "dtype"))
+    refuse_links(checkpoint)
+    tensors = stored_tensors(checkpoint, trainer["world_size"] // trainer["config"].get("model.num_replicas", 1))
     is_lora = (checkpoint / "model" / "adapter_config.json").is_file()
     if is_lora and dtype not in (None, "float32"):
         raise ConfigError(f"--dtype {dtype}: {checkpoint} holds adapters, which are float32 always; leave it out")
@@ -119,7 +122,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, max
         else:
             dtype = dtype or str(trainer["dtype"])
             _save_model(tensors, made, dtype, max_file_bytes)
-            config = json.loads((made / "config.json").read_text(encoding="utf-8"))
+            config = read_json(made / "config.json")
             config.pop("torch_dtype", None)
             (made / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2), encoding="utf-8")
 

@@ -13,9 +13,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_spmd.untrusted import (
+    MANIFEST_FILE,
+    TRAINER,
+    UntrustedError,
+    check_fields,
+    open_regular,
+    read_json,
+    regular_files,
+    whole,
+)  # fmt: skip
+
+# Of trainer.json, what a run needs to go on.
+TO_GO_ON = ("step", "position", "num_updates", "skipped_in_a_row", "config", "world_size",
+            "model_fingerprint", "data_fingerprint")  # fmt: skip
 FORMAT = 1  # of a checkpoint; a higher one is refused, since it was written by a later grpo_spmd
 
 
@@ -31,35 +47,58 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """{relative file name: {"bytes": size, "sha256": digest}}. Raises CheckpointError: the manifest is missing, damaged
     or newer (NewerFormatError), or names other files than the folder has."""
     files = _read_json(checkpoint, "manifest.json").get("files")
-    if not isinstance(files, dict) or not all(
-        isinstance(f, dict) and {"bytes", "sha256"} <= f.keys() for f in files.values()
-    ):
-        raise CheckpointError(f"{checkpoint}: manifest.json is damaged")
-    present = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
-    present.discard("manifest.json")
+    if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
+        raise CheckpointError(f"{checkpoint}: manifest.json is damaged: it names no files")
+    try:
+        for name, facts in files.items():
+            check_fields(facts, MANIFEST_FILE, f"{checkpoint}: manifest.json is damaged: {name}", MANIFEST_FILE)
+        present = regular_files(checkpoint) - {"manifest.json"}
+    except UntrustedError as error:
+        raise CheckpointError(str(error)) from None
     for name in sorted(files.keys() - present):
         raise CheckpointError(f"{checkpoint}: {name} is missing")
     for name in sorted(present - files.keys()):
         raise CheckpointError(f"{checkpoint}: {name} is not in manifest.json")
+    for name in files:  # torch's reader takes every file of that folder for a shard
+        if name.startswith("state/") and not re.fullmatch(r"state/shard_\d{5,}\.safetensors", name):
+            raise CheckpointError(f"{checkpoint}: {name} is not the name of a shard")
     return files
 
 
-def read_trainer(checkpoint: Path) -> dict[str, Any]:
-    """trainer.json. Raises CheckpointError."""
-    return _read_json(checkpoint, "trainer.json")
+def refuse_links(checkpoint: Path) -> None:
+    """Raises CheckpointError where a file is a link, a fifo or a device: copied, it would be another's, or endless."""
+    try:
+        regular_files(checkpoint)
+    except UntrustedError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
+    """trainer.json, every field of it checked; `needed` ones must be there. Raises CheckpointError."""
+    trainer, where = _read_json(checkpoint, "trainer.json"), f"{checkpoint}: trainer.json is damaged"
+    try:
+        check_fields(trainer, TRAINER, where, needed)
+        replicas = {"model.num_replicas": whole(1, trainer.get("world_size", 1))}
+        check_fields(trainer.get("config", {}), replicas, f"{where}: config")
+    except UntrustedError as error:
+        raise CheckpointError(str(error)) from None
+    named = re.fullmatch(r"step_(\d{6,18})", checkpoint.name)
+    if named and int(named[1]) != trainer["step"]:
+        raise CheckpointError(f"{where}: it is of step {trainer['step']}, and the folder of {int(named[1])}")
+    return trainer
 
 
 def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
     try:
-        value = json.loads((checkpoint / name).read_text(encoding="utf-8"))
+        value = read_json(checkpoint / name)
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint}: {name} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{checkpoint}: cannot read {name}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{checkpoint}: {name} is damaged") from None
-    if not isinstance(value, dict) or not isinstance(value.get("format"), int):
-        raise CheckpointError(f"{checkpoint}: {name} is damaged")
+    except UntrustedError as error:
+        raise CheckpointError(f"{checkpoint}: {name} is damaged: {error}") from None
+    if type(value.get("format")) is not int or value["format"] < 0:
+        raise CheckpointError(f"{checkpoint}: {name} is damaged: its format is no number")
     if value["format"] > FORMAT:
         formats = f"(format {value['format']}, this one reads up to {FORMAT})"
         raise NewerFormatError(f"{checkpoint}: written by a newer grpo_spmd {formats}; update grpo_spmd")
@@ -70,10 +109,12 @@ def verify_files(checkpoint: Path, files: dict[str, dict[str, Any]], share: int 
     """Compare size and SHA-256 of every `num_shares`-th file, from `share` on. Raises CheckpointError."""
     for name in sorted(files)[share::num_shares]:
         try:
-            size = (checkpoint / name).stat().st_size
+            size = (checkpoint / name).lstat().st_size
             if size != files[name]["bytes"]:
                 raise CheckpointError(f"{checkpoint}: {name} has {size} bytes, and should have {files[name]['bytes']}")
             digest = _sha256(checkpoint / name)
+        except UntrustedError as error:
+            raise CheckpointError(f"{checkpoint}: cannot read {name}: {error}") from None
         except OSError as error:
             raise CheckpointError(f"{checkpoint}: cannot read {name}: {error.strerror}") from None
         if digest != files[name]["sha256"]:
@@ -98,5 +139,5 @@ def write_manifest(folder: Path, known: dict[str, dict[str, Any]]) -> None:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from grpo_spmd.checkpoint.manifest import CheckpointError, NewerFormatError, read_manifest, read_trainer, verify_files
+from grpo_spmd.checkpoint.export import stored_tensors
+from grpo_spmd.checkpoint.manifest import (
+    TO_GO_ON,
+    CheckpointError,
+    NewerFormatError,
+    read_manifest,
+    read_trainer,
+    verify_files,
+)
 from grpo_spmd.checkpoint.run_dir import Candidates, Start, check_same_run, find_candidates
 from grpo_spmd.checkpoint.state import MOMENTS, RunFacts, state_tensors, trained_parameters
 from grpo_spmd.config.errors import ConfigError
@@ -77,7 +85,9 @@ def _damage_of(folder: Path, session: Session) -> str | None:
     text, is_newer = "", False
     try:
         verify_files(folder, read_manifest(folder), session.rank, session.world_size)
-        read_trainer(folder)
+        trainer = read_trainer(folder, TO_GO_ON)
+        if session.is_rank0:  # what torch's reader would trust of the shards
+            stored_tensors(folder, trainer["world_size"] // trainer["config"].get("model.num_replicas", 1), prefix="")
     except CheckpointError as error:
         text, is_newer = str(error), isinstance(error, NewerFormatError)
     except OSError as unreadable:

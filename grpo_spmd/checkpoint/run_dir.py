@@ -14,6 +14,7 @@ from typing import Any
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.processes import read_stat
 from grpo_spmd.files import sync_path, sync_to_disk
+from grpo_spmd.untrusted import UntrustedError, open_regular
 
 _log = logging.getLogger("grpo_spmd")
 _LAUNCH = Path("logs", "launch")
@@ -105,7 +106,7 @@ def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, 
     """What of the flat `config` has changed since `trainer`, of `checkpoint`, was written, and may; one text a key.
     Raises ConfigError for a key that must stay as it was."""
     before = trainer["config"]
-    changed = [key for key in sorted(before.keys() | config.keys()) if before.get(key) != config.get(key)]
+    changed = [key for key in sorted(before.keys() | config.keys()) if repr(before.get(key)) != repr(config.get(key))]
     for key in changed:
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS):
             was = f"{key} ({config.get(key)}) was {before.get(key)} in the run that wrote {checkpoint}"
@@ -125,9 +126,10 @@ def refuse_in_use(run_dir: Path) -> None:
 def is_same_launch(run_dir: str | Path) -> bool:
     """Whether this very launch by torchrun has begun the run: where it restarts the ranks, the run goes on."""
     try:
-        return _launch_id() != "" and (Path(run_dir) / _LAUNCH).read_text(encoding="utf-8") == _launch_id()
-    except OSError:  # the first attempt did not come that far, or was refused because the folder is another run's
-        return False
+        with open_regular(Path(run_dir) / _LAUNCH) as file:
+            return _launch_id() != "" and file.read(4096) == _launch_id().encode()
+    except (OSError, UntrustedError):
+        return False  # the first attempt did not come that far, or was refused because the folder is another run's
 
 
 def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
@@ -176,7 +178,11 @@ def _lock(run_dir: Path) -> None:
     if path in _locked:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # never closed: the lock ends with the process
+    try:
+        # never closed: the lock ends with the process
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        raise ConfigError(f"run_dir: {path} cannot be written: {error.strerror}") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

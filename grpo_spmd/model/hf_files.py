@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import transformers
 from safetensors import safe_open
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.untrusted import UntrustedError, read_index, read_model_config, read_stop_tokens
 
 
 def load_tokenizer(path: str) -> Any:
@@ -24,6 +24,8 @@ def load_config(path: str) -> Any:
     """The model's config, never by code of its folder: where `trust_remote_code` is left out, transformers asks on
     stdin, and a "y" there runs that code. Raises ConfigError where it cannot be loaded."""
     try:
+        if (folder := Path(path)).is_dir():
+            read_model_config(folder)  # sizes out of all bounds would have the library count for hours
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, and the field checks of huggingface_hub, which are neither
         raise ConfigError(f"model.path: cannot load the config of {path}: {_first_line(error)}") from None
@@ -37,12 +39,10 @@ def _first_line(error: Exception) -> str:
 def stop_token_ids(path: str, tokenizer: Any) -> set[int]:
     """Token ids that end a completion: of generation_config.json, else of config.json, and the tokenizer's eos."""
     found: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
-    for name in ("generation_config.json", "config.json"):
-        file = checkpoint_folder(path) / name
-        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-        if eos is not None:
-            return found | set(eos if isinstance(eos, list) else [eos])
-    return found
+    try:
+        return found | (read_stop_tokens(checkpoint_folder(path)) or set())
+    except (UntrustedError, OSError) as error:
+        raise ConfigError(f"model.path: {error}") from None
 
 
 def checkpoint_folder(path: str) -> Path:
@@ -55,9 +55,11 @@ def checkpoint_folder(path: str) -> Path:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    try:
+        if (index := read_index(folder)) is not None:
+            return index
+    except (UntrustedError, OSError) as error:
+        raise ConfigError(f"model.path: {error}") from None
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"model.path: {folder} holds no .safetensors file")

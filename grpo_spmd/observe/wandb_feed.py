@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.observe.metrics_file import read_lines
+from grpo_spmd.untrusted import UntrustedError, check_fields, read_json, text, whole
 
 _log = logging.getLogger("grpo_spmd")
 ANSWER_S = 60.0  # a call that takes longer is said to hang
@@ -121,7 +122,8 @@ class WandbFeed:
 
 def _read_state(path: Path) -> tuple[str, int]:
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        return str(state["id"]), int(state["next_step"])
-    except (OSError, ValueError, KeyError, TypeError):
+        state = read_json(path)
+        check_fields(state, {"id": text(r"[\w-]{1,64}", "an id"), "next_step": whole(0)}, path, ("id", "next_step"))
+        return state["id"], state["next_step"]
+    except (OSError, UntrustedError):
         return secrets.token_hex(8), 0

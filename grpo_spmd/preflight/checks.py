@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import check_lengths_early, check_template_early
 from grpo_spmd.data.rows import PromptRow, check_enough_rows, key_and_source, read_rows
-from grpo_spmd.preflight.model_facts import read_header
 from grpo_spmd.rewards.protocol import Reward, load_rewards
 from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
+from grpo_spmd.untrusted import UntrustedError, read_header, read_index, read_model_config, read_stop_tokens
 
 
 @dataclass(frozen=True)
@@ -142,26 +141,22 @@ def _check_model(config: Config) -> None:
         if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", config.model.path) and not Path(folder.parts[0]).exists():
             return  # a hub id
         raise ConfigError(f"model.path: there is no folder {folder}, and it is no hub id (organisation/name)")
-    file = folder / "config.json"
     try:
-        model = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"model.path: cannot read {file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"model.path: {file} is not valid JSON: {error}") from None
-    if not isinstance(model, dict):
-        raise ConfigError(f"model.path: {file} must hold a JSON object, got {type(model).__name__}")
-    if not isinstance(model.get("model_type"), str):
-        raise ConfigError(f"model.path: {file} names no model_type")
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"model.path: {folder} holds no .safetensors file")
-    for path in files:
-        try:
+        for path in folder.iterdir():  # a fifo would have its reader wait for ever, a device has no end
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise UntrustedError(f"{path} is neither a file nor a folder")
+        model = read_model_config(folder)
+        read_stop_tokens(folder)
+        files = sorted({*folder.glob("*.safetensors"), *(read_index(folder) or {}).values()})
+        if not files:
+            raise UntrustedError(f"{folder} holds no .safetensors file")
+        for path in files:
             read_header(path)
-        except (OSError, ValueError):
-            whole = "is not a whole safetensors file; copy or download it again"
-            raise ConfigError(f"model.path: {path} {whole}") from None
+    except UntrustedError as error:
+        remedy = "; copy or download it again" if "whole safetensors" in str(error) else ""
+        raise ConfigError(f"model.path: {error}{remedy}") from None
+    except OSError as error:
+        raise ConfigError(f"model.path: cannot read {error.filename}: {error.strerror}") from None
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
         raise ConfigError(f"model.path: {folder} holds no tokenizer")  # transformers would make an empty one up
     longest, positions = config.max_rollout_tokens, model.get("max_position_embeddings")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.model.dimensions import Dimensions, dimensions
+from grpo_spmd.untrusted import read_header, read_index, read_model_config
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -54,7 +54,7 @@ def read_model(path: str) -> ModelFacts | None:
         if not isinstance(cached, str):
             return None
         folder = Path(cached).parent
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_model_config(folder)
     if shapes := shapes_from_headers(folder, tied=bool(config.get("tie_word_embeddings"))):
         return ModelFacts(shapes, config, f"safetensors headers in {folder}")
     source = f"{folder / 'config.json'}, worked out; the weights are not there"
@@ -63,9 +63,9 @@ def read_model(path: str) -> ModelFacts | None:
 
 def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
     """Shapes of all parameters in the files that the policy would read, by their index if any; {} if one is missing."""
-    index, files = folder / "model.safetensors.index.json", sorted(folder.glob("*.safetensors"))
-    if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    index, files = read_index(folder), sorted(folder.glob("*.safetensors"))
+    if index is not None:
+        files = sorted(set(index.values()))
     if not all(path.is_file() for path in files):
         return {}
     return {
@@ -75,22 +75,6 @@ def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
         # Some checkpoints hold the tied lm_head a second time, or a buffer of the rotary embedding.
         if not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq")
     }
-
-
-def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """{tensor: {"dtype", "shape", "data_offsets"}} of a safetensors file; ValueError where a download broke off."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(min(length, size)))
-    try:
-        header.pop("__metadata__", None)
-        whole = 8 + length + max(entry["data_offsets"][1] for entry in header.values()) == size
-    except (KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{path} is not a whole safetensors file")
-    return dict(header)
 
 
 def shapes_from_config(config: Mapping[str, Any]) -> Shapes:

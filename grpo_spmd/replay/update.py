@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_spmd.checkpoint.export import export_checkpoint
-from grpo_spmd.checkpoint.manifest import read_trainer, verify_checkpoint
+from grpo_spmd.checkpoint.manifest import TO_GO_ON, read_trainer, verify_checkpoint
 from grpo_spmd.checkpoint.restore import load_state
 from grpo_spmd.checkpoint.run_dir import checkpoint_path, list_checkpoints
 from grpo_spmd.config.errors import ConfigError
@@ -43,7 +43,7 @@ def train(
     reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
     updater = _updater(policy, config)
     if source is not None:
-        load_state(policy, updater, source, read_trainer(source))
+        load_state(policy, updater, source, read_trainer(source, TO_GO_ON))
     attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
     decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
     logprobs: dict[int, list[float]] = {}

@@ -32,6 +32,7 @@ from grpo_spmd.config.schema import ModelConfig, RolloutConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.records import Completion, Prompt
+from grpo_spmd.untrusted import UntrustedError, open_regular
 
 _log = logging.getLogger("grpo_spmd")
 _FOLDER = "rollout_buffer"
@@ -39,6 +40,7 @@ _FINISH_REASONS = ("stop", "length")
 _WRITE_EVERY_S = 60.0  # what a kill that gives no warning may lose
 Key = tuple[int, int, str]  # position in the prompt stream, sample, digest of the prompt's tokens
 Place = tuple[str, int, int, int]  # file name, first token in it, number of tokens, finish reason
+_Array = npt.NDArray[Any]
 Slot = tuple[int, int]  # of the step: slot of the prompt, sample
 
 
@@ -128,7 +130,7 @@ class RolloutBuffer:
     def _read_file(self, path: Path) -> list[tuple[Key, Place]]:
         """Its completions, if it is whole and of this policy."""
         try:
-            with path.open("rb") as opened:
+            with open_regular(path) as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != path.stem:
                     raise OSError("its contents are damaged")
             with safe_open(path, "np") as file:
@@ -136,10 +138,13 @@ class RolloutBuffer:
                     text = "step %d: %s was sampled from other weights or with other settings, and is not used"
                     _log.info(text, self._step, path.name)
                     return []
-                rows, prompts = file.get_tensor("rows"), file.get_tensor("prompts")
-        except (OSError, SafetensorError, KeyError, TypeError) as error:
+                tensors = {name: file.get_tensor(name) for name in ("rows", "prompts", "token_ids", "logprobs")}
+                if not _is_sound(**tensors):
+                    raise UntrustedError("its rows do not fit its tokens")
+        except (OSError, SafetensorError, KeyError, TypeError, UntrustedError) as error:
             _log.warning("step %d: %s is not used: %s", self._step, path, error)
             return []
+        rows, prompts = tensors["rows"], tensors["prompts"]
         found, ends = list[tuple[Key, Place]](), np.cumsum(rows[:, 2]).tolist()
         for (position, sample, num_tokens, reason), prompt, end in zip(rows.tolist(), prompts, ends, strict=True):
             place = path.name, end - num_tokens, num_tokens, reason
@@ -150,7 +155,7 @@ class RolloutBuffer:
 def steps_on_disk(run_dir: str | Path) -> list[int]:
     """The steps of which completions are kept."""
     found = Path(run_dir, _FOLDER).glob("step_*")
-    return sorted(int(path.name[5:]) for path in found if path.name[5:].isdecimal())
+    return sorted(int(path.name[5:]) for path in found if path.name[5:].isdecimal() and not path.is_symlink())
 
 
 def forget_before(run_dir: str | Path, step: int) -> None:
@@ -188,6 +193,17 @@ def _pack(completions: Sequence[tuple[Prompt, int, Completion]]) -> dict[str, np
         "rows": np.array(rows, np.int64),
         "prompts": np.frombuffer(prompts, np.uint8).reshape(-1, 16),
     }
+
+
+def _is_sound(rows: _Array, prompts: _Array, token_ids: _Array, logprobs: _Array) -> bool:
+    """Whether arrays of a file are such as `_pack` makes."""
+    kinds = [(array.dtype.name, array.ndim) for array in (rows, prompts, token_ids, logprobs)]
+    if kinds != [("int64", 2), ("uint8", 2), ("int32", 1), ("float64", 1)] or rows.shape[1] != 4:
+        return False
+    most = np.array([1 << 62, 1 << 31, len(token_ids), len(_FINISH_REASONS) - 1])
+    are_numbers = bool(((rows >= 0) & (rows <= most)).all() and (token_ids >= 0).all() and np.isfinite(logprobs).all())
+    fits = len(token_ids) == len(logprobs) == rows[:, 2].sum() and prompts.shape == (len(rows), 16)
+    return are_numbers and bool(fits)
 
 
 def _step_name(step: int) -> str:

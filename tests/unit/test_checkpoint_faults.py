@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,13 @@ _NUM_DRAWS = 40  # of each damage to each file
 Damage = Callable[[Path, random.Random], None]
 
 
+def trainer_of(step: int) -> dict[str, Any]:
+    of_run = {"model_fingerprint": "1" * 64, "data_fingerprint": "2" * 64, "model_path": "m", "dtype": "float32"}
+    config = {"seed": 0, "model.num_replicas": 1, "data.eval": {}, "loss.dual_clip": None, "data.train": "a.jsonl"}
+    counts = {"position": 4 * step, "num_updates": step, "skipped_in_a_row": 0, "mismatch_scale": [1e-7, 1e-6]}
+    return {"format": 1, "step": step, **counts, **of_run, "config": config, "world_size": 2}
+
+
 def make_checkpoint(
     run_dir: Path, step: int, content: int = 0, place: Callable[[Path, Path], object] = Path.rename
 ) -> Path:
@@ -55,7 +63,7 @@ def make_checkpoint(
         (temporary / name).parent.mkdir(parents=True, exist_ok=True)
         (temporary / name).write_bytes(noise.randbytes(3000))
     (temporary / "model/config.json").write_text('{"model_type": "qwen3"}')
-    (temporary / "trainer.json").write_text(json.dumps({"format": 1, "step": step}))
+    (temporary / "trainer.json").write_text(json.dumps(trainer_of(step)))
     write_manifest(temporary, {})
     place(temporary, folder)
     return folder
@@ -413,4 +421,4 @@ def test_metrics_after_steps_that_were_run_twice(tmp_path: Path) -> None:
 
 
 def test_trainer_of_a_good_checkpoint(tmp_path: Path) -> None:
-    assert read_trainer(make_checkpoint(tmp_path, 3)) == {"format": 1, "step": 3}
+    assert read_trainer(make_checkpoint(tmp_path, 3)) == trainer_of(3)
