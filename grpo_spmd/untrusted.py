@@ -1,5 +1,5 @@
-"""Reads what somebody else may have made: a model's folder, a checkpoint's, what an earlier run left. Only regular files
-are opened, never in a way that could wait, and read up to a size; JSON is checked field by field, by type and range."""
+"""Reads what somebody else may have made: a model's folder, a checkpoint's, what a run left. Only regular files are
+opened, never in a way that could wait, and read up to a size; JSON is checked field by field, by type and range."""
 
 from __future__ import annotations
 

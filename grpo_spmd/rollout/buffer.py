@@ -40,7 +40,6 @@ _FINISH_REASONS = ("stop", "length")
 _WRITE_EVERY_S = 60.0  # what a kill that gives no warning may lose
 Key = tuple[int, int, str]  # position in the prompt stream, sample, digest of the prompt's tokens
 Place = tuple[str, int, int, int]  # file name, first token in it, number of tokens, finish reason
-_Array = npt.NDArray[Any]
 Slot = tuple[int, int]  # of the step: slot of the prompt, sample
 
 
@@ -138,13 +137,16 @@ class RolloutBuffer:
                     text = "step %d: %s was sampled from other weights or with other settings, and is not used"
                     _log.info(text, self._step, path.name)
                     return []
-                tensors = {name: file.get_tensor(name) for name in ("rows", "prompts", "token_ids", "logprobs")}
-                if not _is_sound(**tensors):
+                arrays = [file.get_tensor(name) for name in ("rows", "prompts", "token_ids", "logprobs")]
+                rows, prompts, n, m = *arrays[:2], len(arrays[0]), len(arrays[2])
+                as_packed = [f"int64({n}, 4)", f"uint8({n}, 16)", f"int32({m},)", f"float64({m},)"]
+                is_sound = [f"{array.dtype}{array.shape}" for array in arrays] == as_packed and rows[:, 2].sum() == m
+                is_sound = is_sound and all((array >= 0).all() for array in arrays[:3])
+                if not is_sound or (rows > [1 << 62, 1 << 31, m, len(_FINISH_REASONS) - 1]).any():
                     raise UntrustedError("its rows do not fit its tokens")
         except (OSError, SafetensorError, KeyError, TypeError, UntrustedError) as error:
             _log.warning("step %d: %s is not used: %s", self._step, path, error)
             return []
-        rows, prompts = tensors["rows"], tensors["prompts"]
         found, ends = list[tuple[Key, Place]](), np.cumsum(rows[:, 2]).tolist()
         for (position, sample, num_tokens, reason), prompt, end in zip(rows.tolist(), prompts, ends, strict=True):
             place = path.name, end - num_tokens, num_tokens, reason
@@ -193,17 +195,6 @@ def _pack(completions: Sequence[tuple[Prompt, int, Completion]]) -> dict[str, np
         "rows": np.array(rows, np.int64),
         "prompts": np.frombuffer(prompts, np.uint8).reshape(-1, 16),
     }
-
-
-def _is_sound(rows: _Array, prompts: _Array, token_ids: _Array, logprobs: _Array) -> bool:
-    """Whether arrays of a file are such as `_pack` makes."""
-    kinds = [(array.dtype.name, array.ndim) for array in (rows, prompts, token_ids, logprobs)]
-    if kinds != [("int64", 2), ("uint8", 2), ("int32", 1), ("float64", 1)] or rows.shape[1] != 4:
-        return False
-    most = np.array([1 << 62, 1 << 31, len(token_ids), len(_FINISH_REASONS) - 1])
-    are_numbers = bool(((rows >= 0) & (rows <= most)).all() and (token_ids >= 0).all() and np.isfinite(logprobs).all())
-    fits = len(token_ids) == len(logprobs) == rows[:, 2].sum() and prompts.shape == (len(rows), 16)
-    return are_numbers and bool(fits)
 
 
 def _step_name(step: int) -> str:

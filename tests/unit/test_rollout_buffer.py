@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save
 
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
@@ -137,3 +143,37 @@ def test_steps_are_forgotten_once_they_are_saved(written: Path, config: Config) 
     assert steps_on_disk(config.run_dir) == [12, 1_000_000]
     forget_before(config.run_dir, 12)
     forget_before(config.run_dir + "/elsewhere", 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "odd"),
+    [
+        ("rows", np.zeros((4, 4), np.int64)),
+        ("rows", np.full((4, 4), -1, np.int64)),
+        ("rows", np.zeros(4, np.int64)),
+        ("rows", np.full((4, 4), 1 << 62, np.int64)),
+        ("prompts", np.zeros((3, 16), np.uint8)),
+        ("token_ids", np.full(10, -7, np.int32)),
+        ("logprobs", np.zeros(2)),
+    ],
+)
+def test_a_forged_file_is_left_out(
+    name: str, odd: npt.NDArray[Any], written: Path, config: Config, session: Session
+) -> None:
+    """Its name goes with its contents, as anybody can make it."""
+    with safe_open(written, "np") as file:
+        metadata, arrays = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    payload = save(arrays | {name: odd}, metadata)
+    written.with_name(f"{hashlib.sha256(payload).hexdigest()}.safetensors").write_bytes(payload)
+    written.unlink()
+    assert read_back(config, session) == {}
+
+
+@pytest.mark.parametrize("target", [None, "/dev/zero", "/etc/passwd"])
+def test_what_is_no_file_is_left_out(target: str | None, written: Path, config: Config, session: Session) -> None:
+    other = written.with_name(f"{'0' * 64}.safetensors")
+    if target is None:
+        os.mkfifo(other)
+    else:
+        other.symlink_to(target)
+    assert len(read_back(config, session)) == 4
