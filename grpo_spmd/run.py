@@ -132,7 +132,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
     longest, stops = config.max_rollout_tokens, stop_token_ids(config.model.path, tokenizer)
     engine = RolloutEngine(config.model, config.rollout, longest, session, stops, preemption.should_abort)
-    policy = build_policy(config.model, config.rollout.temperature, session, seed=config.seed)
+    policy = build_policy(config.model, config.rollout.temperature, session, seed=config.seed, longest=longest)
     reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
     max_completion, max_error_frac = config.rollout.max_completion_tokens, config.reward_pool.max_error_frac
     updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training.num_epochs, max_completion)

@@ -49,7 +49,7 @@ def train(num_steps: int) -> None:
     tasks = [json.loads(line) for line in TASKS.read_text(encoding="utf-8").splitlines()]
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
     engine = RolloutEngine(MODEL, ROLLOUT, LONGEST, session, stop_token_ids(MODEL.path, tokenizer))
-    policy = build_policy(MODEL, ROLLOUT.temperature, session)
+    policy = build_policy(MODEL, ROLLOUT.temperature, session, longest=LONGEST)
     optimizer, _ = build_optimizer(policy, OPTIMIZER)
     weight_sync = WeightSync(policy, engine, ROLLOUT.weight_sync_bucket_mib)
     for step in range(num_steps):

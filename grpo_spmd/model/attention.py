@@ -1,14 +1,15 @@
 """Causal attention within each sequence of a packed row, nothing padded: one function for HF models, three back ends.
 
 flash: flash-attn's kernel for variable lengths. varlen: torch's own. Both are for bfloat16 on a GPU. sdpa: SDPA
-sequence by sequence, for everything else; neighbours of equal length share a call."""
+sequence by sequence, for everything else; neighbours of equal length share a call. Capped attention logits (Gemma 2)
+are for flash, and for softmax written out in place of SDPA."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model.families.soft_cap import capped_attention
 
 PACKED_ATTENTION = "grpo_spmd_packed"
 Backend = Literal["flash", "varlen", "sdpa"]
@@ -34,8 +36,11 @@ class PackedLayout:
             self.bounds = (starts, starts, max(lengths), max(lengths))  # of queries and of keys, as the kernels ask
 
 
-def choose_backend(choice: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
-    """The back end for `model.attention`. Raises ConfigError where flash was asked for and cannot be had."""
+def choose_backend(
+    choice: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, capped: bool = False
+) -> Backend:
+    """The back end for `model.attention`, maybe of a model that caps its logits there. Raises ConfigError where flash
+    was asked for and cannot be had."""
     kernels = device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
     kernels = kernels and head_dim % 8 == 0 and head_dim <= 256
     if kernels and choice != "sdpa" and _found("flash_attn", "flash_attn_varlen_func"):
@@ -45,7 +50,8 @@ def choose_backend(choice: str, device: torch.device, dtype: torch.dtype, head_d
             "model.attention: flash needs a GPU of compute capability 8.0, model.dtype: bfloat16, heads of a size that "
             "8 divides, 256 at most, and the flash-attn package; set auto or sdpa"
         )
-    return "varlen" if kernels and choice == "auto" and _found("torch.nn.attention.varlen", "varlen_attn") else "sdpa"
+    kernels = kernels and choice == "auto" and not capped
+    return "varlen" if kernels and _found("torch.nn.attention.varlen", "varlen_attn") else "sdpa"
 
 
 def _found(module: str, name: str) -> bool:
@@ -61,38 +67,54 @@ def packed_attention(
     _: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_layout: PackedLayout, **more: Any
 ) -> tuple[Tensor, None]:
     """Attention in the signature of HF's attention functions. `query` [1, heads, T, head_dim], `key` and `value` the
-    same with kv heads -> [1, T, heads, head_dim]. Raises ConfigError where the model caps attention logits or has
-    attention sinks, which not all back ends know. Some models (AFMoE, Doge) pass tensors by these names."""
-    if more.get("softcap") is not None or more.get("s_aux") is not None:
-        raise ConfigError(
-            "model.path: this model caps its attention logits or has attention sinks, which packed rows do not support"
-        )
+    same with kv heads -> [1, T, heads, head_dim]. Raises ConfigError where the model has attention sinks, or caps
+    logits that varlen cannot. Some models (AFMoE, Doge) pass tensors by these names."""
+    if more.get("s_aux") is not None:
+        raise ConfigError("model.path: this model has attention sinks, which packed rows do not support")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
     attend = {"flash": _flash, "varlen": _varlen, "sdpa": _sdpa}[packed_layout.backend]
-    scale, window = more.get("scaling"), more.get("sliding_window")
-    return attend(query, key, value, packed_layout, scale, window)[None], None
+    changes = _Changes(more.get("scaling"), more.get("sliding_window"), more.get("softcap"))
+    return attend(query, key, value, packed_layout, changes)[None], None
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float | None, window: int | None) -> Tensor:
+class _Changes(NamedTuple):
+    """What a model does to attention logits beside causality."""
+
+    scale: float | None
+    window: int | None
+    softcap: float | None
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        return (-1 if self.window is None else self.window - 1, 0)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, changes: _Changes) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
-    sides = (-1 if window is None else window - 1, 0)
-    out: Tensor = flash_attn_varlen_func(q, k, v, *layout.bounds, softmax_scale=scale, causal=True, window_size=sides)
+    settings = {"softmax_scale": changes.scale, "causal": True, "window_size": changes.sides}
+    if changes.softcap is not None:  # not known to old versions
+        settings["softcap"] = changes.softcap
+    out: Tensor = flash_attn_varlen_func(q, k, v, *layout.bounds, **settings)
     return out
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float | None, window: int | None) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, changes: _Changes) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    if changes.softcap is not None:
+        raise ConfigError("model.attention: this model caps its attention logits; set sdpa, or install flash-attn")
     # torch 2.11 takes fewer kv heads as they are; from 2.12 on it wants to be told.
     gqa: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    sides = (-1 if window is None else window - 1, 0)
-    out = varlen_attn(q, k, v, *layout.bounds, scale=scale, window_size=sides, **gqa)
+    out = varlen_attn(q, k, v, *layout.bounds, scale=changes.scale, window_size=changes.sides, **gqa)
     assert isinstance(out, Tensor)
     return out
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float | None, window: int | None) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, changes: _Changes) -> Tensor:
+    scale, window, softcap = changes
+    if softcap is not None:
+        return capped_attention(q, k, v, layout.runs, scale or q.shape[-1] ** -0.5, window, softcap)
     tokens, gqa = [number * length for number, length in layout.runs], q.shape[1] != k.shape[1]
     parts = []
     # Split once and join once: slicing in the loop would make the backward pass write a whole row for each sequence.

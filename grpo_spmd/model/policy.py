@@ -21,7 +21,9 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.model import lora
 from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, choose_backend
 from grpo_spmd.model.dimensions import head_dim
-from grpo_spmd.model.families.refusals import refuse_head_bias, refuse_unsupported
+from grpo_spmd.model.families.logits import logits_map
+from grpo_spmd.model.families.refusals import refuse_head_bias, refuse_unsupported, refuse_window
+from grpo_spmd.model.families.rotary import fix_rotary_factors
 from grpo_spmd.model.fill import initialise_buffers, load_weights
 from grpo_spmd.model.hf_files import checkpoint_folder, load_config
 from grpo_spmd.model.layers import set_up_layer
@@ -42,9 +44,10 @@ class Policy(nn.Module):
         super().__init__()
         how: dict[str, Any] = {"attn_implementation": PACKED_ATTENTION, "dtype": dtype}
         self.model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False, **how)
-        self.temperature = temperature * getattr(config, "logits_scaling", 1.0)  # Granite divides its logits by that
+        divisor, self.softcap = logits_map(self.model)
+        self.temperature = temperature * divisor
         self.attention, self.logprob_chunk_tokens = attention, chunk
-        self.lora = LoraConfig()  # no adapters
+        self.lora, self.longest = LoraConfig(), 0  # no adapters
 
     @property
     def num_parameters(self) -> int:
@@ -57,29 +60,39 @@ class Policy(nn.Module):
         row = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
         out = self.model.get_decoder()(**row, use_cache=False, packed_layout=layout)
         hidden, head = out.last_hidden_state[0][batch.predict_index], self.model.get_output_embeddings().weight
-        settings = self.temperature, self.logprob_chunk_tokens
+        settings = self.temperature, self.logprob_chunk_tokens, self.softcap
         scores: Scores = TokenLogprobs.apply(hidden, head, batch.target_ids, *settings)
         return scores
 
 
 def build_policy(
-    config: ModelConfig, temperature: float, session: Session, *, trainable: bool = True, seed: int = 0
+    config: ModelConfig,
+    temperature: float,
+    session: Session,
+    *,
+    trainable: bool = True,
+    seed: int = 0,
+    longest: int = 0,
 ) -> Policy:
     """Collective. The model of `config.path` as a sharded policy: meta device -> FSDP2 -> each rank reads its own rows.
     With `config.lora.rank` only adapters train, made from `seed`, and the base is frozen in the compute dtype. Without
-    `trainable` it is the reference: all of it is frozen so."""
+    `trainable` it is the reference: all of it is frozen so. `longest`: tokens of a rollout at most, as the engine is
+    told; some models have other rotary factors for long ones."""
     hf_config = load_config(config.path)
     refuse_unsupported(hf_config, config.path)
+    refuse_window(hf_config, config.path, longest)
     for name, value in vars(hf_config).items():  # dropout would make the policy differ from the engine that sampled
         if isinstance(value, int | float) and re.search("dropout|pdrop|layerdrop", name):
             setattr(hf_config, name, 0.0)
     compute, has_adapters = DTYPES[config.dtype], trainable and config.lora.rank > 0
     # Parameters alone are made in this dtype: Module.to would round the rotary frequencies as well.
     stored = torch.float32 if trainable and not has_adapters else compute
-    attention = choose_backend(config.attention, session.device, compute, head_dim(hf_config))
+    capped = getattr(hf_config, "attn_logit_softcapping", None) is not None
+    attention = choose_backend(config.attention, session.device, compute, head_dim(hf_config), capped=capped)
     with torch.device("meta"):
         policy = Policy(hf_config, temperature, config.logprob_chunk_tokens, attention, stored)
     refuse_head_bias(policy.model, config.path)
+    policy.longest = longest
     policy.train(trainable)  # there is no dropout left for it to switch on
     policy.requires_grad_(trainable)
     if has_adapters:
@@ -94,6 +107,7 @@ def build_policy(
     policy.to_empty(device=session.device)
     policy.model.tie_weights()  # to_empty made two parameters out of a tied one
     initialise_buffers(policy.model)
+    fix_rotary_factors(policy.model, longest)
     load_weights(hf_named_parameters(policy), checkpoint_folder(config.path))
     lora.initialise_adapters(policy.model, seed)
     role, name = "policy" if trainable else "reference", type(policy.model).__name__
@@ -114,7 +128,7 @@ def build_reference(
         return None
     if policy.lora.rank:
         return partial(_base_scores, policy)
-    return build_policy(config, temperature, session, trainable=False)
+    return build_policy(config, temperature, session, trainable=False, longest=policy.longest)
 
 
 def _base_scores(policy: Policy, batch: MicroBatch) -> Scores:

@@ -39,7 +39,8 @@ def train(
         if source is not None and not model.lora.rank:  # all of its weights: model.path need not be on this machine
             export_checkpoint(source, Path(folder, "model"), "float32")
             model = dataclasses.replace(model, path=str(Path(folder, "model")))
-        policy = build_policy(model, config.rollout.temperature, session, seed=config.seed)
+        longest = config.max_rollout_tokens
+        policy = build_policy(model, config.rollout.temperature, session, seed=config.seed, longest=longest)
     reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
     updater = _updater(policy, config)
     if source is not None:

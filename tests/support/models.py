@@ -13,6 +13,29 @@ import yaml
 from grpo_spmd.demo import make_tokenizer
 
 FAMILIES = ("qwen2", "qwen3", "llama", "granite")
+# What sets these apart, where it bites: windows and caps are small, scales away from 1.
+_LAYERS = ["sliding_attention", "full_attention"]
+_APART: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 8,
+    },
+    "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 8, "layer_types": _LAYERS},
+    "cohere2": {"logit_scale": 0.3, "sliding_window": 8, "layer_types": _LAYERS},
+    "phi3": {  # longrope, with long factors from 17 positions on, on three quarters of a head
+        "original_max_position_embeddings": 16,
+        "partial_rotary_factor": 0.75,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1 + 0.1 * i for i in range(12)],
+            "long_factor": [2 + 0.5 * i for i in range(12)],
+        },
+    },
+}
 
 
 def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overrides: Any) -> Path:
@@ -37,9 +60,9 @@ def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overri
         "initializer_range": 0.1,  # larger than usual: near-uniform distributions would hide a wrong weight
         **overrides,
     }
-    if family in ("qwen2", "granite", "starcoder2"):
+    if family in ("qwen2", "granite", "starcoder2", "phi3", "cohere2"):
         del sizes["head_dim"]
-        sizes["hidden_size"] = 128  # Qwen2 and Granite take the size of a head from it
+        sizes["hidden_size"] = 128  # these take the size of a head from it
     if family == "granite":  # the scalings that set it apart, away from 1
         sizes |= {
             "embedding_multiplier": 3.0,
@@ -47,6 +70,7 @@ def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overri
             "attention_multiplier": 0.2,
             "logits_scaling": 1.7,
         }
+    sizes = {**_APART.get(family, {}), **sizes}
     config = {
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
@@ -54,6 +78,10 @@ def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overri
         "granite": transformers.GraniteConfig,
         "mistral": transformers.MistralConfig,
         "starcoder2": transformers.Starcoder2Config,
+        "gemma2": transformers.Gemma2Config,
+        "gemma3_text": transformers.Gemma3TextConfig,
+        "cohere2": transformers.Cohere2Config,
+        "phi3": transformers.Phi3Config,
     }[family](**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

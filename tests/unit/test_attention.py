@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.model.attention import Backend, PackedLayout, choose_backend, packed_attention
+from grpo_spmd.model.families import soft_cap
 from grpo_spmd.model.logprobs import TokenLogprobs
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -14,7 +16,7 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 LENGTHS = [300, 300, 131, 64, 64, 7, 1]
 
 
-def eager(qkv: list[torch.Tensor], scale: float, window: int | None) -> torch.Tensor:
+def eager(qkv: list[torch.Tensor], scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
     """Softmax attention written out, sequence by sequence, in float32; out [T, heads, head_dim]."""
     q, k, v = (x[0].transpose(0, 1) for x in qkv)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -24,6 +26,7 @@ def eager(qkv: list[torch.Tensor], scale: float, window: int | None) -> torch.Te
         distance = place[:, None] - place
         seen = (distance >= 0) & (distance < (window or len(one_q)))
         scores = torch.einsum("qhd,khd->hqk", one_q, one_k) * scale
+        scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
         parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), one_v))
     return torch.cat(parts)
 
@@ -34,19 +37,30 @@ def eager(qkv: list[torch.Tensor], scale: float, window: int | None) -> torch.Te
 )
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("softcap", [None, 2.0])
 def test_attention_equals_the_formula_forward_and_backward(
-    backend: Backend, where: str, kv_heads: int, window: int | None
+    backend: Backend,
+    where: str,
+    kv_heads: int,
+    window: int | None,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With a soft cap in blocks of 26 queries and more, of which two sequences of 300 take twelve."""
     device, dtype = torch.device(where), torch.bfloat16 if where == "cuda" else torch.float32
     if backend == "flash":
         pytest.importorskip("flash_attn")
+    if backend == "varlen" and softcap is not None:
+        pytest.skip("varlen caps nothing")
+    monkeypatch.setattr(soft_cap, "_MAX_SCORES", 8 * 53 * 300)
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, sum(LENGTHS), 64, device=device).to(dtype) for heads in (8, kv_heads, kv_heads))
     given = [x.clone().requires_grad_() for x in (q, k, v)]
     layout = PackedLayout(LENGTHS, device, backend)
-    out, _ = packed_attention(nn.Module(), *given, None, packed_layout=layout, scaling=0.1, sliding_window=window)
+    changes = {"scaling": 0.1, "sliding_window": window, "softcap": softcap}
+    out, _ = packed_attention(nn.Module(), *given, None, packed_layout=layout, **changes)
     exact = [x.float().requires_grad_() for x in (q, k, v)]
-    expected = eager(exact, 0.1, window)
+    expected = eager(exact, 0.1, window, softcap)
     weights = torch.randn_like(expected)
     (out[0].float() * weights).sum().backward()
     (expected * weights).sum().backward()
@@ -58,6 +72,17 @@ def test_attention_equals_the_formula_forward_and_backward(
         assert relative_difference(mine.grad, theirs.grad) < 2 * bound
 
 
+@pytest.mark.parametrize(
+    ("backend", "changes", "expected"),
+    [("sdpa", {"s_aux": 1.0}, "has attention sinks"), ("varlen", {"softcap": 50.0}, "caps its attention logits")],
+)
+def test_what_a_back_end_cannot_do_is_refused(backend: Backend, changes: dict[str, float], expected: str) -> None:
+    query = torch.randn(1, 2, 5, 8)
+    layout = PackedLayout([5], torch.device("cpu"), backend)
+    with pytest.raises(ConfigError, match=expected):
+        packed_attention(nn.Module(), query, query, query, None, packed_layout=layout, **changes)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_gpu_in_bfloat16_gets_a_kernel_for_variable_lengths() -> None:
@@ -65,6 +90,7 @@ def test_a_gpu_in_bfloat16_gets_a_kernel_for_variable_lengths() -> None:
     assert choose_backend("auto", device, torch.bfloat16, 64) in ("flash", "varlen")
     assert choose_backend("auto", device, torch.float32, 64) == "sdpa"
     assert choose_backend("sdpa", device, torch.bfloat16, 64) == "sdpa"
+    assert choose_backend("auto", device, torch.bfloat16, 64, capped=True) in ("flash", "sdpa")
 
 
 @pytest.mark.gpu

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from grpo_spmd.config.schema import ModelConfig, OptimizerConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.engine.weight_proof import weights_id
 from grpo_spmd.learn.packing import pack_rollouts
-from grpo_spmd.model.attention import PackedLayout, packed_attention
+from grpo_spmd.model.families.logits import logits_map
 from grpo_spmd.model.fill import load_weights
 from grpo_spmd.model.logprobs import TokenLogprobs
 from grpo_spmd.model.optimizer import build_optimizer
@@ -51,7 +52,7 @@ def rollouts(lengths: list[tuple[int, int]]) -> list[Rollout]:
 LENGTHS = [(3, 9), (1, 1), (12, 40), (5, 0), (7, 30), (2, 9), (9, 33)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma2", "gemma3_text", "cohere2"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_packed_logprobs_equal_transformers_one_by_one(
     tmp_path: Path, session: Session, family: str, tied: bool
@@ -60,6 +61,8 @@ def test_packed_logprobs_equal_transformers_one_by_one(
     policy = build_policy(model_config(folder), 0.7, session)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     logprobs, entropy = policy(pack_rollouts(rollouts(LENGTHS), CPU))
+    weights = torch.randn(2, len(logprobs), generator=torch.Generator().manual_seed(0))
+    (weights[0] @ logprobs + weights[1] @ entropy).backward()
     expected, expected_entropy = [], []
     for rollout in rollouts(LENGTHS):
         ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
@@ -68,6 +71,16 @@ def test_packed_logprobs_equal_transformers_one_by_one(
         expected_entropy.append(-(log_p.exp() * log_p).sum(-1))
     torch.testing.assert_close(logprobs.double(), torch.cat(expected), atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy.double(), torch.cat(expected_entropy), atol=1e-5, rtol=0)
+    (weights[0].double() @ torch.cat(expected) + weights[1].double() @ torch.cat(expected_entropy)).backward()
+    exact = dict(plain.named_parameters())
+    for name, parameter in policy.model.named_parameters():
+        assert relative_difference(parameter.grad, exact[name].grad) < 1e-5, name
+
+
+def relative_difference(given: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    assert isinstance(given, DTensor)
+    assert expected is not None
+    return float((given.full_tensor() - expected).norm() / expected.norm())
 
 
 def test_sliding_window_equals_transformers(tmp_path: Path, session: Session) -> None:
@@ -79,6 +92,34 @@ def test_sliding_window_equals_transformers(tmp_path: Path, session: Session) ->
     expected = plain(ids).logits[0, 11:-1].log_softmax(-1).gather(-1, ids[0, 12:, None])[:, 0]
     logprobs, _ = policy(pack_rollouts([rollout], CPU))
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+
+
+# Phi-3's long factors are for rollouts of more than 16 tokens; Llama's dynamic ones grow from 32 positions on.
+_DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("family", "longest", "changes", "filler"),
+    [("phi3", 40, {}, 20), ("phi3", 16, {}, 0), ("llama", 40, {"max_position_embeddings": 32, **_DYNAMIC}, 0)],
+)
+def test_rotary_factors_are_the_engines_and_not_those_of_the_longest_neighbour(
+    tmp_path: Path, session: Session, family: str, longest: int, changes: dict[str, Any], filler: int
+) -> None:
+    """transformers takes them by the longest sequence in a row: with `filler` tokens behind the rollout, whose logprobs
+    these cannot change otherwise, it is made to take the long ones."""
+    folder = make_model(tmp_path, family, tied=True, **changes)
+    policy = build_policy(model_config(folder), 1.0, session, longest=longest)
+    short, long = rollouts([(4, 6), (5, longest - 5)])
+    beside, _ = policy(pack_rollouts([long, short], CPU))
+    alone, _ = policy(pack_rollouts([short], CPU))
+    again, _ = policy(pack_rollouts([long, short], CPU))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    ids = torch.tensor([short.prompt_ids + short.completion_ids])
+    logits = plain(torch.cat([ids, torch.full((1, filler), 5)], 1)).logits[0, 3:9]
+    expected = logits.log_softmax(-1).gather(-1, ids[0, 4:, None])[:, 0]
+    torch.testing.assert_close(alone, expected, atol=1e-5, rtol=0)
+    for others in (beside, again):
+        torch.testing.assert_close(others[-6:], alone, atol=1e-6, rtol=0)
 
 
 def test_a_sequence_does_not_see_its_neighbours_in_the_row(tmp_path: Path, session: Session) -> None:
@@ -94,7 +135,10 @@ def test_a_sequence_does_not_see_its_neighbours_in_the_row(tmp_path: Path, sessi
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize(("temperature", "used"), [(1.0, "both"), (0.6, "both"), (0.6, "logprobs"), (0.6, "entropy")])
-def test_chunked_logprob_gradients_equal_autograd(chunk: int, temperature: float, used: str) -> None:
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_chunked_logprob_gradients_equal_autograd(
+    chunk: int, temperature: float, used: str, softcap: float | None
+) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(33, 16, requires_grad=True)
     head = torch.randn(50, 16, requires_grad=True)
@@ -105,12 +149,14 @@ def test_chunked_logprob_gradients_equal_autograd(chunk: int, temperature: float
         terms = {"logprobs": (logprobs * weights).sum(), "entropy": (entropy * entropy_weights).sum()}
         return torch.stack([term for name, term in terms.items() if used in (name, "both")]).sum()
 
-    logprobs, entropy = TokenLogprobs.apply(hidden, head, target, temperature, chunk)
+    logprobs, entropy = TokenLogprobs.apply(hidden, head, target, temperature, chunk, softcap)
     loss(logprobs, entropy).backward()
     got = hidden.grad, head.grad
     hidden.grad = head.grad = None
 
-    log_p = (hidden.double() @ head.double().T / temperature).log_softmax(-1)
+    logits = hidden.double() @ head.double().T
+    logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    log_p = (logits / temperature).log_softmax(-1)
     expected_entropy = -(log_p.exp() * log_p).sum(-1)
     expected = log_p.gather(-1, target[:, None])[:, 0]
     loss(expected, expected_entropy).backward()
@@ -123,13 +169,14 @@ def test_chunked_logprob_gradients_equal_autograd(chunk: int, temperature: float
         assert float((mine - theirs).norm() / theirs.norm()) < (5e-6 if used == "entropy" else 1e-6)
 
 
-def test_gradients_in_bfloat16_are_those_of_float32_within_rounding() -> None:
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_gradients_in_bfloat16_are_those_of_float32_within_rounding(softcap: float | None) -> None:
     torch.manual_seed(0)
     exact_hidden, exact_head, target = torch.randn(33, 16), torch.randn(50, 16), torch.randint(0, 50, (33,))
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         hidden, head = (x.bfloat16().to(dtype).requires_grad_() for x in (exact_hidden, exact_head))
-        logprobs, entropy = TokenLogprobs.apply(hidden, head, target, 0.7, 8)
+        logprobs, entropy = TokenLogprobs.apply(hidden, head, target, 0.7, 8, softcap)
         assert logprobs.dtype is entropy.dtype is torch.float32
         (logprobs.sum() + entropy.sum()).backward()
         assert hidden.grad is not None
@@ -140,8 +187,10 @@ def test_gradients_in_bfloat16_are_those_of_float32_within_rounding() -> None:
         assert 1e-4 < float((rounded - exact).norm() / exact.norm()) < 2e-2
 
 
-def test_logits_exist_one_chunk_at_a_time() -> None:
-    """The largest tensor that the computation makes is [chunk, V], forward and backward, not [T, V]."""
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_logits_exist_one_chunk_at_a_time(softcap: float | None) -> None:
+    """The largest tensor that the computation makes is [chunk, V], forward and backward, not [T, V]; with a soft cap
+    there are two of half a chunk."""
     tokens, vocabulary, chunk = 600, 4000, 50
     largest = 0
 
@@ -156,9 +205,9 @@ def test_logits_exist_one_chunk_at_a_time() -> None:
 
     hidden, head = torch.randn(tokens, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
     with Watch():
-        logprobs, _ = TokenLogprobs.apply(hidden, head, torch.zeros(tokens, dtype=torch.long), 1.0, chunk)
+        logprobs, _ = TokenLogprobs.apply(hidden, head, torch.zeros(tokens, dtype=torch.long), 1.0, chunk, softcap)
         logprobs.sum().backward()
-    assert largest == chunk * vocabulary
+    assert largest == chunk * vocabulary // (1 if softcap is None else 2)
 
 
 def test_norms_and_biases_get_no_weight_decay_and_lr_warms_up(tmp_path: Path, session: Session) -> None:
@@ -274,6 +323,7 @@ def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path, session: Session
         ("llama", {"final_logit_softcapping": 30.0}, "changes its logits by final_logit_softcapping"),
         ("qwen3", {"layer_types": ["linear_attention", "full_attention"]}, "layers other than attention"),
         ("llama", {"mamba_d_state": 16}, "layers other than attention"),
+        ("llama", {"kv_lora_rank": 8}, "latent attention"),
     ],
 )
 def test_a_model_whose_logprobs_would_be_wrong_is_refused(
@@ -309,13 +359,50 @@ def test_flash_attention_is_refused_where_it_cannot_be_had(tmp_path: Path, sessi
     assert build_policy(model_config(folder, attention="auto"), 1.0, session).attention == "sdpa"
 
 
-def test_a_model_that_caps_attention_logits_is_refused(tmp_path: Path, session: Session) -> None:
-    folder = make_model(tmp_path, "llama", tied=True)
-    policy = build_policy(model_config(folder), 1.0, session)
-    layout = PackedLayout([5], CPU, "sdpa")
-    query = torch.randn(1, 2, 5, 8)
-    with pytest.raises(ConfigError, match="caps its attention logits"):
-        packed_attention(policy, query, query, query, None, packed_layout=layout, softcap=50.0)
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("llama", {}, (1.0, None)),
+        ("granite", {}, (1.7, None)),
+        ("gemma2", {"final_logit_softcapping": None}, (1.0, None)),
+        ("gemma2", {}, (1.0, 3.0)),
+        ("cohere2", {}, (1 / 0.3, None)),
+    ],
+)
+def test_what_happens_to_logits_is_seen_in_the_models_own_code(
+    tmp_path: Path, family: str, changes: dict[str, Any], expected: tuple[float, float | None]
+) -> None:
+    config = transformers.AutoConfig.from_pretrained(make_model(tmp_path, family, tied=True, **changes))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    divisor, softcap = logits_map(model)
+    assert divisor == pytest.approx(expected[0], rel=1e-11)
+    assert softcap == expected[1]
+    assert "forward" not in {*vars(model.get_decoder()), *vars(model.get_output_embeddings())}
+
+
+@pytest.mark.parametrize("changed", [lambda x: x + 1, lambda x: x**3, lambda x: 3 * (x / 2).tanh(), lambda x: -x])
+def test_a_model_that_changes_its_logits_otherwise_is_refused(
+    tmp_path: Path, changed: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    class Odd(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = changed(out.logits)
+            return out
+
+    config = transformers.AutoConfig.from_pretrained(make_model(tmp_path, "llama", tied=True))
+    with torch.device("meta"):
+        model = Odd(config)
+    with pytest.raises(ConfigError, match="Odd changes its logits in a way that"):
+        logits_map(model)
+
+
+def test_cohere2_is_refused_beyond_its_window(tmp_path: Path, session: Session) -> None:
+    folder = make_model(tmp_path, "cohere2", tied=True)
+    build_policy(model_config(folder), 1.0, session, longest=8)
+    with pytest.raises(ConfigError, match=r"beyond its window of 8 tokens .* \(9\) may be 8 at most"):
+        build_policy(model_config(folder), 1.0, session, longest=9)
 
 
 def test_selective_recomputation_repeats_no_product(tmp_path: Path, session: Session) -> None:
