@@ -10,6 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
+from datetime import date
 from typing import Any, Literal, Union
 
 from grpo_spmd.config.describe import type_name
@@ -41,6 +42,9 @@ def build(cls: type, tree: Any, where: str) -> Any:
     return cls(**values)
 
 
+# A control character, or what ends a line: in a path or a name it only misleads.
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_OF_SEVERAL_LINES = ("prompt_template", "system_prompt", "args", "rewards", "engine")
 _COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
@@ -55,6 +59,9 @@ def _check_bounds(value: Any, field: dataclasses.Field[Any], full: str) -> None:
             raise ConfigError(f"{name} must be {text}; got {number if list(bounds) == ['>='] else format(number, 'g')}")
     if field.metadata.get("required") and isinstance(value, str) and (not value.strip() or "\0" in value):
         raise ConfigError(f"{full} must not be empty, nor contain a NUL character; got {value!r}")
+    texts = leaves.items() if field.name not in _OF_SEVERAL_LINES else ()
+    if bad := [name for name, text in texts if isinstance(text, str) and CONTROL.search(text)]:
+        raise ConfigError(f"{bad[0]} must not contain a control character, as a line break is; got {leaves[bad[0]]!r}")
 
 
 # What people look for and will not find, with the reason.
@@ -121,14 +128,17 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             raise ConfigError(f"{where} must be a mapping with names as keys; got {value!r}")
         if args[1] is Any:
+            for name, leaf in flat(value, where).items():
+                if leaf is not None and not isinstance(leaf, str | int | float | list | dict):  # dates are not JSON
+                    raise ConfigError(f"{name} must be text or a number; got {leaf!r}")
             return value
         return {name: coerce(args[1], item, join_key(where, name)) for name, item in value.items()}
     if hint is bool and isinstance(value, bool):
         return value
     if hint is int:
-        if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value):
+        if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,18}", value):
             return int(value)
-        if isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63:
             return value
     if hint is float and not isinstance(value, bool):
         try:
@@ -138,6 +148,6 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
         if math.isfinite(number):
             return number
         raise ConfigError(f"{where} must be a finite number; got {value!r}")
-    if hint is str and value is not None and not isinstance(value, bool | list | dict):
+    if hint is str and isinstance(value, str | int | float | date) and not isinstance(value, bool):
         return str(value)
     raise ConfigError(f"{where} must be {type_name(hint)}; got {value!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import typing
@@ -39,6 +40,9 @@ def say(text: str) -> None:
     def write() -> None:
         left = f"{text}\n".encode(errors="backslashreplace")
         with suppress(OSError):
+            if sys.stderr is not sys.__stderr__:  # somebody who calls main() has put it elsewhere
+                print(text, file=sys.stderr, flush=True)
+                return
             while left:
                 left = left[os.write(2, left) :]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from grpo_spmd.config.coerce import build
+from grpo_spmd.config.coerce import CONTROL, build
 from grpo_spmd.config.dump import flat, flat_config, join_key
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.rules import check_rules
@@ -24,9 +24,12 @@ def load_config_with_sources(path: str | Path, overrides: Sequence[str] = ()) ->
     """The config, and for each key of `flat_config`, in order: "default", "FILE:LINE" or "command line"."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:  # a device has no end
+            text = file.read(_MOST_BYTES + 1).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(text) > _MOST_BYTES:
+        raise ConfigError(f"--config: {path} is larger than {_MOST_BYTES >> 20} MiB, which no config is")
     given: dict[str, str] = {}
     try:
         loader = _StrictLoader(text)
@@ -54,8 +57,28 @@ def load_config_with_sources(path: str | Path, overrides: Sequence[str] = ()) ->
 _YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, KeyError, AttributeError)
 
 
+_MOST_BYTES, _MOST_VALUES = 1 << 20, 10_000
+
+
 class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice, where PyYAML silently keeps the last."""
+    """Safe YAML that refuses a key given twice, where PyYAML silently keeps the last, and what has no end: a few lines
+    of aliases to aliases are billions of values."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._num_values, self._sizes = 0, dict[yaml.Node | None, int]()  # with every alias written out
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        before, is_alias = self._num_values, self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        self._num_values += self._sizes.get(node, _MOST_VALUES) if is_alias else 1  # an alias of what holds it: no size
+        self._sizes[node] = self._num_values - before
+        # Python takes long to make a number of "1:2:3:...", and refuses to print a long hexadecimal one.
+        is_long = isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int") and len(node.value) > 1000
+        if node is not None and (is_long or self._num_values > _MOST_VALUES):
+            rule = f"more than {_MOST_VALUES} values, aliases written out, or a number of more than 1000 digits"
+            raise yaml.composer.ComposerError(None, None, rule, node.start_mark)
+        return node
 
 
 def _strict_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -94,6 +117,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
     name, equals, text = override.partition("=")
     if not equals or not name:
         raise ConfigError(f"an override is section.key=value, got {override!r}")
+    if CONTROL.search(override):
+        raise ConfigError(f'{name}: the value {text!r} holds a control character; write it as YAML does, as in "a\\nb"')
     try:
         value = yaml.load(text, Loader=_StrictLoader)
     except _YAML_ERRORS:

@@ -102,6 +102,35 @@ bad_file(
 bad_file("yaml: control character", "config.yaml", "run_dir: a\0b\n", "config.yaml: not valid YAML")
 bad_file("yaml: python object", "config.yaml", "run_dir: !!python/name:os.getcwd\n", "config.yaml:1: not valid YAML")
 bad_file("yaml: impossible date", "config.yaml", "run_dir: 2024-13-45\n", "config.yaml: not valid YAML: month")
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, after in zip("abcdefghij", "bcdefghijk", strict=True)
+)
+for name, text, expected in (
+    ("billion laughs", LAUGHS, "config.yaml:4: not valid YAML: more than 10000 values, aliases written out"),
+    ("laughs merged", LAUGHS.replace("[x,", "[{b: 1},") + "run_dir:\n  <<: *k\n", "more than 10000 values"),
+    ("a list of itself", "run_dir: &a [*a, *a]\n", "config.yaml:1: not valid YAML: more than 10000 values"),
+    ("a mapping of itself", "run_dir: &a {b: *a}\n", "config.yaml:1: not valid YAML: more than 10000 values"),
+    ("many values", "run_dir:\n" + "- 1\n" * 200_000, "config.yaml:10001: not valid YAML: more than 10000 values"),
+    ("too large", "run_dir: " + "x" * (1 << 20), "--config: config.yaml is larger than 1 MiB"),
+    ("nested too deeply", "run_dir: " + "[" * 5000, "config.yaml: not valid YAML"),
+    ("mappings nested too deeply", "run_dir: " + "{a: " * 5000, "config.yaml: not valid YAML"),
+    ("a million digits", "seed: " + "9" * 1_000_000, "config.yaml:1: not valid YAML"),
+    ("a long hexadecimal number", "seed: 0x" + "f" * 5000, "a number of more than 1000 digits"),
+    ("a long number to the base 60", "seed: 1" + ":1" * 90_000, "a number of more than 1000 digits"),
+    ("bytes", "run_dir: !!binary aGVsbG8=\n", "run_dir must be text; got b'hello'"),
+    ("a set", "run_dir: !!set {a}\n", "run_dir must be text; got"),
+):
+    bad_file(f"yaml: {name}", "config.yaml", text, expected)
+bad_value("seed must be a whole number; got 99999", "seed=" + "9" * 30)
+bad_value("seed must be a whole number; got '99999", 'seed="' + "9" * 6000 + '"')
+bad_value("run_dir: the value 'a\\nb' holds a control character", "run_dir=a\nb")
+bad_value("run_dir: the value 'a\\x1b[2Jb' holds a control character", "run_dir=a\x1b[2Jb")
+bad_value("run_dir must not contain a control character, as a line break is; got 'a\\nb'", 'run_dir="a\\nb"')
+bad_value("model.path must not contain a control character", 'model.path="a\\tb"')
+bad_value("data.eval.a must not contain a control character", 'data.eval={a: "b\\n.jsonl"}', "eval.every_steps=5")
+bad_value("rewards.0.function must not contain a control character", 'rewards=[{function: "a\\n.py:f"}]')
+bad_value("rollout.engine.when must be text or a number; got datetime", "rollout.engine={when: 2024-01-01}")
 bad_file("yaml: not UTF-8", "config.yaml", b"run_dir: \xff\n", "--config: cannot read config.yaml")
 bad_file("yaml: empty", "config.yaml", "", "config.yaml: a config is a mapping")
 bad_file("yaml: list", "config.yaml", "- run_dir: a\n", "config.yaml: a config is a mapping")

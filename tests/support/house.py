@@ -31,7 +31,7 @@ ORDER: tuple[str | tuple[str, ...], ...] = (
 )
 # Lines of each room, blank ones and comments counted. A new capability brings a room and a budget of its own.
 TRAINER = {
-    "config": 840,
+    "config": 850,
     "data": 320,
     "records": 200,
     "rewards/protocol.py": 230,

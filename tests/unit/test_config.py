@@ -325,6 +325,76 @@ def test_resolved_config_keeps_what_only_sounds_like_a_secret(tmp_path: Path) ->
     assert (tree["data"]["prompt_key"], tree["data"]["max_prompt_tokens"]) == ("question", 512)
 
 
+SECRETS = {
+    "authorization": "Bearer x",
+    "Authorization": "x",
+    "auth": "x",
+    "basic_auth": "x",
+    "passwd": "x",
+    "pwd": "x",
+    "pw": "x",
+    "db_pwd": "x",
+    "credential": "x",
+    "credentials": "x",
+    "api-key": "x",
+    "x-api-key": "x",
+    "apikey": "x",
+    "APIKEY": "x",
+    "access_key": "x",
+    "passphrase": "x",
+    "hf_token": "x",
+    "TOKEN": "x",
+    "session_cookie": "x",
+    "oauth": "x",
+    "jwt": "x",
+    # by their form
+    "header": "Authorization: Bearer abcdefgh12",
+    "h2": "bearer abcdefgh12",
+    "url": "https://user:pw@host/x",
+    "dsn2": "postgres://u:p@h:5432/d",
+    "login": "hf_" + "a1" * 12,
+    "x": "sk-" + "a1" * 12,
+    "y": "sk-proj-" + "a1" * 12,
+    "z": "ghp_" + "a1" * 18,
+    "aws": "AKIA" + "A1" * 8,
+    "line": "curl -H 'authorization: Token abc'",
+    "w": "PASSWORD=abc",
+    "pem": "-----BEGIN RSA PRIVATE KEY-----",
+}
+NO_SECRETS = {
+    "author": "x",
+    "authors": "x",
+    "authored": "x",
+    "tokenizer": "x",
+    "pattern": "x",
+    "path": "x",
+    "compass": "x",
+    "keyword": "x",
+    "url": "https://host:80/a@b",
+    "text": "the bearer of news",
+    "sk": "sk-learn",
+    "hf": "hf_transfer",
+    "user": "a:b@c",
+    "passage": "x",
+    "power": "x",
+    "hub": "hub:openai/gsm8k:main:test",
+    "patch": "x",
+}
+
+
+def test_redaction_by_name_and_by_form(tmp_path: Path) -> None:
+    args = SECRETS | {f"no_{name}": value for name, value in NO_SECRETS.items()}
+    tree = config_to_dict(_load(tmp_path, {"rewards": [{"name": "exact", "args": {"inner": args}}]}))
+    shown = tree["rewards"][0]["args"]["inner"]
+    assert {name for name in shown if shown[name] == "<redacted>"} == set(SECRETS)
+    assert {name: shown[f"no_{name}"] for name in NO_SECRETS} == NO_SECRETS
+
+
+def test_redaction_of_a_declared_key_by_its_form(tmp_path: Path) -> None:
+    tree = config_to_dict(_load(tmp_path, {"model": {"path": "https://user:pw@host/model"}}))
+    assert tree["model"]["path"] == "<redacted>"
+
+
 def test_redacting_does_not_change_the_config_itself(tmp_path: Path) -> None:
     config = _load(tmp_path, {"rewards": [{"name": "exact", "args": {"api_key": "s3cret"}}]})
     config_to_dict(config)
