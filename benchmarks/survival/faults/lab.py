@@ -60,6 +60,7 @@ class Launch:
         ]
         env = {name: value for name, value in os.environ.items() if name not in _OF_A_GROUP}
         env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FAULTS": str(run.folder), _MARK: self.mark}
+        env |= {"TMPDIR": str(run.folder / "tmp")}
         with self.log.open("wb") as file:
             self.process = subprocess.Popen(
                 torchrun(num_ranks, *options, *train),
@@ -143,8 +144,9 @@ def _kill(pid: int) -> None:
 class Lab:
     """Model, data and config of all runs of a campaign, and the run that nobody touches, made once."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, *, num_steps: int = NUM_STEPS, seed: int = 0, **sections: Any) -> None:
+        """`seed`: of the moments that are drawn; `sections`: of the config, over those that all have."""
+        self.root, self.seed = root, seed
         model = make_model(root / "model", "qwen3", tied=True)
         rows = [{"prompt": f"{a},{a}=", "nums": [a, a], "target": 2 * a} for a in range(1, 5)]
         (root / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -155,8 +157,9 @@ class Lab:
             eval={"every_steps": 1, "num_samples": 1},
             optimizer={"lr": 1e-3},
             # Two mini-batches: the policy's logprobs are taken before the update, in a phase of their own.
-            training={"num_steps": NUM_STEPS, "num_mini_batches": 2, "max_tokens_per_micro_batch": 256},
+            training={"num_steps": num_steps, "num_mini_batches": 2, "max_tokens_per_micro_batch": 256},
             checkpoint={"every_steps": EVERY, "keep": 2, "best_metric": "eval/held/mean", "resume": "never"},
+            **sections,
         )
         self.start_s = 10.0  # from a process's first line to its first step
         self._reference: Run | None = None
@@ -164,6 +167,7 @@ class Lab:
     def run(self, name: str) -> Run:
         folder = self.root / name
         (folder / "plan").mkdir(parents=True)
+        (folder / "tmp").mkdir()
         return Run(self, folder)
 
     @property
@@ -195,6 +199,13 @@ class Strike:
 class Run:
     lab: Lab
     folder: Path
+    began: float = field(default_factory=time.time)
+
+    def temporary(self) -> list[str]:
+        """What is left in the folder for temporary files, but for what torchrun itself, killed, leaves in it."""
+        return sorted(
+            path.name for path in (self.folder / "tmp").iterdir() if not path.name.startswith("torchelastic_")
+        )
 
     @property
     def run_dir(self) -> Path:

@@ -39,6 +39,14 @@ WRITE_POINTS = (
     "write: removing an old one",
 )
 START = "start"
+# Of a start and an end, with the seconds within which a fault strikes there.
+LONG_PLACES = {
+    "engine start": 2.0,
+    "model build": 0.2,
+    "end: before it": 0.0,
+    "end: in vLLM's": 0.2,
+    "end: of the session": 0.02,
+}
 _RANK0_POINTS = WRITE_POINTS[2:]
 
 
@@ -56,7 +64,8 @@ class Trap:
     "moment", "do"}.
 
     "moment" is the share of the place's usual duration after which it strikes; if the place is left before, it strikes
-    then. "do" is "kill", "raise", "sleep" or a shell command; all but the first act as the place is entered.
+    then. "do" is "kill", "stop", "raise", "sleep" or a shell command; those after the first two act as the place is
+    entered.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -93,6 +102,8 @@ class Trap:
         os.utime(self._path.with_suffix(".struck"))
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         elif what == "raise":
             raise PlannedError("planned")
         elif what == "sleep":
@@ -115,7 +126,7 @@ class Trap:
         start = time.perf_counter()
         if not self.is_due(phase):
             yield
-        elif self._fault["do"] != "kill":
+        elif self._fault["do"] not in ("kill", "stop"):
             self.strike()
             yield
         else:
@@ -190,12 +201,33 @@ def _wrap(trap: Trap, folder: Path, rank: int) -> None:
 
     PhaseTimer.__call__ = phase_with_trap  # type: ignore[method-assign]
     checkpoint.Checkpoints.load = load_and_tell  # type: ignore[method-assign]
+    from grpo_spmd import run
+
+    _during(run.RolloutEngine, "__init__", trap, "engine start")
+    _during(run, "build_policy", trap, "model build")
+    _during(run.Run, "close", trap, "end: before it")
+    _during(run.RolloutEngine, "shutdown", trap, "end: in vLLM's")
+    _during(run, "end_session", trap, "end: of the session")
     _around(checkpoint, "write_shard", trap, before="write: before the shard")
     _around(checkpoint, "write_manifest", trap, before="write: before the manifest")
     _around(run_dir_module, "sync_to_disk", trap, after="write: before the rename")
     _around(checkpoint, "put_in_place", trap, after="write: after the rename")
     _in_the_shard(trap)
     _in_the_removal(trap)
+
+
+def _during(owner: Any, name: str, trap: Trap, where: str) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not trap.is_due(where):
+            return original(*args, **kwargs)
+        trap.strike_after(trap.moment * LONG_PLACES[where])
+        result = original(*args, **kwargs)
+        trap.strike()
+        return result
+
+    setattr(owner, name, wrapped)
 
 
 def _around(module: ModuleType, name: str, trap: Trap, before: str = "", after: str = "") -> None:

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import ast
 import builtins
+import fcntl
+import functools
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,6 +38,7 @@ from typing import Any
 
 _START_S = 20.0  # for the interpreter and the walls, before the code's own time begins
 _MAX_ANSWER_BYTES = 4 << 20
+_SCRATCH = "grpo_code_"
 _JAIL = Path(__file__).with_name("jail.py")
 
 
@@ -155,7 +159,10 @@ class _Jail:
     """One limited process over one piece of code, killed at the end of the block at the latest."""
 
     def __init__(self, code: str, mode: str, limits: Limits, stdin: str) -> None:
-        self._scratch = tempfile.TemporaryDirectory(prefix="grpo_code_")
+        _remove_left_behind()
+        self._scratch = tempfile.TemporaryDirectory(prefix=_SCRATCH)
+        self._lock = os.open(self._scratch.name, os.O_RDONLY)  # says that somebody is there to remove it
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._buffer, self._received = b"", 0
         self._stdin, self._stdout = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self._stdin.write(stdin.encode(errors="surrogatepass"))
@@ -194,6 +201,7 @@ class _Jail:
         self._stdin.close()
         self._stdout.close()
         self._scratch.cleanup()
+        os.close(self._lock)
 
     def write(self, message: Any) -> None:
         with suppress(OSError):  # it has ended: the next read says so
@@ -226,6 +234,20 @@ class _Jail:
             return None
         self._stdout.seek(0)
         return self._stdout.read() if code == 0 else None
+
+
+@functools.cache
+def _remove_left_behind() -> None:
+    """Scratch folders whose processes were killed before they could do it, so that nobody holds their locks."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        with suppress(OSError):  # another user's, or just removed
+            if folder.lstat().st_mtime > time.time() - 5.0:  # perhaps not locked yet
+                continue
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
 
 
 def _site() -> list[str]:

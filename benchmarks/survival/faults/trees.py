@@ -1,0 +1,193 @@
+"""SIGKILL of a whole tree of processes at once, and SIGSTOP of a rank in odd places."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks.support.report import Row
+from benchmarks.survival.faults.kills import wait_for_the_moment
+from benchmarks.survival.faults.lab import AT_ONCE, Lab, Launch, Strike, wait_until_gone
+from benchmarks.survival.faults.rows import row, row_of_strikes
+
+# Each call runs a program in the jail of the `code` reward, where a kill meets it now and then.
+_REWARD = """
+from grpo_spmd.rewards.sandbox.sandbox import Limits, passes_program_test
+def jailed(completions, **_):
+    took = passes_program_test("import time; time.sleep(0.2); print(1)", "", "1", Limits(10.0, 512, "required"))
+    return [float(took) + len(completion) % 3 for completion in completions]
+"""
+_KILLS_A_RUN, _NUM_STEPS = 5, 18
+_TIMEOUT_S = 10.0  # watchdog.timeout_s of runs with a rank that is stopped
+# Where it is stopped, in the order of a run, each of a list drawn; the last start finds a run that is over.
+_ODD_PLACES = (
+    ("engine start",),
+    ("model build",),
+    ("weight_sync", "eval"),
+    ("checkpoint", "write: before the shard", "write: in the shard", "write: before the manifest"),
+    ("end: before it", "end: in vLLM's", "end: of the session"),
+)
+
+
+def whole_trees(lab: Lab, num: int) -> Iterator[Row]:
+    """torchrun, ranks, nurseries, workers and sandboxes: all stopped first, so that none sees another die."""
+    folder = lab.root / "trees"
+    folder.mkdir()
+    (folder / "jailed.py").write_text(_REWARD)
+    reward = {"function": f"{folder}/jailed.py:jailed"}
+    trees = Lab(folder, rewards=[reward], num_steps=_NUM_STEPS, seed=lab.seed)
+    assert trees.reference
+    count, shared = max(1, num // 4), _shared_memory()
+    sizes = [min(_KILLS_A_RUN, count - first) for first in range(0, count, _KILLS_A_RUN)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        outcomes = list(pool.map(lambda job: _kill_trees(trees, *job), enumerate(sizes)))
+    strikes, kinds = [strike for strikes, _ in outcomes for strike in strikes], Counter[str]()
+    for _, seen in outcomes:
+        kinds.update(seen)
+    left = sorted(name for name in _shared_memory() - shared if not _is_mapped(name))
+    for strike in strikes[:1] if left else []:
+        strike.problems.append(f"left in /dev/shm: {left}")
+    notes = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    yield row_of_strikes("SIGKILL of a whole tree, sandboxes too", strikes, f"killed: {notes}")
+
+
+def _kill_trees(lab: Lab, number: int, count: int) -> tuple[list[Strike], Counter[str]]:
+    """One run from its start to its end, killed `count` times; and of what kinds the processes were."""
+    run, rng, kinds = lab.run(f"tree_{number}"), random.Random(f"tree {lab.seed} {number}"), Counter[str]()
+    strikes: list[Strike] = []
+    launch = Launch(run, 2)
+    while len(strikes) < count:
+        wait_for_the_moment(run, launch, rng, rng.choices(("while starting", "while training"), (1, 3))[0])
+        if launch.process.poll() is not None:  # it came to its end before
+            run.judge([strike for strike in strikes if run.began <= strike.time], launch)
+            run = lab.run(f"tree_{number}_{len(strikes)}_more")
+            launch = Launch(run, 2)
+            continue
+        killed, pids = _kill_tree(launch)
+        kinds.update(killed)
+        strike = Strike(time.time(), "tree", gone_s=wait_until_gone(pids))
+        if left := _tree(launch):
+            strike.problems.append(f"{len(left)} processes left")
+        strikes.append(strike)
+        launch = Launch(run, 2, "checkpoint.resume=auto")
+    of_run = [strike for strike in strikes if run.began <= strike.time]
+    run.judge(of_run, launch)
+    for folder in run.temporary():  # of starts that were killed, too: what nobody could remove may not stay either
+        (of_run or strikes)[0].problems.append(f"left: {folder}")
+    return strikes, kinds
+
+
+def _kill_tree(launch: Launch) -> tuple[Counter[str], set[int]]:
+    stopped: set[int] = set()
+    while more := _tree(launch) - stopped:  # one that was not stopped yet may have started another
+        for pid in more:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        stopped |= more
+    kinds = Counter(_kind(pid) for pid in stopped)
+    for pid in stopped:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    launch.process.wait()
+    return kinds, stopped
+
+
+def _tree(launch: Launch) -> set[int]:
+    """By descent and by the mark: a sandbox has no environment, an orphan no parent of ours."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if fields[0] not in "ZX":
+                children.setdefault(int(fields[1]), []).append(int(path.parent.name))
+    found, waiting = set[int](), {launch.process.pid} if launch.process.poll() is None else set()
+    waiting |= launch.pids()
+    while waiting:
+        pid = waiting.pop()
+        found.add(pid)
+        waiting |= set(children.get(pid, ())) - found
+    return found
+
+
+def _kind(pid: int) -> str:
+    with suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        for part, kind in (
+            (b"sandbox", "sandboxes"), (b"pool.worker", "reward workers"), (b"distributed.run", "torchruns"),
+            (b"faults.worker", "ranks"),
+        ):  # fmt: skip
+            if part in command:
+                return kind
+    return "others"
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def _is_mapped(name: str) -> bool:
+    """By a process that lives: it is not ours."""
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if f"/dev/shm/{name}" in path.read_text():
+                return True
+    return False
+
+
+def odd_stops(lab: Lab, num: int) -> Iterator[Row]:
+    """In each run a rank is stopped at an odd place, torchrun starts the ranks again, the next one is stopped, and at
+    last the run comes to its end. The sleeper is named, all are gone soon after the limit, and nothing is lost."""
+    assert lab.reference
+    runs = max(1, num // 4 // len(_ODD_PLACES))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        outcomes = [
+            outcome for found in pool.map(lambda n: _stop_in_odd_places(lab, n), range(runs)) for outcome in found
+        ]
+    for group in range(len(_ODD_PLACES)):
+        of_group = outcomes[group :: len(_ODD_PLACES)]
+        problems = [problem for _, problem in of_group if problem]
+        worst = f"gone {max(took for took, _ in of_group):.1f} s after the limit"
+        places = " / ".join(_ODD_PLACES[group])
+        yield row(f"SIGSTOP of a rank, {places}", len(of_group), problems, worst)
+
+
+def _stop_in_odd_places(lab: Lab, number: int) -> list[tuple[float, str]]:
+    """Of each place: seconds from the limit until the next start, and what was wrong."""
+    run, rng, outcomes = lab.run(f"odd_{number}"), random.Random(f"odd {lab.seed} {number}"), list[tuple[float, str]]()
+    start_limit_s = 20.0 + 2 * lab.start_s
+    limits = [f"watchdog.timeout_s={_TIMEOUT_S}", f"watchdog.phase_timeouts_s={{start: {start_limit_s}}}"]
+    plans = [(rng.choice(places), rng.randrange(2)) for places in _ODD_PLACES]
+    for i, (where, rank) in enumerate(plans):
+        rank = 0 if where == "write: before the manifest" else rank
+        plans[i] = where, rank
+        run.plan(i, where=where, rank=rank, do="stop", count=1, moment=rng.random())
+    launch = Launch(run, 2, *limits, max_restarts=len(plans))
+    code, strikes = launch.wait(), run.strikes()
+    ended, starts = time.time(), [event["time"] for event in run.events() if event["event"] == "start"]
+    said = re.findall(r"^rank (\d) \([^)]*\) (?:went silent|failed first|hangs)[^\n]*", launch.output, re.MULTILINE)
+    lines = [m.group(0) for m in re.finditer(r"^rank \d \([^)]*\) [^\n]*", launch.output, re.MULTILINE)]
+    for i, (where, rank) in enumerate(plans):
+        if i >= len(strikes):
+            outcomes.append((0.0, f"{where}: never came to it, exit code {code}: {launch.output[-300:]}"))
+            continue
+        after = min([t for t in starts if t > strikes[i].time], default=ended)
+        took = after - strikes[i].time - (start_limit_s if i < 2 else _TIMEOUT_S)
+        named = any(line.startswith(f"rank {rank} ") and "its process is stopped" in line for line in lines[i : i + 1])
+        by_kernel = where.startswith("end") and took < 90  # all had met: whoever is stopped is killed, and nobody waits
+        good = (named and took < 30) or by_kernel
+        outcomes.append((took, "" if good else f"{where}, rank {rank}, {took:.0f} s: {lines[i : i + 1]} {said}"))
+    left = launch.pids()
+    problems = [f"exit code {code}"] if code else run.differences()
+    problems += [f"{len(left)} processes left"] if left else []
+    problems += [f"left: {folder}" for folder in run.temporary()]
+    if problems:
+        outcomes[-1] = outcomes[-1][0], "; ".join([outcomes[-1][1], *problems, launch.output[-300:]])
+    return outcomes
