@@ -25,7 +25,7 @@ def jailed(completions, **_):
     took = passes_program_test("import time; time.sleep(0.2); print(1)", "", "1", Limits(10.0, 512, "required"))
     return [float(took) + len(completion) % 3 for completion in completions]
 """
-_KILLS_A_RUN, _NUM_STEPS = 5, 18
+_KILLS_A_RUN, _NUM_STEPS = 5, 12
 _TIMEOUT_S = 10.0  # watchdog.timeout_s of runs with a rank that is stopped
 # Where it is stopped, in the order of a run, each of a list drawn; the last start finds a run that is over.
 _ODD_PLACES = (
@@ -145,6 +145,8 @@ def _is_mapped(name: str) -> bool:
 def odd_stops(lab: Lab, num: int) -> Iterator[Row]:
     """In each run a rank is stopped at an odd place, torchrun starts the ranks again, the next one is stopped, and at
     last the run comes to its end. The sleeper is named, all are gone soon after the limit, and nothing is lost."""
+    (lab.root / "odd").mkdir()
+    lab = Lab(lab.root / "odd", num_steps=12, seed=lab.seed)
     assert lab.reference
     runs = max(1, num // 4 // len(_ODD_PLACES))
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -162,7 +164,7 @@ def odd_stops(lab: Lab, num: int) -> Iterator[Row]:
 def _stop_in_odd_places(lab: Lab, number: int) -> list[tuple[float, str]]:
     """Of each place: seconds from the limit until the next start, and what was wrong."""
     run, rng, outcomes = lab.run(f"odd_{number}"), random.Random(f"odd {lab.seed} {number}"), list[tuple[float, str]]()
-    start_limit_s = 20.0 + 2 * lab.start_s
+    start_limit_s = 15.0 + 1.5 * lab.start_s
     limits = [f"watchdog.timeout_s={_TIMEOUT_S}", f"watchdog.phase_timeouts_s={{start: {start_limit_s}}}"]
     plans = [(rng.choice(places), rng.randrange(2)) for places in _ODD_PLACES]
     for i, (where, rank) in enumerate(plans):
