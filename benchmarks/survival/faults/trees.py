@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.support.report import Row
 from benchmarks.survival.faults.kills import wait_for_the_moment
-from benchmarks.survival.faults.lab import AT_ONCE, Lab, Launch, Strike, wait_until_gone
+from benchmarks.survival.faults.lab import AT_ONCE, Lab, Launch, Run, Strike, wait_until_gone
 from benchmarks.survival.faults.rows import row, row_of_strikes
 from benchmarks.survival.faults.worker import has_rank
 
@@ -64,13 +64,15 @@ def _kill_trees(lab: Lab, number: int, count: int) -> tuple[list[Strike], Counte
     """One run from its start to its end, killed `count` times; and of what kinds the processes were."""
     run, rng, kinds = lab.run(f"tree_{number}"), random.Random(f"tree {lab.seed} {number}"), Counter[str]()
     strikes: list[Strike] = []
-    launch = Launch(run, 2)
+    launch, num_starts = Launch(run, 2), 0
     while len(strikes) < count:
+        while _num_starts(run) <= num_starts and launch.process.poll() is None:
+            time.sleep(0.05)
         wait_for_the_moment(run, launch, rng, rng.choices(("while starting", "while training"), (1, 3))[0])
         if launch.process.poll() is not None:  # it came to its end before
             run.judge([strike for strike in strikes if run.began <= strike.time], launch)
             run = lab.run(f"tree_{number}_{len(strikes)}_more")
-            launch = Launch(run, 2)
+            launch, num_starts = Launch(run, 2), 0
             continue
         killed, pids = _kill_tree(launch)
         kinds.update(killed)
@@ -78,12 +80,16 @@ def _kill_trees(lab: Lab, number: int, count: int) -> tuple[list[Strike], Counte
         if left := _tree(launch):
             strike.problems.append(f"{len(left)} processes left")
         strikes.append(strike)
-        launch = Launch(run, 2, "checkpoint.resume=auto")
+        launch, num_starts = Launch(run, 2, "checkpoint.resume=auto"), _num_starts(run)
     of_run = [strike for strike in strikes if run.began <= strike.time]
     run.judge(of_run, launch)
     for folder in run.temporary():  # of starts that were killed, too: what nobody could remove may not stay either
         (of_run or strikes)[0].problems.append(f"left: {folder}")
     return strikes, kinds
+
+
+def _num_starts(run: Run) -> int:
+    return sum(event["event"] == "start" for event in run.events())
 
 
 def _kill_tree(launch: Launch) -> tuple[Counter[str], set[int]]:
