@@ -43,6 +43,8 @@ def initialise_buffers(model: Any) -> None:
     owners = {name.rpartition(".")[0] for name in buffers}
     for name, module in model.named_modules():
         if name in owners:
+            for parameter in module.parameters(recurse=False):  # Gemma's embedding has a buffer; HF leaves these alone
+                parameter._is_hf_initialized = True
             model._init_weights(module)
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and buffer.isnan().any():

@@ -23,6 +23,7 @@ _APART: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
     },
     "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 8, "layer_types": _LAYERS},
+    "olmo3": {"sliding_window": 8, "layer_types": _LAYERS},
     "cohere2": {"logit_scale": 0.3, "sliding_window": 8, "layer_types": _LAYERS},
     "phi3": {  # longrope, with long factors from 17 positions on, on three quarters of a head
         "original_max_position_embeddings": 16,
@@ -60,7 +61,7 @@ def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overri
         "initializer_range": 0.1,  # larger than usual: near-uniform distributions would hide a wrong weight
         **overrides,
     }
-    if family in ("qwen2", "granite", "starcoder2", "phi3", "cohere2"):
+    if family in ("qwen2", "granite", "starcoder2", "phi3", "cohere2", "olmo3"):
         del sizes["head_dim"]
         sizes["hidden_size"] = 128  # these take the size of a head from it
     if family == "granite":  # the scalings that set it apart, away from 1
@@ -81,6 +82,7 @@ def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overri
         "gemma2": transformers.Gemma2Config,
         "gemma3_text": transformers.Gemma3TextConfig,
         "cohere2": transformers.Cohere2Config,
+        "olmo3": transformers.Olmo3Config,
         "phi3": transformers.Phi3Config,
     }[family](**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
