@@ -34,13 +34,13 @@ from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, Scores, build_policy, build_reference
 from grpo_spmd.observe.log import MetricsLog
-from grpo_spmd.observe.logprob_check import LogprobCheck
 from grpo_spmd.observe.memory import MemoryLedger, remedies
 from grpo_spmd.observe.metrics_file import cut_metrics
 from grpo_spmd.observe.phase_timer import PhaseTimer
 from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.observe.wandb_feed import WandbFeed
 from grpo_spmd.preflight.checks import Inputs
+from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import MicroBatch, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rollout.buffer import RolloutBuffer

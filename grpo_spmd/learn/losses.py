@@ -22,6 +22,7 @@ Mask = Bool[Tensor, " C"]
 Index = Int[Tensor, " C"]  # which sequence a token belongs to
 # Log ratios are binned by x = asinh(d / _HIST_SCALE): even steps of 5 % beyond the scale, steps of 5e-5 nats below it.
 _HIST_SCALE, _HIST_LIMIT, _HIST_BINS = 1e-3, 10.0, 401
+TILT_SUMS = ("tilt_products", "tilt_squares", "tilt_squared_products")
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,16 @@ def mismatch_sums(logprobs: PerToken, rollout_logprobs: PerToken, loss_mask: Mas
         "weight_sync/mismatch_abs_max": Max(size.max() if len(size) else zero.double()),
         "mismatch_ratios": Histogram(histogram.index_add_(0, bins, loss_mask.double())),
     }
+
+
+def tilt_sums(logprobs: PerToken, rollout_logprobs: PerToken, entropy: PerToken, loss_mask: Mask) -> Reductions:
+    """For the slope of d = policy - engine over a = logprob + entropy, and its error: sums of a d, a^2 and (a d)^2."""
+    policy, engine, of_policy = (x.detach().double() for x in (logprobs, rollout_logprobs, entropy))
+    difference = torch.where(loss_mask, policy - engine, 0.0)
+    surprise = torch.where(loss_mask, (policy + engine) / 2 + of_policy, 0.0)
+    products = surprise * difference
+    sums = products.sum(), surprise.square().sum(), products.square().sum()
+    return {name: Sum(value) for name, value in zip(TILT_SUMS, sums, strict=True)}
 
 
 def ratio_percentiles(histogram: list[float], percents: tuple[int, ...]) -> list[float | None]:

@@ -15,12 +15,13 @@ from grpo_spmd.config.schema import LossConfig, TrainingConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.reductions import Max, Reductions, merge_json, metric_values, to_json
 from grpo_spmd.distributed.session import Session
+from grpo_spmd.learn.losses import TILT_SUMS
 from grpo_spmd.observe.derive import Metrics, console_line, loss_metrics, mfu, tail_waste_frac, throughput
-from grpo_spmd.observe.logprob_check import LogprobCheck
 from grpo_spmd.observe.metrics_file import LineFile, read_lines
 from grpo_spmd.observe.phase_timer import PhaseTimer
 from grpo_spmd.observe.rollout_record import rollouts_file
 from grpo_spmd.observe.wandb_feed import WandbFeed
+from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import Decision, SyncStats
 
 _log = logging.getLogger("grpo_spmd")
@@ -73,7 +74,7 @@ class MetricsLog:
             self._rank0_metrics = decision.metrics | loss_metrics(sums, self._loss) | synced | waste
             try:
                 mean, largest = (sums[f"weight_sync/mismatch_abs_{name}"].value for name in ("mean", "max"))
-                self._logprob_check.check(step, mean, largest)
+                self._logprob_check.check(step, mean, largest, [sums[name].value for name in TILT_SUMS])
                 _check_skipped(step, sums, self._training.max_nonfinite_in_a_row, rollouts_file(self._run_dir, step))
                 _check_trained(step, sums, self._training.num_epochs * sum(decision.num_loss_tokens))
             except Exception:

@@ -1,5 +1,5 @@
 """Refuses models that would train on wrong logprobs without a word. Whatever else does, the engine's logprobs show at
-step 0 (observe/logprob_check.py)."""
+step 0 (proofs/logprob_check.py)."""
 
 from __future__ import annotations
 
