@@ -41,6 +41,7 @@ from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.observe.wandb_feed import WandbFeed
 from grpo_spmd.preflight.checks import Inputs
 from grpo_spmd.proofs.logprob_check import LogprobCheck
+from grpo_spmd.proofs.update_check import UpdateCheck
 from grpo_spmd.records import MicroBatch, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rollout.buffer import RolloutBuffer
@@ -64,6 +65,7 @@ class Run:
     policy: Policy
     reference: Callable[[MicroBatch], Scores] | None
     updater: PolicyUpdater
+    update_check: UpdateCheck
     step_rules: StepRules
     offload: HostOffload
     weight_sync: WeightSync
@@ -136,6 +138,9 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
     max_completion, max_error_frac = config.rollout.max_completion_tokens, config.reward_pool.max_error_frac
     updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training.num_epochs, max_completion)
+    of_model, of_loss = (config.model.path, config.model.dtype), (config.advantage, config.loss, config.optimizer)
+    sources = tokenizer, of_model, stops, data, config.rollout, config.rewards, *of_loss
+    update_check = UpdateCheck(config.proofs.every_steps, session, policy, reference, updater, *sources)
     cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
     sections = config.rollout, config.advantage, config.loss, config.training
     step_rules = StepRules(*sections, max_error_frac, session.world_size, cost_ratio)
@@ -157,8 +162,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     buffer = RolloutBuffer(config.run_dir, config.seed, config.model, config.rollout, session) if keeps else None
     sampler = Sampler(engine, config.rollout.group_size, config.seed, buffer)
     return Run(
-        config, session, preemption, stream, rewards, score, engine, policy, reference, updater, step_rules, offload,
-        weight_sync, sampler, evaluator, checkpoints, phase, logprob_check, dump, log, start.step,
+        config, session, preemption, stream, rewards, score, engine, policy, reference, updater, update_check,
+        step_rules, offload, weight_sync, sampler, evaluator, checkpoints, phase, logprob_check, dump, log, start.step,
     )  # fmt: skip
 
 

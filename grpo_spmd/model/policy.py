@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import LoraConfig, ModelConfig
@@ -64,6 +65,12 @@ class Policy(nn.Module):
         scores: Scores = TokenLogprobs.apply(hidden, head, batch.target_ids, *settings)
         return scores
 
+    def plain_logits(self, token_ids: Tensor) -> Tensor:
+        """Collective. Logits [S, L, V] of rows of one sequence each, by HF's own forward pass and nothing of ours: what
+        proofs/ compares `forward` with. FSDP knows it as a second door."""
+        logits: Tensor = self.model(input_ids=token_ids, use_cache=False).logits
+        return logits
+
 
 def build_policy(
     config: ModelConfig,
@@ -104,6 +111,7 @@ def build_policy(
         set_up_layer(layer, trainable and config.activation_checkpointing, config.compile)
     # The root keeps embedding and lm_head gathered from forward to backward pass, which the reference never has.
     shard_over_ranks(policy, layers, session.mesh, compute, reshard_root=not trainable)
+    register_fsdp_forward_method(policy, "plain_logits")
     policy.to_empty(device=session.device)
     policy.model.tie_weights()  # to_empty made two parameters out of a tied one
     initialise_buffers(policy.model)

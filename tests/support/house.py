@@ -38,7 +38,7 @@ TRAINER = {
     "rewards/verifiers.py": 250,
     "rewards/answers.py": 40,
     "model": 1010,
-    "learn": 1020,
+    "learn": 1030,
     "engine": 1350,
     "rollout": 450,
     "run": 235,
@@ -59,7 +59,7 @@ OPERATIONS = {
 }
 EXAMPLES = {"small": 150}
 # What the trials of the first month brought: families of models, running proofs, TRL's rewards, hostile folders.
-ARMOUR = {"proofs": 800, "model/families": 700, "rewards/trl.py": 200, "untrusted": 220}
+ARMOUR = {"proofs": 1150, "model/families": 700, "rewards/trl.py": 200, "untrusted": 220}
 TRAINER_LINES, OPERATIONS_LINES = 6100, 6100
 MOST_ROOMS = 25
 FILE_LINES, FUNCTION_LINES, COLUMNS = 450, 70, 120

@@ -187,7 +187,7 @@ def test_a_temperature_that_hides_in_bfloat16s_rounding_is_seen_by_its_tilt(
 ) -> None:
     sums, mean = _engine_and_policy(num_tokens, temperature, noise=0.01)
     assert mean < 0.05  # by its size alone it would pass
-    with pytest.raises(MismatchError, match="not as rounding does: .* the temperatures differ"):
+    with pytest.raises(MismatchError, match=r"not as rounding does: .* the temperatures differ"):
         LogprobCheck("bfloat16", None).check(0, mean, 0.5, sums)
 
 
