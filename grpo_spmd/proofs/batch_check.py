@@ -113,7 +113,7 @@ class BatchCheck:
             is_stopped = completion.finish_reason == "stop"
             if self._stop_ids.intersection(before):
                 found.wrong.append("a completion goes on after a token that ends it (generation_config's eos_token_id)")
-            elif is_stopped != (last in self._stop_ids) or (not is_stopped and len(before) + 1 != longest):
+            elif last not in self._stop_ids if is_stopped else len(before) + 1 != longest:
                 reason, count = completion.finish_reason, len(completion.token_ids)
                 found.wrong.append(f"a completion of {count} tokens that ends with {last} has finish_reason {reason!r}")
 

@@ -86,7 +86,7 @@ class GradientCheck:
         denominators = max(tokens, 1), max(sequences, 1)
         sums, _ = self._updater.accumulate(batches, *denominators, is_synced=True)
         squares, sketch = self._squares(), _Sketch(policy)
-        with sketch.watching():
+        with _plain_layers(policy.model), sketch.watching():
             reduced = sketch.of_gradient()
             logprobs, entropy, touch = _plain_scores(policy, rollouts, self._temperature, device)
             if rollouts:
@@ -119,7 +119,7 @@ class GradientCheck:
 
     def plain_logprobs(self, policy: Policy, groups: Sequence[RolloutGroup], device: torch.device) -> Tensor:
         """Collective. Of the tokens that `run` looks at, by another policy; no gradient."""
-        with torch.no_grad():
+        with _plain_layers(policy.model), torch.no_grad():
             logprobs, _ = _plain_scores(policy, _short_rollouts(groups), self._temperature, device)[:2]
         cast(FSDPModule, policy).reshard()
         return logprobs
@@ -263,8 +263,7 @@ def _plain_scores(
     ids = [[*r.prompt_ids, *r.completion_ids] for r in rollouts] or [[0, 0]]
     longest = max(map(len, ids))
     row = torch.tensor([[*each, *[0] * (longest - len(each))] for each in ids], device=device)
-    with _plain_attention(policy.model), torch.compiler.set_stance("force_eager"):
-        logits = policy.plain_logits(row).float() / temperature
+    logits = policy.plain_logits(row).float() / temperature
     touch = (logits.sum() * 0.0).double()
     logprobs, entropy = [], []
     for number, rollout in enumerate(rollouts):
@@ -278,14 +277,16 @@ def _plain_scores(
 
 
 @contextmanager
-def _plain_attention(model: Any) -> Iterator[None]:
-    """Within it HF's own eager attention, with its own mask."""
+def _plain_layers(model: Any) -> Iterator[None]:
+    """Within it HF's own eager attention, with its own mask, and nothing compiled; also for the backward pass, which may
+    run layers again."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values()
     before = [config._attn_implementation for config in configs]
     try:
         for config in configs:
             config._attn_implementation = "eager"
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation = name
