@@ -205,8 +205,8 @@ FAULTS = (
     Fault(
         "reward misaligned by one: in the reward pool",
         "rewards/pool/pool.py",
-        "text = texts[len(self._keywords)]",
-        "text = texts[len(self._keywords) - 1]",
+        "text = texts[len(self.given)]",
+        "text = texts[len(self.given) - 1]",
         ("tests/faults/test_rewards.py",),
     ),
     Fault(

@@ -14,15 +14,8 @@ from torch.distributed.tensor import DTensor
 from grpo_spmd.config.schema import LossConfig, OptimizerConfig
 from grpo_spmd.distributed.collectives import any_rank
 from grpo_spmd.distributed.reductions import Histogram, Ids, Max, Mean, Reductions, Sum, merge
-from grpo_spmd.learn.losses import (
-    TILT_SUMS,
-    LossInputs,
-    aggregation_weights,
-    mismatch_sums,
-    policy_loss,
-    rollout_correction,
-    tilt_sums,
-)  # fmt: skip
+from grpo_spmd.learn import losses
+from grpo_spmd.learn.losses import LossInputs, aggregation_weights, mismatch_sums, policy_loss, rollout_correction
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import Policy, Scores
 from grpo_spmd.records import MicroBatch, RolloutBatch
@@ -162,8 +155,7 @@ class PolicyUpdater:
         share.backward()
         if is_synced:
             before = logprobs if loss.old_logprobs == "engine" else old_logprobs
-            sums |= mismatch_sums(before, rollout_logprobs, mask)
-            sums |= tilt_sums(before, rollout_logprobs, entropy, mask)
+            sums |= mismatch_sums(before, rollout_logprobs, mask, entropy)
         finite = torch.stack([score.isfinite() for score in (*scores, rollout_logprobs) if score is not None]).all(0)
         return sums, mask & ~finite
 
@@ -174,7 +166,7 @@ def no_update(loss: LossConfig) -> Reductions:
     if loss.rollout_correction != "none":
         means += ["rollout_correction/weight_mean", "rollout_correction/capped_frac"]
     return {
-        **dict.fromkeys(("loss", "policy", "kl", "entropy", "loss_tokens", *TILT_SUMS), Sum()),
+        **dict.fromkeys(("loss", "policy", "kl", "entropy", "loss_tokens", *losses.TILT_SUMS), Sum()),
         **dict.fromkeys(means, Mean()),
         **dict.fromkeys(("weight_sync/mismatch_abs_max", "optim/grad_norm", "optim/lr"), Max()),
         **dict.fromkeys(("optim/updates", "optim/skipped_updates", "skipped_in_a_row"), Max(0.0)),

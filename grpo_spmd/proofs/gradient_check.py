@@ -278,7 +278,7 @@ def _plain_scores(
 
 @contextmanager
 def _plain_layers(model: Any) -> Iterator[None]:
-    """Within it HF's own eager attention, with its own mask, and nothing compiled; also for the backward pass, which may
+    """Within it HF's own eager attention, with its own mask, and nothing compiled; also for a backward pass, which may
     run layers again."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values()
     before = [config._attn_implementation for config in configs]

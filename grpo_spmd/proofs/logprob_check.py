@@ -66,7 +66,7 @@ class LogprobCheck:
         self, step: int, mean: float | None, largest: float | None, tilt_sums: Sequence[float] | None = None
     ) -> None:
         """Judge a step by |policy - engine| over all ranks' tokens; None: it has no tokens. `tilt_sums` are those of
-        `losses.tilt_sums`. Raises MismatchError."""
+        `losses.TILT_SUMS`. Raises MismatchError."""
         if mean is None or largest is None:
             return
         mean_bound, largest_bound = self._bounds()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_spmd.engine.weight_map import TensorPart, fused_rows
 from grpo_spmd.engine.weight_proof import _coefficients, matches, row_fingerprints
-from grpo_spmd.learn.losses import TILT_SUMS, tilt_sums
+from grpo_spmd.learn.losses import TILT_SUMS, mismatch_sums
 from grpo_spmd.proofs.logprob_check import LogprobCheck, MismatchError
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -176,7 +176,7 @@ def _engine_and_policy(num_tokens: int, temperature: float, noise: float) -> tup
     tokens = torch.multinomial(of_engine.exp(), 1, generator=generator)
     engine, policy = of_engine.gather(1, tokens)[:, 0], of_policy.gather(1, tokens)[:, 0]
     entropy = -(of_policy.exp() * of_policy).sum(-1)
-    sums = tilt_sums(policy, engine, entropy, torch.ones(num_tokens, dtype=torch.bool))
+    sums = mismatch_sums(policy, engine, torch.ones(num_tokens, dtype=torch.bool), entropy)
     return [float(sums[name].value) for name in TILT_SUMS], float((policy - engine).abs().mean())
 
 
