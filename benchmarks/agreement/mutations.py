@@ -44,7 +44,10 @@ _AT_ONCE = 2  # trials side by side: a good part of each waits for something
 _TIMEOUT_S = 600
 _NOT_SEEN, _PASSES, _NOT_RUN, _BROKEN = "not seen", "passes", "-", "broken trial: "
 # What may stop a training as a proof. The last is the count of the tokens that were trained on, each epoch.
-_PROOFS = r"WeightProofError|MismatchError|UpdateCheckError|EngineStateError|RewardError|RuntimeError(?=: step \d+: trained on )"
+_PROOFS = (
+    r"WeightProofError|MismatchError|UpdateCheckError|EngineStateError|RewardError"
+    r"|RuntimeError(?=: step \d+: trained on )"
+)
 
 
 def main() -> None:

@@ -139,7 +139,7 @@ class Trials:
 
 
 def clean_updates(trials: Trials) -> int:
-    """Every kind of loss and estimator, both dtypes, recomputation, compilation, replicas, adapters: none is refused,
+    """Every kind of loss and estimator, both dtypes, recomputation, replicas, adapters: none is refused,
     and no bit of a parameter is another than without the check."""
     config, done = trials.config, 0
     for setting in SETTINGS:
@@ -154,10 +154,10 @@ def clean_updates(trials: Trials) -> int:
         temperature, kl_coef = half.rollout.temperature, of_half.loss.kl_coef
         reference = build_reference(trials.policy, half.model, temperature, kl_coef, trials.session)
         trials.run(of_half, trials.build(half), reference=reference)
-    for changes in ({"activation_checkpointing": True}, {"compile": True}, {"lora": LoraConfig(rank=4)}):
+    for changes in ({"activation_checkpointing": True}, {"lora": LoraConfig(rank=4)}):
         trials.run(_with(config, "model", **changes), trials.build(config, **changes))
     trials.run(config, trials.build(config, mesh=policy_mesh(trials.session.device, 2)))
-    return done + 8
+    return done + 7
 
 
 def _with(config: Config, section: str, **values: Any) -> Config:
