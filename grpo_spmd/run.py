@@ -30,6 +30,7 @@ from grpo_spmd.files import write_durably
 from grpo_spmd.learn.balance import attention_cost_ratio
 from grpo_spmd.learn.sampled_step import StepRules
 from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.families.probe import refuse_untrainable
 from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, Scores, build_policy, build_reference
@@ -131,6 +132,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     log_file, note = Path(run_dir, "logs", f"rewards_rank_{session.rank}.log"), doctor.note_debugger
     rewards = RewardPool(config.rewards, config.reward_pool, log_file, columns=inputs.columns, on_debugger=note)
     score = preemption.guard(functools.partial(rewards.score, tokenizer=tokenizer))
+    refuse_untrainable(config.model.path, config.max_rollout_tokens)
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
     longest, stops = config.max_rollout_tokens, stop_token_ids(config.model.path, tokenizer)
     engine = RolloutEngine(config.model, config.rollout, longest, session, stops, preemption.should_abort)

@@ -178,7 +178,7 @@ class Trials:
         """The engine's ranks together hold every row and column slice of every HF tensor; KV heads also twice."""
         mine = [
             [part.name, row, tensor.column_slice, tensor.num_column_slices]
-            for tensor in self.engine.tensors()
+            for tensor in self.engine.tensors(self.shapes)
             for part in tensor.parts
             for row in range(part.hf_start, part.hf_start + part.num_rows)
         ]
