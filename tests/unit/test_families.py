@@ -137,10 +137,11 @@ def test_a_tensor_that_one_side_lacks_is_refused_and_a_strange_layout_is_not() -
         refuse_other_tensors("Policy", {}, {"a.bias": 4})
 
 
-def test_classes_of_transformers_are_put_back_as_they_were() -> None:
+def test_classes_of_transformers_are_put_back_as_they_were(tmp_path: Path) -> None:
     """As vLLM changes them: another __init__ and __call__, and another base; the engine's own module keeps these."""
     config = transformers.Qwen2Config(**SIZES)
-    put_back = keep_hf_classes(config)
+    config.save_pretrained(tmp_path)
+    put_back = keep_hf_classes(str(tmp_path))
     decoder_class = transformers.Qwen2Model
     before, bases = dict(vars(decoder_class)), decoder_class.__bases__
 
@@ -151,7 +152,7 @@ def test_classes_of_transformers_are_put_back_as_they_were() -> None:
         before["__init__"](self, *args)
         self.made_for_engine = True
 
-    decoder_class.__init__, decoder_class.__call__ = init, lambda self, ids: "compiled"  # type: ignore[method-assign]
+    decoder_class.__init__, decoder_class.__call__ = init, lambda self, ids: "compiled"
     decoder_class.__bases__ = (*bases, Compiled)
     of_engine = decoder_class(config)
     put_back(of_engine)
