@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import PolicyUpdater, Reference
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
-from grpo_spmd.model.lora import adapters_off
+from grpo_spmd.model.lora import adapted_layers
 from grpo_spmd.model.policy import Policy, hf_named_parameters
 from grpo_spmd.model.sharding import first_row
 from grpo_spmd.proofs.adamw_check import AdamwCheck
@@ -78,9 +79,13 @@ class UpdateCheck:
         """Collective. Before the update of `step`. Raises Rank0Error on every rank, naming what is off."""
         self._seconds, self._step = 0.0, step
         is_first = not self._has_run
+        start = time.perf_counter()
         if not (is_first or (self._every_steps and step % self._every_steps == 0)):
+            if self._window:  # some steps in a row: what goes wrong from one to the next is in no single one
+                self._judge([self._batch_check.run(sampled, batch, decision)])
+                self._seconds = time.perf_counter() - start
             return
-        start, self._has_run = time.perf_counter(), True
+        self._has_run = True
         parts = [self._batch_check.run(sampled, batch, decision)]
         if is_first:
             parts.append(check_data(sampled.groups, sampled.scored, self._tokenizer, self._data))
@@ -133,7 +138,7 @@ class UpdateCheck:
             return found
         check, rows = self._gradients, (sampled.groups, self._session.device)
         if policy.lora.rank:
-            with adapters_off(policy.model):
+            with _adapters_at_zero(policy):
                 plain = check.plain_logprobs(policy, *rows)
         elif isinstance(reference, Policy) and reference is not policy:
             plain = check.plain_logprobs(reference, *rows)
@@ -170,6 +175,19 @@ class UpdateCheck:
         return on_rank0(
             lambda of_ranks: _raise_if_wrong(of_ranks, self._step), [wrong[:_MAX_NAMED], len(wrong), measured]
         )
+
+
+@contextmanager
+def _adapters_at_zero(policy: Policy) -> Iterator[None]:
+    """The base by another way than the trainer's: adapters on, their products times 0."""
+    scales = [(layer, dict(layer.scaling)) for layer in adapted_layers(policy.model).values()]
+    try:
+        for layer, scale in scales:
+            layer.scaling.update(dict.fromkeys(scale, 0.0))
+        yield
+    finally:
+        for layer, scale in scales:
+            layer.scaling.update(scale)
 
 
 def _raise_if_wrong(of_ranks: list[tuple[list[str], int, dict[str, float]]], step: int) -> dict[str, float]:

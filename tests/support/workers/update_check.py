@@ -225,6 +225,11 @@ def faults(trials: Trials) -> int:
         next(moved.parameters()).mul_(1.01)
     sees("the reference's model.embed_tokens.weight is not that of", reference=moved)
 
+    adapted = trials.build(config, lora=LoraConfig(rank=4))
+    kept_on = patch.object(model_policy.lora, "adapters_off", lambda model: nullcontext())
+    moves = _with(_with(config, "model", lora=LoraConfig(rank=4)), "optimizer", lr=1e-2)
+    sees("the reference's logprob of a token", moves, policy=adapted, within=kept_on)  # at the second check
+
     def with_columns(scored: ScoredRollouts) -> None:
         scored.given = scored.given[GROUP_SIZE:] + scored.given[:GROUP_SIZE]
 
