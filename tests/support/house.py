@@ -59,7 +59,7 @@ OPERATIONS = {
 }
 EXAMPLES = {"small": 150}
 # What the trials of the first month brought: families of models, running proofs, TRL's rewards, hostile folders.
-ARMOUR = {"proofs": 1150, "model/families": 700, "rewards/trl.py": 200, "untrusted": 220}
+ARMOUR = {"proofs": 1170, "model/families": 700, "rewards/trl.py": 200, "untrusted": 220}
 TRAINER_LINES, OPERATIONS_LINES = 6100, 6200
 MOST_ROOMS = 25
 FILE_LINES, FUNCTION_LINES, COLUMNS = 450, 70, 120
