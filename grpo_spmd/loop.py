@@ -52,7 +52,9 @@ def _train_step(run: Run, step: int) -> None:
         run.dump.write_if_due(step, sampled, decision)
     run.preemption.check_before_update()  # the last moment at which the step can be given up
     with phase("update"):
-        sums = run.updater.update(batch)
+        run.update_check.run_if_due(step, sampled, batch, decision)
+        sums = run.updater.update(batch, run.update_check)
+    log.record_largest(run.update_check.metrics())
     run.dump.write_if_skipped(step, sampled, decision, sums)
     log.check_step(step, decision, sync_stats, sums, generation_s)  # before a checkpoint is made of it
     with phase("checkpoint"):

@@ -108,11 +108,13 @@ class ScoredRollouts:
     statuses: dict[str, list[str]] = field(default_factory=dict)
     first_error: str | None = None  # the first failure of the function that failed most, with its traceback
     texts: list[str] = field(default_factory=list)
+    given: list[dict[str, Any]] = field(default_factory=list)  # what the functions were called with
 
     def extend(self, other: ScoredRollouts) -> None:
         """Add what a further round scored."""
         self.rewards += other.rewards
         self.texts += other.texts
+        self.given += other.given
         self.first_error = self.first_error or other.first_error
         for name, statuses in other.statuses.items():
             self.statuses.setdefault(name, []).extend(statuses)

@@ -30,17 +30,19 @@ from grpo_spmd.files import write_durably
 from grpo_spmd.learn.balance import attention_cost_ratio
 from grpo_spmd.learn.sampled_step import StepRules
 from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.families.probe import refuse_untrainable
 from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, Scores, build_policy, build_reference
 from grpo_spmd.observe.log import MetricsLog
-from grpo_spmd.observe.logprob_check import LogprobCheck
 from grpo_spmd.observe.memory import MemoryLedger, remedies
 from grpo_spmd.observe.metrics_file import cut_metrics
 from grpo_spmd.observe.phase_timer import PhaseTimer
 from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.observe.wandb_feed import WandbFeed
 from grpo_spmd.preflight.checks import Inputs
+from grpo_spmd.proofs.logprob_check import LogprobCheck
+from grpo_spmd.proofs.update_check import UpdateCheck
 from grpo_spmd.records import MicroBatch, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rollout.buffer import RolloutBuffer
@@ -64,6 +66,7 @@ class Run:
     policy: Policy
     reference: Callable[[MicroBatch], Scores] | None
     updater: PolicyUpdater
+    update_check: UpdateCheck
     step_rules: StepRules
     offload: HostOffload
     weight_sync: WeightSync
@@ -129,6 +132,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     log_file, note = Path(run_dir, "logs", f"rewards_rank_{session.rank}.log"), doctor.note_debugger
     rewards = RewardPool(config.rewards, config.reward_pool, log_file, columns=inputs.columns, on_debugger=note)
     score = preemption.guard(functools.partial(rewards.score, tokenizer=tokenizer))
+    refuse_untrainable(config.model.path, config.max_rollout_tokens)
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
     longest, stops = config.max_rollout_tokens, stop_token_ids(config.model.path, tokenizer)
     engine = RolloutEngine(config.model, config.rollout, longest, session, stops, preemption.should_abort)
@@ -136,6 +140,9 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
     max_completion, max_error_frac = config.rollout.max_completion_tokens, config.reward_pool.max_error_frac
     updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training.num_epochs, max_completion)
+    of_model, of_loss = (config.model.path, config.model.dtype), (config.advantage, config.loss, config.optimizer)
+    sources = tokenizer, of_model, stops, data, config.rollout, config.rewards, *of_loss
+    update_check = UpdateCheck(config.proofs.every_steps, session, policy, reference, updater, *sources)
     cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
     sections = config.rollout, config.advantage, config.loss, config.training
     step_rules = StepRules(*sections, max_error_frac, session.world_size, cost_ratio)
@@ -157,8 +164,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     buffer = RolloutBuffer(config.run_dir, config.seed, config.model, config.rollout, session) if keeps else None
     sampler = Sampler(engine, config.rollout.group_size, config.seed, buffer)
     return Run(
-        config, session, preemption, stream, rewards, score, engine, policy, reference, updater, step_rules, offload,
-        weight_sync, sampler, evaluator, checkpoints, phase, logprob_check, dump, log, start.step,
+        config, session, preemption, stream, rewards, score, engine, policy, reference, updater, update_check,
+        step_rules, offload, weight_sync, sampler, evaluator, checkpoints, phase, logprob_check, dump, log, start.step,
     )  # fmt: skip
 
 

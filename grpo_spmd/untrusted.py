@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_spmd.config.errors import ConfigError
+
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
-class UntrustedError(ValueError):
+class UntrustedError(ConfigError):
     """One line: the file, and what is wrong."""
 
 
@@ -138,8 +140,7 @@ TRAINER = {
     **dict.fromkeys(("step", "position", "num_updates", "skipped_in_a_row"), whole(0)),
     "world_size": whole(1, 2**20),
     "dtype": text("float32|bfloat16", "float32 or bfloat16"),
-    "model_path": text(r"[^\0]+", "a text"),
-    "config": mapping_of(_PLAIN),
+    **{"model_path": text(r"[^\0]+", "a text"), "config": mapping_of(_PLAIN)},
     **dict.fromkeys(("model_fingerprint", "data_fingerprint"), _DIGEST),
     "contents": or_null(mapping_of(_DIGEST)),
     "mismatch_scale": or_null(list_of(_SMALL, 2, 2)),

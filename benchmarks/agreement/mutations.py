@@ -44,7 +44,10 @@ _AT_ONCE = 2  # trials side by side: a good part of each waits for something
 _TIMEOUT_S = 600
 _NOT_SEEN, _PASSES, _NOT_RUN, _BROKEN = "not seen", "passes", "-", "broken trial: "
 # What may stop a training as a proof. The last is the count of the tokens that were trained on, each epoch.
-_PROOFS = r"WeightProofError|MismatchError|EngineStateError|RewardError|RuntimeError(?=: step \d+: trained on )"
+_PROOFS = (
+    r"WeightProofError|MismatchError|UpdateCheckError|EngineStateError|RewardError"
+    r"|RuntimeError(?=: step \d+: trained on )"
+)
 
 
 def main() -> None:
@@ -107,6 +110,11 @@ def _make_models_and_data(made: Path) -> None:
     rows = read_lines(made / "train.jsonl")[:8]
     longer = [row | {"prompt": "1,2,3,4,5,6,7,8,9," * 2 + row["prompt"]} for row in rows]
     (made / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in longer))
+    rows = read_lines(made / "train.jsonl")[:64]  # every second one is dropped for its length
+    mixed = [row if n % 2 else row | {"prompt": "1,2,3,4,5,6,7," + row["prompt"]} for n, row in enumerate(rows)]
+    (made / "some_long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    shutil.copytree(made / "model", made / "two_stops")
+    (made / "two_stops/generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5]}))
 
 
 def _row(fault: Fault | None, used: Sequence[Fault], made: Path, copy: Path) -> Row:
@@ -171,6 +179,7 @@ def _train(copy: Path, made: Path, variants: Sequence[tuple[str, ...]]) -> str:
         name, step, message = error.groups()
         if tensors := re.search(r"in (\d+ of \d+ tensors).*?: (\S+) \(", message):
             message = f"{tensors[1]}, first {tensors[2]}"
+        message = message.removeprefix("the update is not what a plain recomputation of it gives: ")
         return f"step {step}, {name}: {message.partition(' on the tokens')[0][:80]}"
     return _PASSES if variants else _NOT_RUN
 

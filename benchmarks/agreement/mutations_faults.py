@@ -25,6 +25,7 @@ _GATHER = f"{_SYNC}::test_bucketed_gather_equals_full_tensor[3-1]"
 _PARTITION = "tests/ranks/test_partition.py"
 _LOSS, _ADVANTAGES, _BATCHING = (f"tests/unit/test_{name}.py" for name in ("loss", "advantages", "batching"))
 _ROLLOUT = "tests/unit/test_rollout.py"
+_CHECK = "tests/ranks/test_proofs.py::test_the_check_of_the_update_sees_planted_faults_and_changes_no_bit"
 
 
 @dataclass(frozen=True)
@@ -205,8 +206,8 @@ FAULTS = (
     Fault(
         "reward misaligned by one: in the reward pool",
         "rewards/pool/pool.py",
-        "text = texts[len(self._keywords)]",
-        "text = texts[len(self._keywords) - 1]",
+        "text = texts[len(self.given)]",
+        "text = texts[len(self.given) - 1]",
         ("tests/faults/test_rewards.py",),
     ),
     Fault(
@@ -269,6 +270,90 @@ FAULTS = (
         "policy_logprobs.detach() - rollout_logprobs, 0.0)",
         "rollout_logprobs - policy_logprobs.detach(), 0.0)",
         (_LOSS,),
+    ),
+    Fault(
+        "moments cleared at each update",
+        "learn/update.py",
+        "        self.optimizer.step()\n",
+        "        self.optimizer.state.clear()\n        self.optimizer.step()\n",
+        (_CHECK,),
+    ),
+    Fault(
+        "gradients kept for the next update",
+        "learn/update.py",
+        "        self._schedule.step()\n        self.optimizer.zero_grad(set_to_none=True)\n",
+        "        self._schedule.step()\n",
+        (_CHECK,),
+    ),
+    Fault(
+        "gradient never clipped",
+        "learn/update.py",
+        "clip_grad_norm_(self._policy.parameters(), self._max_grad_norm)",
+        "clip_grad_norm_(self._policy.parameters(), 1e9)",
+        (_PARTITION, _CHECK),
+        ("optimizer.max_grad_norm=0.01",),
+    ),
+    Fault(
+        "weight decay doubled",
+        "model/optimizer.py",
+        '"weight_decay": config.weight_decay}',
+        '"weight_decay": 2 * config.weight_decay}',
+        (_PARTITION, _CHECK),
+        ("optimizer.weight_decay=0.01",),
+    ),
+    Fault(
+        "warm-up a step behind: the first update has lr 0",
+        "model/optimizer.py",
+        "min(1.0, (done + 1) / max(1, config.warmup_steps))",
+        "min(1.0, done / max(1, config.warmup_steps))",
+        ("tests/ranks/test_nonfinite.py", _CHECK),
+        ("optimizer.warmup_steps=10",),
+    ),
+    Fault(
+        "the reference is the policy itself",
+        "model/policy.py",
+        "    if policy.lora.rank:\n        return partial(_base_scores, policy)\n",
+        "    return policy\n",
+        (_CHECK,),
+        ("loss.kl_coef=0.01",),
+    ),
+    Fault(
+        "KL estimator's ratio upside down",
+        "learn/losses.py",
+        "log_ratio = ref_logprobs - logprobs\n",
+        "log_ratio = logprobs - ref_logprobs\n",
+        (_LOSS,),
+        ("loss.kl_coef=0.01",),
+    ),
+    Fault(
+        "advantages divided by the biased deviation",
+        "learn/advantages.py",
+        "(count - 1).clamp(min=1)).sqrt()",
+        "count.clamp(min=1)).sqrt()",
+        (_ADVANTAGES,),
+    ),
+    Fault(
+        "columns of another row: counted without the dropped prompts",
+        "data/prompts.py",
+        "prompts.append(Prompt(number, number, token_ids, row.prompt, row.columns))",
+        "prompts.append(Prompt(number, number, token_ids, row.prompt, rows[len(prompts)].columns))",
+        ("tests/unit/test_data.py",),
+        ("data.train={made}/some_long.jsonl", "data.max_prompt_tokens=8", "data.on_long_prompt=drop"),
+    ),
+    Fault(
+        "the reward gets the prompt with the completion",
+        "rewards/pool/pool.py",
+        "token_ids = [completion.token_ids for group in groups for completion in group.completions]",
+        "token_ids = [[*group.prompt.token_ids, *c.token_ids] for group in groups for c in group.completions]",
+        ("tests/faults/test_rewards.py",),
+    ),
+    Fault(
+        "generation_config's stop tokens ignored",
+        "untrusted.py",
+        'for name in ("generation_config.json", "config.json"):',
+        'for name in ("config.json",):',
+        (),
+        ("model.path={made}/two_stops",),
     ),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,6 +25,8 @@ from grpo_spmd.engine.requests import EngineStateError, Finished, NextRequest, P
 from grpo_spmd.engine.sleep_check import SleepCheck
 from grpo_spmd.engine.start import start_vllm
 from grpo_spmd.engine.weight_map import EngineTensor, engine_tensors
+from grpo_spmd.model.families.build import one_line_for
+from grpo_spmd.model.families.hf_classes import keep_hf_classes
 from grpo_spmd.observe.memory import measure
 from grpo_spmd.records import Completion
 
@@ -65,11 +67,13 @@ class RolloutEngine:
         assert has_group == (self.tp_size > 1), "start_session was given another tensor_parallel_size"
         self._on_cpu = session.device.type == "cpu"
         _log.info("starting vLLM: %d engines of %d ranks, on %s", self.num_engines, self.tp_size, session.device.type)
-        with isolated(), allocator_settings_kept(session.device), warnings.catch_warnings():
+        put_back_hf_classes, by_vllm = keep_hf_classes(model.path), one_line_for(model.path, "cannot be built by vLLM")
+        with isolated(), allocator_settings_kept(session.device), warnings.catch_warnings(), by_vllm:
             warnings.simplefilter("ignore", FutureWarning)  # about vLLM's own use of torch
             self._llm = start_vllm(model, rollout, max_rollout_tokens, session)
         self._engine = self._llm.llm_engine
         self._model: nn.Module = self._llm.apply_model(lambda model: model)[0]
+        put_back_hf_classes(self._model)
         self._reload = WeightReload(self._llm, self._model, self._on_cpu)
         self._adapters = EngineAdapters(self._model, model.lora.rank) if model.lora.base_stays_in_engine else None
         self.takes_adapters = self._adapters is not None  # by themselves (`load_adapters`), onto a base that stays
@@ -154,9 +158,9 @@ class RolloutEngine:
 
         return int(CuMemAllocator.get_instance().get_current_usage())
 
-    def tensors(self) -> list[EngineTensor]:
+    def tensors(self, hf_names: Collection[str]) -> list[EngineTensor]:
         """Where the rows of HF's tensors are in this rank's engine; the same in number and kind on all ranks."""
-        return engine_tensors(self._model) + (self._adapters.tensors() if self._adapters is not None else [])
+        return engine_tensors(self._model, hf_names) + (self._adapters.tensors() if self._adapters is not None else [])
 
     def shutdown(self) -> None:
         """Collective. Stop vLLM. From 0.24 on this ends the default process group too, so all ranks must be here."""

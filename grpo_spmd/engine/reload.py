@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from grpo_spmd.engine.requests import EngineStateError
+from grpo_spmd.model.families.build import one_line_for
 from grpo_spmd.model.lora import hf_name
 
 
@@ -35,7 +36,9 @@ class WeightReload:
         self._loaded = None
         if self._on_cpu:
             self._llm.apply_model(before_reload_on_cpu)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        path, kinds = self._llm.model_config.model, (AssertionError, AttributeError, KeyError, ValueError)
+        with one_line_for(path, "cannot be loaded by vLLM", *kinds):
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self._on_cpu:
             self._llm.apply_model(after_reload_on_cpu)
         if self._loaded is None:

@@ -47,6 +47,8 @@ def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: i
     try:
         return vllm.LLM(trust_remote_code=False, **options | rollout.engine)
     except TypeError as error:
+        if not rollout.engine:
+            raise
         raise ConfigError(f"rollout.engine: vllm.LLM refused {sorted(rollout.engine)}: {error}") from None
     finally:
         torch.set_num_threads = set_num_threads
@@ -69,7 +71,11 @@ def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:
 def _cpu_kv_cache_bytes(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, world_size: int) -> int:
     """Room for a step's completions at full length: at least 64 MiB, at most 1/8 of the host's memory over its ranks.
     Without it vLLM asks for nearly all of the host's memory, on each rank."""
-    hf = load_config(model.path)
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    hf, sizes = load_config(model.path), CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim(hf) not in sizes:  # vLLM would find that out when it first samples
+        raise ConfigError(f"model.path: {model.path} has heads of {head_dim(hf)}, and vLLM on a CPU only of {sizes}")
     heads = getattr(hf, "num_key_value_heads", hf.num_attention_heads)
     token = 2 * hf.num_hidden_layers * heads * head_dim(hf) * (4 if model.dtype == "float32" else 2)
     engines = max(1, world_size // rollout.tensor_parallel_size)

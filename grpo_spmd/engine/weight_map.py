@@ -6,11 +6,13 @@ parameter of any other layer is taken to be the whole HF tensor of its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+
+from grpo_spmd.model.families.engine_names import as_in_hf, hf_names_by_engine_name
 
 T = TypeVar("T")
 
@@ -43,15 +45,16 @@ Rows = tuple[int, int, int]  # of one HF tensor: how many are held here, how man
 Reader = Callable[[str, Any, Any], list[EngineTensor]]  # of a layer: its path, itself, the model
 
 
-def engine_tensors(model: nn.Module) -> list[EngineTensor]:
-    """What every parameter of this rank's engine holds, the same in number and kind on all ranks."""
-    readers = _readers()
+def engine_tensors(model: nn.Module, hf_names: Collection[str]) -> list[EngineTensor]:
+    """What every parameter of this rank's engine holds, the same in number and kind on all ranks. `hf_names`: of the
+    policy's parameters, which some of vLLM's classes rename, or fuse where they are fused already (GLM4)."""
+    readers, renamed = _readers(), hf_names_by_engine_name(model, hf_names)
     found, seen = list[EngineTensor](), set[int]()  # a tied lm_head may share its parameter with the embedding
     for path, layer in model.named_modules():
         read = _of_nearest_class(readers, layer)
         for tensor in read(path.removesuffix(".base_layer"), layer, model):  # wrapped, where it can take an adapter
             if tensor.values is None or id(tensor.values) not in seen:
-                found.append(tensor)
+                found.append(replace(tensor, parts=as_in_hf(tensor.engine_name, tensor.parts, renamed)))
             seen.add(id(tensor.values))
     return found
 

@@ -50,8 +50,9 @@ def prove_weights(policy: Policy, engine: RolloutEngine, step: int, is_first: bo
     such a product (`matches`). The first of a process logs what was compared how. Raises Rank0Error on every rank,
     naming the tensors that differ, on which ranks, and how."""
     start = time.perf_counter()
-    shards, tensors = _expected_shards(policy, engine), engine.tensors()
-    known = [tensor for tensor in tensors if _fits(tensor, shards)]
+    shards = _expected_shards(policy, engine)
+    tensors = engine.tensors(shards)
+    known = [tensor for tensor in tensors if fits(tensor, {name: parameter for name, (parameter, _) in shards.items()})]
     views = list(dict.fromkeys(_view(tensor, part.name) for tensor in known for part in tensor.parts))
     expected = _gather_fingerprints(shards, views, engine.dtype, step)
     wrong: dict[str, str] = {}
@@ -93,11 +94,11 @@ def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, _Shard]
     return expected
 
 
-def _fits(tensor: EngineTensor, shards: _Shards) -> bool:
+def fits(tensor: EngineTensor, parameters: Mapping[str, Tensor]) -> bool:
     """Whether the engine's parameter is what its name says, as far as shapes tell."""
-    if not all(part.name in shards and shards[part.name][0].shape[0] == part.num_hf_rows for part in tensor.parts):
+    if not all(part.name in parameters and len(parameters[part.name]) == part.num_hf_rows for part in tensor.parts):
         return False
-    columns = {_columns(shards[part.name][0]) for part in tensor.parts}
+    columns = {_columns(parameters[part.name]) for part in tensor.parts}
     if tensor.values is not None:
         columns.add(_columns(tensor.values) * tensor.num_column_slices)
     return len(columns) == 1

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from grpo_spmd.distributed.collectives import start_all_gather, wait_for
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.weight_proof import prove_weights, sum_of_bits, weights_id
+from grpo_spmd.engine.weight_proof import fits, prove_weights, sum_of_bits, weights_id
+from grpo_spmd.model.families.tensors import refuse_holes
 from grpo_spmd.model.lora import Shard, adapter_shards, gather_adapters
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, hf_named_shards
@@ -34,7 +35,8 @@ class WeightSync:
         offload: HostOffload | None = None,
         cast: Cast = lambda _, shard: shard,
     ) -> None:
-        """`prove_every_steps` 0: only the first sync is proved."""
+        """`prove_every_steps` 0: only the first sync is proved. Raises ConfigError as `refuse_holes` does."""
+        refuse_holes(policy.model, engine.tensors, fits)
         self._policy, self._engine, self._offload, self._cast = policy, engine, offload, cast
         self._bucket_bytes, self._prove_every_steps = bucket_mib << 20, prove_every_steps
         self._has_proved = False

@@ -22,6 +22,7 @@ Mask = Bool[Tensor, " C"]
 Index = Int[Tensor, " C"]  # which sequence a token belongs to
 # Log ratios are binned by x = asinh(d / _HIST_SCALE): even steps of 5 % beyond the scale, steps of 5e-5 nats below it.
 _HIST_SCALE, _HIST_LIMIT, _HIST_BINS = 1e-3, 10.0, 401
+TILT_SUMS = ("tilt_products", "tilt_squares", "tilt_squared_products")
 
 
 @dataclass(frozen=True)
@@ -156,11 +157,14 @@ def kl_estimate(logprobs: PerToken, ref_logprobs: PerToken, estimator: str) -> P
     return torch.expm1(log_ratio) - log_ratio
 
 
-def mismatch_sums(logprobs: PerToken, rollout_logprobs: PerToken, loss_mask: Mask) -> Reductions:
+def mismatch_sums(
+    logprobs: PerToken, rollout_logprobs: PerToken, loss_mask: Mask, entropy: PerToken | None = None
+) -> Reductions:
     """How far the engine that sampled is from the policy that trains, on the sampled tokens.
 
     "weight_sync/mismatch_kl" is the k3 estimate of KL(engine || policy), which cannot cancel; with the same weights it
-    is rounding alone. "mismatch_ratios" [401] counts tokens by their log ratio, for `ratio_percentiles`.
+    is rounding alone. "mismatch_ratios" [401] counts tokens by their log ratio, for `ratio_percentiles`. With `entropy`
+    also TILT_SUMS, sums of a d, a^2 and (a d)^2 for the slope of d = policy - engine over a = logprob + entropy.
     """
     zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
     # In float64: expm1(d) - d loses all its digits where |d| is near the rounding of float32.
@@ -170,7 +174,12 @@ def mismatch_sums(logprobs: PerToken, rollout_logprobs: PerToken, loss_mask: Mas
     bins = ((place + _HIST_LIMIT) / (2 * _HIST_LIMIT) * (_HIST_BINS - 1)).round().long()
     histogram = torch.zeros(_HIST_BINS, dtype=torch.float64, device=bins.device)
     num_tokens, size = loss_mask.sum(), difference.abs()
-    return {
+    tilt: Reductions = {}
+    if entropy is not None:
+        surprise = torch.where(loss_mask, (logprobs + rollout_logprobs).detach() / 2 + entropy.detach(), zero).double()
+        values = surprise * difference, surprise.square(), (surprise * difference).square()
+        tilt = {name: Sum(value.sum()) for name, value in zip(TILT_SUMS, values, strict=True)}
+    return tilt | {
         "weight_sync/mismatch_kl": Mean((torch.expm1(difference) - difference).sum(), num_tokens),
         "weight_sync/mismatch_abs_mean": Mean(size.sum(), num_tokens),
         "weight_sync/mismatch_abs_max": Max(size.max() if len(size) else zero.double()),

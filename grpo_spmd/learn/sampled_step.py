@@ -86,7 +86,7 @@ class SampledStep:
 class _JudgedGroup(GroupFacts):
     overlong: list[float]  # what completions lose of their rewards for their length
     penalised: list[float]  # rewards as the advantages take them; NaN: unknown
-    without_spread: bool
+    without_spread: bool  # rewards all alike, before the penalty
 
 
 class _Decider:
@@ -195,9 +195,10 @@ def _judge(facts: list[GroupFacts], rollout: RolloutConfig, advantage: Advantage
     num_tokens = _grid([f.completion_tokens for f in facts], rollout.group_size)
     buffer, penalty = advantage.overlong_buffer_tokens, advantage.overlong_penalty
     overlong = overlong_penalties(num_tokens, rollout.max_completion_tokens, buffer, penalty)
-    penalised = _grid([_or_nan(f.rewards) for f in facts], rollout.group_size) - overlong
-    _, without_spread = compute_advantages(penalised, "dr_grpo", "none")
-    added = zip(facts, overlong.tolist(), penalised.tolist(), without_spread.tolist(), strict=True)
+    rewards = _grid([_or_nan(f.rewards) for f in facts], rollout.group_size)
+    # Before the penalty, as DAPO has it: four wrong answers, one a little long, have nothing to teach but length.
+    _, without_spread = compute_advantages(rewards, "dr_grpo", "none")
+    added = zip(facts, overlong.tolist(), (rewards - overlong).tolist(), without_spread.tolist(), strict=True)
     return [_JudgedGroup(**vars(f), overlong=o, penalised=p, without_spread=w) for f, o, p, w in added]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -14,12 +14,22 @@ from torch.distributed.tensor import DTensor
 from grpo_spmd.config.schema import LossConfig, OptimizerConfig
 from grpo_spmd.distributed.collectives import any_rank
 from grpo_spmd.distributed.reductions import Histogram, Ids, Max, Mean, Reductions, Sum, merge
+from grpo_spmd.learn import losses
 from grpo_spmd.learn.losses import LossInputs, aggregation_weights, mismatch_sums, policy_loss, rollout_correction
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import Policy, Scores
 from grpo_spmd.records import MicroBatch, RolloutBatch
 
 Reference = Callable[[MicroBatch], Scores]
+Suspects = list[tuple[MicroBatch, Tensor]]  # which places [C] count and have a score that is not finite
+
+
+class Watch(Protocol):
+    """What looks on while an update is made; each call is collective."""
+
+    def begin(self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int) -> None: ...
+    def gradients(self) -> None: ...  # those of the whole mini-batch, not clipped yet
+    def end(self, is_made: bool) -> None: ...
 
 
 @torch.no_grad()
@@ -65,7 +75,7 @@ class PolicyUpdater:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def update(self, batch: RolloutBatch) -> Reductions:
+    def update(self, batch: RolloutBatch, watch: Watch | None = None) -> Reductions:
         """Collective. One optimizer step for each mini-batch of each epoch; returns what this rank adds to the metrics.
 
         Gradients are sums over ranks of token sums over one global denominator, so they do not depend on how rollouts
@@ -83,21 +93,34 @@ class PolicyUpdater:
                 # the policy: then only what comes before the first update is of the weights that the engine holds.
                 is_synced = not num_updates or (epoch == 0 and self._loss.old_logprobs == "policy")
                 denominators = batch.num_loss_tokens[number], batch.num_loss_sequences[number]
-                of_step, is_made = self._step(mini_batch, *denominators, is_synced)
+                of_step, is_made = self._step(mini_batch, *denominators, is_synced, watch)
+                if watch is not None:
+                    watch.end(is_made)
                 num_updates, num_skipped = num_updates + is_made, num_skipped + (not is_made)
                 sums = merge([sums, of_step])
         return sums | {"optim/updates": Max(float(num_updates)), "optim/skipped_updates": Max(float(num_skipped))}
 
-    def _step(
+    def accumulate(
         self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int, is_synced: bool
-    ) -> tuple[Reductions, bool]:
-        """One optimizer step: what it adds to the metrics, and whether it was made."""
+    ) -> tuple[Reductions, Suspects]:
+        """Collective. Adds the gradient of a mini-batch, whose metrics and suspects it returns."""
         sums: Reductions = {}
-        suspects: list[tuple[MicroBatch, Tensor]] = []
+        suspects: Suspects = []
         for micro_batch in mini_batch:
             of_batch, bad_tokens = self.backward(micro_batch, num_loss_tokens, num_loss_sequences, is_synced)
             sums = merge([sums, of_batch])
             suspects.append((micro_batch, bad_tokens))  # to pick them out here would wait for the GPU
+        return sums, suspects
+
+    def _step(
+        self, mini_batch: list[MicroBatch], num_tokens: int, num_sequences: int, is_synced: bool, watch: Watch | None
+    ) -> tuple[Reductions, bool]:
+        """One optimizer step: what it adds to the metrics, and whether it was made."""
+        if watch is not None:
+            watch.begin(mini_batch, num_tokens, num_sequences)
+        sums, suspects = self.accumulate(mini_batch, num_tokens, num_sequences, is_synced)
+        if watch is not None:
+            watch.gradients()
         sharded_norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm)
         assert isinstance(sharded_norm, DTensor)
         grad_norm = float(sharded_norm.full_tensor())
@@ -132,7 +155,7 @@ class PolicyUpdater:
         share.backward()
         if is_synced:
             before = logprobs if loss.old_logprobs == "engine" else old_logprobs
-            sums |= mismatch_sums(before, rollout_logprobs, mask)
+            sums |= mismatch_sums(before, rollout_logprobs, mask, entropy)
         finite = torch.stack([score.isfinite() for score in (*scores, rollout_logprobs) if score is not None]).all(0)
         return sums, mask & ~finite
 
@@ -143,7 +166,7 @@ def no_update(loss: LossConfig) -> Reductions:
     if loss.rollout_correction != "none":
         means += ["rollout_correction/weight_mean", "rollout_correction/capped_frac"]
     return {
-        **dict.fromkeys(("loss", "policy", "kl", "entropy", "loss_tokens"), Sum()),
+        **dict.fromkeys(("loss", "policy", "kl", "entropy", "loss_tokens", *losses.TILT_SUMS), Sum()),
         **dict.fromkeys(means, Mean()),
         **dict.fromkeys(("weight_sync/mismatch_abs_max", "optim/grad_norm", "optim/lr"), Max()),
         **dict.fromkeys(("optim/updates", "optim/skipped_updates", "skipped_in_a_row"), Max(0.0)),

@@ -1,10 +1,9 @@
-"""Fills a policy that was built on the meta device: its shards from safetensors, its buffers as HF does."""
+"""Fills the shards of a policy that was built on the meta device from safetensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -33,17 +32,3 @@ def load_weights(parameters: Iterable[tuple[str, DTensor]], folder: Path) -> Non
             local, first = parameter.to_local(), first_row(parameter)
             if len(local):
                 local.copy_(stored[first : first + len(local)])
-
-
-def initialise_buffers(model: Any) -> None:
-    """Fill what no checkpoint holds (rotary frequencies) as HF does. Raises ConfigError for any other such buffer."""
-    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-    for buffer in buffers.values():
-        buffer.fill_(torch.nan)
-    owners = {name.rpartition(".")[0] for name in buffers}
-    for name, module in model.named_modules():
-        if name in owners:
-            model._init_weights(module)
-    for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and buffer.isnan().any():
-            raise ConfigError(f"model.path: do not know how to fill buffer {name} of {type(model).__name__}")

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoraConfig
+from grpo_spmd.model.families.build import build_hf_model, decoder_layers
 from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.sharding import gather_rows
 
@@ -62,7 +62,7 @@ def initialise_adapters(model: nn.Module, seed: int) -> None:
 def target_modules(model: Any, config: LoraConfig) -> list[str]:
     """`config.target_modules`, or for "all-linear" the last parts of the names of the decoder's linear layers. Raises
     ConfigError where a name matches none of them."""
-    layers = [name for name, module in model.get_decoder().layers.named_modules() if isinstance(module, nn.Linear)]
+    layers = [name for name, module in decoder_layers(model).named_modules() if isinstance(module, nn.Linear)]
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
     if config.target_modules == "all-linear":
         return known
@@ -78,7 +78,7 @@ def target_modules(model: Any, config: LoraConfig) -> list[str]:
 def engine_target_modules(path: str, config: LoraConfig) -> list[str]:
     """Last parts of the names of the layers that get an adapter, for an engine that starts before the policy."""
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(load_config(path), trust_remote_code=False)
+        model = build_hf_model(load_config(path), path)
     return [target.rpartition(".")[2] for target in target_modules(model, config)]
 
 

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import LoraConfig, ModelConfig
@@ -21,10 +21,13 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.model import lora
 from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, choose_backend
 from grpo_spmd.model.dimensions import head_dim
+from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
 from grpo_spmd.model.families.logits import logits_map
-from grpo_spmd.model.families.refusals import refuse_head_bias, refuse_unsupported, refuse_window
+from grpo_spmd.model.families.probe import refuse_structure
+from grpo_spmd.model.families.refusals import refuse_unsupported, refuse_window
 from grpo_spmd.model.families.rotary import fix_rotary_factors
-from grpo_spmd.model.fill import initialise_buffers, load_weights
+from grpo_spmd.model.families.tensors import refuse_tensors
+from grpo_spmd.model.fill import load_weights
 from grpo_spmd.model.hf_files import checkpoint_folder, load_config
 from grpo_spmd.model.layers import set_up_layer
 from grpo_spmd.model.logprobs import Scores, TokenLogprobs
@@ -43,7 +46,7 @@ class Policy(nn.Module):
         """`chunk`: tokens whose logits exist at a time."""
         super().__init__()
         how: dict[str, Any] = {"attn_implementation": PACKED_ATTENTION, "dtype": dtype}
-        self.model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False, **how)
+        self.model = build_hf_model(config, config.name_or_path, **how)
         divisor, self.softcap = logits_map(self.model)
         self.temperature = temperature * divisor
         self.attention, self.logprob_chunk_tokens = attention, chunk
@@ -63,6 +66,12 @@ class Policy(nn.Module):
         settings = self.temperature, self.logprob_chunk_tokens, self.softcap
         scores: Scores = TokenLogprobs.apply(hidden, head, batch.target_ids, *settings)
         return scores
+
+    def plain_logits(self, token_ids: Tensor) -> Tensor:
+        """Collective. Logits [S, L, V] of rows of one sequence each, by HF's own forward pass and nothing of ours: what
+        proofs/ compares `forward` with. FSDP knows it as a second door."""
+        logits: Tensor = self.model(input_ids=token_ids, use_cache=False).logits
+        return logits
 
 
 def build_policy(
@@ -91,7 +100,9 @@ def build_policy(
     attention = choose_backend(config.attention, session.device, compute, head_dim(hf_config), capped=capped)
     with torch.device("meta"):
         policy = Policy(hf_config, temperature, config.logprob_chunk_tokens, attention, stored)
-    refuse_head_bias(policy.model, config.path)
+    refuse_structure(policy.model, config.path)
+    folder = checkpoint_folder(config.path)
+    stored_as = refuse_tensors(policy.model, folder)
     policy.longest = longest
     policy.train(trainable)  # there is no dropout left for it to switch on
     policy.requires_grad_(trainable)
@@ -99,16 +110,17 @@ def build_policy(
         with torch.device("meta"):
             lora.add_adapters(policy.model, config.lora)
         policy.lora = config.lora
-    layers = policy.model.get_decoder().layers
+    layers = decoder_layers(policy.model)
     for layer in layers:
         set_up_layer(layer, trainable and config.activation_checkpointing, config.compile)
     # The root keeps embedding and lm_head gathered from forward to backward pass, which the reference never has.
     shard_over_ranks(policy, layers, session.mesh, compute, reshard_root=not trainable)
+    register_fsdp_forward_method(policy, "plain_logits")
     policy.to_empty(device=session.device)
     policy.model.tie_weights()  # to_empty made two parameters out of a tied one
     initialise_buffers(policy.model)
     fix_rotary_factors(policy.model, longest)
-    load_weights(hf_named_parameters(policy), checkpoint_folder(config.path))
+    load_weights(((stored_as.get(name, name), shard) for name, shard in hf_named_parameters(policy)), folder)
     lora.initialise_adapters(policy.model, seed)
     role, name = "policy" if trainable else "reference", type(policy.model).__name__
     num_trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from grpo_spmd.config.schema import LossConfig, TrainingConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.reductions import Max, Reductions, merge_json, metric_values, to_json
 from grpo_spmd.distributed.session import Session
+from grpo_spmd.learn.losses import TILT_SUMS
 from grpo_spmd.observe.derive import Metrics, console_line, loss_metrics, mfu, tail_waste_frac, throughput
-from grpo_spmd.observe.logprob_check import LogprobCheck
-from grpo_spmd.observe.metrics_file import LineFile, read_lines
+from grpo_spmd.observe.metrics_file import LineFile, lines_from_end, read_lines
 from grpo_spmd.observe.phase_timer import PhaseTimer
 from grpo_spmd.observe.rollout_record import rollouts_file
 from grpo_spmd.observe.wandb_feed import WandbFeed
+from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import Decision, SyncStats
 
 _log = logging.getLogger("grpo_spmd")
@@ -45,7 +47,10 @@ class MetricsLog:
         self._recorded: Metrics = {}
         self._rank0_metrics: Metrics = {}  # of the step, as far as they are known
         # of the run so far, which may have begun in another process
-        self._rewards = [line.metrics.get("reward/mean") or 0.0 for line in read_lines(self._path)]
+        first = [line.metrics for line in islice(read_lines(self._path), session.is_rank0)]
+        newest = [*islice(lines_from_end(self._path), 10 * len(first))][::-1]
+        self._num_steps = newest[-1]["step"] + 1 - first[0]["step"] if first else 0
+        self._rewards = [metrics.get("reward/mean") or 0.0 for metrics in first + newest]  # the first, and the last ten
         self._num_own_steps, self._has_ended = 0, False
         self._run_start = time.perf_counter()
         self._file = LineFile(self._path) if session.is_rank0 else None
@@ -73,7 +78,7 @@ class MetricsLog:
             self._rank0_metrics = decision.metrics | loss_metrics(sums, self._loss) | synced | waste
             try:
                 mean, largest = (sums[f"weight_sync/mismatch_abs_{name}"].value for name in ("mean", "max"))
-                self._logprob_check.check(step, mean, largest)
+                self._logprob_check.check(step, mean, largest, [sums[name].value for name in TILT_SUMS])
                 _check_skipped(step, sums, self._training.max_nonfinite_in_a_row, rollouts_file(self._run_dir, step))
                 _check_trained(step, sums, self._training.num_epochs * sum(decision.num_loss_tokens))
             except Exception:
@@ -99,11 +104,11 @@ class MetricsLog:
         if not self._rewards:  # it has only evaluated a policy that was trained elsewhere
             return
         minutes, seconds = divmod(int(time.perf_counter() - self._run_start), 60)
-        first, last = self._rewards[0], self._rewards[-10:]
-        own = f", the last {self._num_own_steps} of them" if self._num_own_steps < len(self._rewards) else ""
+        first, last = self._rewards[0], self._rewards[1:][-10:]
+        own = f", the last {self._num_own_steps} of them" if self._num_own_steps < self._num_steps else ""
         _log.info(
             "done: %d steps%s in %d min %02d s, reward/mean %.3f at the first step, %.3f over the last %d; see %s",
-            *(len(self._rewards), own, minutes, seconds, first, sum(last) / len(last), len(last), self._path),
+            *(self._num_steps, own, minutes, seconds, first, sum(last) / len(last), len(last), self._path),
         )
 
     def close(self) -> None:
@@ -125,8 +130,9 @@ class MetricsLog:
             metrics["throughput/mfu"] = mfu(self._num_parameters, num_tokens, update_s, world_size, device)
         metrics |= self._recorded
         self._write(metrics)
-        self._rewards.append(metrics["reward/mean"] or 0.0)
-        self._num_own_steps += 1
+        reward = metrics["reward/mean"] or 0.0
+        self._rewards += [reward] if self._rewards else [reward, reward]
+        self._num_own_steps, self._num_steps = self._num_own_steps + 1, self._num_steps + 1
         _log.info(console_line(metrics, self._training.num_steps))
         if not metrics["optim/updates"] and not metrics["optim/skipped_updates"]:
             why = "no completion counts (see dynamic_sampling/* and reward/unscored_frac)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -10,9 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_spmd.files import write_durably
+from grpo_spmd.files import sync_path, write_durably
+from grpo_spmd.untrusted import open_regular
 
 _log = logging.getLogger("grpo_spmd")
+_BLOCK, _LONGEST = 1 << 16, 1 << 24  # bytes that are read at a time; that no line has
 
 
 class LineFile:
@@ -58,26 +61,55 @@ class MetricsLine(NamedTuple):
 def read_lines(path: Path, start: int = 0) -> Iterator[MetricsLine]:
     """The lines of a metrics.jsonl from byte `start` on; none where there is no file. What is no metrics object is
     passed over: a kill may have cut the last line short, or it is being written."""
-    if path.exists():
-        with path.open("rb") as file:
-            end = file.seek(start)
-            for text in file:
-                end += len(text)
-                with suppress(ValueError):
-                    metrics = json.loads(text)
-                    if isinstance(metrics, dict) and isinstance(metrics.get("step"), int):
-                        yield MetricsLine(metrics, text.rstrip(b"\n"), end)
+    with _opened(path) as file:
+        end = file.seek(start)
+        while text := file.readline(_LONGEST):
+            end += len(text)
+            if (metrics := _parsed(text)) is not None:
+                yield MetricsLine(metrics, text.rstrip(b"\n"), end)
+
+
+def _opened(path: Path) -> io.BufferedReader:
+    return open_regular(path) if os.path.lexists(path) else open(os.devnull, "rb")
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    with suppress(ValueError, RecursionError):
+        metrics = json.loads(text)
+        if isinstance(metrics, dict) and type(metrics.get("step")) is int:
+            return metrics
+    return None
+
+
+def lines_from_end(path: Path) -> Iterator[dict[str, Any]]:
+    """The metrics in the lines of a metrics.jsonl, the last first: a month has 100,000 lines of a hundred values."""
+    with _opened(path) as file:
+        place, rest = file.seek(0, os.SEEK_END), b""
+        while place:
+            size = min(_BLOCK, place)
+            place = file.seek(place - size)
+            rest, *lines = (file.read(size) + rest[:_LONGEST]).split(b"\n")
+            texts = lines if place else [rest, *lines]
+            yield from (metrics for text in texts[::-1] if (metrics := _parsed(text)) is not None)
 
 
 def last_step(path: Path) -> int:
     """Of a metrics.jsonl; -1 where it has none."""
-    return max((line.metrics["step"] for line in read_lines(path)), default=-1)
+    return int(next(lines_from_end(path), {"step": -1})["step"])
 
 
 def cut_metrics(path: Path, start_step: int) -> None:
     """Keep the whole lines of the steps before `start_step`, and say so where one is missing."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
+    with _opened(path) as file:  # one line a step in their order, as a run leaves it, needs no parsing
+        starts = (b'{"step": %d,' % step for step in range(start_step))
+        is_plain = all((line := file.readline(_LONGEST)).startswith(start) and line[-2:] == b"}\n" for start in starts)
+        end, after = file.tell(), _parsed(file.readline(_LONGEST))
+        if is_plain and (after is None or after["step"] >= start_step):
+            os.truncate(path, end)
+            sync_path(path)
+            return
     lines = ((line.metrics["step"], line.text) for line in read_lines(path))
     kept = {step: text + b"\n" for step, text in lines if step < start_step}
     write_durably(path, b"".join(kept.values()))

@@ -18,6 +18,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import check_lengths_early, check_template_early
 from grpo_spmd.data.rows import PromptRow, check_enough_rows, key_and_source, read_rows
+from grpo_spmd.model.families.config_json import refuse_by_config
 from grpo_spmd.rewards.protocol import Reward, load_rewards
 from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
 from grpo_spmd.untrusted import UntrustedError, read_header, read_index, read_model_config, read_stop_tokens
@@ -146,6 +147,7 @@ def _check_model(config: Config) -> None:
             if path.exists() and not path.is_file() and not path.is_dir():
                 raise UntrustedError(f"{path} is neither a file nor a folder")
         model = read_model_config(folder)
+        refuse_by_config(model, config.model.path)
         read_stop_tokens(folder)
         files = sorted({*folder.glob("*.safetensors"), *(read_index(folder) or {}).values()})
         if not files:

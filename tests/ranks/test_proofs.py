@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks.test_partition import SECTIONS
 from tests.support.models import make_model, write_config
 from tests.support.ranks import run_worker
 
@@ -31,3 +32,12 @@ def test_every_planted_fault_is_seen_and_nothing_else(
     output = run_worker(tp, "proof", str(config), f"model.dtype={dtype}")
     assert output.count("faults seen") == tp
     assert "not proved" not in output
+
+
+def test_the_check_of_the_update_sees_planted_faults_and_changes_no_bit(tmp_path: Path) -> None:
+    """17 kinds of clean updates pass (losses, estimators, both dtypes, recomputation, adapters, replicas), 10 of them
+    compared to the bit with an update that nobody looks at; 21 faults are each named."""
+    folder = make_model(tmp_path / "model", "qwen3", tied=True)
+    sections = {**SECTIONS, "data": {"max_prompt_tokens": 16}}
+    output = run_worker(2, "update_check", str(write_config(tmp_path, folder, **sections)))
+    assert output.count("17 clean updates pass, 21 faults seen") == 2, output

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from grpo_spmd.demo import make_tokenizer
 
@@ -60,9 +61,9 @@ def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overri
         "initializer_range": 0.1,  # larger than usual: near-uniform distributions would hide a wrong weight
         **overrides,
     }
-    if family in ("qwen2", "granite", "starcoder2", "phi3", "cohere2"):
+    if family not in ("qwen3", "llama", "mistral", "glm4", "gemma2", "gemma3_text"):
         del sizes["head_dim"]
-        sizes["hidden_size"] = 128  # these take the size of a head from it
+        sizes["hidden_size"] = 128  # from which most take the size of a head
     if family == "granite":  # the scalings that set it apart, away from 1
         sizes |= {
             "embedding_multiplier": 3.0,
@@ -71,18 +72,7 @@ def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overri
             "logits_scaling": 1.7,
         }
     sizes = {**_APART.get(family, {}), **sizes}
-    config = {
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": transformers.Qwen3Config,
-        "llama": transformers.LlamaConfig,
-        "granite": transformers.GraniteConfig,
-        "mistral": transformers.MistralConfig,
-        "starcoder2": transformers.Starcoder2Config,
-        "gemma2": transformers.Gemma2Config,
-        "gemma3_text": transformers.Gemma3TextConfig,
-        "cohere2": transformers.Cohere2Config,
-        "phi3": transformers.Phi3Config,
-    }[family](**sizes)
+    config = CONFIG_MAPPING[family](**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, TrainingConfig
 from grpo_spmd.learn.advantages import batch_std, compute_advantages, overlong_penalties
+from grpo_spmd.learn.sampled_step import StepRules, _Decider
+from grpo_spmd.records import GroupFacts
 
 NAN = math.nan
 
@@ -165,3 +169,24 @@ def test_overlong_penalties_are_dapos_soft_punishment(num_tokens: int, expected:
     assert overlong_penalties(lengths, 20, 8, 1.0).tolist() == [[expected]]
     assert overlong_penalties(lengths, 20, 8, 0.5).tolist() == [[0.5 * expected]]
     assert overlong_penalties(lengths, 20, 0, 1.0).tolist() == [[0.0]]
+
+
+def test_dynamic_sampling_judges_a_group_before_the_length_penalty() -> None:
+    """Four wrong answers, one of them a little long, have no spread (DAPO): the group is dropped and refilled. Judged
+    after the penalty they would have, and three wrong answers would be worth +0.5."""
+    rollout = RolloutConfig(num_prompts_per_step=2, group_size=4, max_completion_tokens=20, dynamic_sampling=True)
+    advantage = AdvantageConfig(overlong_buffer_tokens=8)
+    decider = _Decider(StepRules(rollout, advantage, LossConfig(), TrainingConfig(), 0.3, num_ranks=1))
+
+    def group(position: int, rewards: list[float], lengths: list[int]) -> dict[str, Any]:
+        known = {"r": ["ok"] * 4}
+        return vars(GroupFacts(position, 3, lengths, [False] * 4, list(rewards), {"r": list(rewards)}, known))
+
+    # 16 tokens are 4 of the 8 that are punished: -0.5. The group with one right answer and one long one stays.
+    groups = [group(0, [0.0] * 4, [5, 5, 5, 16]), group(1, [1.0, 0.0, 0.0, 0.0], [5, 5, 5, 16])]
+    assert decider.add_round([(groups, None)], 2) == 2  # one is missing, and half of them stay
+    assert decider.add_round([([group(2, [1.0, 1.0, 0.0, 0.0], [5] * 4), group(3, [1.0] * 4, [5] * 4)], None)], 2) == 0
+    decision = decider.decide()
+    assert decision.positions == [1, 2]
+    assert decision.rewards[:4] == [1.0, 0.0, 0.0, -0.5]  # the penalty itself counts
+    assert decision.metrics["dynamic_sampling/alike_groups"] == 2

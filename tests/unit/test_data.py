@@ -268,12 +268,12 @@ def test_long_prompt_is_refused_with_line_and_both_numbers(tmp_path: Path) -> No
 
 def test_long_prompts_are_dropped(tmp_path: Path) -> None:
     config = _config(
-        _jsonl(tmp_path, *({"prompt": p} for p in ["a", "a b c", "b", "c c c c"])),
+        _jsonl(tmp_path, *({"prompt": p, "answer": len(p)} for p in ["a", "a b c", "bb", "c c c c"])),
         max_prompt_tokens=3,
         on_long_prompt="drop",
     )
     prompts = _built(config, _tokenizer())
-    assert [(p.row, p.text) for p in prompts] == [(0, "a"), (2, "b")]
+    assert [(p.row, p.text, p.columns) for p in prompts] == [(0, "a", {"answer": 1}), (2, "bb", {"answer": 2})]
 
 
 def test_too_few_prompts_after_dropping_says_how_many_were_dropped(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from grpo_spmd.engine.weight_map import TensorPart, fused_rows
 from grpo_spmd.engine.weight_proof import _coefficients, matches, row_fingerprints
-from grpo_spmd.observe.logprob_check import LogprobCheck, MismatchError
+from grpo_spmd.learn.losses import TILT_SUMS, mismatch_sums
+from grpo_spmd.proofs.logprob_check import LogprobCheck, MismatchError
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -114,17 +115,16 @@ def test_rows_of_a_fused_parameter_by_hand() -> None:
 @pytest.mark.parametrize(
     ("dtype", "first", "fine", "wrong"),
     [
-        # By the first step (1e-6, 1e-5): at least 1e-4 and 0.05 nats.
+        # float32: 1e-4 and 0.05 nats, whatever the first step made of it.
         ("float32", (1e-6, 1e-5), [(9e-5, 0.04)], [(1.1e-4, 1e-5), (1e-6, 0.06)]),
-        # TF32 in a kernel of the engine makes 100 times as much: ten times the first step.
-        ("float32", (1e-3, 0.08), [(9e-3, 0.7)], [(1.1e-2, 0.1), (1e-3, 0.9)]),
-        ("float32", (9e-3, 0.9), [(4.9e-2, 0.9)], [(5.1e-2, 0.9), (9e-3, 1.1)]),
-        ("bfloat16", (0.001, 0.2), [(0.019, 14.0)], [(0.021, 0.2), (0.001, 16.0)]),
-        ("bfloat16", (0.01, 2.0), [(0.09, 9.0)], [(0.11, 2.0), (0.01, 16.0)]),
-        ("bfloat16", (0.04, 5.0), [(0.19, 9.0)], [(0.21, 5.0), (0.04, 16.0)]),
+        ("float32", (9e-5, 0.04), [(9e-5, 0.04)], [(1.1e-4, 1e-5), (1e-6, 0.06)]),
+        # bfloat16: four times the first mean, at least 0.03 and at most 0.1.
+        ("bfloat16", (0.001, 0.2), [(0.029, 14.0)], [(0.031, 0.2), (0.001, 16.0)]),
+        ("bfloat16", (0.02, 2.0), [(0.079, 9.0)], [(0.081, 2.0), (0.01, 16.0)]),
+        ("bfloat16", (0.049, 5.0), [(0.099, 9.0)], [(0.101, 5.0), (0.04, 16.0)]),
     ],
 )
-def test_the_logprob_checks_bounds_come_from_the_first_step(
+def test_the_logprob_checks_bounds_follow_the_number_format(
     dtype: str, first: tuple[float, float], fine: list[tuple[float, float]], wrong: list[tuple[float, float]]
 ) -> None:
     logprob_check = LogprobCheck(dtype, None)
@@ -142,7 +142,9 @@ def test_the_logprob_checks_bounds_come_from_the_first_step(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "mean", "largest"), [("float32", 0.011, 0.5), ("float32", 1e-6, 1.1), ("bfloat16", 0.06, 1.0)]
+    # 7.0e-3: the policy's temperature x 1.01, by which the first step once set the scale
+    ("dtype", "mean", "largest"),
+    [("float32", 7.0e-3, 0.05), ("float32", 1.1e-4, 1e-3), ("float32", 1e-6, 0.06), ("bfloat16", 0.06, 1.0)],
 )
 def test_the_logprob_check_does_not_take_a_fault_of_the_first_step_for_rounding(
     dtype: str, mean: float, largest: float
@@ -151,6 +153,52 @@ def test_the_logprob_check_does_not_take_a_fault_of_the_first_step_for_rounding(
         MismatchError, match="the policy does not compute this model as the engine does; the temperatures differ"
     ):
         LogprobCheck(dtype, None).check(0, mean, largest)
+
+
+def test_a_scale_from_an_older_checkpoint_widens_nothing() -> None:
+    """One that a wrong first step set, when it was still believed."""
+    logprob_check = LogprobCheck("float32", None)
+    logprob_check.restore({"mismatch_scale": [7e-3, 0.5]})
+    with pytest.raises(MismatchError, match=r"the bounds are 0\.0001 and 0\.05"):
+        logprob_check.check(1, 7e-3, 0.05)
+
+
+def _engine_and_policy(num_tokens: int, temperature: float, noise: float) -> tuple[list[float], float]:
+    """Sums of the tilt, and mean |difference|, of tokens that the engine samples at 1 and the policy scores at
+    `temperature`; logits of either side have rounding of `noise` nats."""
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def rounded(logits: Tensor) -> Tensor:
+        return (logits + noise * torch.randn(logits.shape, generator=generator)).double()
+
+    logits = 1.2 * torch.randn(num_tokens, 40, generator=generator)
+    of_engine, of_policy = rounded(logits).log_softmax(-1), (rounded(logits) / temperature).log_softmax(-1)
+    tokens = torch.multinomial(of_engine.exp(), 1, generator=generator)
+    engine, policy = of_engine.gather(1, tokens)[:, 0], of_policy.gather(1, tokens)[:, 0]
+    entropy = -(of_policy.exp() * of_policy).sum(-1)
+    sums = mismatch_sums(policy, engine, torch.ones(num_tokens, dtype=torch.bool), entropy)
+    return [float(sums[name].value) for name in TILT_SUMS], float((policy - engine).abs().mean())
+
+
+@pytest.mark.parametrize("num_tokens", [200, 5000])
+@pytest.mark.parametrize("temperature", [0.95, 1.03, 1.05])
+def test_a_temperature_that_hides_in_bfloat16s_rounding_is_seen_by_its_tilt(
+    temperature: float, num_tokens: int
+) -> None:
+    sums, mean = _engine_and_policy(num_tokens, temperature, noise=0.01)
+    assert mean < 0.05  # by its size alone it would pass
+    with pytest.raises(MismatchError, match=r"not as rounding does: .* the temperatures differ"):
+        LogprobCheck("bfloat16", None).check(0, mean, 0.5, sums)
+
+
+@pytest.mark.parametrize("noise", [0.003, 0.02, 0.05])
+def test_rounding_has_no_tilt(noise: float) -> None:
+    """Of 5 tokens a step, of 200, of 3,000."""
+    for num_tokens in (5, 200, 3000):
+        logprob_check = LogprobCheck("bfloat16", None)
+        for step in range(20):
+            sums, _ = _engine_and_policy(num_tokens + step, 1.0, noise)
+            logprob_check.check(step, 0.02, 0.5, sums)
 
 
 def test_a_bound_from_the_config_replaces_what_is_measured() -> None:

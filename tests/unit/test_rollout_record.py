@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.observe.metrics_file import last_step, read_lines
+from grpo_spmd.observe.metrics_file import cut_metrics, last_step, lines_from_end, read_lines
 from grpo_spmd.observe.rollout_record import RolloutRecord, read_rollout, to_line
 
 RECORD = RolloutRecord(
@@ -74,3 +75,30 @@ def test_a_follower_gets_each_line_once_however_it_was_written(tmp_path: Path) -
             place = line.end
     assert seen == [0, 1, 2, 3]
     assert last_step(path) == 3
+
+
+@pytest.mark.parametrize(
+    "end", ["", '{"step": 9', "\0" * 9000, "[" * 100_000 + "\n", "\n\n\n", '{"step": true}\n', "x" * 200_000]
+)
+def test_the_last_step_is_read_from_the_end(end: str, tmp_path: Path) -> None:
+    """Whatever a kill, or somebody, left behind it; and over the borders of the blocks that are read."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        "".join(json.dumps({"step": step, "text": "x" * (step * 997 % 9000)}) + "\n" for step in range(300)) + end
+    )
+    assert last_step(path) == 299
+    assert [metrics["step"] for metrics in lines_from_end(path)] == [*range(300)][::-1]
+    for start_step, expected in ((300, 299), (299, 298), (1, 0), (0, -1)):
+        cut_metrics(path, start_step)
+        assert last_step(path) == expected
+        assert len(path.read_bytes().splitlines()) == start_step
+
+
+def test_metrics_that_are_no_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for place in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to("nowhere")):
+        place(path)
+        for read in (last_step, lambda path: cut_metrics(path, 3), lambda path: list(read_lines(path))):
+            with pytest.raises(ConfigError, match=r"metrics\.jsonl is a"):
+                read(path)
+        path.unlink()

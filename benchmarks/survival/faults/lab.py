@@ -36,6 +36,7 @@ _MEASURED = (
     "rollout/tail_waste_frac",
     "rollout/tokens_per_s",
     "weight_sync/proof_s",
+    "proofs/update_check_s",
 )
 _started: list[Launch] = []
 _closed = threading.Event()

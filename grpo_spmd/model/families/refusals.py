@@ -1,5 +1,5 @@
 """Refuses models that would train on wrong logprobs without a word. Whatever else does, the engine's logprobs show at
-step 0 (observe/logprob_check.py)."""
+step 0 (proofs/logprob_check.py)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import transformers
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model.families.config_json import refuse_by_config
 
 
 def refuse_unsupported(hf_config: Any, path: str) -> None:
     """Raises ConfigError for what config.json shows."""
+    refuse_by_config(hf_config.to_dict(), path)
     if type(hf_config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise ConfigError(f"model.path: {path} ({hf_config.model_type}) is not a causal LM")
     # Convolutions and recurrent states run on from one sequence of a packed row into the next.

@@ -144,7 +144,7 @@ class RewardPool:
             scored.statuses[reward.name], scored.by_name[reward.name] = statuses, values
         weights, by_sample = [reward.weight for reward in self._rewards], zip(*step.values, strict=True)
         scored.rewards = [weighted_sum(list(zip(weights, values, strict=True))) for values in by_sample]
-        scored.first_error = step.first_error()
+        scored.first_error, scored.given = step.first_error(), step.given
         return scored
 
     def _run(self, step: _Step, num_step_completions: int | None) -> None:
@@ -325,19 +325,19 @@ class _Step:
     ) -> None:
         self.texts, self._rewards = texts, rewards
         self.calls: deque[_Call] = deque()  # still to be made
-        self._keywords: list[dict[str, Any]] = []
+        self.given: list[dict[str, Any]] = []
         absent = dict.fromkeys([*columns, *(name for reward in rewards for name in reward.needs)])
         for group in groups:
-            first, prompt = len(self._keywords), group.prompt.text
+            first, prompt = len(self.given), group.prompt.text
             samples = list(range(first, first + len(group.completions)))
             for index, reward in enumerate(rewards):
                 parts = [[i] for i in samples] if reward.one_at_a_time else [samples]
                 self.calls.extend(_Call(index, part) for part in parts)
             for completion in group.completions:
-                text = texts[len(self._keywords)]
+                text = texts[len(self.given)]
                 said = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
                 given = {"prompts": prompt, "completions": said, "completion_ids": completion.token_ids}
-                self._keywords.append(absent | group.prompt.columns | given)
+                self.given.append(absent | group.prompt.columns | given)
         self.values: list[list[float | None]] = [[None] * len(texts) for _ in rewards]
         self.statuses = [[""] * len(texts) for _ in rewards]
         self.errors: list[dict[int, str]] = [{} for _ in rewards]
@@ -346,7 +346,7 @@ class _Step:
 
     def keywords(self, call: _Call) -> dict[str, list[Any]]:
         """Every column that the data set, the functions or this row have."""
-        rows = [self._keywords[i] for i in call.samples]
+        rows = [self.given[i] for i in call.samples]
         return {name: [row[name] for row in rows] for name in rows[0]}
 
     def record(self, call: _Call, values: Sequence[float | str | None]) -> None:

@@ -30,7 +30,7 @@ from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.update import no_update
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import build_policy, hf_named_parameters
-from grpo_spmd.observe.logprob_check import LogprobCheck
+from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import Decision, Rollout, SyncStats
 from grpo_spmd.run import open_log, open_run_dir
 from tests.support.workers.sync import disturb
@@ -178,7 +178,7 @@ class Trials:
         """The engine's ranks together hold every row and column slice of every HF tensor; KV heads also twice."""
         mine = [
             [part.name, row, tensor.column_slice, tensor.num_column_slices]
-            for tensor in self.engine.tensors()
+            for tensor in self.engine.tensors(self.shapes)
             for part in tensor.parts
             for row in range(part.hf_start, part.hf_start + part.num_rows)
         ]

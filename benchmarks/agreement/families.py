@@ -1,0 +1,167 @@
+"""Whether every dense text family that transformers and the installed vLLM both know trains at rounding, or is refused
+in one line.
+
+python -m benchmarks.agreement.families [FAMILY...] [--dtype float32|bfloat16] [--json FILE]
+
+A tiny random model of each is made (its sizes set by the keys that its config has) and trained for three steps, by the
+command itself, on a rank of the tests' server. `mismatch` is the mean |policy - engine| over the sampled tokens, of the
+worst step; `proved` is how many tensors the weight sync's proof covered, of those in the checkpoint. Exit code 1 where
+a run ends in a traceback, where one trains beyond rounding, or where a tensor is not proved.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from benchmarks.support.models import make_model
+from benchmarks.support.report import Row, arguments_parser, report
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model.families.config_json import refuse_by_config
+from tests.support.models import write_config
+from tests.support.ranks import RanksJob
+
+STEPS = 3
+ROUNDING = {"float32": 3e-6, "bfloat16": 3e-2}  # mean |policy - engine|, nats a token
+# By the names that configs have for them. Heads of 32 are the smallest that vLLM has on a CPU.
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 128),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), 96),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
+    **{"num_key_value_heads": 2, "head_dim": 32, "rotary_dim": 16, "sliding_window": 8, "initializer_range": 0.1},
+    **{"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": False},
+}
+_TABLES = ("_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")  # of vLLM's registry: its classes, and HF's
+# Of which vLLM's backend for transformers' classes makes an engine without listing them.
+_UNLISTED = ("bitnet", "biogpt", "diffllama", "helium", "ministral", "nanochat", "persimmon", "xglm")
+
+
+def families() -> list[str]:
+    """Model types with a causal LM in transformers that vLLM serves, but for those whose config tells at once that they
+    are no dense text models."""
+    architectures = _known_to_vllm()
+    both = [of for of, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in architectures]
+    return sorted(of for of in {*both, *_UNLISTED} if _is_dense_text(of))
+
+
+def _known_to_vllm() -> set[str]:
+    """Read from its source: importing vLLM takes ten seconds."""
+    package = importlib.util.find_spec("vllm")
+    assert package is not None
+    assert package.origin is not None
+    source = Path(package.origin).parent / "model_executor" / "models" / "registry.py"
+    known = set[str]()
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and target.id in _TABLES and isinstance(value, ast.Dict):
+            known |= {ast.literal_eval(key) for key in value.keys if key is not None}
+    return known
+
+
+def _is_dense_text(family: str) -> bool:
+    try:
+        refuse_by_config(CONFIG_MAPPING[family]().to_dict(), family)
+    except ConfigError as error:
+        return "mixture of experts" not in str(error) and "several models" not in str(error)
+    except Exception:  # a config that its own library cannot make by default
+        return False
+    return True
+
+
+def tiny_config(family: str) -> Any:
+    default = CONFIG_MAPPING[family]()
+    known = set(default.to_dict()) | set(default.attribute_map)
+    aliases = {alias for alias, name in default.attribute_map.items() if name in SIZES}
+    sizes = {name: size for name, size in SIZES.items() if name in known and name not in aliases}
+    if "multi_query" in known:  # which says how many there are
+        sizes.pop("num_key_value_heads", None)
+    if sizes.get("sliding_window") and not getattr(default, "sliding_window", None):
+        sizes.pop("sliding_window")
+    return type(default)(**sizes)
+
+
+def _move_vectors(model: Any) -> None:
+    """Norms at 1 and biases at 0 would hide one that was not loaded."""
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.ndim == 1:
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+
+
+def rows(names: list[str], dtypes: list[str], folder: Path) -> Iterator[Row]:
+    for family in names:
+        model = folder / family / "model"
+        try:
+            make_model(model, tiny_config(family), change=_move_vectors)
+        except Exception as error:  # whatever transformers' code for this family does
+            why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            yield _row(family, "-", "not made", None, "", f"transformers cannot make a tiny one: {why}")
+            continue
+        for dtype in dtypes:
+            (folder / family / dtype).mkdir()
+            yield trained(family, model, dtype, folder / family / dtype)
+
+
+def trained(family: str, model: Path, dtype: str, folder: Path) -> Row:
+    settings = {"model": {"path": str(model), "dtype": dtype}, "training": {"num_steps": STEPS}}
+    code, output = RanksJob(1, "grpo_spmd.train", "--config", str(write_config(folder, model, **settings))).wait(200)
+    metrics = folder / "run" / "metrics.jsonl"
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    mismatch = max((step["weight_sync/mismatch_abs_mean"] for step in steps), default=None)
+    counts = re.search(r"proof: .* s, (\d+) tensors by bytes, (\d+) by probe", output)
+    proved = sum(map(int, counts.groups())) if counts else 0
+    with safe_open(model / "model.safetensors", framework="pt") as file:
+        of_all = f"{proved} of {len(file.keys())}" if counts else ""
+    if "Traceback" in output or code not in (0, 2):
+        raised = [line for line in output.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        return _row(family, dtype, "TRACEBACK", mismatch, of_all, (raised or output.splitlines() or [""])[-1])
+    if code == 2:
+        refusal = next((line for line in output.splitlines() if line.startswith("error: ")), "")
+        why = refusal.removeprefix("error: ").removeprefix("model.path: ").replace(str(model), family)
+        return _row(family, dtype, "refused", None, "", why)
+    assert mismatch is not None
+    if "not proved" in output:
+        return _row(family, dtype, "NOT PROVED", mismatch, of_all, output.partition("not proved, ")[2].splitlines()[0])
+    return _row(family, dtype, "trains" if mismatch < ROUNDING[dtype] else "BEYOND ROUNDING", mismatch, of_all, "")
+
+
+def _row(family: str, dtype: str, outcome: str, mismatch: float | None, proved: str, why: str) -> Row:
+    shown = "" if mismatch is None else mismatch
+    return {"family": family, "dtype": dtype, "outcome": outcome, "mismatch": shown, "proved": proved, "why": why[:200]}
+
+
+def main() -> None:
+    parser = arguments_parser(__doc__)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types; default: all")
+    parser.add_argument("--dtype", choices=list(ROUNDING), help="default: both")
+    args = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        found = list[Row]()
+        for row in rows(args.families or families(), [args.dtype] if args.dtype else list(ROUNDING), Path(folder)):
+            print(*(value for value in row.values() if value != ""), flush=True)
+            found.append(row)
+    report("families", found, args.json)
+    outcomes = [row["outcome"] for row in found]
+    print("  " + ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes)))
+    sys.exit(any(outcome.isupper() for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    main()

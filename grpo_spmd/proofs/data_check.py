@@ -1,0 +1,95 @@
+"""What a step's prompts and rewards were made of, once more from the files: rows, token ids, texts, stop tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd.config.schema import DataConfig
+from grpo_spmd.proofs.gradient_check import Found
+from grpo_spmd.records import RolloutGroup, ScoredRollouts
+
+_NUM_PROMPTS = 4  # of a rank
+_Row = dict[str, Any]
+
+
+def check_data(groups: Sequence[RolloutGroup], scored: ScoredRollouts, tokenizer: Any, data: DataConfig) -> Found:
+    """Some of this rank's prompts beside their rows, and what the reward functions were given for their completions."""
+    found, chosen = Found(), list(enumerate(groups[:_NUM_PROMPTS]))
+    rows = _rows(data.train, {group.prompt.row for _, group in chosen})
+    for number, group in chosen:
+        prompt, row = group.prompt, rows.get(group.prompt.row)
+        where = f"{data.train}, row {prompt.row}"
+        if row is None:
+            found.wrong.append(f"the prompt of {where} has no such row")
+            continue
+        if data.prompt_template is None and prompt.text != _prompt_of(row, data):
+            found.wrong.append(f"the prompt of {where} is not what stands there")
+        if list(prompt.token_ids) != _token_ids(prompt.text, tokenizer):
+            found.wrong.append(f"the token ids of the prompt of {where} are not those of its text")
+        own = None if data.prompt_template else data.prompt_key
+        expected = {name: value for name, value in row.items() if name != own} | {"prompts": prompt.text}
+        first = number * len(group.completions)
+        for completion, given in zip(group.completions, scored.given[first:], strict=False):
+            text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            said = text if isinstance(prompt.text, str) else [{"role": "assistant", "content": text}]
+            expected |= {"completions": said, "completion_ids": completion.token_ids}
+            if wrong := [name for name, value in expected.items() if repr(given.get(name)) != repr(value)]:
+                what = f"the reward functions were given another {wrong[0]!r} for a completion of {where}"
+                found.wrong.append(f"{what} than the row and the completion have")
+    return found
+
+
+def check_stop_ids(path: Path, tokenizer: Any, used: Collection[int]) -> Found:
+    """Beside what the model's folder says, `used`, at which the engine stops."""
+    said: set[int] = {tokenizer.eos_token_id} - {None}
+    for name in ("generation_config.json", "config.json"):
+        ids = json.loads((path / name).read_text("utf-8")).get("eos_token_id") if (path / name).is_file() else None
+        if ids is not None:
+            said |= {ids} if isinstance(ids, int) else set(ids)
+            break
+    wrong = f"completions are to end at {sorted(said)} (eos_token_id in {path}), and the engine ends them at "
+    return Found([] if said == set(used) else [f"{wrong}{sorted(used)}"])
+
+
+def _rows(source: str, wanted: Collection[int]) -> dict[int, _Row]:
+    """These rows of a data set, by number."""
+    if source.startswith("hub:"):
+        import datasets
+
+        _, repo, subset, split = source.split(":", 3)
+        table = datasets.load_dataset(repo, subset or None, split=split)
+        return {number: dict(table[number]) for number in wanted}
+    if source.endswith(".parquet"):
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.read_table(source, memory_map=True)
+        return {number: table.slice(number, 1).to_pylist()[0] for number in wanted}
+    found, number, last = dict[int, _Row](), 0, max(wanted, default=-1)
+    with Path(source).open("rb") as lines:
+        for line in lines:
+            if number > last:
+                break
+            if line.strip():
+                if number in wanted:
+                    found[number] = json.loads(line.decode("utf-8-sig"))
+                number += 1
+    return found
+
+
+def _prompt_of(row: _Row, data: DataConfig) -> Any:
+    prompt = row.get(data.prompt_key)
+    if isinstance(prompt, str) and (data.as_chat or data.system_prompt):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and data.system_prompt and prompt[0]["role"] != "system":
+        prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
+    return prompt
+
+
+def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return list(tokenizer.encode(prompt))
+    options = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
+    return list(tokenizer.apply_chat_template(prompt, **options))

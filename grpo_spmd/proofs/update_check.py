@@ -1,0 +1,208 @@
+"""The running check of the update: at a process's first step and every `proofs.every_steps`, what the trainer computes
+beside a plain recomputation. Nothing of the run is changed by it, to the bit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from grpo_spmd.config.schema import (
+    AdvantageConfig,
+    DataConfig,
+    LossConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RolloutConfig,
+)
+from grpo_spmd.distributed.collectives import on_rank0
+from grpo_spmd.distributed.session import Session
+from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.learn.update import PolicyUpdater, Reference
+from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
+from grpo_spmd.model.lora import adapted_layers
+from grpo_spmd.model.policy import Policy, hf_named_parameters
+from grpo_spmd.model.sharding import first_row
+from grpo_spmd.proofs.adamw_check import AdamwCheck
+from grpo_spmd.proofs.batch_check import BatchCheck
+from grpo_spmd.proofs.data_check import check_data, check_stop_ids
+from grpo_spmd.proofs.gradient_check import Found, GradientCheck
+from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
+
+_log = logging.getLogger("grpo_spmd")
+_FIRST_WINDOW, _LATER_WINDOW = 3, 2  # optimizer steps beside a plain AdamW: moments go wrong from one to the next
+_NUM_TENSORS, _NUM_ROWS = 8, 4  # of the reference, compared with the model's files
+_MAX_NAMED = 4
+
+
+class UpdateCheckError(RuntimeError):
+    """The trainer computes something else than a plain recomputation."""
+
+
+class UpdateCheck:
+    """Also the `Watch` of updates: while its window is open it looks at each optimizer step."""
+
+    def __init__(
+        self,
+        every_steps: int,
+        session: Session,
+        policy: Policy,
+        reference: Reference | None,
+        updater: PolicyUpdater,
+        tokenizer: Any,
+        model: tuple[str, str],
+        stop_ids: set[int],
+        data: DataConfig,
+        rollout: RolloutConfig,
+        rewards: tuple[RewardConfig, ...],
+        advantage: AdvantageConfig,
+        loss: LossConfig,
+        optimizer: OptimizerConfig,
+    ) -> None:
+        """`every_steps` 0: only at the first step. `model`: its path and compute dtype; `stop_ids`: the engine's."""
+        self._every_steps, self._session, self._policy, self._reference = every_steps, session, policy, reference
+        self._updater, self._tokenizer, self._data, self._loss = updater, tokenizer, data, loss
+        self._model_path, self._stop_ids = model[0], stop_ids
+        self._batch_check = BatchCheck(rollout, advantage, loss, rewards, stop_ids)
+        longest = rollout.max_completion_tokens
+        self._gradients = GradientCheck(policy, updater, loss, rollout.temperature, longest, model[1])
+        self._adamw = AdamwCheck(policy, updater, optimizer)
+        self._has_run, self._window, self._step = False, 0, 0
+        self._found, self._seconds = Found(), 0.0
+
+    def run_if_due(self, step: int, sampled: SampledStep, batch: RolloutBatch, decision: Decision) -> None:
+        """Collective. Before the update of `step`. Raises Rank0Error on every rank, naming what is off."""
+        self._seconds, self._step = 0.0, step
+        is_first = not self._has_run
+        start = time.perf_counter()
+        if not (is_first or (self._every_steps and step % self._every_steps == 0)):
+            if self._window:  # some steps in a row: what goes wrong from one to the next is in no single one
+                self._judge([self._batch_check.run(sampled, batch, decision)])
+                self._seconds = time.perf_counter() - start
+            return
+        self._has_run = True
+        parts = [self._batch_check.run(sampled, batch, decision)]
+        if is_first:
+            parts.append(check_data(sampled.groups, sampled.scored, self._tokenizer, self._data))
+            folder = checkpoint_folder(self._model_path)
+            parts.append(check_stop_ids(folder, self._tokenizer, self._stop_ids))
+        parts += [self._gradients.run(sampled.groups, self._session.device), self._check_reference(sampled)]
+        self._window = _FIRST_WINDOW if is_first else _LATER_WINDOW
+        self._found = Found()
+        self._adamw.open(self._found)
+        measured = self._judge([*parts, self._found])
+        self._seconds = time.perf_counter() - start
+        if is_first:
+            _log.info(
+                "update check: %.2f s, logprobs %.0e, loss %.0e, gradient %.0e, %d advantages; AdamW over %d updates",
+                *(self._seconds, *(measured.get(key, 0.0) for key in ("logprobs", "loss", "gradient"))),
+                *(measured["advantages"], self._window),
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """What it took of this step."""
+        return {"proofs/update_check_s": self._seconds}
+
+    def begin(self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int) -> None:
+        """Collective, as the others of a `Watch`."""
+        self._timed(lambda: self._adamw.begin(mini_batch, num_loss_tokens, num_loss_sequences, self._found))
+
+    def gradients(self) -> None:
+        self._timed(self._adamw.gradients)
+
+    def end(self, is_made: bool) -> None:
+        def compare() -> None:
+            self._adamw.end(is_made, self._found)
+            self._judge([self._found])
+            self._window -= 1
+
+        self._timed(compare)
+
+    def _timed(self, look: Callable[[], None]) -> None:
+        if self._window:
+            start = time.perf_counter()
+            look()
+            self._seconds += time.perf_counter() - start
+
+    def _check_reference(self, sampled: SampledStep) -> Found:
+        """Collective. It scores as plainly computed, and has the weights of the model's files."""
+        found, policy, reference = Found(), self._policy, self._reference
+        if (reference is None) == (self._loss.kl_coef > 0):
+            found.wrong.append("there is a reference where no KL term asks for it, or none where one does")
+        if reference is None:
+            return found
+        check, rows = self._gradients, (sampled.groups, self._session.device)
+        if policy.lora.rank:
+            with _adapters_at_zero(policy):
+                plain = check.plain_logprobs(policy, *rows)
+        elif isinstance(reference, Policy) and reference is not policy:
+            plain = check.plain_logprobs(reference, *rows)
+        else:
+            return Found(["the reference is not a model of its own"])
+        difference = (check.trainer_logprobs(reference, *rows) - plain).abs()
+        if len(difference):
+            bound = check.score_bound
+            found.within(
+                "the reference's logprob of a token, in nats on average,", "logprobs", float(difference.mean()), bound
+            )
+        self._check_files(found, policy if policy.lora.rank else reference)
+        return found
+
+    @torch.no_grad()
+    def _check_files(self, found: Found, model: Any) -> None:
+        named = list(hf_named_parameters(model))
+        files = tensor_files(checkpoint_folder(self._model_path))
+        for name, parameter in named[:: max(1, len(named) // _NUM_TENSORS)]:
+            held, first = parameter.to_local()[:_NUM_ROWS].cpu(), first_row(parameter)
+            if name not in files or not len(held):
+                continue
+            with safe_open(files[name], framework="pt") as file:
+                stored = file.get_slice(name)[first : first + len(held)].to(held.dtype)
+            if not torch.equal(stored, held):
+                found.wrong.append(f"the reference's {name} is not that of {files[name].parent}")
+
+    def _judge(self, parts: list[Found]) -> dict[str, float]:
+        """Collective. The largest figures over ranks. Raises Rank0Error."""
+        wrong = [text for found in parts for text in found.wrong]
+        measured: dict[str, float] = {}
+        for found in parts:
+            measured |= {key: max(value, measured.get(key, 0.0)) for key, value in found.measured.items()}
+        return on_rank0(
+            lambda of_ranks: _raise_if_wrong(of_ranks, self._step), [wrong[:_MAX_NAMED], len(wrong), measured]
+        )
+
+
+@contextmanager
+def _adapters_at_zero(policy: Policy) -> Iterator[None]:
+    """The base by another way than the trainer's: adapters on, their products times 0."""
+    scales = [(layer, dict(layer.scaling)) for layer in adapted_layers(policy.model).values()]
+    try:
+        for layer, scale in scales:
+            layer.scaling.update(dict.fromkeys(scale, 0.0))
+        yield
+    finally:
+        for layer, scale in scales:
+            layer.scaling.update(scale)
+
+
+def _raise_if_wrong(of_ranks: list[tuple[list[str], int, dict[str, float]]], step: int) -> dict[str, float]:
+    """On rank 0."""
+    by_text: dict[str, list[int]] = {}
+    for rank, (wrong, _, _) in enumerate(of_ranks):
+        for text in wrong:
+            by_text.setdefault(text, []).append(rank)
+    if by_text:
+        said = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in list(by_text.items())[:_MAX_NAMED]]
+        more = sum(count for _, count, _ in of_ranks) - len(said)
+        rest = f"; and {more} more" if more > 0 else ""
+        what = "the update is not what a plain recomputation of it gives"
+        raise UpdateCheckError(f"step {step}: {what}: {'; '.join(said)}{rest}")
+    keys = {key for _, _, measured in of_ranks for key in measured}
+    largest = {key: max(measured.get(key, 0.0) for _, _, measured in of_ranks) for key in keys}
+    largest["advantages"] = sum(measured.get("advantages", 0.0) for _, _, measured in of_ranks)
+    return largest

@@ -1,0 +1,266 @@
+"""Worker: the running check of the update on clean updates of every kind, and on planted faults, in one process.
+
+python -m tests.support.workers.update_check CONFIG
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config, LoraConfig
+from grpo_spmd.data.prompts import build_prompts
+from grpo_spmd.data.rows import read_rows
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.session import end_session, policy_mesh, start_session
+from grpo_spmd.learn import assemble, losses, sampled_step
+from grpo_spmd.learn import update as learn_update
+from grpo_spmd.learn.update import attach_logprobs
+from grpo_spmd.model import policy as model_policy
+from grpo_spmd.model.attention import PackedLayout
+from grpo_spmd.model.fill import load_weights
+from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters
+from grpo_spmd.proofs.update_check import UpdateCheck
+from grpo_spmd.records import Completion, Rollout, RolloutGroup, ScoredRollouts
+from tests.support.learn import sampled_step_of, updater_of
+from tests.support.workers.update import GROUP_SIZE, SETTINGS, fixed_groups, fixed_reward, with_setting
+
+STOP_ID = 0
+NUM_STEPS = 2
+
+
+class Trials:
+    def __init__(self, path: str) -> None:
+        self.config, self.session = load_config(path), start_session()
+        self.tokenizer = load_tokenizer(self.config.model.path)
+        self.prompts = build_prompts(read_rows(self.config.data), self.tokenizer, self.config.data, 1)
+        self.policy = self.build(self.config)
+        self.reference = build_reference(
+            self.policy, self.config.model, self.config.rollout.temperature, 1.0, self.session
+        )
+
+    def build(self, config: Config, **changes: Any) -> Policy:
+        """A policy whose model section has these changes; "mesh" is the session's."""
+        session = dataclasses.replace(self.session, mesh=changes.pop("mesh", self.session.mesh))
+        return build_policy(dataclasses.replace(config.model, **changes), config.rollout.temperature, session)
+
+    def groups(self) -> list[RolloutGroup]:
+        """This rank's. Of made-up tokens after prompts of the data set; who stopped ends with the stop token."""
+        groups = []
+        for group in fixed_groups()[self.session.rank :: self.session.world_size]:
+            prompt = dataclasses.replace(self.prompts[group.slot], position=group.slot)
+            completions = []
+            for c in group.completions:
+                ids = c.token_ids if c.finish_reason == "length" else [*c.token_ids[: 27 - 1], STOP_ID]
+                logprobs = [-0.3 * t for t in range(len(ids))]
+                completions.append(Completion(ids, logprobs, c.finish_reason))
+            groups.append(RolloutGroup(group.slot, prompt, completions))
+        return groups
+
+    def score(self, groups: list[RolloutGroup]) -> ScoredRollouts:
+        scored = ScoredRollouts()
+        for group in groups:
+            for sample, completion in enumerate(group.completions):
+                scored.rewards.append(fixed_reward(group.slot, sample))
+                text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+                given = {"prompts": group.prompt.text, "completions": text, "completion_ids": completion.token_ids}
+                scored.given.append({**group.prompt.columns, **given})
+        scored.by_name = {"fixed": list(scored.rewards)}
+        return scored
+
+    def run(
+        self,
+        config: Config,
+        policy: Policy | None = None,
+        *,
+        reference: Any = None,
+        change_groups: Callable[[list[RolloutGroup]], list[RolloutGroup]] = lambda groups: groups,
+        change_scored: Callable[[ScoredRollouts], None] = lambda scored: None,
+        change_updater: Callable[[Any], object] = lambda updater: None,
+        change_batch: Callable[[Any], Any] = lambda batch: batch,
+        stop_ids: frozenset[int] = frozenset({STOP_ID}),
+        trained: Config | None = None,
+        is_checked: bool = True,
+    ) -> dict[str, Tensor]:
+        """The parameters after two steps on the same rollouts; `trained`: a config that differs from what is asked."""
+        policy = self.policy if policy is None else policy
+        if not policy.lora.rank:
+            load_weights(hf_named_parameters(policy), Path(config.model.path))
+        if reference is None and config.loss.kl_coef:
+            reference = (
+                self.reference
+                if not policy.lora.rank
+                else build_reference(policy, config.model, config.rollout.temperature, 1.0, self.session)
+            )
+        updater = updater_of(policy, trained or config)
+        change_updater(updater)
+        model = config.model.path, config.model.dtype
+        check = UpdateCheck(
+            1, self.session, policy, reference, updater, self.tokenizer, model, set(stop_ids), config.data,
+            config.rollout, config.rewards, config.advantage, config.loss, config.optimizer,
+        )  # fmt: skip
+        for step in range(NUM_STEPS):
+            groups, sampled = self.groups(), sampled_step_of(config, self.session)
+            scored = self.score(groups)
+            change_scored(scored)
+            sampled.add(change_groups(groups), scored, num_groups=6)
+            batch, decision = assemble.assemble_batch(sampled, self.session)
+            batch = change_batch(batch)
+            attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
+            decision = assemble.penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
+            if is_checked:
+                check.run_if_due(step, sampled, batch, decision)
+            updater.update(batch, check if is_checked else None)
+        if is_checked:
+            assert check.metrics()["proofs/update_check_s"] > 0
+        return {name: p.detach().to_local().clone() for name, p in policy.named_parameters()}  # type: ignore[attr-defined]
+
+    def sees(self, expected: str, config: Config | None = None, within: Any = None, **changes: Any) -> None:
+        try:
+            with within or nullcontext():
+                self.run(config or self.config, **changes)
+        except Rank0Error as error:
+            assert expected in str(error), (expected, str(error))  # noqa: PT017
+            assert "the update is not what a plain recomputation of it gives: rank" in str(error)  # noqa: PT017
+        else:
+            raise AssertionError(f"was not seen: {expected}")
+
+
+def clean_updates(trials: Trials) -> int:
+    """Every kind of loss and estimator, both dtypes, recomputation, replicas, adapters: none is refused,
+    and no bit of a parameter is another than without the check."""
+    config, done = trials.config, 0
+    for setting in SETTINGS:
+        changed = with_setting(config, setting)
+        checked, plain = (trials.run(changed, is_checked=is_checked) for is_checked in (True, False))
+        assert all(torch.equal(value, plain[name]) for name, value in checked.items()), setting
+        done += 1
+    for estimator in ("k1", "k3"):
+        trials.run(_with(config, "loss", kl_estimator=estimator, policy="gspo", clip_ratio_low=3e-4))
+    half = _with(config, "model", dtype="bfloat16")
+    for of_half in (half, _with(half, "loss", kl_coef=0.0, policy="gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4)):
+        temperature, kl_coef = half.rollout.temperature, of_half.loss.kl_coef
+        reference = build_reference(trials.policy, half.model, temperature, kl_coef, trials.session)
+        trials.run(of_half, trials.build(half), reference=reference)
+    for changes in ({"activation_checkpointing": True}, {"lora": LoraConfig(rank=4)}):
+        trials.run(_with(config, "model", **changes), trials.build(config, **changes))
+    trials.run(config, trials.build(config, mesh=policy_mesh(trials.session.device, 2)))
+    return done + 7
+
+
+def _with(config: Config, section: str, **values: Any) -> Config:
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+
+
+def faults(trials: Trials) -> int:
+    """Each must stop all ranks, and the message must name what is off."""
+    config, done = trials.config, 0
+
+    def sees(*arguments: Any, **changes: Any) -> None:
+        nonlocal done
+        trials.sees(*arguments, **changes)
+        done += 1
+
+    terms, kl, tokens = losses._policy_terms, losses.kl_estimate, losses.aggregation_weights
+
+    def swapped(p: Tensor, ratio: Tensor, advantages: Tensor, options: Any) -> Any:
+        sides = {"clip_ratio_low": options.clip_ratio_high, "clip_ratio_high": options.clip_ratio_low}
+        return terms(p, ratio, advantages, dataclasses.replace(options, **sides))
+
+    sees("the term 'policy' of the loss", within=patch.object(losses, "_policy_terms", swapped))
+    flipped = patch.object(losses, "kl_estimate", lambda p, ref, name: kl(ref, p, name) + 0.1 * p)
+    sees("the term 'kl' of the loss", within=flipped)
+    unweighted = patch.object(learn_update, "aggregation_weights", lambda *a: 2 * tokens(*a))
+    sees("the term 'loss' of the loss", within=unweighted)
+    neighbours = patch.object(model_policy, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest))
+    sees("the logprob of a token", within=neighbours)
+    averaged = trials.build(config)
+    for module in averaged.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(2.0)
+            module.set_force_sum_reduction_for_comms(True)
+    sees("the sum over ranks of a gradient", policy=averaged)
+
+    def clears(updater: Any) -> None:
+        updater.optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.state.clear())
+
+    sees("AdamW's exp_avg of", change_updater=clears)
+    sees("the step of AdamW on", trained=_with(config, "optimizer", warmup_steps=10))
+    sees("where {'betas'", trained=_with(config, "optimizer", weight_decay=0.02))
+    sees("AdamW's exp_avg of", trained=_with(config, "optimizer", max_grad_norm=1e9))
+
+    def keeps(updater: Any) -> None:
+        updater.optimizer.zero_grad = lambda **_: None
+
+    sees("a gradient was left from the last update", change_updater=keeps)
+    trials.policy.zero_grad(set_to_none=True)
+    halved = patch.object(
+        sampled_step, "advantages_of", lambda rewards, _: (rewards - 0.5).nan_to_num().flatten().tolist()
+    )
+    sees("has the advantage", within=halved)
+    sees("is to divide by", change_batch=lambda b: dataclasses.replace(b, num_loss_tokens=[b.num_loss_tokens[0] + 1]))
+    decode = assemble.decode_rollouts
+
+    def mixed(payload: bytes) -> list[Rollout]:
+        rollouts = decode(payload)
+        return [dataclasses.replace(r, advantages=s.advantages) for r, s in zip(rollouts, rollouts[::-1], strict=True)]
+
+    sees("with other tokens, logprobs or advantages", within=patch.object(assemble, "decode_rollouts", mixed))
+    sees("the reference is not a model of its own", reference=trials.policy)
+    moved = build_reference(trials.policy, config.model, config.rollout.temperature, 1.0, trials.session)
+    assert isinstance(moved, Policy)
+    with torch.no_grad():
+        next(moved.parameters()).mul_(1.01)
+    sees("the reference's model.embed_tokens.weight is not that of", reference=moved)
+
+    adapted = trials.build(config, lora=LoraConfig(rank=4))
+    kept_on = patch.object(model_policy.lora, "adapters_off", lambda model: nullcontext())
+    moves = _with(_with(config, "model", lora=LoraConfig(rank=4)), "optimizer", lr=1e-2)
+    sees("the reference's logprob of a token", moves, policy=adapted, within=kept_on)  # at the second check
+
+    def with_columns(scored: ScoredRollouts) -> None:
+        scored.given = scored.given[GROUP_SIZE:] + scored.given[:GROUP_SIZE]
+
+    def with_prompt(scored: ScoredRollouts) -> None:
+        scored.given = [{**g, "completions": g["prompts"] + g["completions"]} for g in scored.given]
+
+    sees("the reward functions were given another", change_scored=with_columns)
+    sees("the reward functions were given another 'completions'", change_scored=with_prompt)
+
+    def other_row(groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        return [dataclasses.replace(g, prompt=dataclasses.replace(g.prompt, row=g.prompt.row + 1)) for g in groups]
+
+    sees("is not what stands there", change_groups=other_row)
+    sees("and the engine ends them at [0, 5]", stop_ids=frozenset({STOP_ID, 5}))
+
+    def runs_on(groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        first, *rest = groups[0].completions
+        longer = Completion([STOP_ID, *first.token_ids], [0.0, *first.logprobs], first.finish_reason)
+        return [dataclasses.replace(groups[0], completions=[longer, *rest]), *groups[1:]]
+
+    sees("a completion goes on after a token that ends it", change_groups=runs_on)
+    return done
+
+
+def main() -> None:
+    trials = Trials(sys.argv[1])
+    num_clean, num_seen = clean_updates(trials), faults(trials)
+    print(f"rank {trials.session.rank}: {num_clean} clean updates pass, {num_seen} faults seen", flush=True)
+    end_session()
+
+
+if __name__ == "__main__":
+    with exit_with_outcome():
+        main()
