@@ -17,7 +17,7 @@ def fix_rotary_factors(model: Any, max_rollout_tokens: int) -> None:
     tokens, whatever is beside them in a row.
 
     longrope has short and long factors. transformers takes the long ones for a row with one position beyond the
-    original ones; vLLM (0.26 to 0.33) takes one kind for all, by its max_model_len, which is `max_rollout_tokens`.
+    original ones; vLLM (0.32) takes one kind for all, by its max_model_len, which is `max_rollout_tokens`.
     dynamic grows with rows beyond max_position_embeddings in transformers, and never in vLLM.
     """
     for module in model.modules():
