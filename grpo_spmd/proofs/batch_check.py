@@ -4,7 +4,6 @@ denominators, and that what a rank trains on is what another sampled. Plain Pyth
 from __future__ import annotations
 
 import math
-import statistics
 import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -41,16 +40,17 @@ class BatchCheck:
         rewards = self._rewards(sampled)
         slots = {position: slot for slot, position in enumerate(decision.positions)}
         penalised = _less_kl(batch, decision, self._loss)
+        whole = _moments([r for r in penalised if not math.isnan(r)])
         mine: dict[int, int] = {}
         for number, group in enumerate(sampled.groups):
             own = rewards[number * size : (number + 1) * size]
             slot = slots.get(group.prompt.position)
             if slot is None:
                 continue
-            if self._rollout.dynamic_sampling and _spread([r for r in own if r is not None]) < _ALIKE:
+            if self._rollout.dynamic_sampling and _moments([r for r in own if r is not None])[1] < _ALIKE:
                 found.wrong.append(f"group {slot} has rewards that are all alike, and dynamic sampling kept it")
             ids = range(slot * size, (slot + 1) * size)
-            advantages = self._advantages(penalised, slot)
+            advantages = self._advantages(penalised[slot * size : (slot + 1) * size], *whole)
             for i, completion, reward, expected in zip(ids, group.completions, own, advantages, strict=True):
                 shorter = math.nan if reward is None else reward - self._penalty(len(completion.token_ids))
                 if not _same(decision.rewards[i], shorter):
@@ -87,22 +87,17 @@ class BatchCheck:
         over = num_tokens - (longest - buffer)
         return self._advantage.overlong_penalty * min(over, buffer) / buffer if buffer and over > 0 else 0.0
 
-    def _advantages(self, rewards: Sequence[float], slot: int) -> list[float]:
-        size, kind = self._rollout.group_size, self._advantage.estimator
-        group = rewards[slot * size : (slot + 1) * size]
-        everything, known = ([r for r in of if not math.isnan(r)] for of in (rewards, group))
-        deviation = statistics.stdev(everything) if len(everything) > 1 else 0.0
+    def _advantages(self, group: Sequence[float], mean_of_all: float, deviation_of_all: float) -> list[float]:
+        known, kind = [r for r in group if not math.isnan(r)], self._advantage.estimator
+        center, deviation = _moments(known)
+        divisor, usable = 1.0, deviation >= _ALIKE
         if kind == "reinforce_pp":
-            center, divisor = (statistics.fmean(everything) if everything else 0.0), deviation
-            usable = deviation >= _ALIKE
-        else:
-            usable = len(known) > 1 and statistics.stdev(known) >= _ALIKE
-            center, divisor = (statistics.fmean(known) if known else 0.0), 1.0
-            if kind == "rloo" and usable:  # minus the mean of the others
-                divisor = (len(known) - 1) / len(known)
-            elif kind == "grpo" and usable:
-                by = {"group": statistics.stdev(known), "batch": max(deviation, _ALIKE), "none": 1.0}
-                divisor = by[self._advantage.normalize_std]
+            center, divisor, usable = mean_of_all, deviation_of_all, deviation_of_all >= _ALIKE
+        elif kind == "rloo" and usable:  # minus the mean of the others
+            divisor = (len(known) - 1) / len(known)
+        elif kind == "grpo":
+            by = {"group": deviation, "batch": max(deviation_of_all, _ALIKE), "none": 1.0}
+            divisor = by[self._advantage.normalize_std]
         return [0.0 if math.isnan(r) or not usable else (r - center) / divisor for r in group]
 
     def _check_completions(self, found: Found, sampled: SampledStep) -> None:
@@ -184,8 +179,10 @@ def _misplaced(of_ranks: list[list[list[tuple[int, int]]]]) -> list[str]:
     return found
 
 
-def _spread(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+def _moments(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and unbiased deviation; 0 where there are too few."""
+    mean = math.fsum(values) / max(len(values), 1)
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1))
 
 
 def _same(a: float, b: float) -> bool:

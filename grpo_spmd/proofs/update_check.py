@@ -72,20 +72,20 @@ class UpdateCheck:
         longest = rollout.max_completion_tokens
         self._gradients = GradientCheck(policy, updater, loss, rollout.temperature, longest, model[1])
         self._adamw = AdamwCheck(policy, updater, optimizer)
-        self._has_run, self._window, self._step = False, 0, 0
+        self._num_runs, self._window, self._step = 0, 0, 0
         self._found, self._seconds = Found(), 0.0
 
     def run_if_due(self, step: int, sampled: SampledStep, batch: RolloutBatch, decision: Decision) -> None:
         """Collective. Before the update of `step`. Raises Rank0Error on every rank, naming what is off."""
         self._seconds, self._step = 0.0, step
-        is_first = not self._has_run
+        is_first = not self._num_runs
         start = time.perf_counter()
         if not (is_first or (self._every_steps and step % self._every_steps == 0)):
-            if self._window:  # some steps in a row: what goes wrong from one to the next is in no single one
+            if self._window and self._num_runs == 1:  # what goes wrong from one step to the next is not in the first
                 self._judge([self._batch_check.run(sampled, batch, decision)])
                 self._seconds = time.perf_counter() - start
             return
-        self._has_run = True
+        self._num_runs += 1
         parts = [self._batch_check.run(sampled, batch, decision)]
         if is_first:
             parts.append(check_data(sampled.groups, sampled.scored, self._tokenizer, self._data))
