@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+
+
+def hold_standard_streams() -> None:
+    """/dev/null in place of a closed stdin, stdout or stderr: what is opened next would get its number, and be written
+    to by whoever prints, or replaced by whoever starts a process."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def sync_to_disk(folder: Path) -> None:

@@ -109,9 +109,13 @@ class ScoredRollouts:
     first_error: str | None = None  # the first failure of the function that failed most, with its traceback
     texts: list[str] = field(default_factory=list)
     given: list[dict[str, Any]] = field(default_factory=list)  # what the functions were called with
+    # "extra" {reward: {column: value}}; at a call's first completion "logged" {reward: {metric: [sum, number]}}, at a
+    # group's "retried" {reward: how the call with it failed}
+    notes: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def extend(self, other: ScoredRollouts) -> None:
         """Add what a further round scored."""
+        self.notes |= {len(self.rewards) + number: note for number, note in other.notes.items()}
         self.rewards += other.rewards
         self.texts += other.texts
         self.given += other.given
@@ -150,6 +154,8 @@ class GroupFacts:
     """Of each function, as in ScoredRollouts."""
     statuses: dict[str, list[str]]
     """The same."""
+    notes: list[dict[str, Any]]
+    """The same, without "extra"."""
 
 
 # plan[mini_batch][rank][micro_batch] = rollout ids. Plain lists, since rank 0 sends the plan to all ranks as JSON.

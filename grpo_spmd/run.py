@@ -45,6 +45,7 @@ from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.proofs.update_check import UpdateCheck
 from grpo_spmd.records import MicroBatch, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
+from grpo_spmd.rewards.trl import TrainerState
 from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
 from grpo_spmd.rollout.sample import Sampler
@@ -89,6 +90,7 @@ class Run:
     def begin_step(self, step: int) -> None:
         """Collective. Note where the step begins, and ask whether to begin it. Raises Preempted."""
         self.begun = step, self.stream.position
+        self.rewards.begin_step(TrainerState(step, self.config.training.num_steps, self.stream.epoch))
         self.preemption.begin_step(self.checkpoints.time_to_save_s)
 
     def hand_device_to_trainer(self) -> dict[str, float]:

@@ -16,12 +16,14 @@ from grpo_spmd.config.describe import describe_keys
 from grpo_spmd.config.dump import config_to_dict
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.load import load_config_with_sources
+from grpo_spmd.files import hold_standard_streams
 from grpo_spmd.preflight.checks import check_inputs
 from grpo_spmd.preflight.explain import explain
 from grpo_spmd.preflight.model_facts import read_model
 
 
 def main() -> None:
+    hold_standard_streams()
     parser = _parser()
     args = parser.parse_intermixed_args()
     if args.ranks is not None and (args.ranks < 1 or not args.explain):

@@ -117,7 +117,7 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardPoolConfig:
-    num_workers: int = key(4, "processes on each rank that score rewards", at_least=1)
+    num_workers: int = key(4, "processes on each rank that score rewards", at_least=1, at_most=4096)
     timeout_s: float = key(10.0, "seconds that scoring one completion may take before its process is killed", above=0)
     max_error_frac: float = key(0.3,
         "share of a step's completions without a usable reward at which the run stops", above=0, at_most=1)

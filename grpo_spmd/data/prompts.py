@@ -89,6 +89,11 @@ class PromptStream:
         self._order: tuple[int, list[int]] = (-1, [])
         self.position = position  # of the next prompt
 
+    @property
+    def epoch(self) -> float:
+        """Prompts that were drawn, over those of the data set."""
+        return self.position / len(self._prompts)
+
     def take(self, num_prompts: int) -> list[Prompt]:
         """The next prompts; every rank must take as many."""
         start, self.position = self.position, self.position + num_prompts

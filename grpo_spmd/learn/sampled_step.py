@@ -18,6 +18,7 @@ from grpo_spmd.learn.advantages import batch_std, compute_advantages, overlong_p
 from grpo_spmd.learn.balance import plan_batch, plan_metrics, split_groups
 from grpo_spmd.records import Decision, GroupFacts, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.protocol import RewardError, check_error_rate
+from grpo_spmd.rewards.trl import mean_metrics, retried_fracs, without_extra
 
 # A refill round draws at most 1 / this times the missing prompts: what an early, unlucky round kept is a poor estimate.
 _LOWEST_KEPT_FRAC = 0.25
@@ -70,6 +71,7 @@ class SampledStep:
                 rewards=scored.rewards[own],
                 by_name={name: values[own] for name, values in scored.by_name.items()},
                 statuses={name: statuses[own] for name, statuses in scored.statuses.items()},
+                notes=[without_extra(scored.notes[i]) for i in range(own.start, own.stop) if i in scored.notes],
             )
             facts.append(vars(of_group))
         self.groups += groups
@@ -112,6 +114,7 @@ class _Decider:
         self._first_errors += [first_error for _, first_error in parts]
         statuses = [group.statuses for group in self._groups]
         self._error_rates = check_error_rate(statuses, self._first_errors, self._rules.max_error_frac)
+        self._error_rates |= retried_fracs(self._groups, self._first_errors)
         self._kept += [g.position for g in judged if not (rollout.dynamic_sampling and g.without_spread)]
         missing = rollout.num_prompts_per_step - len(self._kept)
         if missing <= 0 or not rollout.dynamic_sampling or self._num_rounds == rollout.dynamic_sampling_max_rounds:
@@ -177,6 +180,7 @@ class _Decider:
             metrics["dynamic_sampling/alike_groups"] = num_without_spread
             metrics["dynamic_sampling/surplus_groups"] = len(groups) - num_without_spread - num_used
             metrics["dynamic_sampling/missing_groups"] = rollout.num_prompts_per_step - num_used
+        metrics |= mean_metrics(note for group in groups for note in group.notes)
         for name in groups[0].by_name:
             values = [value for group in groups for value in group.by_name[name]]
             usable = [value for value in values if value is not None and not math.isnan(value)]

@@ -70,6 +70,7 @@ class RolloutDump:
                 prompt_ids=prompt.token_ids,
                 completion_ids=completion.token_ids,
                 rollout_logprobs=[x if math.isfinite(x) else None for x in completion.logprobs],
+                extra=scored.notes.get(number, {}).get("extra", {}),
             )
             lines[prompt.position * size + sample] = to_line(record)
         write_lines_in_order(rollouts_file(self._run_dir, step), lines)

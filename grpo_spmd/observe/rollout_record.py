@@ -6,7 +6,7 @@ import json
 import math
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class RolloutRecord:
     prompt_ids: list[int]
     completion_ids: list[int]
     rollout_logprobs: list[float | None]  # by the engine, of each completion token; None: not finite
+    extra: dict[str, Any] = field(default_factory=dict)  # what rewards logged of it, {reward: {column: value}}
 
     @property
     def logprobs(self) -> list[float]:
@@ -51,6 +52,7 @@ class EvalRecord:
     reward: float | None
     rewards: dict[str, float | None]
     finish_reason: str
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def rollouts_file(run_dir: Path, step: int) -> Path:
@@ -58,7 +60,8 @@ def rollouts_file(run_dir: Path, step: int) -> Path:
 
 
 def to_line(record: RolloutRecord | EvalRecord) -> str:
-    return json.dumps(vars(record), ensure_ascii=False)
+    """Without `extra` where there is none."""
+    return json.dumps({k: v for k, v in vars(record).items() if k != "extra" or v}, ensure_ascii=False)
 
 
 def read_rollout(line: bytes, where: str) -> RolloutRecord:
@@ -69,6 +72,7 @@ def read_rollout(line: bytes, where: str) -> RolloutRecord:
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: expected a JSON object, got {type(values).__name__}")
+    values.setdefault("extra", {})
     for name, kinds in _KINDS.items():
         if name not in values or not isinstance(values[name], kinds):
             found = f"{values[name]!r:.80}" if name in values else "missing"

@@ -19,6 +19,7 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import check_lengths_early, check_template_early
 from grpo_spmd.data.rows import PromptRow, check_enough_rows, key_and_source, read_rows
 from grpo_spmd.model.families.config_json import refuse_by_config
+from grpo_spmd.rewards.pool.pool import allow_workers
 from grpo_spmd.rewards.protocol import Reward, load_rewards
 from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
 from grpo_spmd.untrusted import UntrustedError, read_header, read_index, read_model_config, read_stop_tokens
@@ -52,6 +53,7 @@ def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inpu
     _check_model(config)
     _check_engine_keys(config)
     rewards = load_rewards(config.rewards)
+    allow_workers(config.reward_pool.num_workers)
     _check_code_time(config)
     rows = _read_and_check(config, rewards)
     eval_sets = config.data.eval_sets if config.eval.every_steps else ()

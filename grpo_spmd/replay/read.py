@@ -30,6 +30,7 @@ class RecordedStep:
     metrics: dict[str, float | None]  # none of them where the run ended within the step
     columns: list[dict[str, Any]] | None  # of each group's data row; None: the data is gone
     all_columns: set[str]  # that a reward of the run was given
+    epoch: float  # at its beginning; of all rows, also where the run dropped some as too long
     notes: list[str]
 
 
@@ -80,7 +81,7 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
         what = f"metrics.jsonl has no line of step {step}: the run ended within it"
         notes.append(f"{what}, and only the rollouts can be compared")
     load_rewards(config.rewards)  # refuses here what the pool would refuse with a traceback
-    columns: tuple[list[dict[str, Any]] | None, set[str]] = None, set()
+    columns: tuple[list[dict[str, Any]] | None, set[str], float] = None, set(), 0.0
     try:
         columns = _columns_of(rollouts, config)
     except ConfigError as error:
@@ -109,8 +110,10 @@ def _read_dump(path: Path, group_size: int) -> list[list[RolloutRecord]]:
     return [groups[position] for position in sorted(groups)]
 
 
-def _columns_of(rollouts: Sequence[Sequence[RolloutRecord]], config: Config) -> tuple[list[dict[str, Any]], set[str]]:
-    """The columns of each group's data row, and all that a reward of the run was given."""
+def _columns_of(
+    rollouts: Sequence[Sequence[RolloutRecord]], config: Config
+) -> tuple[list[dict[str, Any]], set[str], float]:
+    """The columns of each group's data row, all that a reward of the run was given, and the epoch."""
     rows = read_rows(config.data)
     columns = []
     for group in rollouts:
@@ -125,4 +128,4 @@ def _columns_of(rollouts: Sequence[Sequence[RolloutRecord]], config: Config) -> 
     for name in config.data.eval_sets if config.eval.every_steps else ():
         with suppress(ConfigError):  # its columns are None in training rows, and few rewards look
             known |= {column for row in read_rows(config.data, name) for column in row.columns}
-    return columns, known
+    return columns, known, rollouts[0][0].position / len(rows)

@@ -21,6 +21,7 @@ from grpo_spmd.records import Completion, Decision, Prompt, RolloutGroup, Scored
 from grpo_spmd.replay.read import RecordedStep, Replay, ReplayedRollout
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.protocol import load_rewards, weighted_sum
+from grpo_spmd.rewards.trl import TrainerState
 
 if TYPE_CHECKING:
     from grpo_spmd.distributed.session import Session
@@ -60,6 +61,7 @@ def _replay(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool, s
     config, notes = recorded.config, recorded.notes
     sections = config.rollout, config.advantage, config.loss, config.training
     sampled = SampledStep(StepRules(*sections, config.reward_pool.max_error_frac, num_ranks=1))
+    pool.begin_step(TrainerState(recorded.step, config.training.num_steps, recorded.epoch))
     waiting, texts = _groups(recorded), _RecordedTexts(recorded.rollouts)
     try:
         while sampled.num_missing and waiting:  # once, unless dynamic sampling refilled the step

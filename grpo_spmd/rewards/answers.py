@@ -12,7 +12,7 @@ def final_answer(text: str) -> str:
 
     The last whole \boxed{...}, else what follows the last "####", else the last <answer>...</answer>, else all of it.
     """
-    if (boxed := _last_boxed(text)) is not None:
+    if (boxed := last_boxed(text)) is not None:
         return boxed.strip()
     _, marker, after = text.rpartition("####")
     if marker:
@@ -21,7 +21,7 @@ def final_answer(text: str) -> str:
     return text.strip() if inside is None else inside
 
 
-def _last_boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
     r"""Inside the \boxed{...} that closes last. One pass: a completion may repeat an unclosed one a thousand times."""
     opened: list[int | None] = []  # where the inside of each open bracket begins; None: an ordinary bracket
     last = None

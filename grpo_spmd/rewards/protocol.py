@@ -1,6 +1,7 @@
 """The reward protocol: TRL's signature, several functions with weights, and one policy for what goes wrong.
 
-A reward function is `fn(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async.
+A reward function is `fn(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async; an
+object with __call__ and a partial are functions too. trl.py has what else TRL's trainer gives it.
 `prompts` and `completions` are strings; for chat prompts, message lists, a completion being `[{"role": "assistant",
 "content": text}]`. The data set's other columns arrive as keyword lists, aligned with `prompts`. A worker process
 (pool.py) calls it for one group at a time, in evaluation for a single completion, so that its result does not depend on
@@ -9,13 +10,15 @@ how groups are spread over ranks. Module state is each worker's own.
 What comes of a completion, for each function (`ScoredRollouts.statuses`):
 * "ok": a finite number.
 * "not_applicable": None. The completion's reward is the weighted sum of the other functions.
-* "error": the function raised, exited, crashed, or returned NaN, infinity, text, or a list of the wrong length.
+* "error": the function raised, exited, crashed, or returned NaN, infinity or text.
 * "timeout": it took longer than `reward_pool.timeout_s` and was killed, with the processes it had started.
 
 Where the call for a group fails, each completion is tried in a call of its own, with the whole deadline: what fails
 then is that completion's failure. A completion with an "error" or a "timeout", or to which no function applies, is left
 out of its group's statistics and of the loss, and counted; it is never taken for 0. Where a function fails for
-`reward_pool.max_error_frac` of a step's completions, all ranks stop, with the function's traceback.
+`reward_pool.max_error_frac` of a step's completions, all ranks stop, with the function's traceback. So they do at once
+where no completion is to blame: it returned a list of the wrong length, or raised for every group that it was called
+with, and for none of their completions alone.
 """
 
 from __future__ import annotations
@@ -37,13 +40,8 @@ from typing import Any
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
+from grpo_spmd.rewards.trl import GIVEN, RewardError, callable_name, check_args, taken
 from grpo_spmd.rewards.verifiers import SHIPPED, matches_format, run_tests
-
-_ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
-
-
-class RewardError(RuntimeError):
-    """Rewards fail in a way that leaving completions out would hide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +51,7 @@ class RewardFacts:
     name: str  # its metric's
     weight: float  # its factor in the sum
     needs: Sequence[str] = ()  # columns without which it cannot be called
+    takes: Sequence[str] = ()  # of what trl.py gives
     one_at_a_time: bool = False  # each completion is a call of its own, with the whole deadline
 
 
@@ -61,8 +60,9 @@ class Reward(RewardFacts):
     function: Callable[..., Any]
 
 
-def load_rewards(configs: Sequence[RewardConfig]) -> list[Reward]:
-    """The functions that the config names. ConfigError for one that is not there, wrong arguments, or a name twice."""
+def load_rewards(configs: Sequence[RewardConfig], timeout_s: float = math.inf) -> list[Reward]:
+    """The functions that the config names. ConfigError for one that is not there, wrong arguments, or a name twice.
+    `timeout_s`: after which whoever calls them would end a call."""
     rewards: list[Reward] = []
     for index, config in enumerate(configs):
         where, name = f"rewards.{index}", str(config.name)
@@ -75,7 +75,7 @@ def load_rewards(configs: Sequence[RewardConfig]) -> list[Reward]:
             raise ConfigError(f"{where}.name: no shipped reward {name!r}; there are {', '.join(sorted(SHIPPED))}")
         if name in {reward.name for reward in rewards}:
             raise ConfigError(f"{where}.name: {name!r} is given twice; its metrics would overwrite each other")
-        rewards.append(_with_args(name, function, config, where))
+        rewards.append(_with_args(name, function, config, where, timeout_s))
     return rewards
 
 
@@ -133,6 +133,8 @@ def _load_function(spec: str, where: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{where}.function: {file} has no function {name!r}")
+    if inspect.isclass(function):
+        raise ConfigError(f"{where}.function: {name} is a class; make an object of it in {file}, and name that")
     return function  # type: ignore[no-any-return]
 
 
@@ -150,7 +152,7 @@ def _line_in(error: BaseException, path: str) -> str:
     return f":{lines[-1]}" if lines else ""
 
 
-def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, where: str) -> Reward:
+def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, where: str, timeout_s: float) -> Reward:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -158,26 +160,25 @@ def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, wh
         raise ConfigError(f"{where}.function: {what}; wrap it in a function") from None
     args, is_shipped = config.args, config.function is None
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    required = [n for n in named if parameters[n].default is inspect.Parameter.empty]
-    takes: list[str] = list(parameters)
+    options = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = [n for n in options if parameters[n].default is inspect.Parameter.empty]
     if is_shipped:  # its options are its keyword-only parameters, all else are columns
-        takes = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
-        if missing := [n for n in required if n in takes and n not in args]:
+        options = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and not n.startswith("_")]
+        if missing := [n for n in required if n in options and n not in args]:
             raise ConfigError(f"{where}.args: {name} needs {missing[0]!r}")
-    if unknown := [n for n in args if n not in takes and (is_shipped or not takes_any)]:
-        shown = name if is_shipped else getattr(function, "__name__", name)
-        raise ConfigError(f"{where}.args: {shown} does not take {unknown[0]!r}")
+    check_args(where, name if is_shipped else callable_name(function), args, options)
+    trl = () if is_shipped else taken(parameters)
     if function is matches_format:
         try:
             re.compile(args["pattern"])
         except (re.error, TypeError) as error:
             what = f"{args['pattern']!r} is not a regular expression"
             raise ConfigError(f"{where}.args.pattern: {what}: {error}") from None
-    needs = tuple(n for n in required if n not in args and n not in _ALWAYS_GIVEN)
+    needs = tuple(n for n in required if n not in (*args, *GIVEN, *trl))
     if function is run_tests:
         _check_sandbox(args, where)
         needs = (args.get("tests_column", "tests"),)
+        args = {**args, "_wall_s": timeout_s - 1}
 
     def call(**columns: Any) -> Any:
         known = {**columns, **args}
@@ -185,7 +186,7 @@ def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, wh
 
     # Each run of model-written code may take its whole time: a call for the group would need the sum of them.
     alone = function is run_tests
-    return Reward(name=name, weight=config.weight, needs=needs, one_at_a_time=alone, function=call)
+    return Reward(name=name, weight=config.weight, needs=needs, takes=trl, one_at_a_time=alone, function=call)
 
 
 def _check_sandbox(args: Mapping[str, Any], where: str) -> None:

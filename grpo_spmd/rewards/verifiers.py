@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
+import itertools
 import json
+import logging
+import math
 import re
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,9 +17,10 @@ from fractions import Fraction
 from operator import add, mul, sub, truediv
 from typing import Any
 
-from grpo_spmd.rewards.sandbox.sandbox import Limits, passes_program_test, passes_statements
+from grpo_spmd.rewards.sandbox.sandbox import Limits, each_within, passes_program_test, passes_statements
 
 DEFAULT_TIME_S = 8.0  # of `code`; preflight compares it with the pool's deadline
+_TEXT_S = 1.0  # CPU time after which a completion's text, which keeps a library busy, is wrong
 Completion = str | list[dict[str, Any]]
 Completions = Sequence[Completion]
 Column = Sequence[Any]
@@ -35,9 +39,11 @@ def exact(completions: Completions, answer: Column, **_: Any) -> Scores:
 
 
 def matches_format(completions: Completions, *, pattern: str, **_: Any) -> Scores:
-    """1.0 where the regular expression `pattern` matches the whole completion ("." also matches a newline)."""
-    compiled = re.compile(pattern, re.DOTALL)
-    return [float(compiled.fullmatch(completion_text(c)) is not None) for c in completions]
+    """1.0 where the regular expression `pattern` matches the whole completion ("." also matches a newline), within a
+    second of CPU time: many a pattern can be kept busy for years by the right text.
+    """
+    compiled, texts = re.compile(pattern, re.DOTALL), [completion_text(c) for c in completions]
+    return [*each_within(_TEXT_S, lambda i: float(compiled.fullmatch(texts[i]) is not None), len(texts))]
 
 
 def gsm8k(completions: Completions, answer: Column, **_: Any) -> Scores:
@@ -118,29 +124,51 @@ _OPERATIONS: dict[type, Callable[..., Fraction]] = {ast.Add: add, ast.Sub: sub, 
 def equal_by_math_verify(completions: Completions, answer: Column, **_: Any) -> Scores:
     """1.0 where math-verify finds the completion's final answer equal to the column `answer` (LaTeX or plain).
 
-    A gold answer that it cannot read gives None, and a comparison that runs out of time gives NaN, which is left out
-    and counted: neither is taken for wrong. Its deadlines use SIGALRM, for the main thread alone.
+    A gold answer that it cannot read gives None. What a completion says gives 1.0 or 0.0, and costs at most a second of
+    CPU time. The deadline of the gold answer uses SIGALRM, for the main thread alone.
     """
-    from math_verify import parse, verify
-    from math_verify.errors import TimeoutException
+    from grpo_spmd.rewards.answers import last_boxed
 
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("math-verify's deadlines need the main thread (signal.alarm); call this reward there")
-    scores: Scores = []
-    for completion, gold in zip(completions, answer, strict=True):
+    parse, texts, scores = load_math_verify(), [completion_text(c) for c in completions], Scores()
+    to_judge: list[tuple[int, Any]] = []  # number, gold answer as sympy has it
+    for number, (text, gold) in enumerate(zip(texts, answer, strict=True)):
         # A bare "x^2" is prose to the parser; boxed it is one expression.
         parsed_gold = [] if gold is None else parse(f"\\boxed{{{gold}}}") or parse(str(gold))
-        if not parsed_gold:
-            scores.append(None)
-            continue
-        text = completion_text(completion)
-        try:
-            scores.append(float(verify(parsed_gold, parse(text, raise_on_error=True), raise_on_error=True)))
-        except TimeoutException:
-            scores.append(float("nan"))
-        except Exception:  # sympy choked on one of several readings of a strange completion: is any other one equal?
-            scores.append(float(verify(parsed_gold, parse(text))))
+        boxed = last_boxed(text) or ""
+        scores.append(float(boxed.strip() == str(gold).strip()) if parsed_gold else None)
+        if parsed_gold and len(boxed) < 2000 + 4 * len(str(gold)) and not _keeps_sympy_busy(boxed):
+            to_judge.append((number, parsed_gold))
+    judged = each_within(_TEXT_S, lambda i: _equals(to_judge[i][1], texts[to_judge[i][0]]), len(to_judge))
+    for (number, _gold), score in zip(to_judge, judged, strict=True):
+        scores[number] = score
     return scores
+
+
+def _equals(parsed_gold: Any, text: str) -> float:
+    from math_verify import parse, verify
+
+    try:
+        parsed = parse(text, parsing_timeout=0, raise_on_error=True)
+        return float(verify(parsed_gold, parsed, timeout_seconds=0, raise_on_error=True))
+    except Exception:  # sympy choked on one of several readings of a strange completion: is any other one equal?
+        return float(verify(parsed_gold, parse(text, parsing_timeout=0), timeout_seconds=0))
+
+
+def _keeps_sympy_busy(answer: str) -> bool:
+    """Brackets in brackets in brackets, 9^{9^{9}}, powers and factorials of numbers beyond reason."""
+    depths = itertools.accumulate((c in "{([") - (c in "})]") for c in answer)
+    huge = r"\d\W{0,3}\^\W{0,3}\d+\W{0,3}\^\W{0,3}(\d\d|[4-9])|\^\W{0,3}\d{7}|\d{5}\W{0,3}!"
+    return max(depths, default=0) > 40 or re.search(huge, answer) is not None
+
+
+@functools.cache
+def load_math_verify() -> Callable[..., Any]:
+    """Its `parse`, after a first use of all of it, which takes half a second that would count as a completion's."""
+    from math_verify import parse
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns where its own deadlines are off
+    _equals(parse("\\boxed{(x+1)^2}", parsing_timeout=0), "\\boxed{x^2+2x+\\frac{2}{2}}")
+    return parse  # type: ignore[no-any-return]
 
 
 def run_tests(
@@ -151,6 +179,7 @@ def run_tests(
     time_s: float = DEFAULT_TIME_S,
     memory_mib: float = 1024,
     isolation: str = "required",
+    _wall_s: float = math.inf,
     **columns: Any,
 ) -> Scores:
     """1.0 where the completion's Python passes every test of its row; with `partial_credit`, the share that it passes.
@@ -160,45 +189,42 @@ def run_tests(
     one for each pair and one for all statements: it can start threads but no process, and write only to a small folder.
     Where it cannot be shut in, this raises and does not run it, unless `isolation` is "none": then only time and memory
     are limited. `time_s` is for all of a completion's tests, start-up not counted; what they do not reach has failed:
-    an endless loop is wrong, not unknown. Keep it under reward_pool.timeout_s by 0.1 to 0.3 s for each pair.
+    an endless loop is wrong, not unknown. So has what they do not reach within `_wall_s`, start-up counted: a second
+    under reward_pool.timeout_s, of which each pair takes 0.1 to 0.3 s.
     """
-    limits = Limits(time_s, int(memory_mib), isolation)
-    scores: Scores = []
+    used: list[float] = []
+    scores, limits = Scores(), Limits(time_s, int(memory_mib), isolation, used.append)
     for completion, given in zip(completions, columns[tests_column], strict=True):
         if not (tests := _tests(given)):
             scores.append(None)
             continue
-        code = python_code(completion_text(completion))
+        used.clear()
+        code, wall_end = python_code(completion_text(completion)), time.monotonic() + _wall_s
         statements = [test for test in tests if isinstance(test, str)]
-        started = time.monotonic()
         passed = sum(passes_statements(code, statements, limits)) if statements else 0
-        left_s = time_s - _own_time(started, passed == len(statements))
         pairs = (test for test in tests if isinstance(test, dict))
         for num_before, pair in enumerate(pairs, start=len(statements)):
-            if not partial_credit and passed < num_before:
+            left_s = min(time_s - sum(used), wall_end - time.monotonic())
+            if left_s <= 0 or (not partial_credit and passed < num_before):
                 break  # lost already
-            started = time.monotonic()
             own = dataclasses.replace(limits, time_s=left_s)
-            ok = left_s > 0 and passes_program_test(code, str(pair["input"]), str(pair["output"]), own)
-            left_s -= _own_time(started, ok)
-            passed += ok
+            passed += passes_program_test(code, str(pair["input"]), str(pair["output"]), own)
         scores.append(passed / len(tests) if partial_credit else float(passed == len(tests)))
     return scores
 
 
-def _own_time(started: float, ended: bool) -> float:
-    """Seconds since `started`; of a run that ended well, without what starting the interpreter takes at most."""
-    return max(0.0, time.monotonic() - started - (0.5 if ended else 0.0))
-
-
 def python_code(text: str) -> str:
     """The last fenced block of Python in `text`, else its last fenced block without a language, else all of it."""
-    blocks = re.findall(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", text, re.DOTALL | re.MULTILINE)
-    for languages in (("python", "py", "python3"), ("",)):
-        for language, code in reversed(blocks):
-            if language.lower() in languages:
-                return str(code)
-    return text
+    blocks, opened = dict[str, str](), None  # by language, the last one of each; a line at a time: no text takes long
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        if opened is None:
+            if (fence := re.match(r"[ \t]*```[ \t]*(\w*)", line)) is not None:
+                opened = number + 1, fence[1].lower()
+        elif line.strip(" \t") == "```":
+            language = "python" if opened[1] in ("python", "py", "python3") else opened[1]
+            blocks[language], opened = "".join(f"{own}\n" for own in lines[opened[0] : number]), None
+    return blocks.get("python", blocks.get("", text))
 
 
 def _tests(given: Any) -> list[str | dict[str, Any]]:

@@ -21,6 +21,7 @@ from grpo_spmd.observe.rollout_record import EvalRecord, to_line
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts, rollout_seed
 from grpo_spmd.rewards.answers import final_answer
 from grpo_spmd.rewards.protocol import check_error_rate
+from grpo_spmd.rewards.trl import mean_metrics, without_extra
 from grpo_spmd.rollout.measures import Outcome, outcomes, summarise
 
 _log = logging.getLogger("grpo_spmd")
@@ -65,7 +66,8 @@ class Evaluator:
         groups = groups[engine.tp_rank :: engine.tp_size]
         scored = self._score(groups, num_step_completions=len(self._wanted))
         found = outcomes(groups, scored)
-        mine = {"outcomes": found, "statuses": scored.statuses, "first_error": scored.first_error}
+        notes = {groups[i].slot: without_extra(note) for i, note in scored.notes.items()}
+        mine = {"outcomes": found, "statuses": scored.statuses, "first_error": scored.first_error, "notes": notes}
         metrics: dict[str, dict[str, float | None]] = on_rank0(self._summarise_sets, mine)
         for name, of_set in metrics.items():
             if self._dump_folder is not None:
@@ -92,8 +94,12 @@ class Evaluator:
         by_number = dict(reported)
         assert len(reported) == len(by_number) == len(self._wanted), (len(reported), len(by_number), len(self._wanted))
         in_order, samples = (by_number[number] for number in range(len(self._wanted))), range(self._config.num_samples)
-        sets = self._held_out.items()
-        return {name: summarise([[next(in_order) for _ in samples] for _ in prompts]) for name, prompts in sets}
+        notes = [(self._wanted[int(number)][0], note) for part in parts for number, note in part["notes"].items()]
+        return {
+            name: summarise([[next(in_order) for _ in samples] for _ in prompts])
+            | mean_metrics(note for of_set, note in notes if of_set == name)
+            for name, prompts in self._held_out.items()
+        }
 
     def _lines(
         self, set_name: str, groups: Sequence[RolloutGroup], found: Mapping[int, Outcome], scored: ScoredRollouts
@@ -105,6 +111,7 @@ class Evaluator:
             if name == set_name:
                 outcome, finish_reason = found[group.slot], group.completions[0].finish_reason
                 judged = outcome.right, outcome.reward, scored.finite_by_name(i)
-                record = EvalRecord(prompt.row, sample, prompt.text, text, final_answer(text), *judged, finish_reason)
+                said, extra = (prompt.text, text, final_answer(text)), scored.notes.get(i, {}).get("extra", {})
+                record = EvalRecord(prompt.row, sample, *said, *judged, finish_reason, extra)
                 lines[group.slot] = to_line(record)
         return lines

@@ -10,6 +10,7 @@ import math
 import os
 import pty
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -87,6 +88,16 @@ def ranked(completions, **columns):  # what a completion gets depends on the who
 
 def short(completions, **columns):
     return [worth(text) for text in completions if text != "short"]
+
+def grouped(completions, **columns):  # for single completions alone
+    assert len(completions) == 1, "one at a time"
+    return [worth(text) for text in completions]
+
+def logs(completions, log_metric, log_extra, **columns):
+    log_metric("nan", math.nan)
+    log_metric("length", sum(map(len, completions)) / len(completions))
+    log_extra("length", [len(text) for text in completions if text != "short"])
+    return [worth(text) for text in completions]
 
 def kept(completions, scale, **columns):
     return [scale * worth(text) for text in completions]
@@ -227,11 +238,35 @@ def test_a_function_over_the_group_sees_the_group(pools: Callable[..., RewardPoo
     assert scored.statuses["ranked"] == ["ok"] * 5 + ["error", "ok", "ok"]
 
 
-def test_a_list_of_the_wrong_length_is_tried_again_one_by_one(pools: Callable[..., RewardPool]) -> None:
-    scored = pools("short").score(_groups(["a", "short", "b"], ["c", "d", "e"]), CharacterTokenizer())
-    assert scored.statuses["short"] == ["ok", "error", "ok", "ok", "ok", "ok"]
-    assert scored.rewards == [worth("a"), None, *map(worth, "bcde")]
-    assert scored.first_error == "reward 'short' must return one value a completion: 1; got 0"
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("short", "returned 2 values for 3 completions"),
+        ("logs", r"log_extra\('length'\) got 2 values for 3 completions"),
+    ],
+)
+def test_a_list_of_the_wrong_length_stops_at_once(pools: Callable[..., RewardPool], name: str, why: str) -> None:
+    pool = pools(name)
+    with pytest.raises(RewardError, match=f"^reward '{name}' {why}$"):
+        pool.score(_groups(["a", "b", "d"], ["a", "short", "b"], ["c", "d", "e"]), CharacterTokenizer())
+    # A completion alone is no other matter, and a sound group is none of it.
+    with pytest.raises(RewardError, match=r"(returned|got) 0 values for 1 completions"):
+        pool.score(_groups(["short"]), CharacterTokenizer())
+    assert pool.score(_groups(["a", "b"]), CharacterTokenizer()).rewards == [worth("a"), worth("b")]
+
+
+def test_groups_that_were_called_again_are_noted(
+    pools: Callable[..., RewardPool], caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("grpo_spmd").propagate = True  # a run turns it off
+    scored = pools("grouped", "logs").score(_groups(["a", "b"], ["c"], ["d", "e"]), CharacterTokenizer())
+    assert scored.by_name["grouped"] == [worth(text) for text in "abcde"]
+    assert [i for i, note in sorted(scored.notes.items()) if note.get("retried") == {"grouped": "error"}] == [0, 3]
+    assert scored.first_error is not None
+    assert "AssertionError: one at a time" in scored.first_error
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("failed for 2 groups and was called again" in message for message in messages)
+    assert "reward 'logs': not logged: a value of the metric 'nan': nan" in messages
 
 
 @pytest.mark.parametrize(
@@ -313,6 +348,7 @@ def test_columns_arrive_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         f"import datetime\nfrom decimal import Decimal\nexpected = {columns!r}\n"
         "def reward(prompts, completions, completion_ids, missing, **columns):\n"
+        "    for name in ('trainer_state', 'log_metric', 'log_extra'): columns.pop(name)\n"
         "    assert columns == {n: [v] * 2 for n, v in (expected | {'elsewhere': None}).items()}, columns\n"
         "    assert (prompts, completions, completion_ids, missing) == (['p'] * 2, ['a', 'b'], [[97], [98]], [None] * "
         "2)\n"
@@ -354,6 +390,68 @@ def test_shipped_rewards_run_in_the_pool(tmp_path: Path) -> None:
     group.prompt.columns["answer"] = "4"
     with RewardPool(rewards, RewardPoolConfig(), tmp_path / "log") as pool:
         assert pool.score([group], CharacterTokenizer()).rewards == [2.5, 0.0]
+
+
+def test_what_completions_say_cannot_fail_a_shipped_reward(tmp_path: Path) -> None:
+    """Six completions of which each would keep math-verify, or the pattern, busy beyond the pool's deadline."""
+    rewards = [RewardConfig(name="math"), RewardConfig(name="format", args={"pattern": "(a+)+b"})]
+    (group,) = _groups(
+        ["the answer is 9^9^9^9", "\\boxed{((9!)!)!}", "a" * 5000, "1 " * 30_000, "\\boxed{4}", "`" * 64_000]
+    )
+    group.prompt.columns["answer"] = "4"
+    with RewardPool(rewards, RewardPoolConfig(timeout_s=30), tmp_path / "log") as pool:
+        scored = pool.score([group], CharacterTokenizer(), num_step_completions=6)
+    assert scored.statuses == {"math": ["ok"] * 6, "format": ["ok"] * 6}
+    assert scored.rewards == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_standard_streams_are_no_harm(tmp_path: Path, closed: str) -> None:
+    """The pool's sockets, and the sandbox's, would get their numbers, and be replaced where processes start."""
+    (tmp_path / "mine.py").write_text(BEHAVIOURS)
+    source = (
+        "import sys\nfrom pathlib import Path\n"
+        "from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig\n"
+        "from grpo_spmd.records import Completion, Prompt, RolloutGroup\n"
+        "from grpo_spmd.rewards.pool.pool import RewardPool\n"
+        "from grpo_spmd.rewards.sandbox.sandbox import Limits, passes_program_test\n"
+        "class Tokenizer:\n"
+        "    def batch_decode(self, ids, skip_special_tokens):\n        return [chr(own[0]) for own in ids]\n"
+        "ok = passes_program_test('print(1)', '', '1', Limits(10, 1024, 'required'))\n"
+        "group = RolloutGroup(0, Prompt(0, 0, [1], 'p', {}), [Completion([97], [0.0], 'stop')] * 2)\n"
+        f"with RewardPool([RewardConfig(function='{tmp_path}/mine.py:one')], RewardPoolConfig(num_workers=2), "
+        f"Path('{tmp_path}/log')) as pool:\n"
+        "    print('never seen')\n"
+        "    rewards = [pool.score([group], Tokenizer()).rewards for _ in range(2)]\n"
+        f"Path('{tmp_path}/out').write_text(repr((ok, rewards)))\n"
+    )
+    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(source)} {closed}"
+    assert subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "out").read_text() == repr((True, [[worth("a")] * 2] * 2))
+
+
+def test_workers_beyond_the_limit_of_open_files(tmp_path: Path) -> None:
+    """The soft limit is raised where the hard one has room; where it has none, one line says how many would do."""
+    (tmp_path / "mine.py").write_text(BEHAVIOURS)
+    source = (
+        "import sys\nfrom pathlib import Path\n"
+        "from tests.faults.test_reward_pool import *\nfrom tests.faults.test_reward_pool import _groups\n"
+        "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (120, int(sys.argv[1])))\n"
+        f"with RewardPool([RewardConfig(function='{tmp_path}/mine.py:one')], RewardPoolConfig(num_workers=150), "
+        f"Path('{tmp_path}/log')) as pool:\n"
+        "    print(sum(x is not None for x in pool.score(_groups(*[['a']] * 150), CharacterTokenizer()).rewards))\n"
+    )
+
+    def output(hard: int) -> str:
+        run = [sys.executable, "-c", source, str(hard)]
+        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        return (done.stdout + done.stderr).strip()
+
+    assert output(256).endswith("150")
+    assert output(200).endswith(
+        "ConfigError: reward_pool.num_workers (150) needs 250 open files on each rank, and the limit of open files "
+        "(ulimit -Hn) is 200: 100 workers would do"
+    )
 
 
 def test_close_ends_every_process_and_what_they_left(pools: Callable[..., RewardPool]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
+from grpo_spmd.rewards.trl import TrainerState
 
 
 class CharacterTokenizer:
@@ -30,6 +31,9 @@ def _group(slot: int, prompt: str | list[dict[str, Any]], texts: Sequence[str], 
 SPY = """
 import json, pathlib, threading
 def spy(prompts, completions, completion_ids, **columns):
+    state = columns.pop("trainer_state")
+    columns.pop("log_metric")("tokens", sum(map(len, completion_ids)))
+    columns.pop("log_extra")("tokens", [len(ids) + state.global_step for ids in completion_ids])
     got = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, "columns": columns}
     with open(pathlib.Path(__file__).with_name("got.jsonl"), "a") as file:
         file.write(json.dumps(got) + "\\n")
@@ -108,6 +112,23 @@ def test_reward_is_the_weighted_sum_of_what_applies(pool: tuple[RewardPool, Path
     assert scored.by_name["spy"] == [1.0, 2.0, 4.0, 3.0]
     assert scored.by_name["part"][:3] == [3.0, 3.0, None]
     assert scored.statuses == {"spy": ["ok"] * 4, "part": ["ok", "ok", "not_applicable", "error"]}
+
+
+def test_what_a_function_logs_comes_with_the_scores(pool: tuple[RewardPool, Path]) -> None:
+    """Whichever worker was first, and beside a call of the group that failed."""
+    pool[0].begin_step(TrainerState(7, 100, 0.5))
+    scored, _ = _spy(pool, _group(0, "p", ["a", "bc"]), _group(1, "q", ["d", ""]))
+    pool[0].begin_step(TrainerState())
+    assert scored.notes == {
+        0: {"extra": {"spy": {"tokens": 8}}, "logged": {"spy": {"tokens": [3.0, 1]}}},
+        1: {"extra": {"spy": {"tokens": 9}}},
+        2: {"extra": {"spy": {"tokens": 8}}, "logged": {"spy": {"tokens": [1.0, 1]}}},
+        3: {"extra": {"spy": {"tokens": 7}}},
+    }
+    both = ScoredRollouts()
+    both.extend(scored)
+    both.extend(scored)  # a second round
+    assert both.notes == scored.notes | {4 + number: note for number, note in scored.notes.items()}
 
 
 def test_no_function_that_applies_is_an_unknown_reward_and_no_failure(tmp_path: Path) -> None:

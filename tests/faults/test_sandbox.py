@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -17,12 +18,15 @@ from typing import Any
 
 import pytest
 
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
 from grpo_spmd.rewards.pool.pool import RewardPool
+from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.sandbox import sandbox
 from grpo_spmd.rewards.sandbox.sandbox import Limits, SandboxError, _Jail, passes_program_test, passes_statements
 from grpo_spmd.rewards.verifiers import run_tests
+from tests.faults.test_reward_pool import _descendants
 from tests.support.processes import ROOT
 
 LIMITS = Limits(time_s=10.0, memory_mib=1024, isolation="required")
@@ -599,6 +603,123 @@ def test_the_reward_in_the_pool_gives_hanging_code_zero_and_its_neighbours_their
         scored = pool.score(groups, Characters())
     assert scored.statuses == {"code": ["ok"] * 8}, scored.first_error
     assert scored.rewards == [1.0, 0.0, 0.0, 0.0] * 2
+
+
+CLINGS = """
+import ctypes, platform, threading, time
+libc = ctypes.CDLL(None)
+is_arm = platform.machine() == "aarch64"
+for signal in (10, 0):
+    libc.prctl(1, signal, 0, 0, 0)  # PR_SET_PDEATHSIG
+    libc.syscall(167 if is_arm else 157, 1, signal, 0, 0, 0)
+    libc.syscall(167 if is_arm else 157, ctypes.c_long(1 << 32 | 1), signal, 0, 0, 0)
+for change in (libc.setuid, libc.setgid, libc.setfsuid, libc.setfsgid):  # a change of user takes it back
+    for user in (0, 1, 65534):
+        change(user)
+{last}
+time.sleep(1000)
+"""
+THREAD_STAYS = """
+threading.Thread(target=time.sleep, args=(1000,)).start()
+libc.syscall(93 if is_arm else 60, 0)  # the main thread alone ends
+"""
+RANK = """
+import json, sys
+from pathlib import Path
+from tests.faults.test_sandbox import *
+class Characters:
+    def batch_decode(self, token_ids, skip_special_tokens):
+        return ["".join(map(chr, ids)) for ids in token_ids]
+texts = json.loads(sys.argv[1])
+prompt = Prompt(0, 0, [1], "p", {"tests": [{"input": "", "output": "x"}]})
+group = RolloutGroup(0, prompt, [Completion([*map(ord, text)], [0.0] * len(text), "stop") for text in texts])
+config = RewardConfig(name="code", args={"time_s": 400.0})
+with RewardPool([config], RewardPoolConfig(num_workers=2, timeout_s=500), Path(sys.argv[2])) as pool:
+    pool.score([group], Characters())
+"""
+
+
+def test_code_does_not_outlive_a_tree_that_is_killed_at_once(tmp_path: Path) -> None:
+    """Rank, nursery and workers get SIGKILL together: nobody is left to end what the code runs in, but the kernel."""
+    texts = json.dumps([CLINGS.format(last=""), CLINGS.format(last=THREAD_STAYS)])
+    rank = subprocess.Popen([sys.executable, "-c", RANK, texts, str(tmp_path / "log")], cwd=ROOT)
+    tree: set[int] = {rank.pid}
+    jails: set[int] = set()
+    try:
+        deadline = time.monotonic() + 60
+        while sum(map(_runs, jails)) < 2:  # beside the one that tried whether there can be any
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            tree = _descendants(rank.pid)
+            jails |= {pid for pid in tree if "jail.py" in _command(pid)}
+        time.sleep(2)  # the code has done what it can
+        tree = _descendants(rank.pid) | {rank.pid}
+        assert sum(map(_runs, jails)) == 2
+    finally:
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # so that all of them die before one of them looks
+            for pid in tree - jails:
+                os.kill(pid, number)
+        rank.wait()
+    deadline = time.monotonic() + 20
+    while any(map(_runs, tree)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a thread of it does: its first one may have ended before the others."""
+    try:
+        return any(") Z " not in path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    except OSError:
+        return False
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+# One clock for all of a completion's tests
+
+
+@pytest.mark.parametrize("partial_credit", [False, True])
+def test_many_pairs_are_zero_and_not_unknown(partial_credit: bool) -> None:
+    """40 pairs, each a while within what was once forgiven a pair: the sum of the code's own time is what counts."""
+    pairs = [{"input": "", "output": "1"}] * 40
+    code = "import time\ntime.sleep(0.3)\nprint(1)"
+    start = time.monotonic()
+    (score,) = run_tests([code], tests=[pairs], time_s=1.0, partial_credit=partial_credit)
+    assert score == (pytest.approx(2.5 / 40, abs=1 / 40) if partial_credit else 0.0)  # 2 or 3 pairs of 0.3 s and a bit
+    assert time.monotonic() - start < 30  # of 40 x 0.45 s
+    assert run_tests(["print(1)"], tests=[pairs[:8]], time_s=2.0) == [1.0]  # start-ups are not the code's
+
+
+def test_all_pairs_end_under_the_pools_deadline(tmp_path: Path) -> None:
+    """However short each is, start-ups included: right code that many pairs make too slow is 0, and never a timeout."""
+    pairs = [{"input": "", "output": "1"}] * 400  # a minute of start-ups
+    (reward,) = load_rewards([RewardConfig(name="code", args={"time_s": 2.0, "partial_credit": True})], timeout_s=3.0)
+    start = time.monotonic()
+    (score,) = reward.function(prompts=["p"], completions=["print(1)"], completion_ids=[[1]], tests=[pairs])
+    assert time.monotonic() - start < 10
+    assert 0 < score < 0.5
+    with pytest.raises(ConfigError, match=r"code does not take '_wall_s'"):
+        load_rewards([RewardConfig(name="code", args={"_wall_s": 9})])
+
+
+def test_an_answer_whose_keys_collide_is_not_built() -> None:
+    """Integers with one hash: a set of 100,000 of them takes minutes, and the judge is not in the sandbox."""
+    code = "def f():\n    return {i * (2**61 - 1) for i in range(1, 2)} if False else Big()\n"
+    code += "class Big(set):\n    def __iter__(self):\n        return (i * (2**61 - 1) for i in range(100_000))\n"
+    start = time.monotonic()
+    assert passes_statements(code, ["assert f() == {1, 2}"], LIMITS) == [False]
+    assert time.monotonic() - start < 20
+
+
+def test_output_of_many_lines_is_compared_at_once() -> None:
+    assert not passes_program_test("print('x\\n' * 8_000_000)", "", "x", LIMITS)
+    assert passes_program_test("print('a  \\nb\\n\\n ')", "", "a\nb", LIMITS)
 
 
 # Closed where it cannot be shut

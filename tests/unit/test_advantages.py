@@ -180,7 +180,7 @@ def test_dynamic_sampling_judges_a_group_before_the_length_penalty() -> None:
 
     def group(position: int, rewards: list[float], lengths: list[int]) -> dict[str, Any]:
         known = {"r": ["ok"] * 4}
-        return vars(GroupFacts(position, 3, lengths, [False] * 4, list(rewards), {"r": list(rewards)}, known))
+        return vars(GroupFacts(position, 3, lengths, [False] * 4, list(rewards), {"r": list(rewards)}, known, []))
 
     # 16 tokens are 4 of the 8 that are punished: -0.5. The group with one right answer and one long one stays.
     groups = [group(0, [0.0] * 4, [5, 5, 5, 16]), group(1, [1.0, 0.0, 0.0, 0.0], [5, 5, 5, 16])]

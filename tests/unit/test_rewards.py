@@ -14,8 +14,10 @@ import torch
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.records import GroupFacts
 from grpo_spmd.rewards.pool.worker import call_reward
 from grpo_spmd.rewards.protocol import Reward, load_rewards, weighted_sum
+from grpo_spmd.rewards.trl import RewardError, first_names, mean_metrics, retried_fracs
 from grpo_spmd.rewards.verifiers import SHIPPED
 
 
@@ -84,7 +86,7 @@ def test_number_types_become_floats(values: Any) -> None:
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0] * 3])
 def test_wrong_length_is_said_with_both_numbers(values: list[float]) -> None:
-    assert _call(_returning(values), 2) == {"failed": f"must return one value a completion: 2; got {len(values)}"}
+    assert _call(_returning(values), 2) == {"broken": f"returned {len(values)} values for 2 completions"}
 
 
 @pytest.mark.parametrize("values", [None, 1.0, "ab", b"ab", {"a": 1.0, "b": 2.0}, {1.0, 2.0}, torch.tensor(1.0)])
@@ -176,6 +178,194 @@ def test_import_error_names_the_line_also_for_a_relative_path(tmp_path: Path, mo
 def test_one_name_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rewards\.1\.name: 'exact' is given twice"):
         load_rewards([RewardConfig(name="exact"), RewardConfig(name="exact")])
+
+
+# What TRL's trainer gives
+
+
+def _log(log_with: Callable[..., Any], num_completions: int = 2) -> dict[str, Any]:
+    """What the pool is told of a call that logs and returns zeros."""
+
+    def reward(log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+        log_with(log_metric, log_extra)
+        return [0.0] * num_completions
+
+    taken = ("trainer_state", "log_metric", "log_extra")
+    found = Reward(name="f", weight=1.0, function=reward, takes=taken)
+    return call_reward(found, {"prompts": ["p"] * num_completions})
+
+
+@pytest.mark.parametrize(
+    ("signature", "takes", "needs"),
+    [
+        ("completions, trainer_state, log_metric, log_extra", ("trainer_state", "log_metric", "log_extra"), ()),
+        ("completions, answer, log_metric=None", ("log_metric",), ("answer",)),
+        ("completions, **kwargs", ("trainer_state", "log_metric", "log_extra"), ()),
+        ("completions, answer", (), ("answer",)),
+        ("completions, environments", ("environments",), ()),  # nobody has any yet
+        ("completions, environments=()", (), ()),
+    ],
+)
+def test_a_function_gets_what_it_takes_of_trl(
+    tmp_path: Path, signature: str, takes: tuple[str, ...], needs: tuple[str, ...]
+) -> None:
+    loaded = _load(tmp_path, f"def reward({signature}):\n    return [0.0]\n")
+    assert (loaded.takes, loaded.needs) == (takes, needs)
+
+
+def test_the_state_says_where_the_run_is(tmp_path: Path) -> None:
+    source = """
+class Shaped:
+    async def __call__(self, completions, trainer_state, environments, **kwargs):
+        assert kwargs["trainer_state"] if "trainer_state" in kwargs else environments is None
+        return [trainer_state.global_step + trainer_state.epoch + trainer_state.max_steps] * len(completions)
+shaped = Shaped()
+"""
+    keywords = {"prompts": ["p"], "completions": ["x"], "completion_ids": [[1]], "trainer_state": ["a column"]}
+    state = {"global_step": 3, "max_steps": 100, "epoch": 0.25}
+    assert call_reward(_load(tmp_path, source, "shaped"), keywords, state) == {"values": [103.25]}
+
+
+def test_partials_and_objects_are_functions_and_classes_are_refused(tmp_path: Path) -> None:
+    source = """
+import functools
+def scaled(completions, scale, offset=0.0, **columns):
+    return [scale * len(c) + offset for c in completions]
+double = functools.partial(scaled, scale=2.0)
+class Length:
+    def __call__(self, completions):
+        return [float(len(c)) for c in completions]
+length = Length()
+"""
+    keywords = {"prompts": ["p"], "completions": ["abc"], "completion_ids": [[1]], "other": [1]}
+    assert call_reward(_load(tmp_path, source, "double", {"offset": 0.5}), keywords)["values"] == [6.5]
+    assert call_reward(_load(tmp_path, source, "length"), keywords)["values"] == [3.0]
+    with pytest.raises(
+        ConfigError, match=r"rewards\.0\.function: Length is a class; make an object of it in .*mine\.py"
+    ):
+        _load(tmp_path, source, "Length")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("scael", r"rewards\.0\.args: reward does not take 'scael'; did you mean 'scale'\?"),
+        ("other", r"rewards\.0\.args: reward does not take 'other'$"),
+        ("completions", r"rewards\.0\.args: 'completions' is given by the trainer; take it out"),
+        ("trainer_state", r"rewards\.0\.args: 'trainer_state' is given by the trainer; take it out"),
+    ],
+)
+def test_an_unknown_argument_is_refused_also_beside_kwargs(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _load(tmp_path, "def reward(completions, scale=1.0, **kwargs):\n    return []\n", args={name: 1})
+
+
+def test_what_is_logged_comes_back_with_the_scores() -> None:
+    def log(metric: Any, extra: Any) -> None:
+        for value in (1, torch.tensor(0.5), Fraction(1, 4)):
+            metric("accuracy", value)
+        extra("answer", ["4", torch.tensor(2)])
+        for part in ({"a": [1, None]}, math.nan):  # TRL extends: a value at a time is a list too
+            extra("parts", [part])
+
+    assert _log(log) == {
+        "values": [0.0, 0.0],
+        "metrics": {"accuracy": [1.75, 3]},
+        "extra": {"answer": ["4", 2], "parts": [{"a": [1, None]}, None]},
+    }
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, "1.0", None, [1.0, 2.0], torch.ones(2), 10**400, 1e300])
+def test_a_metric_that_is_no_finite_number_is_left_out_and_said(value: Any) -> None:
+    found = _log(lambda metric, extra: [metric("m", value), metric("n", 1.0)])
+    assert found["metrics"] == {"n": [1.0, 1]}
+    assert found["left_out"][0].startswith("a value of the metric 'm': ")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a\nb", "\0", "x" * 81, "/etc", "\u202eab", 3, None, "mean", "error_frac", "a" * 10**6]
+)
+def test_a_strange_name_is_left_out_and_said(name: Any) -> None:
+    found = _log(lambda metric, extra: [metric(name, 1.0), extra("\0", [1, 2])])
+    assert "metrics" not in found
+    assert "extra" not in found
+    assert max(map(len, found["left_out"])) < 150
+
+
+def test_names_are_bounded_alike_however_they_are_cut() -> None:
+    """A function that logs a name for each answer: the first 50 by the alphabet, of a call as of a step."""
+    names = [f"answer {i:04}" for i in range(1000)]
+    found = _log(lambda metric, extra: [metric(name, 1.0) for name in reversed(names)])
+    assert list(found["metrics"]) == names[:50]
+    assert found["left_out"] == ["950 metrics beyond 50"]
+    calls = [{"logged": {"f": {name: [i, 1] for name in names[i::7]}}} for i in range(7)]
+    cut = [{"logged": {"f": first_names(call["logged"]["f"])}} for call in calls]
+    assert mean_metrics(cut) == mean_metrics(calls[::-1])
+    assert len(mean_metrics(calls)) == 50
+
+
+def test_a_metrics_mean_does_not_depend_on_the_order_of_calls() -> None:
+    calls = [{"logged": {"f": {"m": [value, 1]}}} for value in (1e16, 1.0, -1e16, 0.1, 3.0)]
+    assert mean_metrics(calls) == mean_metrics(calls[::-1]) == {"reward/f/m": pytest.approx(4.1 / 5, rel=1e-15)}
+    assert mean_metrics(
+        [{"logged": {"f": {"m": [3.0, 3]}}}, {"retried": {"f": "error"}}, {"logged": {"f": {"m": [0.0, 1]}}}]
+    ) == {
+        "reward/f/m": 0.75  # over calls of log_metric, not over groups
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ([1], "log_extra('answer') got 1 values for 2 completions"),
+        ([1, 2, 3], "log_extra('answer') got 3 values for 2 completions"),
+        ("ab", "log_extra('answer') takes a list; got str"),
+        (7, "log_extra('answer') takes a list; got int"),
+    ],
+)
+def test_an_extra_column_of_the_wrong_length_breaks_the_contract(values: Any, why: str) -> None:
+    assert _log(lambda metric, extra: extra("answer", values)) == {"broken": why}
+
+
+def test_what_is_logged_of_a_completion_is_bounded() -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    texts = _log(lambda metric, extra: extra("answer", ["x" * 10**6, circle]))["extra"]["answer"]
+    assert texts == ["x" * 10_000, "[[...]]"]
+
+
+# Groups that were called again
+
+
+def _facts(statuses: list[str], retried: str | None) -> GroupFacts:
+    notes = [{"retried": {"f": retried}}] if retried else []
+    return GroupFacts(0, 1, [1, 1], [False] * 2, [0.0] * 2, {"f": [0.0] * 2}, {"f": statuses}, notes)
+
+
+FINE = ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "share"),
+    [
+        ([_facts(FINE, None), _facts(FINE, None)], 0.0),
+        ([_facts(FINE, "error"), _facts(FINE, None)], 0.5),
+        ([_facts(FINE, "error"), _facts(["ok", "error"], "error")], 1.0),  # a completion is to blame
+        ([_facts(FINE, "timeout"), _facts(FINE, "timeout")], 1.0),  # slow, as completions may make it
+        ([_facts(FINE, "error")], 1.0),  # a single group: it may have been bad luck
+    ],
+)
+def test_groups_that_were_called_again_are_counted(groups: list[GroupFacts], share: float) -> None:
+    assert retried_fracs(groups, []) == {"reward/f/retried_frac": share}
+
+
+def test_a_function_that_fails_with_every_group_and_no_completion_stops_the_run() -> None:
+    with pytest.raises(RewardError) as caught:
+        retried_fracs([_facts(FINE, "error")] * 2, [None, "reward 'f' raised KeyError"])
+    assert str(caught.value) == (
+        "reward 'f' failed for each of the 2 groups that it was called with, and for no completion alone. "
+        "The first failure:\nreward 'f' raised KeyError"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))

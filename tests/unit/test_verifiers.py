@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import os
+import re
+import signal
 import threading
+import time
 from fractions import Fraction
+from random import Random
 from typing import Any
 
 import pytest
 
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.protocol import load_rewards
-from grpo_spmd.rewards.verifiers import SHIPPED, last_number
+from grpo_spmd.rewards.sandbox.sandbox import each_within
+from grpo_spmd.rewards.verifiers import SHIPPED, last_number, python_code
 
 
 def _shipped(name: str, completion: str, args: dict[str, Any] | None = None, **columns: Any) -> float | None:
@@ -240,22 +245,132 @@ def test_math_off_the_main_thread_raises() -> None:
     def score() -> None:
         try:
             SHIPPED["math"](["42"], answer=["42"])
-        except RuntimeError as error:
+        except ValueError as error:
             caught.append(error)
 
     thread = threading.Thread(target=score)
     thread.start()
     thread.join()
-    assert "main thread" in str(caught[0])
+    assert "threaded environment" in str(caught[0])
 
 
-def test_math_that_runs_out_of_time_is_unknown_not_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    import math_verify
-    from math_verify.errors import TimeoutException
+# Hostile text: 0.0, soon, whatever it says
 
-    def verify(*_: Any, **__: Any) -> bool:
-        raise TimeoutException
 
-    monkeypatch.setattr(math_verify, "verify", verify)
-    (score,) = SHIPPED["math"](["\\boxed{42}"], answer=["42"])
-    assert math.isnan(score)
+def _nested(before: str, inside: str, after: str, times: int) -> str:
+    return "\\boxed{" + before * times + inside + after * times + "}"
+
+
+HOSTILE = {
+    "backticks": "`" * 64_000,
+    "fences": "```\n" * 16_000,
+    "opened fences": "```python\n" * 6_000,
+    "spaced fences": ("```" + " " * 600) * 100,
+    "blanks": " " * 64_000 + "x",
+    "blank lines": " \n" * 32_000,
+    "digits": "9" * 64_000,
+    "boxed digits": "\\boxed{" + "9" * 64_000 + "}",
+    "numbers": "1 " * 32_000,
+    "commas": "1," * 32_000,
+    "dollars": "$" * 64_000,
+    "tower": "\\boxed{9^{9^{9}}}",
+    "tower in prose": "the final answer is 9^9^9^9",
+    "power": "\\boxed{7^{99999999}}",
+    "factorial": "\\boxed{((9!)!)!}",
+    "fractions": _nested("\\frac{1}{1+", "1", "}", 300),
+    "roots": _nested("\\sqrt{", "2", "}", 300),
+    "brackets": _nested("(", "1", ")", 500),
+    "opened boxes": "\\boxed{" * 8_000,
+    "sum": "\\boxed{" + "1+" * 30_000 + "1}",
+    "powers of x": "\\boxed{" + "x^" * 500 + "2}",
+    "unicode": "\ud800\u202e\u0661\u0662" * 16_000,
+    "zeros": "\0" * 64_000,
+    "answers": "<answer>" * 4_000 + "</answer>" * 4_000,
+    "aaaa": "a" * 64_000 + "!",
+}
+VERIFIERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "exact": ({}, {"answer": "42"}),
+    "format": ({"pattern": "(a+|a?)*(b|`|1| )*c|<answer>.*</answer>"}, {}),  # a pattern that many texts keep busy
+    "gsm8k": ({}, {"answer": "#### 42"}),
+    "countdown": ({}, {"nums": [3, 8], "target": 24}),
+    "math": ({}, {"answer": "42"}),
+}
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_hostile_text_is_worth_nothing_and_takes_no_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_spmd.rewards.verifiers._TEXT_S", 0.2)
+    args, columns = VERIFIERS[name]
+    (reward,) = load_rewards([RewardConfig(name=name, args=args)])
+    lists = {column: [value] * len(HOSTILE) for column, value in columns.items()}
+    before, texts = time.process_time(), list(HOSTILE.values())
+    found = reward.function(prompts=[""] * len(texts), completions=texts, completion_ids=[[]] * len(texts), **lists)
+    right = ["answers"] if name == "format" else []
+    assert {text: value for text, value in zip(HOSTILE, found, strict=True) if value != 0.0} == dict.fromkeys(
+        right, 1.0
+    )
+    assert time.process_time() - before < 5  # not this process's: what it does itself is linear
+
+
+def test_the_code_of_hostile_text_is_found_at_once() -> None:
+    before = time.process_time()
+    for text in HOSTILE.values():
+        python_code(text)
+    assert time.process_time() - before < 5  # a hang was 13 to 25 s a text
+
+
+def test_the_last_code_block_is_what_the_regular_expression_found() -> None:
+    """The scan by lines against the expression that it replaces, on texts small enough for both."""
+    fence = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+    pieces = [
+        "```",
+        "```python",
+        " ```py x",
+        "\t``` \t",
+        "````",
+        "x = 1",
+        "",
+        "```text",
+        "```Python3\r",
+        "a ``` b",
+        "``` ```",
+    ]
+    random = Random(0)
+    for _ in range(3000):
+        text = "\n".join(random.choice(pieces) for _ in range(random.randrange(9)))
+        blocks, expected = fence.findall(text), text
+        for languages in ((""), ("python", "py", "python3")):
+            for language, code in blocks:
+                if language.lower() in languages and (language or languages == ""):
+                    expected = code
+        assert python_code(text) == expected, text
+
+
+def test_a_text_that_ends_its_process_costs_itself_alone() -> None:
+    def function(number: int) -> float:
+        if number == 1:
+            sum(iter(int, 1))  # without end, in C
+        if number == 2:
+            raise ValueError("no")
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == 4:
+            return float(len(bytearray(1 << 31)))  # more memory than it may have
+        return 1.0
+
+    assert each_within(0.2, function, 6) == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("\\boxed{9^{9^{9}}}", "9^{9^{9}}", 1.0),  # refused unread, but for the gold answer's own text
+        ("\\boxed{2^{3^{2}}}", "512", 1.0),
+        ("\\boxed{2^{10}}", "1024", 1.0),
+        ("\\boxed{5!}", "120", 1.0),
+        ("\\boxed{41} or \\boxed{42}", "42", 0.0),  # as math-verify has it
+        ("$x = " + "(" * 4 + "3" + ")" * 4 + "$", "3", 1.0),
+    ],
+)
+def test_what_is_only_large_or_nested_is_judged(completion: str, answer: str, score: float) -> None:
+    assert _shipped("math", completion, answer=answer) == score

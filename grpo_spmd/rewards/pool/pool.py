@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -19,22 +20,26 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
+from grpo_spmd.files import hold_standard_streams
 from grpo_spmd.records import RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.worker import decode_frame, encode_frame
 from grpo_spmd.rewards.protocol import RewardError, RewardFacts, check_error_rate, weighted_sum
+from grpo_spmd.rewards.trl import TrainerState
 
 _log = logging.getLogger("grpo_spmd")
 
 _START_S = 600.0  # a user's file may load a model when it is imported
 _MAX_LOG_BYTES = 16 << 20
 _GONE_GRACE_S = 1.0  # between the end of a worker's socket and the word how the worker died
+_OTHER_FILES = 100  # that a rank may have open beside those of its workers
 _Failure = Literal["error", "timeout"]
 
 
@@ -56,6 +61,16 @@ class _Worker:
     pid: int = 0  # known once it asks for the terminal
 
 
+def allow_workers(num_workers: int) -> None:
+    """Raise the limit of open files, of which a worker takes one here; ConfigError where it cannot be raised so far."""
+    needed, (soft, hard) = num_workers + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if needed > hard != resource.RLIM_INFINITY:
+        most = f"the limit of open files (ulimit -Hn) is {hard}: {max(hard - _OTHER_FILES, 1)} workers would do"
+        raise ConfigError(f"reward_pool.num_workers ({num_workers}) needs {needed} open files on each rank, and {most}")
+    if needed > soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 class RewardPool:
     """Scores rollouts in `pool.num_workers` processes, which `close()` ends. For the thread that made it alone."""
 
@@ -74,9 +89,12 @@ class RewardPool:
         `columns` are all that the data sets have: a row that lacks one passes None for it. `on_debugger` is told True
         when somebody begins to look into a worker with a debugger, and False at the end.
         """
+        hold_standard_streams()
+        allow_workers(pool.num_workers)
         self._pool, self._log_file, self._columns, self._on_debugger = pool, log_file, tuple(columns), on_debugger
         self._log: int | None = None
         self._rewards: list[RewardFacts] = []  # once the nursery has imported them
+        self._state = TrainerState()
         self._workers: dict[int, _Worker] = {}
         self._num_started = 0
         self._debugged: _Worker | None = None
@@ -88,7 +106,8 @@ class RewardPool:
             command = [sys.executable, "-m", "grpo_spmd.rewards.pool.worker", str(fd), str(os.getpid())]
             # In a process group of its own: Ctrl-C is for the rank, and the nursery ends when the rank has gone.
             self._process = subprocess.Popen(command, pass_fds=[fd], stderr=self._nursery_says, process_group=0)
-        setup = {"sys_path": sys.path, "rewards": [asdict(reward) for reward in rewards]}
+        own = {"timeout_s": pool.timeout_s, "rewards": [asdict(reward) for reward in rewards]}
+        setup = {"sys_path": sys.path, **own}
         self._nursery.send(json.dumps(setup).encode())
         self._selector.register(self._nursery, selectors.EVENT_READ)
 
@@ -113,6 +132,10 @@ class RewardPool:
         if self._log is not None:
             os.close(self._log)
             self._log = None
+
+    def begin_step(self, state: TrainerState) -> None:
+        """What reward functions are told of the run from now on."""
+        self._state = state
 
     def score(
         self, groups: Sequence[RolloutGroup], tokenizer: Any, *, num_step_completions: int | None = None
@@ -145,6 +168,8 @@ class RewardPool:
         weights, by_sample = [reward.weight for reward in self._rewards], zip(*step.values, strict=True)
         scored.rewards = [weighted_sum(list(zip(weights, values, strict=True))) for values in by_sample]
         scored.first_error, scored.given = step.first_error(), step.given
+        for number, note in sorted(step.notes.items()):  # in an order that does not tell which worker was first
+            scored.notes[number] = {kind: dict(sorted(found.items())) for kind, found in sorted(note.items())}
         return scored
 
     def _run(self, step: _Step, num_step_completions: int | None) -> None:
@@ -177,7 +202,8 @@ class RewardPool:
         while step.calls and (free or len(self._workers) < self._pool.num_workers):
             worker = free.pop() if free else self._spawn()
             call = step.calls.popleft()
-            frame = encode_frame({"reward": call.reward, "keywords": step.keywords(call)})
+            state = {"state": asdict(self._state)} if self._rewards[call.reward].takes else {}
+            frame = encode_frame({"reward": call.reward, "keywords": step.keywords(call), **state})
             worker.call, worker.deadline = call, time.monotonic() + self._pool.timeout_s
             try:
                 worker.sock.settimeout(self._pool.timeout_s)
@@ -205,8 +231,11 @@ class RewardPool:
             self._discard(worker)  # nobody asked
         elif "quit" in reply:
             raise RewardError(f"the debugger was left in reward {self._rewards[worker.call.reward].name!r}")
+        elif "broken" in reply:
+            raise RewardError(f"reward {self._rewards[worker.call.reward].name!r} {reply['broken']}")
         elif "values" in reply:
             step.record(worker.call, reply["values"])
+            step.note(worker.call, reply)
             self._release(worker)
         else:
             self._fail(step, worker, "error", str(reply.get("failed")), keep=True)
@@ -305,6 +334,9 @@ class RewardPool:
     def _warn(self, step: _Step) -> None:
         for index, reward in enumerate(self._rewards):
             counts, errors, repeated = Counter(step.statuses[index]), step.errors[index], step.repeated[index]
+            if left_out := list(step.left_out[index]):
+                more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+                _log.warning("reward %r: not logged: %s%s", reward.name, "; ".join(left_out[:3]), more)
             if failed := counts["timeout"] + counts["error"]:
                 kinds = ", ".join(f"{counts[kind]} {kind}" for kind in ("timeout", "error") if counts[kind])
                 found = f"{failed} of {len(step.texts)} completions failed ({kinds})"
@@ -342,6 +374,8 @@ class _Step:
         self.statuses = [[""] * len(texts) for _ in rewards]
         self.errors: list[dict[int, str]] = [{} for _ in rewards]
         self.repeated: list[list[str]] = [[] for _ in rewards]
+        self.left_out: list[dict[str, None]] = [{} for _ in rewards]
+        self.notes: dict[int, dict[str, Any]] = {}  # as in ScoredRollouts
         self.has_new_timeout = False
 
     def keywords(self, call: _Call) -> dict[str, list[Any]]:
@@ -357,11 +391,24 @@ class _Step:
                 self.values[call.reward][i] = None if value is None else float(value)
                 self.statuses[call.reward][i] = "not_applicable" if value is None else "ok"
 
+    def note(self, call: _Call, reply: Mapping[str, Any]) -> None:
+        """Keep what the function logged in a call that gave values."""
+        self.left_out[call.reward] |= dict.fromkeys(reply.get("left_out", ()))
+        if metrics := reply.get("metrics"):
+            self._add_note(call.samples[0], "logged", call, metrics)
+        if extra := reply.get("extra"):
+            for place, i in enumerate(call.samples):
+                self._add_note(i, "extra", call, {column: values[place] for column, values in extra.items()})
+
+    def _add_note(self, sample: int, kind: str, call: _Call, value: Any) -> None:
+        self.notes.setdefault(sample, {}).setdefault(kind, {})[self._rewards[call.reward].name] = value
+
     def fail(self, call: _Call, status: _Failure, why: str) -> None:
         """Note a failure, or queue the calls that show whose it was, where that is not known yet."""
         why = f"reward {self._rewards[call.reward].name!r} {why}"
         if len(call.samples) > 1:
             self.repeated[call.reward].append(why)
+            self._add_note(call.samples[0], "retried", call, status)
             self.calls.extend(_Call(call.reward, [i]) for i in call.samples)
             return
         (i,) = call.samples
@@ -370,7 +417,7 @@ class _Step:
 
     def first_error(self) -> str | None:
         errors = max(self.errors, key=len)
-        return errors[min(errors)] if errors else None
+        return errors[min(errors)] if errors else next((repeated[0] for repeated in self.repeated if repeated), None)
 
 
 def _give_terminal_to(process_group: int) -> None:

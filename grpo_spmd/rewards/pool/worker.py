@@ -16,7 +16,6 @@ import bdb
 import ctypes
 import datetime
 import decimal
-import importlib
 import inspect
 import json
 import math
@@ -37,12 +36,14 @@ from typing import Any, TextIO
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.protocol import Reward, RewardFacts, load_rewards
+from grpo_spmd.rewards.trl import BrokenContractError, CallLog, TrainerState, as_number, values_of
+from grpo_spmd.rewards.verifiers import load_math_verify
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 _MAX_ERROR_CHARS = 4000
 _MAX_FRAME_BYTES = 1 << 30
-_WARM = {"math": "math_verify"}  # a shipped reward's import at its first call: 2 s, which would count as the call's
+_WARM = {"math": load_math_verify}  # a shipped reward's import at its first call: 2 s, which would count as the call's
 # What a data row may hold beyond JSON (parquet columns): to JSON and back.
 _BEYOND_JSON: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
@@ -87,14 +88,16 @@ def decode_frame(buffer: bytearray) -> dict[str, Any] | None:
     return message
 
 
-def call_reward(reward: Reward, keywords: dict[str, Any]) -> dict[str, Any]:
-    """{"values": one a completion: a finite number, None (does not apply), or a string that says why it is unusable}.
+def call_reward(reward: Reward, keywords: dict[str, Any], state: dict[str, Any] | None = None) -> dict[str, Any]:
+    """{"values": one a completion: a finite number, None (does not apply), or a string that says why it is unusable},
+    and what the function logged (trl.CallLog.reply).
 
-    Or {"failed": what the function did, with the traceback}, or {"quit": True} where the user left the debugger.
+    Or {"failed": what the function did, with the traceback}, {"broken": what is wrong whatever the completions are}, or
+    {"quit": True} where the user left the debugger.
     """
-    expected = len(keywords["prompts"])
+    expected, log = len(keywords["prompts"]), CallLog(len(keywords["prompts"]))
     try:
-        values = reward.function(**keywords)
+        values = reward.function(**keywords | values_of(reward.takes, TrainerState(**state or {}), log))
         if inspect.isawaitable(values):
             values = asyncio.run(_finish(values))
         wrong = f"must return a list of numbers or None; got {type(values).__name__}"
@@ -106,8 +109,10 @@ def call_reward(reward: Reward, keywords: dict[str, Any]) -> dict[str, Any]:
         except TypeError:  # a tensor without dimensions
             return {"failed": f"{wrong} without a length"}
         if len(values) != expected:
-            return {"failed": f"must return one value a completion: {expected}; got {len(values)}"}
-        return {"values": [_as_reward(value) for value in values]}
+            return {"broken": f"returned {len(values)} values for {expected} completions"}
+        return {"values": [_as_reward(value) for value in values], **log.reply()}
+    except BrokenContractError as error:
+        return {"broken": str(error)}
     except bdb.BdbQuit:
         return {"quit": True}
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: the function fails, not the worker
@@ -122,15 +127,8 @@ async def _finish(values: Awaitable[Any]) -> Any:
 
 
 def _as_reward(value: Any) -> float | str | None:
-    if value is None:
-        return None
-    if isinstance(value, str | bytes):
-        return f"returned {repr(value)[:100]}, which is no number"
-    try:
-        number = float(value)
-    except Exception as error:  # a tensor of several numbers, too large an int, whatever a __float__ raises
-        return f"returned a {type(value).__name__}, which is no number ({type(error).__name__})"
-    return number if math.isfinite(number) else f"returned {number}"
+    number = None if value is None else as_number(value)
+    return number if number is None or (isinstance(number, float) and math.isfinite(number)) else f"returned {number}"
 
 
 class _Debugger(pdb.Pdb):
@@ -152,7 +150,7 @@ class _Worker:
 
     def serve(self) -> None:
         while (message := self._receive()) is not None:
-            reply = call_reward(self._rewards[message["reward"]], message["keywords"])
+            reply = call_reward(self._rewards[message["reward"]], message["keywords"], message.get("state"))
             if os.getpid() != self._pid:  # a child that the function forked has returned too: only its parent answers
                 os._exit(0)
             with suppress(Exception):  # the function may have closed or replaced them
@@ -226,7 +224,7 @@ class _Nursery:
     def _serve(self) -> None:
         setup = json.loads(self._rank.recv(1 << 20))
         sys.path[:] = setup["sys_path"]
-        rewards = self._load([RewardConfig(**reward) for reward in setup["rewards"]])
+        rewards = self._load([RewardConfig(**reward) for reward in setup["rewards"]], setup["timeout_s"])
         names = [field.name for field in fields(RewardFacts)]
         self._tell({"ready": [{name: getattr(reward, name) for name in names} for reward in rewards]})
         selector = selectors.DefaultSelector()
@@ -248,12 +246,12 @@ class _Nursery:
                     for pid in [pid for pid, number in self._workers.items() if number == message["kill"]]:
                         _kill_group(pid)
 
-    def _load(self, configs: Sequence[RewardConfig]) -> list[Reward]:
+    def _load(self, configs: Sequence[RewardConfig], timeout_s: float) -> list[Reward]:
         try:
-            rewards = load_rewards(configs)
+            rewards = load_rewards(configs, timeout_s)
             for config in configs:
                 if config.function is None and config.name in _WARM:
-                    importlib.import_module(_WARM[config.name])
+                    _WARM[config.name]()
             return rewards
         except BaseException as error:
             text = str(error) if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))

@@ -58,7 +58,7 @@ _REFUSED = """
     removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, inotify_add_watch 254 27, fanotify_init 300 262
 """
 _CLONE, _CLONE3, _KILL, _TGKILL = (56, 220), (435, 435), (62, 129), (234, 131)
-_PRLIMIT, _SOCKETPAIR, _FCNTL, _IOCTL = (302, 261), (53, 199), (72, 25), (16, 29)
+_PRLIMIT, _SOCKETPAIR, _FCNTL, _IOCTL, _PRCTL = (302, 261), (53, 199), (72, 25), (16, 29), (157, 167)
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_READ_FILE, _LANDLOCK_READ_DIR = 1 << 2, 1 << 3
 # write, remove, make folder, file and link, truncate
@@ -201,6 +201,7 @@ def _seccomp(*, allow_threads: bool) -> None:
         *only_if(_KILL, load(arg0), (0x15, 0, 1, pid)),
         *only_if(_TGKILL, load(arg0), (0x15, 0, 1, pid)),
         *only_if(_PRLIMIT, load(arg0), (0x15, 1, 0, 0), (0x15, 0, 1, pid)),
+        *only_if(_PRCTL, load(arg0), (0x15, 1, 0, 1)),  # not PR_SET_PDEATHSIG, which ends it with us
         # F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP: a signal of one's choice to any process of this user.
         *not_with(_FCNTL, 8, 10, 15),
         *not_with(_IOCTL, 0x8901, 0x8902),
