@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_spmd.distributed.errors import BreachError
 
-class MismatchError(RuntimeError):
+
+class MismatchError(BreachError):
     """Engine and policy give the tokens just sampled logprobs that rounding does not explain."""
 
 

@@ -21,6 +21,7 @@ from grpo_spmd.config.schema import (
     RolloutConfig,
 )
 from grpo_spmd.distributed.collectives import on_rank0
+from grpo_spmd.distributed.errors import BreachError
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import PolicyUpdater, Reference
@@ -40,7 +41,7 @@ _NUM_TENSORS, _NUM_ROWS = 8, 4  # of the reference, compared with the model's fi
 _MAX_NAMED = 4
 
 
-class UpdateCheckError(RuntimeError):
+class UpdateCheckError(BreachError):
     """The trainer computes something else than a plain recomputation."""
 
 

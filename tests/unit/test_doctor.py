@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_spmd.distributed.doctor_report import Alarm, Answer, Fault, Place, find_culprit, write_report
+from grpo_spmd.distributed.doctor_report import Alarm, Answer, Fault, Place, fault_of, find_culprit, write_report
+from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.proofs.logprob_check import MismatchError
 
 
 def answer(sequence: int = 9, phase: str = "update", **facts: Any) -> Answer:
@@ -46,3 +48,14 @@ def test_a_report_of_a_thousand_ranks_is_still_read() -> None:
     assert report.culprit == 700
     assert "ranks 0-699, 701-999: phase update, step 3, waits in a collective" in report.text
     assert len(report.text.splitlines()) < 10
+
+
+def test_what_a_proof_found_is_one_line_without_a_traceback() -> None:
+    """Where it was raised says nothing; what else is raised comes with its traceback."""
+    for kind, has_traceback in ((MismatchError, False), (RuntimeError, True)):
+        try:
+            raise Rank0Error("said") from kind("step 0: engine and policy differ")
+        except Rank0Error as error:
+            fault = fault_of(error, 0)
+        assert fault.headline == f"{kind.__name__}: step 0: engine and policy differ"
+        assert bool(fault.traceback) == has_traceback
