@@ -4,9 +4,10 @@ in one line.
 python -m benchmarks.agreement.families [FAMILY...] [--dtype float32|bfloat16] [--json FILE]
 
 A tiny random model of each is made (its sizes set by the keys that its config has) and trained for three steps, by the
-command itself, on a rank of the tests' server. `mismatch` is the mean |policy - engine| over the sampled tokens, of the
-worst step; `proved` is how many tensors the weight sync's proof covered, of those in the checkpoint. Exit code 1 where
-a run ends in a traceback, where one trains beyond rounding, or where a tensor is not proved.
+command itself, on a rank of the tests' server; one that is refused is not tried in the other format. `mismatch` is the
+mean |policy - engine| over the sampled tokens, of the worst step; `proved` is how many tensors the proof of the weight
+sync covered, of those in the checkpoint. Exit code 1 where a run ends in a traceback or a breach, where one trains
+beyond rounding, or where a tensor is not proved.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads"), 4),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
     **{"num_key_value_heads": 2, "head_dim": 32, "rotary_dim": 16, "sliding_window": 8, "initializer_range": 0.1},
-    **{"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": False},
+    **{"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": False},
 }
 _TABLES = ("_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")  # of vLLM's registry: its classes, and HF's
 # Of which vLLM's backend for transformers' classes makes an engine without listing them.
@@ -115,7 +116,10 @@ def rows(names: list[str], dtypes: list[str], folder: Path) -> Iterator[Row]:
             continue
         for dtype in dtypes:
             (folder / family / dtype).mkdir()
-            yield trained(family, model, dtype, folder / family / dtype)
+            row = trained(family, model, dtype, folder / family / dtype)
+            yield row
+            if row["outcome"] == "refused":  # whatever the format
+                break
 
 
 def trained(family: str, model: Path, dtype: str, folder: Path) -> Row:
@@ -129,8 +133,9 @@ def trained(family: str, model: Path, dtype: str, folder: Path) -> Row:
     with safe_open(model / "model.safetensors", framework="pt") as file:
         of_all = f"{proved} of {len(file.keys())}" if counts else ""
     if "Traceback" in output or code not in (0, 2):
-        raised = [line for line in output.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
-        return _row(family, dtype, "TRACEBACK", mismatch, of_all, (raised or output.splitlines() or [""])[-1])
+        raised = [line for line in output.splitlines() if re.search(r"[\w.]*(Error|Exception)\b: ", line)]
+        kind = "TRACEBACK" if "Traceback" in output or not raised else "BREACH"
+        return _row(family, dtype, kind, mismatch, of_all, (raised or output.splitlines() or [""])[-1])
     if code == 2:
         refusal = next((line for line in output.splitlines() if line.startswith("error: ")), "")
         why = refusal.removeprefix("error: ").removeprefix("model.path: ").replace(str(model), family)
@@ -152,12 +157,14 @@ def main() -> None:
     parser.add_argument("--dtype", choices=list(ROUNDING), help="default: both")
     args = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
-    with tempfile.TemporaryDirectory() as folder:
-        found = list[Row]()
-        for row in rows(args.families or families(), [args.dtype] if args.dtype else list(ROUNDING), Path(folder)):
-            print(*(value for value in row.values() if value != ""), flush=True)
-            found.append(row)
-    report("families", found, args.json)
+    found = list[Row]()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for row in rows(args.families or families(), [args.dtype] if args.dtype else list(ROUNDING), Path(folder)):
+                print(*(value for value in row.values() if value != ""), flush=True)
+                found.append(row)
+    finally:  # also what there is when somebody has seen enough
+        report("families", found, args.json)
     outcomes = [row["outcome"] for row in found]
     print("  " + ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes)))
     sys.exit(any(outcome.isupper() for outcome in outcomes))
