@@ -46,7 +46,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads"), 4),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
     **{"num_key_value_heads": 2, "head_dim": 32, "rotary_dim": 16, "sliding_window": 8, "initializer_range": 0.1},
-    **{"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": False},
+    **{"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0},
 }
 _TABLES = ("_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")  # of vLLM's registry: its classes, and HF's
 # Of which vLLM's backend for transformers' classes makes an engine without listing them.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.distributed.errors import BreachError, Rank0Error
+from grpo_spmd.distributed.errors import Rank0Error
 from grpo_spmd.distributed.processes import MAX_TEXT, innermost_frame, waits_for
 
 _LOST_PEER = re.compile(r"onnection|gloo|NCCL|[Tt]imed out|Broken pipe|reset by peer")
@@ -72,7 +72,8 @@ def fault_of(error: BaseException, rank: int) -> Fault:
     if isinstance(error, KeyboardInterrupt):
         return Fault("stopped", f"stopped by {error.args[0] if error.args else 'Ctrl-C'}")
     shown = error.__cause__ if isinstance(error, Rank0Error) and error.__cause__ else error
-    text = "" if isinstance(shown, BreachError) else "".join(traceback.format_exception(shown))
+    # What a running proof found says all there is to say; where it was raised tells nobody anything.
+    text = "" if getattr(shown, "says_all", False) else "".join(traceback.format_exception(shown))
     text = text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n...\n{text[-MAX_TEXT // 2 :]}"
     # A lost peer: torch's own text, raised from within a collective.
     lost = isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.distributed.collectives import on_rank0
-from grpo_spmd.distributed.errors import BreachError
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_map import EngineTensor
 from grpo_spmd.model.lora import adapter_shards, hf_name, named_adapters
@@ -32,8 +31,10 @@ _Shard = tuple[DTensor, Callable[[], Tensor]]  # a parameter; gives this rank's 
 _Shards = Mapping[str, _Shard]  # by HF name
 
 
-class WeightProofError(BreachError):
+class WeightProofError(RuntimeError):
     """An engine does not hold the policy's weights."""
+
+    says_all = True  # in the report of a failure
 
 
 @dataclass(frozen=True)

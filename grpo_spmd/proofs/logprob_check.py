@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_spmd.distributed.errors import BreachError
 
-
-class MismatchError(BreachError):
+class MismatchError(RuntimeError):
     """Engine and policy give the tokens just sampled logprobs that rounding does not explain."""
+
+    says_all = True  # in the report of a failure
 
 
 # Nats by compute dtype: most of the first step's mean; least and most of later means; most of the largest; most tilt.

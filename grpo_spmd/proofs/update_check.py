@@ -21,7 +21,6 @@ from grpo_spmd.config.schema import (
     RolloutConfig,
 )
 from grpo_spmd.distributed.collectives import on_rank0
-from grpo_spmd.distributed.errors import BreachError
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import PolicyUpdater, Reference
@@ -41,8 +40,10 @@ _NUM_TENSORS, _NUM_ROWS = 8, 4  # of the reference, compared with the model's fi
 _MAX_NAMED = 4
 
 
-class UpdateCheckError(BreachError):
+class UpdateCheckError(RuntimeError):
     """The trainer computes something else than a plain recomputation."""
+
+    says_all = True  # in the report of a failure
 
 
 class UpdateCheck:
