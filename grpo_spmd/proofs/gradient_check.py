@@ -23,6 +23,7 @@ from grpo_spmd.config.schema import LossConfig
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica
 from grpo_spmd.proofs.plain_loss import PlainSequence, plain_terms
@@ -210,7 +211,7 @@ class _Sketch:
     what goes through the layer on this rank, with which FSDP has nothing to do."""
 
     def __init__(self, policy: Policy) -> None:
-        layers = (m for m in policy.model.get_decoder().layers.modules() if isinstance(m, nn.Linear))
+        layers = (m for m in decoder_layers(policy.model).modules() if isinstance(m, nn.Linear))
         self._layer = next((m for m in layers if m.weight.requires_grad), None)
         self.of_tokens = [0.0] * _NUM_SKETCHES
         if self._layer is not None:
