@@ -6,8 +6,8 @@ python -m benchmarks.agreement.families [FAMILY...] [--dtype float32|bfloat16] [
 A tiny random model of each is made (its sizes set by the keys that its config has) and trained for three steps, by the
 command itself, on a rank of the tests' server; one that is refused is not tried in the other format. `mismatch` is the
 mean |policy - engine| over the sampled tokens, of the worst step; `proved` is how many tensors the proof of the weight
-sync covered (a tied head by itself), of those in the checkpoint. Exit code 1 where a run ends in a traceback or a breach, where one trains
-beyond rounding, or where a tensor is not proved.
+sync covered (a tied head by itself), of those in the checkpoint. Exit code 1 where a run ends in a traceback or a
+breach, where one trains beyond rounding, or where a tensor is not proved.
 """
 
 from __future__ import annotations
