@@ -48,16 +48,23 @@ def find_start(
 
     def check(_: list[Any]) -> tuple[dict[str, Any], bool]:
         trainer = read_trainer(folder)
-        changed = check_same_run(folder, trainer, facts.config)
+        changed, recorded = check_same_run(folder, trainer, facts.config), trainer.get("contents")
+        other = [name for name, digest in facts.contents.items() if (recorded or {}).get(name, digest) != digest]
+        changed += [f"{name} edited" for name in other]
+        if trainer["world_size"] != facts.world_size:
+            changed.append(f"ranks {trainer['world_size']} -> {facts.world_size}")
         for part, what in (("model", "model.path holds another model"), ("data", "data.train gives other prompts")):
             if trainer[f"{part}_fingerprint"] != getattr(facts, f"{part}_fingerprint"):
-                other = f"{what} than the run had that wrote {folder}"
-                raise ConfigError(f"checkpoint.resume: {other}; restore it, or start a new run_dir")
+                why = f" ({'; '.join(changed)})" if part == "data" and changed else ""
+                text = f"{what} than the run had that wrote {folder}{why}"
+                raise ConfigError(f"checkpoint.resume: {text}; restore it, or start a new run_dir")
         is_last = int(trainer["step"]) >= num_steps
         if is_last:
             _log.info("%s is the end of this run; raise training.num_steps (%d) to go on", folder, num_steps)
         if changed:
             _log.info("changed since %s was written: %s", folder, "; ".join(changed))
+        if recorded is None:
+            _log.info("%s does not record answers, reward files and tokenizer: edits of them are not seen", folder)
         has_all_lines = not has_closing_eval or last_step(run_dir / "metrics.jsonl") >= num_steps
         return trainer, found.goes_on and is_last and has_all_lines
 

@@ -112,6 +112,7 @@ def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, 
             was = f"{key} ({config.get(key)}) was {before.get(key)} in the run that wrote {checkpoint}"
             raise ConfigError(f"{was}, and cannot change on the way; set it back, or start a new run_dir")
     own = ("checkpoint.", "run_dir")
+    changed = [key for key in changed if "<redacted>" not in (before.get(key), config.get(key))]  # nor show a secret
     return [f"{key} {before.get(key)} -> {config.get(key)}" for key in changed if not key.startswith(own)]
 
 

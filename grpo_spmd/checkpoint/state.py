@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,41 @@ class RunFacts:
     model_path: str
     dtype: str
     world_size: int
+    contents: dict[str, str] = field(default_factory=dict)  # SHA-256 of what may change on the way, but not in silence
 
 
-def run_facts(config: dict[str, Any], model: ModelConfig, prompts: Sequence[Prompt], session: Session) -> RunFacts:
-    """`config`: the whole one, flat."""
-    fingerprints = "", ""
+def run_facts(
+    config: dict[str, Any],
+    model: ModelConfig,
+    prompts: Sequence[Prompt],
+    session: Session,
+    held_out: Mapping[str, Sequence[Prompt]] | None = None,
+) -> RunFacts:
+    """`config`: the whole one, flat; `held_out`: the sets of evaluation by name."""
+    fingerprints, contents = ("", ""), dict[str, str]()
     if session.is_rank0:
         digest = hashlib.sha256()
         for prompt in prompts:
             digest.update(array("q", [len(prompt.token_ids), *prompt.token_ids]))
-        fingerprints = _model_fingerprint(checkpoint_folder(model.path)), digest.hexdigest()
-    return RunFacts(*fingerprints, config, model.path, model.dtype, session.world_size)
+        folder = checkpoint_folder(model.path)
+        fingerprints = _model_fingerprint(folder), digest.hexdigest()
+        contents = {f"data.eval.{name}": _rows_digest(rows, whole=True) for name, rows in (held_out or {}).items()}
+        contents |= {"answers and other columns of data.train": _rows_digest(prompts, whole=False)}
+        of_tokenizer = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config")
+        files = {f"{path.name} of model.path": path for path in folder.iterdir() if of_tokenizer.match(path.name)}
+        functions = {key: str(spec) for key, spec in config.items() if re.fullmatch(r"rewards\.\d+\.function", key)}
+        files |= {f"{key} ({spec})": Path(spec.rpartition(":")[0]) for key, spec in functions.items()}
+        contents |= {name: hashlib.sha256(p.read_bytes()).hexdigest() for name, p in files.items() if p.is_file()}
+    return RunFacts(*fingerprints, config, model.path, model.dtype, session.world_size, contents)
+
+
+def _rows_digest(prompts: Sequence[Prompt], *, whole: bool) -> str:
+    """Of the rows' columns, and with `whole` of their tokens too."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        row = [prompt.row, prompt.columns, prompt.token_ids if whole else None]
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
 
 
 def _model_fingerprint(folder: Path) -> str:

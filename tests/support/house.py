@@ -49,7 +49,7 @@ TRAINER = {
 OPERATIONS = {
     "distributed": 1420,
     "observe": 930,
-    "checkpoint": 1070,
+    "checkpoint": 1080,
     "preflight": 800,
     "replay": 545,
     "rewards/pool": 810,

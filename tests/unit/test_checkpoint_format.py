@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from grpo_spmd.checkpoint.manifest import write_manifest
 from grpo_spmd.checkpoint.restore import find_start, load_state
 from grpo_spmd.checkpoint.state import RunFacts, run_facts
 from grpo_spmd.config.dump import flat_config
@@ -60,7 +61,9 @@ def write_by_hand(run: Path, config: Config, state: dict[str, torch.Tensor]) -> 
     (folder / "manifest.json").write_text(json.dumps({"format": 1, "files": digests}))
 
 
-def test_a_checkpoint_of_an_earlier_version_loads(tmp_path: Path, session: Session) -> None:
+def test_a_checkpoint_of_an_earlier_version_loads(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, run = make_model(tmp_path / "model", "qwen3", tied=True), tmp_path / "run"
     config = load_config(write_config(tmp_path, model, run_dir=str(run)))
     policy = build_policy(config.model, 1.0, session)
@@ -86,9 +89,49 @@ def test_a_checkpoint_of_an_earlier_version_loads(tmp_path: Path, session: Sessi
         assert float(moments["step"]) == 6
     assert updater.state() == {"num_updates": 6, "skipped_in_a_row": 1}
 
+    def refusal(other: RunFacts) -> ConfigError:
+        with pytest.raises(ConfigError) as caught:
+            find_start(run, "auto", session, other, 3, False)
+        return caught.value
+
     def refused(other: RunFacts, text: str) -> None:
         with pytest.raises(ConfigError, match=text):
             find_start(run, "auto", session, other, 3, False)
+
+    def said(other: RunFacts) -> str:
+        caplog.clear()
+        find_start(run, "auto", session, other, 4, False)
+        return "\n".join(caplog.messages)
+
+    monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
+    caplog.set_level("INFO")
+    # what an earlier version did not write down cannot be said
+    assert "does not record answers, reward files and tokenizer" in said(facts)
+    trainer_file = start.folder / "trainer.json"
+    trainer = json.loads(trainer_file.read_text()) | {"contents": facts.contents}
+    trainer_file.write_text(json.dumps(trainer))
+    (start.folder / "manifest.json").unlink()
+    write_manifest(start.folder, {})
+    assert said(facts) == f"changed since {start.folder} was written: ranks 2 -> 1"
+    assert said(replace(facts, world_size=2)) == ""
+    data = [replace(prompt, columns={"answer": 7}) for prompt in PROMPTS]
+    reward = tmp_path / "mine.py"
+    reward.write_text("1")
+    tokenizer = (model / "tokenizer.json").read_bytes()
+    (model / "tokenizer.json").write_bytes(tokenizer + b" ")
+    edited = run_facts(flat_config(config), config.model, PROMPTS, session)
+    assert "was written: tokenizer.json of model.path edited; ranks 2 -> 1" in said(edited)
+    why = "(tokenizer.json of model.path edited; ranks 2 -> 1); restore it"
+    assert why in str(refusal(replace(edited, data_fingerprint="")))
+    (model / "tokenizer.json").write_bytes(tokenizer)
+    edited = run_facts(flat_config(config), config.model, data, session)
+    assert "was written: answers and other columns of data.train edited" in said(replace(edited, world_size=2))
+    spec = {"rewards.0.function": f"{reward}:f"}
+    first = run_facts(flat_config(config) | spec, config.model, PROMPTS, session, {"held": PROMPTS})
+    reward.write_text("2")
+    again = run_facts(flat_config(config) | spec, config.model, PROMPTS, session, {"held": data})
+    names = {name for name in first.contents if first.contents[name] != again.contents[name]}
+    assert names == {f"rewards.0.function ({reward}:f)", "data.eval.held"}
 
     refused(replace(facts, model_fingerprint=""), "model.path holds another model than the run had")
     refused(replace(facts, data_fingerprint=""), "data.train gives other prompts than the run had")
