@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ def check_lengths_early(rows: Sequence[PromptRow], config: DataConfig, model_pat
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"model.path: cannot read {file}: {error}") from None
     tokenizer.no_truncation()
-    for row, encoding in zip(rows, tokenizer.encode_batch(texts), strict=True):
+    with _panics_named(rows[0].where):
+        encodings = tokenizer.encode_batch(texts)
+    for row, encoding in zip(rows, encodings, strict=True):
         if len(encoding.ids) > config.max_prompt_tokens:
             raise ConfigError(_too_long(row, len(encoding.ids), config))
 
@@ -57,7 +60,8 @@ def build_prompts(
     """
     prompts = []
     for number, row in enumerate(rows):
-        token_ids = _tokenized(row, tokenizer)
+        with _panics_named(row.where):
+            token_ids = _tokenized(row, tokenizer)
         if not token_ids:
             raise ConfigError(f"{row.where}: the prompt has no tokens")
         if len(token_ids) <= config.max_prompt_tokens:
@@ -66,6 +70,17 @@ def build_prompts(
             raise ConfigError(_too_long(row, len(token_ids), config))
     check_enough_rows(len(prompts), config, per_step, num_dropped=len(rows) - len(prompts), eval_set=eval_set)
     return prompts
+
+
+@contextmanager
+def _panics_named(where: str) -> Iterator[None]:
+    """The library's Rust gives up an expression that backtracks without end by an error that is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"model.path: its tokenizer fails on a prompt from {where} on: {error}") from None
 
 
 def _tokenized(row: PromptRow, tokenizer: Any) -> list[int]:

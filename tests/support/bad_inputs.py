@@ -6,6 +6,7 @@ Each case spoils one thing in a folder that is otherwise good (`test_the_unspoil
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -502,6 +503,81 @@ bad_file(
     "model.path: model/config.json must hold a JSON object, got list",
 )
 bad_file("model: broken tokenizer.json", "model/tokenizer.json", "{}", "model.path: cannot read model/tokenizer.json")
+
+
+BACKTRACKS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+
+
+@bad(
+    "model: a tokenizer that backtracks without end",
+    "model.path: its tokenizer fails on a prompt from train.jsonl:1 on",
+)
+def _(_: Tree) -> None:
+    path = Path("model/tokenizer.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pre_tokenizer": BACKTRACKS}), encoding="utf-8")
+    Path("train.jsonl").write_bytes(5 * GOOD_LINE.replace(b"3,8=24:", b"a" * 40 + b"b"))
+
+
+def bad_model_file(name: str, file: str, value: Any, expected: str) -> None:
+    bad_file(f"model: {name}", f"model/{file}", json.dumps(value), expected)
+
+
+for name, change, expected in (
+    (
+        "hidden_size is text",
+        {"hidden_size": "x"},
+        "model/config.json: hidden_size must be null or a whole number from 1",
+    ),
+    ("negative hidden_size", {"hidden_size": -1}, "got -1"),
+    (
+        "a thousand million layers",
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers must be null or a whole number from 1 to",
+    ),
+    ("eos_token_id is text", {"eos_token_id": "x"}, "model/config.json: eos_token_id must be null or a whole number"),
+    ("negative eos_token_id", {"eos_token_id": -1}, "eos_token_id must be"),
+    ("nested eos_token_id", {"eos_token_id": [[1]]}, "eos_token_id must be"),
+    ("huge eos_token_id", {"eos_token_id": 10**30}, "eos_token_id must be"),
+    ("true as a number", {"num_attention_heads": True}, "num_attention_heads must be"),
+    ("inner config", {"text_config": {"vocab_size": 0}}, "model/config.json: text_config: vocab_size must be"),
+):
+    bad_model_file(name, "config.json", {"model_type": "qwen3", **change}, f"{expected}")
+bad_model_file(
+    "eos of generation_config", "generation_config.json", {"eos_token_id": {}}, "generation_config.json: eos_token"
+)
+for name, index, expected in (
+    ("no weight_map", {}, "model.safetensors.index.json names no weight_map"),
+    (
+        "out of the folder",
+        {"weight_map": {"x": "../../../etc/passwd"}},
+        "weight_map must be a mapping, each name to the name of",
+    ),
+    ("out by a name", {"weight_map": {"x": "../x.safetensors"}}, "weight_map must be"),
+    ("weight_map is a list", {"weight_map": ["x"]}, "weight_map must be"),
+    ("file is a number", {"weight_map": {"x": 5}}, "weight_map must be"),
+    ("a missing shard", {"weight_map": {"x": "none.safetensors"}}, "cannot read model/none.safetensors: No such file"),
+):
+    bad_model_file(f"index: {name}", "model.safetensors.index.json", index, expected)
+bad_file(
+    "model: nested too deeply", "model/config.json", "[" * 100_000, "model.path: model/config.json is not valid JSON"
+)
+bad_file("model: a name twice", "model/config.json", '{"model_type": "a", "model_type": "b"}', "a name is given twice")
+for shape, offsets in (([4], [0, 24]), ([3], [24, 0]), (["3"], [0, 24]), ([-3], [0, 24]), ([3], [0, 10**12])):
+    header = json.dumps({"x": {"dtype": "F64", "shape": shape, "data_offsets": offsets}}).encode()
+    lying = len(header).to_bytes(8, "little") + header + bytes(24)
+    bad_file(
+        f"model: weights lie, {shape} {offsets}", "model/model.safetensors", lying, "is not a whole safetensors file"
+    )
+
+
+@bad("model: a fifo", "model.path: model/chat_template.jinja is neither a file nor a folder")
+def _(_: Tree) -> None:
+    os.mkfifo("model/chat_template.jinja")
+
+
+@bad("model: a link to a device", "model.path: model/tokenizer_config.json is neither a file nor a folder")
+def _(_: Tree) -> None:
+    Path("model/tokenizer_config.json").symlink_to("/dev/zero")
 
 
 for file, expected in {
