@@ -87,6 +87,28 @@ def test_the_run_had_all_that_it_was_to_have(run: Path) -> None:
     assert all(m["loss/clip_frac"] > 0 and m["loss/kl"] > 0 and m["optim/updates"] == 2 for m in metrics)
 
 
+def test_what_a_reward_logs_is_in_metrics_and_dump(run: Path) -> None:
+    """Of each group that the function was called with once, whichever rank had it; test_a_step_is_what_it_was compares
+    two ranks' metrics with one's."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    num_rows = len((run.parent / "train.jsonl").read_text().splitlines())
+    for step, metrics in enumerate(lines):
+        digits: dict[int, int] = {}
+        for record in dumped(run, step):
+            if record["statuses"]["odd"] == "error":
+                assert "extra" not in record
+            else:
+                assert record["extra"] == {"odd": {"length": len(record["completion"])}}
+                own = sum(c.isdigit() for c in record["completion"])
+                digits[record["position"]] = digits.get(record["position"], 0) + own
+        assert metrics["reward/odd/digits"] == sum(digits.values()) / len(digits)
+        first = min(record["position"] for record in dumped(run, step))
+        assert metrics["reward/odd/progress"] == pytest.approx(step / 3 + first / num_rows)
+        assert metrics["reward/format/retried_frac"] == 0.0
+        errors = {r["position"] for r in dumped(run, step) if r["statuses"]["odd"] == "error"}
+        assert metrics["reward/odd/retried_frac"] == len(errors) / len({r["position"] for r in dumped(run, step)})
+
+
 def test_a_changed_reward_shows(run: Path, tmp_path: Path) -> None:
     praised = next(r["completion"] for r in dumped(run, 2) if r["rewards"]["odd"] is not None)
     (tmp_path / "other.py").write_text(ODD_REWARD.replace("% 2)", f"% 2) + 10.0 * (text == {praised!r})"))

@@ -13,11 +13,14 @@ import pytest
 from tests.support.models import make_model, write_config
 from tests.support.ranks import train
 
-# A reward that fails on some rows and does not apply to others.
+# A reward that fails on some rows and does not apply to others, as one for TRL: it is told of the run, and logs.
 ODD_REWARD = """
-def odd(completions, nums, **columns):
+def odd(completions, nums, trainer_state, log_metric, log_extra, **columns):
     if nums[0] == [2, 2]:
         raise ValueError("two twos")
+    log_metric("digits", sum(c.isdigit() for text in completions for c in text))
+    log_metric("progress", trainer_state.global_step / trainer_state.max_steps + trainer_state.epoch)
+    log_extra("length", [len(text) for text in completions])
     return [None if own[0] == 1 else float(sum(c.isdigit() for c in text) % 2) for text, own in zip(completions, nums)]
 """
 
