@@ -196,7 +196,7 @@ def _raise_if_wrong(of_ranks: list[tuple[list[str], int, dict[str, float]]], ste
     """On rank 0."""
     by_text: dict[str, list[int]] = {}
     for rank, (wrong, _, _) in enumerate(of_ranks):
-        for text in wrong:
+        for text in dict.fromkeys(wrong):
             by_text.setdefault(text, []).append(rank)
     if by_text:
         said = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in list(by_text.items())[:_MAX_NAMED]]
