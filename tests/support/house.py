@@ -44,10 +44,9 @@ TRAINER = {
     "run": 235,
     "loop": 80,
     "train": 80,
-    "demo": 180,
 }
 OPERATIONS = {
-    "distributed": 1420,
+    "distributed": 1330,
     "observe": 930,
     "checkpoint": 1080,
     "preflight": 800,
@@ -57,10 +56,10 @@ OPERATIONS = {
     "export": 60,
     "files": 45,
 }
-EXAMPLES = {"small": 150}
+EXAMPLES = {"small": 150, "demo": 180}
 # What the trials of the first month brought: families of models, running proofs, TRL's rewards, hostile folders.
-ARMOUR = {"proofs": 1170, "model/families": 700, "rewards/trl.py": 200, "untrusted": 220}
-TRAINER_LINES, OPERATIONS_LINES = 6175, 6250
+ARMOUR = {"proofs": 1170, "model/families": 700, "rewards/trl.py": 200, "untrusted": 220, "distributed/ending.py": 100}
+TRAINER_LINES, OPERATIONS_LINES = 6000, 6100
 MOST_ROOMS = 25
 FILE_LINES, FUNCTION_LINES, COLUMNS = 450, 70, 120
 # Whoever else wants a value gets its section, or the value.
