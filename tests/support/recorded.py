@@ -15,7 +15,7 @@ from tests.support.ranks import train
 
 # A reward that fails on some rows and does not apply to others, as one for TRL: it is told of the run, and logs.
 ODD_REWARD = """
-def odd(completions, nums, trainer_state, log_metric, log_extra, **columns):
+def odd(completions, nums, trainer_state, log_metric, log_extra, api_key=None, **columns):
     if nums[0] == [2, 2]:
         raise ValueError("two twos")
     log_metric("digits", sum(c.isdigit() for text in completions for c in text))
