@@ -79,12 +79,8 @@ class AdamwCheck:
     def gradients(self) -> None:
         """Collective. The norm over all shards, added up without FSDP's help, and the gradients of what is shadowed."""
         grads = (p.grad for p in self._policy.parameters() if is_first_replica(cast(DTensor, p)))
-        own = [
-            float(torch.linalg.vector_norm(cast(DTensor, grad)._local_tensor)) ** 2
-            for grad in grads
-            if grad is not None
-        ]
-        norm = math.sqrt(on_rank0(sum, sum(own)))
+        own = [torch.linalg.vector_norm(cast(DTensor, grad)._local_tensor) for grad in grads if grad is not None]
+        norm = math.sqrt(on_rank0(sum, sum(float(norm) ** 2 for norm in own)))
         self._factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
         for shadow in self._shadows:
             grad = shadow.parameter.grad
@@ -132,10 +128,8 @@ class AdamwCheck:
             settings = {"betas": tuple(group["betas"]), "eps": group["eps"]}
             decays = {self._config.weight_decay if p.ndim > 1 else 0.0 for p in group["params"]}
             if settings != expected or decays != {group["weight_decay"]}:
-                found.wrong.append(
-                    f"the optimizer has {settings} and weight_decay {group['weight_decay']} where {expected} and "
-                    f"{sorted(decays)} are asked for"
-                )
+                held = f"{settings} and weight_decay {group['weight_decay']}"
+                found.wrong.append(f"the optimizer has {held} where {expected} and {sorted(decays)} are asked for")
         if sorted(seen) != sorted(id(p) for p in self._policy.parameters() if p.requires_grad):
             found.wrong.append(f"the optimizer has {len(seen)} tensors, which are not those that train, each once")
 

@@ -7,9 +7,11 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RewardConfig, RolloutConfig
 from grpo_spmd.distributed.collectives import on_rank0
@@ -45,9 +47,13 @@ class BatchCheck:
         for number, group in enumerate(sampled.groups):
             own = rewards[number * size : (number + 1) * size]
             slot = slots.get(group.prompt.position)
+            is_alike = _moments([r for r in own if r is not None])[1] < _ALIKE
             if slot is None:
+                is_surplus = len(slots) == self._rollout.num_prompts_per_step and group.prompt.position > max(slots)
+                if not (self._rollout.dynamic_sampling and (is_alike or is_surplus)):
+                    found.wrong.append(f"the group at position {group.prompt.position} is not trained on")
                 continue
-            if self._rollout.dynamic_sampling and _moments([r for r in own if r is not None])[1] < _ALIKE:
+            if self._rollout.dynamic_sampling and is_alike:
                 found.wrong.append(f"group {slot} has rewards that are all alike, and dynamic sampling kept it")
             ids = range(slot * size, (slot + 1) * size)
             advantages = self._advantages(penalised[slot * size : (slot + 1) * size], *whole)
@@ -55,17 +61,15 @@ class BatchCheck:
                 shorter = math.nan if reward is None else reward - self._penalty(len(completion.token_ids))
                 if not _same(decision.rewards[i], shorter):
                     found.wrong.append(f"rollout {i} has the reward {decision.rewards[i]:.6g}, here {shorter:.6g}")
-                if not _same(decision.advantages[i], expected):
-                    found.wrong.append(
-                        f"rollout {i} has the advantage {decision.advantages[i]:.6g}, not {expected:.6g}"
-                    )
+                if not _same(given := decision.advantages[i], expected):
+                    found.wrong.append(f"rollout {i} has the advantage {given:.6g}, not {expected:.6g}")
                 is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
                 if decision.in_loss[i] != (reward is not None and not is_cut):
                     found.wrong.append(f"rollout {i} is {'' if decision.in_loss[i] else 'not '}in the loss")
                 count = len(completion.token_ids)
                 mine[i] = _name(
                     [*group.prompt.token_ids, -1, *completion.token_ids], completion.logprobs,
-                    [decision.advantages[i]] * count, [decision.in_loss[i]] * count,
+                    [given] * count, [decision.in_loss[i]] * count,
                 )  # fmt: skip
         found.measured["advantages"] = float(len(mine))
         trained = {i: name for micro_batch in batch.micro_batches for i, name in _named_rollouts(micro_batch)}
@@ -134,11 +138,10 @@ def _less_kl(batch: RolloutBatch, decision: Decision, loss: LossConfig) -> list[
     own: list[tuple[int, float]] = []
     for row in batch.micro_batches:
         for place, i in enumerate(row.rollout_ids):
-            assert row.old_logprobs is not None
-            assert row.ref_logprobs is not None
-            p, ref = (x[row.sequence_index == place].double() for x in (row.old_logprobs, row.ref_logprobs))
-            terms = {"k1": p - ref, "k2": (p - ref) ** 2 / 2, "k3": torch.exp(ref - p) - 1 - (ref - p)}
-            own.append((i, float(terms[loss.kl_estimator].sum())))
+            p, ref = (cast(Tensor, x)[row.sequence_index == place] for x in (row.old_logprobs, row.ref_logprobs))
+            # In float32 as the trainer's: where nothing else tells the rewards of a group apart, its rounding shows.
+            terms = {"k1": p - ref, "k2": (p - ref) ** 2 / 2, "k3": torch.expm1(ref - p) - (ref - p)}
+            own.append((i, float(terms[loss.kl_estimator].double().sum())))
     kl = {i: value for part in on_rank0(list, own) for i, value in part}
     return [reward - loss.kl_coef * kl.get(i, 0.0) for i, reward in enumerate(decision.rewards)]
 

@@ -24,13 +24,14 @@ from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.families.build import decoder_layers
-from grpo_spmd.model.policy import Policy
+from grpo_spmd.model.policy import DTYPES, Policy, Scores
 from grpo_spmd.model.sharding import first_row, is_first_replica
 from grpo_spmd.proofs.plain_loss import PlainSequence, plain_terms
 from grpo_spmd.records import Rollout, RolloutGroup
 
 _NUM_SEQUENCES, _PROMPT_TOKENS, _COMPLETION_TOKENS = 6, 16, 12  # of a rank, at most: it shall cost next to nothing
 _NUM_SKETCHES = 8
+_MOST = 5.0  # log ratios stay far below 20, beyond which the loss takes none: bounds of 1e9 are there to be none
 # By compute dtype: mean |logprob| and entropy, nats; a term of the loss, of the size of what it sums; a tensor's
 # gradient, of its norm; its sum over ranks. Measured on models of 2 and 24 layers: 6e-7, 2e-8, 1.4e-6, 2e-7 in float32,
 # 0.013, 2e-8, 0.026, 0.002 in bfloat16.
@@ -58,7 +59,8 @@ class GradientCheck:
         """`temperature`: what the engine samples at. `longest`: denominator of `loss.aggregation: constant`."""
         self._policy, self._updater, self._loss = policy, updater, loss
         self._temperature, self._longest = temperature, longest
-        self._score_bound, self._term_bound, self._gradient_bound, self._reduction_bound = _BOUNDS[dtype]
+        self._bounds, self._rounding = _BOUNDS[dtype], torch.finfo(DTYPES[dtype]).eps / 2
+        self.score_bound, self._term_bound, self._gradient_bound, self._reduction_bound = self._bounds
 
     def run(self, groups: Sequence[RolloutGroup], device: torch.device) -> Found:
         """Collective. Compare on this rank's own rollouts; a rank without any takes part with tokens that count
@@ -71,11 +73,7 @@ class GradientCheck:
         with torch.no_grad():
             scores = [policy(batch) for batch in batches]
         cast(FSDPModule, policy).reshard()
-        # In the order of the rollouts, their tokens together.
-        base, base_entropy = (torch.cat(parts).double() for parts in zip(*scores, strict=True))
-        if not rollouts:
-            base, base_entropy = base[:0], base_entropy[:0]
-        given = self._given(rollouts, base)
+        given = self._given(rollouts, _joined(scores, rows)[0])
         of_rows = _parts(given, [sum(len(r.completion_ids) for r in row) for row in rows])
         for batch, part in zip(batches, of_rows, strict=True):
             if batch.rollout_ids:
@@ -86,11 +84,17 @@ class GradientCheck:
         counts = [[int(np.sum(r.loss_mask)) for r in rollouts], [int(np.any(r.loss_mask)) for r in rollouts]]
         tokens, sequences = on_rank0(lambda of: [sum(map(sum, column)) for column in zip(*of, strict=True)], counts)
         denominators = max(tokens, 1), max(sequences, 1)
+        scores.clear()
+        # Of this very pass: without gradients a compiled model rounds otherwise, and ratios would differ by that.
+        handle = policy.register_forward_hook(lambda *call: scores.append(tuple(score.detach() for score in call[2])))
         sums, _ = self._updater.accumulate(batches, *denominators, is_synced=True)
+        handle.remove()
+        base, base_entropy = _joined(scores, rows)
         squares, sketch = self._squares(), _Sketch(policy)
         with _plain_layers(policy.model), sketch.watching():
             before = sketch.of_gradient()
-            logprobs, entropy, touch = _plain_scores(policy, rollouts, self._temperature, device)
+            logprobs, entropy, touch, largest = _plain_scores(policy, rollouts, self._temperature, device)
+            self._widen(largest)
             if rollouts:
                 self._compare(found, "the logprob of a token", base - logprobs.detach())
                 self._compare(found, "the entropy at a token", base_entropy - entropy.detach())
@@ -136,20 +140,22 @@ class GradientCheck:
         cast(FSDPModule, self._policy).reshard()
         return cast(Tensor, logprobs).double() if rollouts else torch.zeros(0, dtype=torch.float64)
 
-    @property
-    def score_bound(self) -> float:
-        return self._score_bound
+    def _widen(self, largest: float) -> None:
+        """Logits of size `largest`, divided by the temperature, are rounded by more than those of small models."""
+        least, _, gradient, _ = self._bounds
+        self.score_bound = max(least, largest * self._rounding)
+        self._gradient_bound = max(gradient, min(0.5, gradient * self.score_bound / least))
 
     def _compare(self, found: Found, what: str, differences: Tensor) -> None:
-        found.within(f"{what}, in nats on average,", "logprobs", float(differences.abs().mean()), self._score_bound)
+        found.within(f"{what}, in nats on average,", "logprobs", float(differences.abs().mean()), self.score_bound)
 
     def _given(self, rollouts: Sequence[Rollout], base: Tensor) -> dict[str, Tensor]:
         """Old, engine and reference logprobs [tokens], at known distances from `base`."""
         loss, old, engine, ref = self._loss, [], [], []
         low = math.log(max(1 - loss.clip_ratio_low, 0.3))
-        high, dual = math.log(1 + loss.clip_ratio_high), math.log(loss.dual_clip or 4.0)
+        high, dual = min(math.log(1 + loss.clip_ratio_high), _MOST), min(math.log(loss.dual_clip or 4.0), _MOST)
         ratios = [0.0, high / 2, high + 0.3, low / 2, low - 0.3, max(high, dual) + 0.3]
-        cap = math.log(loss.rollout_correction_cap)
+        cap = min(math.log(loss.rollout_correction_cap), _MOST)
         factors = [0.0, 0.5 * cap, cap + 0.3, -0.5 * cap, -cap - 0.3]
         for number, rollout in enumerate(rollouts):
             n = len(rollout.completion_ids)
@@ -184,7 +190,7 @@ class GradientCheck:
                 [math.sqrt(sum(of_ranks)) for of_ranks in zip(*each, strict=True)] for each in zip(*parts, strict=True)
             )
             whole = math.sqrt(sum(n * n for n in norms))
-            return [d / (n + 0.01 * whole) if d else 0.0 for d, n in zip(differences, norms, strict=True)]
+            return [d / (n + 0.01 * whole + 1e-30) for d, n in zip(differences, norms, strict=True)]
 
         names = list(of_trainer)
         pair = [list(of_trainer.values()), list(left.values())]
@@ -259,11 +265,17 @@ def _norm(parameter: Tensor) -> Tensor:
     return norm
 
 
+def _joined(scores: Sequence[Scores], rows: Sequence[Sequence[Rollout]]) -> list[Tensor]:
+    """Logprobs and entropies of all rows together, float64. A row without a rollout has a token that is none."""
+    kept = [[score if row else score[:0] for score in pair] for pair, row in zip(scores, rows, strict=True)]
+    return [torch.cat(parts).double() for parts in zip(*kept, strict=True)]
+
+
 def _plain_scores(
     policy: Policy, rollouts: Sequence[Rollout], temperature: float, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Collective. Logprobs and entropies [tokens], float64, and a 0 that hangs on the whole model. Rows are filled up
-    on the right: what comes later is not seen."""
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Collective. Logprobs and entropies [tokens], float64, a 0 that hangs on the whole model, and the size of a row's
+    largest logit. Rows are filled up on the right: what comes later is not seen."""
     ids = [[*r.prompt_ids, *r.completion_ids] for r in rollouts] or [[0, 0]]
     longest = max(map(len, ids))
     row = torch.tensor([[*each, *[0] * (longest - len(each))] for each in ids], device=device)
@@ -277,7 +289,8 @@ def _plain_scores(
         logprobs.append(log_p.gather(-1, targets[:, None])[:, 0].double())
         entropy.append(-(log_p.exp() * log_p).sum(-1).double())
     nothing = touch[None][:0]
-    return torch.cat([nothing, *logprobs]), torch.cat([nothing, *entropy]), touch
+    largest = float(logits.detach().abs().amax(-1).mean())
+    return torch.cat([nothing, *logprobs]), torch.cat([nothing, *entropy]), touch, largest
 
 
 @contextmanager
@@ -307,7 +320,8 @@ def _short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
         if number % 3 == 1 and len(ids) > 1:
             mask[len(ids) // 2] = False
         advantage = (0.7 + 0.1 * number) * (1 if number % 2 == 0 else -1)
-        rollouts.append(Rollout(number, advantage, mask, prompt[-_PROMPT_TOKENS:], ids, [0.0] * len(ids)))
+        start = [*prompt[:1], *prompt[1:][1 - _PROMPT_TOKENS :]]  # without its first token a model may make no sense
+        rollouts.append(Rollout(number, advantage, mask, start, ids, [0.0] * len(ids)))
     return rollouts
 
 

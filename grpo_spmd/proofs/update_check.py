@@ -7,10 +7,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from grpo_spmd.config.schema import (
     AdvantageConfig,
@@ -69,7 +71,9 @@ class UpdateCheck:
         """`every_steps` 0: only at the first step. `model`: its path and compute dtype; `stop_ids`: the engine's."""
         self._every_steps, self._session, self._policy, self._reference = every_steps, session, policy, reference
         self._updater, self._tokenizer, self._data, self._loss = updater, tokenizer, data, loss
-        self._model_path, self._stop_ids = model[0], stop_ids
+        # Now: later the folder may be gone, and a hub id stand for other files.
+        self._folder, self._stop_ids = checkpoint_folder(model[0]), stop_ids
+        self._stored: dict[str, Tensor] = {}  # rows of the reference as the files have them
         self._batch_check = BatchCheck(rollout, advantage, loss, rewards, stop_ids)
         longest = rollout.max_completion_tokens
         self._gradients = GradientCheck(policy, updater, loss, rollout.temperature, longest, model[1])
@@ -91,9 +95,9 @@ class UpdateCheck:
         parts = [self._batch_check.run(sampled, batch, decision)]
         if is_first:
             parts.append(check_data(sampled.groups, sampled.scored, self._tokenizer, self._data))
-            folder = checkpoint_folder(self._model_path)
-            parts.append(check_stop_ids(folder, self._tokenizer, self._stop_ids))
+            parts.append(check_stop_ids(self._folder, self._tokenizer, self._stop_ids))
         parts += [self._gradients.run(sampled.groups, self._session.device), self._check_reference(sampled)]
+        parts.append(self._check_attached(batch))
         self._window = _FIRST_WINDOW if is_first else _LATER_WINDOW
         self._found = Found()
         self._adamw.open(self._found)
@@ -147,26 +151,39 @@ class UpdateCheck:
         else:
             return Found(["the reference is not a model of its own"])
         difference = (check.trainer_logprobs(reference, *rows) - plain).abs()
-        if len(difference):
-            bound = check.score_bound
-            found.within(
-                "the reference's logprob of a token, in nats on average,", "logprobs", float(difference.mean()), bound
-            )
+        if len(difference) and plain.isfinite().all():  # else it is for the update to say
+            what = "the reference's logprob of a token, in nats on average,"
+            found.within(what, "logprobs", float(difference.mean()), check.score_bound)
         self._check_files(found, policy if policy.lora.rank else reference)
         return found
 
     @torch.no_grad()
     def _check_files(self, found: Found, model: Any) -> None:
         named = list(hf_named_parameters(model))
-        files = tensor_files(checkpoint_folder(self._model_path))
+        files = tensor_files(self._folder) if self._num_runs == 1 else {}
         for name, parameter in named[:: max(1, len(named) // _NUM_TENSORS)]:
             held, first = parameter.to_local()[:_NUM_ROWS].cpu(), first_row(parameter)
-            if name not in files or not len(held):
-                continue
-            with safe_open(files[name], framework="pt") as file:
-                stored = file.get_slice(name)[first : first + len(held)].to(held.dtype)
-            if not torch.equal(stored, held):
-                found.wrong.append(f"the reference's {name} is not that of {files[name].parent}")
+            if name in files and len(held):
+                with safe_open(files[name], framework="pt") as file:
+                    self._stored[name] = file.get_slice(name)[first : first + len(held)].to(held.dtype)
+            if name in self._stored and not torch.equal(self._stored[name], held):
+                found.wrong.append(f"the reference's {name} is not that of {self._folder}")
+
+    @torch.no_grad()
+    def _check_attached(self, batch: RolloutBatch) -> Found:
+        """Collective. The old and reference logprobs that the loss is given are those of policy and reference."""
+        found, row, by_engine = Found(), batch.micro_batches[0], self._loss.old_logprobs == "engine"
+        lacks_old = row.old_logprobs is None and (by_engine or len(batch.mini_batches) > 1)
+        if lacks_old or (row.ref_logprobs is None) != (self._reference is None):
+            found.wrong.append("the loss is not given the old or reference logprobs that it needs")
+        old = ("old", row.old_logprobs, None if by_engine else self._policy)
+        for what, held, score in (old, ("reference", row.ref_logprobs, self._reference)):
+            if held is not None and score is not None:
+                off = float((score(row)[0] - held).abs().nan_to_num().mean())
+                what = f"the {what} logprob that the loss is given, in nats on average,"
+                found.within(what, "attached", off, self._gradients.score_bound / 10)
+        cast(FSDPModule, self._policy).reshard()
+        return found
 
     def _judge(self, parts: list[Found]) -> dict[str, float]:
         """Collective. The largest figures over ranks. Raises Rank0Error."""

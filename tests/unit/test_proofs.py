@@ -1,17 +1,22 @@
-"""Fingerprints of rows, the probe, and the logprob check's bounds."""
+"""Fingerprints of rows, the probe, the logprob check's bounds, and what the check of the data lets pass."""
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.engine.weight_map import TensorPart, fused_rows
 from grpo_spmd.engine.weight_proof import _coefficients, matches, row_fingerprints
 from grpo_spmd.learn.losses import TILT_SUMS, mismatch_sums
+from grpo_spmd.proofs.data_check import check_data, check_stop_ids
 from grpo_spmd.proofs.logprob_check import LogprobCheck, MismatchError
+from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -207,3 +212,43 @@ def test_a_bound_from_the_config_replaces_what_is_measured() -> None:
         logprob_check.check(step, 0.4, 9.0)
     with pytest.raises(MismatchError, match=r"differ by 0\.6 nats .* the bounds are 0\.5"):
         logprob_check.check(2, 0.6, 1.0)
+
+
+class _Tokenizer:
+    """Writes the day into chat prompts, as Llama 3.2's template does."""
+
+    chat_template = "{{ strftime_now('%d') }}"
+    eos_token_id = 7
+    day = 1
+
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> list[int]:
+        return [self.day, *self.encode(messages[0]["content"])]
+
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def test_the_check_of_the_data_stops_no_run_over_a_new_day_or_a_moved_file(tmp_path: Path) -> None:
+    source = tmp_path / "train.jsonl"
+    messages = [{"role": "user", "content": "ab"}]
+    source.write_text(json.dumps({"prompt": messages, "n": 1}) + "\n" + json.dumps({"prompt": "cd", "n": 2}))
+    completion = Completion([65], [0.0], "length")
+    said = {"prompts": messages, "completions": [{"role": "assistant", "content": "A"}], "completion_ids": [65]}
+    given = [{"n": 1, **said}, {"n": 2, "prompts": "cd", "completions": "A", "completion_ids": [65]}]
+    prompts = Prompt(0, 0, [2, 97, 98], messages, {"n": 1}), Prompt(1, 1, [99, 100], "cd", {"n": 2})
+    groups = [RolloutGroup(slot, prompt, [completion]) for slot, prompt in enumerate(prompts)]
+    data, scored = DataConfig(train=str(source)), ScoredRollouts(given=given)
+    assert check_data(groups, scored, _Tokenizer(), data).wrong == []
+    changed = [groups[0], RolloutGroup(1, Prompt(1, 1, [99], "cd", {"n": 2}), [completion])]
+    assert "token ids" in check_data(changed, scored, _Tokenizer(), data).wrong[0]
+    source.unlink()
+    assert check_data(changed, scored, _Tokenizer(), data).wrong == []
+
+
+def test_stop_tokens_are_read_from_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('\ufeff{"eos_token_id": [3, 4]}', "utf-8")
+    assert check_stop_ids(tmp_path, _Tokenizer(), {3, 4, 7}).wrong == []
+    assert check_stop_ids(tmp_path, _Tokenizer(), {3, 7}).wrong != []

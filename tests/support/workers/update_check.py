@@ -32,6 +32,7 @@ from grpo_spmd.model.attention import PackedLayout
 from grpo_spmd.model.fill import load_weights
 from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters
+from grpo_spmd.proofs.gradient_check import GradientCheck
 from grpo_spmd.proofs.update_check import UpdateCheck
 from grpo_spmd.records import Completion, Rollout, RolloutGroup, ScoredRollouts
 from tests.support.learn import sampled_step_of, updater_of
@@ -157,7 +158,20 @@ def clean_updates(trials: Trials) -> int:
     for changes in ({"activation_checkpointing": True}, {"lora": LoraConfig(rank=4)}):
         trials.run(_with(config, "model", **changes), trials.build(config, **changes))
     trials.run(config, trials.build(config, mesh=policy_mesh(trials.session.device, 2)))
-    return done + 7
+    endless = _with(config, "loss", clip_ratio_high=1e9, dual_clip=None, rollout_correction_cap=1e9)
+    for number, of_few in enumerate((config, config, endless)):
+        few_rollouts(trials, of_few, number)
+    return done + 10
+
+
+def few_rollouts(trials: Trials, config: Config, number: int) -> None:
+    """A rank has one rollout more than `number`, maybe none in its second row."""
+    groups = [dataclasses.replace(g, completions=g.completions[: number + 1]) for g in trials.groups()[:1]]
+    updater, temperature = updater_of(trials.policy, config), config.rollout.temperature
+    check = GradientCheck(trials.policy, updater, config.loss, temperature, 28, config.model.dtype)
+    found = check.run(groups, trials.session.device)
+    assert found.measured, number
+    assert not found.wrong, found.wrong
 
 
 def _with(config: Config, section: str, **values: Any) -> Config:
@@ -225,6 +239,11 @@ def faults(trials: Trials) -> int:
         next(moved.parameters()).mul_(1.01)
     sees("the reference's model.embed_tokens.weight is not that of", reference=moved)
 
+    attach = attach_logprobs
+    by_policy = patch.object(
+        sys.modules[__name__], "attach_logprobs", lambda policy, _, *rest: attach(policy, policy, *rest)
+    )
+    sees("the reference logprob that the loss is given", _with(config, "optimizer", lr=1e-2), within=by_policy)
     adapted = trials.build(config, lora=LoraConfig(rank=4))
     kept_on = patch.object(model_policy.lora, "adapters_off", lambda model: nullcontext())
     moves = _with(_with(config, "model", lora=LoraConfig(rank=4)), "optimizer", lr=1e-2)
