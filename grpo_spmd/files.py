@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
+
+from grpo_spmd.config.errors import ConfigError, refuse
 
 
 def hold_standard_streams() -> None:
@@ -16,6 +19,18 @@ def hold_standard_streams() -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+        if number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # of an ASCII terminal: a line that it lacks letters for
+
+
+def show(text: str) -> None:
+    """On stdout, whose reader may have seen enough (--check | head)."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left in the buffer
+        if not isinstance(error, BrokenPipeError):
+            refuse(ConfigError(f"stdout: {error.strerror}"))
 
 
 def sync_to_disk(folder: Path) -> None:

@@ -217,7 +217,7 @@ def open_run_dir(config: Config, session: Session, num_dropped_prompts: int, sta
     on_rank0(claim, None)
     logs.mkdir(parents=True, exist_ok=True)  # a node's own, where the folder is not shared
     doctor.write_reports_to(logs)
-    to_file = logging.FileHandler(logs / f"rank_{session.rank}.log", encoding="utf-8")
+    to_file = logging.FileHandler(logs / f"rank_{session.rank}.log", encoding="utf-8", errors="backslashreplace")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _log.addHandler(to_file)
     if num_dropped_prompts and session.is_rank0:

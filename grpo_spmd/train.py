@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 import yaml
 
@@ -16,7 +15,7 @@ from grpo_spmd.config.describe import describe_keys
 from grpo_spmd.config.dump import config_to_dict
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.load import load_config_with_sources
-from grpo_spmd.files import hold_standard_streams
+from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.preflight.checks import check_inputs
 from grpo_spmd.preflight.explain import explain
 from grpo_spmd.preflight.model_facts import read_model
@@ -36,10 +35,10 @@ def main() -> None:
         refuse(error)
     if args.explain:
         model = read_model(config.model.path)
-        print("\n".join(explain(config, sources, model, num_rows=len(inputs.rows), num_ranks=num_ranks)))
+        show("\n".join(explain(config, sources, model, num_rows=len(inputs.rows), num_ranks=num_ranks)))
         return
     if args.check:
-        yaml.safe_dump(config_to_dict(config), sys.stdout, sort_keys=False)
+        show(yaml.safe_dump(config_to_dict(config), sort_keys=False).rstrip())
         return
 
     # torch's C++ warnings (NUMA binding, hooks at exit) say nothing that a user could act on; its errors still show.

@@ -150,8 +150,8 @@ _EOS = or_null(either(whole(0, 2**31), list_of(whole(0, 2**31), 0, 1000)))
 # config.json of a model: what is counted with before the libraries see it. A list has an entry a layer.
 _SIZE = or_null(either(whole(1, 2**31), list_of(or_null(whole(0, 2**31)), 0, 10_000)))
 MODEL = {
-    "model_type": text(r"[\w.-]+", "a name"),
-    "num_hidden_layers": or_null(whole(1, 10_000)),
+    **{"model_type": text(r"[\w.-]+", "a name"), "num_labels": or_null(whole(0, 10_000))},
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), or_null(whole(1, 1000))),
     **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"), _SIZE),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), _SIZE),
     "eos_token_id": _EOS,
@@ -203,7 +203,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
         header.pop("__metadata__", None)
         for entry in header.values():
             (start, end), shape = entry["data_offsets"], entry["shape"]
-            is_sound = all(type(value) is int and value >= 0 for value in (start, end, *shape))
+            is_sound = len(shape) < 65 and all(type(n) is int and 0 <= n < 2**63 for n in (start, end, *shape))
             item = _ITEM_BYTES.get(entry["dtype"])
             if not is_sound or start > end or (item is not None and math.prod(shape) * item != end - start):
                 raise ValueError(path)

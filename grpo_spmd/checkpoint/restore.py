@@ -36,11 +36,9 @@ def find_start(
     run_dir: Path, resume: str, session: Session, facts: RunFacts, num_steps: int, has_closing_eval: bool
 ) -> Start:
     """Collective. The newest good checkpoint of the run folder, or the one that `resume` names; the same on all ranks.
-
     Damaged ones are passed over, with a warning. `facts`: of the run that starts; with `has_closing_eval` an evaluation
     follows its `num_steps`, which has a metrics line of its own. Raises ConfigError: the folder is in use; the named
-    checkpoint, or all, are damaged; one is of a later version; or it is of another model, data set or seed.
-    """
+    checkpoint, or all, are damaged; one is of a later version; or it is of another model, data set or seed."""
     # Rank 0 says, for another rank may see the folder a moment later.
     found = Candidates(**on_rank0(lambda _: asdict(find_candidates(run_dir, resume, session.is_restart)), None))
     if (folder := _newest_good(found, session)) is None:

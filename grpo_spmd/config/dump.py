@@ -38,7 +38,8 @@ _SECRET_NAME = re.compile(
 )
 # By their form, whatever the key: a header, a URL with a password, and what services give out.
 _SECRET = re.compile(
-    r"(?i:\bbearer\s+[\w.~+/-]{8}|authorization\s*[:=]\s*\S|://[^/\s:@]*:[^/\s@]+@|\b(password|passwd|pwd)\s*=\s*\S)"
+    r"(?i:\bbearer\s+[\w.~+/-]{8}|authorization\s*[:=]\s*\S|://[^/\s:@]*:[^/\s@]+@|\b(password|passwd|pwd)\s*=\s*\S"
+    r"|://\S{1,300}[?&][\w-]*(key|token|secret|signature|sig)=\S)"
     r"|\b(hf_[A-Za-z0-9]{16}|sk-[\w-]{16}|gh[pousr]_\w{20}|github_pat_\w{20}|glpat-[\w-]{16}|xox[abprs]-[\w-]{10}"
     r"|A[KS]IA[0-9A-Z]{16}|AIza[\w-]{30}|eyJ[\w-]{8,}\.[\w-]{8,}\.)|-----BEGIN [A-Z ]*PRIVATE KEY"
 )

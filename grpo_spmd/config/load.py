@@ -52,11 +52,8 @@ def load_config_with_sources(path: str | Path, overrides: Sequence[str] = ()) ->
     return config, {name: given.get(name, "default") for name in flat_config(config)}
 
 
-# What PyYAML raises: its own errors, ValueError for a date like 2024-13-45 or a number of 5000 digits, RecursionError
-# for deep nesting, KeyError and AttributeError for "!!bool x" and "!!timestamp x".
-_YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, KeyError, AttributeError)
-
-
+# What PyYAML raises for 2024-13-45, deep nesting, "!!bool x", "!!timestamp x", '!!int ""', a set as key, 1:1:[...]:1.0
+_YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError, ArithmeticError)
 _MOST_BYTES, _MOST_VALUES = 1 << 20, 10_000
 
 

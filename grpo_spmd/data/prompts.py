@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.data.rows import PromptRow, check_enough_rows
 from grpo_spmd.records import Prompt
+from grpo_spmd.untrusted import read_json
 
 
 def check_template_early(rows: Sequence[PromptRow], model_path: str) -> None:
@@ -22,12 +22,12 @@ def check_template_early(rows: Sequence[PromptRow], model_path: str) -> None:
     if where is None or not folder.is_dir() or any(folder.glob("*chat_template*")):
         return
     try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings = read_json(folder / "tokenizer_config.json", follow=True)
     except FileNotFoundError:
         settings = {}
     except (OSError, ValueError):
         return
-    if isinstance(settings, dict) and settings.get("chat_template") is None:
+    if settings.get("chat_template") is None:
         raise ConfigError(_no_template(where))
 
 

@@ -159,5 +159,5 @@ def _is_sound(message: dict[str, Any]) -> bool:
 
 def _is_text(prompt: str | list[dict[str, Any]]) -> bool:
     """False where JSON smuggled in something like "\\ud800", which no tokenizer takes."""
-    texts = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
-    return not any(re.search(r"[\ud800-\udfff]", text) for text in texts)
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
+    return re.search(r"[\ud800-\udfff]", text) is None

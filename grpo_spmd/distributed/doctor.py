@@ -188,9 +188,7 @@ class Doctor:
                     self._end(Alarm(**json.loads(first)))
                 if self._fault is None:
                     self._wake.wait(_POLL_S)
-        except (
-            Exception
-        ) as error:  # the store is gone, with rank 0's host; or a mistake of ours, which hides no failure
+        except Exception as error:  # the store is gone, with rank 0's host; or a mistake of ours: it hides no failure
             self._wake.wait(1.0)
             if not self._is_stopped:
                 self._leave_alone(error)

@@ -15,7 +15,7 @@ from logging.handlers import QueueHandler
 from queue import Full, Queue
 from typing import NoReturn, TextIO
 
-from grpo_spmd.config.errors import say
+from grpo_spmd.config.errors import printable, say
 
 _FLUSH_S = 10.0  # what a worker printed may be all that it was for; a reader that is there takes it at once
 _END_S = 60.0  # for vLLM's and NCCL's teardown
@@ -36,7 +36,7 @@ class Terminal(QueueHandler):
 
     def _show(self, stream: TextIO) -> None:
         while True:
-            line = self._lines.get().getMessage()
+            line = printable(self._lines.get().getMessage())
             with suppress(OSError, ValueError):  # whoever read it is gone (train | head)
                 print(line, file=stream, flush=True)
             self._lines.task_done()

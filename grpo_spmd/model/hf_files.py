@@ -60,7 +60,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             return index
     except (UntrustedError, OSError) as error:
         raise ConfigError(f"model.path: {error}") from None
-    files = sorted(folder.glob("*.safetensors"))
+    single = folder / "model.safetensors"  # beside it others may lie, which transformers reads as little
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"model.path: {folder} holds no .safetensors file")
     where: dict[str, Path] = {}

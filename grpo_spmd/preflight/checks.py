@@ -42,10 +42,8 @@ class Inputs:
 
 def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inputs:
     """Read data and rewards, and check them, the model, the run folder and the number of ranks against the config.
-
     `to_run` False leaves the run folder out: somebody only asks about a config, perhaps that of a run under way.
-    Raises ConfigError, which names the key or file:line.
-    """
+    Raises ConfigError, which names the key or file:line."""
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE") if to_run else None
     _check_world_size(config, num_ranks, int(local_ranks) if local_ranks else None)
     if to_run:

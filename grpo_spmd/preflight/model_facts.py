@@ -63,7 +63,8 @@ def read_model(path: str) -> ModelFacts | None:
 
 def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
     """Shapes of all parameters in the files that the policy would read, by their index if any; {} if one is missing."""
-    index, files = read_index(folder), sorted(folder.glob("*.safetensors"))
+    index, single = read_index(folder), folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if index is not None:
         files = sorted(set(index.values()))
     if not all(path.is_file() for path in files):

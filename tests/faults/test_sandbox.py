@@ -768,3 +768,13 @@ def test_without_landlock_and_namespaces_nothing_runs_unless_asked() -> None:
 
 def test_without_landlock_namespaces_are_enough() -> None:
     assert _without(444).stdout.splitlines() == ["loaded", "[1.0]", "[1.0]"]
+
+
+def test_folders_deeper_than_python_goes_are_no_error_of_the_reward(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "import os\nfor _ in range(3000):\n    os.mkdir('a')\n    os.chdir('a')\nos.mkdir('b', 0)\nprint(1)"
+    assert passes_program_test(code, "", "1", Limits(time_s=10.0, memory_mib=1024, isolation="none"))
+    until = time.monotonic() + 20
+    while list(tmp_path.iterdir()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not list(tmp_path.iterdir())

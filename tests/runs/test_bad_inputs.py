@@ -44,3 +44,12 @@ def test_one_rank_of_a_node_speaks_for_all(folder: Path) -> None:
     done = run_command(torchrun(2, "-m", "grpo_spmd.train", "--config", "config.yaml", "seed=-1"), cwd=folder)
     assert done.returncode == 1  # torchrun's own exit code for ranks that ended with 2
     assert done.stderr.splitlines().count("error: seed must be >= 0; got -1") == 1
+
+
+def test_who_reads_a_part_of_the_answer_or_cannot_gets_no_traceback(folder: Path) -> None:
+    prepare(Case("", ""))
+    train = f"{sys.executable} -m grpo_spmd.train --config config.yaml run_dir=é"
+    shell = f"{train} --check | true; PYTHONIOENCODING=ascii {train} --explain; {train} --check > /dev/full"
+    done = run_command(["sh", "-c", shell], cwd=folder)
+    assert r"\xe9" in done.stdout
+    assert (done.returncode, done.stderr) == (2, "error: stdout: No space left on device\n")

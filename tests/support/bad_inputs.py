@@ -121,6 +121,11 @@ for name, text, expected in (
     ("a long number to the base 60", "seed: 1" + ":1" * 90_000, "a number of more than 1000 digits"),
     ("bytes", "run_dir: !!binary aGVsbG8=\n", "run_dir must be text; got b'hello'"),
     ("a set", "run_dir: !!set {a}\n", "run_dir must be text; got"),
+    ("a set as a key", "? !!set {a}\n: 1\n", "not valid YAML"),
+    ("an empty int", 'seed: !!int ""\n', "not valid YAML"),
+    ("a sign alone", 'seed: !!float "-"\n', "not valid YAML"),
+    ("a large number to the base 60", "seed: 1" + ":1" * 200 + ".0\n", "not valid YAML"),
+    ("a key that clears the screen", '"\\e[2J": 1\n', "\\x1b[2J: unknown key"),
 ):
     bad_file(f"yaml: {name}", "config.yaml", text, expected)
 bad_value("seed must be a whole number; got 99999", "seed=" + "9" * 30)
@@ -265,6 +270,11 @@ bad_line(
     "the prompt in column 'prompt' must be a string or a list",
 )
 bad_line("half a surrogate pair", '{"prompt": "\\ud800"}', "the prompt in column 'prompt' holds half a surrogate pair")
+bad_line(
+    "half a surrogate pair in a part",
+    '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "\\ud800"}]}]}',
+    "the prompt in column 'prompt' holds half a surrogate pair",
+)
 bad_line("prompt too long", '{"prompt": "1+2+3+4+5"}', "the prompt has 9 tokens, over data.max_prompt_tokens=8")
 
 bad_value(
@@ -562,11 +572,27 @@ bad_file(
     "model: nested too deeply", "model/config.json", "[" * 100_000, "model.path: model/config.json is not valid JSON"
 )
 bad_file("model: a name twice", "model/config.json", '{"model_type": "a", "model_type": "b"}', "a name is given twice")
-for shape, offsets in (([4], [0, 24]), ([3], [24, 0]), (["3"], [0, 24]), ([-3], [0, 24]), ([3], [0, 10**12])):
+bad_file(
+    "model: a million labels", "model/config.json", '{"model_type": "a", "num_labels": 1000000}', "num_labels must"
+)
+bad_file(
+    "model: layers by another name", "model/config.json", '{"model_type": "a", "n_layer": 1000000}', "n_layer must"
+)
+for shape, offsets in (
+    ([2**62] * 100_000, [0, 24]),
+    ([4], [0, 24]),
+    ([3], [24, 0]),
+    (["3"], [0, 24]),
+    ([-3], [0, 24]),
+    ([3], [0, 10**12]),
+):
     header = json.dumps({"x": {"dtype": "F64", "shape": shape, "data_offsets": offsets}}).encode()
     lying = len(header).to_bytes(8, "little") + header + bytes(24)
     bad_file(
-        f"model: weights lie, {shape} {offsets}", "model/model.safetensors", lying, "is not a whole safetensors file"
+        f"model: weights lie, {shape[:5]} {offsets}",
+        "model/model.safetensors",
+        lying,
+        "is not a whole safetensors file",
     )
 
 

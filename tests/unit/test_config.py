@@ -391,8 +391,13 @@ def test_redaction_by_name_and_by_form(tmp_path: Path) -> None:
 
 
 def test_redaction_of_a_declared_key_by_its_form(tmp_path: Path) -> None:
-    tree = config_to_dict(_load(tmp_path, {"model": {"path": "https://user:pw@host/model"}}))
-    assert tree["model"]["path"] == "<redacted>"
+    for path in (
+        "https://user:pw@host/model",
+        "https://host/model?v=1&api_key=abc",
+        "s3://bucket/x?X-Amz-Signature=abc",
+    ):
+        tree = config_to_dict(_load(tmp_path, {"model": {"path": path}}))
+        assert tree["model"]["path"] == "<redacted>"
 
 
 def test_redacting_does_not_change_the_config_itself(tmp_path: Path) -> None:

@@ -88,6 +88,13 @@ def test_a_model_that_trains_is_not_refused(tmp_path: Path, family: str) -> None
     refuse_untrainable(str(make_model(tmp_path, family, tied=True)))
 
 
+def test_files_beside_model_safetensors_are_let_be(tmp_path: Path) -> None:
+    """As transformers does: Mistral's own format, say, or an adapter that was saved into the model's folder."""
+    folder = make_model(tmp_path, "llama", tied=True)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, folder / "consolidated.safetensors")
+    refuse_untrainable(str(folder))
+
+
 def _rewrite(folder: Path, **tensors: Tensor) -> None:
     file = folder / "model.safetensors"
     save_file({**load_file(file), **tensors}, file)

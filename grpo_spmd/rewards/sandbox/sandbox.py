@@ -191,8 +191,8 @@ class _Jail:
 
     def __init__(self, code: str, mode: str, limits: Limits, stdin: str) -> None:
         _remove_left_behind()
-        self._scratch = tempfile.TemporaryDirectory(prefix=_SCRATCH)
-        self._lock = os.open(self._scratch.name, os.O_RDONLY)  # says that somebody is there to remove it
+        self._scratch = tempfile.mkdtemp(prefix=_SCRATCH)
+        self._lock = os.open(self._scratch, os.O_RDONLY)  # says that somebody is there to remove it
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._buffer, self._received = b"", 0
         self._stdin, self._stdout = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
@@ -202,13 +202,13 @@ class _Jail:
         with pair, socket.socket(fileno=fcntl.fcntl(pair, fcntl.F_DUPFD_CLOEXEC, 3)) as theirs:  # 0 to 2 may be closed
             fd, out = theirs.fileno(), self._stdout if mode == "program" else subprocess.DEVNULL
             command = [sys.executable, "-I", "-S", "-X", "utf8", str(_JAIL), str(fd)]
-            own: dict[str, Any] = {"cwd": self._scratch.name, "env": {}, "pass_fds": [fd], "start_new_session": True}
+            own: dict[str, Any] = {"cwd": self._scratch, "env": {}, "pass_fds": [fd], "start_new_session": True}
             self._process = subprocess.Popen(command, stdin=self._stdin, stdout=out, stderr=subprocess.DEVNULL, **own)
         try:
             self._tell_time, self._began = limits.tell_time, time.monotonic()
             self._deadline = self._began + _START_S
             bounds = {"memory_bytes": limits.memory_mib << 20, "cpu_s": int(limits.time_s) + 1}
-            folders = {"readable": _readable(), "scratch": self._scratch.name, "site": _site()}
+            folders = {"readable": _readable(), "scratch": self._scratch, "site": _site()}
             self.write({"code": code, "mode": mode, "isolation": limits.isolation, **folders, **bounds})
             answer = self.read()
             if not isinstance(answer, dict) or "walls" not in answer:
@@ -234,7 +234,7 @@ class _Jail:
         self._connection.close()
         self._stdin.close()
         self._stdout.close()
-        self._scratch.cleanup()
+        _remove(self._scratch)
         os.close(self._lock)
 
     def write(self, message: Any) -> None:
@@ -270,6 +270,16 @@ class _Jail:
         return self._stdout.read() if code == 0 else None
 
 
+def _remove(scratch: str | Path) -> None:
+    """Without namespaces code may leave folders too deep for Python, closed, or many: no verdict waits for them."""
+    with suppress(RecursionError):
+        shutil.rmtree(scratch, ignore_errors=True)
+    if os.path.lexists(scratch):
+        command = ["sh", "-c", 'chmod -R u+rwx "$0"; rm -rf "$0"', scratch]
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True).wait(1.0)
+
+
 @functools.cache
 def _remove_left_behind() -> None:
     """Scratch folders whose processes were killed before they could do it, so that nobody holds their locks."""
@@ -280,7 +290,7 @@ def _remove_left_behind() -> None:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             with suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
             os.close(lock)
 
 
