@@ -43,6 +43,7 @@ def check_lengths_early(rows: Sequence[PromptRow], config: DataConfig, model_pat
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"model.path: cannot read {file}: {error}") from None
     tokenizer.no_truncation()
+    tokenizer.no_padding()  # as when the run tokenizes: to 512 tokens, say, each prompt would be too long
     with _panics_named(rows[0].where):
         encodings = tokenizer.encode_batch(texts)
     for row, encoding in zip(rows, encodings, strict=True):

@@ -408,3 +408,16 @@ def test_a_template_takes_columns_and_leaves_other_braces_alone(tmp_path: Path) 
     )
     with pytest.raises(ConfigError, match=r"rows\.jsonl:1: the column 'empty' \(data\.prompt_template\) is null"):
         prompt_of("{nums} {empty}")
+
+
+def test_the_early_check_of_lengths_counts_no_padding(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_padding(length=512)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    rows = [PromptRow("a a", {}, "x:1")]
+    check_lengths_early(rows, DataConfig(train="x.jsonl", max_prompt_tokens=2), str(tmp_path))
+    with pytest.raises(ConfigError, match="x:1: the prompt has 2 tokens"):
+        check_lengths_early(rows, DataConfig(train="x.jsonl", max_prompt_tokens=1), str(tmp_path))
