@@ -11,6 +11,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RewardConfig, RolloutConfig
@@ -148,22 +149,24 @@ def _less_kl(batch: RolloutBatch, decision: Decision, loss: LossConfig) -> list[
 
 def _named_rollouts(row: MicroBatch) -> list[tuple[int, int]]:
     """The rollouts of a micro-batch, each with a name for its numbers."""
-    ids, index, found = row.input_ids.tolist(), row.sequence_index.tolist(), []
-    columns = [x.tolist() for x in (row.predict_index, row.rollout_logprobs, row.advantages, row.loss_mask)]
-    starts = [place for place, position in enumerate(row.position_ids.tolist()) if position == 0]
-    tokens: dict[int, list[int]] = {}
-    for c, place in enumerate(index):
-        tokens.setdefault(place, []).append(c)
+    columns = row.rollout_logprobs, row.advantages, row.loss_mask
+    ids, index, predict, targets, positions, logprobs, advantages, mask = (
+        x.cpu().numpy()
+        for x in (row.input_ids, row.sequence_index, row.predict_index, row.target_ids, row.position_ids, *columns)
+    )
+    starts, order, found = np.flatnonzero(positions == 0), np.argsort(index, kind="stable"), []
+    bounds = np.searchsorted(index[order], np.arange(len(row.rollout_ids) + 1))
     for place, i in enumerate(row.rollout_ids):
-        predict, logprobs, advantages, mask = ([column[c] for c in tokens[place]] for column in columns)
-        start = max(s for s in starts if s <= predict[0])
-        sequence = [*ids[start : predict[0] + 1], -1, *row.target_ids[tokens[place]].tolist()]
-        assert sequence[-1] == ids[predict[-1] + 1], "a token is scored in another place"
-        found.append((i, _name(sequence, logprobs, advantages, mask)))
+        own = order[bounds[place] : bounds[place + 1]]
+        first = predict[own[0]]
+        start = starts[np.searchsorted(starts, first, "right") - 1]
+        sequence = np.concatenate([ids[start : first + 1], [-1], targets[own]])
+        assert sequence[-1] == ids[predict[own[-1]] + 1], "a token is scored in another place"
+        found.append((i, _name(sequence, logprobs[own], advantages[own], mask[own])))
     return found
 
 
-def _name(ids: Sequence[int], logprobs: Sequence[float], advantages: Sequence[float], mask: Sequence[bool]) -> int:
+def _name(ids: ArrayLike, logprobs: ArrayLike, advantages: ArrayLike, mask: ArrayLike) -> int:
     numbers = (np.asarray(x, np.float32).tobytes() for x in (logprobs, advantages, mask))
     return zlib.crc32(np.asarray(ids, np.int64).tobytes() + b"".join(numbers))
 
