@@ -38,7 +38,8 @@ class Terminal(QueueHandler):
         while True:
             line = printable(self._lines.get().getMessage())
             with suppress(OSError, ValueError):  # whoever read it is gone (train | head)
-                print(line, file=stream, flush=True)
+                stream.write(f"{line}\n")  # at once: ranks share a pipe, and print() writes the newline by itself
+                stream.flush()
             self._lines.task_done()
 
     def flush(self) -> None:
