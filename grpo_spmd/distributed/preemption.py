@@ -72,7 +72,7 @@ class Preemption:
             self._deadline = math.inf
             if left is not None:
                 self._deadline = now + left - min(10.0, 0.05 * left)
-                self._unknown_save_s = min(60.0, 0.05 * left)
+                self._unknown_save_s = min(60.0, 0.05 * max(left, 0.0))
         else:
             for took_s, start in zip(self._took_s, self._moments, strict=True):
                 took_s.append(now - start)

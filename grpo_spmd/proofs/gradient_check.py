@@ -27,7 +27,7 @@ from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.policy import DTYPES, Policy, Scores
 from grpo_spmd.model.sharding import first_row, is_first_replica
 from grpo_spmd.proofs.plain_loss import PlainSequence, plain_terms
-from grpo_spmd.records import Rollout, RolloutGroup
+from grpo_spmd.records import MicroBatch, Rollout, RolloutGroup
 
 _NUM_SEQUENCES, _PROMPT_TOKENS, _COMPLETION_TOKENS = 6, 16, 12  # of a rank, at most: it shall cost next to nothing
 _NUM_SKETCHES = 8
@@ -62,31 +62,34 @@ class GradientCheck:
         self._bounds, self._rounding = _BOUNDS[dtype], torch.finfo(DTYPES[dtype]).eps / 2
         self.score_bound, self._term_bound, self._gradient_bound, self._reduction_bound = self._bounds
 
-    def run(self, groups: Sequence[RolloutGroup], device: torch.device) -> Found:
+    def run(self, groups: Sequence[RolloutGroup], device: torch.device, *, accumulates: bool) -> Found:
         """Collective. Compare on this rank's own rollouts; a rank without any takes part with tokens that count
-        nothing. Leaves no gradient behind. What is wrong on all ranks alike is found on rank 0."""
+        nothing. Leaves no gradient behind. What is wrong on all ranks alike is found on rank 0. `accumulates`: over two
+        micro-batches, not one, which costs a pass more."""
         found, policy, rollouts = Found(), self._policy, _short_rollouts(groups)
         if stray := [name for name, p in policy.named_parameters() if p.grad is not None]:
             found.wrong.append(f"a gradient was left from the last update: that of {stray[0]}")
-        rows = [rollouts[:3], rollouts[3:]]
-        batches = [pack_rollouts(row, device) for row in rows]
-        with torch.no_grad():
-            scores = [policy(batch) for batch in batches]
-        cast(FSDPModule, policy).reshard()
-        given = self._given(rollouts, _joined(scores, rows)[0])
-        of_rows = _parts(given, [sum(len(r.completion_ids) for r in row) for row in rows])
-        for batch, part in zip(batches, of_rows, strict=True):
-            if batch.rollout_ids:
-                batch.old_logprobs, batch.rollout_logprobs = part["old"].float(), part["engine"].float()
-                batch.ref_logprobs = part["ref"].float() if self._loss.kl_coef else None
+        rows = [rollouts[:3], rollouts[3:]] if accumulates else [rollouts]
+        scores: list[Scores] = []
+        given: list[dict[str, Tensor]] = []
+
+        def give(_: nn.Module, inputs: tuple[MicroBatch], output: Scores) -> None:
+            """Of this very pass: one without gradients is rounded otherwise in a compiled model."""
+            batch, row, first = inputs[0], rows[len(scores)], sum(map(len, rows[: len(scores)]))
+            scores.append((output[0].detach(), output[1].detach()))
+            given.append(self._given(row, first, _joined(scores[-1:], [row])[0]))
+            if row:
+                batch.rollout_logprobs.copy_(given[-1]["engine"])  # the updater holds it already
+                batch.old_logprobs = given[-1]["old"].float()
+                batch.ref_logprobs = given[-1]["ref"].float() if self._loss.kl_coef else None
             elif self._loss.kl_coef:
                 batch.ref_logprobs = batch.rollout_logprobs
+
         counts = [[int(np.sum(r.loss_mask)) for r in rollouts], [int(np.any(r.loss_mask)) for r in rollouts]]
         tokens, sequences = on_rank0(lambda of: [sum(map(sum, column)) for column in zip(*of, strict=True)], counts)
         denominators = max(tokens, 1), max(sequences, 1)
-        scores.clear()
-        # Of this very pass: without gradients a compiled model rounds otherwise, and ratios would differ by that.
-        handle = policy.register_forward_hook(lambda *call: scores.append(tuple(score.detach() for score in call[2])))
+        handle = policy.register_forward_hook(give)
+        batches = [pack_rollouts(row, device) for row in rows]
         sums, _ = self._updater.accumulate(batches, *denominators, is_synced=True)
         handle.remove()
         base, base_entropy = _joined(scores, rows)
@@ -101,7 +104,8 @@ class GradientCheck:
             # Values of the trainer's, to which bounds are set, with the plain gradient: else rounding would clip here
             # what it does not clip there.
             p, h = (plain + (value - plain).detach() for plain, value in ((logprobs, base), (entropy, base_entropy)))
-            parts = _parts({"p": p, "h": h, **given}, [len(r.completion_ids) for r in rollouts])
+            joined = {name: torch.cat([part[name] for part in given]) for name in ("old", "engine", "ref")}
+            parts = _parts({"p": p, "h": h, **joined}, [len(r.completion_ids) for r in rollouts])
             has_reference = self._loss.kl_coef > 0
             plain = [
                 PlainSequence(
@@ -149,15 +153,15 @@ class GradientCheck:
     def _compare(self, found: Found, what: str, differences: Tensor) -> None:
         found.within(f"{what}, in nats on average,", "logprobs", float(differences.abs().mean()), self.score_bound)
 
-    def _given(self, rollouts: Sequence[Rollout], base: Tensor) -> dict[str, Tensor]:
-        """Old, engine and reference logprobs [tokens], at known distances from `base`."""
+    def _given(self, rollouts: Sequence[Rollout], first: int, base: Tensor) -> dict[str, Tensor]:
+        """Old, engine and reference logprobs [tokens], at known distances from `base`. `first`: how many precede."""
         loss, old, engine, ref = self._loss, [], [], []
         low = math.log(max(1 - loss.clip_ratio_low, 0.3))
         high, dual = min(math.log(1 + loss.clip_ratio_high), _MOST), min(math.log(loss.dual_clip or 4.0), _MOST)
         ratios = [0.0, high / 2, high + 0.3, low / 2, low - 0.3, max(high, dual) + 0.3]
         cap = min(math.log(loss.rollout_correction_cap), _MOST)
         factors = [0.0, 0.5 * cap, cap + 0.3, -0.5 * cap, -cap - 0.3]
-        for number, rollout in enumerate(rollouts):
+        for number, rollout in enumerate(rollouts, first):
             n = len(rollout.completion_ids)
             # Rollouts are good and bad by turns; the k-th of either begins at another place of the list.
             places = [(2 * (number // 2) + t) % len(ratios) for t in range(n)]

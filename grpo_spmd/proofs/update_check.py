@@ -96,7 +96,8 @@ class UpdateCheck:
         if is_first:
             parts.append(check_data(sampled.groups, sampled.scored, self._tokenizer, self._data))
             parts.append(check_stop_ids(self._folder, self._tokenizer, self._stop_ids))
-        parts += [self._gradients.run(sampled.groups, self._session.device), self._check_reference(sampled)]
+        parts.append(self._gradients.run(sampled.groups, self._session.device, accumulates=is_first))
+        parts.append(self._check_reference(sampled))
         parts.append(self._check_attached(batch))
         self._window = _FIRST_WINDOW if is_first else _LATER_WINDOW
         self._found = Found()
