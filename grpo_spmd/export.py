@@ -15,16 +15,12 @@ from grpo_spmd.config.errors import ConfigError, refuse
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_spmd.export",
-        description="Write the weights of a checkpoint as a model folder that transformers and vLLM load, or its "
-        "adapters as peft's.",
-    )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step_NNNNNN")
-    parser.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet")
-    parser.add_argument(
-        "--dtype", choices=list(DTYPE_BYTES), help="of the weights (default: the dtype that the run computed in)"
-    )
+    about = "Write the weights of a checkpoint as a model folder that transformers and vLLM load, or its adapters as "
+    parser = argparse.ArgumentParser(prog="python -m grpo_spmd.export", description=about + "peft's.")
+    add, dtype = parser.add_argument, "of the weights (default: the dtype that the run computed in)"
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step_NNNNNN")
+    add("out", type=Path, metavar="OUT", help="a folder that does not exist yet")
+    add("--dtype", choices=list(DTYPE_BYTES), help=dtype)
     args = parser.parse_args()
     try:
         _check_is_checkpoint(args.checkpoint)

@@ -126,7 +126,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     preemption = Preemption(config.training.max_time_s)
     log_to_terminal(session)
     run_dir, num_steps = Path(config.run_dir), config.training.num_steps
-    facts = run_facts(flat_config(config), config.model, prompts, session, held_out)
+    facts = run_facts(flat_config(config), prompts, session, held_out)
     start = find_start(run_dir, config.checkpoint.resume, session, facts, num_steps, bool(config.eval.every_steps))
     if start.is_over:
         end_session()

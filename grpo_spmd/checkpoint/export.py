@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from grpo_spmd.checkpoint.manifest import CheckpointError, read_trainer, refuse_links
+from grpo_spmd.checkpoint.manifest import CheckpointError, read_trainer
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import sync_path, sync_to_disk
-from grpo_spmd.untrusted import read_json
+from grpo_spmd.untrusted import read_json, regular_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,10 +58,10 @@ class StoredTensor:
         return whole
 
 
-def stored_tensors(checkpoint: Path, num_ranks: int, prefix: str = "policy.") -> dict[str, StoredTensor]:
+def stored_tensors(checkpoint: Path, trainer: dict[str, Any], prefix: str = "policy.") -> dict[str, StoredTensor]:
     """The tensors in the shards of `checkpoint` whose names begin with `prefix`, by the rest of it. Reads no values.
-    `num_ranks`, over which the rows were dealt, tells whether the last rows of all are there. Raises CheckpointError: a
-    shard is missing or unreadable, or rows of a tensor are missing or doubled."""
+    `trainer`, its trainer.json, tells over how many ranks the rows were dealt. Raises CheckpointError: a shard is
+    missing or unreadable, or rows of a tensor are missing or doubled."""
     pieces: dict[str, list[_Piece]] = {}
     for path in sorted((checkpoint / "state").glob("shard_*.safetensors")):
         try:
@@ -78,6 +78,7 @@ def stored_tensors(checkpoint: Path, num_ranks: int, prefix: str = "policy.") ->
             raise CheckpointError(f"{path}: not a checkpoint's shard ({type(error).__name__}: {error})") from None
     if not pieces:
         raise CheckpointError(f"{checkpoint}: no shard in its state folder holds a tensor {prefix}*")
+    num_ranks = trainer["world_size"] // trainer["config"].get("model.num_replicas", 1)
     return {name.removeprefix(prefix): _joined(name, pieces[name], checkpoint, num_ranks) for name in sorted(pieces)}
 
 
@@ -101,16 +102,14 @@ def _joined(name: str, found: list[_Piece], checkpoint: Path, num_ranks: int) ->
 
 def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, max_file_bytes: int = _FILE_BYTES) -> None:
     """Write the weights of `checkpoint` to `out` in HF's format with config and tokenizer, or its adapters in peft's.
-
-    Needs no manifest; may run in any thread. `out` is complete or absent. Where it is `checkpoint` itself, which is
-    then still being made, all files are put into it or none. `dtype`: "float32", "bfloat16" or None, which is what the
-    engine of the run computed in; adapters are float32 always. No tensor is split, however few `max_file_bytes` are.
-    Raises ConfigError (`out` is taken, or `dtype` does not go with adapters), CheckpointError (damaged), and OSError or
-    SafetensorError where nothing can be written.
-    """
+    Needs no manifest; may run in any thread. `out` is complete or absent; where it is `checkpoint` itself, still being
+    made, all files are put into it or none. `dtype`: "float32", "bfloat16" or None, which is what the engine of the run
+    computed in; adapters are float32 always. No tensor is split, however few `max_file_bytes` are. Raises ConfigError
+    (`out` is taken, `dtype` does not go with adapters, or a file is a link), CheckpointError (damaged), and OSError or
+    SafetensorError where nothing can be written."""
     trainer = read_trainer(checkpoint, ("world_size", "config", "dtype"))
-    refuse_links(checkpoint)
-    tensors = stored_tensors(checkpoint, trainer["world_size"] // trainer["config"].get("model.num_replicas", 1))
+    regular_files(checkpoint)  # raises: a copied link would be another's file, a device or a fifo has no end
+    tensors = stored_tensors(checkpoint, trainer)
     is_lora = (checkpoint / "model" / "adapter_config.json").is_file()
     if is_lora and dtype not in (None, "float32"):
         raise ConfigError(f"--dtype {dtype}: {checkpoint} holds adapters, which are float32 always; leave it out")

@@ -1,12 +1,11 @@
-"""The format of a checkpoint's folder, and whether one is whole. Files and JSON alone: no torch, no pickle.
+"""The format of a checkpoint's folder, and whether one is whole: a file that was cut short, has a flipped bit, is
+missing or was added shows here. Files and JSON alone: no torch, no pickle.
 
     <run_dir>/checkpoints/step_000050/
         state/shard_00001.safetensors   the policy and the optimizer's moments, a file a rank (state.py)
         model/                          config, tokenizer and the like of model.path, or adapter_config.json; no weights
         trainer.json                    where the run was: step, place in the data, counts
         manifest.json                   size and SHA-256 of every other file
-
-A file that was cut short, has a flipped bit, is missing or was added shows here.
 """
 
 from __future__ import annotations
@@ -18,16 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.untrusted import (
-    MANIFEST_FILE,
-    TRAINER,
-    UntrustedError,
-    check_fields,
-    open_regular,
-    read_json,
-    regular_files,
-    whole,
-)  # fmt: skip
+from grpo_spmd import untrusted
+from grpo_spmd.untrusted import UntrustedError, check_fields, regular_files
 
 # Of trainer.json, what a run needs to go on.
 TO_GO_ON = ("step", "position", "num_updates", "skipped_in_a_row", "config", "world_size",
@@ -50,8 +41,9 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
         raise CheckpointError(f"{checkpoint}: manifest.json is damaged: it names no files")
     try:
+        rules = untrusted.MANIFEST_FILE
         for name, facts in files.items():
-            check_fields(facts, MANIFEST_FILE, f"{checkpoint}: manifest.json is damaged: {name}", MANIFEST_FILE)
+            check_fields(facts, rules, f"{checkpoint}: manifest.json is damaged: {name}", rules)
         present = regular_files(checkpoint) - {"manifest.json"}
     except UntrustedError as error:
         raise CheckpointError(str(error)) from None
@@ -65,20 +57,12 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
-def refuse_links(checkpoint: Path) -> None:
-    """Raises CheckpointError where a file is a link, a fifo or a device: copied, it would be another's, or endless."""
-    try:
-        regular_files(checkpoint)
-    except UntrustedError as error:
-        raise CheckpointError(str(error)) from None
-
-
 def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
     """trainer.json, every field of it checked; `needed` ones must be there. Raises CheckpointError."""
     trainer, where = _read_json(checkpoint, "trainer.json"), f"{checkpoint}: trainer.json is damaged"
     try:
-        check_fields(trainer, TRAINER, where, needed)
-        replicas = {"model.num_replicas": whole(1, trainer.get("world_size", 1))}
+        check_fields(trainer, untrusted.TRAINER, where, needed)
+        replicas = {"model.num_replicas": untrusted.whole(1, trainer.get("world_size", 1))}
         check_fields(trainer.get("config", {}), replicas, f"{where}: config")
     except UntrustedError as error:
         raise CheckpointError(str(error)) from None
@@ -90,7 +74,7 @@ def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[st
 
 def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
     try:
-        value = read_json(checkpoint / name)
+        value = untrusted.read_json(checkpoint / name)
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint}: {name} is missing") from None
     except OSError as error:
@@ -105,8 +89,10 @@ def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def verify_files(checkpoint: Path, files: dict[str, dict[str, Any]], share: int = 0, num_shares: int = 1) -> None:
-    """Compare size and SHA-256 of every `num_shares`-th file, from `share` on. Raises CheckpointError."""
+def verify_files(checkpoint: Path, share: int = 0, num_shares: int = 1) -> None:
+    """Compare the folder with its manifest: the names of all files, size and SHA-256 of every `num_shares`-th, from
+    `share` on. Raises CheckpointError."""
+    files = read_manifest(checkpoint)
     for name in sorted(files)[share::num_shares]:
         try:
             size = (checkpoint / name).lstat().st_size
@@ -123,7 +109,7 @@ def verify_files(checkpoint: Path, files: dict[str, dict[str, Any]], share: int 
 
 def verify_checkpoint(checkpoint: Path) -> None:
     """All of the above by one process. Raises CheckpointError."""
-    verify_files(checkpoint, read_manifest(checkpoint))
+    verify_files(checkpoint)
     read_trainer(checkpoint)
 
 
@@ -139,5 +125,5 @@ def write_manifest(folder: Path, known: dict[str, dict[str, Any]]) -> None:
 
 
 def _sha256(path: Path) -> str:
-    with open_regular(path) as file:
+    with untrusted.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -12,14 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from grpo_spmd.checkpoint.export import stored_tensors
-from grpo_spmd.checkpoint.manifest import (
-    TO_GO_ON,
-    CheckpointError,
-    NewerFormatError,
-    read_manifest,
-    read_trainer,
-    verify_files,
-)
+from grpo_spmd.checkpoint.manifest import TO_GO_ON, CheckpointError, NewerFormatError, read_trainer, verify_files
 from grpo_spmd.checkpoint.run_dir import Candidates, Start, check_same_run, find_candidates
 from grpo_spmd.checkpoint.state import MOMENTS, RunFacts, state_tensors, trained_parameters
 from grpo_spmd.config.errors import ConfigError
@@ -89,10 +82,10 @@ def _damage_of(folder: Path, session: Session) -> str | None:
     """Collective. What some rank found wrong with it. Raises ConfigError where it is of a later version."""
     text, is_newer = "", False
     try:
-        verify_files(folder, read_manifest(folder), session.rank, session.world_size)
+        verify_files(folder, session.rank, session.world_size)
         trainer = read_trainer(folder, TO_GO_ON)
         if session.is_rank0:  # what torch's reader would trust of the shards
-            stored_tensors(folder, trainer["world_size"] // trainer["config"].get("model.num_replicas", 1), prefix="")
+            stored_tensors(folder, trainer, prefix="")
     except CheckpointError as error:
         text, is_newer = str(error), isinstance(error, NewerFormatError)
     except OSError as unreadable:
@@ -107,22 +100,18 @@ def _damage_of(folder: Path, session: Session) -> str | None:
 
 
 @torch.no_grad()
-def load_state(policy: Policy, updater: PolicyUpdater | None, folder: Path, trainer: dict[str, Any]) -> None:
+def load_state(policy: Policy, updater: PolicyUpdater, folder: Path, trainer: dict[str, Any]) -> None:
     """Collective. Fill the policy's shards, and the optimizer's, from a verified checkpoint of any world size and mesh.
     Raises ConfigError where the tensors are not those of this model."""
     reader = dcp.HuggingFaceStorageReader(str(folder / "state"))
     metadata = reader.read_metadata().state_dict_metadata
     stored = {name: list(getattr(tensor, "size", [])) for name, tensor in metadata.items()}
-    parameters = trained_parameters(policy)
-    if updater is not None:
-        for name, parameter in parameters.items():
-            if f"exp_avg.{name}" in stored:
-                moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-                updater.optimizer.state[parameter] = {"step": torch.tensor(float(trainer["num_updates"])), **moments}
-        wanted = state_tensors(policy, updater)
-        updater.restore(trainer)
-    else:
-        wanted = {f"policy.{name}": parameter for name, parameter in parameters.items()}
+    for name, parameter in trained_parameters(policy).items():
+        if f"exp_avg.{name}" in stored:
+            moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+            updater.optimizer.state[parameter] = {"step": torch.tensor(float(trainer["num_updates"])), **moments}
+    wanted = state_tensors(policy, updater)
+    updater.restore(trainer)
     expected = {name: list(tensor.shape) for name, tensor in wanted.items()}
     for name in sorted(expected.keys() | {n for n in stored if n.startswith("policy.")}):
         if stored.get(name) != expected.get(name):

@@ -1,10 +1,8 @@
-"""Checkpoints: everything a run needs to go on exactly, copied out in a moment and written in the background.
-
-What is in one, and how it is told to be whole, is in manifest.py. The shards are in the safetensors format of torch's
+"""Checkpoints: everything a run needs to go on exactly, copied out in a moment and written in the background. What is
+in one, and how it is told to be whole, is in manifest.py. The shards are in the safetensors format of torch's
 distributed checkpoints, so that `torch.distributed.checkpoint` reads them into any world size and mesh. Each rank
 writes its own, not `dcp.save`, whose thread needs collectives of its own and a second copy of all bytes, and whose
-default format is unpickled. There are no random states: every draw is a function of (seed, step, position, sample).
-"""
+default format is unpickled. There are no random states: every draw is a function of (seed, step, position, sample)."""
 
 from __future__ import annotations
 
@@ -109,9 +107,7 @@ class Checkpoints:
         num_bytes = sum(t.to_local().nbytes for t in shards.values())
         if self._is_due(step, self._config.export_every_steps):
             num_bytes += sum(t.to_local().nbytes for name, t in shards.items() if name.startswith("policy."))
-        self._failure, self._longest_s = on_rank0(
-            lambda sizes: (self._prepare(folder, sum(sizes)), self._longest_s), num_bytes
-        )
+        self._failure, self._longest_s = on_rank0(lambda sizes: self._prepare(folder, sum(sizes)), num_bytes)
         if self._failure is not None:
             return
         rows = {name: first_row(t) for name, t in shards.items() if len(t.to_local())}  # a rank may have none
@@ -162,8 +158,8 @@ class Checkpoints:
             self._writer.join()
             self._writer = None
 
-    def _prepare(self, folder: Path, num_bytes: int) -> str | None:
-        """On rank 0: an empty folder to write into; returns why there is none."""
+    def _prepare(self, folder: Path, num_bytes: int) -> tuple[str | None, float]:
+        """On rank 0: an empty folder to write into. Why there is none, and the longest save so far."""
         temporary = temporary_path(folder)
         try:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -173,8 +169,8 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise OSError(f"it takes {num_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free")
         except OSError as error:
-            return _log_failure(folder, error)
-        return None
+            return _log_failure(folder, error), self._longest_s
+        return None, self._longest_s
 
     def _write(self, staged: _Staged) -> None:
         """One rank's thread. What went wrong goes to rank 0 through the store; nothing is raised."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.config.schema import ModelConfig
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.hf_files import checkpoint_folder
@@ -42,28 +41,24 @@ class RunFacts:
 
 
 def run_facts(
-    config: dict[str, Any],
-    model: ModelConfig,
-    prompts: Sequence[Prompt],
-    session: Session,
-    held_out: Mapping[str, Sequence[Prompt]] | None = None,
+    config: dict[str, Any], prompts: Sequence[Prompt], session: Session, held_out: Mapping[str, Sequence[Prompt]]
 ) -> RunFacts:
     """`config`: the whole one, flat; `held_out`: the sets of evaluation by name."""
-    fingerprints, contents = ("", ""), dict[str, str]()
+    fingerprints, contents, model_path = ("", ""), dict[str, str](), str(config["model.path"])
     if session.is_rank0:
         digest = hashlib.sha256()
         for prompt in prompts:
             digest.update(array("q", [len(prompt.token_ids), *prompt.token_ids]))
-        folder = checkpoint_folder(model.path)
+        folder = checkpoint_folder(model_path)
         fingerprints = _model_fingerprint(folder), digest.hexdigest()
-        contents = {f"data.eval.{name}": _rows_digest(rows, whole=True) for name, rows in (held_out or {}).items()}
+        contents = {f"data.eval.{name}": _rows_digest(rows, whole=True) for name, rows in held_out.items()}
         contents |= {"answers and other columns of data.train": _rows_digest(prompts, whole=False)}
         of_tokenizer = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config")
         files = {f"{path.name} of model.path": path for path in folder.iterdir() if of_tokenizer.match(path.name)}
         functions = {key: str(spec) for key, spec in config.items() if re.fullmatch(r"rewards\.\d+\.function", key)}
         files |= {f"{key} ({spec})": Path(spec.rpartition(":")[0]) for key, spec in functions.items()}
         contents |= {name: hashlib.sha256(p.read_bytes()).hexdigest() for name, p in files.items() if p.is_file()}
-    return RunFacts(*fingerprints, config, model.path, model.dtype, session.world_size, contents)
+    return RunFacts(*fingerprints, config, model_path, config["model.dtype"], session.world_size, contents)
 
 
 def _rows_digest(prompts: Sequence[Prompt], *, whole: bool) -> str:

@@ -22,7 +22,7 @@ from tests.support.models import write_config
 def checkpoints_of(config: Config, session: Session, policy: Policy, updater: PolicyUpdater) -> Checkpoints:
     """As a run over no prompts would have them."""
     run_dir, num_steps = Path(config.run_dir), config.training.num_steps
-    facts = run_facts(flat_config(config), config.model, [], session)
+    facts = run_facts(flat_config(config), [], session, {})
     return Checkpoints(run_dir, config.checkpoint, num_steps, session, policy, updater, facts)
 
 

@@ -185,13 +185,12 @@ def write_manifest_anew(folder: Path) -> None:
 def test_each_file_is_in_exactly_one_share(tmp_path: Path, num_shares: int) -> None:
     """The ranks verify a share each: a file that none of them reads would be a file whose damage nobody sees."""
     folder = make_checkpoint(tmp_path, 3)
-    facts = read_manifest(folder)
-    for name in facts:
+    for name in read_manifest(folder):
         said = []
         with damaged(folder, name, flip, 0):
             for share in range(num_shares):
                 try:
-                    verify_files(folder, facts, share, num_shares)
+                    verify_files(folder, share, num_shares)
                 except CheckpointError as error:
                     said.append(str(error))
         assert len(said) == 1

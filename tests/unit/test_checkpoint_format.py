@@ -74,7 +74,7 @@ def test_a_checkpoint_of_an_earlier_version_loads(
     state |= {f"exp_avg_sq.{name}": tensor.square() for name, tensor in weights.items()}
     write_by_hand(run, config, state)
 
-    facts = run_facts(flat_config(config), config.model, PROMPTS, session)
+    facts = run_facts(flat_config(config), PROMPTS, session, {})
     start = find_start(run, "auto", session, facts, 3, False)
     assert (start.step, start.position, start.goes_on, start.is_over) == (3, 21, True, True)
     assert not find_start(run, "auto", session, facts, 4, False).is_over
@@ -119,17 +119,17 @@ def test_a_checkpoint_of_an_earlier_version_loads(
     reward.write_text("1")
     tokenizer = (model / "tokenizer.json").read_bytes()
     (model / "tokenizer.json").write_bytes(tokenizer + b" ")
-    edited = run_facts(flat_config(config), config.model, PROMPTS, session)
+    edited = run_facts(flat_config(config), PROMPTS, session, {})
     assert "was written: tokenizer.json of model.path edited; ranks 2 -> 1" in said(edited)
     why = "(tokenizer.json of model.path edited; ranks 2 -> 1); restore it"
     assert why in str(refusal(replace(edited, data_fingerprint="")))
     (model / "tokenizer.json").write_bytes(tokenizer)
-    edited = run_facts(flat_config(config), config.model, data, session)
+    edited = run_facts(flat_config(config), data, session, {})
     assert "was written: answers and other columns of data.train edited" in said(replace(edited, world_size=2))
     spec = {"rewards.0.function": f"{reward}:f"}
-    first = run_facts(flat_config(config) | spec, config.model, PROMPTS, session, {"held": PROMPTS})
+    first = run_facts(flat_config(config) | spec, PROMPTS, session, {"held": PROMPTS})
     reward.write_text("2")
-    again = run_facts(flat_config(config) | spec, config.model, PROMPTS, session, {"held": data})
+    again = run_facts(flat_config(config) | spec, PROMPTS, session, {"held": data})
     names = {name for name in first.contents if first.contents[name] != again.contents[name]}
     assert names == {f"rewards.0.function ({reward}:f)", "data.eval.held"}
 

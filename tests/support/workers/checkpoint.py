@@ -1,5 +1,4 @@
-"""python -m tests.support.workers.checkpoint save|load|policy FOLDER CONFIG NUM_REPLICAS: two updates and a save, or a
-load.
+"""python -m tests.support.workers.checkpoint save|load FOLDER CONFIG NUM_REPLICAS: two updates and a save, or a load.
 
 Prints the digest of every full tensor of policy and optimizer, so that the test can compare what different numbers of
 ranks hold.
@@ -56,7 +55,7 @@ def main() -> None:
         if session.is_rank0:
             verify_checkpoint(folder)
     else:
-        load_state(policy, updater if what == "load" else None, folder, read_trainer(folder))
+        load_state(policy, updater, folder, read_trainer(folder))
         before = digests(policy, updater) | {"policy.*": weights_id(policy)}
     if session.is_rank0:
         print("lr", updater._schedule.get_last_lr(), [group["lr"] for group in updater.optimizer.param_groups])
