@@ -22,7 +22,7 @@ def train(config: Config, inputs: Inputs) -> bool:
         _finish(run)
     except Preempted as preempted:
         with run.phase("checkpoint"):
-            run.save_begun_step(preempted.reason)
+            run.save_begun_step(str(preempted))
     run.close()
     return True
 

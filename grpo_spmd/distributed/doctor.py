@@ -1,9 +1,7 @@
-"""The hang doctor: who failed first, or who sleeps while the others wait; then all ranks end within seconds.
-
-Twice a second a thread of each rank looks after its own phase, a neighbour's process and the run's store. The first
-rank that finds something raises the alarm; all answer where they are, it writes one report, and all leave with its exit
-code. No torch is imported before a session starts: a config error must not wait for it.
-"""
+"""The hang doctor: who failed first, or who sleeps while the others wait; then all ranks end within seconds. Twice a
+second a thread of each rank looks after its own phase, a neighbour's process and the run's store. The first rank that
+finds something raises the alarm; all answer where they are, it writes one report, and all leave with its exit code. No
+torch is imported before a session starts: a config error must not wait for it."""
 
 from __future__ import annotations
 
@@ -30,6 +28,7 @@ from grpo_spmd.distributed import ending, processes
 from grpo_spmd.distributed.doctor_report import Alarm, Answer, Fault, Place, Report, answer_from, fault_of, write_report
 from grpo_spmd.distributed.ending import leave
 from grpo_spmd.distributed.processes import RankProcess
+from grpo_spmd.files import hold_standard_streams
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -74,11 +73,6 @@ def enter_phase(name: str, step: int) -> None:
         _doctor.move(name, step)
 
 
-def leave_phase(name: str, step: int) -> None:
-    """What comes between phases hangs too: it has a limit of its own."""
-    enter_phase(f"after {name}", step)
-
-
 def count_collective() -> None:
     if _doctor is not None:
         _doctor.sequence += 1
@@ -93,9 +87,7 @@ def note_debugger(is_open: bool) -> None:
 @contextmanager
 def exit_with_outcome() -> Iterator[None]:
     """End this process with its block, code 0. A failure ends all ranks with one report: ConfigError 2, others 1."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # in place of a closed one (0<&-, 2>&-), whose number the next
-        pass  # file would get, and then what is printed
-    os.close(fd)
+    hold_standard_streams()
     try:
         yield
         leave(0)
@@ -239,11 +231,8 @@ class Doctor:
         """The other ranks of this host whose processes can be seen from here."""
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
         ranks = range(max(first, 0), min(first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")), self._world_size))
-        peers = {rank: self._process_of(rank) for rank in ranks if rank != self._rank}
+        peers = {rank: RankProcess(**self._read(f"process/{rank}")) for rank in ranks if rank != self._rank}
         return {rank: peer for rank, peer in peers.items() if peer.machine == self._process.machine}
-
-    def _process_of(self, rank: int) -> RankProcess:
-        return RankProcess(**self._read(f"process/{rank}"))
 
     def _in_debugger(self) -> bool:
         """Here; all other ranks are told, for they wait for this one."""
@@ -262,7 +251,7 @@ class Doctor:
         self._say(self._rank, self._answer())
         silent = self._examine_peers(seen)
         if alarm.by == self._rank:
-            hosts = [str(self._process_of(rank)) for rank in range(self._world_size)]
+            hosts = [str(RankProcess(**self._read(f"process/{rank}"))) for rank in range(self._world_size)]
             answers = [self._answer_of(rank, seen + _ANSWER_S) for rank in range(self._world_size)]
             report = write_report(alarm, answers, hosts)
             self._publish(report, alarm)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.errors import Rank0Error
-from grpo_spmd.distributed.processes import MAX_TEXT, innermost_frame, waits_for
+from grpo_spmd.distributed.processes import MAX_TEXT, waits_for
 
 _LOST_PEER = re.compile(r"onnection|gloo|NCCL|[Tt]imed out|Broken pipe|reset by peer")
 
@@ -76,8 +76,9 @@ def fault_of(error: BaseException, rank: int) -> Fault:
     text = "" if getattr(shown, "says_all", False) else "".join(traceback.format_exception(shown))
     text = text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n...\n{text[-MAX_TEXT // 2 :]}"
     # A lost peer: torch's own text, raised from within a collective.
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lost = isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
-    lost = lost and waits_for(innermost_frame(error.__traceback__)) == "collective"
+    lost = lost and waits_for(frames[-1] if frames else None) == "collective"
     follows = (isinstance(error, Rank0Error) and rank != 0) or lost
     first_line = str(shown).partition("\n")[0]
     return Fault("follows" if follows else "raise", f"{type(shown).__name__}: {first_line}", text)

@@ -1,9 +1,7 @@
-"""Preemption: a signal, or the end of the job's time, ends the run with everything saved.
-
-No step is begun that cannot finish. Only its update changes the policy, so a step stopped before it is given up: what
-is saved is the state that it began with, and its samples lie in the rollout buffer. After that it is finished. All
-ranks raise `Preempted` alike, at three places: a step's start, after each generation's scoring, before the update.
-"""
+"""Preemption: a signal, or the end of the job's time, ends the run with everything saved. No step is begun that cannot
+finish. Only its update changes the policy, so a step stopped before it is given up: what is saved is the state that it
+began with, and its samples lie in the rollout buffer. After that it is finished. All ranks raise `Preempted` alike, at
+three places: a step's start, after each generation's scoring, before the update."""
 
 from __future__ import annotations
 
@@ -38,11 +36,7 @@ _BEGIN, _GENERATED, _UPDATE = range(3)  # a step's start, its last generation's 
 
 
 class Preempted(Exception):
-    """The run has to stop, and the step under way is given up; raised on all ranks, with one `reason`."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """The run has to stop, for the reason it says, and the step under way is given up; raised on all ranks alike."""
 
 
 class Preemption:

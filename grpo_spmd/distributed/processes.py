@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Literal
 
 # Whoever is in one of these waits for other ranks.
@@ -71,12 +71,6 @@ def frames(frame: FrameType | None) -> Iterator[FrameType]:  # the innermost fir
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def innermost_frame(tb: TracebackType | None) -> FrameType | None:
-    while tb is not None and tb.tb_next is not None:
-        tb = tb.tb_next
-    return tb.tb_frame if tb is not None else None
 
 
 def waits_for(frame: FrameType | None) -> Literal["collective", "device", ""]:

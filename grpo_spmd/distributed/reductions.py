@@ -1,8 +1,6 @@
 """What ranks count for the metrics, and how the counts of several ranks come together: each kind merges with its like.
-
 Fields may be torch scalars until `on_host`: a float() a micro-batch would wait until the GPU has run dry. As JSON they
-come to rank 0 without losing a digit.
-"""
+come to rank 0 without losing a digit."""
 
 from __future__ import annotations
 

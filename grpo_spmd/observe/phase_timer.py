@@ -32,7 +32,7 @@ class PhaseTimer:
             if self._device.type == "cuda":
                 torch.cuda.synchronize()  # kernels run on: without this their time would be counted in a later phase
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-        doctor.leave_phase(name, self._step)
+        doctor.enter_phase(f"after {name}", self._step)  # what comes between phases hangs too, and has its own limit
 
     def metrics(self) -> dict[str, float]:
         """`time/...` and `memory/...` of this rank, of this step so far."""

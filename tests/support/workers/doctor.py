@@ -117,13 +117,13 @@ class Loop:
             self.misbehave(phase)
         elif self.order["do"] == "work" and phase == self.order["phase"]:  # as a generation: no collective ends it
             self.misbehave(phase)
-            doctor.leave_phase(phase, self.step)
+            doctor.enter_phase(f"after {phase}", self.step)
             return
         else:
             self.misbehave(phase)
             exchange_bytes([b"x"] * self.session.world_size)
         barrier()
-        doctor.leave_phase(phase, self.step)
+        doctor.enter_phase(f"after {phase}", self.step)
 
 
 @record

@@ -87,7 +87,7 @@ class Engine:
                 made += on_rank0(lambda parts: [item for part in parts for item in part], self.told(groups))
                 start += num_prompts
         except Preempted as preempted:
-            reason = preempted.reason
+            reason = str(preempted)
         sent = on_rank0(list, self.num_sent)
         return {
             "made": made,

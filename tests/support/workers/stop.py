@@ -35,8 +35,8 @@ def main() -> None:
             preemption.check_before_update()
             time.sleep(step_s / 2)
     except Preempted as preempted:
-        log.info("stops: %s", preempted.reason)
-        leave_marker(config.run_dir, step, preempted.reason)
+        log.info("stops: %s", preempted)
+        leave_marker(config.run_dir, step, str(preempted))
     end_session()
 
 
