@@ -31,8 +31,7 @@ class LineFile:
         self._flush()
 
     def close(self) -> None:
-        if self._waiting:
-            self._flush()
+        self._flush()
         if self._waiting:
             _log.error("%s lacks its last %d lines", self._path, len(self._waiting))
         self._file.close()

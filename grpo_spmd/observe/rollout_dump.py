@@ -48,32 +48,35 @@ class RolloutDump:
 
     def _write(self, step: int, sampled: SampledStep, decision: Decision | None) -> None:
         """In the order of the prompt stream; groups that dynamic sampling dropped are there too."""
-        lines: dict[int, str] = {}
-        slots = {position: slot for slot, position in enumerate(decision.positions if decision else [])}
-        scored = sampled.scored
-        own = ((group, n, completion) for group in sampled.groups for n, completion in enumerate(group.completions))
-        for number, (group, sample, completion) in enumerate(own):
-            prompt, size = group.prompt, len(group.completions)
-            rollout_id = slots[prompt.position] * size + sample if prompt.position in slots else None
-            record = RolloutRecord(
-                rollout_id=rollout_id,
-                row=prompt.row,
-                position=prompt.position,
-                sample=sample,
-                prompt=prompt.text,
-                completion=scored.texts[number],
-                reward=scored.rewards[number],
-                rewards=scored.finite_by_name(number),
-                statuses={name: statuses[number] for name, statuses in scored.statuses.items()},
-                advantage=None if decision is None or rollout_id is None else decision.advantages[rollout_id],
-                finish_reason=completion.finish_reason,
-                prompt_ids=prompt.token_ids,
-                completion_ids=completion.token_ids,
-                rollout_logprobs=[x if math.isfinite(x) else None for x in completion.logprobs],
-                extra=scored.notes.get(number, {}).get("extra", {}),
-            )
-            lines[prompt.position * size + sample] = to_line(record)
+        size = len(sampled.groups[0].completions) if sampled.groups else 0
+        lines = {record.position * size + record.sample: to_line(record) for record in records_of(sampled, decision)}
         write_lines_in_order(rollouts_file(self._run_dir, step), lines)
+
+
+def records_of(sampled: SampledStep, decision: Decision | None) -> Iterator[RolloutRecord]:
+    """This rank's rollouts of a step, in the order in which they were sampled."""
+    scored, slots = sampled.scored, {p: slot for slot, p in enumerate(decision.positions if decision else [])}
+    own = ((group, n, completion) for group in sampled.groups for n, completion in enumerate(group.completions))
+    for number, (group, sample, completion) in enumerate(own):
+        prompt, slot = group.prompt, slots.get(group.prompt.position)
+        rollout_id = None if slot is None else slot * len(group.completions) + sample
+        yield RolloutRecord(
+            rollout_id=rollout_id,
+            row=prompt.row,
+            position=prompt.position,
+            sample=sample,
+            prompt=prompt.text,
+            completion=scored.texts[number],
+            reward=scored.rewards[number],
+            rewards=scored.finite_by_name(number),
+            statuses={name: statuses[number] for name, statuses in scored.statuses.items()},
+            advantage=None if decision is None or rollout_id is None else decision.advantages[rollout_id],
+            finish_reason=completion.finish_reason,
+            prompt_ids=prompt.token_ids,
+            completion_ids=completion.token_ids,
+            rollout_logprobs=[x if math.isfinite(x) else None for x in completion.logprobs],
+            extra=scored.notes.get(number, {}).get("extra", {}),
+        )
 
 
 def write_lines_in_order(path: Path, lines: dict[int, str]) -> None:

@@ -18,10 +18,8 @@ from grpo_spmd.rewards.protocol import RewardError
 
 
 def main() -> None:
-    about = (
-        "Run reward -> advantage -> loss of a dumped step again, on the CPU, without vLLM, and compare with what was "
-    )
-    about += "recorded. breakpoint() works in a reward, in the advantages and in the loss."
+    about = "Run reward -> advantage -> loss of a dumped step again, on the CPU, without vLLM, and compare with what "
+    about += "was recorded. breakpoint() works in a reward, in the advantages and in the loss."
     parser = argparse.ArgumentParser(prog="python -m grpo_spmd.replay", description=about)
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder, or a copy of it")

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,9 @@ class RecordedStep:
 @dataclass(frozen=True)
 class ReplayedRollout:
     recorded: RolloutRecord
-    reward: float | None
-    rewards: dict[str, float | None]
-    statuses: dict[str, str]
-    advantage: float | None  # None: it is in no group that is trained on
+    replayed: RolloutRecord
     in_loss: bool
-    logprobs: list[float] | None  # of the policy, where it was there
+    logprobs: list[float] | None  # of the policy, where it was there and trained on the rollout
 
     @property
     def name(self) -> str:
@@ -53,7 +50,7 @@ class ReplayedRollout:
 class Replay:
     notes: list[str]
     metrics: dict[str, tuple[float | None, float | None]]  # recorded, replayed
-    rollouts: list[ReplayedRollout] = field(default_factory=list)
+    rollouts: list[ReplayedRollout]
 
 
 def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> RecordedStep:

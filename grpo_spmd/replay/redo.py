@@ -1,8 +1,6 @@
-"""Reward -> advantage -> loss of a recorded step again, on the CPU, in one process, without vLLM.
-
-It is the trainer's own code over the dumped rollouts, so breakpoint() works in a reward (called in the reward pool,
-with its deadlines, as in training), in the advantages and in the loss. Overrides ask what another config would do.
-"""
+"""Reward -> advantage -> loss of a recorded step again, on the CPU, in one process, without vLLM: the trainer's own
+code over the dumped rollouts, so that breakpoint() works in a reward (called in the reward pool, with its deadlines, as
+in training), in the advantages and in the loss. Overrides ask what another config would do."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.distributed import doctor
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.records import Completion, Decision, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.replay.read import RecordedStep, Replay, ReplayedRollout
@@ -33,8 +30,8 @@ def replay(recorded: RecordedStep, checkpoint: Path | None = None) -> Replay:
     CheckpointError for what is missing or damaged, RewardError where the user left the debugger."""
     with tempfile.NamedTemporaryFile(prefix="rewards_", suffix=".log", delete=False) as log:
         log_file = Path(log.name)
-    config, columns, on_debugger = recorded.config, recorded.all_columns, doctor.note_debugger
-    with RewardPool(config.rewards, config.reward_pool, log_file, columns=columns, on_debugger=on_debugger) as pool:
+    config, columns = recorded.config, recorded.all_columns
+    with RewardPool(config.rewards, config.reward_pool, log_file, columns=columns) as pool:
         # From here on, before torch looks: a reward may have a model on the GPU, the replay has none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         from grpo_spmd.distributed.session import end_session, start_session
@@ -115,29 +112,21 @@ def _recorded_scores(groups: Sequence[RolloutGroup], recorded: RecordedStep) -> 
             raise ConfigError(f"rewards: {names}; without the data set no other reward can be called: set data.train")
         unusable = {name for name, status in record.statuses.items() if status not in ("ok", "not_applicable")}
         values = {name: math.nan if name in unusable else value for name, value in record.rewards.items()}
-        for name, value in values.items():
-            scored.by_name.setdefault(name, []).append(value)
-            scored.statuses.setdefault(name, []).append(record.statuses[name])
-        scored.rewards.append(weighted_sum([(weights[name], value) for name, value in values.items()]))
-        scored.texts.append(record.completion)
+        reward = weighted_sum([(weights[name], value) for name, value in values.items()])
+        by_name, statuses = {n: [value] for n, value in values.items()}, {n: [record.statuses[n]] for n in values}
+        scored.extend(ScoredRollouts([reward], by_name, statuses, texts=[record.completion]))
     return scored
 
 
 def _rollouts(
     recorded: RecordedStep, sampled: SampledStep, decision: Decision | None, logprobs: dict[int, list[float]]
 ) -> list[ReplayedRollout]:
-    slots = {position: slot for slot, position in enumerate(decision.positions if decision else [])}
-    size, scored = recorded.config.rollout.group_size, sampled.scored
+    from grpo_spmd.observe.rollout_dump import records_of
+
+    was = {(record.position, record.sample): record for group in recorded.rollouts for record in group}
     found = []
-    for number, reward in enumerate(scored.rewards):
-        group, sample = sampled.groups[number // size], number % size
-        slot = slots.get(group.prompt.position)
-        trained: tuple[float | None, bool, list[float] | None] = None, False, None
-        if decision is not None and slot is not None:
-            index = slot * size + sample
-            trained = decision.advantages[index], decision.in_loss[index], logprobs.get(index)
-        rewards = scored.finite_by_name(number)
-        statuses = {name: statuses[number] for name, statuses in scored.statuses.items()}
-        record = recorded.rollouts[group.slot][sample]
-        found.append(ReplayedRollout(record, reward, rewards, statuses, *trained))
+    for record in records_of(sampled, decision):
+        number = -1 if record.rollout_id is None else record.rollout_id
+        in_loss = decision is not None and number >= 0 and decision.in_loss[number]
+        found.append(ReplayedRollout(was[record.position, record.sample], record, in_loss, logprobs.get(number)))
     return found

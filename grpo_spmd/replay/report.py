@@ -19,7 +19,8 @@ def report(recorded: RecordedStep, found: Replay, top: int) -> list[str]:
         shown = [(name, a, b) for name, (a, b) in sorted(found.metrics.items()) if a or b]  # most shares are 0
         lines += [f"{name:34}{_number(a):>14}{_number(b):>14}{_difference(a, b):>14}" for name, a, b in shown]
     lines += ["", *_differences(rollouts, top)]
-    weights = [(abs(r.advantage or 0.0) * len(r.recorded.logprobs) if r.in_loss else 0.0, r) for r in rollouts]
+    trained = [r for r in rollouts if r.in_loss]
+    weights = [(abs(r.replayed.advantage or 0.0) * len(r.recorded.logprobs), r) for r in trained]
     lines += _listed("most weight in the loss, |advantage| x tokens", weights, top)
     finite = [r for r in rollouts if _is_finite(r)]
     whose = "policy" if any(r.logprobs is not None for r in rollouts) else "engine"
@@ -34,30 +35,28 @@ def report(recorded: RecordedStep, found: Replay, top: int) -> list[str]:
 
 def _differences(rollouts: Sequence[ReplayedRollout], top: int) -> list[str]:
     changed = []
-    counts = {"reward": 0, "statuses": 0, "advantage": 0}
-    names = dict.fromkeys(name for r in rollouts for name in (*r.recorded.rewards, *r.rewards))
-    counts |= {f"reward {name}": 0 for name in names if len(names) > 1}
+    names = dict.fromkeys(name for r in rollouts for name in (*r.recorded.rewards, *r.replayed.rewards))
+    counts = {"reward": 0, "statuses": 0, "advantage": 0} | {f"reward {n}": 0 for n in names if len(names) > 1}
     for rollout in rollouts:
-        was, moved = rollout.recorded, []
-        if _differ(was.reward, rollout.reward):
+        was, now, moved = rollout.recorded, rollout.replayed, []
+        if _differ(was.reward, now.reward):
             counts["reward"] += 1
-            moved.append(f"reward {_number(was.reward)} -> {_number(rollout.reward)}")
+            moved.append(f"reward {_number(was.reward)} -> {_number(now.reward)}")
         for name in names:
-            before, after = was.rewards.get(name), rollout.rewards.get(name)
+            before, after = was.rewards.get(name), now.rewards.get(name)
             if len(names) > 1 and _differ(before, after):
                 counts[f"reward {name}"] += 1
                 moved.append(f"{name} {_number(before)} -> {_number(after)}")
-            if was.statuses.get(name) != rollout.statuses.get(name):
+            if was.statuses.get(name) != now.statuses.get(name):
                 counts["statuses"] += 1
-                moved.append(f"{name} {was.statuses.get(name, '-')} -> {rollout.statuses.get(name, '-')}")
-        if _differ(was.advantage, rollout.advantage):
+                moved.append(f"{name} {was.statuses.get(name, '-')} -> {now.statuses.get(name, '-')}")
+        if _differ(was.advantage, now.advantage):
             counts["advantage"] += 1
-            moved.append(f"advantage {_number(was.advantage)} -> {_number(rollout.advantage)}")
+            moved.append(f"advantage {_number(was.advantage)} -> {_number(now.advantage)}")
         if moved:
-            by_advantage = abs((was.advantage or 0.0) - (rollout.advantage or 0.0))
-            by_reward = abs((was.reward or 0.0) - (rollout.reward or 0.0))
-            text = f"  {rollout.name:>9}  {'; '.join(moved)}  {_short(was.completion)}"
-            changed.append(((by_advantage, by_reward), text))
+            pairs = (was.advantage, now.advantage), (was.reward, now.reward)
+            distances = [abs((before or 0.0) - (after or 0.0)) for before, after in pairs]
+            changed.append((distances, f"  {rollout.name:>9}  {'; '.join(moved)}  {_short(was.completion)}"))
     lines = [f"of {len(rollouts)} rollouts differ: " + ", ".join(f"{what} {n}" for what, n in counts.items())]
     if changed:
         lines.append("largest differences (position/sample):")
@@ -68,8 +67,9 @@ def _differences(rollouts: Sequence[ReplayedRollout], top: int) -> list[str]:
 def _listed(title: str, scored: Sequence[tuple[float, ReplayedRollout]], top: int) -> list[str]:
     shown = sorted((pair for pair in scored if pair[0] > 0), key=lambda pair: pair[0], reverse=True)[:top]
     return ["", f"{title}:"] * bool(shown) + [
-        f"  {r.name:>9} {_number(value):>10}  reward {_number(r.reward)}  advantage {_number(r.advantage)}  "
-        f"{len(r.recorded.logprobs)} tokens  {r.recorded.finish_reason}  {_short(r.recorded.completion)}"
+        f"  {r.name:>9} {_number(value):>10}  reward {_number(r.replayed.reward)}  "
+        f"advantage {_number(r.replayed.advantage)}  {len(r.recorded.logprobs)} tokens  "
+        f"{r.recorded.finish_reason}  {_short(r.recorded.completion)}"
         for value, r in shown
     ]
 

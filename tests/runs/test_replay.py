@@ -70,10 +70,10 @@ def test_a_step_is_what_it_was(run: Path, step: int) -> None:
         assert abs(recorded - again) <= 1e-6 * max(1.0, abs(recorded)), (name, recorded, again)
     assert len(found.rollouts) == len(dumped(run, step))
     for rollout in found.rollouts:
-        was = rollout.recorded
-        assert (rollout.reward, rollout.rewards, rollout.statuses) == (was.reward, was.rewards, was.statuses)
-        assert rollout.advantage == was.advantage
-        if rollout.advantage is not None:
+        was, now = rollout.recorded, rollout.replayed
+        assert (now.reward, now.rewards, now.statuses) == (was.reward, was.rewards, was.statuses)
+        assert now.advantage == was.advantage
+        if now.advantage is not None:
             assert rollout.logprobs == pytest.approx(was.rollout_logprobs, abs=1e-5)
     assert "differ: reward 0, statuses 0, advantage 0, reward format 0, reward odd 0" in text
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before  # nothing was written
@@ -114,11 +114,11 @@ def test_a_changed_reward_shows(run: Path, tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(ODD_REWARD.replace("% 2)", f"% 2) + 10.0 * (text == {praised!r})"))
     found, text = replayed(run, 2, f"rewards.1.function={tmp_path}/other.py:odd")
     for rollout in found.rollouts:
-        was = rollout.recorded.rewards
+        was, now = rollout.recorded.rewards, rollout.replayed
         if was["odd"] is not None:
-            assert rollout.rewards["odd"] == was["odd"] + 10.0 * (rollout.recorded.completion == praised)
-            assert rollout.reward == (was["format"] or 0.0) + 0.5 * (rollout.rewards["odd"] or 0.0)
-    changed = [r for r in found.rollouts if r.rewards != r.recorded.rewards]
+            assert now.rewards["odd"] == was["odd"] + 10.0 * (rollout.recorded.completion == praised)
+            assert now.reward == (was["format"] or 0.0) + 0.5 * (now.rewards["odd"] or 0.0)
+    changed = [r for r in found.rollouts if r.replayed.rewards != r.recorded.rewards]
     assert changed
     assert f"reward odd {len(changed)}" in text
     assert f"  {changed[0].name:>9}  reward" in text
@@ -135,14 +135,14 @@ def test_overrides_try_another_weight_and_another_clip_range(run: Path) -> None:
     for rollout in found.rollouts:
         groups.setdefault(rollout.recorded.position, []).append(rollout)
     for rollouts in groups.values():  # GRPO by hand
-        known = [r for r in rollouts if r.statuses["odd"] != "error"]
+        known = [r for r in rollouts if r.replayed.statuses["odd"] != "error"]
         late = [max(0, len(r.recorded.completion_ids) - 8) / 4 * 0.25 for r in known]
         rewards = [r.recorded.rewards["format"] - penalty for r, penalty in zip(known, late, strict=True)]
         mean = sum(rewards) / max(len(rewards), 1)
         std = math.sqrt(sum((x - mean) ** 2 for x in rewards) / max(len(rewards) - 1, 1))
         for rollout, reward in zip(known, rewards, strict=True):
-            if rollout.advantage is not None:
-                assert rollout.advantage == pytest.approx((reward - mean) / std if std > 1e-6 else 0.0, abs=1e-5)
+            if (advantage := rollout.replayed.advantage) is not None:
+                assert advantage == pytest.approx((reward - mean) / std if std > 1e-6 else 0.0, abs=1e-5)
 
 
 def test_without_the_policy_the_engines_logprobs_stand_in(run: Path, tmp_path: Path) -> None:
@@ -157,7 +157,8 @@ def test_without_the_policy_the_engines_logprobs_stand_in(run: Path, tmp_path: P
         "rewards are those that the run recorded, since the data set cannot be had as it was: data.train: cannot read "
         "/nowhere" in text
     )
-    assert [(r.reward, r.rewards, r.statuses, r.advantage) for r in found.rollouts] == [
+    replayed_records = [r.replayed for r in found.rollouts]
+    assert [(r.reward, r.rewards, r.statuses, r.advantage) for r in replayed_records] == [
         (r["reward"], r["rewards"], r["statuses"], r["advantage"]) for r in dumped(run, 2)
     ]
     assert not [name for name in found.metrics if name.startswith(("optim/", "weight_sync/", "loss/entropy"))]

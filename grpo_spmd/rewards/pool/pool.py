@@ -1,9 +1,7 @@
 """Scoring in worker processes: a deadline for each call, a hard kill, and exact counts of what went wrong.
-
 The rank starts one small nursery process by exec; the nursery imports the rewards once and forks workers (worker.py).
 This side sends calls to whichever worker is free and watches the clock. protocol.py says what becomes of failures.
-With W workers and h completions that hang, scoring takes about (h + number of groups they are in) / W + 1 deadlines.
-"""
+With W workers and h completions that hang, scoring takes about (h + number of groups they are in) / W + 1 deadlines."""
 
 from __future__ import annotations
 
@@ -20,14 +18,15 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
+from grpo_spmd.distributed import doctor
 from grpo_spmd.files import hold_standard_streams
 from grpo_spmd.records import RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.worker import decode_frame, encode_frame
@@ -71,27 +70,18 @@ def allow_workers(num_workers: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-class RewardPool:
+class RewardPool(AbstractContextManager["RewardPool"]):
     """Scores rollouts in `pool.num_workers` processes, which `close()` ends. For the thread that made it alone."""
 
     def __init__(
-        self,
-        rewards: Sequence[RewardConfig],
-        pool: RewardPoolConfig,
-        log_file: Path,
-        *,
-        columns: Collection[str] = (),
-        on_debugger: Callable[[bool], None] = lambda is_open: None,
+        self, rewards: Sequence[RewardConfig], pool: RewardPoolConfig, log_file: Path, *, columns: Collection[str] = ()
     ) -> None:
         """Start the nursery; it imports the rewards, which `load_rewards` has checked, while the caller goes on.
-
         `log_file` gets what reward functions print; it and its folder are made when something is first scored.
-        `columns` are all that the data sets have: a row that lacks one passes None for it. `on_debugger` is told True
-        when somebody begins to look into a worker with a debugger, and False at the end.
-        """
+        `columns` are all that the data sets have: a row that lacks one passes None for it."""
         hold_standard_streams()
         allow_workers(pool.num_workers)
-        self._pool, self._log_file, self._columns, self._on_debugger = pool, log_file, tuple(columns), on_debugger
+        self._pool, self._log_file, self._columns = pool, log_file, tuple(columns)
         self._log: int | None = None
         self._rewards: list[RewardFacts] = []  # once the nursery has imported them
         self._state = TrainerState()
@@ -106,13 +96,9 @@ class RewardPool:
             command = [sys.executable, "-m", "grpo_spmd.rewards.pool.worker", str(fd), str(os.getpid())]
             # In a process group of its own: Ctrl-C is for the rank, and the nursery ends when the rank has gone.
             self._process = subprocess.Popen(command, pass_fds=[fd], stderr=self._nursery_says, process_group=0)
-        own = {"timeout_s": pool.timeout_s, "rewards": [asdict(reward) for reward in rewards]}
-        setup = {"sys_path": sys.path, **own}
+        setup = {"sys_path": sys.path, "timeout_s": pool.timeout_s, "rewards": [asdict(reward) for reward in rewards]}
         self._nursery.send(json.dumps(setup).encode())
         self._selector.register(self._nursery, selectors.EVENT_READ)
-
-    def __enter__(self) -> RewardPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -140,12 +126,10 @@ class RewardPool:
     def score(
         self, groups: Sequence[RolloutGroup], tokenizer: Any, *, num_step_completions: int | None = None
     ) -> ScoredRollouts:
-        """Score every completion of `groups`, this rank's share of the step, perhaps none.
-
-        A function may hang in every call: with `num_step_completions`, over all ranks, RewardError is raised as soon as
-        the timeouts on this rank alone are `max_error_frac` of them. It is also raised where the rewards cannot be
-        imported in the nursery, the nursery was killed, or the user left the debugger.
-        """
+        """Score every completion of `groups`, this rank's share of the step, perhaps none. Raises RewardError where the
+        rewards cannot be imported in the nursery, the nursery was killed, or the user left the debugger; and, since a
+        function may hang in every call, as soon as the timeouts on this rank alone are `max_error_frac` of
+        `num_step_completions`, those over all ranks."""
         token_ids = [completion.token_ids for group in groups for completion in group.completions]
         texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True) if token_ids else []
         scored = ScoredRollouts(texts=texts)
@@ -287,7 +271,7 @@ class RewardPool:
         worker.call, worker.deadline, worker.wants_terminal = None, math.inf, False
         if worker is self._debugged:
             self._debugged = None
-            self._on_debugger(False)
+            doctor.note_debugger(is_open=False)
             _give_terminal_to(os.getpgrp())
             self._lend_terminal()
 
@@ -296,7 +280,7 @@ class RewardPool:
         waiting = [worker for worker in self._workers.values() if worker.wants_terminal]
         if self._debugged is None and waiting:
             self._debugged, waiting[0].wants_terminal = waiting[0], False
-            self._on_debugger(True)
+            doctor.note_debugger(is_open=True)
             _give_terminal_to(waiting[0].pid)
             waiting[0].sock.sendall(encode_frame({"go": True}))
 

@@ -90,11 +90,8 @@ def decode_frame(buffer: bytearray) -> dict[str, Any] | None:
 
 def call_reward(reward: Reward, keywords: dict[str, Any], state: dict[str, Any] | None = None) -> dict[str, Any]:
     """{"values": one a completion: a finite number, None (does not apply), or a string that says why it is unusable},
-    and what the function logged (trl.CallLog.reply).
-
-    Or {"failed": what the function did, with the traceback}, {"broken": what is wrong whatever the completions are}, or
-    {"quit": True} where the user left the debugger.
-    """
+    with what the function logged (trl.CallLog.reply); or {"failed": what the function did, with the traceback},
+    {"broken": what is wrong whatever the completions are}, {"quit": True} where the user left the debugger."""
     expected, log = len(keywords["prompts"]), CallLog(len(keywords["prompts"]))
     try:
         values = reward.function(**keywords | values_of(reward.takes, TrainerState(**state or {}), log))
@@ -207,15 +204,13 @@ class _Nursery:
         # The terminal, for the debugger. All else that is printed here goes to the pool's file, our stderr.
         self._terminal = os.dup(0), os.dup(1)
         os.dup2(2, 1)
-        devnull = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(devnull, 0)
-        os.close(devnull)
+        with open(os.devnull) as devnull:
+            os.dup2(devnull.fileno(), 0)
 
     def run(self) -> None:
         try:
-            self._serve()
-        except ConnectionError:  # the rank died with messages of ours unread
-            pass
+            with suppress(ConnectionError):  # the rank died with messages of ours unread
+                self._serve()
         except BaseException:
             traceback.print_exc()
             self._end(code=1)

@@ -71,9 +71,7 @@ class Refused(Exception):
 
 def put_up_walls(readable: Sequence[str], scratch: str, *, memory_bytes: int, cpu_s: int) -> list[str]:
     """Shut this process in for good; returns the walls by name. Refused where the files or the network stay open.
-
-    `readable`: absolute paths, with all below. `scratch`: an empty folder for the new root, then the working directory.
-    """
+    `readable`: absolute paths, with all below; `scratch`: an empty folder for the new root, then the working folder."""
     _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     abi = max(_syscall(_LANDLOCK_CREATE, None, 0, 1), 0)
     has_own_root = _enter_namespaces(readable, scratch)

@@ -32,7 +32,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -186,7 +186,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-class _Jail:
+class _Jail(AbstractContextManager["_Jail"]):
     """One limited process over one piece of code, killed at the end of the block at the latest."""
 
     def __init__(self, code: str, mode: str, limits: Limits, stdin: str) -> None:
@@ -221,9 +221,6 @@ class _Jail:
             self.__exit__()
             raise
 
-    def __enter__(self) -> _Jail:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._tell_time(time.monotonic() - self._began)
         try:
@@ -231,9 +228,8 @@ class _Jail:
         except (ProcessLookupError, PermissionError):  # it has ended, or died with its leader
             self._process.kill()
         self._process.wait()
-        self._connection.close()
-        self._stdin.close()
-        self._stdout.close()
+        for file in (self._connection, self._stdin, self._stdout):
+            file.close()
         _remove(self._scratch)
         os.close(self._lock)
 
