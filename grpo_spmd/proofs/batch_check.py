@@ -148,7 +148,7 @@ def _less_kl(batch: RolloutBatch, decision: Decision, loss: LossConfig) -> list[
 
 
 def _named_rollouts(row: MicroBatch) -> list[tuple[int, int]]:
-    """The rollouts of a micro-batch, each with a name for its numbers."""
+    """The rollouts of a micro-batch, each with a name for its numbers; -1: some token is scored at another place."""
     columns = row.rollout_logprobs, row.advantages, row.loss_mask
     ids, index, predict, targets, positions, logprobs, advantages, mask = (
         x.cpu().numpy()
@@ -156,13 +156,16 @@ def _named_rollouts(row: MicroBatch) -> list[tuple[int, int]]:
     )
     starts, order, found = np.flatnonzero(positions == 0), np.argsort(index, kind="stable"), []
     bounds = np.searchsorted(index[order], np.arange(len(row.rollout_ids) + 1))
+    following = np.append(ids[1:], -1)
     for place, i in enumerate(row.rollout_ids):
         own = order[bounds[place] : bounds[place + 1]]
+        if not len(own) or not np.array_equal(targets[own], following[predict[own]]):
+            found.append((i, -1))
+            continue
         first = predict[own[0]]
         start = starts[np.searchsorted(starts, first, "right") - 1]
-        sequence = np.concatenate([ids[start : first + 1], [-1], targets[own]])
-        assert sequence[-1] == ids[predict[own[-1]] + 1], "a token is scored in another place"
-        found.append((i, _name(sequence, logprobs[own], advantages[own], mask[own])))
+        tokens = np.concatenate([ids[start : first + 1], [-1], targets[own]])
+        found.append((i, _name(tokens, logprobs[own], advantages[own], mask[own])))
     return found
 
 

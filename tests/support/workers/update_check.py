@@ -232,6 +232,13 @@ def faults(trials: Trials) -> int:
         return [dataclasses.replace(r, advantages=s.advantages) for r, s in zip(rollouts, rollouts[::-1], strict=True)]
 
     sees("with other tokens, logprobs or advantages", within=patch.object(assemble, "decode_rollouts", mixed))
+
+    def shifted(batch: Any) -> Any:
+        for row in batch.micro_batches:
+            row.predict_index = row.predict_index.roll(1)
+        return batch
+
+    sees("with other tokens, logprobs or advantages", change_batch=shifted)
     sees("the reference is not a model of its own", reference=trials.policy)
     moved = build_reference(trials.policy, config.model, config.rollout.temperature, 1.0, trials.session)
     assert isinstance(moved, Policy)
