@@ -20,6 +20,7 @@ from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.proofs.gradient_check import Found
 from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
 
+_LEAST_CHANCE = -40.0  # nats, that samples which do not know of each other are alike
 _ALIKE = 1e-6  # rewards of a group that differ by less have no spread
 
 
@@ -106,8 +107,15 @@ class BatchCheck:
         return [0.0 if math.isnan(r) or not usable else (r - center) / divisor for r in group]
 
     def _check_completions(self, found: Found, sampled: SampledStep) -> None:
-        """A completion ends at its first stop token, or at the longest length."""
+        """A completion ends at its first stop token, or at the longest length; a group's were drawn one by one."""
         longest = self._rollout.max_completion_tokens
+        for group in sampled.groups:
+            copies = Counter(tuple(completion.token_ids) for completion in group.completions)
+            for ids, logprobs in {tuple(c.token_ids): c.logprobs for c in group.completions}.items():
+                others, more = len(group.completions) - 1, copies[ids] - 1
+                chance = math.log(math.comb(others, more)) + more * math.fsum(logprobs)
+                if chance < _LEAST_CHANCE:
+                    found.wrong.append(f"{more + 1} completions of a group are one: a chance of e{chance:.0f}")
         for completion in (c for group in sampled.groups for c in group.completions):
             *before, last = completion.token_ids or [-1]
             is_stopped = completion.finish_reason == "stop"

@@ -58,7 +58,7 @@ OPERATIONS = {
 }
 EXAMPLES = {"small": 150, "demo": 180}
 # What the trials of the first month brought: families of models, running proofs, TRL's rewards, hostile folders.
-ARMOUR = {"proofs": 1215, "model/families": 700, "rewards/trl.py": 200, "untrusted": 220, "distributed/ending.py": 100}
+ARMOUR = {"proofs": 1225, "model/families": 700, "rewards/trl.py": 200, "untrusted": 220, "distributed/ending.py": 100}
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6100
 MOST_ROOMS = 25
 FILE_LINES, FUNCTION_LINES, COLUMNS = 450, 70, 120

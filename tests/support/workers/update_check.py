@@ -277,6 +277,12 @@ def faults(trials: Trials) -> int:
         return [dataclasses.replace(groups[0], completions=[longer, *rest]), *groups[1:]]
 
     sees("a completion goes on after a token that ends it", change_groups=runs_on)
+
+    def alike(groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        longest = max(groups[0].completions, key=lambda c: len(c.token_ids))
+        return [dataclasses.replace(groups[0], completions=[longest] * GROUP_SIZE), *groups[1:]]
+
+    sees("completions of a group are one: a chance of e-", change_groups=alike)
     return done
 
 
