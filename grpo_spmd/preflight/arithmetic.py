@@ -68,11 +68,9 @@ def logits_bytes_per_element(itemsize: int) -> int:
 
 
 def activation_bytes_per_token(sizes: Dimensions, itemsize: int, *, qk_norm: bool = False) -> int:
-    """What one layer keeps of each token for its backward pass.
-
-    Both norms keep their input in float32, the normalised and the scaled output; attention its q, k, v, and its output
-    twice (once put back in place); the MLP gate, its SiLU, up and their product.
-    """
+    """What one layer keeps of each token for its backward pass: both norms their input in float32, the normalised and
+    the scaled output; attention q, k, v, and its output twice (once put back in place); the MLP gate, its SiLU, up and
+    their product."""
     norms = 2 * (4 + 2 * itemsize) * sizes.hidden
     attention = itemsize * (3 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
     if qk_norm:

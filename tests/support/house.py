@@ -46,20 +46,20 @@ TRAINER = {
     "train": 80,
 }
 OPERATIONS = {
-    "distributed": 1330,
-    "observe": 930,
-    "checkpoint": 1080,
-    "preflight": 800,
-    "replay": 545,
-    "rewards/pool": 810,
-    "rewards/sandbox": 655,
-    "export": 60,
+    "distributed": 1300,
+    "observe": 865,
+    "checkpoint": 1045,
+    "preflight": 745,
+    "replay": 530,
+    "rewards/pool": 780,
+    "rewards/sandbox": 650,
+    "export": 55,
     "files": 60,
 }
 EXAMPLES = {"small": 150, "demo": 180}
 # What the trials of the first month brought: families of models, running proofs, TRL's rewards, hostile folders.
 ARMOUR = {"proofs": 1225, "model/families": 700, "rewards/trl.py": 200, "untrusted": 220, "distributed/ending.py": 100}
-TRAINER_LINES, OPERATIONS_LINES = 6000, 6100
+TRAINER_LINES, OPERATIONS_LINES = 6000, 6000
 MOST_ROOMS = 25
 FILE_LINES, FUNCTION_LINES, COLUMNS = 450, 70, 120
 # Whoever else wants a value gets its section, or the value.
