@@ -187,8 +187,8 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProofConfig:
-    every_steps: int = key(20,
-        "steps between proofs of the engine's weights against the policy's; 0: only at the start", at_least=0)
+    every_steps: int = key(50,
+        "steps between proofs of the engine's weights and checks of the update; 0: only at the start", at_least=0)
     max_mismatch: float | None = key(None,
         "mean |policy - engine| in nats a token that stops the run; null: from what the first step measures", above=0)
 
