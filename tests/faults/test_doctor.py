@@ -50,7 +50,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]
         | ({"reader": reader} if reader else {})
         for (do, phase, rank), reader in faults
     ]
-    code, output = Job([sys.executable, "-m", "tests.support.workers.doctor", json.dumps(orders)]).wait(200)
+    code, output = Job([sys.executable, "-m", "tests.support.workers.doctor", json.dumps(orders)]).wait(500)
     assert code == 0, output
     names = [(*fault, reader) if reader else fault for fault, reader in faults]
     return dict(zip(names, json.loads(output.splitlines()[-1]), strict=True))

@@ -45,14 +45,14 @@ def start(num_ranks: int, folder: Path, *overrides: str) -> Job:
 
 def finish(num_ranks: int, folder: Path, *overrides: str) -> str:
     """To its end in processes of its own."""
-    code, output = start(num_ranks, folder, *overrides).wait(200)
+    code, output = start(num_ranks, folder, *overrides).wait(500)
     assert code == 0, output
     return output
 
 
 def run(num_ranks: int, folder: Path, *overrides: str) -> None:
     """To its end, nothing being killed."""
-    train(num_ranks, folder / "config.yaml", *overrides, timeout_s=200)
+    train(num_ranks, folder / "config.yaml", *overrides, timeout_s=500)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

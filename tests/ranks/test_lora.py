@@ -144,7 +144,7 @@ def test_two_steps_of_the_real_loop(tmp_path: Path, sync: str, num_ranks: int) -
     config = write_config(tmp_path, model, loss={"kl_coef": 0.05}, proofs={"every_steps": 1})
     lora = [f"model.lora.rank={RANK}", f"model.lora.alpha={ALPHA}", f"model.lora.sync={sync}"]
     output = train(
-        num_ranks, config, *lora, "training.num_steps=3", "model.activation_checkpointing=true", timeout_s=200
+        num_ranks, config, *lora, "training.num_steps=3", "model.activation_checkpointing=true", timeout_s=500
     )
     assert "not proved" not in output
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

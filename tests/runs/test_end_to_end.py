@@ -278,7 +278,7 @@ def test_the_small_grpo_learns_alike_on_one_rank_and_two(demo: Path, tmp_path: P
     (tmp_path / ".demo").symlink_to(demo)
     runs = []
     for num_ranks in (1, 2):
-        code, output = RanksJob(num_ranks, "grpo_spmd.small", "15", cwd=tmp_path).wait(200)
+        code, output = RanksJob(num_ranks, "grpo_spmd.small", "15", cwd=tmp_path).wait(500)
         assert code == 0, output
         lines = re.findall(r"^step \d+  reward (\S+)  loss (\S+)  mismatch (\S+)$", output, re.MULTILINE)
         assert len(lines) == 15, output

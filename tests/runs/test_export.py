@@ -37,7 +37,7 @@ def test_vllm_serves_the_export_with_the_same_greedy_tokens(tmp_path: Path) -> N
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     arguments = [str(tmp_path / "out"), json.dumps(prompts)]
-    code, output = RanksJob(1, "tests.support.workers.vllm_greedy", *arguments, env=environment).wait(200)
+    code, output = RanksJob(1, "tests.support.workers.vllm_greedy", *arguments, env=environment).wait(500)
     assert code == 0, output
     (line,) = [line for line in output.splitlines() if line.startswith("tokens ")]
     plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -79,4 +79,4 @@ def elaborate(folder: Path) -> None:
         advantage={"overlong_buffer_tokens": 4, "overlong_penalty": 0.25},
         checkpoint={"every_steps": 1, "keep": 9},
     )
-    train(2, config, timeout_s=200)
+    train(2, config, timeout_s=500)
