@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv with everything that training and the tests need. Quick when there is nothing to do.
-#   launch/setup.sh [cpu|gpu]      default: gpu where nvidia-smi finds one, else cpu
+#   launch/setup.sh [cpu|gpu]      default: what .venv is for; for a new one gpu where nvidia-smi finds one, else cpu
 #   PYTHON=python3.12 launch/setup.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,8 +9,15 @@ say() { echo "setup: $*"; }
 fail() { echo "setup: $*" >&2; exit 1; }
 
 kind=${1:-}
+if [ -z "$kind" ] && [ -f .venv/kind ]; then kind=$(cat .venv/kind); fi
 if [ -z "$kind" ]; then
-  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then kind=gpu; else kind=cpu; fi
+  kind=cpu
+  if command -v nvidia-smi >/dev/null 2>&1; then
+    case $(nvidia-smi -L 2>&1 || true) in
+      *"GPU "*) kind=gpu ;;
+      *) say "nvidia-smi lists no GPU: setting up for the CPU (for a GPU: launch/setup.sh gpu)" ;;
+    esac
+  fi
 fi
 case "$kind" in cpu|gpu) ;; *) echo "usage: launch/setup.sh [cpu|gpu]" >&2; exit 2 ;; esac
 
@@ -18,12 +25,15 @@ case "$kind" in cpu|gpu) ;; *) echo "usage: launch/setup.sh [cpu|gpu]" >&2; exit
 if command -v flock >/dev/null 2>&1; then exec 9>.venv.lock; flock 9; fi
 
 constraints=launch/constraints-$kind.txt
-wanted="$kind $(cat pyproject.toml "$constraints" "$0" | cksum)"
+wanted="$kind $(cat pyproject.toml "$constraints" launch/setup.sh | cksum)"
 if [ -f .venv/setup_done ] && [ "$(cat .venv/setup_done)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then
   say ".venv is up to date ($kind)"
   exit 0
 fi
 
+if [ -f .venv/kind ] && [ "$(cat .venv/kind)" != "$kind" ]; then  # packages of one would lie over those of the other
+  fail ".venv is set up for the $(cat .venv/kind): remove it, or set up another clone for the $kind"
+fi
 if [ ! -x .venv/bin/python ]; then
   python=""
   for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
@@ -33,6 +43,7 @@ if [ ! -x .venv/bin/python ]; then
   say "making .venv with $("$python" --version)"
   "$python" -m venv .venv || fail "could not make .venv (on Debian: apt-get install python3-venv)"
 fi
+echo "$kind" >.venv/kind
 
 rm -f .venv/setup_done
 log=.venv/setup.log
@@ -42,11 +53,11 @@ install() { .venv/bin/python -m pip install --disable-pip-version-check --progre
 left_out='torchvision|torchaudio|torchcodec'
 if [ "$kind" = gpu ]; then left_out='no package'; fi
 # The lock is whole, so that pip has nothing to work out, which takes it as long as the rest; packages that another version of Python
-# needs besides are seen by `pip check`. On a CPU only what is imported is compiled, when it is; ranks of many nodes would all do it at once.
+# needs besides are seen by `pip check`. It would compile file after file; compileall does so on all cores.
 by_the_lock() {
   grep -Ev "^#|^($left_out)==" "$constraints" >.venv/packages.txt
-  if [ "$kind" = cpu ]; then compile=--no-compile; else compile=--compile; fi
-  install "$compile" --no-deps -r .venv/packages.txt && install "$compile" --no-deps --no-build-isolation -e . || return
+  install --no-compile --no-deps -r .venv/packages.txt && install --no-compile --no-deps --no-build-isolation -e . || return
+  .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # a few are templates for other versions
   broken=$(.venv/bin/python -m pip check 2>&1 | grep -Ev "$left_out|^No broken requirements" || true)
   [ -z "$broken" ] || { echo "$broken" >>"$log"; return 1; }
 }
