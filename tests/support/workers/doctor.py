@@ -128,9 +128,11 @@ class Loop:
 
 @record
 def main(order: dict[str, str]) -> None:
-    limits = dict.fromkeys(PHASES, float(order.get("limit_s", 1800)))
+    limits = dict.fromkeys(PHASES, 1800.0)
     if order["do"] == "work":
-        limits[order["phase"]] = 60.0
+        limits = dict.fromkeys(PHASES, float(order["limit_s"])) | {order["phase"]: 60.0}
+    elif "limit_s" in order:  # of this phase alone: on a busy machine any of them may take seconds
+        limits[order["phase"]] = float(order["limit_s"])
     watchdog = WatchdogConfig(timeout_s=1800.0, phase_timeouts_s=limits)
     session = start_session(watchdog=watchdog)
     set_collective_timeouts(watchdog)
