@@ -1,0 +1,75 @@
+"""Rows of the contract held against a package's source: kept, broken and how, or absent where that is allowed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.agreement.contract_rows import Row
+from benchmarks.agreement.contract_source import Source
+
+
+@dataclass(frozen=True)
+class Finding:
+    row: Row
+    verdict: str  # "kept", "broken", "absent, as allowed", "of another version"
+    how: str = ""
+
+
+def check(rows: Iterable[Row], source: Source, version: tuple[int, int]) -> Iterator[Finding]:
+    for row in rows:
+        if not row.since <= version < row.before:
+            yield Finding(row, "of another version")
+            continue
+        breach = _breach(row, source)
+        if breach and row.absent:
+            yield Finding(row, "absent, as allowed", row.absent)
+        else:
+            yield Finding(row, "broken" if breach else "kept", breach)
+
+
+def _breach(row: Row, source: Source) -> str:
+    """What is wrong, or nothing."""
+    found = source.find(row.name)
+    if found is None:
+        return "there is no such name"
+    for text in row.says:
+        if text not in found.text:
+            return f"its source does not say {text}"
+    if not row.call:
+        return ""
+    takes = source.parameters(found)
+    if takes is None:
+        return "it is no function or class whose parameters can be read"
+    call = ast.parse(f"f{row.call}", mode="eval").body
+    assert isinstance(call, ast.Call)
+    given = [keyword.arg for keyword in call.keywords if keyword.arg]
+    known = {*takes.positional, *takes.keyword_only}
+    if row.forwards_to and takes.takes_any_keyword:
+        forwarded = source.find(row.forwards_to)
+        fields = source.parameters(forwarded) if forwarded is not None else None
+        known |= {*fields.positional} if fields is not None else set()
+        unknown = [name for name in given if name not in known]
+    else:
+        unknown = [] if takes.takes_any_keyword else [name for name in given if name not in known]
+    if unknown:
+        return f"it takes no {', '.join(unknown)}"
+    if len(call.args) > len(takes.positional) and not takes.takes_any_positional:
+        return f"it takes {len(takes.positional)} by place, and is given {len(call.args)}"
+    left_out = sorted(takes.required - {*given, *takes.positional[: len(call.args)]})
+    return f"it needs {', '.join(left_out)} too" if left_out else ""
+
+
+def installed_version(package: str, folder: Path) -> tuple[int, int]:
+    """Major and minor number of what lies in a site folder, by the metadata of its wheel."""
+    for metadata in sorted(folder.glob("*.dist-info/METADATA")):
+        text = metadata.read_text(encoding="utf-8", errors="replace")
+        name = re.search(r"^Name: (.+)$", text, re.MULTILINE)
+        if name and name[1].strip().lower() in (package, f"{package}-cpu"):
+            number = re.search(r"^Version: (\d+)\.(\d+)", text, re.MULTILINE)
+            assert number is not None, metadata
+            return int(number[1]), int(number[2])
+    raise FileNotFoundError(f"{folder} holds no metadata of {package}")
