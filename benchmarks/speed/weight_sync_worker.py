@@ -70,7 +70,7 @@ def main() -> None:
     else:
         # what vLLM takes when nothing is gathered
         ready = list(gather_full_tensors(policy, dtype, 1 << 20, SyncStats()))
-        timed["gather alone"] = _gather(policy, dtype, config.rollout.weight_sync_bucket_mib << 20)
+        timed["gather alone"] = _gather(policy, dtype, config.rollout.sync_bucket_bytes(session.device.type))
         timed["vLLM's load alone"] = lambda: _load(engine, ready)
         weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib)
         timed["whole sync"] = lambda: weight_sync.sync(1)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 # The phases of a step, in their order: timers, metrics and limits bear these names.
 PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
+SYNC_BUCKET_MIB = {"cpu": 16, "cuda": 256}  # what weight_sync_bucket_mib is where it is null
 _SIGNS = {"above": ">", "at_least": ">=", "below": "<", "at_most": "<="}
 
 
@@ -98,9 +99,12 @@ class RolloutConfig:
         "shared_queue: engines claim groups as they get free; static: each has its share from the start")
     sleep_level: Literal[1, 2] | None = key(None,
         "asleep on a GPU, 1 keeps the engine's weights in host memory, 2 drops them; null: what the sync needs")
-    weight_sync_bucket_mib: int = key(16,
-        "bytes of one gather of the weight sync, over the ranks of a replica; two are in memory", at_least=1)
+    weight_sync_bucket_mib: int | None = key(None,
+        "MiB of one gather of the weight sync, over all its ranks; null: 256 on GPUs, 16 on a CPU", at_least=1)
     engine: dict[str, Any] = key({}, "passed through to vllm.LLM")
+
+    def sync_bucket_bytes(self, device: str) -> int:
+        return (self.weight_sync_bucket_mib or SYNC_BUCKET_MIB[device]) << 20
 
     def sleep_level_with(self, lora: LoraConfig) -> int:
         """`sleep_level`, or what the weight sync needs: 2 where it brings every weight, 1 where the base stays."""
@@ -218,7 +222,9 @@ class CheckpointConfig:
 class WatchdogConfig:
     timeout_s: float = key(1800.0,
         "seconds in a phase after which the run is stopped with a report of where each rank is", above=0)
-    phase_timeouts_s: dict[str, float] = key({}, "other limits by phase: {rollout: 3600, checkpoint: 600}", above=0)
+    phase_timeouts_s: dict[str, float] = key({},
+        "other limits by phase: {rollout: 3600, checkpoint: 600}; of phase start 10 s more for each rank after the 8th",
+        above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

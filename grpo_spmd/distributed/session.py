@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from grpo_spmd.config.schema import WatchdogConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import barrier
+from grpo_spmd.distributed.machine import own_device, refuse_unreachable, with_time_to_start
 from grpo_spmd.distributed.store import open_store
 
 _LIMITS = WatchdogConfig()
@@ -51,7 +52,7 @@ def start_session(num_replicas: int = 1, tensor_parallel_size: int = 1, watchdog
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # the flight recorder, for the doctor's report of a hang
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device, watchdog = own_device(local_rank), with_time_to_start(watchdog, world_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = collective_timeout(watchdog)
@@ -66,6 +67,7 @@ def start_session(num_replicas: int = 1, tensor_parallel_size: int = 1, watchdog
     store = dist.PrefixStore(f"grpo_spmd/{attempt}", of_run)
     open_store(store)
     doctor.start(dist.PrefixStore("doctor", store), rank, world_size, watchdog)
+    refuse_unreachable(store, rank, world_size)
     backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
     own = dist.PrefixStore("default_group", store)
     dist.init_process_group(backends, store=own, rank=rank, world_size=world_size, timeout=timeout)

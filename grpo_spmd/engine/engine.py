@@ -18,7 +18,8 @@ from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import any_rank, barrier, of_first_in_group, ranks_that_differ
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import claim
-from grpo_spmd.engine.isolation import allocator_settings_kept, isolated
+from grpo_spmd.engine.gpu import allocator_settings_kept, warn_of_slow_seeds
+from grpo_spmd.engine.isolation import isolated
 from grpo_spmd.engine.lora_adapters import EngineAdapters
 from grpo_spmd.engine.reload import WeightReload
 from grpo_spmd.engine.requests import EngineStateError, Finished, NextRequest, Place, Request, share_out
@@ -58,7 +59,7 @@ class RolloutEngine:
         self._weights_awake, self._kv_cache_awake, self._holds_weights = True, True, False
         self._rollout, self._session, self._should_abort = rollout, session, should_abort
         self._sleep_level, self._stop_token_ids = rollout.sleep_level_with(model.lora), sorted(stop_token_ids)
-        self._sleep_check = SleepCheck(session.device)
+        self._sleep_check = SleepCheck(session.device, tp_size=rollout.tensor_parallel_size)
         self._num_shared_calls = 0  # the same on all ranks: it names the queue of a call
         self.tp_size = rollout.tensor_parallel_size
         self.engine_rank, self.tp_rank = divmod(session.rank, self.tp_size)
@@ -72,6 +73,7 @@ class RolloutEngine:
             warnings.simplefilter("ignore", FutureWarning)  # about vLLM's own use of torch
             self._llm = start_vllm(model, rollout, max_rollout_tokens, session)
         self._engine = self._llm.llm_engine
+        warn_of_slow_seeds(self._engine.vllm_config, session.device.type)
         self._model: nn.Module = self._llm.apply_model(lambda model: model)[0]
         put_back_hf_classes(self._model)
         self._reload = WeightReload(self._llm, self._model, self._on_cpu)

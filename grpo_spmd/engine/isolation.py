@@ -31,18 +31,3 @@ def isolated() -> Iterator[None]:
         for name in _TOUCHED_ENVIRONMENT:
             os.environ.pop(name, None)
         os.environ.update(environment)
-
-
-@contextmanager
-def allocator_settings_kept(device: torch.device) -> Iterator[None]:
-    """Keep the user's options of torch's allocator: vLLM switches expandable segments off while it fills the pool of
-    its sleep mode, which cannot live in them, and on again. Up to 0.30 it looks for them in PYTORCH_CUDA_ALLOC_CONF
-    alone, not in PYTORCH_ALLOC_CONF, and sets nothing but that one option; torch resets all others to their defaults.
-    """
-    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")  # in torch's order
-    if device.type != "cuda" or not given:
-        yield
-        return
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = given
-    yield
-    torch._C._accelerator_setAllocatorSettings(given)

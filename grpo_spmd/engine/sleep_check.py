@@ -13,9 +13,9 @@ _GIB = 2**30
 
 
 class SleepCheck:
-    def __init__(self, device: torch.device, growth_bytes: int | None = None) -> None:
+    def __init__(self, device: torch.device, growth_bytes: int | None = None, tp_size: int = 1) -> None:
         """`growth_bytes`: of what growth to warn; None: 5 % of the device, at least 1 GiB."""
-        self._device = device
+        self._device, self._tp_size = device, tp_size
         self._growth = max(_GIB, total_bytes(device) // 20) if growth_bytes is None else growth_bytes
         self._least: int | None = None
         self._alarmed = 0
@@ -44,9 +44,10 @@ class SleepCheck:
         if self._device.type != "cuda":
             return "Likely something keeps tensors or texts of earlier steps alive"
         own, cached = (after.allocated - held_bytes) / _GIB, (after.reserved - after.allocated) / _GIB
+        with_tp = " with rollout.engine.disable_custom_all_reduce=true" if self._tp_size > 1 else ""
         return (
             f"Tensors of torch: {own:.2f} GiB (weights that the engine keeps outside its pool, or tensors of earlier "
             f"steps kept alive); cached by torch: {cached:.2f} GiB (fragmentation: try PYTORCH_ALLOC_CONF="
-            f"expandable_segments:True); outside torch: {after.other / _GIB:.2f} GiB (a pool not given back: try "
-            "another version of vLLM; CUDA graphs, NCCL, another process)"
+            f"expandable_segments:True{with_tp}); outside torch: {after.other / _GIB:.2f} GiB (a pool not given back: "
+            "try another version of vLLM; CUDA graphs, NCCL, another process)"
         )

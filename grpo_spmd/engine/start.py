@@ -13,6 +13,7 @@ import torch.distributed as dist
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoraConfig, ModelConfig, RolloutConfig
 from grpo_spmd.distributed.session import Session
+from grpo_spmd.engine.gpu import keep_caches_on_node, refuse_unshareable_segments
 from grpo_spmd.model.dimensions import head_dim
 from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.lora import engine_target_modules
@@ -28,6 +29,8 @@ _MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room fo
 
 def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, session: Session) -> Any:
     """Collective. A vllm.LLM with dummy weights on each of `rollout.tensor_parallel_size` ranks."""
+    refuse_unshareable_segments(rollout, session.device.type)
+    keep_caches_on_node(session.world_size)
     import vllm
 
     set_num_threads = torch.set_num_threads  # the CPU worker replaces this by a function that only warns

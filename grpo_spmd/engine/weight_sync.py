@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_spmd.config.schema import SYNC_BUCKET_MIB
 from grpo_spmd.distributed.collectives import start_all_gather, wait_for
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_proof import fits, prove_weights, sum_of_bits, weights_id
@@ -30,15 +31,17 @@ class WeightSync:
         self,
         policy: Policy,
         engine: RolloutEngine,
-        bucket_mib: int,
+        bucket_mib: int | None,
         prove_every_steps: int = 0,
         offload: HostOffload | None = None,
         cast: Cast = lambda _, shard: shard,
     ) -> None:
-        """`prove_every_steps` 0: only the first sync is proved. Raises ConfigError as `refuse_holes` does."""
+        """`bucket_mib`: `rollout.weight_sync_bucket_mib`. `prove_every_steps` 0: only the first sync is proved. Raises
+        ConfigError as `refuse_holes` does."""
         refuse_holes(policy.model, engine.tensors, fits)
         self._policy, self._engine, self._offload, self._cast = policy, engine, offload, cast
-        self._bucket_bytes, self._prove_every_steps = bucket_mib << 20, prove_every_steps
+        mib = bucket_mib or SYNC_BUCKET_MIB[next(policy.model.parameters()).device.type]
+        self._bucket_bytes, self._prove_every_steps = mib << 20, prove_every_steps
         self._has_proved = False
         self._frozen_sum: int | None = None  # of the bits that never change, those of a base under adapters
 

@@ -90,7 +90,7 @@ def _run_rows(config: Config, num_rows: int) -> Iterator[Row]:
 
 
 def _sync_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
-    dtype, lora, bucket = config.model.dtype, config.model.lora, config.rollout.weight_sync_bucket_mib << 20
+    dtype, lora, bucket = config.model.dtype, config.model.lora, config.rollout.sync_bucket_bytes("cuda")
     itemsize, ranks = arithmetic.ITEMSIZE[dtype], num_ranks // config.model.num_replicas
     moved, collectives = arithmetic.sync_size(model.shapes, ranks, itemsize, bucket)
     padding = moved - model.num_parameters * itemsize
@@ -99,7 +99,7 @@ def _sync_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Ro
     how = f"parameters x {itemsize} ({dtype}){padded}; what each engine is handed"
     yield "bytes of a sync", size_text(moved), how
     how = f"ceil({size_text(moved)} / {size_text(min(bucket, moved))} bucket), over {ranks} ranks"
-    yield "collectives of a sync", f"{collectives:,}", how if ranks > 1 else "one rank holds the whole policy"
+    yield "collectives of a sync, on GPUs", f"{collectives:,}", how if ranks > 1 else "one rank holds the whole policy"
     if lora.base_stays_in_engine:
         adapters = itemsize * sum(math.prod(shape) for shape in arithmetic.adapter_shapes(model.shapes, lora).values())
         how = "the adapters alone, in one collective; the base stays in the engine"

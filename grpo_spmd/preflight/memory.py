@@ -51,7 +51,7 @@ def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator
     yield from _state_rows(config, state, ranks)
     yield from _update_rows(config, model, state, arithmetic.micro_batch_tokens(config, num_ranks))
     moved = arithmetic.sync_size(model.shapes, ranks, itemsize, 1)[0]
-    buckets = min(2 * (config.rollout.weight_sync_bucket_mib << 20), moved) if ranks > 1 else 0
+    buckets = min(2 * config.rollout.sync_bucket_bytes("cuda"), moved) if ranks > 1 else 0
     largest = max(math.prod(shape) for shape in model.shapes.values()) * itemsize
     parts = f"two buckets {size_text(buckets)} + largest tensor {size_text(largest)}"
     how = f"estimate: {parts}; what vLLM keeps until a layer is complete"

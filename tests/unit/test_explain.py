@@ -229,6 +229,15 @@ def rows_of(
     return found
 
 
+def test_the_buckets_of_a_sync_are_a_gpus(tmp_path: Path) -> None:
+    model = model_facts.ModelFacts({"lm_head.weight": (262144, 1024)}, {}, "here")  # 512 MiB in bfloat16
+    rows = [
+        rows_of(a_config(tmp_path, *given), model, num_ranks=4)
+        for given in ((), ("rollout.weight_sync_bucket_mib=64",))
+    ]
+    assert [row["collectives of a sync, on GPUs"][0] for row in rows] == ["2", "8"]
+
+
 def test_a_page_by_hand(tmp_path: Path) -> None:
     """A model of V 10, D 4, F 6, two layers, one kv head of 2; 4 ranks, 24 samples of at most 40 tokens."""
     # 16 + 8 + 8 + 16 + 24 + 4 = 76
@@ -261,7 +270,7 @@ def test_a_page_by_hand(tmp_path: Path) -> None:
     # Rows over 4 ranks: 1 + 1 + 1 + 1 + 2 rows of 4 and 1 = 25 a layer, 3 rows of 4 = 12: 62 elements, 248 with
     # padding, 2 bytes each
     assert values["bytes of a sync"] == "496 B"
-    assert values["collectives of a sync"] == "1"
+    assert values["collectives of a sync, on GPUs"] == "1"
     assert values["master parameters"] == "248 B"
     assert values["AdamW's moments"] == "496 B"
     assert values["reference"] == "124 B"

@@ -14,7 +14,7 @@ import torch
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import PHASES, Config
-from grpo_spmd.engine.isolation import allocator_settings_kept
+from grpo_spmd.engine.gpu import allocator_settings_kept
 from grpo_spmd.engine.sleep_check import SleepCheck
 from grpo_spmd.observe.memory import MemoryLedger, MemoryUse, is_out_of_memory, measure, remedies, reset_peak
 from tests.support.models import make_model, write_config

@@ -1,0 +1,235 @@
+"""What only GPUs and several hosts need, without either: a GPU that torch cannot use, an address that others cannot
+reach, memory that ranks cannot share, caches on a shared disk. Each is silence or a hang where nobody says it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import HashStore, distributed_c10d
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import RolloutConfig, WatchdogConfig
+from grpo_spmd.distributed import doctor, machine
+from grpo_spmd.engine import gpu
+
+TOO_OLD = (
+    "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by downloading "
+    "and installing a new version."
+)
+
+
+# E1: GPUs that torch cannot use
+
+
+@pytest.fixture
+def eight_unusable_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        raise RuntimeError(TOO_OLD)
+
+    monkeypatch.setattr(machine, "num_gpus", lambda: 8)
+    monkeypatch.setattr(machine, "_driver", lambda: " with driver 535.104.05")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refused)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("eight_unusable_gpus")
+def test_gpus_that_torch_cannot_use_are_no_cpu_run() -> None:
+    with pytest.raises(ConfigError) as said:
+        machine.own_device(0)
+    assert str(said.value) == (
+        f"this machine has 8 GPUs with driver 535.104.05, and torch {torch.__version__} (CUDA 13.0) cannot use them: "
+        "The NVIDIA driver on your system is too old (found version 12020); update the driver, or install a torch for "
+        "it; CUDA_VISIBLE_DEVICES= trains on the CPU"
+    )
+
+
+@pytest.mark.usefixtures("eight_unusable_gpus")
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_gpus_that_are_hidden_are_meant_to_be(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert machine.own_device(0) == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("eight_unusable_gpus")
+def test_a_build_for_the_cpu_beside_gpus_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
+    assert machine.own_device(0) == machine.own_device(1) == torch.device("cpu")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"this machine has 8 GPUs, and torch {torch.__version__} is a build for the CPU: training there"
+    ]
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert machine.own_device(3) == torch.device("cuda", 3)
+    with pytest.raises(ConfigError, match=r"rank 4 of this node .* has no GPU: torch sees 4; start as many ranks"):
+        machine.own_device(4)
+
+
+# E11: where other hosts find this one
+
+
+def listening() -> set[tuple[str, int]]:
+    """Addresses and ports at which this host listens, over IPv4, as the kernel says."""
+    lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    found = [line[1].split(":") for line in lines if line[3] == "0A"]
+    return {(socket.inet_ntoa(struct.pack("<I", int(address, 16))), int(port, 16)) for address, port in found}
+
+
+def test_gloo_listens_where_we_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    before = listening()
+    device = distributed_c10d.ProcessGroupGloo.create_default_device()
+    opened = {address for address, _ in listening() - before}
+    del device
+    if opened:  # none over IPv4 where the host's name leads to an address of IPv6
+        assert machine.gloo_address() in opened
+
+
+def as_two_hosts(monkeypatch: pytest.MonkeyPatch, address: str, other: str) -> HashStore:
+    """Of 16 ranks, 8 a host: this is rank 0, whose name leads to `address`; rank 15 says it is on `other`."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(machine, "gloo_address", lambda: address)
+    monkeypatch.setattr(machine, "own_host", lambda: "here")
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    store.set("host/15", other)
+    return store
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1"])
+def test_a_name_that_leads_to_loopback_is_refused_between_hosts(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    store = as_two_hosts(monkeypatch, address, "there")
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
+    with pytest.raises(ConfigError) as said:
+        machine.refuse_unreachable(store, 0, 16)
+    expected = f"leads to {address}, where ranks of other hosts cannot reach it: set GLOO_SOCKET_IFNAME to the network"
+    assert expected in str(said.value)
+    assert str(said.value).endswith("(this host has eth0, ib0)")
+
+
+def test_who_can_be_reached_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.refuse_unreachable(as_two_hosts(monkeypatch, "10.0.0.7", "there"), 0, 16)
+    machine.refuse_unreachable(as_two_hosts(monkeypatch, "127.0.0.1", "here"), 0, 16)  # two launchers on one host
+    store = as_two_hosts(monkeypatch, "127.0.0.1", "there")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    machine.refuse_unreachable(store, 0, 16)
+    assert store.get("host/0") == b"here"  # which others may have to know
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    machine.refuse_unreachable(HashStore(), 0, 16)  # one node: nobody is asked
+
+
+def test_this_host_is_the_same_for_all_its_processes() -> None:
+    assert machine.own_host() == machine.own_host()
+    assert socket.gethostname() in machine.own_host()
+
+
+# E3: memory that ranks of one engine cannot share
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_and_tensor_parallelism_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:512, expandable_segments:True")
+    two = RolloutConfig(tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"expandable_segments with rollout\.tensor_parallel_size 2: vLLM's custom"):
+        gpu.refuse_unshareable_segments(two, "cuda")
+    gpu.refuse_unshareable_segments(two, "cpu")
+    gpu.refuse_unshareable_segments(RolloutConfig(), "cuda")
+    for key in ("disable_custom_all_reduce", "enforce_eager"):  # the second: nothing is captured in a CUDA graph
+        gpu.refuse_unshareable_segments(RolloutConfig(tensor_parallel_size=2, engine={key: True}), "cuda")
+    monkeypatch.setenv(name, "expandable_segments:False")
+    gpu.refuse_unshareable_segments(two, "cuda")
+
+
+# E7: seeds
+
+
+def test_v1s_loop_over_seeds_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
+    gpu.warn_of_slow_seeds(SimpleNamespace(use_v2_model_runner=True), "cuda")
+    gpu.warn_of_slow_seeds(SimpleNamespace(), "cpu")  # it is V1 there, and the model takes far longer than the loop
+    assert not caplog.records
+    gpu.warn_of_slow_seeds(SimpleNamespace(use_v2_model_runner=False), "cuda")
+    assert "V1 model runner, which samples seeded requests one by one" in caplog.text
+
+
+# E8: caches and the start at scale
+
+
+def test_caches_lie_on_the_node_where_there_are_several(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "")  # as not set; and put back after the test
+    gpu.keep_caches_on_node(8)
+    assert os.environ["VLLM_CACHE_ROOT"] == ""
+    gpu.keep_caches_on_node(16)
+    own = tmp_path / f"vllm-{os.getuid()}"
+    assert os.environ["VLLM_CACHE_ROOT"] == str(own)
+    assert own.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "")
+    gpu.keep_caches_on_node(16)  # the node's next rank
+    assert os.environ["VLLM_CACHE_ROOT"] == str(own)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/elsewhere")
+    gpu.keep_caches_on_node(16)
+    assert os.environ["VLLM_CACHE_ROOT"] == "/elsewhere"
+
+
+@pytest.mark.parametrize("trap", ["open to all", "a link", "a file"])
+def test_a_cache_that_others_can_write_to_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trap: str
+) -> None:
+    """vLLM runs the code that it finds there."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "")  # as not set; and put back after the test
+    planted = tmp_path / f"vllm-{os.getuid()}"
+    if trap == "a link":
+        (tmp_path / "theirs").mkdir()
+        planted.symlink_to(tmp_path / "theirs")
+    elif trap == "a file":
+        planted.write_text("")
+    else:
+        planted.mkdir()
+        planted.chmod(0o777)
+    gpu.keep_caches_on_node(16)
+    used = Path(os.environ["VLLM_CACHE_ROOT"])
+    assert used != planted
+    assert used.stat().st_mode & 0o777 == 0o700
+
+
+def test_many_ranks_have_longer_to_start() -> None:
+    config = WatchdogConfig(timeout_s=100.0, phase_timeouts_s={"rollout": 5.0})
+    longer = {ranks: machine.with_time_to_start(config, ranks) for ranks in (1, 8, 64)}
+    assert {ranks: doctor.limit_s(limits, "start") for ranks, limits in longer.items()} == {
+        1: 100.0,
+        8: 100.0,
+        64: 660.0,
+    }
+    assert [doctor.limit_s(longer[64], phase) for phase in ("rollout", "update")] == [5.0, 100.0]
+    given = WatchdogConfig(timeout_s=100.0, phase_timeouts_s={"start": 7.0})
+    assert doctor.limit_s(machine.with_time_to_start(given, 64), "start") == 7.0
+
+
+# E5: buckets
+
+
+def test_buckets_are_larger_on_gpus_where_nobody_says() -> None:
+    assert [RolloutConfig().sync_bucket_bytes(device) >> 20 for device in ("cpu", "cuda")] == [16, 256]
+    given = RolloutConfig(weight_sync_bucket_mib=7)
+    assert [given.sync_bucket_bytes(device) >> 20 for device in ("cpu", "cuda")] == [7, 7]
