@@ -76,5 +76,6 @@ fi
 say "checking the imports"
 .venv/bin/python -W ignore -c 'import math_verify, torch, transformers, vllm' >>"$log" 2>&1 ||
   { tail -n 5 "$log" >&2; fail "the installed packages do not import; see $log"; }
+if [ "$kind" = gpu ]; then .venv/bin/python -W ignore -m grpo_spmd.distributed.machine; fi
 echo "$wanted" >.venv/setup_done
 say "done ($kind)"

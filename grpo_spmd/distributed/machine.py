@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.distributed import Store
 
-from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.schema import WatchdogConfig
 
 _log = logging.getLogger("grpo_spmd")
@@ -121,3 +121,12 @@ def own_host() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         network = os.readlink("/proc/self/ns/net")
     return f"{socket.gethostname()} {boot} {network}"
+
+
+if __name__ == "__main__":  # of launch/setup.sh gpu: a login node may have no GPU, but torch must be a build for one
+    if torch.version.cuda is None:
+        refuse(ConfigError(f"pip installed torch {torch.__version__}, a build for the CPU: look at pip's indexes"))
+    try:
+        own_device(0)
+    except ConfigError as error:
+        refuse(error)

@@ -62,9 +62,7 @@ def keep_caches_on_node(world_size: int) -> None:
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
-        found = (
-            folder.lstat()
-        )  # code is loaded from there: one that somebody else has made, or can write to, is not taken
+        found = folder.lstat()  # code is loaded from there: one that others made, or can write to, is not taken
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
             folder = Path(tempfile.mkdtemp(prefix="vllm-"))
     os.environ["VLLM_CACHE_ROOT"] = str(folder)
