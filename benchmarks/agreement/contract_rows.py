@@ -122,7 +122,7 @@ STATES = (
     Row("vllm.device_allocator.cumem.CuMemAllocator.get_current_usage", "the same", "()"),
     Row(
         "vllm.device_allocator.cumem.CuMemAllocator.use_memory_pool",
-        "switches expandable segments off and on again: isolation.py keeps the user's other options",
+        "switches expandable segments off and on again: gpu.py keeps the user's other options",
         says=("expandable",),
     ),
     Row("vllm.v1.engine.llm_engine.LLMEngine.vllm_config", "dtype of the weights, size of a batch, model runner"),

@@ -223,8 +223,7 @@ class WatchdogConfig:
     timeout_s: float = key(1800.0,
         "seconds in a phase after which the run is stopped with a report of where each rank is", above=0)
     phase_timeouts_s: dict[str, float] = key({},
-        "other limits by phase: {rollout: 3600, checkpoint: 600}; of phase start 10 s more for each rank after the 8th",
-        above=0)
+        "limits by phase: {rollout: 3600}; that of start grows by 10 s for each rank after the 8th", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,20 +42,31 @@ def own_device(local_rank: int) -> torch.device:
                 )
             return torch.device("cpu")
         what = f"this machine has {num_gpus()} GPUs{_driver()}, and {build} (CUDA {torch.version.cuda}) cannot use them"
-        remedy = "update the driver, or install a torch for it; CUDA_VISIBLE_DEVICES= trains on the CPU"
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        look = f"look whether CUDA_VISIBLE_DEVICES={named} names GPUs that are there, " if named else ""
+        remedy = f"{look}update the driver, or install a torch for it; CUDA_VISIBLE_DEVICES= trains on the CPU"
         raise ConfigError(f"{what}: {_why_not()}; {remedy}")
     return torch.device("cpu")
 
 
 def num_gpus() -> int:
-    """NVIDIA's devices of this machine, whether torch can use them or not; 0 also where no driver is loaded."""
-    with suppress(OSError):
-        return len(os.listdir("/proc/driver/nvidia/gpus"))
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))  # in a container that does not show the other
+    """NVIDIA's devices that this process may open, whether torch can use them or not; 0 also where no driver is loaded,
+    and in a container or a job that was given none (/proc/driver/nvidia would show it those of the machine)."""
+    return sum(_can_be_opened(path) for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _can_be_opened(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDWR))
+    except OSError:
+        return False
+    return True
 
 
 def _are_hidden() -> bool:
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    """On purpose: CUDA takes no device from the first name on that is none (Slurm writes NoDevFiles)."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip().lower()
+    return first in ("", "-1", "nodevfiles", "none", "void")
 
 
 def _driver() -> str:
@@ -123,10 +134,15 @@ def own_host() -> str:
     return f"{socket.gethostname()} {boot} {network}"
 
 
-if __name__ == "__main__":  # of launch/setup.sh gpu: a login node may have no GPU, but torch must be a build for one
-    if torch.version.cuda is None:
-        refuse(ConfigError(f"pip installed torch {torch.__version__}, a build for the CPU: look at pip's indexes"))
+def check_setup() -> None:
+    """Of launch/setup.sh gpu: a login node may have no GPU, but torch must be a build for one. Exits with 2 if not."""
     try:
+        if torch.version.cuda is None:
+            raise ConfigError(f"pip installed torch {torch.__version__}, a build for the CPU: look at pip's indexes")
         own_device(0)
     except ConfigError as error:
         refuse(error)
+
+
+if __name__ == "__main__":
+    check_setup()

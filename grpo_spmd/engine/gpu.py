@@ -17,6 +17,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RolloutConfig
 
 _log = logging.getLogger("grpo_spmd")
+_CUSTOM_ALL_REDUCE_RANKS = (2, 4, 6, 8, 16)
 
 
 def allocator_settings() -> str:
@@ -41,14 +42,16 @@ def allocator_settings_kept(device: torch.device) -> Iterator[None]:
 
 def refuse_unshareable_segments(rollout: RolloutConfig, device: str) -> None:
     """Raises ConfigError: for its custom all-reduce vLLM (0.26 to 0.33) has the ranks of an engine hand each other the
-    buffers of their CUDA graphs by cudaIpcGetMemHandle, which expandable segments do not have."""
+    buffers of their CUDA graphs by cudaIpcGetMemHandle, which expandable segments do not have. It does without for
+    other numbers of ranks, and where more than two GPUs have no NVLink, which only it knows."""
     settings = allocator_settings().replace(" ", "").lower().split(",")
     without = rollout.engine.get("disable_custom_all_reduce"), rollout.engine.get("enforce_eager")
-    is_on = "expandable_segments:true" in settings and rollout.tensor_parallel_size > 1 and True not in without
+    is_on = "expandable_segments:true" in settings and rollout.tensor_parallel_size in _CUSTOM_ALL_REDUCE_RANKS
+    is_on = is_on and True not in without
     if is_on and device == "cuda":
         what = f"expandable_segments with rollout.tensor_parallel_size {rollout.tensor_parallel_size}"
         why = "vLLM's custom all-reduce cannot share such memory between ranks"
-        remedy = "leave it out, or set rollout.engine.disable_custom_all_reduce=true (then NCCL's serves)"
+        remedy = "leave it out, or set rollout.engine.disable_custom_all_reduce=true (NCCL's, as without NVLink)"
         raise ConfigError(f"PYTORCH_ALLOC_CONF: {what}: {why}; {remedy}")
 
 

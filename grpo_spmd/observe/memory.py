@@ -132,7 +132,8 @@ def remedies(
     offload = {False: "model.offload: optimizer, or true", "optimizer": "model.offload: true", True: ""}[model.offload]
     most = rollout.engine.get("max_num_seqs")
     fewer_requests = "lower rollout.engine.max_num_seqs" + (f" ({most})" if most else "")
-    smaller_buckets = f"lower rollout.weight_sync_bucket_mib ({rollout.sync_bucket_bytes('cuda') >> 20})"
+    mib = rollout.weight_sync_bucket_mib
+    smaller_buckets = "lower rollout.weight_sync_bucket_mib" + (f" ({mib})" if mib else "")
     or_else = "or fewer of model.num_replicas" if model.num_replicas > 1 else "so that each holds less of the model"
     more_ranks = f"more ranks, {or_else}"
     by_phase = {

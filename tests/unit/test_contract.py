@@ -20,12 +20,11 @@ _TORCH = importlib.util.find_spec("torch")
 assert _TORCH is not None
 assert _TORCH.origin is not None
 SITE = Path(_TORCH.origin).parents[1]
-# Where engine/ touches objects of vLLM's, and what it calls them there.
-_FILES = ("engine.py", "isolation.py", "lora_adapters.py", "reload.py", "start.py", "weight_map.py")
-FILES = [*(ROOT / "grpo_spmd" / "engine" / name for name in _FILES), ROOT / "grpo_spmd/model/families/engine_names.py"]
+# Where objects of vLLM's are touched, and what they are called there.
+FILES = [*sorted((ROOT / "grpo_spmd/engine").glob("*.py")), ROOT / "grpo_spmd/model/families/engine_names.py"]
 _OBJECTS = re.compile(
     r"^(self\._llm|self\._engine|self\._model|llm|core|scheduler|layer|wrapper|model|module|method|mapper|output|sampled"
-    r"|of|rows|CuMemAllocator|CPUAttentionBackend|ExecutorWithExternalLauncher|RequestOutputKind)[.(]"
+    r"|of|rows|vllm_config|CuMemAllocator|CPUAttentionBackend|ExecutorWithExternalLauncher|RequestOutputKind)[.(]"
 )
 # What these have by nn.Module or as a dict, and what is ours: other things are called so too, and reload.py patches.
 _NOT_VLLMS = {"modules", "named_modules", "named_parameters", "parameters", "items", "load_weights"}
@@ -142,6 +141,17 @@ def test_what_may_be_absent_is_no_breach(source: Source) -> None:
     ]
     later = Row("vllm.LLM.doze", "naps", "()", since=(0, 40))
     assert [finding.verdict for finding in check((later,), source, (0, 32))] == ["of another version"]
+
+
+def test_what_is_there_must_be_as_it_is_called(tmp_path: Path) -> None:
+    """Also what may be absent: engine/ asks for the name, and calls it."""
+    text = (SITE / "vllm/model_executor/models/utils.py").read_text(encoding="utf-8")
+    (tmp_path / "vllm/model_executor/models").mkdir(parents=True)
+    changed = text.replace("def get_rename_mapper(self)", "def get_rename_mapper(self, model)")
+    assert changed != text, "vllm has changed here: plant the breach anew"
+    (tmp_path / "vllm/model_executor/models/utils.py").write_text(changed, encoding="utf-8")
+    about = tuple(row for row in ROWS if "get_rename_mapper" in row.label)
+    assert [line.rpartition(": ")[2] for line in broken(about, Source(tmp_path, SITE))] == ["it needs model too"]
 
 
 def test_each_option_that_start_passes_stands_in_the_table_once() -> None:
