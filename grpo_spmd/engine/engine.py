@@ -39,8 +39,8 @@ class RolloutEngine:
     """One vLLM engine on this rank, or on a group of `tensor_parallel_size` consecutive ranks.
 
     States: asleep -> `wake_weights` -> `load_weights` -> `wake_kv_cache` -> `generate` -> `sleep`. It raises
-    EngineStateError rather than answer from weights of another step. On the CPU sleep frees nothing, but the same order
-    is required, so that a mistake shows there too.
+    EngineStateError rather than answer from weights of another step. On a CPU vLLM takes the same calls in the same
+    order, so that a mistake shows there too, but frees nothing.
     """
 
     def __init__(
@@ -87,16 +87,10 @@ class RolloutEngine:
         """Whether a sync must bring all weights, since the engine does not hold a base that stays."""
         return not (self.takes_adapters and self._holds_weights)
 
-    @property
-    def keeps_base(self) -> bool:
-        """Whether a base that was once brought stays for as long as the engine does."""
-        return self.takes_adapters and (self._on_cpu or self._sleep_level == 1)
-
     def wake_weights(self) -> None:
         """Bring back the memory of the weights; what is in it means nothing before the next `load_weights`."""
-        if not self._on_cpu:
-            torch.cuda.empty_cache()  # what the update freed: while torch caches it, vLLM's pool finds no room
-            self._llm.wake_up(tags=["weights"])
+        torch.cuda.empty_cache()  # what the update freed: while torch caches it, vLLM's pool finds no room
+        self._llm.wake_up(tags=["weights"])
         self._weights_awake, self.policy_version = True, None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
@@ -132,20 +126,17 @@ class RolloutEngine:
 
     def wake_kv_cache(self) -> None:
         """Bring back the memory of the KV cache: after the sync, whose buckets are free again."""
-        if not self._on_cpu:
-            torch.cuda.empty_cache()
-            self._llm.wake_up(tags=["kv_cache"])
+        torch.cuda.empty_cache()
+        self._llm.wake_up(tags=["kv_cache"])
         self._kv_cache_awake = True
 
     def sleep(self, held_bytes: int | None = None) -> dict[str, float]:
-        """Free weights and KV cache for the policy's update; without a GPU only the state changes. Returns the metrics
-        of SleepCheck, given `held_bytes`, what the trainer itself holds."""
+        """Free weights and KV cache for the policy's update; without a GPU vLLM only takes note of it. Returns the
+        metrics of SleepCheck, given `held_bytes`, what the trainer itself holds."""
         before = measure(self._session.device, self.pool_bytes())
         if self._adapters is not None:
             self._adapters.drop()
-        if not self._on_cpu:
-            self._llm.sleep(level=self._sleep_level)
-            self._holds_weights = self._holds_weights and self._sleep_level == 1
+        self._llm.sleep(level=self._sleep_level)
         self._weights_awake = self._kv_cache_awake = False
         self.policy_version = None
         if held_bytes is None:

@@ -33,7 +33,8 @@ def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: i
     keep_caches_on_node(session.world_size)
     import vllm
 
-    set_num_threads = torch.set_num_threads  # the CPU worker replaces this by a function that only warns
+    # The CPU worker replaces this by a function that only warns; others of vLLM set the number.
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     _name_shared_memory_after_job(session.attempt)
     device = session.device.type
     options: dict[str, Any] = {"model": model.path, "dtype": model.dtype, "max_model_len": max_rollout_tokens}
@@ -55,6 +56,7 @@ def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: i
         raise ConfigError(f"rollout.engine: vllm.LLM refused {sorted(rollout.engine)}: {error}") from None
     finally:
         torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
 
 
 def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:

@@ -48,9 +48,9 @@ class WeightSync:
     def sync(self, step: int) -> SyncStats:
         """Collective. Wake the engine with exactly the policy's weights, as version `step`, its caches emptied.
 
-        An engine that takes adapters by themselves gets the base once, and again where it slept without keeping it. The
-        proof comes at the first sync of a process and where `step` is a multiple of `prove_every_steps`, before the KV
-        cache takes the room that it needs. `offload` moves out what the sync does not read before it, the policy after.
+        An engine that takes adapters by themselves gets the base once: it sleeps at level 1, which keeps it. The proof
+        comes at the first sync of a process and where `step` is a multiple of `prove_every_steps`, before the KV cache
+        takes the room that it needs. `offload` moves out what the sync does not read before it, the policy after.
         Raises EngineStateError: an engine parameter was not covered; Rank0Error, on every rank: an engine holds
         something other than the policy.
         """
@@ -60,7 +60,7 @@ class WeightSync:
         engine.wake_weights()
         if engine.needs_weights:
             # Of a base that stays nothing is counted: a step is then counted alike, whether the process is new or not.
-            counted = SyncStats() if engine.keeps_base else stats
+            counted = SyncStats() if engine.takes_adapters else stats
             with closing(gather_full_tensors(policy, engine.dtype, self._bucket_bytes, counted, self._cast)) as weights:
                 engine.load_weights(weights, step)
         if engine.takes_adapters:

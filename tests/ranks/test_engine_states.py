@@ -1,0 +1,42 @@
+"""The engine's states with the real vLLM: what a GPU's memory depends on, as far as a CPU's vLLM goes through it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.models import write_config
+from tests.support.ranks import RanksJob
+
+AWAKE, ASLEEP = [[], False], [["kv_cache", "weights"], True]
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, dict[str, Any]]:
+    rollout = {"max_completion_tokens": 24, "engine": {"max_num_seqs": 8}}
+    config = write_config(folder, folder / "model", rollout=rollout)
+    outs = {how: folder / f"{how}.json" for how in ("plain", "async")}
+    jobs = [RanksJob(1, "tests.support.workers.engine_states", str(config), str(out), how) for how, out in outs.items()]
+    for code, output in [job.wait(200) for job in jobs]:
+        assert code == 0, output
+    return {how: json.loads(out.read_text()) for how, out in outs.items()}
+
+
+@pytest.mark.parametrize("how", ["plain", "async"])
+def test_vllm_sleeps_at_both_levels_and_wakes_tag_by_tag(found: dict[str, dict[str, Any]], how: str) -> None:
+    """In vLLM's own books; in its sleep it samples nothing, and our engine is not even asked (in the worker)."""
+    of = found[how]
+    for level in (2, 1):
+        expected = ["wake weights", "wake kv_cache", f"sleep {level}", f"sleep {level}"]
+        assert of[f"level {level}"]["calls"] == expected
+        assert of[f"level {level}"]["states"] == [AWAKE, ASLEEP]
+    assert of["states"] == [ASLEEP, [["kv_cache"], True], AWAKE]
+
+
+def test_asynchronous_scheduling_samples_the_same_and_can_be_aborted(found: dict[str, dict[str, Any]]) -> None:
+    for level in ("level 2", "level 1"):
+        assert found["async"][level]["made"] == found["plain"][level]["made"]
+    assert all(len(tokens) == len(logprobs) > 0 for tokens, logprobs in found["plain"]["level 2"]["made"])
