@@ -109,7 +109,8 @@ def load_state(policy: Policy, updater: PolicyUpdater, folder: Path, trainer: di
     for name, parameter in trained_parameters(policy).items():
         if f"exp_avg.{name}" in stored:
             moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-            updater.optimizer.state[parameter] = {"step": torch.tensor(float(trainer["num_updates"])), **moments}
+            num_steps = torch.tensor(float(trainer["num_updates"]), device=parameter.device)  # for the fused kernel
+            updater.optimizer.state[parameter] = {"step": num_steps, **moments}
     wanted = state_tensors(policy, updater)
     updater.restore(trainer)
     expected = {name: list(tensor.shape) for name, tensor in wanted.items()}

@@ -32,6 +32,7 @@ from grpo_spmd.files import sync_path
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.hf_files import checkpoint_folder
 from grpo_spmd.model.lora import write_peft_config
+from grpo_spmd.model.offload import host_buffer
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica
 from grpo_spmd.observe.metrics_file import read_lines
@@ -114,7 +115,7 @@ class Checkpoints:
         for name in rows:
             local = shards[name].to_local().detach()
             if name not in self._buffers:
-                self._buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+                self._buffers[name] = host_buffer(local.nbytes, local.device).view(local.dtype).view(local.shape)
             self._buffers[name].copy_(local, non_blocking=True)
         if self._session.device.type == "cuda":
             torch.cuda.synchronize()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from typing import Literal
 
 import torch
@@ -76,7 +78,7 @@ class HostOffload:
             if name in self._away or not storage.nbytes():  # a rank may have no row of a small tensor
                 continue
             if name not in self._host:
-                self._host[name] = _host_buffer(storage)
+                self._host[name] = host_buffer(storage.nbytes(), storage.device)
             self._host[name].copy_(_bytes_of(storage), non_blocking=True)
             leaving[name] = storage
         if any(storage.device.type == "cuda" for storage in leaving.values()):
@@ -96,14 +98,17 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
-def _host_buffer(storage: torch.UntypedStorage) -> Tensor:
-    """Host memory of the size of `storage`, pinned beside a GPU: in place, as torch's own comes in powers of two."""
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8)
-    if storage.device.type != "cuda":
-        return host
-    if failure := int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 1)):  # 1: portable
-        size = host.nbytes / _GIB
-        raise RuntimeError(f"cannot pin {size:.2f} GiB of host memory for model.offload (CUDA error {failure})")
+def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
+    """Bytes of host memory for a copy from `device`: beside a GPU pinned, in pages of its own, since a page is pinned
+    once, and no more than asked for, where torch's own pinned memory comes in powers of two."""
+    if device.type != "cuda":
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    pages, cudart = mmap.mmap(-1, num_bytes), torch.cuda.cudart()
+    host = torch.frombuffer(pages, dtype=torch.uint8)
+    if failure := int(cudart.cudaHostRegister(host.data_ptr(), num_bytes, 1)):  # 1: portable
+        raise RuntimeError(f"cannot pin {num_bytes / _GIB:.2f} GiB of host memory (CUDA error {failure})")
+    # Before the pages go: others at the same address could not be pinned.
+    weakref.finalize(pages, cudart.cudaHostUnregister, host.data_ptr()).atexit = False
     return host
 
 
