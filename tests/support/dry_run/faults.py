@@ -1,0 +1,212 @@
+"""Mistakes that only a GPU would show, planted one by one: the fake device must refuse each.
+
+A fault is a function that plants it and runs ours; what it raises is what was seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from grpo_spmd.checkpoint import save
+from grpo_spmd.engine import weight_sync
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.weight_proof import weights_id
+from grpo_spmd.engine.weight_sync import gather_full_tensors
+from grpo_spmd.model import attention
+from grpo_spmd.model import policy as model_policy
+from grpo_spmd.model.attention import PackedLayout
+from grpo_spmd.model.offload import HostOffload, host_buffer
+from grpo_spmd.model.policy import Policy, build_policy
+from grpo_spmd.records import SyncStats
+from tests.support.dry_run.cases import Trials
+from tests.support.dry_run.engine import StandInLLM
+from tests.support.dry_run.figures import BUCKET_BYTES, check_step, check_sync, micro_batch, step_figures, sync_figures
+from tests.support.learn import updater_of
+
+
+def _scores(trials: Trials, **changes: Any) -> None:
+    with trials.attention("varlen") as config:
+        session = trials.session()
+        policy = build_policy(config.model, 1.0, session)
+        batch = dataclasses.replace(micro_batch(session.device), **changes)
+        updater_of(policy, config).backward(batch, 24, 4, True)
+
+
+def tensor_on_the_cpu(trials: Trials) -> None:
+    batch = micro_batch(trials.cuda.device)
+    _scores(trials, advantages=trials.cuda.values(batch.advantages))
+
+
+def wrong_dtype_into_varlen(trials: Trials) -> None:
+    plain = attention._varlen
+    with patch.object(attention, "_varlen", lambda q, k, v, *more: plain(q.float(), k.float(), v.float(), *more)):
+        _scores(trials)
+
+
+def wide_bounds_into_varlen(trials: Trials) -> None:
+    class Wide(PackedLayout):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            starts = self.bounds[0].long()
+            self.bounds = (starts, starts, *self.bounds[2:])
+
+    with patch.object(model_policy, "PackedLayout", Wide):
+        _scores(trials)
+
+
+def weights_named_on_the_cpu(trials: Trials) -> None:
+    policy, plain = build_policy(trials.config.model, 1.0, trials.session(2)), torch.arange
+    with patch.object(torch, "arange", lambda *bounds, device: plain(*bounds)):
+        weights_id(policy)
+
+
+def buckets_on_the_cpu(trials: Trials) -> None:
+    """It works: over gloo, through the host."""
+    plain, made = torch.empty, list[None]()
+
+    def empty(*size: int, device: Any = None, **options: Any) -> Tensor:
+        made.append(None)
+        return plain(*size, device=None if len(made) <= 2 else device, **options)
+
+    policy = build_policy(trials.config.model, 1.0, trials.session(2))
+    with patch.object(weight_sync.torch, "empty", empty):
+        check_sync(sync_figures(policy, trials.cuda.device, trials.cuda))
+
+
+def tensors_for_the_engine_on_the_cpu(trials: Trials) -> None:
+    engine, policy = _engine(trials)
+    engine.wake_weights()
+    weights = gather_full_tensors(policy, engine.dtype, BUCKET_BYTES, SyncStats())
+    engine.load_weights(((name, trials.cuda.values(tensor)) for name, tensor in weights), 0)
+
+
+def optimizer_without_fused(trials: Trials) -> None:
+    def plain(groups: Any, **options: Any) -> AdamW:
+        return AdamW(groups, **{**options, "fused": None})
+
+    policy, _, session = trials.trained()
+    with patch("grpo_spmd.model.optimizer.AdamW", plain):
+        updater = updater_of(policy, trials.config)
+    updater.backward(micro_batch(session.device), 24, 4, True)
+    try:
+        check_step(step_figures(updater.optimizer, trials.cuda))
+    finally:
+        updater.optimizer.zero_grad(set_to_none=True)
+
+
+def step_count_restored_on_the_cpu(trials: Trials) -> None:
+    policy, updater, session = trials.trained()
+    trials.restore(policy, updater)
+    for state in updater.optimizer.state.values():
+        state["step"] = state["step"].cpu()
+    updater.backward(micro_batch(session.device), 24, 4, True)
+    try:
+        updater.optimizer.step()
+    finally:
+        updater.optimizer.zero_grad(set_to_none=True)
+        trials.restore(policy, updater)
+
+
+def _staged_into(trials: Trials, buffer: Callable[[int, torch.device], Tensor]) -> None:
+    with patch.object(save, "host_buffer", buffer):
+        trials.staged()
+
+
+def staging_buffer_of_a_power_of_two(trials: Trials) -> None:
+    _staged_into(trials, lambda size, device: host_buffer(1 << (size - 1).bit_length(), device)[:size])
+
+
+def staging_buffer_that_is_too_small(trials: Trials) -> None:
+    _staged_into(trials, lambda size, device: host_buffer(max(4, size // 2), device))
+
+
+def staging_buffer_that_is_not_pinned(trials: Trials) -> None:
+    _staged_into(trials, lambda size, device: torch.empty(size, dtype=torch.uint8))
+
+
+def staged_without_waiting(trials: Trials) -> None:
+    with patch.object(torch.cuda, "synchronize", lambda *_: None):
+        trials.staged()
+
+
+def offloaded_without_waiting(trials: Trials) -> None:
+    policy = build_policy(trials.config.model, 1.0, trials.session())
+    offload = HostOffload(True, policy, None, updater_of(policy, trials.config).optimizer)
+    offload.before_sync()
+    with patch.object(torch.cuda, "synchronize", lambda *_: None):
+        offload.after_sync()
+
+
+def policy_read_while_it_is_away(trials: Trials) -> None:
+    policy = build_policy(trials.config.model, 1.0, trials.session())
+    offload = HostOffload(True, policy, None, updater_of(policy, trials.config).optimizer)
+    offload.before_sync()
+    offload.after_sync()
+    weights_id(policy)
+
+
+def _engine(trials: Trials) -> tuple[RolloutEngine, Policy]:
+    session = trials.session()
+    config, policy = trials.config, build_policy(trials.config.model, 1.0, session)
+    engine = RolloutEngine(config.model, config.rollout, config.max_rollout_tokens, session, [0])
+    return engine, policy
+
+
+def _asleep_again(trials: Trials) -> tuple[RolloutEngine, Policy]:
+    engine, policy = _engine(trials)
+    engine.wake_weights()
+    engine.load_weights(gather_full_tensors(policy, engine.dtype, BUCKET_BYTES, SyncStats()), 0)
+    engine.wake_kv_cache()
+    engine.sleep()
+    assert StandInLLM.last.calls == ["sleep 2", "wake weights", "wake kv_cache", "sleep 2"], StandInLLM.last.calls
+    return engine, policy
+
+
+def sampled_after_sleep(trials: Trials) -> None:
+    from grpo_spmd.engine.requests import Request
+
+    engine, _ = _asleep_again(trials)
+    with patch.object(engine, "_refuse_unless_ready", lambda version: None):
+        engine.generate([Request([1, 2, 3], 0)], 0)
+
+
+def loaded_after_sleep(trials: Trials) -> None:
+    engine, policy = _asleep_again(trials)
+    with patch.object(engine, "_weights_awake", True):
+        engine.load_weights(gather_full_tensors(policy, engine.dtype, BUCKET_BYTES, SyncStats()), 1)
+
+
+def told_to_sample_after_sleep(trials: Trials) -> None:
+    """Ours refuses it first."""
+    from grpo_spmd.engine.requests import Request
+
+    _asleep_again(trials)[0].generate([Request([1, 2, 3], 0)], 0)
+
+
+# What is planted, and how it is refused.
+FAULTS: dict[Callable[[Trials], None], str] = {
+    tensor_on_the_cpu: r"FakeTensorDeviceMismatchError: .* at least two devices",
+    wrong_dtype_into_varlen: r"_varlen_attn takes float16 and bfloat16 alone, .* not torch\.float32",
+    wide_bounds_into_varlen: r"_varlen_attn takes int32 bounds, not torch\.int64",
+    weights_named_on_the_cpu: r"FakeTensorDeviceMismatchError: .* at least two devices",
+    buckets_on_the_cpu: r"the sync went over \['c10d\.recv_', 'c10d\.send'\]",
+    tensors_for_the_engine_on_the_cpu: r"AssertionError: model\.embed_tokens\.weight is on cpu",
+    optimizer_without_fused: r"the optimizer's step takes \d+ bytes beside what it keeps",
+    step_count_restored_on_the_cpu: r"_fused_adamw_ is given tensors of \['cpu', 'cuda'\]",
+    staging_buffer_of_a_power_of_two: r"a staging buffer of \d+ bytes for \d+",
+    staging_buffer_that_is_too_small: r"RuntimeError: shape '\[.*\]' is invalid for input of size",
+    staging_buffer_that_is_not_pinned: r"asynchronous copy .* that is not pinned",
+    staged_without_waiting: r"the host goes on while the device still writes its memory",
+    offloaded_without_waiting: r"device memory is given back while a copy still reads it",
+    policy_read_while_it_is_away: r"reads a tensor .* whose memory was given back",
+    sampled_after_sleep: r"sampled while \['kv_cache', 'weights'\] are not mapped",
+    loaded_after_sleep: r"aten\.copy_ reads a tensor .* whose memory was given back",
+    told_to_sample_after_sleep: r"EngineStateError: generate: the engine is asleep",
+}

@@ -1,0 +1,131 @@
+"""Values of operators that torch has for CUDA alone, and a stand-in for the package flash-attn."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen  # noqa: F401 - it registers its operators
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None, window: int) -> Tensor:
+    """Causal attention [T, heads, size] within sequences from one of `starts` to the next, over `window` keys before
+    each query; -1: over all. In float32, rounded at the end."""
+    parts = [(shares @ value).transpose(0, 1) for _, _, value, shares, _ in _sequences(q, k, v, starts, scale, window)]
+    return torch.cat(parts).to(q.dtype)
+
+
+def attention_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None, window: int
+) -> tuple[Tensor, ...]:
+    """Of q, k and v. Written out: an operator's kernel runs below autograd."""
+    of_q, of_k, of_v = (torch.zeros(x.shape) for x in (q, k, v))
+    for query, key, value, shares, (start, end) in _sequences(q, k, v, starts, scale, window):
+        out = grad[start:end].transpose(0, 1).float()
+        of_shares = out @ value.transpose(1, 2)
+        of_logits = shares * (of_shares - (of_shares * shares).sum(-1, keepdim=True)) * _scale(q, scale)
+        of_q[start:end] = (of_logits @ key).transpose(0, 1)
+        for total, of_heads in ((of_k, of_logits.transpose(1, 2) @ query), (of_v, shares.transpose(1, 2) @ out)):
+            groups = of_heads.unflatten(0, (k.shape[1], -1)).sum(1)  # query heads share one of keys and values
+            total[start:end] = groups.transpose(0, 1)
+    return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+def _sequences(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None, window: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, tuple[int, int]]]:
+    """Of each sequence query, key, value [heads, length, size], attention's shares [heads, length, length], place."""
+    bounds = starts.tolist()
+    for start, end in pairwise(bounds):
+        query, key, value = (x[start:end].transpose(0, 1).float() for x in (q, k, v))
+        key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
+        place = torch.arange(end - start)
+        distance = place[:, None] - place
+        hidden = distance < 0 if window < 0 else (distance < 0) | (distance > window)
+        logits = (query @ key.transpose(1, 2) * _scale(q, scale)).masked_fill(hidden, -torch.inf)
+        yield query, key, value, logits.softmax(-1), (start, end)
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return float(q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, _, _, scale, window, *_ = more  # starts of keys, longest of both, is_causal
+    return attention(q, k, v, starts, scale, window[0]), torch.zeros(q.shape[1], len(q)), _state()
+
+
+def _varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    _, _, starts, _, _, _, _, _, scale, window = more  # out, its statistics; starts of keys, longest, is_causal, state
+    return attention_gradients(grad, q, k, v, starts, scale, window[0])
+
+
+def _state() -> Tensor:
+    return torch.zeros(2, dtype=torch.uint64)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    # The product is rounded as on a CPU, where ours adds it up by another branch: values stay comparable to the bit.
+    return out.copy_(total + left @ right)
+
+
+def _add_any_product(*given: Any, **options: Any) -> Tensor:
+    is_typed = len(given) == 4  # the one with an `out_dtype`
+    return _add_product(*given, **options) if is_typed else torch.addmm(*given, **options)
+
+
+# By name, overloads alike.
+KERNELS: dict[str, Callable[..., Any]] = {
+    "torch_attn._varlen_attn": _varlen,
+    "torch_attn._varlen_attn_backward": _varlen_backward,
+    "aten.addmm": _add_any_product,
+    "aten._fused_sdp_choice": lambda *_, **__: 0,  # attention written out: the way that has values without CUDA
+}
+
+
+def install_flash_attn() -> None:
+    """A module `flash_attn` with the one function that ours calls, whose operators have the package's names."""
+
+    @torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=())
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int,
+        scale: float, window: int,
+    ) -> Tensor:  # fmt: skip
+        return attention(q, k, v, starts_q, scale, window)
+
+    @torch.library.custom_op("flash_attn::_flash_attn_varlen_backward", mutates_args=())
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, window: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        of_q, of_k, of_v = attention_gradients(grad, q, k, v, starts, scale, window)
+        return of_q, of_k, of_v
+
+    forward.register_fake(lambda q, *_: torch.empty_like(q))
+    backward.register_fake(lambda _, q, k, v, *__: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:4])
+        ctx.how = inputs[7:]
+
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return (*backward(grad, *ctx.saved_tensors, *ctx.how), *[None] * 6)
+
+    forward.register_autograd(gradients, setup_context=keep)
+
+    def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int, *,
+        softmax_scale: float | None, causal: bool, window_size: tuple[int, int],
+    ) -> Tensor:  # fmt: skip
+        assert causal
+        how = _scale(q, softmax_scale), window_size[0]
+        out: Tensor = forward(q, k, v, starts_q, starts_k, longest_q, longest_k, *how)
+        return out
+
+    module = ModuleType("flash_attn")
+    module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    sys.modules["flash_attn"] = module

@@ -1,0 +1,110 @@
+"""What a GPU refuses, or gets wrong in silence, and fake tensors accept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+_PAGE = 4096
+_HALF = (torch.bfloat16, torch.float16)
+_ATTENTION = ("torch_attn._varlen_attn", "flash_attn._flash_attn_varlen_forward")
+
+
+class RefusedError(RuntimeError):
+    """A GPU would have refused this, or done it wrong."""
+
+
+def refuse(name: str, args: Any, kwargs: Any) -> None:
+    """Raises RefusedError for an operator `namespace.name` of the device."""
+    tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+    if name in _ATTENTION:
+        _refuse_attention(name, *args[:7])
+    if name.startswith(("c10d.", "_c10d_functional.", "fsdp.", "aten._fused_adamw_")):
+        devices = {tensor.device.type for tensor in tensors}
+        if len(devices) > 1:
+            raise RefusedError(f"{name} is given tensors of {sorted(devices)}")
+        if name.startswith("c10d.") and not all(tensor.is_contiguous() for tensor in tensors):
+            raise RefusedError(f"{name} is given a tensor that is not contiguous, which NCCL takes for one that is")
+
+
+def _refuse_attention(
+    name: str, q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int
+) -> None:
+    """As flash-attn's kernels check their inputs."""
+    if q.dtype not in _HALF or {k.dtype, v.dtype} != {q.dtype}:
+        raise RefusedError(
+            f"{name} takes float16 and bfloat16 alone, all three alike, not {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if {starts_q.dtype, starts_k.dtype} != {torch.int32}:
+        raise RefusedError(f"{name} takes int32 bounds, not {starts_q.dtype}, {starts_k.dtype}")
+    if len({each.device for each in (q, k, v, starts_q, starts_k)}) > 1:
+        raise RefusedError(f"{name} is given tensors of several devices")
+    if q.shape[-1] > 256 or q.shape[-1] % 8 or q.shape[1] % k.shape[1] or k.shape != v.shape:
+        raise RefusedError(f"{name} does not take heads of shape {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
+    if any(each.stride(-1) != 1 for each in (q, k, v)):
+        raise RefusedError(f"{name} wants the last dimension contiguous")
+    if longest_q <= 0 or longest_k <= 0:
+        raise RefusedError(f"{name} is given lengths {longest_q}, {longest_k}")
+
+
+class HostMemory:
+    """What is pinned, and copies that are still under way: a GPU reads and writes host memory later."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}  # bytes by address
+        self._pages: set[int] = set()  # of them; a page is pinned once
+        self._reading: set[int] = set()  # device storages that copies to the host read
+        self._writing: set[int] = set()  # host storages that they write
+
+    def register(self, address: int, num_bytes: int, flags: int) -> int:
+        """cudaHostRegister; not 0 is an error."""
+        pages = range(address // _PAGE, (address + num_bytes - 1) // _PAGE + 1)
+        if not num_bytes or self._pages & set(pages):
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        self._pages |= set(pages)
+        self.pinned[address] = num_bytes
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """cudaHostUnregister."""
+        num_bytes = self.pinned.pop(address)
+        self._pages -= set(range(address // _PAGE, (address + num_bytes - 1) // _PAGE + 1))
+        return 0
+
+    def synchronize(self, *_: Any) -> None:
+        self._reading.clear()
+        self._writing.clear()
+
+    def note_copy(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Of a copy to the host that does not wait. The memory must be pinned, and that all of it and no more: torch's
+        own comes in powers of two."""
+        if func._schema.name != "aten::copy_" or not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
+            return
+        to, of = args[:2]
+        if to.device.type != "cpu" or of.device.type != "cuda":
+            return
+        storage = to.untyped_storage()
+        if self.pinned.get(storage.data_ptr()) != storage.nbytes():
+            raise RefusedError(f"an asynchronous copy into host memory of {storage.nbytes()} bytes that is not pinned")
+        if storage.nbytes() != of.nbytes:
+            raise RefusedError(f"a staging buffer of {storage.nbytes()} bytes for {of.nbytes}")
+        self._reading.add(of.untyped_storage()._cdata)
+        self._writing.add(storage.data_ptr())
+
+    def check_reads(self, func: Any, given: list[Any]) -> None:
+        if not self._writing or func._schema.name == "aten::copy_":
+            return
+        of_host = [each for each in given if isinstance(each, Tensor) and each.device.type == "cpu"]
+        if any(each.untyped_storage().data_ptr() in self._writing for each in of_host):
+            raise RefusedError("host memory is read while the device still writes it; synchronize first")
+
+    def check_idle(self) -> None:
+        if self._writing:
+            raise RefusedError("the host goes on while the device still writes its memory; synchronize first")
+
+    def check_free(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._reading:
+            raise RefusedError("device memory is given back while a copy still reads it; synchronize first")
