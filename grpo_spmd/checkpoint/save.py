@@ -31,8 +31,8 @@ from grpo_spmd.distributed.store import own_store
 from grpo_spmd.files import sync_path
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.hf_files import checkpoint_folder
+from grpo_spmd.model.host_memory import host_buffer
 from grpo_spmd.model.lora import write_peft_config
-from grpo_spmd.model.offload import host_buffer
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica
 from grpo_spmd.observe.metrics_file import read_lines

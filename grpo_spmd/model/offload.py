@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
-import weakref
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from grpo_spmd.model.host_memory import host_buffer
 
 _GIB = 2**30
 
@@ -96,20 +96,6 @@ class HostOffload:
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
     # to_local() would make a view for autograd
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
-
-
-def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """Bytes of host memory for a copy from `device`: beside a GPU pinned, in pages of its own, since a page is pinned
-    once, and no more than asked for, where torch's own pinned memory comes in powers of two."""
-    if device.type != "cuda":
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    pages, cudart = mmap.mmap(-1, num_bytes), torch.cuda.cudart()
-    host = torch.frombuffer(pages, dtype=torch.uint8)
-    if failure := int(cudart.cudaHostRegister(host.data_ptr(), num_bytes, 1)):  # 1: portable
-        raise RuntimeError(f"cannot pin {num_bytes / _GIB:.2f} GiB of host memory (CUDA error {failure})")
-    # Before the pages go: others at the same address could not be pinned.
-    weakref.finalize(pages, cudart.cudaHostUnregister, host.data_ptr()).atexit = False
-    return host
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -60,7 +60,7 @@ EXAMPLES = {"small": 150, "demo": 180}
 # What the trials of the first month brought: families of models, running proofs, TRL's rewards, hostile folders.
 ARMOUR = {"proofs": 1225, "model/families": 700, "rewards/trl.py": 200, "untrusted": 220, "distributed/ending.py": 100}
 # What shows before a GPU is there that it will run there, and what else only GPUs and several hosts need.
-EVIDENCE = {"distributed/machine.py": 150, "engine/gpu.py": 85}
+EVIDENCE = {"distributed/machine.py": 150, "engine/gpu.py": 85, "model/host_memory.py": 50}
 CARVED_OUT = ARMOUR | EVIDENCE
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6000
 MOST_ROOMS = 25

@@ -7,6 +7,7 @@ answers as if all others were this one.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -170,7 +171,12 @@ class Trials:
         updater.backward(micro_batch(session.device), 24, 4, True)
         updater.optimizer.step()
         buffers = list(self.cuda.host.pinned.values())[pinned:]
-        return {"held": held, "freed": freed, "moved": moved, "pinned": sum(buffers), "buffers": len(buffers)}
+        found = {"held": held, "freed": freed, "moved": moved, "pinned": sum(buffers), "buffers": len(buffers)}
+        unpinned = self.cuda.host.unpinned
+        del offload
+        gc.collect()
+        found["unpinned"] = self.cuda.host.unpinned - unpinned
+        return found | {"unpinned_too_late": self.cuda.host.unpinned_too_late}
 
     def trained(self) -> tuple[Policy, PolicyUpdater, Session]:
         """On one rank, after a step; one for all that look at it."""

@@ -47,7 +47,9 @@ class StandInLLM:
         self._asleep = dict[str, list[tuple[torch.UntypedStorage, int]]]()
         self._requests = dict[str, Any]()
         scheduler = SimpleNamespace(get_request_counts=lambda: (0, 0), has_requests=lambda: bool(self._requests))
-        config = SimpleNamespace(model_config=self.model_config, scheduler_config=SimpleNamespace(max_num_seqs=4))
+        config = SimpleNamespace(
+            model_config=self.model_config, scheduler_config=SimpleNamespace(max_num_seqs=4), use_v2_model_runner=True
+        )
         core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler), shutdown=lambda: None)
         self.llm_engine = SimpleNamespace(
             vllm_config=config, engine_core=core, add_request=self._add, step=self._step, abort_request=self._abort

@@ -22,7 +22,8 @@ from grpo_spmd.engine.weight_sync import gather_full_tensors
 from grpo_spmd.model import attention
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
-from grpo_spmd.model.offload import HostOffload, host_buffer
+from grpo_spmd.model.host_memory import host_buffer
+from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, build_policy
 from grpo_spmd.records import SyncStats
 from tests.support.dry_run.cases import Trials

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class HostMemory:
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}  # bytes by address
         self._pages: set[int] = set()  # of them; a page is pinned once
+        self.unpinned, self.unpinned_too_late = 0, 0
         self._reading: set[int] = set()  # device storages that copies to the host read
         self._writing: set[int] = set()  # host storages that they write
 
@@ -69,8 +71,12 @@ class HostMemory:
         return 0
 
     def unregister(self, address: int) -> int:
-        """cudaHostUnregister."""
+        """cudaHostUnregister; not 0 is an error."""
         num_bytes = self.pinned.pop(address)
+        bounds = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        if not any(int(start, 16) <= address < int(end, 16) for start, end in bounds):
+            self.unpinned_too_late += 1  # whoever lets memory go cannot be told by an exception
+        self.unpinned += 1
         self._pages -= set(range(address // _PAGE, (address + num_bytes - 1) // _PAGE + 1))
         return 0
 
