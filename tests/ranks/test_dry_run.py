@@ -74,6 +74,13 @@ def built_shim(folder: Path) -> Path:
     return out
 
 
+def shapes(config: Path) -> list[list[int]]:
+    """Of the model's parameters, by its file."""
+    with (config.parent / "model/model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return [of["shape"] for name, of in header.items() if name != "__metadata__"]
+
+
 def found(results: Results, name: str) -> Any:
     assert "error" not in results[name], results[name]["error"]
     return results[name]["found"]
@@ -92,7 +99,9 @@ def test_a_mistake_that_only_a_gpu_would_show_is_seen(results: Results, fault: A
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bytes_and_collectives_equal_those_of_real_ranks(results: Results, real: Results, variant: str) -> None:
+def test_bytes_and_collectives_equal_those_of_real_ranks(
+    results: Results, real: Results, config: Path, variant: str
+) -> None:
     """What lives after each phase to the byte, and each collective with its sizes, in the same order. What lives for
     a moment differs by the kernels: within a tenth in the backward pass."""
     fake, cpu = found(results, "figures")[variant], real[variant]
@@ -102,7 +111,9 @@ def test_bytes_and_collectives_equal_those_of_real_ranks(results: Results, real:
     for phase, of_fake in fake.items():
         of_cpu = cpu[phase]
         assert of_fake["live"] == of_cpu["live"], phase
-        if phase == "backward":
+        if phase == "backward" and "bfloat16" in variant:  # some CPUs pack bfloat16 weights for their products
+            assert of_fake["peak"] < 1.1 * of_cpu["peak"]
+        elif phase == "backward":
             assert of_fake["peak"] == pytest.approx(of_cpu["peak"], rel=0.1), phase
         if phase == "sync":  # point to point on a CPU
             assert received(of_fake["collectives"]) == received(of_cpu["collectives"])
@@ -110,26 +121,19 @@ def test_bytes_and_collectives_equal_those_of_real_ranks(results: Results, real:
             assert [of_fake[key] for key in keys] == [of_cpu[key] for key in keys]
         else:
             assert of_fake["collectives"] == of_cpu["collectives"], phase
-    numel = fake["first step"]["live"] // 8 if "adapters" not in variant else 0
-    if numel:  # float32 weights as they were built, moments of twice their size, gradients of the same
-        assert fake["backward"]["live"] == 4 * numel
-
-
-def safetensors_header(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(int.from_bytes(file.read(8), "little"))
+    if "adapters" not in variant:  # gradients in float32, moments of twice their size, and a count of steps for each
+        numel = fake["backward"]["live"] // 4
+        assert fake["first step"]["live"] == 8 * numel + 4 * len(shapes(config))
 
 
 def test_a_rank_of_64_in_4_replicas_holds_its_share(results: Results, config: Path) -> None:
     of = found(results, "many_ranks")
     check_step(of)
     check_sync(of["sync"])
-    header = json.loads(safetensors_header(config.parent / "model/model.safetensors"))
-    shapes = [of["shape"] for name, of in header.items() if name != "__metadata__"]
-    assert any(shape[0] % 16 for shape in shapes)
-    share = sum(-(-shape[0] // 16) * math.prod(shape[1:]) for shape in shapes)  # of the first rank
-    assert of["first step"]["live"] == 8 * share  # both moments in float32
+    assert any(shape[0] % 16 for shape in shapes(config))
+    share = sum(-(-shape[0] // 16) * math.prod(shape[1:]) for shape in shapes(config))  # of the first rank
     assert of["backward"]["live"] == 4 * share
+    assert of["first step"]["live"] == 8 * share + 4 * len(shapes(config))
     kinds = Counter(name for name, _ in of["backward"]["collectives"])
     # the layer's parameters twice, the root's once; both gradients within a replica, then over replicas
     assert kinds == {"c10d._allgather_base_": 3, "c10d._reduce_scatter_base_": 2, "c10d.allreduce_": 2}

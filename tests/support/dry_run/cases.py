@@ -173,7 +173,7 @@ class Trials:
         buffers = list(self.cuda.host.pinned.values())[pinned:]
         found = {"held": held, "freed": freed, "moved": moved, "pinned": sum(buffers), "buffers": len(buffers)}
         unpinned = self.cuda.host.unpinned
-        del offload
+        del offload, policy, reference, updater, tensors  # whose hooks hold it
         gc.collect()
         found["unpinned"] = self.cuda.host.unpinned - unpinned
         return found | {"unpinned_too_late": self.cuda.host.unpinned_too_late}
