@@ -21,7 +21,9 @@ assert _TORCH is not None
 assert _TORCH.origin is not None
 SITE = Path(_TORCH.origin).parents[1]
 # Where objects of vLLM's are touched, and what they are called there.
-FILES = [*sorted((ROOT / "grpo_spmd/engine").glob("*.py")), ROOT / "grpo_spmd/model/families/engine_names.py"]
+_OWN = {"weight_proof.py"}  # none: what is called rows there are tensors
+FILES = [path for path in sorted((ROOT / "grpo_spmd/engine").glob("*.py")) if path.name not in _OWN]
+FILES.append(ROOT / "grpo_spmd/model/families/engine_names.py")
 _OBJECTS = re.compile(
     r"^(self\._llm|self\._engine|self\._model|llm|core|scheduler|layer|wrapper|model|module|method|mapper|output|sampled"
     r"|of|rows|vllm_config|CuMemAllocator|CPUAttentionBackend|ExecutorWithExternalLauncher|RequestOutputKind)[.(]"
