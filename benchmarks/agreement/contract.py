@@ -55,7 +55,7 @@ def _of_installed() -> tuple[list[Finding], Row]:
     site = Path(sysconfig.get_path("purelib"))
     source, version = Source(site), installed_version("vllm", site)
     found = [*check((*VLLM, *CPU), source, version), *check(TORCH, source, installed_version("torch", site))]
-    return found, {"vllm": f"{version[0]}.{version[1]}, installed", "wheel": "-", "torch": "installed", "imported": "-"}
+    return found, {"vllm": f"{version[0]}.{version[1]}, installed", "wheel": "-", "its torch": "installed", "imported": "-"}
 
 
 def _of_release(version: str) -> tuple[list[Finding], Row]:
@@ -69,7 +69,7 @@ def _of_release(version: str) -> tuple[list[Finding], Row]:
         found += check(TORCH, Source(of_torch), installed_version("torch", of_torch))
         broken_calls, imported = _of_import(site / "vllm")
         found += broken_calls
-    return found, {"vllm": version, "wheel": vllm, "torch": wanted[1], "imported": imported}
+    return found, {"vllm": version, "wheel": vllm, "its torch": wanted[1], "imported": imported}
 
 
 def _unpack(package: str, version: str, site: Path) -> str:
