@@ -55,7 +55,8 @@ def _of_installed() -> tuple[list[Finding], Row]:
     site = Path(sysconfig.get_path("purelib"))
     source, version = Source(site), installed_version("vllm", site)
     found = [*check((*VLLM, *CPU), source, version), *check(TORCH, source, installed_version("torch", site))]
-    return found, {"vllm": f"{version[0]}.{version[1]}, installed", "wheel": "-", "its torch": "installed", "imported": "-"}
+    here = f"{version[0]}.{version[1]}, installed"
+    return found, {"vllm": here, "wheel": "-", "its torch": "installed", "imported": "-"}
 
 
 def _of_release(version: str) -> tuple[list[Finding], Row]:
