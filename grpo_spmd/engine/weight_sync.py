@@ -81,7 +81,6 @@ class WeightSync:
         return stats
 
 
-@torch.no_grad()
 def gather_full_tensors(
     policy: Policy, dtype: torch.dtype, bucket_bytes: int, stats: SyncStats, cast: Cast = lambda _, shard: shard
 ) -> Generator[tuple[str, Tensor], None, None]:
@@ -90,7 +89,8 @@ def gather_full_tensors(
     The shards of all parameters, cast, form one long row. It is gathered over the ranks of a replica in pieces of at
     most `bucket_bytes`, which may end inside a tensor; the next is on its way while one is in use. Extra memory: two
     buckets and the tensor that is being put together. vLLM keeps the tensors until a layer is complete, so they are
-    never views of the reused buckets, nor of the parameters where one rank holds the whole policy.
+    never views of the reused buckets, nor of the parameters where one rank holds the whole policy. (torch.no_grad as a
+    decorator would keep the tensor before alive while the next is made.)
     """
     entries = list(hf_named_shards(policy))
     parameter = entries[0][1]
@@ -98,7 +98,7 @@ def gather_full_tensors(
     if ranks == 1:
         for name, parameter, shard in entries:
             stats.bytes += parameter.numel() * dtype.itemsize
-            yield name, cast(name, shard()).to(dtype, copy=True)
+            yield name, cast(name, shard().detach()).to(dtype, copy=True)
         return
     widths = [rows_per_rank(parameter) * parameter.shape[1:].numel() for _, parameter, _ in entries]
     total = sum(widths)
@@ -164,7 +164,7 @@ class _ShardRow:
             if not self._left:
                 self._shard = torch.empty(0)  # freed before the next one is made
                 (name, _, shard), self._left = next(self._coming)
-                self._shard = self._cast(name, shard()).reshape(-1)
+                self._shard = self._cast(name, shard().detach()).reshape(-1)
             count = min(len(out), self._left)
             # no name for either: it would keep the shard alive
             out[: min(count, len(self._shard))].copy_(self._shard[:count])
