@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 
 modules=(
   speed.init speed.weight_sync speed.loss_memory speed.update speed.balance speed.host_overhead speed.rollout_tail speed.step_vs_trl speed.gpu
-  agreement.learning agreement.families agreement.trl_loss agreement.mutations agreement.contract
+  agreement.learning agreement.families agreement.trl_loss agreement.plan agreement.mutations agreement.contract
   survival.slurm_trial survival.faults
 )
 name=${1:-}

@@ -33,8 +33,9 @@ from typing import Any
 import yaml
 
 from benchmarks.support.report import Row, arguments_parser, read_lines, report, spread
-from grpo_spmd.model.dimensions import Dimensions, dimensions
-from grpo_spmd.preflight.arithmetic import kv_bytes_per_token
+from grpo_spmd.model.dimensions import dimensions
+from grpo_spmd.plan.step_time import Work as Passes
+from grpo_spmd.plan.step_time import decode_bytes, decode_flops, forward_flops
 
 _VARIANTS = {
     "plain": [],
@@ -90,49 +91,11 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Work:
+class Work(Passes):
     """What one step had to do on one rank that holds all of the model."""
 
-    sizes: Dimensions
-    num_parameters: int  # N, a tied one counted once
-    head_parameters: int  # of the lm_head: V * D
-    lengths: list[tuple[int, int]]  # of each rollout: prompt and completion tokens
-    itemsize: int  # bytes of a weight in the compute dtype
     optimizer_steps: int
     offloaded_bytes: float  # that went to the host, and came back
-
-    @property
-    def layer_parameters(self) -> int:
-        """Weights that every token is multiplied by; of a model whose lm_head is its embedding."""
-        return self.num_parameters - self.head_parameters
-
-    @property
-    def tokens(self) -> int:
-        return sum(prompt + completion for prompt, completion in self.lengths)
-
-    @property
-    def completion_tokens(self) -> int:
-        return sum(completion for _, completion in self.lengths)
-
-
-def forward_flops(work: Work) -> float:
-    """Every token through the layers, completions through the lm_head, causal attention within each rollout."""
-    attention = (
-        2 * work.sizes.layers * work.sizes.heads * work.sizes.head_dim * sum((p + c) ** 2 for p, c in work.lengths)
-    )
-    return 2 * work.layer_parameters * work.tokens + 2 * work.head_parameters * work.completion_tokens + attention
-
-
-def decode_bytes(work: Work) -> float:
-    """All weights once for each token of the longest completion, and for each sampled token the keys and values of what
-    precedes it."""
-    longest = max(completion for _, completion in work.lengths)
-    preceding = sum(completion * prompt + completion * (completion - 1) // 2 for prompt, completion in work.lengths)
-    return longest * work.num_parameters * work.itemsize + preceding * kv_bytes_per_token(work.sizes, work.itemsize, 1)
-
-
-def decode_flops(work: Work) -> float:
-    return 2 * work.num_parameters * work.completion_tokens
 
 
 def floors(work: Work, ceilings: Ceilings) -> dict[str, tuple[str, float]]:

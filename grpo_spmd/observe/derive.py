@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from grpo_spmd.config.schema import PHASES, LossConfig
 from grpo_spmd.distributed.reductions import Reductions, metric_values
 from grpo_spmd.learn.losses import ratio_percentiles, total_loss
+from grpo_spmd.observe.cards import peak_tflops
 from grpo_spmd.records import Decision
 
 Metrics = dict[str, float | None]
-# Dense bf16 peak, TFLOP/s, by a part of the device's name (vendor data sheets).
-_PEAK_TFLOPS = {"H100": 989, "H200": 989, "H800": 989, "B200": 2250, "A100": 312, "A800": 312, "L40S": 362}
 
 
 def loss_metrics(sums: Reductions, loss: LossConfig) -> Metrics:
@@ -45,7 +44,7 @@ def mfu(num_parameters: int, num_tokens: int, update_s: float, world_size: int, 
     """The share of the device's peak that the update had; None where we do not know the peak. A lower bound: forward
     and backward of a dense model take 6 FLOPs a parameter and token, and attention is left out."""
     flops = 6.0 * num_parameters * num_tokens / max(update_s, 1e-9) / world_size
-    peak = next((peak for part, peak in _PEAK_TFLOPS.items() if part in device_name), None)
+    peak = peak_tflops(device_name)
     return None if peak is None else flops / (peak * 1e12)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
 
 from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.model.dimensions import Dimensions
@@ -43,6 +42,13 @@ def ratio_is_one(config: Config) -> bool:
     return config.training.num_optimizer_steps == 1 and config.loss.old_logprobs == "policy"
 
 
+def extra_passes(config: Config) -> tuple[int, int]:
+    """Forward passes of all rollouts before the update: for the old logprobs, of the reference."""
+    loss = config.loss
+    is_asked = loss.kl_in == "reward" or config.training.num_optimizer_steps > 1
+    return int(loss.old_logprobs != "engine" and is_asked), int(loss.kl_coef > 0)
+
+
 def micro_batches_per_step(config: Config, num_ranks: int) -> tuple[int, int]:
     """Fewest and most forward-backwards of a rank in a step; the most where every rollout is of full length."""
     steps = config.training.num_optimizer_steps
@@ -65,32 +71,6 @@ def rollouts_of_a_rank(config: Config, num_ranks: int) -> int:
 def logits_bytes_per_element(itemsize: int) -> int:
     """Bytes of each logit at the peak of logprobs.TokenLogprobs: float32, and the product in another compute dtype."""
     return 4 if itemsize == 4 else 4 + itemsize
-
-
-def activation_bytes_per_token(sizes: Dimensions, itemsize: int, *, qk_norm: bool = False) -> int:
-    """What one layer keeps of each token for its backward pass: both norms their input in float32, the normalised and
-    the scaled output; attention q, k, v, and its output twice (once put back in place); the MLP gate, its SiLU, up and
-    their product."""
-    norms = 2 * (4 + 2 * itemsize) * sizes.hidden
-    attention = itemsize * (3 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
-    if qk_norm:
-        attention += (4 + itemsize) * (sizes.heads + sizes.kv_heads) * sizes.head_dim
-    return norms + attention + 4 * itemsize * sizes.intermediate
-
-
-def activation_bytes(
-    sizes: Dimensions, tokens: int, itemsize: int, *, checkpointing: bool | Literal["selective"], qk_norm: bool = False
-) -> int:
-    """Activations of one micro-batch at their peak: what all layers keep, what one makes again, what follows them all
-    (the last norm, the hidden states that are scored, their gradient). With checkpointing a layer keeps its input;
-    selective also the outputs of its seven products and of attention."""
-    layer = activation_bytes_per_token(sizes, itemsize, qk_norm=qk_norm)
-    kept = itemsize * sizes.hidden if checkpointing else layer
-    if checkpointing == "selective":
-        heads = (sizes.heads + sizes.kv_heads) * sizes.head_dim
-        kept += 2 * itemsize * (sizes.hidden + heads + sizes.intermediate)
-    again = 0 if not checkpointing else layer if checkpointing is True else layer - kept
-    return tokens * (sizes.layers * kept + again + (4 + 4 * itemsize) * sizes.hidden)
 
 
 def kv_bytes_per_token(sizes: Dimensions, itemsize: int, tensor_parallel_size: int) -> int:

@@ -7,9 +7,10 @@ import difflib
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grpo_spmd.checkpoint.manifest import CheckpointError, NewerFormatError, read_trainer
 from grpo_spmd.checkpoint.run_dir import check_same_run, is_inside, is_same_launch, list_checkpoints, refuse_in_use
@@ -45,7 +46,7 @@ def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inpu
     `to_run` False leaves the run folder out: somebody only asks about a config, perhaps that of a run under way.
     Raises ConfigError, which names the key or file:line."""
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE") if to_run else None
-    _check_world_size(config, num_ranks, int(local_ranks) if local_ranks else None)
+    check_world_size(config, num_ranks, int(local_ranks) if local_ranks else None)
     if to_run:
         _check_run_dir(config)
     _check_model(config)
@@ -86,7 +87,7 @@ def _check_reward_columns(rewards: Sequence[Reward], rows: Sequence[PromptRow], 
                 raise ConfigError(f"rewards.{index}: {what}; besides the prompt it has {there}")
 
 
-def _check_world_size(config: Config, world_size: int, local_world_size: int | None) -> None:
+def check_world_size(config: Config, world_size: int, local_world_size: int | None) -> None:
     """`local_world_size`: ranks of each node, where they are known."""
     engine = config.rollout.tensor_parallel_size
     of_node = local_world_size or engine
@@ -161,6 +162,11 @@ def _check_model(config: Config) -> None:
         raise ConfigError(f"model.path: cannot read {error.filename}: {error.strerror}") from None
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
         raise ConfigError(f"model.path: {folder} holds no tokenizer")  # transformers would make an empty one up
+    check_model_sizes(config, model)
+
+
+def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
+    """Of config.json, `model`, beside the config."""
     longest, positions = config.max_rollout_tokens, model.get("max_position_embeddings")
     if isinstance(positions, int) and longest > positions:
         prompt, completion = config.data.max_prompt_tokens, config.rollout.max_completion_tokens

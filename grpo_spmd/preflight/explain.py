@@ -58,19 +58,18 @@ def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
 
 
 def _extra_pass_rows(config: Config) -> Iterator[Row]:
-    loss, steps, old = config.loss, config.training.num_optimizer_steps, "extra passes for old logprobs"
+    loss, steps = config.loss, config.training.num_optimizer_steps
+    old, reference = arithmetic.extra_passes(config)
+    how = f"a forward of all rollouts before the first of {steps} optimizer steps"
     if loss.old_logprobs == "engine":
-        yield old, "0", "old_logprobs engine: those that came with the completions"
+        how = "old_logprobs engine: those that came with the completions"
     elif loss.kl_in == "reward":
-        yield old, "1", "a forward of all rollouts, for the KL in the reward"
-    elif steps == 1:
-        yield old, "0", "one optimizer step: they are those of the update itself"
-    else:
-        yield old, "1", f"a forward of all rollouts before the first of {steps} optimizer steps"
-    if loss.kl_coef:
-        yield "extra passes of the reference", "1", f"a forward of all rollouts, for kl_coef {loss.kl_coef:g}"
-    else:
-        yield "extra passes of the reference", "0", "kl_coef 0: no reference model is built"
+        how = "a forward of all rollouts, for the KL in the reward"
+    elif not old:
+        how = "one optimizer step: they are those of the update itself"
+    yield "extra passes for old logprobs", str(old), how
+    how = f"a forward of all rollouts, for kl_coef {loss.kl_coef:g}" if reference else "kl_coef 0: no reference model"
+    yield "extra passes of the reference", str(reference), how
 
 
 def _run_rows(config: Config, num_rows: int) -> Iterator[Row]:

@@ -45,20 +45,27 @@ class ModelFacts:
 
 
 def read_model(path: str) -> ModelFacts | None:
-    """Sizes of `model.path`: a local folder, or a hub id that lies in the local Hugging Face cache. None otherwise."""
-    folder = Path(path)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(path, "config.json")
-        if not isinstance(cached, str):
-            return None
-        folder = Path(cached).parent
+    """Sizes of `model.path`, where its folder has them. None otherwise."""
+    if (folder := local_folder(path)) is None:
+        return None
     config = read_model_config(folder)
     if shapes := shapes_from_headers(folder, tied=bool(config.get("tie_word_embeddings"))):
         return ModelFacts(shapes, config, f"safetensors headers in {folder}")
     source = f"{folder / 'config.json'}, worked out; the weights are not there"
     return ModelFacts(shapes, config, source) if (shapes := shapes_from_config(config)) else None
+
+
+def local_folder(path: str) -> Path | None:
+    """`path` itself, or that of a hub id in the local Hugging Face cache; None where neither is there."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except ValueError:  # neither a folder nor a name that the hub could know
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:

@@ -25,6 +25,7 @@ ORDER: tuple[str | tuple[str, ...], ...] = (
     "rollout",
     "checkpoint",
     "preflight",
+    "plan",
     "run",
     "loop",
     ("train", "replay", "export", "demo", "small"),
@@ -60,13 +61,19 @@ EXAMPLES = {"small": 150, "demo": 180}
 # What the trials of the first month brought: families of models, running proofs, TRL's rewards, hostile folders.
 ARMOUR = {"proofs": 1225, "model/families": 700, "rewards/trl.py": 200, "untrusted": 220, "distributed/ending.py": 100}
 # What shows before a GPU is there that it will run there, and what else only GPUs and several hosts need.
-EVIDENCE = {"distributed/machine.py": 150, "engine/gpu.py": 85, "model/host_memory.py": 50}
+EVIDENCE = {
+    "plan": 1070,
+    "observe/cards.py": 85,
+    "distributed/machine.py": 150,
+    "engine/gpu.py": 85,
+    "model/host_memory.py": 50,
+}
 CARVED_OUT = ARMOUR | EVIDENCE
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6000
 MOST_ROOMS = 25
 FILE_LINES, FUNCTION_LINES, COLUMNS = 450, 70, 120
 # Whoever else wants a value gets its section, or the value.
-KNOW_CONFIG = ("config", "preflight", "run", "loop", "train", "replay", "small")
+KNOW_CONFIG = ("config", "preflight", "plan", "run", "loop", "train", "replay", "small")
 _COLLECTIVES = [
     "all_gather",
     "all_gather_into_tensor",

@@ -7,8 +7,9 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.speed.gpu import SIZES, Ceilings, Work, _model_config, decode_bytes, decode_flops, floors, forward_flops
+from benchmarks.speed.gpu import SIZES, Ceilings, Work, _model_config, floors
 from grpo_spmd.model.dimensions import Dimensions, dimensions
+from grpo_spmd.plan.step_time import decode_bytes, decode_flops, forward_flops
 
 # Two rollouts, of 3 + 2 and 1 + 4 tokens; 1,000 parameters, 80 of them the lm_head's.
 SMALL = Dimensions(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocabulary=10)

@@ -1,0 +1,227 @@
+"""The planner (`python -m grpo_spmd.plan`) beside what can be known without a GPU.
+
+    python -m benchmarks.agreement.plan [--part cpu,published,predictions] [--sizes 0.1b,0.5b] [--variants plain,lora]
+        [--json FILE]
+
+cpu: the first of so many ranks on the CPU, with real tensors, FSDP2, AdamW and weight sync; the other ranks are not
+there, and collectives bring nothing. Its live bytes by torch's own account of its allocator (profiler, every allocation
+and free) beside the prediction: the state of a rank, and the most that is live while it scores, updates and gathers its
+weights. Each must be within 3 %, or the exit code is 1.
+
+published: memory that others measured on GPUs with FSDP2, beside a dry run of the same model, batch and recomputation
+by the planner's own means, with their loss (full logits). The difference is printed, and judged by nobody: their code
+is not ours. "active" is live tensors; "reserved" what the allocator took for them.
+
+predictions: what nobody has measured. The four GPU configs of configs/ and two larger models on cards of the data
+sheet. configs/README.md has this table.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+import yaml
+
+from benchmarks.agreement import plan_published
+from benchmarks.support.models import make_model
+from benchmarks.support.ranks import measure
+from benchmarks.support.report import Row, arguments_parser, report
+from grpo_spmd.config.load import load_config
+from grpo_spmd.observe.cards import find_card
+from grpo_spmd.plan.phases import make_plan
+from grpo_spmd.preflight.model_facts import read_model
+from tests.support.real_memory import predicted
+
+_MIB, _WITHIN = 2**20, 0.03
+_SMALL: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
+_QWEN_0_5B: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+_SIZES = {"0.1b": transformers.Qwen3Config(**_SMALL), "0.5b": transformers.Qwen2Config(**_QWEN_0_5B)}
+_RECOMPUTE = "model.activation_checkpointing=true"
+_RUNS: list[tuple[str, int, str]] = [
+    ("0.1b", 1, ""),
+    ("0.1b", 2, ""),
+    ("0.1b", 8, _RECOMPUTE),
+    ("0.1b", 2, "model.activation_checkpointing=selective"),
+    ("0.1b", 2, "model.lora.rank=16"),
+    ("0.1b", 2, f"model.lora.rank=16 model.dtype=bfloat16 {_RECOMPUTE}"),
+    ("0.1b", 4, "model.num_replicas=2"),
+    ("0.1b", 2, "model.offload=true loss.kl_coef=0.1"),
+    ("0.1b", 2, "model.dtype=bfloat16 loss.entropy_coef=0.01"),
+    ("0.5b", 2, ""),
+    ("0.5b", 2, f"{_RECOMPUTE} rollout.weight_sync_bucket_mib=256"),  # as on a GPU
+]
+
+
+def main() -> None:
+    parser = arguments_parser(__doc__)
+    parser.add_argument("--part", default="cpu,published,predictions")
+    parser.add_argument("--sizes", default="0.1b,0.5b", help="of the part cpu")
+    parser.add_argument("--variants", default="", help="of the part cpu: those in whose overrides one of these is")
+    args = parser.parse_args()
+    off: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        if "cpu" in args.part:
+            rows = list(_cpu_rows(Path(folder), args.sizes.split(","), args.variants.split(",")))
+            report("plan_cpu", rows, args.json)
+            off = [abs(row["off_percent"]) / 100 for row in rows]
+            print(f"the largest difference is {100 * max(off):.2f} %, and {100 * _WITHIN:g} % are allowed")
+        if "published" in args.part:
+            report("plan_published", plan_published.rows(Path(folder)), args.json)
+        if "predictions" in args.part:
+            report("plan_predictions", list(_predictions(Path(folder))), args.json)
+    sys.exit(int(any(each > _WITHIN for each in off)))
+
+
+def _cpu_rows(folder: Path, sizes: list[str], variants: list[str]) -> Iterator[Row]:
+    for size in sizes:
+        make_model(folder / size, _SIZES[size])
+        config = {
+            "run_dir": str(folder / "run"),
+            "model": {"path": str(folder / size), "dtype": "float32"},
+            "data": {"train": "none.jsonl", "max_prompt_tokens": 64},
+            "rollout": {"num_prompts_per_step": 16, "group_size": 4, "max_completion_tokens": 192},
+            "rewards": [{"name": "format", "args": {"pattern": "x"}}],
+            # so large that every run has several micro-batches, as `measured` makes two
+            "training": {"max_tokens_per_micro_batch": 1024 if size == "0.1b" else 512},
+            # scored, so that the prediction has that pass too
+            "loss": {"kl_coef": 0.1},
+        }
+        path = folder / f"{size}.yaml"
+        path.write_text(yaml.safe_dump(config))
+        for of_size, ranks, overrides in _RUNS:
+            if of_size == size and any(part in (overrides or "plain") for part in variants):
+                yield from _compared(size, path, ranks, overrides)
+
+
+def _compared(size: str, path: Path, ranks: int, overrides: str) -> Iterator[Row]:
+    (found,) = measure(0, "benchmarks.agreement.plan_worker", str(ranks), str(path), *overrides.split())
+    expected = predicted(load_config(path, overrides.split()), ranks)
+    for what, held in found.items():
+        if held or expected[what]:
+            yield {
+                "model": size,
+                "ranks": ranks,
+                "variant": overrides or "plain",
+                "bytes": what,
+                "predicted_mib": expected[what] / _MIB,
+                "measured_mib": held / _MIB,
+                "off_percent": 100 * (expected[what] / held - 1),
+            }
+
+
+@dataclass(frozen=True)
+class _Case:
+    name: str
+    config: str | dict[str, Any]  # a file of configs/, or sections beside those that every run needs
+    model: dict[str, Any]  # config.json
+    card: str
+    ranks: int
+
+
+def qwen2(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, *, tied: bool) -> dict[str, Any]:
+    """config.json of a Qwen2.5, by the sizes that its model card gives."""
+    config: dict[str, Any] = transformers.Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=intermediate,
+        tie_word_embeddings=tied,
+    ).to_dict()
+    return config
+
+
+def qwen3(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Any]:
+    """config.json of an untied Qwen3, by the sizes that its model card gives."""
+    config: dict[str, Any] = transformers.Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=intermediate,
+        tie_word_embeddings=False,
+        max_position_embeddings=40_960,
+    ).to_dict()
+    return config
+
+
+_QWEN_1_5B = qwen2(1536, 28, 12, 2, 8960, tied=True)
+_LARGE: dict[str, Any] = {
+    "model": {"activation_checkpointing": True},
+    "data": {"train": "none.jsonl", "max_prompt_tokens": 1024},
+    "rollout": {"num_prompts_per_step": 128, "group_size": 8, "max_completion_tokens": 4096},
+    "training": {"max_tokens_per_micro_batch": 16384, "num_mini_batches": 2},
+}
+_LARGER: dict[str, Any] = _LARGE | {
+    "model": {"activation_checkpointing": True, "offload": "optimizer"},
+    "rollout": _LARGE["rollout"] | {"tensor_parallel_size": 4},
+}
+CASES = (
+    _Case("qwen2.5-0.5b-debug", "qwen2.5-0.5b-debug", qwen2(896, 24, 14, 2, 4864, tied=True), "RTX4090-24GB", 1),
+    _Case("qwen2.5-1.5b-gsm8k", "qwen2.5-1.5b-gsm8k", _QWEN_1_5B, "A100-40GB", 8),
+    _Case("qwen2.5-1.5b-gsm8k", "qwen2.5-1.5b-gsm8k", _QWEN_1_5B, "H100-80GB", 8),
+    _Case("qwen2.5-1.5b-gsm8k-lora", "qwen2.5-1.5b-gsm8k-lora", _QWEN_1_5B, "RTX4090-24GB", 1),
+    _Case("qwen2.5-1.5b-gsm8k-lora", "qwen2.5-1.5b-gsm8k-lora", _QWEN_1_5B, "A100-40GB", 1),
+    _Case("tinyzero-countdown", "tinyzero-countdown", qwen2(2048, 36, 16, 2, 11008, tied=True), "A100-80GB", 8),
+    _Case("Qwen3-8B", _LARGE, qwen3(4096, 36, 32, 12288), "H100-80GB", 8),
+    _Case("Qwen3-32B", _LARGER, qwen3(5120, 64, 64, 25600), "H100-80GB", 16),
+)
+
+
+def _predictions(folder: Path) -> Iterator[Row]:
+    for number, case in enumerate(CASES):
+        model = folder / f"case_{number}" / case.name
+        model.mkdir(parents=True)
+        (model / "config.json").write_text(json.dumps(case.model))
+        path = Path("configs", f"{case.config}.yaml")
+        if isinstance(case.config, dict):
+            path = folder / f"case_{number}.yaml"
+            needed = {"run_dir": "none", "rewards": [{"name": "gsm8k"}]}
+            path.write_text(yaml.safe_dump(needed | case.config | {"model": {**case.config["model"], "path": "none"}}))
+        config = load_config(path, [f"model.path={model}"])
+        facts, start = read_model(str(model)), time.perf_counter()
+        assert facts is not None
+        plan = make_plan(config, facts, model, find_card(case.card), case.ranks)
+        yield {
+            "config": case.name,
+            "on": f"{case.ranks} x {case.card}",
+            "fits": plan.fits,
+            "margin_gib": plan.margin_gib,
+            "tightest": plan.tightest,
+            **{f"{phase}_gib": plan.peak_gib(phase) for phase in ("weight_sync", "rollout", "update")},
+            "kv_sequences": f"{min(plan.kv_cache.full_length, plan.kv_cache.sequences)} of {plan.kv_cache.sequences}",
+            "step_s": plan.time.total,
+            "took_s": time.perf_counter() - start,
+        }
+
+
+if __name__ == "__main__":
+    main()

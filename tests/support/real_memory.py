@@ -1,0 +1,125 @@
+"""What a real policy holds, by torch's own account of what its allocator gave and got back: what plan/ is held
+against."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.session import Session, policy_mesh
+from grpo_spmd.engine.weight_sync import gather_full_tensors
+from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.offload import HostOffload
+from grpo_spmd.model.policy import DTYPES, build_policy, build_reference
+from grpo_spmd.plan.dry_run import Peaks
+from grpo_spmd.plan.phases import trainer_peaks
+from grpo_spmd.preflight import memory
+from grpo_spmd.preflight.model_facts import read_model
+from grpo_spmd.records import MicroBatch, Rollout, SyncStats
+
+Figures = dict[str, int]  # bytes
+
+
+@contextmanager
+def lone_rank(num_ranks: int, num_replicas: int) -> Iterator[Session]:
+    """The first rank of so many, of which no other is there: its tensors are real, collectives do nothing. (With real
+    ones gloo's threads free buffers that this thread allocated, and torch's account of it does not see that.)"""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        device = torch.device("cpu")
+        yield Session(0, num_ranks, 0, device, policy_mesh(device, num_replicas), None)
+    finally:
+        dist.destroy_process_group()
+
+
+def measured(config: Config, session: Session) -> Figures:
+    """Collective. Bytes of this rank: its state with moments, what waits in host memory during a rollout, and the most
+    that is live while it scores, makes an update of two micro-batches, and gathers its weights."""
+    found: Figures = {}
+    gc.collect()  # what is freed later would be taken off
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        temperature, longest = config.rollout.temperature, config.max_rollout_tokens
+        policy = build_policy(config.model, temperature, session, longest=longest)
+        reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
+        updater = PolicyUpdater(policy, config.optimizer, config.loss, 1, config.rollout.max_completion_tokens)
+        _update(updater, [_batch([(2, 2)])])  # AdamW makes its moments
+        batch = _full_batch(config)
+        with record_function("mark:scoring"), torch.no_grad():
+            policy(batch)
+            cast(FSDPModule, policy).reshard()
+        with record_function("mark:update"):
+            _update(updater, [batch, batch])
+        with record_function("mark:sync"):
+            bucket_bytes = config.rollout.sync_bucket_bytes("cpu")
+            # no name for a tensor: it would be alive while the next is made
+            deque(gather_full_tensors(policy, DTYPES[config.model.dtype], bucket_bytes, SyncStats()), maxlen=0)
+        with record_function("mark:end"):
+            pass
+        offload = HostOffload(config.model.offload, policy, reference, updater.optimizer)
+        offload.before_sync()
+        offload.after_sync()
+        found["offloaded"] = round(offload.to_device()["memory/host/offloaded_gib"] * 2**30)
+    return found | _live(recorded)
+
+
+def predicted(config: Config, num_ranks: int) -> Figures:
+    """The same by arithmetic and dry run, of a rank with full shards."""
+    facts = read_model(config.model.path)
+    assert facts is not None
+    state, bucket_bytes = memory.state_of(config, facts, num_ranks), config.rollout.sync_bucket_bytes("cpu")
+    peaks: Peaks = trainer_peaks(config, Path(config.model.path), num_ranks, on_gpu=False)
+    return {
+        "state": state.num_bytes,
+        "scoring": state.num_bytes + peaks.scoring.total(),
+        "update": state.num_bytes + peaks.update.total(),
+        "sync": state.num_bytes + sum(memory.sync_buffers(config, facts, num_ranks, bucket_bytes).values()),
+        "offloaded": state.offloaded(config.model.offload),
+    }
+
+
+def _full_batch(config: Config) -> MicroBatch:
+    number = config.training.max_tokens_per_micro_batch // config.max_rollout_tokens
+    return _batch([(config.data.max_prompt_tokens, config.rollout.max_completion_tokens)] * number)
+
+
+def _batch(lengths: list[tuple[int, int]]) -> MicroBatch:
+    rollouts = [Rollout(i, 1.0, True, [1] * p, [2] * c, [-1.0] * c) for i, (p, c) in enumerate(lengths)]
+    batch = pack_rollouts(rollouts, torch.device("cpu"))
+    batch.ref_logprobs = batch.rollout_logprobs
+    return batch
+
+
+def _update(updater: PolicyUpdater, batches: list[MicroBatch]) -> None:
+    for batch in batches:
+        updater.backward(batch, len(batch.target_ids), len(batch.rollout_ids), is_synced=True)
+    updater.optimizer.step()
+    updater.optimizer.zero_grad(set_to_none=True)
+
+
+def _live(recorded: profile) -> Figures:
+    assert recorded.profiler is not None
+    results: Any = recorded.profiler.kineto_results
+    events = sorted(results.events(), key=lambda event: event.start_ns())
+    now, where, peaks = 0, "", dict[str, int]()
+    state = 0
+    for event in events:
+        if event.name().startswith("mark:"):
+            where = event.name().removeprefix("mark:")
+            state = state or now
+            peaks[where] = now
+        elif event.name() == "[memory]":
+            now += int(event.nbytes())
+            peaks[where] = max(peaks.get(where, 0), now)
+    return {"state": state, **{name: peaks[name] for name in ("scoring", "update", "sync")}}
