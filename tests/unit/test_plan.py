@@ -29,9 +29,9 @@ from tests.support.real_memory import lone_rank, measured, predicted
 GIB = 2**30
 
 
-def tiny_config(folder: Path, *overrides: str) -> Config:
+def tiny_config(folder: Path, *overrides: str, tied: bool = False, vocabulary: int = 1200) -> Config:
     model = make_model(
-        folder / "model", "qwen3", tied=False, num_hidden_layers=5, intermediate_size=256, vocab_size=1200
+        folder / "model", "qwen3", tied=tied, num_hidden_layers=5, intermediate_size=256, vocab_size=vocabulary
     )
     sections = {
         "data": {"max_prompt_tokens": 64},
@@ -58,6 +58,22 @@ def test_what_a_rank_holds_on_a_cpu_is_predicted_within_three_percent(tmp_path: 
         held = measured(config, session)
     assert held == pytest.approx(expected, rel=0.03)
     assert expected["update"] > 1.5 * expected["state"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tied"),
+    [(["model.activation_checkpointing=true"], True), (["model.dtype=bfloat16", "loss.entropy_coef=0.01"], False)],
+)
+def test_what_fake_tensors_do_otherwise_than_real_ones_is_known(
+    tmp_path: Path, overrides: list[str], tied: bool
+) -> None:
+    """Autograd adds real gradients of a tied parameter in place; a CPU casts a bfloat16 product to add it. Both are a
+    tensor of the lm_head's size."""
+    tokens = ["data.max_prompt_tokens=8", "rollout.max_completion_tokens=24", "training.max_tokens_per_micro_batch=32"]
+    config = tiny_config(tmp_path, "model.logprob_chunk_tokens=16", *tokens, *overrides, tied=tied, vocabulary=4800)
+    with lone_rank(8, 1) as session:
+        held = measured(config, session)
+    assert predicted(config, 8)["update"] == pytest.approx(held["update"], rel=0.01)
 
 
 def test_four_layers_more_take_what_one_takes_four_times(tmp_path: Path) -> None:
