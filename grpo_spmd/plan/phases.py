@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_spmd.config.errors import ConfigError
@@ -89,7 +89,8 @@ def trainer_peaks(config: Config, folder: Path, num_ranks: int, *, on_gpu: bool)
     _, most = arithmetic.micro_batches_per_step(config, num_ranks)
     accumulates = most > config.training.num_optimizer_steps
     scores = sum(arithmetic.extra_passes(config)) > 0
-    work = Pass(folder, config.model, config.loss, num_ranks, tuple(lengths), accumulates, scores, on_gpu)
+    here = replace(config.model, offload=False)  # nothing is away during a pass: one dry run for all
+    work = Pass(folder, here, config.loss, num_ranks, tuple(lengths), accumulates, scores, on_gpu)
     return peaks_of(work)
 
 

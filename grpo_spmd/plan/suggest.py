@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from grpo_spmd.config.schema import Config
+from grpo_spmd.plan.device import GIB
 from grpo_spmd.plan.phases import Plan
 
 Planner = Callable[[Sequence[str]], Plan | None]  # of the config with overrides; None where it would be refused
@@ -25,7 +26,7 @@ def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
     one by one, each time the one that leaves most room, as one suggestion, which may still not fit."""
     if plan.fits:
         return []
-    tried = _tried(plan, (), replan)
+    tried = _tried(plan, (), replan, {phase for phase in plan.phases if plan.margin_of(phase) < 0})
     if fitting := [each for each in tried if each.plan.fits]:
         return sorted(fitting, key=_cost)
     taken, margin, best = tuple[str, ...](), plan.margin_gib, None
@@ -34,7 +35,8 @@ def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
         if most_room.plan.margin_gib <= margin:
             break
         best, taken, margin = most_room, most_room.overrides, most_room.plan.margin_gib
-        tried = [] if best.plan.fits else _tried(best.plan, taken, replan)
+        # What does not help the tightest phase cannot leave more room.
+        tried = [] if best.plan.fits else _tried(best.plan, taken, replan, {best.plan.tightest})
     return [] if best is None else [best]
 
 
@@ -42,9 +44,9 @@ def _cost(suggestion: Suggestion) -> tuple[float, float]:
     return suggestion.plan.time.total, -suggestion.plan.margin_gib
 
 
-def _tried(plan: Plan, taken: tuple[str, ...], replan: Planner) -> list[Suggestion]:
+def _tried(plan: Plan, taken: tuple[str, ...], replan: Planner, short: set[str]) -> list[Suggestion]:
     found = []
-    for change in _changes(plan.config, plan):
+    for change in _changes(plan.config, plan, short):
         name = change.partition("=")[0]
         overrides = (*(each for each in taken if each.partition("=")[0] != name), change)
         if (changed := replan(overrides)) is not None:
@@ -52,17 +54,18 @@ def _tried(plan: Plan, taken: tuple[str, ...], replan: Planner) -> list[Suggesti
     return found
 
 
-def _changes(config: Config, plan: Plan) -> Iterator[str]:
+def _changes(config: Config, plan: Plan, short: set[str]) -> Iterator[str]:
     """Single overrides that could help a phase that lacks room."""
     model, rollout, longest = config.model, config.rollout, config.max_rollout_tokens
-    short = {phase for phase in plan.phases if plan.margin_of(phase) < 0}
     engine_awake = short & {"weight_sync", "eval", "rollout", "reward"}
     if short & {"update", "logprobs"}:
         if not model.activation_checkpointing and not model.compile:
             yield "model.activation_checkpointing=selective"
         if model.activation_checkpointing is not True:
             yield "model.activation_checkpointing=true"
-        if model.logprob_chunk_tokens > _LEAST_CHUNK:
+        # Its dry run is the longest: tried where logits are what lacks, at the last perhaps.
+        could = any(plan.phases[phase]["logits"] > -GIB * plan.margin_of(phase) for phase in short)
+        if could and model.logprob_chunk_tokens > _LEAST_CHUNK:
             yield f"model.logprob_chunk_tokens={max(_LEAST_CHUNK, model.logprob_chunk_tokens // 4)}"
         budget = config.training.max_tokens_per_micro_batch
         for tokens in sorted({max(longest, budget // 2), max(longest, budget // 4), longest}, reverse=True):
