@@ -64,7 +64,7 @@ class Size:
     @property
     def step(self) -> str:
         return (
-            f"{self.num_prompts} prompts x {_GROUP_SIZE}, at most {self.max_prompt_tokens} + "
+            f"{self.num_prompts} prompts x {GROUP_SIZE}, at most {self.max_prompt_tokens} + "
             f"{self.max_completion_tokens} tokens, "
             f"{self.max_tokens_per_micro_batch} a micro-batch, {_MINI_BATCHES} optimizer steps"
         )
@@ -75,7 +75,7 @@ SIZES = {
     "0.5b": Size(896, 24, 14, 2, 4864, 151936, 32, 256, 1024, 384, 16384),
     "1.5b": Size(1536, 28, 12, 2, 8960, 151936, 32, 256, 1024, 384, 16384),
 }
-_GROUP_SIZE = 8
+GROUP_SIZE = 8
 _MINI_BATCHES = 2  # so that the phase `logprobs` has something to do
 
 
@@ -166,7 +166,7 @@ class Run:
 def phase_rows(run: Run, num_parameters: int, size: Size, ceilings: Ceilings) -> list[Row]:
     """One row a phase and one for the step: medians over the steps of floor and time, each step beside its own
     floor."""
-    sizes = dimensions(_model_config(size))
+    sizes = dimensions(model_config(size))
     assert sizes is not None
     found: list[dict[str, tuple[str, float, float]]] = []
     for metrics, lengths in zip(run.metrics, run.lengths, strict=True):
@@ -273,7 +273,7 @@ def _best_s(call: Callable[[], Any], on_gpu: bool, rounds: int = 5, repeat: int 
     return best
 
 
-def _model_config(size: Size) -> dict[str, Any]:
+def model_config(size: Size) -> dict[str, Any]:
     return {
         "vocab_size": size.vocabulary,
         "hidden_size": size.hidden,
@@ -300,7 +300,7 @@ def make_model(folder: Path, size: Size) -> int:
 
     from benchmarks.support import models
 
-    model = models.make_model(folder, transformers.Qwen2Config(**_model_config(size)), dtype=torch.bfloat16)
+    model = models.make_model(folder, transformers.Qwen2Config(**model_config(size)), dtype=torch.bfloat16)
     stop = [0, *range(size.vocabulary - size.vocabulary // size.mean_tokens, size.vocabulary)]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
     rng = random.Random(0)
@@ -312,15 +312,16 @@ def make_model(folder: Path, size: Size) -> int:
     return int(model.num_parameters())  # a tied one once
 
 
-def _train(folder: Path, variant: str, size: Size, steps: int, *, on_gpu: bool) -> Run:
-    run_dir = folder / variant
-    config = {
-        "run_dir": str(run_dir),
-        "model": {"path": str(folder / "model"), "dtype": "bfloat16" if on_gpu else "float32"},
+def training_config(folder: Path, name: str, size: Size, steps: int, dtype: str, **sections: dict[str, Any]) -> Path:
+    """Write FOLDER/NAME.yaml for the model that `make_model` made in FOLDER/model, and the reward that it names; the
+    run's folder is FOLDER/NAME. `sections` are laid over it, key by key."""
+    config: dict[str, Any] = {
+        "run_dir": str(folder / name),
+        "model": {"path": str(folder / "model"), "dtype": dtype},
         "data": {"train": str(folder / "model/train.jsonl"), "max_prompt_tokens": size.max_prompt_tokens},
         "rollout": {
             "num_prompts_per_step": size.num_prompts,
-            "group_size": _GROUP_SIZE,
+            "group_size": GROUP_SIZE,
             "max_completion_tokens": size.max_completion_tokens,
             "gpu_memory_utilization": 0.5,
         },
@@ -333,16 +334,23 @@ def _train(folder: Path, variant: str, size: Size, steps: int, *, on_gpu: bool) 
         },
         "proofs": {"every_steps": 0},
     }
+    for section, values in sections.items():
+        config[section] = config.get(section, {}) | values
     (folder / "reward.py").write_text(
         "def length(completion_ids, **_):\n    return [float(len(ids) % 7) for ids in completion_ids]\n"
     )
-    path = folder / f"{variant}.yaml"
+    path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def _train(folder: Path, variant: str, size: Size, steps: int, *, on_gpu: bool) -> Run:
+    run_dir = folder / variant
+    path = training_config(folder, variant, size, steps, "bfloat16" if on_gpu else "float32")
     command = [sys.executable, "-m", "grpo_spmd.train", "--config", str(path), *_VARIANTS[variant]]
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if done.returncode:
-        raise SystemExit(f"{shlex.join(command)} ended with exit code {done.returncode}:\n{done.stdout}")
-    print(done.stdout, end="")
+    code = subprocess.run(command, stderr=subprocess.STDOUT).returncode
+    if code:
+        raise SystemExit(f"{shlex.join(command)} ended with exit code {code}; its output is above")
     metrics = read_lines(run_dir / "metrics.jsonl")
     lengths = [_lengths(run_dir / "rollouts" / f"step_{line['step']:06d}.jsonl") for line in metrics]
     return Run(variant, yaml.safe_load((run_dir / "config.yaml").read_text()), metrics[1:], lengths[1:])

@@ -183,9 +183,10 @@ class Side:
 
 
 class Ours(Side):
-    def __init__(self, folder: Path, name: str, task: Task) -> None:
+    def __init__(self, folder: Path, name: str, task: Task, **sections: dict[str, Any]) -> None:
+        """`sections` of the config are laid over those below, key by key."""
         self.run = folder / name
-        config = {
+        config: dict[str, Any] = {
             "run_dir": str(self.run),
             "model": {"path": str(folder / "model"), "dtype": "float32"},
             "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": task.max_prompt_tokens},
@@ -201,6 +202,8 @@ class Ours(Side):
             "optimizer": {"lr": task.lr},
             "training": {"num_steps": task.num_steps},
         }
+        for section, values in sections.items():
+            config[section] = config.get(section, {}) | values
         path = folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(config))
         super().__init__(
@@ -214,19 +217,21 @@ class Ours(Side):
         os.killpg(self.process.pid, signal.SIGCONT)
         steps = self.wait(1 + count)[1:]
         os.killpg(self.process.pid, signal.SIGSTOP)
-        return [
-            {
-                "generation_s": m["time/rollout_s"],
-                "sync_s": m["time/weight_sync_s"],
-                "reward_s": m["time/reward_s"],
-                "logprobs_s": m["time/logprobs_s"],
-                "update_s": m["time/update_s"],
-                "step_s": m["time/step_s"],
-                "reward_mean": m["reward/mean"],
-                "tokens_mean": m["completion/tokens_mean"],
-            }
-            for m in steps
-        ]
+        return [figures(metrics) for metrics in steps]
+
+
+def figures(metrics: Row) -> Row:
+    """A step of ours, by the names that TRL's side gives its own."""
+    return {
+        "generation_s": metrics["time/rollout_s"],
+        "sync_s": metrics["time/weight_sync_s"],
+        "reward_s": metrics["time/reward_s"],
+        "logprobs_s": metrics["time/logprobs_s"],
+        "update_s": metrics["time/update_s"],
+        "step_s": metrics["time/step_s"],
+        "reward_mean": metrics["reward/mean"],
+        "tokens_mean": metrics["completion/tokens_mean"],
+    }
 
 
 class Trl(Side):

@@ -15,6 +15,7 @@ Everything is TRL's own but for:
 - arguments of the engine that TRL does not pass on: enforce_eager, and the size and blocks of the KV cache, as on our
 side.
 - timers around the phases.
+On a GPU (benchmarks/gpu_day/trl.py) only the timers are ours.
 """
 
 from __future__ import annotations
@@ -78,8 +79,11 @@ def main() -> None:
             **settings["arguments"],
         }
     )
-    vllm_generation.LLM = partial(vllm_generation.LLM, trust_remote_code=False, **_ENGINE)
-    vllm_generation.VLLMGeneration.sync_weights = _sync_weights
+    if torch.cuda.is_available():
+        vllm_generation.LLM = partial(vllm_generation.LLM, trust_remote_code=False)
+    else:
+        vllm_generation.LLM = partial(vllm_generation.LLM, trust_remote_code=False, **_ENGINE)
+        vllm_generation.VLLMGeneration.sync_weights = _sync_weights
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
 
     def replayed(_: Any, trainer: GRPOTrainer) -> dict[str, Any]:

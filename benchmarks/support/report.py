@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+COMMIT = "GRPO_SPMD_COMMIT"  # a variable that names the commit where there is no git, as on a borrowed host
 
 
 def arguments_parser(description: str | None) -> argparse.ArgumentParser:
@@ -32,30 +33,45 @@ def ran_on() -> Row:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
     return {
         "hardware": f"{_processor()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         **versions,
-        "commit": commit + ("+changes" if changed else ""),
+        "commit": os.environ.get(COMMIT) or commit(),
         "date": date.today().isoformat(),
     }
+
+
+def commit() -> str:
+    """The one that is checked out, "+changes" where the tree is not clean; "unknown" without git."""
+    found = [_git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain")]
+    return (found[0] + ("+changes" if found[1] else "")) or "unknown"
+
+
+def _git(*arguments: str) -> str:
+    try:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
 def report(benchmark: str, rows: list[Row], json_path: Path | None) -> None:
     """Print the rows as a table with what they ran on, and append them to `json_path`."""
     facts = ran_on()
-    columns = list(rows[0])
-    cells = [columns, *([_cell(row[column]) for column in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     print(f"\n{benchmark}: " + ", ".join(f"{name} {value}" for name, value in facts.items()))
-    for line in cells:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    for line in table(rows, list(rows[0])):
+        print(f"  {line}")
     if json_path is not None:
         with json_path.open("a", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps({"benchmark": benchmark, **row, **facts}) + "\n")
+
+
+def table(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
+    """Lines of a table for people, its head first; a row need not have every column."""
+    cells = [list(columns), *([_cell(row.get(column, "-")) for column in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 
 def spread(name: str, values: Iterable[float]) -> Row:

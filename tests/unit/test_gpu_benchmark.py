@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.speed.gpu import SIZES, Ceilings, Work, _model_config, floors
+from benchmarks.speed.gpu import SIZES, Ceilings, Work, floors, model_config
 from grpo_spmd.model.dimensions import Dimensions, dimensions
 from grpo_spmd.plan.step_time import decode_bytes, decode_flops, forward_flops
 
@@ -28,7 +28,7 @@ def test_floors_worked_by_hand() -> None:
 
 
 def test_forward_flops_are_what_torch_counts() -> None:
-    config = _model_config(SIZES["tiny"])
+    config = model_config(SIZES["tiny"])
     sizes = dimensions(config)
     assert sizes is not None
     model = transformers.AutoModelForCausalLM.from_config(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.report import read_lines
+from benchmarks.support.tree import marked
 from grpo_spmd.checkpoint.manifest import read_manifest
 from grpo_spmd.checkpoint.run_dir import list_checkpoints
 from tests.support.models import make_model, write_config
@@ -80,11 +81,7 @@ class Launch:
 
     def pids(self) -> set[int]:
         """All processes that are there, torchrun's own included."""
-        found = set()
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            if f"{_MARK}={self.mark}".encode() in _read(path):
-                found.add(int(path.parent.name))
-        return found
+        return marked(self.mark, _MARK)
 
     def ranks(self) -> dict[int, int]:
         """Process by rank, of the ranks that run now."""

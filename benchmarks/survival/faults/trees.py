@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.support.report import Row
+from benchmarks.support.tree import with_descendants
 from benchmarks.survival.faults.kills import wait_for_the_moment
 from benchmarks.survival.faults.lab import AT_ONCE, Lab, Launch, Run, Strike, wait_until_gone
 from benchmarks.survival.faults.rows import row, row_of_strikes
@@ -109,19 +110,8 @@ def _kill_tree(launch: Launch) -> tuple[Counter[str], set[int]]:
 
 def _tree(launch: Launch) -> set[int]:
     """By descent and by the mark: a sandbox has no environment, an orphan no parent of ours."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            fields = path.read_text().rpartition(")")[2].split()
-            if fields[0] not in "ZX":
-                children.setdefault(int(fields[1]), []).append(int(path.parent.name))
-    found, waiting = set[int](), {launch.process.pid} if launch.process.poll() is None else set()
-    waiting |= launch.pids()
-    while waiting:
-        pid = waiting.pop()
-        found.add(pid)
-        waiting |= set(children.get(pid, ())) - found
-    return found
+    root = {launch.process.pid} if launch.process.poll() is None else set()
+    return with_descendants(root | launch.pids())
 
 
 def _kind(pid: int) -> str:

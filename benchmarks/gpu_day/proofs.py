@@ -1,0 +1,144 @@
+"""A run in bfloat16 whose every sync is proved tensor by tensor, and every update checked: how far engine and policy
+are apart, what sleep frees and leaves, and where memory was beside what the planner said.
+
+    python -m benchmarks.gpu_day.proofs --folder NEW [--size 0.5b|tiny] [--steps 20] [--json FILE]
+
+It fails where a proof of the run did; and on a GPU where sleep frees less than 0.7 of what the engine may take, or
+where what is left after it grows by more than 1 GiB over the run. Rows are written also then, of the steps that were
+made. The planner's row says "not there" where `python -m grpo_spmd.plan` gives no answer.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.speed.gpu import SIZES, make_model, training_config
+from benchmarks.support.report import Row, arguments_parser, read_lines, report, spread
+
+_LEAST_FREED_FRAC, _MOST_GROWN_GIB = 0.7, 1.0
+_WARM = 2  # steps whose kernels and workspaces are new: what they leave for good is no growth
+_PHASES = ("weight_sync", "rollout", "reward", "logprobs", "update")
+_NOT_THERE = "not there"
+
+
+def main() -> int:
+    parser = arguments_parser(__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--size", choices=SIZES, default="0.5b")
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+    size = SIZES[args.size]
+    num_parameters = make_model(args.folder / "model", size)
+    # Half a step of the speed benchmark: 20 of them shall fit into their minutes, beside a proof in each.
+    half = {"num_prompts_per_step": size.num_prompts // 2, "max_completion_tokens": size.max_completion_tokens // 2}
+    sections: dict[str, dict[str, Any]] = {
+        "rollout": half,
+        "proofs": {"every_steps": 1},
+        "checkpoint": {"every_steps": 0},
+    }
+    config = training_config(args.folder, "run", size, args.steps, "bfloat16", **sections)
+    code = subprocess.run([sys.executable, "-m", "grpo_spmd.train", "--config", str(config)]).returncode
+    metrics = read_lines(args.folder / "run/metrics.jsonl")
+    if not metrics:
+        return code or 1
+    plan = planned(args.folder / "run/config.yaml", args.folder / "plan.json")
+    import torch  # only now: a context of this process on the GPU would be in the run's ledger
+
+    on_gpu = torch.cuda.is_available()
+    ran = {"model": f"{args.size}, {num_parameters:,} parameters"}
+    ran |= {"device": torch.cuda.get_device_name() if on_gpu else "CPU"}
+    share = yaml.safe_load((args.folder / "run/config.yaml").read_text())["rollout"]["gpu_memory_utilization"]
+    may_take_gib = share * torch.cuda.mem_get_info()[1] / 2**30 if on_gpu else None
+    report("gpu_day_proofs", [row | ran for row in proof_rows(metrics, args.steps, held=code == 0)], args.json)
+    sleep, problems = sleep_row(metrics, may_take_gib)
+    report("gpu_day_sleep", [sleep | ran], args.json)
+    report("gpu_day_ledger", [row | ran for row in ledger_rows(metrics, plan)], args.json)
+    for problem in problems:
+        print(f"proofs: {problem}")
+    return code or int(bool(problems))
+
+
+def proof_rows(metrics: Sequence[Row], steps: int, *, held: bool) -> list[Row]:
+    """How far engine and policy were apart on the tokens just sampled, in nats, and what looking cost."""
+    rows = []
+    for name, unit in (
+        ("weight_sync/mismatch_abs_mean", "nats a token"),
+        ("weight_sync/mismatch_abs_max", "nats"),
+        ("weight_sync/mismatch_kl", "nats a token"),
+        ("weight_sync/proof_s", "s"),
+        ("proofs/update_check_s", "s"),
+        ("time/step_s", "s"),
+    ):
+        values = [line[name] for line in metrics if line.get(name) is not None]
+        found = spread("median", values) if values else dict.fromkeys(("median", "min", "max"), "-")
+        rows.append(
+            {"what": name, "unit": unit, "steps": f"{len(values)} of {steps}", **found, "all proofs held": held}
+        )
+    return rows
+
+
+def sleep_row(metrics: Sequence[Row], may_take_gib: float | None) -> tuple[Row, list[str]]:
+    """What the engine's sleep frees and leaves, over the steps; and what is wrong with it. `may_take_gib`: None on a
+    CPU, where sleep frees nothing."""
+    freed, left = ([line[f"memory/sleep/{what}_gib"] for line in metrics] for what in ("freed", "left"))
+    grown = left[-1] - left[min(_WARM, len(left) - 1)]
+    row: Row = {"freed_gib": freed[-1], "least_freed_gib": min(freed), "left_gib": left[-1], "grown_gib": grown}
+    row |= {"engine_may_take_gib": may_take_gib or "-", "sleeps": len(freed)}
+    if may_take_gib is None:
+        return row, []
+    least, problems = _LEAST_FREED_FRAC * may_take_gib, []
+    if min(freed) < least:
+        problems.append(f"a sleep freed {min(freed):.2f} GiB, and at least {least:.2f} must come back")
+    if grown > _MOST_GROWN_GIB:
+        problems.append(f"what is left after a sleep grew by {grown:.2f} GiB, at most {_MOST_GROWN_GIB:g} may")
+    return row, problems
+
+
+def planned(config: Path, answer: Path) -> dict[str, Any]:
+    """The planner's answer for this run on this device, by its command alone; empty where it gives none."""
+    command = [sys.executable, "-m", "grpo_spmd.plan", "--config", str(config), "--gpu", _card(), "--ranks", "1"]
+    done = subprocess.run([*command, "--json", str(answer)], capture_output=True, text=True)
+    if done.returncode not in (0, 1) or not answer.is_file():  # 1: it answers that the run does not fit
+        print(f"proofs: the planner gave no answer (exit code {done.returncode}): {done.stderr.strip()[-300:]}")
+        return {}
+    return dict(json.loads(answer.read_text()))
+
+
+def _card() -> str:
+    """This device as the planner knows it: by name, or by its memory beside made-up speeds, which only its estimate of
+    time uses; on a CPU some card, to see that it answers."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "24GiB,1TFLOPS,20GB/s"
+    name, gib = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**30
+    known = {"H200": "H200-141GB", "H100": "H100-80GB"}
+    return next((card for part, card in known.items() if part in name), f"{gib:.1f}GiB,1TFLOPS,1GB/s")
+
+
+def ledger_rows(metrics: Sequence[Row], plan: dict[str, Any]) -> list[Row]:
+    """Of each phase the most over the steps, in GiB. "on_device" is what the planner's figure means: the peak of the
+    trainer's tensors and what is there beside them at the phase's end (engine, context, graphs). At the end of
+    weight_sync the KV cache is there too, which the planner counts to the rollout."""
+
+    def most(phase: str, *fields: str) -> float:
+        return max(float(sum(line[f"memory/{phase}/{field}_gib"] for field in fields)) for line in metrics)
+
+    rows = []
+    for phase in (phase for phase in _PHASES if f"memory/{phase}/peak_gib" in metrics[0]):
+        said, on_device = plan.get("phases", {}).get(phase, {}).get("peak_gib"), most(phase, "peak", "other")
+        row: Row = {"phase": phase, **{field: most(phase, field) for field in ("peak", "reserved", "driver_used")}}
+        row |= {"on_device": on_device, "planned": _NOT_THERE if said is None else said}
+        rows.append(row | {"to_planned": "-" if said is None else on_device / said})
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

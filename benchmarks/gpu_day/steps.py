@@ -1,0 +1,48 @@
+"""The steps of the day in order of value, and their small forms. Limits are for a borrowed H200: all of them together
+stay under 25 minutes, and each fits into a command of 9."""
+
+from __future__ import annotations
+
+from benchmarks.gpu_day.day import Step
+
+_FOLDER, _JSON = ("--folder", "{folder}"), ("--json", "{json}")
+_HOST = ("host", "what this host is, and whether vLLM can be imported")
+_TESTS = ("tests", "the tests that need a GPU")
+_PROOFS = ("proofs", "every sync and update of a run in bfloat16 proved; sleep; memory beside the planner's figures")
+_FLOORS = ("floors", "each phase of a run beside the least time that its arithmetic or bytes take here")
+_PACKING = ("packing", "packed rows beside padded batches; recomputation and compilation")
+_KERNELS = ("kernels", "what the update's time on the device is made of")
+_TRL = ("trl", "the same step through TRL's GRPOTrainer")
+_FP8 = ("fp8", "the engine in FP8 beside bfloat16")
+_CRASH = ("crash", "all processes killed, the same command again")
+
+
+def _module(name: str, *arguments: str) -> tuple[str, ...]:
+    return ("-m", f"benchmarks.{name}", *arguments, *_JSON)
+
+
+GPU = (
+    Step(*_HOST, _module("gpu_day.host"), 45),
+    Step(*_TESTS, _module("gpu_day.gpu_tests", "-m", "gpu", "tests"), 90),
+    Step(*_PROOFS, _module("gpu_day.proofs", "--size", "0.5b", "--steps", "20", *_FOLDER), 270),
+    Step(*_FLOORS, _module("speed.gpu", "--size", "1.5b", "--steps", "4", "--variants", "plain"), 270),
+    Step(*_PACKING, _module("speed.update", "--size", "0.5b"), 135),
+    Step(*_KERNELS, _module("speed.kernels", "--size", "1.5b"), 90),
+    Step(*_TRL, _module("gpu_day.trl", "--size", "0.5b", *_FOLDER), 270),
+    Step(*_FP8, _module("gpu_day.fp8", "--size", "0.5b", *_FOLDER), 105),
+    Step(*_CRASH, _module("gpu_day.crash", "--size", "0.5b", *_FOLDER), 210),
+)
+_DRY_TESTS = ("tests/unit/test_attention.py", "tests/unit/test_gpu_benchmark.py")
+_SMOKE = ("--device", "cpu", "--size", "tiny", "--steps", "2", "--variants", "plain")
+# With limits for a busy machine.
+DRY = (
+    Step(*_HOST, _module("gpu_day.host"), 90),
+    Step(*_TESTS, _module("gpu_day.gpu_tests", *_DRY_TESTS), 180),
+    Step(*_PROOFS, _module("gpu_day.proofs", "--size", "tiny", "--steps", "20", *_FOLDER), 180),
+    Step(*_FLOORS, _module("speed.gpu", *_SMOKE), 120),
+    Step(*_PACKING, _module("speed.update", "--size", "tiny"), 300),
+    Step(*_KERNELS, _module("speed.kernels", "--size", "tiny"), 90),
+    Step(*_TRL, _module("gpu_day.trl", "--size", "tiny", *_FOLDER), 300),
+    Step(*_FP8, _module("gpu_day.fp8", "--size", "tiny", *_FOLDER), 60),
+    Step(*_CRASH, _module("gpu_day.crash", "--size", "tiny", *_FOLDER), 180),
+)

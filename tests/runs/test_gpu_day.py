@@ -1,0 +1,114 @@
+"""The driver of benchmarks/gpu_day over made-up steps: limits, kills, what is remembered; and the parts of its site."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.support.tree import marked
+from tests.support.processes import ROOT, run_command
+
+
+def _command(folder: Path, names: str, minutes: float = 1, *before: Path) -> list[str]:
+    day = [str(folder), str(minutes), names, *map(str, before)]
+    return [sys.executable, "-m", "tests.support.made_up_day", *day]
+
+
+def _state(folder: Path, where: str = "out") -> dict[str, dict[str, str]]:
+    steps: dict[str, dict[str, str]] = json.loads((folder / where / "state.json").read_text())["steps"]
+    return steps
+
+
+def test_a_step_at_its_limit_is_killed_whole_and_the_others_run_once(tmp_path: Path) -> None:
+    command = _command(tmp_path, "row,stuck,skip,bad")
+    done = run_command(command)
+    assert done.returncode == 1, done.stdout + done.stderr
+    steps = _state(tmp_path)
+    assert {name: step["status"] for name, step in steps.items()} == {
+        "row": "done", "stuck": "limit", "skip": "skipped", "bad": "failed",
+    }  # fmt: skip
+    assert steps["stuck"]["said"].startswith("killed at its limit with 3 processes")
+    assert steps["bad"]["said"] == "exit code 1; oh"
+    assert [json.loads(line) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines()] == [
+        {"step": "row", "status": "done", "form": "dry", "benchmark": "x", "a": 1}
+    ]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "state.json", "rows.jsonl", "page.txt", "logs.tar.gz",
+    }  # fmt: skip
+    assert run_command(command).returncode == 1  # and makes nothing again
+    assert (tmp_path / "told").read_text().split() == ["row", "stuck", "skip", "bad"]
+
+
+@pytest.mark.parametrize(("number", "num_left"), [(signal.SIGKILL, 1), (signal.SIGTERM, 0)])
+def test_a_driver_that_is_killed_goes_on_and_ends_what_it_left_running(
+    tmp_path: Path, number: signal.Signals, num_left: int
+) -> None:
+    """SIGTERM it can answer itself: it takes its step with it."""
+    command = _command(tmp_path, "row,once,skip")
+    driver = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
+    told = tmp_path / "told"
+    end = time.monotonic() + 30
+    while not told.exists() or "once" not in told.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    driver.send_signal(number)
+    driver.communicate()
+    left = _state(tmp_path, "scratch")["once"]
+    assert (left["status"], len(marked(left["mark"]))) == ("running", num_left)
+    done = run_command(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"once: its driver was killed; ended {num_left} processes of it" in done.stdout
+    assert not marked(left["mark"])
+    assert told.read_text().split() == ["row", "once", "once", "skip"]
+    assert [(name, step["status"]) for name, step in _state(tmp_path).items()] == [
+        ("row", "done"), ("once", "done"), ("skip", "skipped"),
+    ]  # fmt: skip
+
+
+def test_a_step_whose_limit_does_not_fit_waits_for_the_next_command_on_another_machine(tmp_path: Path) -> None:
+    """Of 20.3 s "row" takes 0.5, and "skip" might take 20. Then only the results are left of the first machine."""
+    assert run_command(_command(tmp_path, "row,skip", 20.3 / 60)).returncode == 3
+    assert list(_state(tmp_path)) == ["row"]
+    other = tmp_path / "other"
+    other.mkdir()
+    assert run_command(_command(other, "row,skip", 1, tmp_path / "out")).returncode == 0
+    assert (other / "told").read_text().split() == ["skip"]
+    assert "row" in _state(other)
+    assert (other / "out/rows.jsonl").read_bytes() == (tmp_path / "out/rows.jsonl").read_bytes()
+
+
+def test_the_parts_of_the_site_are_unpacked_whole_or_not_at_all(tmp_path: Path) -> None:
+    source, parts, there, site = (tmp_path / name for name in ("source", "parts", "there", "site"))
+    for folder in (source, parts):
+        folder.mkdir()
+    (source / "package.py").write_bytes(os.urandom(3000))
+    pack = f"tar -C {source} -c . | xz | split -b 1k -d - {parts}/site.tar.xz. && cd {parts} && sha256sum site.* > sums"
+    assert run_command(["bash", "-c", f"{pack} && mv sums site.sha256"]).returncode == 0
+    script, came = str(ROOT / "benchmarks/gpu_day/site.sh"), tmp_path / "came"
+    names = sorted(path.name for path in parts.glob("site.tar.xz.*"))
+    for number, name in enumerate(names):
+        came.mkdir()
+        for file in (name, "site.sha256"):
+            (came / file).write_bytes((parts / file).read_bytes())
+        if number == len(names) - 1:
+            done = run_command(["bash", script, "unpack", str(there), str(site)])
+            assert (done.returncode, done.stderr) == (
+                1,
+                f"site: missing or damaged in {there}: {name} ; take them again\n",
+            )
+            assert not site.exists()
+        done = run_command(["bash", script, "take", str(came), str(there)])
+        missing = "".join(f"{each} " for each in names[number + 1 :]) or "none"
+        assert done.stdout == f"site: {len(names)} parts in all, missing: {missing}\n", done.stderr
+        for path in came.iterdir():
+            path.unlink()
+        came.rmdir()
+    assert run_command(["bash", script, "unpack", str(there), str(site)]).returncode == 0
+    assert (site / "package.py").read_bytes() == (source / "package.py").read_bytes()

@@ -1,0 +1,153 @@
+"""benchmarks/gpu_day without a process: the table of steps, and what each step makes of its figures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_day.crash import compared, judged
+from benchmarks.gpu_day.day import Day, DayError, Step
+from benchmarks.gpu_day.gpu_tests import counted
+from benchmarks.gpu_day.page import page
+from benchmarks.gpu_day.proofs import ledger_rows, sleep_row
+from benchmarks.gpu_day.steps import DRY, GPU
+from benchmarks.speed.gpu import SIZES
+from benchmarks.speed.kernels import Kernel, kind_of, kind_rows
+
+
+def test_the_day_fits_into_its_minutes_and_the_dry_form_has_every_step() -> None:
+    """25 minutes of a device in all, in commands of 9; each step has run in its small form."""
+    assert sum(step.limit_s for step in GPU) <= 25 * 60
+    assert max(step.limit_s for step in GPU) <= 9 * 60
+    assert [step.name for step in DRY] == [step.name for step in GPU]
+    for step, dry in zip(GPU, DRY, strict=True):
+        assert step.command[:2] == dry.command[:2], "the dry form is of another module"
+        assert importlib.util.find_spec(step.command[1]) is not None
+        assert step.command[-2:] == ("--json", "{json}")
+        if "--size" in step.command:
+            assert step.command[step.command.index("--size") + 1] in SIZES
+
+
+def test_a_sleep_that_gives_back_too_little_or_less_each_time_is_a_problem() -> None:
+    """The engine may take 70 GiB: 0.7 of it, 49, must come back; what is left may grow by 1, but for the first two
+    steps."""
+
+    def steps(freed: float, *left: float) -> list[dict[str, float]]:
+        return [{"memory/sleep/freed_gib": freed + i, "memory/sleep/left_gib": each} for i, each in enumerate(left)]
+
+    row, problems = sleep_row(steps(60.0, 1.0, 2.0, 3.0, 3.5), 70.0)
+    assert (row["least_freed_gib"], row["grown_gib"], problems) == (60.0, 0.5, [])
+    [problem] = sleep_row(steps(48.0, 3.0, 3.0), 70.0)[1]
+    assert problem == "a sleep freed 48.00 GiB, and at least 49.00 must come back"
+    [problem] = sleep_row(steps(60.0, 3.0, 3.0, 3.0, 4.5), 70.0)[1]
+    assert "grew by 1.50 GiB" in problem
+    assert sleep_row(steps(0.0, 3.0), None)[1] == []  # a CPU, where sleep frees nothing
+
+
+def test_the_ledger_stands_beside_the_plan_where_there_is_one() -> None:
+    """Of two steps the larger: a peak of 20 beside 4 of others, where 16 were planned, is 1.5."""
+    metrics = [
+        {f"memory/update/{field}_gib": n for field, n in (("peak", peak), ("other", 4.0), ("reserved", 21.0))}
+        | {"memory/update/driver_used_gib": 25.0}
+        for peak in (10.0, 20.0)
+    ]
+    [row] = ledger_rows(metrics, {"phases": {"update": {"peak_gib": 16.0}}})
+    assert (row["phase"], row["peak"], row["on_device"], row["to_planned"]) == ("update", 20.0, 24.0, 1.5)
+    [row] = ledger_rows(metrics, {})
+    assert (row["planned"], row["to_planned"]) == ("not there", "-")
+
+
+def _line(step: int, loss: float, seconds: float) -> dict[str, float]:
+    same = {"reward/mean": 1.0, "completion/tokens_mean": 5.0, "optim/grad_norm": 2.0}
+    return {"step": step, "loss/total": loss, "time/step_s": seconds, **same}
+
+
+def test_where_a_second_start_went_on_is_seen_by_its_times() -> None:
+    """Five lines before the kill; the second start kept two, and made steps 2, 3, 4 again, one with another loss."""
+    before = [_line(i, 0.1 * i, 1.0) for i in range(5)]
+    after = before[:2] + [_line(i, 0.1 * i + (0.25 if i == 3 else 0.0), 2.0) for i in range(2, 6)]
+    row = compared(before, after)
+    assert (row["went_on_at_step"], row["steps_made_twice"]) == (2, 3)
+    assert row["loss/total off by"] == pytest.approx(0.25)
+    row |= {"exit_code_of_the_second": 0, "processes_left": 0}
+    assert judged(row, 6, exactly=True) == judged(row, 6, exactly=False) == ["steps that were made twice differ"]
+    good = row | {"loss/total off by": 0.0}
+    assert judged(good, 6, exactly=True) == []
+    for change, num_steps, said in (
+        ({"exit_code_of_the_second": 1}, 6, "exit code 1"),
+        ({}, 5, "ended at step 5 of 6"),
+        ({"went_on_at_step": 0}, 6, "more than two intervals"),
+        ({"processes_left": 3}, 6, "3 processes left"),
+        ({"reward/mean off by": 1e-9}, 6, "differ"),
+    ):
+        [problem] = judged(good | change, num_steps, exactly=True)
+        assert said in problem
+
+
+def test_tests_are_counted_by_how_they_ended(tmp_path: Path) -> None:
+    cases = "".join(
+        f'<testcase classname="tests.a" name="{name}" time="0.5">{inner}</testcase>'
+        for name, inner in (("p", ""), ("f", "<failure/>"), ("e", "<error/>"), ("s", "<skipped/>"))
+    )
+    path = tmp_path / "junit.xml"
+    path.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    row = counted(path)
+    assert (row["passed"], row["failed"], row["skipped"], row["seconds"]) == (1, 2, 1, 2.0)
+    assert row["failures"] == "tests.a::f tests.a::e"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTT", "products"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>", "products"),
+        ("void flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>", "attention"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>", "optimizer"),
+        ("Memcpy DtoD (Device -> Device)", "copies and casts"),
+        ("void at::native::vectorized_elementwise_kernel<4, BinaryFunctor>", "elementwise"),
+        ("ncclDevKernel_AllGather_RING_LL", "collectives"),
+        ("aten::mm", "products"),
+        ("some_unheard_of_thing", "other"),
+    ],
+)
+def test_the_kind_of_a_kernel(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_kinds_add_up_beside_the_wall_clock() -> None:
+    """3 + 1 ms of kernels in an update of 8: the device was busy for a half."""
+    rows = kind_rows([Kernel("aten::mm", 0.002, 4), Kernel("gemm", 0.001, 1), Kernel("memcpy", 0.001, 2)], 0.008)
+    assert [(row["kind"], row["calls"]) for row in rows] == [("products", 5), ("copies and casts", 2), ("all", 7)]
+    assert [row["share"] for row in rows] == pytest.approx([0.75, 0.25, 1.0])
+    assert rows[0]["busy"] == pytest.approx(0.5)
+
+
+STEPS = [Step("one", "first", ("-c", ""), 60), Step("two", "second", ("-c", ""), 60)]
+
+
+def test_the_page_says_what_did_not_run_and_that_a_dry_day_is_no_measurement() -> None:
+    state: dict[str, Any] = {"form": "dry", "commit": "abc", "commands": [{"seconds": 120.0}]}
+    state["steps"] = {"one": {"status": "failed", "seconds": 2.0, "said": "exit code 1; oh", "tail": ["before", "oh"]}}
+    rows = [{"step": "one", "status": "failed", "form": "dry", "benchmark": "x", "phase": p, "s": 1.5} for p in "ab"]
+    text = page(STEPS, state, rows)
+    for said in ("no figure is a measurement", "commit abc", "2.0 minutes", "not run", "| before", "all: s 1.5"):
+        assert said in text
+    assert "two: " not in text
+
+
+def test_a_day_is_refused_in_one_line(tmp_path: Path) -> None:
+    day = Day(STEPS, tmp_path / "scratch", tmp_path / "out", "dry", "abc")
+    with pytest.raises(DayError, match=r"another gpu_day is at work in .*scratch"):
+        Day(STEPS, tmp_path / "scratch", tmp_path / "out", "dry", "abc")
+    with pytest.raises(DayError, match="--again three: no such step; there are one, two"):
+        day.run(9, ["three"])
+    with pytest.raises(DayError, match=r"--minutes 0\.5 is less than the limit of step one, 1 minutes"):
+        day.run(0.5)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/state.json").write_text(json.dumps({"form": "dry", "steps": {}, "commands": []}))
+    with pytest.raises(DayError, match="holds a day of form 'dry', and this one is 'gpu'"):
+        Day(STEPS, tmp_path / "new", tmp_path / "out", "gpu", "abc", [tmp_path / "old"])
