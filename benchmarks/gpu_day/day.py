@@ -169,10 +169,12 @@ class Day:
 
     def _environment(self, mark: str, folder: Path) -> dict[str, str]:
         own = {MARK: mark, COMMIT: self._commit, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        # What one step compiled the next one need not: torch would put it into the temporary folder, which is a step's.
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(self._scratch / "cache")}
         own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         if self._state["form"] == "dry":
             own["CUDA_VISIBLE_DEVICES"] = ""
-        return {"OMP_NUM_THREADS": "1", **os.environ, **own}
+        return {"OMP_NUM_THREADS": "1", **cache, **os.environ, **own}
 
     def _outcome(self, code: int, ended_by_limit: bool, left: int, log: Path) -> dict[str, Any]:
         """Status, exit code and what the step said last; of one that was not done a little more."""

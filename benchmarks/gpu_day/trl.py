@@ -24,7 +24,7 @@ from benchmarks.speed.gpu import GROUP_SIZE, SIZES, Size, make_model
 from benchmarks.speed.step_vs_trl import Ours, Task, Trl, figures
 from benchmarks.support.report import Row, arguments_parser, report
 
-_STEPS = 4  # the first, which compiles and warms up, is left out
+_STEPS = 3  # the first, which compiles and warms up, is left out
 _MICRO_BATCHES = (8, 32)  # TRL's default, and one that fills a GPU better
 _PHASES = ("step", "generation", "sync", "reward", "logprobs", "update")
 

@@ -50,7 +50,7 @@ from grpo_spmd.records import Rollout, RolloutBatch
 _ROUNDS = 5
 _VARIANT_ROUNDS = 3
 _SIZED_ROLLOUTS, _SIZED_BATCHES = 64, (8, 16)
-_SIZED_VARIANTS = 4  # of _VARIANTS: compiling twice would not fit into minutes
+_SIZED_VARIANTS = {"cuda": 4, "cpu": 3}  # of _VARIANTS: compiling twice, or on a CPU at all, takes minutes
 _MIB = 2**20
 # Name, config, rollouts of an update.
 _MODELS: tuple[tuple[str, dict[str, int], int], ...] = (
@@ -139,7 +139,7 @@ def _sized(name: str, session: Session) -> Iterator[list[Row]]:
         yield _compare(name, updates, tokens, _VARIANT_ROUNDS, bound=math.inf)
         updates.clear()  # their parameters and moments: the variants have their own
         gc.collect()
-        variants = _variants(config, rollouts, session, list(_VARIANTS)[:_SIZED_VARIANTS])
+        variants = _variants(config, rollouts, session, list(_VARIANTS)[: _SIZED_VARIANTS[session.device.type]])
         yield _compare(name, variants, tokens, _VARIANT_ROUNDS, bound=math.inf)
 
 

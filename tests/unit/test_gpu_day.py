@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from benchmarks.gpu_day.proofs import ledger_rows, sleep_row
 from benchmarks.gpu_day.steps import DRY, GPU
 from benchmarks.speed.gpu import SIZES
 from benchmarks.speed.kernels import Kernel, kind_of, kind_rows
+from tests.support.processes import ROOT
 
 
 def test_the_day_fits_into_its_minutes_and_the_dry_form_has_every_step() -> None:
@@ -151,3 +153,9 @@ def test_a_day_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "old/state.json").write_text(json.dumps({"form": "dry", "steps": {}, "commands": []}))
     with pytest.raises(DayError, match="holds a day of form 'dry', and this one is 'gpu'"):
         Day(STEPS, tmp_path / "new", tmp_path / "out", "gpu", "abc", [tmp_path / "old"])
+
+
+def test_the_manual_has_the_limits() -> None:
+    manual = (ROOT / "benchmarks/README.md").read_text()
+    for step in GPU:
+        assert re.search(rf"^\| `{step.name}` \| .* \| {step.limit_s:g} \|$", manual, re.MULTILINE), step.name
