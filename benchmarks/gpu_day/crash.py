@@ -4,8 +4,10 @@ repeats, whether anything is left behind.
     python -m benchmarks.gpu_day.crash --folder NEW [--size 0.5b|tiny] [--json FILE]
 
 It fails where the second start does not come to the run's end, where more than two intervals were lost (a save may be
-under way when the kill comes), or where steps that were made twice differ: on a CPU at all, on a GPU by more than
-rounding makes of a mean loss and reward, since kernels there may add in another order.
+under way when the kill comes), or where steps that were made twice differ: on a CPU at all, on a GPU by more than other
+draws of the same policy do. Kernels there may add in another order, and a completion that parts from its twin at one
+token is another one from there on. The first such step has its weights from the same checkpoint: "first loss off by" is
+0 where this GPU repeats itself.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from benchmarks.support.tree import kill_tree, marked
 _STEPS, _EVERY, _KILL_AFTER = 6, 2, 5  # of the run, between its checkpoints, lines of metrics at the kill
 _MARK = "GRPO_SPMD_CRASH_TREE"
 _SAME = ("reward/mean", "loss/total", "completion/tokens_mean", "optim/grad_norm")
-_REWARD_OFF, _LOSS_OFF = 0.5, 0.05  # on a GPU: of rewards of 0 to 6, and of a loss whose terms are about 1
+# On a GPU five standard deviations of the difference of two draws: of a mean of 128 rewards of 0 to 6 (0.25), and of a
+# mean of 128 advantages about 1 (0.13).
+_REWARD_OFF, _LOSS_OFF = 1.2, 0.6
 
 
 def main() -> int:
@@ -65,7 +69,9 @@ def main() -> int:
     row |= {"steps_before_the_kill": len(before), "checkpoints_then": " ".join(checkpoints) or "-"}
     row |= {"gpu_used_mib_after_the_kill": used, "exit_code_of_the_second": code, "second_start_s": seconds}
     row |= compared(before, after) | {"processes_left": len(left)}
-    problems = judged(row, len(after), exactly=used == "-")
+    import torch  # only now: a context of this process would be in the runs' ledgers
+
+    problems = judged(row, len(after), exactly=not torch.cuda.is_available())
     report("gpu_day_crash", [row | {"problems": "; ".join(problems) or "-"}], args.json)
     return int(bool(problems))
 
@@ -76,8 +82,9 @@ def compared(before: Sequence[Row], after: Sequence[Row]) -> Row:
     pairs = list(zip(before, after, strict=False))
     kept = next((i for i, (old, new) in enumerate(pairs) if old != new), len(pairs))
     twice = pairs[kept:]
-    off = {name: max((abs(old[name] - new[name]) for old, new in twice), default=0.0) for name in _SAME}
-    return {"went_on_at_step": kept, "steps_made_twice": len(twice), **{f"{name} off by": off[name] for name in _SAME}}
+    off = {name: [abs(old[name] - new[name]) for old, new in twice] or [0.0] for name in _SAME}
+    row: Row = {"went_on_at_step": kept, "steps_made_twice": len(twice)}
+    return row | {f"{name} off by": max(off[name]) for name in _SAME} | {"first loss off by": off["loss/total"][0]}
 
 
 def judged(row: Row, num_steps: int, *, exactly: bool) -> list[str]:

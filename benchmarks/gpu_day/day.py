@@ -71,7 +71,7 @@ class Day:
         self._rows: list[Row] = []
         if found is not None:
             self._state = json.loads((found / "state.json").read_text())
-            self._rows = _read_rows(found / "rows.jsonl")
+            self._rows = read_rows(found / "rows.jsonl")
         if self._state["form"] != form:
             was = self._state["form"]
             raise DayError(f"{found} holds a day of form {was!r}, and this one is {form!r}; name other folders")
@@ -189,7 +189,7 @@ class Day:
     def _take_rows(self, step: Step, status: str, path: Path) -> None:
         """In place of those of an earlier start. Rows of a step that failed are kept, and say so."""
         own = {"step": step.name, "status": status, "form": self._state["form"]}
-        new = [own | row for row in _read_rows(path)]
+        new = [own | row for row in read_rows(path)]
         names = [each.name for each in self._steps]
         rows = [row for row in self._rows if row["step"] != step.name] + new
         self._rows = sorted(rows, key=lambda row: names.index(row["step"]) if row["step"] in names else len(names))
@@ -207,7 +207,7 @@ class Day:
             _write(self._out / name, (self._scratch / name).read_bytes())
 
 
-def _read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[Row]:
     """The rows of a file that need not be there, without a last one that a kill tore."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -1,11 +1,12 @@
 """A run in bfloat16 whose every sync is proved tensor by tensor, and every update checked: how far engine and policy
 are apart, what sleep frees and leaves, and where memory was beside what the planner said.
 
-    python -m benchmarks.gpu_day.proofs --folder NEW [--size 0.5b|tiny] [--steps 20] [--json FILE]
+    python -m benchmarks.gpu_day.proofs --folder NEW [--size 0.5b|tiny] [--steps 20] [--within SECONDS] [--json FILE]
 
-It fails where a proof of the run did; and on a GPU where sleep frees less than 0.7 of what the engine may take, or
-where what is left after it grows by more than 1 GiB over the run. Rows are written also then, of the steps that were
-made. The planner's row says "not there" where `python -m grpo_spmd.plan` gives no answer.
+It fails where a proof of the run did, or where the run had not ended --within so many seconds; and on a GPU where sleep
+frees less than 0.7 of what the engine may take, or where what is left after it grows by more than 1 GiB over the run.
+Rows are written also then, of the steps that were made. The planner's row says "not there" where `python -m
+grpo_spmd.plan` gives no answer.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any
 
 import yaml
 
+from benchmarks.gpu_day.day import read_rows
 from benchmarks.speed.gpu import SIZES, make_model, training_config
-from benchmarks.support.report import Row, arguments_parser, read_lines, report, spread
+from benchmarks.support.report import Row, arguments_parser, report, spread
 
 _LEAST_FREED_FRAC, _MOST_GROWN_GIB = 0.7, 1.0
 _WARM = 2  # steps whose kernels and workspaces are new: what they leave for good is no growth
@@ -33,6 +35,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--size", choices=SIZES, default="0.5b")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--within", type=float, help="seconds, after which the run is killed")
     args = parser.parse_args()
     size = SIZES[args.size]
     num_parameters = make_model(args.folder / "model", size)
@@ -44,8 +47,14 @@ def main() -> int:
         "checkpoint": {"every_steps": 0},
     }
     config = training_config(args.folder, "run", size, args.steps, "bfloat16", **sections)
-    code = subprocess.run([sys.executable, "-m", "grpo_spmd.train", "--config", str(config)]).returncode
-    metrics = read_lines(args.folder / "run/metrics.jsonl")
+    command = [sys.executable, "-m", "grpo_spmd.train", "--config", str(config)]
+    try:
+        code = subprocess.run(command, timeout=args.within).returncode
+        held = code == 0
+    except subprocess.TimeoutExpired:
+        print(f"proofs: the run was killed after {args.within:g} s; the rows are of the steps that it had made")
+        code, held = 1, True  # a proof that fails ends the run
+    metrics = read_rows(args.folder / "run/metrics.jsonl")
     if not metrics:
         return code or 1
     plan = planned(args.folder / "run/config.yaml", args.folder / "plan.json")
@@ -56,7 +65,7 @@ def main() -> int:
     ran |= {"device": torch.cuda.get_device_name() if on_gpu else "CPU"}
     share = yaml.safe_load((args.folder / "run/config.yaml").read_text())["rollout"]["gpu_memory_utilization"]
     may_take_gib = share * torch.cuda.mem_get_info()[1] / 2**30 if on_gpu else None
-    report("gpu_day_proofs", [row | ran for row in proof_rows(metrics, args.steps, held=code == 0)], args.json)
+    report("gpu_day_proofs", [row | ran for row in proof_rows(metrics, args.steps, held=held)], args.json)
     sleep, problems = sleep_row(metrics, may_take_gib)
     report("gpu_day_sleep", [sleep | ran], args.json)
     report("gpu_day_ledger", [row | ran for row in ledger_rows(metrics, plan)], args.json)

@@ -22,14 +22,14 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 GPU = (
-    Step(*_HOST, _module("gpu_day.host"), 45),
-    Step(*_TESTS, _module("gpu_day.gpu_tests", "-m", "gpu", "tests"), 75),
-    Step(*_PROOFS, _module("gpu_day.proofs", "--size", "0.5b", "--steps", "20", *_FOLDER), 270),
+    Step(*_HOST, _module("gpu_day.host"), 75),
+    Step(*_TESTS, _module("gpu_day.gpu_tests", "--marked", "gpu"), 75),
+    Step(*_PROOFS, _module("gpu_day.proofs", "--size", "0.5b", "--steps", "20", "--within", "235", *_FOLDER), 270),
     Step(*_FLOORS, _module("speed.gpu", "--size", "1.5b", "--steps", "4", "--variants", "plain"), 240),
     Step(*_PACKING, _module("speed.update", "--size", "0.5b"), 135),
     Step(*_KERNELS, _module("speed.kernels", "--size", "1.5b"), 90),
-    Step(*_TRL, _module("gpu_day.trl", "--size", "0.5b", *_FOLDER), 300),
-    Step(*_FP8, _module("gpu_day.fp8", "--size", "0.5b", *_FOLDER), 150),
+    Step(*_TRL, _module("gpu_day.trl", "--size", "0.5b", *_FOLDER), 285),
+    Step(*_FP8, _module("gpu_day.fp8", "--size", "0.5b", *_FOLDER), 135),
     Step(*_CRASH, _module("gpu_day.crash", "--size", "0.5b", *_FOLDER), 195),
 )
 _DRY_TESTS = ("tests/unit/test_attention.py", "tests/unit/test_gpu_benchmark.py")

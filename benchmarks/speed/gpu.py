@@ -293,14 +293,13 @@ def make_model(folder: Path, size: Size) -> int:
     """A random Qwen2 whose next-token distributions are near uniform, so that `vocabulary / mean_tokens` stop tokens
     give that mean length.
 
-    Returns its number of parameters.
+    Returns its number of parameters, a tied one once.
     """
-    import torch
     import transformers
 
-    from benchmarks.support import models
+    from benchmarks.support.models import make_large_model
 
-    model = models.make_model(folder, transformers.Qwen2Config(**model_config(size)), dtype=torch.bfloat16)
+    num_parameters = make_large_model(folder, transformers.Qwen2Config(**model_config(size)))
     stop = [0, *range(size.vocabulary - size.vocabulary // size.mean_tokens, size.vocabulary)]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
     rng = random.Random(0)
@@ -309,7 +308,7 @@ def make_model(folder: Path, size: Size) -> int:
         for _ in range(512)
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    return int(model.num_parameters())  # a tied one once
+    return num_parameters
 
 
 def training_config(folder: Path, name: str, size: Size, steps: int, dtype: str, **sections: dict[str, Any]) -> Path:

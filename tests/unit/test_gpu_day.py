@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from benchmarks.gpu_day.crash import compared, judged
 from benchmarks.gpu_day.day import Day, DayError, Step
-from benchmarks.gpu_day.gpu_tests import counted
+from benchmarks.gpu_day.gpu_tests import counted, naming
 from benchmarks.gpu_day.page import page
 from benchmarks.gpu_day.proofs import ledger_rows, sleep_row
 from benchmarks.gpu_day.steps import DRY, GPU
-from benchmarks.speed.gpu import SIZES
+from benchmarks.speed.gpu import SIZES, model_config
 from benchmarks.speed.kernels import Kernel, kind_of, kind_rows
+from benchmarks.support.models import make_large_model
 from tests.support.processes import ROOT
 
 
@@ -71,10 +74,10 @@ def _line(step: int, loss: float, seconds: float) -> dict[str, float]:
 def test_where_a_second_start_went_on_is_seen_by_its_times() -> None:
     """Five lines before the kill; the second start kept two, and made steps 2, 3, 4 again, one with another loss."""
     before = [_line(i, 0.1 * i, 1.0) for i in range(5)]
-    after = before[:2] + [_line(i, 0.1 * i + (0.25 if i == 3 else 0.0), 2.0) for i in range(2, 6)]
+    after = before[:2] + [_line(i, 0.1 * i + (0.75 if i == 3 else 0.0), 2.0) for i in range(2, 6)]
     row = compared(before, after)
     assert (row["went_on_at_step"], row["steps_made_twice"]) == (2, 3)
-    assert row["loss/total off by"] == pytest.approx(0.25)
+    assert (row["loss/total off by"], row["first loss off by"]) == (pytest.approx(0.75), 0.0)
     row |= {"exit_code_of_the_second": 0, "processes_left": 0}
     assert judged(row, 6, exactly=True) == judged(row, 6, exactly=False) == ["steps that were made twice differ"]
     good = row | {"loss/total off by": 0.0}
@@ -100,6 +103,36 @@ def test_tests_are_counted_by_how_they_ended(tmp_path: Path) -> None:
     row = counted(path)
     assert (row["passed"], row["failed"], row["skipped"], row["seconds"]) == (1, 2, 1, 2.0)
     assert row["failures"] == "tests.a::f tests.a::e"
+
+
+def test_tests_for_a_gpu_are_found_by_their_mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    assert "tests/unit/test_attention.py" in naming("gpu")
+    (tmp_path / "tests/unit").mkdir(parents=True)
+    for name, text in (("test_a", "@pytest.mark.gpu"), ("test_b", "@pytest.mark.skip"), ("helper", "@pytest.mark.gpu")):
+        (tmp_path / f"tests/unit/{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert naming("gpu") == ["tests/unit/test_a.py"]
+
+
+def test_a_large_random_model_is_as_its_config_says(tmp_path: Path) -> None:
+    """Its weights were drawn by threads, onto memory that was not initialised."""
+    config = transformers.Qwen2Config(**model_config(SIZES["tiny"]), initializer_range=0.03)
+    count = make_large_model(tmp_path / "a", config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a", trust_remote_code=False)
+    assert model.num_parameters() == count == 361_600
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1:
+            assert weight.unique().tolist() == [0.0 if "bias" in name else 1.0], name
+        else:
+            assert float(weight.detach().float().std()) == pytest.approx(0.03, rel=0.05), name
+            assert abs(float(weight.detach().float().mean())) < 0.001, name
+    logits = model(torch.arange(1, 20)[None]).logits
+    assert torch.isfinite(logits).all()
+    make_large_model(tmp_path / "b", config)
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert first == second
 
 
 @pytest.mark.parametrize(
