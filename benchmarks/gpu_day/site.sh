@@ -17,7 +17,8 @@ missing() {
 build() {
   local parts=$1 size=${2:-56} site glibc platforms=()
   site=$(mktemp -d)
-  trap 'rm -rf "$site"' EXIT
+  # The name now, since this variable is gone at the end.
+  trap "rm -rf '$site'" EXIT
   for glibc in 2_35 2_34 2_31 2_28 2_27 2_26 2_24 2_17; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
   platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64 --platform any)
   say "fetching the packages of site.txt"

@@ -85,14 +85,21 @@ def test_a_step_whose_limit_does_not_fit_waits_for_the_next_command_on_another_m
 
 
 def test_the_parts_of_the_site_are_unpacked_whole_or_not_at_all(tmp_path: Path) -> None:
-    source, parts, there, site = (tmp_path / name for name in ("source", "parts", "there", "site"))
-    for folder in (source, parts):
-        folder.mkdir()
-    (source / "package.py").write_bytes(os.urandom(3000))
-    pack = f"tar -C {source} -c . | xz | split -b 1k -d - {parts}/site.tar.xz. && cd {parts} && sha256sum site.* > sums"
-    assert run_command(["bash", "-c", f"{pack} && mv sums site.sha256"]).returncode == 0
+    """Built by a pip that has one package of 2.5 MiB; nothing but the parts is left of it."""
+    parts, there, site, package = (tmp_path / name for name in ("parts", "there", "site", "package.py"))
+    package.write_bytes(os.urandom(5 << 19))
+    for folder in ("bin", "temporary"):
+        (tmp_path / folder).mkdir()
+    pip = tmp_path / "bin/python3"
+    pip.write_text(f'#!/bin/sh\nwhile [ "$1" != --target ]; do shift; done\ncp {package} "$2"\n')
+    pip.chmod(0o755)
     script, came = str(ROOT / "benchmarks/gpu_day/site.sh"), tmp_path / "came"
+    own = {"PATH": f"{pip.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path / "temporary")}
+    done = run_command(["bash", script, "build", str(parts), "1"], env=own)
+    assert (done.returncode, done.stderr, list((tmp_path / "temporary").iterdir())) == (0, "", [])
+    assert f"site: 3 parts, 3 MiB in all, in {parts}" in done.stdout
     names = sorted(path.name for path in parts.glob("site.tar.xz.*"))
+    assert len(names) == 3
     for number, name in enumerate(names):
         came.mkdir()
         for file in (name, "site.sha256"):
@@ -111,4 +118,4 @@ def test_the_parts_of_the_site_are_unpacked_whole_or_not_at_all(tmp_path: Path) 
             path.unlink()
         came.rmdir()
     assert run_command(["bash", script, "unpack", str(there), str(site)]).returncode == 0
-    assert (site / "package.py").read_bytes() == (source / "package.py").read_bytes()
+    assert (site / "package.py").read_bytes() == package.read_bytes()
