@@ -122,7 +122,10 @@ class Day:
         """A driver that was killed left its step running, which would be in the next one's measurements."""
         for name, known in self._state["steps"].items():
             if known["status"] == "running":
-                count = kill_tree(known["mark"])
+                try:
+                    count = kill_tree(known["mark"])
+                except RuntimeError as error:  # they would be in every measurement to come
+                    raise DayError(f"step {name} of an earlier command: {error}; only a new machine helps") from None
                 is_last = known["starts"] >= _MOST_STARTS
                 known["status"] = "failed" if is_last else "interrupted"
                 known["said"] = f"the driver was killed in it {known['starts']} times" if is_last else "-"
@@ -160,12 +163,24 @@ class Day:
                 ended_by_limit = True
             finally:
                 seconds = time.monotonic() - start
-                left = kill_tree(known["mark"])
-                process.wait()
-        known |= self._outcome(process.returncode, ended_by_limit, left, log) | {"seconds": round(seconds, 1)}
+                left, immortal = self._end_tree(known["mark"], process)
+        code = -signal.SIGKILL if process.returncode is None else process.returncode
+        known |= self._outcome(code, ended_by_limit, left, log) | {"seconds": round(seconds, 1)}
+        if immortal:
+            known |= {"status": "failed", "said": immortal}
         self._take_rows(step, known["status"], rows)
         _remove(folder, but=_KEPT)  # models and checkpoints take the next step's room
         _say(f"{step.name}: {known['status']} after {seconds:.1f} s: {known['said']}")
+
+    @staticmethod
+    def _end_tree(mark: str, process: subprocess.Popen[bytes]) -> tuple[int, str]:
+        """How many were left of the step, and what is to be said of those that a SIGKILL does not end."""
+        try:
+            left = kill_tree(mark)
+        except RuntimeError as error:
+            return 0, str(error)
+        process.wait()
+        return left, ""
 
     def _environment(self, mark: str, folder: Path) -> dict[str, str]:
         own = {MARK: mark, COMMIT: self._commit, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}

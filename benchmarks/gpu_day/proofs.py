@@ -28,6 +28,7 @@ _LEAST_FREED_FRAC, _MOST_GROWN_GIB = 0.7, 1.0
 _WARM = 2  # steps whose kernels and workspaces are new: what they leave for good is no growth
 _PHASES = ("weight_sync", "rollout", "reward", "logprobs", "update")
 _NOT_THERE = "not there"
+_PLAN_S = 40
 
 
 def main() -> int:
@@ -57,7 +58,6 @@ def main() -> int:
     metrics = read_rows(args.folder / "run/metrics.jsonl")
     if not metrics:
         return code or 1
-    plan = planned(args.folder / "run/config.yaml", args.folder / "plan.json")
     import torch  # only now: a context of this process on the GPU would be in the run's ledger
 
     on_gpu = torch.cuda.is_available()
@@ -68,6 +68,7 @@ def main() -> int:
     report("gpu_day_proofs", [row | ran for row in proof_rows(metrics, args.steps, held=held)], args.json)
     sleep, problems = sleep_row(metrics, may_take_gib)
     report("gpu_day_sleep", [sleep | ran], args.json)
+    plan = planned(args.folder / "run/config.yaml", args.folder / "plan.json")
     report("gpu_day_ledger", [row | ran for row in ledger_rows(metrics, plan)], args.json)
     for problem in problems:
         print(f"proofs: {problem}")
@@ -113,7 +114,11 @@ def sleep_row(metrics: Sequence[Row], may_take_gib: float | None) -> tuple[Row, 
 def planned(config: Path, answer: Path) -> dict[str, Any]:
     """The planner's answer for this run on this device, by its command alone; empty where it gives none."""
     command = [sys.executable, "-m", "grpo_spmd.plan", "--config", str(config), "--gpu", _card(), "--ranks", "1"]
-    done = subprocess.run([*command, "--json", str(answer)], capture_output=True, text=True)
+    try:
+        done = subprocess.run([*command, "--json", str(answer)], capture_output=True, text=True, timeout=_PLAN_S)
+    except subprocess.TimeoutExpired:
+        print(f"proofs: the planner gave no answer within {_PLAN_S} s")
+        return {}
     if done.returncode not in (0, 1) or not answer.is_file():  # 1: it answers that the run does not fit
         print(f"proofs: the planner gave no answer (exit code {done.returncode}): {done.stderr.strip()[-300:]}")
         return {}

@@ -17,6 +17,7 @@ against the measured ceiling; "mfu" is the run's own figure, against the data sh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shlex
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a smoke test of this file, no measurement"
     )
+    parser.add_argument("--folder", type=Path, help="where the run stays; default: a temporary one")
     args = parser.parse_args()
     variants = args.variants.split(",")
     if args.steps < 2 or not set(variants) <= set(_VARIANTS):
@@ -136,7 +138,7 @@ def main() -> None:
         print("gpu: no GPU: nothing measured")
         return
     size, device = SIZES[args.size], torch.device(args.device)
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.nullcontext(args.folder) if args.folder else tempfile.TemporaryDirectory() as folder:
         num_parameters = make_model(Path(folder, "model"), size)
         runs = {name: _train(Path(folder), name, size, args.steps, on_gpu=args.device == "cuda") for name in variants}
     ceilings = measure_ceilings(device)  # only now: a context of this process on the GPU would be in the run's ledger

@@ -27,7 +27,9 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
     hidden, layers, heads, intermediate, vocabulary = (int(str(size)) for size in sizes)
-    kv_heads = config.get("num_key_value_heads") or heads
+    kv_heads, width = config.get("num_key_value_heads") or heads, config.get("head_dim") or 1
+    if not isinstance(kv_heads, int) or not isinstance(width, int):  # some have one for each layer
+        return None
     return Dimensions(hidden, layers, heads, kv_heads, head_dim(config), intermediate, vocabulary)
 
 

@@ -18,7 +18,7 @@ from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.model.families.config_json import refuse_by_config
 from grpo_spmd.observe.cards import Card, find_card
 from grpo_spmd.preflight.checks import check_model_sizes, check_world_size
-from grpo_spmd.preflight.model_facts import ModelFacts, local_folder, read_model
+from grpo_spmd.preflight.model_facts import ModelFacts, local_folder, shapes_from_config
 from grpo_spmd.untrusted import UntrustedError, read_model_config
 
 _MOST_RANKS = 65_536
@@ -26,6 +26,8 @@ _MOST_RANKS = 65_536
 
 def main() -> None:
     hold_standard_streams()
+    # Nothing is fetched, whatever the config names; before huggingface_hub, which reads it when it is imported.
+    os.environ["HF_HUB_OFFLINE"] = "1"
     args = _parser().parse_intermixed_args()
     try:
         if not 1 <= args.ranks <= _MOST_RANKS:
@@ -35,8 +37,6 @@ def main() -> None:
         folder = _checked(config, args.ranks)
         if args.json is not None:
             _refuse_unwritable(args.json)
-        # Nothing is fetched, whatever the config names; before transformers, which reads it when it is imported.
-        os.environ["HF_HUB_OFFLINE"] = "1"
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         logging.getLogger("torch").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module="torch")
@@ -59,8 +59,9 @@ def _plan(args: argparse.Namespace, config: Config, folder: Path, card: Card) ->
         except ConfigError:  # a combination that the rules refuse is no suggestion
             return None
 
-    # Weights that are not there, of a family that arithmetic does not know, are those of transformers' model.
-    facts = read_model(str(folder)) or ModelFacts(parameter_shapes(folder), read_model_config(folder), "transformers")
+    # Not by files that lie beside it: they may be some of the weights, or of something else.
+    model = read_model_config(folder)
+    facts = ModelFacts(shapes_from_config(model) or parameter_shapes(folder), model, "config.json")
     plan = make_plan(config, facts, folder, card, args.ranks)
     found = suggestions(plan, replan)
     if args.json is not None:
@@ -73,6 +74,9 @@ def _plan(args: argparse.Namespace, config: Config, folder: Path, card: Card) ->
         say("nothing that was tried makes it fit: more ranks, a larger card, shorter rollouts or model.lora would")
     else:
         show("\n".join(found[0].overrides))
+        return
+    if not plan.fits:
+        raise SystemExit(1)
 
 
 def _checked(config: Config, num_ranks: int) -> Path:
@@ -83,7 +87,7 @@ def _checked(config: Config, num_ranks: int) -> Path:
         raise ConfigError(f"model.path: there is no config.json of {path} here; hf download {path} config.json")
     try:
         model = read_model_config(folder)
-    except UntrustedError as error:
+    except (UntrustedError, OSError) as error:
         raise ConfigError(f"model.path: {error}") from None
     refuse_by_config(model, path)
     check_model_sizes(config, model)
@@ -91,15 +95,20 @@ def _checked(config: Config, num_ranks: int) -> Path:
 
 
 def _refuse_unwritable(path: Path) -> None:
-    if path.is_dir() or not path.absolute().parent.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
-        raise ConfigError(f"--json: cannot write {path}")
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--json: cannot write {path}: {error.strerror}") from None
+    if is_new:
+        path.unlink()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m grpo_spmd.plan",
         description="Predict a rank's memory by phase, whether a config fits a GPU, and the time of a step. Needs no "
-        "GPU, and of the model only config.json.",
+        "GPU, and of the model only config.json. Exit code 1: it does not fit.",
     )
     add: Any = parser.add_argument
     add("--config", required=True, help="a YAML file; configs/ has examples")

@@ -64,8 +64,8 @@ def engine_activations(config: Config, model: ModelFacts, card: Card) -> int:
     if sizes is None:
         return 0
     is_large = card.gib >= 70 and "A100" not in card.name
-    tokens = int(config.rollout.engine.get("max_num_batched_tokens", 16384 if is_large else 8192))
-    sequences = int(config.rollout.engine.get("max_num_seqs", 1024 if is_large else 256))
+    tokens = config.rollout.engine.get("max_num_batched_tokens") or (16384 if is_large else 8192)
+    sequences = config.rollout.engine.get("max_num_seqs") or (1024 if is_large else 256)
     mlp = tokens * itemsize * (3 * sizes.intermediate // tp + 3 * sizes.hidden)
     return max(mlp, sequences * sizes.vocabulary * _SAMPLER_BYTES)
 

@@ -109,7 +109,8 @@ def kv_cache(config: Config, model: ModelFacts, card: Card, num_ranks: int) -> K
     prompts = sequences // rollout.group_size * config.data.max_prompt_tokens
     needed = prompts + sequences * rollout.max_completion_tokens
     whole = -(-longest // _BLOCK) * _BLOCK
-    return KvCache(num_bytes, tokens, whole * token, needed, tokens // whole, sequences)
+    at_once = min(tokens // whole, rollout.engine.get("max_num_seqs") or tokens)
+    return KvCache(num_bytes, tokens, whole * token, needed, at_once, sequences)
 
 
 def phases(

@@ -93,10 +93,11 @@ def step_time(
     work = Work(sizes, model.num_parameters - head + tied, head, lengths * -(-rollouts // num_ranks), itemsize)
     speed = _Speed(card, num_ranks // config.model.num_replicas)
     passes = sum(arithmetic.extra_passes(config))
+    rows = arithmetic.micro_batches_per_step(config, num_ranks)[1] // config.training.num_epochs
     seconds = {
         "weight_sync": _sync_s(config, model, speed, num_ranks),
-        "rollout": _rollout_s(config, work, speed, num_ranks, kv_tokens),
-        "logprobs": passes * max(forward_flops(work) / speed.flops, speed.gather_s(model, itemsize)),
+        "rollout": _rollout_s(config, work, _Speed(card, config.rollout.tensor_parallel_size), kv_tokens),
+        "logprobs": passes * max(forward_flops(work) / speed.flops, rows * speed.gather_s(model, itemsize)),
         "update": _update_s(config, model, work, speed, num_ranks),
     }
     return StepTime(seconds)
@@ -107,7 +108,7 @@ class _Speed:
     """What the card is taken to reach, per second."""
 
     card: Card
-    ranks: int  # of a replica
+    ranks: int  # of a replica, or of an engine
 
     @property
     def flops(self) -> float:
@@ -138,13 +139,15 @@ def _offloaded(config: Config, model: ModelFacts, num_ranks: int) -> float:
     return state_of(config, model, num_ranks).offloaded(config.model.offload)
 
 
-def _rollout_s(config: Config, work: Work, speed: _Speed, num_ranks: int, kv_tokens: int) -> float:
-    """Decoding in as many rounds as the KV cache asks for; prompts once a group."""
+def _rollout_s(config: Config, work: Work, speed: _Speed, kv_tokens: int) -> float:
+    """Decoding in as many rounds as the KV cache asks for, of which the last is a part; prompts once a group. `speed`:
+    of an engine, whose ranks are on one node."""
     rollout, tp = config.rollout, config.rollout.tensor_parallel_size
     prompt, completion = work.lengths[0]
     sequences = len(work.lengths) * tp
-    at_once = max(1, min(sequences, kv_tokens // (prompt + completion)))
-    rounds = -(-sequences // at_once)
+    most = rollout.engine.get("max_num_seqs") or sequences
+    at_once = max(1, min(sequences, most, kv_tokens // (prompt + completion)))
+    rounds = sequences / at_once
     of_engine = replace(work, lengths=[(prompt, completion)] * at_once)
     decode = max(decode_bytes(of_engine) / speed.memory, decode_flops(of_engine) / speed.flops) / tp
     # two all-reduces a layer and step of the sequences' hidden states

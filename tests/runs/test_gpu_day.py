@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_day import day
+from benchmarks.gpu_day.day import Day, DayError, Step
 from benchmarks.support.tree import marked
 from tests.support.processes import ROOT, run_command
 
@@ -119,3 +121,24 @@ def test_the_parts_of_the_site_are_unpacked_whole_or_not_at_all(tmp_path: Path) 
         came.rmdir()
     assert run_command(["bash", script, "unpack", str(there), str(site)]).returncode == 0
     assert (site / "package.py").read_bytes() == package.read_bytes()
+
+
+def test_a_process_that_no_kill_ends_costs_its_step_and_not_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose call of the driver does not return."""
+
+    def immortal(mark: str) -> int:
+        raise RuntimeError("processes [7] are still there 20 s after SIGKILL")
+
+    steps = tuple(Step(name, "", ("-c", "print('made')"), 9) for name in ("one", "two"))
+    made = Day(steps, tmp_path / "scratch", tmp_path / "out", "dry", "abc", [])
+    monkeypatch.setattr(day, "kill_tree", immortal)
+    assert made.run(1.0) == 1
+    state = json.loads((tmp_path / "out/state.json").read_text())
+    assert {name: (of["status"], of["said"]) for name, of in state["steps"].items()} == dict.fromkeys(
+        ("one", "two"), ("failed", "processes [7] are still there 20 s after SIGKILL")
+    )
+    made._state["steps"]["one"]["status"] = "running"  # as after a kill of the driver
+    with pytest.raises(DayError, match="step one of an earlier command: processes"):
+        made.run(1.0)

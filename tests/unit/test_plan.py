@@ -20,7 +20,7 @@ from grpo_spmd.plan.__main__ import main
 from grpo_spmd.plan.device import CONTEXT, GRAPHS_PER_LAYER, NCCL, TENSOR_PARALLEL, WORKSPACES, engine_activations
 from grpo_spmd.plan.dry_run import Pass, Peaks, at_full_depth, parameter_shapes
 from grpo_spmd.plan.phases import KvCache, Plan, kv_cache, phases
-from grpo_spmd.plan.step_time import StepTime
+from grpo_spmd.plan.step_time import StepTime, step_time
 from grpo_spmd.plan.suggest import suggestions
 from grpo_spmd.preflight.model_facts import ModelFacts, read_model
 from tests.support.models import make_model, write_config
@@ -283,6 +283,8 @@ def test_the_command_needs_config_json_alone_and_its_overrides_are_taken(
     make_model(tmp_path / "made", "qwen3", tied=True)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_bytes((tmp_path / "made/config.json").read_bytes())
+    # What lies beside it is not looked at: a download that was cut off, or somebody's pointer to a file.
+    (tmp_path / "model/model-00001-of-00004.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     path = write_config(tmp_path, tmp_path / "model", data={"train": "nowhere.jsonl"})
     wanted = ["--config", str(path), "--gpu", "H100", "--ranks", "2", "--json", str(tmp_path / "plan.json")]
     assert command(monkeypatch, *wanted) == 0
@@ -302,6 +304,9 @@ def test_the_command_needs_config_json_alone_and_its_overrides_are_taken(
     assert lines
     assert load_config(path, lines).rollout.gpu_memory_utilization < 0.9
 
+    none = ["--config", str(path), "--gpu", "0.3GiB,1TFLOPS,1GB/s", "--ranks", "1"]
+    assert command(monkeypatch, *none) == command(monkeypatch, *none, "--suggest") == 1  # `more=$(...) && torchrun`
+
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -315,6 +320,7 @@ def test_the_command_needs_config_json_alone_and_its_overrides_are_taken(
         (["--gpu", "H100", "--ranks", "2", "data.max_prompt_tokens=5000", "training.max_tokens_per_micro_batch=9000"],
          "the model has 256 positions"),
         (["--gpu", "H100", "--ranks", "2", "--json", "/no/such/folder/x.json"], "--json: cannot write"),
+        (["--gpu", "H100", "--ranks", "2", "--json", "/proc/plan.json"], "--json: cannot write"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_one_line_and_exit_code_2(
@@ -327,6 +333,33 @@ def test_what_cannot_be_planned_is_one_line_and_exit_code_2(
     assert said in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("odd", [{"head_dim": [16, 16]}, {"num_key_value_heads": [2, 2]}, {"num_key_value_heads": 3}])
+def test_an_odd_config_json_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], odd: dict[str, object]
+) -> None:
+    model = make_model(tmp_path / "model", "qwen3", tied=True)
+    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | odd))
+    path = write_config(tmp_path, model)
+    capsys.readouterr()
+    assert command(monkeypatch, "--config", str(path), "--gpu", "H100", "--ranks", "2") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_engine_is_as_fast_on_two_nodes_and_no_faster_than_its_places(tmp_path: Path) -> None:
+    """Its ranks are on one node, however many the policy's are on; with places for half of its sequences it takes two
+    rounds, each with half the keys and values to read."""
+
+    def rollout_s(num_ranks: int, prompts: int, *overrides: str) -> float:
+        tp = ["rollout.tensor_parallel_size=4", f"rollout.num_prompts_per_step={prompts}", *overrides]
+        config, sizes = by_hand(tmp_path, *tp), MODEL.dimensions
+        assert sizes is not None
+        return step_time(config, MODEL, sizes, CARD, num_ranks, 10_000).phases["rollout"]
+
+    assert rollout_s(16, 16) == pytest.approx(rollout_s(8, 8))
+    assert 1.5 * rollout_s(8, 8) < rollout_s(8, 8, "rollout.engine={max_num_seqs: 8}") < 2 * rollout_s(8, 8)
+    assert kv_cache(by_hand(tmp_path, "rollout.engine={max_num_seqs: 3}"), MODEL, CARD, 4).full_length == 3
 
 
 def test_a_family_that_arithmetic_does_not_know_is_planned_from_config_json(tmp_path: Path) -> None:
