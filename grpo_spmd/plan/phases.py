@@ -76,7 +76,7 @@ def make_plan(config: Config, model: ModelFacts, folder: Path, card: Card, num_r
     host = Counter({"checkpoint's copy": 12 * state.trained, "offloaded": state.offloaded(config.model.offload)})
     if config.rollout.sleep_level_with(config.model.lora) == 1:
         host["engine's weights, asleep"] = memory.engine_weights(config, model)
-    time = step_time(config, model, sizes, card, num_ranks, cache.tokens)
+    time = step_time(config, model, sizes, card, num_ranks, cache.full_length)
     return Plan(config, card, num_ranks, model.num_parameters, device, host, cache, time)
 
 

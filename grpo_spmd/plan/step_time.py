@@ -82,9 +82,10 @@ def decode_flops(work: Work) -> float:
 
 
 def step_time(
-    config: Config, model: ModelFacts, sizes: Dimensions, card: Card, num_ranks: int, kv_tokens: int
+    config: Config, model: ModelFacts, sizes: Dimensions, card: Card, num_ranks: int, places: int
 ) -> StepTime:
-    """With every rollout at full length: an upper bound of the arithmetic. `kv_tokens`: that an engine holds."""
+    """With every rollout at full length: an upper bound of the arithmetic. `places`: sequences of full length that an
+    engine runs at one time (KvCache.full_length)."""
     lengths = [(config.data.max_prompt_tokens, config.rollout.max_completion_tokens)]
     rollouts = config.rollout.num_prompts_per_step * config.rollout.group_size
     itemsize, head = arithmetic.ITEMSIZE[config.model.dtype], sizes.vocabulary * sizes.hidden
@@ -96,7 +97,7 @@ def step_time(
     rows = arithmetic.micro_batches_per_step(config, num_ranks)[1] // config.training.num_epochs
     seconds = {
         "weight_sync": _sync_s(config, model, speed, num_ranks),
-        "rollout": _rollout_s(config, work, _Speed(card, config.rollout.tensor_parallel_size), kv_tokens),
+        "rollout": _rollout_s(config, work, _Speed(card, config.rollout.tensor_parallel_size), places),
         "logprobs": passes * max(forward_flops(work) / speed.flops, rows * speed.gather_s(model, itemsize)),
         "update": _update_s(config, model, work, speed, num_ranks),
     }
@@ -139,14 +140,13 @@ def _offloaded(config: Config, model: ModelFacts, num_ranks: int) -> float:
     return state_of(config, model, num_ranks).offloaded(config.model.offload)
 
 
-def _rollout_s(config: Config, work: Work, speed: _Speed, kv_tokens: int) -> float:
-    """Decoding in as many rounds as the KV cache asks for, of which the last is a part; prompts once a group. `speed`:
-    of an engine, whose ranks are on one node."""
+def _rollout_s(config: Config, work: Work, speed: _Speed, places: int) -> float:
+    """Decoding in as many rounds as the engine's places ask for, the last of them a part; prompts once a group.
+    `speed`: of an engine, whose ranks are on one node."""
     rollout, tp = config.rollout, config.rollout.tensor_parallel_size
     prompt, completion = work.lengths[0]
     sequences = len(work.lengths) * tp
-    most = rollout.engine.get("max_num_seqs") or sequences
-    at_once = max(1, min(sequences, most, kv_tokens // (prompt + completion)))
+    at_once = max(1, min(sequences, places))
     rounds = sequences / at_once
     of_engine = replace(work, lengths=[(prompt, completion)] * at_once)
     decode = max(decode_bytes(of_engine) / speed.memory, decode_flops(of_engine) / speed.flops) / tp

@@ -355,7 +355,8 @@ def test_an_engine_is_as_fast_on_two_nodes_and_no_faster_than_its_places(tmp_pat
         tp = ["rollout.tensor_parallel_size=4", f"rollout.num_prompts_per_step={prompts}", *overrides]
         config, sizes = by_hand(tmp_path, *tp), MODEL.dimensions
         assert sizes is not None
-        return step_time(config, MODEL, sizes, CARD, num_ranks, 10_000).phases["rollout"]
+        places = kv_cache(config, MODEL, CARD, num_ranks).full_length
+        return step_time(config, MODEL, sizes, CARD, num_ranks, places).phases["rollout"]
 
     assert rollout_s(16, 16) == pytest.approx(rollout_s(8, 8))
     assert 1.5 * rollout_s(8, 8) < rollout_s(8, 8, "rollout.engine={max_num_seqs: 8}") < 2 * rollout_s(8, 8)
