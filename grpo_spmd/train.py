@@ -11,6 +11,7 @@ import os
 
 import yaml
 
+from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.describe import describe_keys
 from grpo_spmd.config.dump import config_to_dict
 from grpo_spmd.config.errors import ConfigError, refuse
@@ -24,7 +25,7 @@ from grpo_spmd.preflight.model_facts import read_model
 def main() -> None:
     hold_standard_streams()
     parser = _parser()
-    args = parser.parse_intermixed_args()
+    args = parser.parse()
     if args.ranks is not None and (args.ranks < 1 or not args.explain):
         parser.error("--ranks is a number from 1 on, and goes with --explain")
     num_ranks = args.ranks or int(os.environ.get("WORLD_SIZE", "1"))
@@ -56,8 +57,9 @@ def main() -> None:
             raise RuntimeError("something called sys.exit(0) in the middle of the run")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> OverridesParser:
+    parser = OverridesParser(
+        allow_abbrev=False,
         prog="python -m grpo_spmd.train",
         description="Train a language model with GRPO.",
         epilog="config keys:\n" + describe_keys(),

@@ -28,7 +28,7 @@ def build(cls: type, tree: Any, where: str) -> Any:
     hints = typing.get_type_hints(cls)
     for name in tree:
         if name not in fields:
-            raise ConfigError(_unknown_key(join_key(where, str(name)), str(name), where))
+            raise ConfigError(_unknown_key(join_key(where, str(name)), str(name), where, tree[name]))
     values = {}
     for name, field in fields.items():
         full = join_key(where, name)
@@ -74,10 +74,14 @@ REFUSED_KEYS = {
 }  # fmt: skip
 
 
-def _unknown_key(full: str, name: str, where: str) -> str:
+def _unknown_key(full: str, name: str, where: str, value: Any) -> str:
     if name in REFUSED_KEYS and where in ("", "rollout"):
         return f"{full}: {REFUSED_KEYS[name]}"
-    known = _key_names(Config, "")
+    from grpo_spmd.config.aliases import known_elsewhere
+
+    if said := known_elsewhere(full, value):
+        return said
+    known = key_names(Config)
     if where.startswith("rewards"):
         known = [join_key(where, field.name) for field in dataclasses.fields(RewardConfig)]
     close = difflib.get_close_matches(full, known, n=1, cutoff=0.6)
@@ -87,11 +91,12 @@ def _unknown_key(full: str, name: str, where: str) -> str:
     return f"{full}: unknown key" + (f"; did you mean {close[0]}?" if close else "; --help lists them all")
 
 
-def _key_names(cls: type, where: str) -> list[str]:
+def key_names(cls: type, where: str = "") -> list[str]:
+    """Dotted names of all keys and sections."""
     names = []
     for name, hint in typing.get_type_hints(cls).items():
         full = join_key(where, name)
-        names += [full, *_key_names(typing.cast(type, hint), full)] if dataclasses.is_dataclass(hint) else [full]
+        names += [full, *key_names(typing.cast(type, hint), full)] if dataclasses.is_dataclass(hint) else [full]
     return names
 
 

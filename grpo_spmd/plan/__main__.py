@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
@@ -28,7 +29,7 @@ def main() -> None:
     hold_standard_streams()
     # Nothing is fetched, whatever the config names; before huggingface_hub, which reads it when it is imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    args = _parser().parse_intermixed_args()
+    args = _parser().parse()
     try:
         if not 1 <= args.ranks <= _MOST_RANKS:
             raise ConfigError(f"--ranks is a number from 1 to {_MOST_RANKS:,}; got {args.ranks:,}")
@@ -104,8 +105,9 @@ def _refuse_unwritable(path: Path) -> None:
         path.unlink()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> OverridesParser:
+    parser = OverridesParser(
+        allow_abbrev=False,
         prog="python -m grpo_spmd.plan",
         description="Predict a rank's memory by phase, whether a config fits a GPU, and the time of a step. Needs no "
         "GPU, and of the model only config.json. Exit code 1: it does not fit.",

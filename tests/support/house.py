@@ -32,7 +32,7 @@ ORDER: tuple[str | tuple[str, ...], ...] = (
 )
 # Lines of each room, blank ones and comments counted. A new capability brings a room and a budget of its own.
 TRAINER = {
-    "config": 857,
+    "config": 862,
     "data": 320,
     "records": 200,
     "rewards/protocol.py": 230,
@@ -68,7 +68,9 @@ EVIDENCE = {
     "engine/gpu.py": 85,
     "model/host_memory.py": 50,
 }
-CARVED_OUT = ARMOUR | EVIDENCE
+# What makes the terminal kind: names of other trainers, what is said early.
+KINDNESS = {"config/aliases.py": 350, "config/command_line.py": 85}
+CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6000
 MOST_ROOMS = 25
 FILE_LINES, FUNCTION_LINES, COLUMNS = 450, 70, 120
@@ -274,11 +276,12 @@ def oversize(package: Path) -> Iterator[str]:
         ("operations", OPERATIONS, OPERATIONS_LINES),
         ("armour", ARMOUR, sum(ARMOUR.values())),
         ("evidence", EVIDENCE, sum(EVIDENCE.values())),
+        ("kindness", KINDNESS, sum(KINDNESS.values())),
         ("examples", EXAMPLES, sum(EXAMPLES.values())),
     ):
         total = 0
         for room, budget in budgets.items():
-            carves = budgets in (ARMOUR, EVIDENCE)
+            carves = budgets in (ARMOUR, EVIDENCE, KINDNESS)
             own = {name for name in lines if _is_in(name, room) and (carves or not _in_any(name, CARVED_OUT))}
             counted |= own
             length = sum(lines[name] for name in own)

@@ -1,0 +1,344 @@
+"""Names that people bring from other trainers, and what they are here. Loaded only when an unknown key is met.
+
+A line: names | keys here, where there are any | what to mind. A name with dots is one with its sections, matched from
+the end: "actor_rollout_ref.rollout.n" is found as "rollout.n". Read in TRL 1.16 (GRPOConfig, TrainingArguments), verl's
+ppo_trainer.yaml, OpenRLHF's flags (flat ones, and those with sections of 0.10) and prime-rl's configs, all of 2026.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+_SIZES = "sizes are global here: prompts x group_size a step, and micro-batches are counted in tokens"
+_STEPS = "a step here is one rollout with its updates"
+_SERVER = "the engine is in the process: there is no server, Ray or placement"
+
+TRL = f"""
+learning_rate | optimizer.lr |
+per_device_train_batch_size, gradient_accumulation_steps | rollout.num_prompts_per_step, rollout.group_size, \
+training.max_tokens_per_micro_batch | {_SIZES}
+per_gpu_train_batch_size, auto_find_batch_size | training.max_tokens_per_micro_batch | {_SIZES}
+per_device_eval_batch_size | | all of data.eval is sampled at one time
+generation_batch_size | rollout.num_prompts_per_step | counts prompts, theirs completions: divide by num_generations
+steps_per_generation | training.num_mini_batches | optimizer steps a rollout
+num_generations | rollout.group_size |
+num_generations_eval | eval.num_samples |
+max_completion_length | rollout.max_completion_tokens |
+max_prompt_length | data.max_prompt_tokens | a longer prompt is refused or dropped (data.on_long_prompt), never cut
+num_iterations | training.num_epochs | passes over one rollout
+max_steps | training.num_steps | {_STEPS}, theirs an optimizer step
+num_train_epochs | training.num_steps | {_STEPS}: epochs x rows / rollout.num_prompts_per_step
+beta | loss.kl_coef | weight of the KL to the reference; AdamW's are optimizer.betas
+epsilon | loss.clip_ratio_low, loss.clip_ratio_high | theirs sets both: give both; ours are 0.2 and 0.28 by default
+epsilon_high | loss.clip_ratio_high | for CISPO theirs is the bound itself, ours what lies above 1
+delta | loss.dual_clip |
+loss_type | loss.policy, loss.aggregation | dapo and bnpo are aggregation token, \
+grpo sequence, dr_grpo constant; cispo is a policy
+importance_sampling_level | loss.policy | sequence is gspo, token is clip
+scale_rewards | advantage.normalize_std | group, batch or none
+reward_weights | rewards.N.weight | rewards: [{{function: "file.py:fn", weight: 1}}]
+reward_funcs, reward_processing_classes | rewards.N.function | rewards: [{{function: "file.py:fn"}}]
+mask_truncated_completions | loss.mask_truncated |
+shuffle_dataset | data.shuffle |
+train_dataset, dataset_name | data.train | a .jsonl or .parquet file, or hub:REPO:SUBSET:SPLIT
+eval_dataset | data.eval |
+model_name_or_path | model.path |
+model_init_kwargs, dtype, torch_dtype, bf16, fp16 | model.dtype | compute dtype; master weights are float32
+attn_implementation | model.attention |
+gradient_checkpointing, gradient_checkpointing_kwargs | model.activation_checkpointing |
+torch_compile | model.compile |
+peft_config, use_peft, lora_r | model.lora.rank | with model.lora.alpha and target_modules
+lora_alpha | model.lora.alpha |
+lora_target_modules, target_modules | model.lora.target_modules |
+lora_dropout | | adapters have no dropout, since the engine has none
+weight_decay | optimizer.weight_decay | on matrices only
+adam_beta1, adam_beta2 | optimizer.betas | both in one list: [0.9, 0.95]
+adam_epsilon | | AdamW's 1e-8
+max_grad_norm | optimizer.max_grad_norm |
+lr_scheduler_type, lr_scheduler_kwargs | optimizer.lr | constant after the warm-up
+warmup_steps | optimizer.warmup_steps | optimizer steps
+warmup_ratio | optimizer.warmup_steps | a number of optimizer steps, not a share
+optim | | AdamW is the optimizer
+save_steps, save_strategy | checkpoint.every_steps | {_STEPS}
+save_total_limit | checkpoint.keep |
+resume_from_checkpoint | checkpoint.resume | auto, never, or a checkpoint's folder
+load_best_model_at_end, metric_for_best_model | checkpoint.best_metric | e.g. eval/gsm8k/mean
+save_only_model | checkpoint.export_every_steps |
+output_dir | run_dir |
+eval_steps, eval_strategy | eval.every_steps |
+eval_on_start | eval.every_steps | an evaluation before training is always made
+report_to | logging.wandb | true, online or offline
+run_name | run_dir | W&B's run is named after it
+project | logging.wandb_project |
+logging_steps, logging_strategy | | each step is one line of metrics.jsonl
+log_completions, num_completions_to_print | logging.rollouts_every_steps | they are written to run_dir/rollouts
+use_vllm, vllm_mode, vllm_server_host, vllm_server_port, vllm_server_base_url | | vLLM always runs in the process
+vllm_gpu_memory_utilization | rollout.gpu_memory_utilization |
+vllm_tensor_parallel_size | rollout.tensor_parallel_size |
+vllm_max_model_length, vllm_max_model_len | data.max_prompt_tokens, rollout.max_completion_tokens | \
+it follows from their sum
+vllm_enable_sleep_mode | rollout.sleep_level | the engine always sleeps on a GPU while the policy trains
+vllm_importance_sampling_correction, vllm_importance_sampling_mode | loss.rollout_correction | token_truncate is \
+token_tis, sequence_truncate sequence_tis, token_mask icepop
+vllm_importance_sampling_cap, vllm_importance_sampling_clip_max | loss.rollout_correction_cap |
+generation_kwargs, cache_implementation | rollout.engine | what vllm.LLM takes; what cuts the distribution is refused
+entropy_coef | loss.entropy_coef |
+data_seed | seed | one seed for all
+deepspeed, fsdp, fsdp_config, ds3_gather_for_generation, ddp_backend | | FSDP2 shards the policy over all ranks; \
+model.num_replicas and model.offload are its settings
+sync_ref_model, ref_model_mixup_alpha, ref_model_sync_steps | | the reference stays where the policy started
+top_entropy_quantile, off_policy_mask_threshold, sapo_temperature_neg, sapo_temperature_pos | |
+use_bias_correction_kl, vllm_model_impl, use_liger_kernel | |
+multi_objective_aggregation | | rewards are summed with their weights, then normalised
+disable_dropout | | dropout is always off
+push_to_hub, hub_model_id, hub_token | | python -m grpo_spmd.export writes the model's folder
+tools, environment_factory, max_tool_calling_iterations | | one turn of completion, no tools
+"""
+
+VERL = f"""
+data.train_files | data.train |
+data.val_files | data.eval | with eval.every_steps
+data.train_batch_size, train_batch_size, data.gen_batch_size | rollout.num_prompts_per_step | prompts on both sides
+data.max_prompt_length, rollout.prompt_length | data.max_prompt_tokens |
+data.max_response_length, max_response_length, rollout.response_length | rollout.max_completion_tokens |
+filter_overlong_prompts | data.on_long_prompt | drop
+data.truncation | data.on_long_prompt | refused or dropped, never cut
+apply_chat_template_kwargs, custom_chat_template | data.system_prompt, data.as_chat | the tokenizer's own template
+rollout.n | rollout.group_size |
+ppo_mini_batch_size | training.num_mini_batches | how many, not how large: train_batch_size / ppo_mini_batch_size
+ppo_epochs | training.num_epochs |
+ppo_micro_batch_size, ppo_micro_batch_size_per_gpu, log_prob_micro_batch_size, log_prob_micro_batch_size_per_gpu, \
+ppo_max_token_len_per_gpu, log_prob_max_token_len_per_gpu, use_dynamic_bsz, use_remove_padding | \
+training.max_tokens_per_micro_batch | always packed, by tokens of one rank, in all passes
+actor.clip_ratio, clip_ratio | loss.clip_ratio_low, loss.clip_ratio_high | theirs sets both: give both
+actor.clip_ratio_low | loss.clip_ratio_low |
+actor.clip_ratio_high | loss.clip_ratio_high |
+clip_ratio_c | loss.dual_clip |
+policy_loss.loss_mode, loss_mode | loss.policy | vanilla is clip
+loss_agg_mode | loss.aggregation | token-mean is token, seq-mean-token-mean sequence, seq-mean-token-sum-norm constant
+use_kl_loss, kl_loss_coef | loss.kl_coef | 0 is off; loss.kl_in: loss
+kl_loss_type | loss.kl_estimator | kl is k1, mse k2, low_var_kl k3
+use_kl_in_reward | loss.kl_in | reward, with loss.kl_coef
+kl_ctrl.kl_coef, algorithm.kl_ctrl | loss.kl_coef | constant; with loss.kl_in: reward
+algorithm.kl_penalty | loss.kl_estimator | with loss.kl_in: reward
+entropy_coeff | loss.entropy_coef |
+algorithm.adv_estimator, adv_estimator | advantage.estimator | grpo, dr_grpo, rloo, reinforce_pp; no critic
+norm_adv_by_std_in_grpo | advantage.normalize_std | true is group, false none
+algorithm.gamma, algorithm.lam, gamma, lam | | there is no critic, and a completion has one reward
+filter_groups.enable, filter_groups | rollout.dynamic_sampling |
+filter_groups.max_num_gen_batches, max_num_gen_batches | rollout.dynamic_sampling_max_rounds |
+rollout_is, tis_imp_ratio_cap | loss.rollout_correction | token_tis, sequence_tis or icepop
+rollout_is_threshold | loss.rollout_correction_cap |
+rollout_correction.bypass_mode, bypass_mode | loss.old_logprobs | engine
+actor.optim.lr, optim.lr | optimizer.lr |
+actor.optim.weight_decay, optim.weight_decay | optimizer.weight_decay | on matrices only
+actor.optim.betas | optimizer.betas |
+warmup_style, min_lr_ratio, optim.lr_scheduler_type | optimizer.lr | constant after the warm-up
+lr_warmup_steps | optimizer.warmup_steps | optimizer steps
+lr_warmup_steps_ratio | optimizer.warmup_steps | a number of optimizer steps, not a share
+grad_clip, clip_grad | optimizer.max_grad_norm |
+actor_rollout_ref.model.path | model.path |
+enable_gradient_checkpointing | model.activation_checkpointing |
+model.lora_rank, lora_rank | model.lora.rank |
+model.lora_alpha | model.lora.alpha |
+model.target_modules | model.lora.target_modules |
+param_offload, fsdp_config.param_offload | model.offload | true
+optimizer_offload, fsdp_config.optimizer_offload | model.offload | optimizer
+fsdp_size | model.num_replicas | theirs is ranks a copy, ours how many copies
+use_torch_compile | model.compile |
+tensor_model_parallel_size | rollout.tensor_parallel_size |
+rollout.gpu_memory_utilization | rollout.gpu_memory_utilization |
+rollout.temperature | rollout.temperature |
+enforce_eager, max_num_seqs, max_num_batched_tokens, enable_chunked_prefill, engine_kwargs.vllm, engine_kwargs | \
+rollout.engine | as in rollout.engine: {{max_num_seqs: 64}}
+rollout.max_model_len | data.max_prompt_tokens, rollout.max_completion_tokens | it follows from their sum
+free_cache_engine | rollout.sleep_level | the engine always sleeps on a GPU while the policy trains
+val_kwargs.n | eval.num_samples |
+val_kwargs.temperature | eval.temperature |
+val_kwargs.top_p, val_kwargs.top_k, val_kwargs.do_sample | eval.temperature | 0 is greedy; nothing is cut away
+custom_reward_function.path, custom_reward_function.name, custom_reward_function, compute_score | rewards.N.function | \
+"file.py:fn" over lists: fn(prompts, completions, **columns)
+overlong_buffer.len, overlong_buffer | advantage.overlong_buffer_tokens |
+overlong_buffer.penalty_factor | advantage.overlong_penalty |
+total_training_steps | training.num_steps | {_STEPS}
+total_epochs | training.num_steps | {_STEPS}: epochs x rows / rollout.num_prompts_per_step
+save_freq | checkpoint.every_steps |
+max_actor_ckpt_to_keep | checkpoint.keep |
+resume_mode, resume_from_path | checkpoint.resume | auto, never (disable), or a checkpoint's folder
+test_freq | eval.every_steps | with data.eval
+val_before_train | eval.every_steps | an evaluation before training is always made
+trainer.logger | logging.wandb | metrics.jsonl and the console are always written
+trainer.project_name, project_name | logging.wandb_project |
+trainer.experiment_name, experiment_name, default_local_dir | run_dir |
+rollout_data_dir, log_val_generations | logging.rollouts_every_steps | they are written to run_dir/rollouts
+nnodes, n_gpus_per_node | | torchrun's --nnodes and --nproc-per-node
+ulysses_sequence_parallel_size, expert_parallel_size, pipeline_model_parallel_size, megatron | |
+critic, critic_warmup, reward_model, multi_turn, distillation, transfer_queue, ray_init, ray_kwargs | |
+balance_batch | | always
+actor_rollout_ref, trainer, algorithm | | its keys have other names: configs/README.md, "Coming from"
+"""
+
+OPENRLHF = f"""
+pretrain, actor.model_name_or_path | model.path |
+prompt_data, data.prompt_dataset | data.train | a .jsonl or .parquet file, or hub:REPO:SUBSET:SPLIT
+prompt_split, data.prompt_split | data.train | the last part of hub:REPO:SUBSET:SPLIT
+eval_dataset, eval.dataset | data.eval |
+input_key, data.input_key | data.prompt_key |
+label_key, data.label_key | rewards.N.args | each column of a row reaches the reward under its own name
+input_template, data.input_template | data.prompt_template | columns in braces: 'Q: {{question}}'
+apply_chat_template, data.apply_chat_template | data.as_chat |
+prompt_max_len | data.max_prompt_tokens |
+generate_max_len, rollout.max_new_tokens, max_new_tokens | rollout.max_completion_tokens |
+max_len, data.max_len | data.max_prompt_tokens, rollout.max_completion_tokens | it follows from their sum
+max_samples, data.max_samples | | give a file with as many rows
+rollout_batch_size, rollout.batch_size | rollout.num_prompts_per_step | prompts on both sides
+train_batch_size, train.batch_size | training.num_mini_batches | how many optimizer steps a rollout: \
+rollout_batch_size x n_samples_per_prompt / train_batch_size
+micro_train_batch_size, micro_rollout_batch_size, train.micro_batch_size, rollout.micro_batch_size, packing_samples, \
+use_dynamic_batch, train_max_tokens_per_gpu, rollout_max_tokens_per_gpu, train.max_tokens_per_gpu, \
+train.dynamic_batch_enable | training.max_tokens_per_micro_batch | always packed, by tokens of one rank
+n_samples_per_prompt | rollout.group_size |
+eval_n_samples_per_prompt, eval.n_samples_per_prompt | eval.num_samples |
+eval_temperature | eval.temperature |
+max_epochs, train.max_epochs | training.num_epochs | passes over one rollout
+num_episodes, train.num_episodes | training.num_steps | {_STEPS}: episodes x rows / rollout.num_prompts_per_step
+actor_learning_rate, actor.adam.lr, adam.lr | optimizer.lr |
+adam_betas, adam.betas | optimizer.betas |
+l2, adam.weight_decay | optimizer.weight_decay |
+max_norm, actor.max_norm | optimizer.max_grad_norm |
+lr_scheduler, actor.lr_scheduler, actor.scheduler | optimizer.lr | constant after the warm-up
+lr_warmup_ratio | optimizer.warmup_steps | a number of optimizer steps, not a share
+init_kl_coef, kl.init_coef | loss.kl_coef | 0.01 there, 0 here
+use_kl_loss, kl.use_loss | loss.kl_in | loss, with loss.kl_coef; without it theirs is in the reward
+kl_target, kl_horizon, kl.target, kl.horizon | loss.kl_coef | constant here
+kl.estimator | loss.kl_estimator |
+eps_clip, actor.eps_clip | loss.clip_ratio_low, loss.clip_ratio_high | theirs sets both: give both
+eps_clip_low_high, actor.eps_clip_low_high | loss.clip_ratio_low, loss.clip_ratio_high |
+policy_loss_type | loss.policy | ppo is clip
+advantage_estimator, advantage.estimator, algo.advantage.estimator | advantage.estimator | group_norm is grpo, \
+reinforce_baseline reinforce_pp
+no_advantage_std_norm | advantage.normalize_std | none
+entropy_loss_coef, actor.entropy_coef | loss.entropy_coef |
+overlong_buffer_len | advantage.overlong_buffer_tokens |
+overlong_penalty_factor | advantage.overlong_penalty |
+dynamic_filtering, dynamic_filtering_enable, dynamic_filtering_reward_range, dynamic_filtering_range | \
+rollout.dynamic_sampling | groups whose rewards are all alike are replaced
+enable_vllm_is_correction | loss.rollout_correction | token_tis
+vllm_is_truncated_threshold | loss.rollout_correction_cap |
+remote_rm_url, reward.remote_url, agent_func_path, train.agent_func_path | rewards.N.function | "file.py:fn"
+reward_pretrain, critic_pretrain, reward.model_name_or_path, value_clip, lambd, critic_learning_rate | | \
+neither reward models nor critics are here
+normalize_reward, reward_clip_range, reward.clip_range | | scale in the reward itself
+vllm_num_engines, vllm.num_engines | rollout.tensor_parallel_size | each rank has an engine, or shares one
+vllm_sync_backend, vllm.sync_backend, vllm_generate_batch_size, colocate_all_models, colocate_actor_ref, \
+train.colocate_all, async_train | | {_SERVER}
+actor_num_nodes, actor_num_gpus_per_node, ref_num_nodes, ref_num_gpus_per_node, actor.num_nodes, \
+actor.num_gpus_per_node, ref.num_nodes, ref.num_gpus_per_node | | torchrun's --nnodes and --nproc-per-node
+vllm_enable_sleep, vllm.enable_sleep, deepspeed_enable_sleep | rollout.sleep_level | the engine always sleeps on a GPU
+vllm.gpu_memory_utilization | rollout.gpu_memory_utilization |
+vllm.tensor_parallel_size | rollout.tensor_parallel_size |
+zero_stage, ds.zero_stage, zpg | model.num_replicas | FSDP2 shards parameters, gradients and optimizer state
+adam_offload, ds.adam_offload | model.offload | optimizer
+gradient_checkpointing_enable | model.activation_checkpointing |
+ring_attn_size, ds_tensor_parallel_size | |
+save_path, ckpt_path, ckpt.output_dir, ckpt.path | run_dir | checkpoints are in run_dir/checkpoints
+save_steps, ckpt.save_steps | checkpoint.every_steps | {_STEPS}
+eval_steps, eval.steps | eval.every_steps |
+max_ckpt_num, ckpt.max_num | checkpoint.keep |
+save_hf_ckpt, ckpt.save_hf | checkpoint.export_every_steps |
+load_checkpoint, ckpt.load_enable | checkpoint.resume | auto
+use_wandb, wandb_run_name, wandb_org, wandb_group | logging.wandb | true, online or offline
+use_tensorboard | logging.wandb | no TensorBoard; metrics.jsonl has every metric
+"""
+
+PRIME_RL = """
+model.name | model.path |
+orchestrator.batch_size, batch_size, token_batch_size | rollout.num_prompts_per_step | \
+counts prompts, theirs completions: batch_size / rollouts_per_example
+rollouts_per_example, orchestrator.group_size | rollout.group_size |
+eval.rollouts_per_example | eval.num_samples |
+seq_len, max_model_len | data.max_prompt_tokens, rollout.max_completion_tokens | \
+longest rollout; micro-batches by training.max_tokens_per_micro_batch
+sampling.max_tokens, max_tokens, sampling.max_completion_tokens | rollout.max_completion_tokens |
+sampling.temperature, temp_scheduler | rollout.temperature | constant
+eval.sampling.temperature | eval.temperature |
+sampling.min_tokens, min_tokens | | every completion may end at once
+env | data.train, rewards.N.function | data and rewards in place of environments
+trainer.optim.lr | optimizer.lr |
+trainer.optim.weight_decay | optimizer.weight_decay |
+optim.max_norm | optimizer.max_grad_norm |
+betas1, betas2 | optimizer.betas | both in one list: [0.9, 0.95]
+scheduler, scheduler.type, min_lr, decay_steps | optimizer.lr | constant after the warm-up
+scheduler.warmup_steps | optimizer.warmup_steps |
+max_steps | training.num_steps |
+ckpt.interval | checkpoint.every_steps |
+ckpt.keep_last | checkpoint.keep |
+ckpt.keep_interval | checkpoint.keep | only the newest stay, and the best by checkpoint.best_metric
+ckpt.resume_step | checkpoint.resume | auto, never, or a checkpoint's folder
+eval.interval | eval.every_steps |
+eval_base_model | eval.every_steps | an evaluation before training is always made
+eval.env | data.eval |
+output_dir, clean_output_dir | run_dir | a folder in use is refused, never emptied
+wandb, wandb.offline | logging.wandb | true, online or offline
+wandb.project | logging.wandb_project |
+wandb.name | run_dir | W&B's run is named after it
+model.attn, attn | model.attention | flash or sdpa
+model.ac, ac, ac.freq | model.activation_checkpointing | true, or selective
+fsdp_cpu_offload | model.offload | true
+optim_cpu_offload | model.offload | optimizer
+dp_replicate | model.num_replicas |
+fused_lm_head_chunk_size | model.logprob_chunk_tokens |
+model.tp, model.cp, model.ep | | rollout.tensor_parallel_size is the engine's
+lora.dropout | | adapters have no dropout, since the engine has none
+kl_tau, loss.kl_tau | loss.kl_coef |
+ipo_mask_low, ipo_mask_high | loss.rollout_correction | icepop masks tokens by the ratio of policy and engine
+online_difficulty_filtering, buffer.online_difficulty_filtering | rollout.dynamic_sampling |
+parallel.tp | rollout.tensor_parallel_size |
+max_async_level, max_off_policy_steps, strict_async_level, oversampling_factor, max_inflight_rollouts, \
+weight_broadcast, rollout_transport | | policy and engine take turns on the same ranks: nothing is asynchronous
+dist_timeout_seconds | watchdog.timeout_s |
+enable_router_replay, teacher_model, teacher_tau | |
+trainer, orchestrator, inference, deployment, slurm | | its keys have other names: configs/README.md, "Coming from"
+"""
+
+TRAINERS = {"TRL": TRL, "verl": VERL, "OpenRLHF": OPENRLHF, "prime-rl": PRIME_RL}
+
+
+def entries(table: str) -> Iterator[tuple[list[str], list[str], str]]:
+    """(names, keys here, what to mind) of each line."""
+    for line in table.strip().splitlines():
+        names, keys, note = (part.strip() for part in line.split("|"))
+        yield names.split(", "), keys.split(", ") if keys else [], note
+
+
+def known_elsewhere(full: str, value: object = None) -> str | None:
+    """What an unknown key, or one below it in `value`, is called here; None where no trainer has that name."""
+    for name in (*_leaves(full, value), full):
+        parts = name.removeprefix("-").replace("-", "_").split(".")
+        for suffix in (".".join(parts[start:]) for start in range(len(parts))):
+            found = {trainer: _entry(table, suffix) for trainer, table in TRAINERS.items()}
+            if any(found.values()):
+                return f"{name}: unknown key, {_in_words(found)}"
+    return None
+
+
+def _leaves(full: str, value: object) -> Iterator[str]:
+    for name, inner in value.items() if isinstance(value, Mapping) else ():
+        below = f"{full}.{name}"
+        yield from _leaves(below, inner) if isinstance(inner, Mapping) and inner else (below,)
+
+
+def _entry(table: str, name: str) -> tuple[list[str], str] | None:
+    return next(((keys, note) for names, keys, note in entries(table) if name in names), None)
+
+
+def _in_words(found: Mapping[str, tuple[list[str], str] | None]) -> str:
+    """Trainers that mean the same by a name in one clause."""
+    clauses: dict[str, list[str]] = {}
+    for trainer, entry in found.items():
+        if entry is not None:
+            keys, note = entry
+            said = f"here {', '.join(keys)}" if keys else "nothing here"
+            said += f" ({note})" if note else ""
+            clauses.setdefault(said, []).append(f"{trainer}'s")
+    return "; ".join(f"{' and '.join(trainers)} name: {said}" for said, trainers in clauses.items())

@@ -1,0 +1,73 @@
+"""Command lines with overrides: what people write otherwise elsewhere costs one line that says how it is written."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import shlex
+import sys
+import typing
+from collections.abc import Iterator, Sequence
+
+from grpo_spmd.config.coerce import key_names
+from grpo_spmd.config.errors import ConfigError, refuse
+from grpo_spmd.config.schema import Config
+
+
+class OverridesParser(argparse.ArgumentParser):
+    """Options anywhere between `section.key=value` words; a mistake is one line and exit code 2, no page of usage."""
+
+    def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
+        words = sys.argv[1:] if words is None else words
+        takes_value = {name: action.nargs != 0 for name, action in self._option_string_actions.items()}
+        if found := next(_misspelt(words, takes_value), None):
+            refuse(ConfigError(found))
+        return self.parse_intermixed_args(words)
+
+    def error(self, message: str) -> typing.NoReturn:
+        refuse(ConfigError(f"{message}; --help says more"))
+
+
+def _misspelt(words: Sequence[str], takes_value: dict[str, bool]) -> Iterator[str]:
+    """What is wrong with each word that is neither an option, the value of one, nor an override."""
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        option, equals, text = word.partition("=")
+        if word in takes_value or option in takes_value:
+            if takes_value.get(option) and not equals and left:
+                left.pop(0)
+        elif found := re.fullmatch(r"--?([A-Za-z][\w.-]*)", option):
+            value = text if equals else _taken(left)
+            close = difflib.get_close_matches(option, takes_value, n=1, cutoff=0.8)
+            yield f"{option}: no such option; did you mean {close[0]}?" if close else _advice(found[1], value)
+        elif not text and re.fullmatch(r"[A-Za-z_][\w.]*", option) and (left[:1] == ["="] or _is_value(left)):
+            is_spaced = left[0].startswith("=")
+            value = (left.pop(0)[1:] or _taken(left)) if is_spaced else _taken(left)
+            yield _advice(option, value, "no spaces around the equals sign")
+
+
+def _is_value(left: Sequence[str]) -> bool:
+    """The next word can only belong to this one."""
+    return bool(left) and (left[0].startswith("=") or not re.match(r"-{1,2}[A-Za-z]|[A-Za-z_][\w.]*=", left[0]))
+
+
+def _taken(left: list[str]) -> str | None:
+    return left.pop(0) if _is_value(left) else None
+
+
+def _advice(name: str, value: str | None, rule: str = "an override has no dashes") -> str:
+    from grpo_spmd.config.aliases import known_elsewhere
+
+    known, said, key = key_names(Config), known_elsewhere(name), name
+    if name in known or name.startswith("rewards."):
+        said = None
+    elif said is None:
+        last = [key for key in known if key.rpartition(".")[2] == name.replace("-", "_")]
+        key = last[0] if len(last) == 1 else "section.key"
+    else:
+        found = re.findall(r"here ([\w.]+)(?: \(|;|$)", said)  # one key, and no list of them
+        key = found[0] if found else "section.key"
+    example = shlex.quote(f"{key}={'value' if value is None else value}")
+    return f"{said or name}{'; ' if said else ': '}{rule}: {example}"
