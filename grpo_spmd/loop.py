@@ -7,8 +7,8 @@ from grpo_spmd.distributed.preemption import Preempted
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import attach_logprobs
+from grpo_spmd.parts import Run, open_run
 from grpo_spmd.preflight.checks import Inputs
-from grpo_spmd.run import Run, open_run
 
 
 def train(config: Config, inputs: Inputs) -> bool:
@@ -32,7 +32,7 @@ def _train_step(run: Run, step: int) -> None:
     with phase("weight_sync"):
         sync_stats = run.weight_sync.sync(step)
     with phase("eval"):
-        log.record(run.evaluator.evaluate_if_due(step))
+        log.write_evaluation(step - 1, run.evaluator.evaluate_if_due(step - 1))  # of the policy so far
     sampled, generation_s = SampledStep(run.step_rules), list[float]()
     while sampled.num_missing:  # once, unless dynamic sampling has to refill the step
         with phase("rollout"):
@@ -58,7 +58,7 @@ def _train_step(run: Run, step: int) -> None:
     run.dump.write_if_skipped(step, sampled, decision, sums)
     log.check_step(step, decision, sync_stats, sums, generation_s)  # before a checkpoint is made of it
     with phase("checkpoint"):
-        run.checkpoints.stage_if_due(step + 1, run.stream.position, run.logprob_check.state())
+        run.checkpoints.stage_if_due(step, run.stream.position, run.logprob_check.state())
     log.end_step(step, decision)
     run.checkpoints.write_staged()  # in the background, now that the step's line is on disk
 
@@ -67,11 +67,11 @@ def _finish(run: Run) -> None:
     """After the last step: evaluate the policy that the run ends with, wait for its checkpoint, say how it went."""
     num_steps = run.config.training.num_steps
     if run.config.eval.every_steps:
-        run.begin_step(num_steps)
+        run.begin_step(num_steps + 1)
         with run.phase("weight_sync"):
-            run.weight_sync.sync(num_steps)
+            run.weight_sync.sync(num_steps + 1)
         with run.phase("eval"):
-            run.log.record(run.evaluator.evaluate(num_steps))
+            run.log.write_evaluation(num_steps, run.evaluator.evaluate(num_steps))
     with run.phase("checkpoint"):
         run.checkpoints.wait()
     run.log.end_run()

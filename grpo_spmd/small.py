@@ -52,7 +52,7 @@ def train(num_steps: int) -> None:
     policy = build_policy(MODEL, ROLLOUT.temperature, session, longest=LONGEST)
     optimizer, _ = build_optimizer(policy, OPTIMIZER)
     weight_sync = WeightSync(policy, engine, ROLLOUT.weight_sync_bucket_mib)
-    for step in range(num_steps):
+    for step in range(1, num_steps + 1):
         weight_sync.sync(step)  # shards -> full tensors -> vLLM
         places = random.Random(step).sample(range(len(tasks)), ROLLOUT.num_prompts_per_step)  # alike on all ranks
         own = places[session.rank :: session.world_size]

@@ -1,4 +1,4 @@
-"""The command: check everything that can be checked without torch, then build the parts (run.py) and loop (loop.py).
+"""The command: check everything that can be checked without torch, then build the parts (parts.py) and loop (loop.py).
 
 torchrun --nproc-per-node 8 -m grpo_spmd.train --config x.yaml [section.key=value ...]
 python -m grpo_spmd.train --config x.yaml [...]      one process: breakpoint() works in a reward, the loss and the sync

@@ -44,7 +44,7 @@ class Fault:
 _YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _LOAD = "engine.load_weights(weights, step)\n"
-_SEED = "rollout_seed(self._seed, step, prompt.position, sample)"
+_SEED = "rollout_seed(self._seed, step - 1, prompt.position, sample)"
 
 FAULTS = (
     Fault(
@@ -102,7 +102,7 @@ FAULTS = (
     ),
     Fault(
         "wrong temperature: the policy is built without it",
-        "run.py",
+        "parts.py",
         "policy = build_policy(config.model, config.rollout.temperature, session",
         "policy = build_policy(config.model, 1.0, session",
         (),

@@ -214,7 +214,7 @@ def _row(name: str, job: Job | None, expected: str, reference: dict[int, str], p
         problems.append(f"ended {state}, not {expected}")
     if leaving and max(leaving) > 30:
         problems.append("took long to leave")
-    if expected == "COMPLETED" and steps != list(range(job.num_steps)) * len(run_dirs):
+    if expected == "COMPLETED" and steps != list(range(1, job.num_steps + 1)) * len(run_dirs):
         problems.append(f"{len(steps)} lines for {job.num_steps} steps")
     if (
         expected == "COMPLETED"

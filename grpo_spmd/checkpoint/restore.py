@@ -20,7 +20,7 @@ from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import Policy
-from grpo_spmd.observe.metrics_file import last_step
+from grpo_spmd.observe.metrics_file import ends_with_evaluation
 
 _log = logging.getLogger("grpo_spmd")
 
@@ -56,7 +56,7 @@ def find_start(
             _log.info("changed since %s was written: %s", folder, "; ".join(changed))
         if recorded is None:
             _log.info("%s does not record answers, reward files and tokenizer: edits of them are not seen", folder)
-        has_all_lines = not has_closing_eval or last_step(run_dir / "metrics.jsonl") >= num_steps
+        has_all_lines = not has_closing_eval or ends_with_evaluation(run_dir / "metrics.jsonl", num_steps)
         return trainer, found.goes_on and is_last and has_all_lines
 
     trainer, is_over = on_rank0(check, None)

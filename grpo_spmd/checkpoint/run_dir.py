@@ -27,7 +27,7 @@ _FIXED_KEYS = ("seed", "data.shuffle", "model.lora.rank", "model.lora.alpha", "m
 class Start:
     """Where a run starts: from nothing, or from a checkpoint that every rank has found good."""
 
-    step: int = 0  # finished steps, and so the number of the first to come
+    step: int = 0  # the last that is finished
     folder: Path | None = None  # the checkpoint
     trainer: dict[str, Any] = field(default_factory=dict)  # its trainer.json
     goes_on: bool = False  # with the run that its folder holds, if it holds one
@@ -162,7 +162,7 @@ def begin_in(run_dir: Path, start: Start) -> None:
         remove(half)
     for beyond in list_checkpoints(run_dir):
         if step_of(beyond) > start.step:
-            _log.warning("%s is set aside: the run goes on from step %d", beyond, start.step)
+            _log.warning("%s is set aside: the run goes on after step %d", beyond, start.step)
             set_aside(beyond)
     # From here on a restart takes the newest checkpoint; where there is none, what checkpoint.resume says.
     _note_launch(run_dir, _launch_id())

@@ -35,8 +35,8 @@ from grpo_spmd.model.host_memory import host_buffer
 from grpo_spmd.model.lora import write_peft_config
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica
-from grpo_spmd.observe.metrics_file import read_lines
-from grpo_spmd.rollout.buffer import forget_before
+from grpo_spmd.observe.metrics_file import is_evaluation, read_lines
+from grpo_spmd.rollout.buffer import forget_until
 
 _log = logging.getLogger("grpo_spmd")
 _SAVED_WITHIN_S = 3600.0  # a file server that hangs for longer is a failed save
@@ -226,7 +226,7 @@ class Checkpoints:
             sync_path(metrics)
         put_in_place(temporary, staged.folder)
         self._longest_s = max(self._longest_s, time.perf_counter() - staged.start)
-        forget_before(self._run_dir, staged.step)
+        forget_until(self._run_dir, staged.step)
         remove_old(self._run_dir, self._config.keep, self._best_step())
 
     def _write_companions(self, folder: Path) -> None:
@@ -241,7 +241,7 @@ class Checkpoints:
                 shutil.copyfile(path, folder / path.name)
 
     def _best_step(self) -> int | None:
-        """Of the checkpoints on disk that with the highest `best_metric`, which is in the line of the next step."""
+        """Of the checkpoints on disk that with the highest `best_metric`; a step's is of the policy before it."""
         name, path = self._config.best_metric, self._run_dir / "metrics.jsonl"
         if name is None:
             return None
@@ -249,7 +249,7 @@ class Checkpoints:
         for line in read_lines(path, start):
             self._metrics_read = line.end
             if isinstance(line.metrics.get(name), int | float):
-                self._metric_by_step[line.metrics["step"]] = line.metrics[name]
+                self._metric_by_step[line.metrics["step"] - (not is_evaluation(line.metrics))] = line.metrics[name]
         if self._metrics_read > start and not self._metric_by_step:
             _log.warning("checkpoint.best_metric: no line of %s has a %s so far", path, name)
         kept = (step for step in sorted(self._metric_by_step) if checkpoint_path(self._run_dir, step).exists())

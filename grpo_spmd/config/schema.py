@@ -199,7 +199,7 @@ class ProofConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    every_steps: int = key(0, "evaluate on data.eval at each N-th step and after the last; 0: never", at_least=0)
+    every_steps: int = key(0, "evaluate before training, after each N-th step and after the last; 0: never", at_least=0)
     num_samples: int = key(4, "completions per prompt", at_least=1)
     temperature: float = key(1.0, "sampling temperature of the evaluation; 0: greedy", at_least=0)
 

@@ -8,16 +8,18 @@ import os
 import signal
 import struct
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from logging.handlers import QueueHandler
 from queue import Full, Queue
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from grpo_spmd.config.errors import printable, say
 
 _FLUSH_S = 10.0  # what a worker printed may be all that it was for; a reader that is there takes it at once
+_WRAPPED: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
 _END_S = 60.0  # for vLLM's and NCCL's teardown
 
 
@@ -38,6 +40,9 @@ class Terminal(QueueHandler):
         while True:
             line = printable(self._lines.get().getMessage())
             with suppress(OSError, ValueError):  # whoever read it is gone (train | head)
+                columns = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+                if 0 < columns < len(line):
+                    line = textwrap.fill(line, max(columns, 40), **_WRAPPED)
                 stream.write(f"{line}\n")  # at once: ranks share a pipe, and print() writes the newline by itself
                 stream.flush()
             self._lines.task_done()

@@ -1,10 +1,10 @@
-"""Metric keys from a step's raw numbers, and the console line. Pure."""
+"""Metric keys from a step's raw numbers. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from grpo_spmd.config.schema import PHASES, LossConfig
+from grpo_spmd.config.schema import LossConfig
 from grpo_spmd.distributed.reductions import Reductions, metric_values
 from grpo_spmd.learn.losses import ratio_percentiles, total_loss
 from grpo_spmd.observe.cards import peak_tflops
@@ -46,18 +46,3 @@ def mfu(num_parameters: int, num_tokens: int, update_s: float, world_size: int, 
     flops = 6.0 * num_parameters * num_tokens / max(update_s, 1e-9) / world_size
     peak = peak_tflops(device_name)
     return None if peak is None else flops / (peak * 1e12)
-
-
-def console_line(m: Mapping[str, float | None], num_steps: int) -> str:
-    def shown(name: str, form: str, unknown: str = "-") -> str:
-        number = m.get(name)
-        return unknown if number is None else format(number, form)
-
-    seconds = {name: m.get(f"time/{name}_s") or 0.0 for name in PHASES}
-    phases = " ".join(f"{name} {s:.2f}" for name, s in seconds.items() if s >= 0.005)
-    return (
-        f"step {int(m['step'] or 0) + 1}/{num_steps}  reward {shown('reward/mean', '.3f', 'nan')}  "
-        f"tokens {shown('completion/tokens_mean', '.1f', 'nan')}  loss {shown('loss/total', '+.4f')}  "
-        f"grad {shown('optim/grad_norm', '.2f')}  entropy {shown('loss/entropy', '.2f')}  "
-        f"mismatch_kl {shown('weight_sync/mismatch_kl', '.0e')}  {shown('time/step_s', '.2f', 'nan')} s ({phases})"
-    )

@@ -17,8 +17,9 @@ from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.reductions import Max, Reductions, merge_json, metric_values, to_json
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.losses import TILT_SUMS
-from grpo_spmd.observe.derive import Metrics, console_line, loss_metrics, mfu, tail_waste_frac, throughput
-from grpo_spmd.observe.metrics_file import LineFile, lines_from_end, read_lines
+from grpo_spmd.observe.console import Console
+from grpo_spmd.observe.derive import Metrics, loss_metrics, mfu, tail_waste_frac, throughput
+from grpo_spmd.observe.metrics_file import LineFile, is_evaluation, lines_from_end, read_lines
 from grpo_spmd.observe.phase_timer import PhaseTimer
 from grpo_spmd.observe.rollout_record import rollouts_file
 from grpo_spmd.observe.wandb_feed import WandbFeed
@@ -44,20 +45,22 @@ class MetricsLog:
         self._loss, self._training, self._num_parameters, self._wandb = loss, training, num_parameters, wandb
         self._path = run_dir / "metrics.jsonl"
         self._largest: dict[str, float] = {}
-        self._recorded: Metrics = {}
         self._rank0_metrics: Metrics = {}  # of the step, as far as they are known
         # of the run so far, which may have begun in another process
-        first = [line.metrics for line in islice(read_lines(self._path), session.is_rank0)]
-        newest = [*islice(lines_from_end(self._path), 10 * len(first))][::-1]
+        steps = (line.metrics for line in read_lines(self._path) if not is_evaluation(line.metrics))
+        first = [*islice(steps, session.is_rank0)]
+        from_end = (metrics for metrics in lines_from_end(self._path) if not is_evaluation(metrics))
+        newest = [*islice(from_end, 10 * len(first))][::-1]
         self._num_steps = newest[-1]["step"] + 1 - first[0]["step"] if first else 0
         self._rewards = [metrics.get("reward/mean") or 0.0 for metrics in first + newest]  # the first, and the last ten
         self._num_own_steps, self._has_ended = 0, False
-        self._run_start = time.perf_counter()
+        self._run_start, self._console = time.perf_counter(), Console(training.num_steps)
         self._file = LineFile(self._path) if session.is_rank0 else None
 
-    def record(self, metrics: Metrics) -> None:
-        """Keep `metrics`, equal on all ranks, for the next line that is written."""
-        self._recorded |= metrics
+    def write_evaluation(self, step: int, metrics: Metrics) -> None:
+        """A line of its own for what an evaluation of the policy after `step` found; none where there was none."""
+        if metrics and self._session.is_rank0:
+            self._write({"step": step, **metrics})
 
     def record_largest(self, local_metrics: dict[str, float]) -> None:
         """Keep this rank's `local_metrics` for the line of the step, which gets the largest over the ranks."""
@@ -90,17 +93,14 @@ class MetricsLog:
     def end_step(self, step: int, decision: Decision) -> None:
         """Collective. Bring the ranks' times together and write the step."""
         on_rank0(lambda parts: self._write_step(step, decision, parts), self._local_largest())
-        self._recorded.clear()
         self._largest.clear()
         self._timer.end_step()
 
     def end_run(self) -> None:
-        """Write what was recorded after the last step, as a line of its own; say how the run went."""
+        """Say how the run went."""
         self._has_ended = True
         if not self._session.is_rank0:
             return
-        if self._recorded:
-            self._write({"step": self._training.num_steps, **self._recorded})
         if not self._rewards:  # it has only evaluated a policy that was trained elsewhere
             return
         minutes, seconds = divmod(int(time.perf_counter() - self._run_start), 60)
@@ -128,15 +128,11 @@ class MetricsLog:
             num_tokens, update_s = decision.num_tokens * self._training.num_epochs, largest["time/update_s"] or 0.0
             device = torch.cuda.get_device_name()
             metrics["throughput/mfu"] = mfu(self._num_parameters, num_tokens, update_s, world_size, device)
-        metrics |= self._recorded
         self._write(metrics)
         reward = metrics["reward/mean"] or 0.0
         self._rewards += [reward] if self._rewards else [reward, reward]
         self._num_own_steps, self._num_steps = self._num_own_steps + 1, self._num_steps + 1
-        _log.info(console_line(metrics, self._training.num_steps))
-        if not metrics["optim/updates"] and not metrics["optim/skipped_updates"]:
-            why = "no completion counts (see dynamic_sampling/* and reward/unscored_frac)"
-            _log.warning("step %d: no update was made, since %s", step, why)
+        self._console.show(metrics)
 
     def _write(self, metrics: Metrics) -> None:
         # NaN is not JSON: a reader would stop at it

@@ -6,8 +6,9 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,25 +93,41 @@ def lines_from_end(path: Path) -> Iterator[dict[str, Any]]:
             yield from (metrics for text in texts[::-1] if (metrics := _parsed(text)) is not None)
 
 
-def last_step(path: Path) -> int:
-    """Of a metrics.jsonl; -1 where it has none."""
-    return int(next(lines_from_end(path), {"step": -1})["step"])
+def is_evaluation(metrics: Mapping[str, Any]) -> bool:
+    """Whether a line is of the policy after its step, and not of the step: such a line follows the step's own."""
+    return next(islice(metrics, 1, None), "").startswith("eval/")
 
 
-def cut_metrics(path: Path, start_step: int) -> None:
-    """Keep the whole lines of the steps before `start_step`, and say so where one is missing."""
+def ends_with_evaluation(path: Path, step: int) -> bool:
+    """Whether the last line of a metrics.jsonl is of the policy after `step`, or a later one."""
+    last = next(lines_from_end(path), {"step": -1})
+    return is_evaluation(last) and last["step"] >= step
+
+
+def cut_metrics(path: Path, num_steps: int) -> None:
+    """Keep the whole lines up to that of step `num_steps`, and say so where one is missing. The evaluation that follows
+    it goes: the run that goes on makes it."""
     if not os.path.lexists(path):
         return
-    with _opened(path) as file:  # one line a step in their order, as a run leaves it, needs no parsing
-        starts = (b'{"step": %d,' % step for step in range(start_step))
-        is_plain = all((line := file.readline(_LONGEST)).startswith(start) and line[-2:] == b"}\n" for start in starts)
+    with _opened(path) as file:  # lines in their order, as a run leaves them, need no parsing
+        step, is_plain = 0, True
+        while is_plain and step < num_steps:
+            line = file.readline(_LONGEST)
+            is_plain = line[-2:] == b"}\n"
+            if line.startswith(b'{"step": %d,' % (step + 1)):
+                step += 1
+            else:
+                is_plain &= line.startswith(b'{"step": %d, "eval/' % step)
         end, after = file.tell(), _parsed(file.readline(_LONGEST))
-        if is_plain and (after is None or after["step"] >= start_step):
+        if is_plain and (after is None or after["step"] >= num_steps):
             os.truncate(path, end)
             sync_path(path)
             return
-    lines = ((line.metrics["step"], line.text) for line in read_lines(path))
-    kept = {step: text + b"\n" for step, text in lines if step < start_step}
+    kept: dict[tuple[int, bool], bytes] = {}
+    for metrics, text, _ in read_lines(path):
+        place = metrics["step"], is_evaluation(metrics)
+        if place <= (num_steps, False) and place != (0, False):
+            kept[place] = text + b"\n"
     write_durably(path, b"".join(kept.values()))
-    if missing := sorted(set(range(start_step)) - kept.keys()):
-        _log.warning("%s lacks %d of the steps before %d, first step %d", path, len(missing), start_step, missing[0])
+    if missing := sorted({(step, False) for step in range(1, num_steps + 1)} - kept.keys()):
+        _log.warning("%s lacks %d of the first %d steps, first step %d", path, len(missing), num_steps, missing[0][0])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.schema import LoggingConfig
-from grpo_spmd.observe.metrics_file import read_lines
+from grpo_spmd.observe.metrics_file import is_evaluation, read_lines
 from grpo_spmd.untrusted import UntrustedError, check_fields, read_json, text, whole
 
 _log = logging.getLogger("grpo_spmd")
@@ -82,13 +82,14 @@ class WandbFeed:
     def _start(self) -> Any:
         import wandb
 
-        # A captured console would stand between the training and its terminal; logs/rank_0.log has all of it. Without
-        # a key wandb may ask for one at a terminal, but not for ever.
-        settings = wandb.Settings(init_timeout=120, login_timeout=30, console="off")
+        # A captured console would stand between the training and its terminal; logs/rank_0.log has all of it. Of W&B's
+        # own lines one is of use, the address. Without a key it may ask for one at a terminal, but not for ever.
+        settings = wandb.Settings(init_timeout=120, login_timeout=30, console="off", silent=True)
         mode = self._options.wandb if isinstance(self._options.wandb, str) else None  # None: WANDB_MODE, else online
         project, name, folder = self._options.wandb_project, self._run_dir.name, str(self._run_dir)
         of_run: dict[str, Any] = {"project": project, "name": name, "dir": folder, "id": self._id, "resume": "allow"}
         run = wandb.init(**of_run, mode=mode, config=self._config, settings=settings)
+        _log.info("W&B: %s", run.url or run.dir)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run
@@ -106,7 +107,8 @@ class WandbFeed:
             self._news.clear()  # before the question: news that come after it must not be taken for old ones
             ended = self._ended.is_set()  # before the reading: what was written until then must still be sent
             for line in read_lines(self._metrics, place):
-                if line.end > self._known_bytes or line.metrics["step"] >= self._next_step:
+                step = line.metrics["step"] + is_evaluation(line.metrics)  # it follows the line of its step
+                if line.end > self._known_bytes or step >= self._next_step:
                     yield line.metrics
                 place = line.end
             if ended:

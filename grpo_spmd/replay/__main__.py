@@ -23,8 +23,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m grpo_spmd.replay", description=about)
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder, or a copy of it")
-    add("--step", type=int, required=True, metavar="N", help="as in metrics.jsonl, from 0 on")
-    policy = "the policy (default: RUN_DIR/checkpoints/step_N, and for step 0 also model.path)"
+    add("--step", type=int, required=True, metavar="N", help="as in metrics.jsonl, from 1 on")
+    policy = "the policy (default: that of checkpoints/step_(N-1); for step 1 also model.path)"
     add("--checkpoint", type=Path, metavar="FOLDER", help=policy)
     add("--top", type=int, default=5, metavar="K", help="rollouts in each list (default: 5)")
     add("overrides", nargs="*", metavar="section.key=value", help="values that replace those of the run's config")

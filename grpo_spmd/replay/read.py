@@ -14,7 +14,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.rows import read_rows
-from grpo_spmd.observe.metrics_file import read_lines
+from grpo_spmd.observe.metrics_file import is_evaluation, read_lines
 from grpo_spmd.observe.rollout_record import RolloutRecord, read_rollout, rollouts_file
 from grpo_spmd.rewards.protocol import load_rewards
 
@@ -71,9 +71,8 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
         what = "the run computed in bfloat16, whose rounding is another on another machine"
         notes.append(f"{what}: a few percent in loss and gradient mean nothing")
     rollouts = _read_dump(rollouts_file(run_dir, step), config.rollout.group_size)
-    # The evaluation that follows the last step has a line of its own, without a loss.
     lines = [line.metrics for line in read_lines(run_dir / "metrics.jsonl")]
-    metrics = next((line for line in lines[::-1] if line["step"] == step and "loss/policy" in line), {})
+    metrics = next((line for line in lines[::-1] if line["step"] == step and not is_evaluation(line)), {})
     if not metrics:
         what = f"metrics.jsonl has no line of step {step}: the run ended within it"
         notes.append(f"{what}, and only the rollouts can be compared")

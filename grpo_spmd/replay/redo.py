@@ -58,7 +58,7 @@ def _replay(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool, s
     config, notes = recorded.config, recorded.notes
     sections = config.rollout, config.advantage, config.loss, config.training
     sampled = SampledStep(StepRules(*sections, config.reward_pool.max_error_frac, num_ranks=1))
-    pool.begin_step(TrainerState(recorded.step, config.training.num_steps, recorded.epoch))
+    pool.begin_step(TrainerState(recorded.step - 1, config.training.num_steps, recorded.epoch))
     waiting, texts = _groups(recorded), _RecordedTexts(recorded.rollouts)
     try:
         while sampled.num_missing and waiting:  # once, unless dynamic sampling refilled the step

@@ -65,7 +65,7 @@ def _policy_source(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Pat
     """The checkpoint with the policy, None for the model that the run started from; and whether either can be had."""
     step, rank, model_path = recorded.step, recorded.config.model.lora.rank, Path(recorded.config.model.path)
     notes = recorded.notes
-    own = checkpoint_path(recorded.run_dir, step)
+    own = checkpoint_path(recorded.run_dir, step - 1)
     source = checkpoint or (own if own.is_dir() else None)
     # A hub id is organisation/name; any other path without a folder is that of another machine.
     is_hub_id = not model_path.is_absolute() and len(model_path.parts) == 2 and not model_path.parent.exists()
@@ -80,16 +80,16 @@ def _policy_source(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Pat
             raise ConfigError(f"model.lora.rank: {rank} does not go with {source}, which holds {what}")
         saved = int(read_trainer(source)["step"])
         notes.append(f"policy: {source}, after {saved} finished steps")
-        if saved != step:
+        if saved != step - 1:
             differ = "loss, entropy, gradient and mismatch differ for that alone"
             notes.append(f"that is not the policy that sampled step {step}: {differ}")
         return source, True
-    if step == 0 and has_model:
+    if step == 1 and has_model:
         notes.append(f"policy: {model_path}, with which the run started")
         return None, True
     there = ", ".join(path.name for path in list_checkpoints(recorded.run_dir)) or "none"
     why = f"no {own} (there are: {there}; --checkpoint takes another)"
-    if step == 0:
+    if step == 1:
         why = f"there is no folder {model_path} (model.path)"
     stand_in = "so the engine's recorded logprobs stand in for the policy's"
     notes.append(f"policy: {why}, {stand_in}: every ratio is 1, and there is no entropy, KL, gradient or mismatch")

@@ -160,14 +160,14 @@ def steps_on_disk(run_dir: str | Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in found if path.name[5:].isdecimal() and not path.is_symlink())
 
 
-def forget_before(run_dir: str | Path, step: int) -> None:
-    """On one rank: remove what is kept of steps before `step`, once its checkpoint is complete. Errors only warn."""
+def forget_until(run_dir: str | Path, step: int) -> None:
+    """On one rank: remove what is kept of steps up to `step`, once its checkpoint is complete. Errors only warn."""
 
     def warn(_: object, path: str, error: Any) -> None:
         _log.warning("%s could not be removed: %s", path, error[1])
 
     for old in steps_on_disk(run_dir):
-        if old < step:
+        if old <= step:
             shutil.rmtree(Path(run_dir, _FOLDER, _step_name(old)), onerror=warn)
 
 

@@ -48,18 +48,19 @@ class Evaluator:
         self._wanted = [(name, prompt, n) for name, prompts in held_out.items() for prompt in prompts for n in samples]
 
     def evaluate_if_due(self, step: int) -> dict[str, float | None]:
-        """Collective. `evaluate` at each `eval.every_steps`-th step, counted from 0; nothing at others."""
+        """Collective. `evaluate` before the training and after each `eval.every_steps`-th step; else nothing."""
         every = self._config.every_steps
         return {} if every == 0 or step % every else self.evaluate(step)
 
     def evaluate(self, step: int) -> dict[str, float | None]:
         """Collective. `eval/<set>/...` for every set, equal on all ranks and whatever their number, from
-        `eval.num_samples` completions of every prompt, sampled with the weights of `step`.
+        `eval.num_samples` completions of every prompt, sampled by the policy after `step` steps.
         Completions, not prompts, are shared out, so that one prompt with 64 samples keeps all engines busy. What
         training samples next does not depend on this. Raises Rank0Error on every rank where a reward fails for
         `reward_pool.max_error_frac` of the completions."""
         engine = self._engine
-        made = engine.generate_shared([1] * len(self._wanted), self._request, policy_version=step)
+        version = step + 1  # the weights are there for the next step
+        made = engine.generate_shared([1] * len(self._wanted), self._request, policy_version=version)
         # A training prompt that finds its prefix computed is computed in other pieces, which rounds differently.
         engine.reset_prefix_cache()
         groups = [RolloutGroup(number, self._wanted[number][1], turns) for number, [turns] in made.items()]
@@ -75,7 +76,7 @@ class Evaluator:
                 write_lines_in_order(self._dump_folder / f"eval_{name}_step_{step:06d}.jsonl", lines)
             shown = {key: math.nan if value is None else value for key, value in of_set.items() if key != "num_prompts"}
             values = "  ".join(f"{key} {value:.4g}" for key, value in shown.items())
-            _log.info("eval after %d steps, %s: %s", step, name, values)
+            _log.info("eval after step %d, %s: %s", step, name, values)
         return {f"eval/{name}/{key}": value for name, of_set in metrics.items() for key, value in of_set.items()}
 
     def _request(self, number: int, _: int, turns: Sequence[Completion]) -> Request | None:

@@ -32,7 +32,8 @@ class Sampler:
             if turns:
                 return None
             prompt, sample = prompts[jobs[job]], missing[jobs[job]][number]
-            return Request(prompt.token_ids, rollout_seed(self._seed, step, prompt.position, sample))
+            seed = rollout_seed(self._seed, step - 1, prompt.position, sample)  # by the steps before it
+            return Request(prompt.token_ids, seed)
 
         def keep(job: int, number: int, completion: Completion) -> None:
             if buffer is not None and engine.tp_rank == 0:  # all ranks of an engine have the same

@@ -60,7 +60,7 @@ def test_a_reward_that_always_raises_on_one_rank_ends_all_with_its_traceback(tmp
     assert f'{tmp_path}/reward.py", line' in output
     # once in full, then torchrun's summary
     assert output.split("Root Cause")[0].count("KeyError: 'no such column'") <= 3, output
-    rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000000.jsonl").read_text().splitlines()]
+    rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()]
     assert sorted(r["statuses"]["reward"] for r in rollouts) == ["error"] * 8 + ["ok"] * 8
     assert not job.survivors()
 
@@ -113,7 +113,7 @@ def test_a_reward_that_never_applies_stops_all_ranks_and_says_why(tmp_path: Path
     code, output = run(tmp_path, model, "return [None] * len(completions)")
     assert code == 1
     assert "none of the 16 completions of this step has a usable reward" in output
-    assert "failed first, in phase reward, step 0" in output
+    assert "failed first, in phase reward, step 1" in output
     assert output.count("Traceback") == 1, output
 
 

@@ -137,8 +137,8 @@ def test_a_run_killed_and_preempted_goes_on_to_the_bit(uninterrupted: Path, pree
     assert "goes on from" in output
     assert not (preempted / "run/preempted.json").exists()
     assert metrics(preempted) == metrics(uninterrupted)
-    assert [line["step"] for line in metrics(preempted)] == list(range(5))
-    for step in range(5):
+    assert [line["step"] for line in metrics(preempted)] == list(range(1, 6))
+    for step in range(1, 6):
         name = f"run/rollouts/step_{step:06d}.jsonl"
         assert (preempted / name).read_bytes() == (uninterrupted / name).read_bytes(), step
     for step in (4, 5):
@@ -156,10 +156,10 @@ def test_other_numbers_of_ranks_go_on_within_rounding(uninterrupted: Path, model
     named = f"checkpoint.resume={uninterrupted}/run/checkpoints/step_000004"
     run(1, folder, named)
     (one,), two = metrics(folder), metrics(uninterrupted)[4]
-    assert one["step"] == 4
+    assert one["step"] == 5
     for name in ("loss/total", "loss/policy", "loss/kl", "loss/entropy", "optim/grad_norm", "optim/lr", "reward/mean"):
         assert math.isclose(one[name], two[name], rel_tol=1e-5, abs_tol=1e-6), name
-    rollouts = "run/rollouts/step_000004.jsonl"
+    rollouts = "run/rollouts/step_000005.jsonl"
     mine, theirs = (
         [json.loads(line) for line in (f / rollouts).read_text().splitlines()] for f in (folder, uninterrupted)
     )
@@ -263,7 +263,9 @@ def test_the_best_checkpoint_stays(uninterrupted: Path, model: Path) -> None:
     )
     run(1, folder)
     norms = {line["step"]: line["optim/grad_norm"] for line in metrics(folder)}
-    best = max((step for step in norms if step), key=norms.__getitem__)  # of step 0 there is no checkpoint
+    best = (
+        max((step for step in norms if step > 1), key=norms.__getitem__) - 1
+    )  # what a step measures is of that policy
     kept = list_checkpoints(folder / "run")
     assert [path.name for path in kept] == sorted({f"step_{best:06d}", "step_000005"})
     for path in kept:

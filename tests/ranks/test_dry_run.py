@@ -174,10 +174,12 @@ def test_a_whole_run_sleeps_wakes_evaluates_and_measures(results: Results) -> No
     assert of["told"] == ["sleep 2", *step, *step, "wake weights", "wake kv_cache"]  # the last to evaluate
     lines = [line for line in of["lines"] if "time/step_s" in line]
     assert len(lines) == 2
+    evaluations = [line["eval/held/mean"] for line in of["lines"] if "time/step_s" not in line]
+    assert len(evaluations) == 3
+    assert None not in evaluations
     for line in lines:
         assert line["throughput/mfu"] > 0
         assert line["memory/host/offloaded_gib"] > 0
         # the engine's float32 weights and its cache
         assert line["memory/sleep/freed_gib"] * 2**30 == 4 * found(results, "checkpoint")["numel"] + CACHE_BYTES
-        assert line["eval/held/mean"] is not None
         assert line["memory/update/peak_gib"] > line["memory/rollout/peak_gib"] > 0

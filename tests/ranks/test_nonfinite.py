@@ -107,7 +107,7 @@ def test_the_other_mini_batch_is_trained_on(cases: dict[str, dict[str, Any]]) ->
 
 
 def test_a_run_stops_after_several_in_a_row_with_the_rollouts_on_disk(folder: Path) -> None:
-    """Steps 0, 2 and 3 have rewards whose gradients overflow; step 1 between them is trained on as ever."""
+    """Steps 1, 3 and 4 have rewards whose gradients overflow; step 2 between them is trained on as ever."""
     (folder / "reward.py").write_text(
         "def reward(completion_ids, factor, **columns):\n    return [f * (ids[0] % 7) for ids, f in "
         "zip(completion_ids, factor)]\n"
@@ -138,13 +138,13 @@ def test_a_run_stops_after_several_in_a_row_with_the_rollouts_on_disk(folder: Pa
         "rollout_correction/weight_mean",
     ):
         assert [m[name] is None for m in metrics] == [True, False, True, True], name  # nothing was measured: not 0
-    for step in (0, 2, 3):
+    for step in (1, 3, 4):
         rollouts = (folder / f"run/rollouts/step_{step:06d}.jsonl").read_text().splitlines()
         assert [json.loads(line)["rollout_id"] for line in rollouts] == list(range(16))
-    assert not (folder / "run/rollouts/step_000001.jsonl").exists()
-    assert "step 0: 1 updates skipped, since loss or gradient was not finite" in output
+    assert not (folder / "run/rollouts/step_000002.jsonl").exists()
+    assert "step 1: 1 updates skipped, since loss or gradient was not finite" in output
     stop = (
-        "step 3: 1 updates skipped, since loss or gradient was not finite; no single rollout's logprobs show it; see "
+        "step 4: 1 updates skipped, since loss or gradient was not finite; no single rollout's logprobs show it; see "
     )
-    assert f"FloatingPointError: {stop}{folder}/run/rollouts/step_000003.jsonl. That is 2 in a row" in output
+    assert f"FloatingPointError: {stop}{folder}/run/rollouts/step_000004.jsonl. That is 2 in a row" in output
     assert not (folder / "run/checkpoints").exists()

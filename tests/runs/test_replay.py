@@ -57,9 +57,9 @@ def copy_of(run: Path, target: Path, *without: str) -> Path:
     return Path(shutil.copytree(run, target, ignore=shutil.ignore_patterns(*without)))
 
 
-@pytest.mark.parametrize("step", [0, 1, 2])
+@pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_step_is_what_it_was(run: Path, step: int) -> None:
-    """Step 0 from model.path, the others from their checkpoints with the optimizer's moments; recorded on two ranks,
+    """Step 1 from model.path, the others from their checkpoints with the optimizer's moments; recorded on two ranks,
     replayed on one."""
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     found, text = replayed(run, step)
@@ -80,7 +80,7 @@ def test_a_step_is_what_it_was(run: Path, step: int) -> None:
 
 
 def test_the_run_had_all_that_it_was_to_have(run: Path) -> None:
-    records = [record for step in range(3) for record in dumped(run, step)]
+    records = [record for step in (1, 2, 3) for record in dumped(run, step)]
     assert {status for record in records for status in record["statuses"].values()} == {"ok", "not_applicable", "error"}
     assert any(record["rollout_id"] is None for record in records)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -92,7 +92,7 @@ def test_what_a_reward_logs_is_in_metrics_and_dump(run: Path) -> None:
     two ranks' metrics with one's."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     num_rows = len((run.parent / "train.jsonl").read_text().splitlines())
-    for step, metrics in enumerate(lines):
+    for step, metrics in enumerate(lines, start=1):
         digits: dict[int, int] = {}
         for record in dumped(run, step):
             if record["statuses"]["odd"] == "error":
@@ -103,16 +103,16 @@ def test_what_a_reward_logs_is_in_metrics_and_dump(run: Path) -> None:
                 digits[record["position"]] = digits.get(record["position"], 0) + own
         assert metrics["reward/odd/digits"] == sum(digits.values()) / len(digits)
         first = min(record["position"] for record in dumped(run, step))
-        assert metrics["reward/odd/progress"] == pytest.approx(step / 3 + first / num_rows)
+        assert metrics["reward/odd/progress"] == pytest.approx((step - 1) / 3 + first / num_rows)
         assert metrics["reward/format/retried_frac"] == 0.0
         errors = {r["position"] for r in dumped(run, step) if r["statuses"]["odd"] == "error"}
         assert metrics["reward/odd/retried_frac"] == len(errors) / len({r["position"] for r in dumped(run, step)})
 
 
 def test_a_changed_reward_shows(run: Path, tmp_path: Path) -> None:
-    praised = next(r["completion"] for r in dumped(run, 2) if r["rewards"]["odd"] is not None)
+    praised = next(r["completion"] for r in dumped(run, 3) if r["rewards"]["odd"] is not None)
     (tmp_path / "other.py").write_text(ODD_REWARD.replace("% 2)", f"% 2) + 10.0 * (text == {praised!r})"))
-    found, text = replayed(run, 2, f"rewards.1.function={tmp_path}/other.py:odd")
+    found, text = replayed(run, 3, f"rewards.1.function={tmp_path}/other.py:odd")
     for rollout in found.rollouts:
         was, now = rollout.recorded.rewards, rollout.replayed
         if was["odd"] is not None:
@@ -148,7 +148,7 @@ def test_overrides_try_another_weight_and_another_clip_range(run: Path) -> None:
 def test_without_the_policy_the_engines_logprobs_stand_in(run: Path, tmp_path: Path) -> None:
     """The laptop has the run folder, and neither the checkpoints nor the data nor the model."""
     copy = copy_of(run, tmp_path / "run", "checkpoints")
-    found, text = replayed(copy, 2, "data.train=/nowhere/train.jsonl", "model.path=/nowhere/model")
+    found, text = replayed(copy, 3, "data.train=/nowhere/train.jsonl", "model.path=/nowhere/model")
     assert (
         f"no {copy}/checkpoints/step_000002 (there are: none; --checkpoint takes another), so the engine's recorded "
         "logprobs stand in" in text
@@ -159,10 +159,10 @@ def test_without_the_policy_the_engines_logprobs_stand_in(run: Path, tmp_path: P
     )
     replayed_records = [r.replayed for r in found.rollouts]
     assert [(r.reward, r.rewards, r.statuses, r.advantage) for r in replayed_records] == [
-        (r["reward"], r["rewards"], r["statuses"], r["advantage"]) for r in dumped(run, 2)
+        (r["reward"], r["rewards"], r["statuses"], r["advantage"]) for r in dumped(run, 3)
     ]
     assert not [name for name in found.metrics if name.startswith(("optim/", "weight_sync/", "loss/entropy"))]
-    trained = sorted((r for r in dumped(run, 2) if r["rollout_id"] is not None), key=lambda r: r["rollout_id"])
+    trained = sorted((r for r in dumped(run, 3) if r["rollout_id"] is not None), key=lambda r: r["rollout_id"])
     expected = []
     for mini_batch in (trained[:8], trained[8:]):  # ratio 1: minus the token mean of the advantages
         tokens = [(r["advantage"], len(r["completion_ids"])) for r in mini_batch if r["statuses"]["odd"] != "error"]
@@ -175,12 +175,12 @@ def test_a_checkpoint_needs_no_model_path_but_the_reference_does(run: Path, tmp_
     with pytest.raises(
         ConfigError, match=r"^model\.path: there is no folder /nowhere/model, and the reference or the adapters need it"
     ):
-        replayed(run, 1, "model.path=/nowhere/model")
+        replayed(run, 2, "model.path=/nowhere/model")
     with pytest.raises(
         ConfigError, match=r"^model\.lora\.rank: 4 does not go with .*step_000001, which holds a whole model$"
     ):
-        replayed(run, 1, "model.lora.rank=4")
-    found, _ = replayed(run, 1, "model.path=/nowhere/model", "loss.kl_coef=0")
+        replayed(run, 2, "model.lora.rank=4")
+    found, _ = replayed(run, 2, "model.path=/nowhere/model", "loss.kl_coef=0")
     # the KL moves the second update
     assert found.metrics["loss/entropy"][1] == pytest.approx(found.metrics["loss/entropy"][0], rel=0.1)
     assert found.metrics["weight_sync/mismatch_abs_max"][1] == pytest.approx(
@@ -189,10 +189,10 @@ def test_a_checkpoint_needs_no_model_path_but_the_reference_does(run: Path, tmp_
 
 
 def test_an_older_checkpoint_is_said_to_be_one(run: Path) -> None:
-    found, text = replayed(run, 2, checkpoint=run / "checkpoints/step_000001")
+    found, text = replayed(run, 3, checkpoint=run / "checkpoints/step_000001")
     assert f"policy: {run}/checkpoints/step_000001, after 1 finished steps" in text
     assert (
-        "that is not the policy that sampled step 2: loss, entropy, gradient and mismatch differ for that alone" in text
+        "that is not the policy that sampled step 3: loss, entropy, gradient and mismatch differ for that alone" in text
     )
     recorded, again = found.metrics["weight_sync/mismatch_abs_mean"]
     assert recorded is not None
@@ -205,13 +205,13 @@ def test_dynamic_sampling_that_would_have_gone_on_or_stopped_is_said(run: Path) 
         run, 1, "rewards.0.weight=0", "rewards.1.weight=0", "advantage.overlong_penalty=0", "loss.kl_coef=0"
     )
     assert "more prompts, of which there are no rollouts" in text
-    step = next(step for step in range(3) if len(dumped(run, step)) > 16)
+    step = next(step for step in (1, 2, 3) if len(dumped(run, step)) > 16)
     _, text = replayed(run, step, "rollout.dynamic_sampling=false", "loss.kl_coef=0")
     assert f"{len(dumped(run, step)) // 4 - 4} groups of the dump are not needed now" in text
 
 
 def test_a_step_whose_rewards_are_refused_is_still_shown(run: Path) -> None:
-    step = next(step for step in range(3) if any("error" in r["statuses"].values() for r in dumped(run, step)))
+    step = next(step for step in (1, 2, 3) if any("error" in r["statuses"].values() for r in dumped(run, step)))
     found, text = replayed(run, step, "reward_pool.max_error_frac=0.01")
     assert "the step is refused: RewardError: reward 'odd' gave no usable value for" in text
     assert "ValueError: two twos" in text
@@ -221,10 +221,10 @@ def test_a_step_whose_rewards_are_refused_is_still_shown(run: Path) -> None:
 
 def test_what_is_not_finite_is_listed(run: Path, tmp_path: Path) -> None:
     copy = copy_of(run, tmp_path / "run")
-    records = dumped(run, 1)
+    records = dumped(run, 2)
     records[2]["rollout_logprobs"][1] = None  # as the dump writes what is not finite
-    (copy / "rollouts/step_000001.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    found, text = replayed(copy, 1)
+    (copy / "rollouts/step_000002.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found, text = replayed(copy, 2)
     assert "1 rollouts with a logprob that is not finite:\n" in text
     assert text.splitlines()[-1].split()[0] == f"{records[2]['position']}/2"
     assert found.metrics["optim/skipped_updates"] == (0, 1)
@@ -244,46 +244,46 @@ def _change(**values: Any) -> Callable[[list[bytes]], None]:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (_cut, r"step_000001\.jsonl:2: not valid JSON: "),
-        (_change(completion_ids=[1]), r"step_000001\.jsonl:2: 1 completion_ids, but \d+ rollout_logprobs"),
-        (_change(reward="high"), r"step_000001\.jsonl:2: reward is 'high'; this is no rollout dump"),
+        (_cut, r"step_000002\.jsonl:2: not valid JSON: "),
+        (_change(completion_ids=[1]), r"step_000002\.jsonl:2: 1 completion_ids, but \d+ rollout_logprobs"),
+        (_change(reward="high"), r"step_000002\.jsonl:2: reward is 'high'; this is no rollout dump"),
         (
             _change(sample=3),
-            r"step_000001\.jsonl: the group at position \d+ has the samples \[0, 3, 2, 3\], and should have 0 to 3",
+            r"step_000002\.jsonl: the group at position \d+ has the samples \[0, 3, 2, 3\], and should have 0 to 3",
         ),
-        (lambda lines: lines.__setitem__(0, b"[]"), r"step_000001\.jsonl:1: expected a JSON object, got list"),
-        (lambda lines: lines.clear(), r"step_000001\.jsonl: no rollouts"),
+        (lambda lines: lines.__setitem__(0, b"[]"), r"step_000002\.jsonl:1: expected a JSON object, got list"),
+        (lambda lines: lines.clear(), r"step_000002\.jsonl: no rollouts"),
     ],
 )
 def test_a_broken_dump_is_one_line(
     run: Path, tmp_path: Path, damage: Callable[[list[bytes]], None], expected: str
 ) -> None:
     copy = copy_of(run, tmp_path / "run", "checkpoints")
-    path = copy / "rollouts/step_000001.jsonl"
+    path = copy / "rollouts/step_000002.jsonl"
     lines = path.read_bytes().splitlines()
     damage(lines)
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(ConfigError, match=expected) as refused:
-        read_step(copy, 1)
+        read_step(copy, 2)
     assert "\n" not in str(refused.value)
 
 
 def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^RUN_DIR: .* holds no config\.yaml, so it is no run folder$"):
-        read_step(tmp_path, 0)
+        read_step(tmp_path, 1)
     with pytest.raises(
-        ConfigError, match=r"step_000009\.jsonl: No such file or directory; there are dumps of the steps 0, 1, 2 "
+        ConfigError, match=r"step_000010\.jsonl: No such file or directory; there are dumps of the steps 1, 2, 3 "
     ):
-        read_step(run, 9)
+        read_step(run, 10)
     with pytest.raises(ConfigError, match=r"^rewards\.1\.function: there is no file /nowhere\.py$"):
-        read_step(run, 0, ["rewards.1.function=/nowhere.py:odd"])
+        read_step(run, 1, ["rewards.1.function=/nowhere.py:odd"])
     copy = copy_of(run, tmp_path / "run", "checkpoints")
-    (copy / "metrics.jsonl").write_text('{"step": 0, "loss/po')
-    assert any("metrics.jsonl has no line of step 0" in note for note in read_step(copy, 0).notes)
+    (copy / "metrics.jsonl").write_text('{"step": 1, "loss/po')
+    assert any("metrics.jsonl has no line of step 1" in note for note in read_step(copy, 1).notes)
     rows = [json.loads(line) for line in (run.parent / "train.jsonl").read_text().splitlines()]
     moved = tmp_path / "moved.jsonl"
     moved.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
-    notes = read_step(run, 0, [f"data.train={moved}"]).notes
+    notes = read_step(run, 1, [f"data.train={moved}"]).notes
     assert any(
         f"the prompt at {moved}:" in note and "is no longer the one that the run sampled from" in note for note in notes
     )
@@ -292,9 +292,9 @@ def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
     (copy / "config.yaml").write_text(config.replace("args: {}", "args: {api_key: <redacted>}"))
     assert (
         "rewards.1.args.api_key is redacted in config.yaml; give it as an override, if a reward needs it"
-        in read_step(copy, 0).notes
+        in read_step(copy, 1).notes
     )
-    assert not [note for note in read_step(copy, 0, ["rewards.1.args.api_key=x"]).notes if "redacted" in note]
+    assert not [note for note in read_step(copy, 1, ["rewards.1.args.api_key=x"]).notes if "redacted" in note]
 
 
 def test_the_command_stops_at_a_breakpoint_and_needs_no_vllm(run: Path, tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_the_command_stops_at_a_breakpoint_and_needs_no_vllm(run: Path, tmp_path
         "sys.meta_path.insert(0, NoVllm())\n"
         "runpy.run_module('grpo_spmd.replay', run_name='__main__')\n"
     )
-    arguments = [str(run), "--step", "0", "--top", "2", f"rewards.1.function={tmp_path}/stop.py:odd"]
+    arguments = [str(run), "--step", "1", "--top", "2", f"rewards.1.function={tmp_path}/stop.py:odd"]
     code, output = Job([sys.executable, "-c", script, *arguments], stdin="p len(completions) * 1000\nc\n").wait(100)
     assert code == 0, output
     assert "(Pdb) 4000" in output
@@ -322,10 +322,10 @@ def test_the_command_ends_with_2_and_one_line(run: Path, tmp_path: Path) -> None
     content = bytearray(shard.read_bytes())
     content[-1] ^= 64
     shard.write_bytes(content)
-    (copy / "rollouts/step_000002.jsonl").write_text('{"rollout_id": 0,\n')
+    (copy / "rollouts/step_000003.jsonl").write_text('{"rollout_id": 0,\n')
     for step, expected in [
-        (1, "state/shard_00002.safetensors is damaged (its SHA-256 is not the manifest's)"),
-        (2, "step_000002.jsonl:1: not valid JSON"),
+        (2, "state/shard_00002.safetensors is damaged (its SHA-256 is not the manifest's)"),
+        (3, "step_000003.jsonl:1: not valid JSON"),
     ]:
         code, output = RanksJob(1, "grpo_spmd.replay", str(copy), "--step", str(step)).wait(60)
         assert code == 2, output

@@ -81,7 +81,7 @@ def test_a_training_is_the_same_to_the_bit_beside_a_hanging_tracker(
         measured = re.compile(r"^(time|throughput|memory)/|_s$|tail_waste")
         metrics.append([{key: value for key, value in line.items() if not measured.search(key)} for line in lines])
     assert manifests[0] == manifests[1]
-    assert len(metrics[0]) == len(metrics[1]) == 4  # three steps, and the evaluation after the last
+    assert len(metrics[0]) == len(metrics[1]) == 6  # three steps, and three evaluations
     for without, hanging in zip(*metrics, strict=True):
         assert without == hanging
 

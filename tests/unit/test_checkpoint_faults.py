@@ -394,24 +394,24 @@ def test_metrics_are_cut_at_any_byte(tmp_path: Path) -> None:
     byte by byte."""
     lines = [
         json.dumps({"step": step, "name": "é", "value": step / 3}, ensure_ascii=False).encode() + b"\n"
-        for step in range(6)
+        for step in range(1, 7)
     ]
     content, path = b"".join(lines), tmp_path / "metrics.jsonl"
     for length in range(len(b"".join(lines[:4])), len(content) + 1):
-        for start_step in (2, 6):
+        for num_steps in (2, 6):
             path.write_bytes(content[:length])
-            cut_metrics(path, start_step)
+            cut_metrics(path, num_steps)
             num_whole = content[:length].count(b"\n")
             # The last line is whole without its line break too: it lacks nothing.
             num_whole += any(length == len(b"".join(lines[: i + 1])) - 1 for i in range(6))
-            assert path.read_bytes() == b"".join(lines[: min(num_whole, start_step)])
+            assert path.read_bytes() == b"".join(lines[: min(num_whole, num_steps)])
 
 
 def test_metrics_after_steps_that_were_run_twice(tmp_path: Path) -> None:
     """A run that a kill has left without a cut: the later line of a step counts."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(
-        "".join(json.dumps({"step": step, "of": of}) + "\n" for of, step in [(1, 0), (1, 1), (1, 2), (2, 1), (2, 2)])
+        "".join(json.dumps({"step": step, "of": of}) + "\n" for of, step in [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3)])
     )
     cut_metrics(path, 3)
     assert [json.loads(line)["of"] for line in path.read_text().splitlines()] == [1, 2, 2]

@@ -44,7 +44,7 @@ BREACHES: list[tuple[Check, str, str, str]] = [
     (house.scattered_collectives, "engine/engine.py", _IN_A_FUNCTION + "dist.all_reduce(x)", "a collective outside"),
     (house.scattered_collectives, "distributed/collectives.py", _SILENT, "f communicates"),
     (house.known_config, "observe/log.py", "from grpo_spmd.config.schema import Config", "knows the whole Config"),
-    (house.known_config, "rollout/sample.py", "from grpo_spmd.run import Run", "knows the Run"),
+    (house.known_config, "rollout/sample.py", "from grpo_spmd.parts import Run", "knows the Run"),
     (house.foreign_attributes, "learn/update.py", _IN_A_FUNCTION + "x.policy_version = 3", "writes x.policy_version"),
     (house.foreign_attributes, "loop.py", _IN_A_FUNCTION + "x.policy_version += 3", "writes x.policy_version"),
     (house.code_of_others, "model/lora.py", "x = AutoModel.from_pretrained(y)", "without trust_remote_code=False"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.observe.metrics_file import cut_metrics, last_step, lines_from_end, read_lines
+from grpo_spmd.observe.metrics_file import cut_metrics, ends_with_evaluation, lines_from_end, read_lines
 from grpo_spmd.observe.rollout_record import RolloutRecord, read_rollout, to_line
 
 RECORD = RolloutRecord(
@@ -74,31 +74,57 @@ def test_a_follower_gets_each_line_once_however_it_was_written(tmp_path: Path) -
             seen.append(line.metrics["step"])
             place = line.end
     assert seen == [0, 1, 2, 3]
-    assert last_step(path) == 3
 
 
 @pytest.mark.parametrize(
     "end", ["", '{"step": 9', "\0" * 9000, "[" * 100_000 + "\n", "\n\n\n", '{"step": true}\n', "x" * 200_000]
 )
-def test_the_last_step_is_read_from_the_end(end: str, tmp_path: Path) -> None:
+def test_the_last_lines_are_read_from_the_end_and_cut(end: str, tmp_path: Path) -> None:
     """Whatever a kill, or somebody, left behind it; and over the borders of the blocks that are read."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(
-        "".join(json.dumps({"step": step, "text": "x" * (step * 997 % 9000)}) + "\n" for step in range(300)) + end
+        "".join(json.dumps({"step": step, "text": "x" * (step * 997 % 9000)}) + "\n" for step in range(1, 301)) + end
     )
-    assert last_step(path) == 299
-    assert [metrics["step"] for metrics in lines_from_end(path)] == [*range(300)][::-1]
-    for start_step, expected in ((300, 299), (299, 298), (1, 0), (0, -1)):
-        cut_metrics(path, start_step)
-        assert last_step(path) == expected
-        assert len(path.read_bytes().splitlines()) == start_step
+    assert [metrics["step"] for metrics in lines_from_end(path)] == [*range(1, 301)][::-1]
+    for num_steps in (300, 299, 1, 0):
+        cut_metrics(path, num_steps)
+        assert [metrics["step"] for metrics in lines_from_end(path)] == [*range(1, num_steps + 1)][::-1]
+        assert len(path.read_bytes().splitlines()) == num_steps
+
+
+@pytest.mark.parametrize("is_plain", [True, False], ids=["as a run leaves it", "with a line of somebody else"])
+def test_the_evaluation_after_the_last_step_that_is_kept_is_cut(
+    is_plain: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run that goes on makes it again; those before it stay, each behind the line of its step."""
+    path = tmp_path / "metrics.jsonl"
+    of_step = {step: json.dumps({"step": step, "reward/mean": 0.5}) + "\n" for step in range(1, 5)}
+    of_policy = {step: json.dumps({"step": step, "eval/held/mean": 0.5}) + "\n" for step in (0, 2, 4)}
+    lines = [of_policy[0], of_step[1], of_step[2], of_policy[2], of_step[3], of_step[4], of_policy[4]]
+    other = "" if is_plain else "somebody\n"
+    for num_steps, num_kept in ((4, 6), (3, 5), (2, 3), (1, 2), (0, 0)):
+        path.write_text(other + "".join(lines))
+        assert ends_with_evaluation(path, 4)
+        assert not ends_with_evaluation(path, 5)
+        cut_metrics(path, num_steps)
+        assert path.read_text() == "".join(lines[:num_kept])
+        assert not ends_with_evaluation(path, 0)
+    assert not caplog.text
+    path.write_text(other + "".join(lines[:4] + lines[5:]))
+    cut_metrics(path, 4)
+    assert path.read_text() == "".join(lines[:4] + lines[5:6])
+    assert "lacks 1 of the first 4 steps, first step 3" in caplog.text
 
 
 def test_metrics_that_are_no_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for place in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to("nowhere")):
         place(path)
-        for read in (last_step, lambda path: cut_metrics(path, 3), lambda path: list(read_lines(path))):
+        for read in (
+            lambda path: ends_with_evaluation(path, 3),
+            lambda path: cut_metrics(path, 3),
+            lambda path: list(read_lines(path)),
+        ):
             with pytest.raises(ConfigError, match=r"metrics\.jsonl is a"):
                 read(path)
         path.unlink()

@@ -32,7 +32,7 @@ def world_size(lab: Lab, num: int) -> Iterator[Row]:
         launch.wait()
         if i in (2, 4):
             step = next(event["step"] for event in run.events()[resumed:] if event["event"] == "resumed")
-            mine, theirs = (_by_step(r)[step] for r in (run, other))
+            mine, theirs = (_by_step(r)[step + 1] for r in (run, other))
             first_losses += [abs(mine[name] - theirs[name]) for name in ("loss/total", "loss/policy", "loss/entropy")]
             problems += ["other rewards at the first step"] if mine["reward/mean"] != theirs["reward/mean"] else []
     strikes = run.strikes()
@@ -40,7 +40,7 @@ def world_size(lab: Lab, num: int) -> Iterator[Row]:
         problems.append(f"{len(strikes)} kills, exit code {launch.wait()}: {launch.output[-200:]}")
     for epoch in range(num_epochs):
         rows: list[int] = []
-        for step in range(epoch * steps_an_epoch, (epoch + 1) * steps_an_epoch):
+        for step in range(epoch * steps_an_epoch + 1, (epoch + 1) * steps_an_epoch + 1):
             lines = read_lines(run.run_dir / "rollouts" / f"step_{step:06d}.jsonl")
             rows += [record["row"] for record in lines if record["sample"] == 0]
         if sorted(rows) != list(range(NUM_PROMPTS)):
@@ -60,7 +60,7 @@ def world_size(lab: Lab, num: int) -> Iterator[Row]:
 
 
 def _by_step(run: Run) -> dict[int, dict[str, Any]]:
-    return {line["step"]: line for line in read_lines(run.run_dir / "metrics.jsonl")}
+    return {line["step"]: line for line in read_lines(run.run_dir / "metrics.jsonl") if "reward/mean" in line}
 
 
 def soak(lab: Lab, num: int) -> Iterator[Row]:

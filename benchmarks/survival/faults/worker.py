@@ -162,7 +162,7 @@ def _state_of(run_dir: Path) -> dict[str, Any]:
     metrics, finished = run_dir / "metrics.jsonl", 0
     for line in metrics.read_bytes().splitlines() if metrics.exists() else []:
         try:
-            finished = max(finished, json.loads(line)["step"] + 1)
+            finished = max(finished, json.loads(line)["step"])
         except ValueError:  # cut short by the kill
             continue
     return {
@@ -201,13 +201,13 @@ def _wrap(trap: Trap, folder: Path, rank: int) -> None:
 
     PhaseTimer.__call__ = phase_with_trap  # type: ignore[method-assign]
     checkpoint.Checkpoints.load = load_and_tell  # type: ignore[method-assign]
-    from grpo_spmd import run
+    from grpo_spmd import parts
 
-    _during(run.RolloutEngine, "__init__", trap, "engine start")
-    _during(run, "build_policy", trap, "model build")
-    _during(run.Run, "close", trap, "end: before it")
-    _during(run.RolloutEngine, "shutdown", trap, "end: in vLLM's")
-    _during(run, "end_session", trap, "end: of the session")
+    _during(parts.RolloutEngine, "__init__", trap, "engine start")
+    _during(parts, "build_policy", trap, "model build")
+    _during(parts.Run, "close", trap, "end: before it")
+    _during(parts.RolloutEngine, "shutdown", trap, "end: in vLLM's")
+    _during(parts, "end_session", trap, "end: of the session")
     _around(checkpoint, "write_shard", trap, before="write: before the shard")
     _around(checkpoint, "write_manifest", trap, before="write: before the manifest")
     _around(run_dir_module, "sync_to_disk", trap, after="write: before the rename")

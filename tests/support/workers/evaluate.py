@@ -58,9 +58,9 @@ def main() -> None:
         return Evaluator(held_out, engine, score, section, config.seed, config.reward_pool.max_error_frac, folder)
 
     sampled = evaluator(held_out, config.eval)
-    weight_sync.sync(0)
-    sampled_metrics = sampled.evaluate_if_due(0)
     weight_sync.sync(1)
+    sampled_metrics = sampled.evaluate_if_due(0)
+    weight_sync.sync(2)
     assert sampled.evaluate_if_due(1) == {}  # every second step
     assert sampled.evaluate(1) == sampled_metrics  # the same random numbers at each evaluation
     greedy_metrics = evaluator(held_out, greedy).evaluate(1)
@@ -71,7 +71,7 @@ def main() -> None:
     # show.)
     cached = count_cached_tokens()
     for _ in range(2):
-        engine.generate([Request(held_out["e1"][0].token_ids, 0)], 1)
+        engine.generate([Request(held_out["e1"][0].token_ids, 0)], 2)
     assert cached[0] == 0 < cached[1], cached
     if session.is_rank0:
         Path(config.run_dir, "metrics.json").write_text(json.dumps([sampled_metrics, greedy_metrics]))

@@ -30,9 +30,9 @@ from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.update import no_update
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import build_policy, hf_named_parameters
+from grpo_spmd.parts import open_log, open_run_dir
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import Decision, Rollout, SyncStats
-from grpo_spmd.run import open_log, open_run_dir
 from tests.support.workers.sync import disturb
 
 BUCKET_MIB = 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import PromptStream, build_prompts
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import barrier, on_rank0
-from grpo_spmd.distributed.ending import Terminal, orderly_end
+from grpo_spmd.distributed.ending import orderly_end
 from grpo_spmd.distributed.preemption import Preemption
 from grpo_spmd.distributed.session import Session, end_session, set_collective_timeouts, start_session
 from grpo_spmd.engine.engine import RolloutEngine
@@ -34,6 +33,7 @@ from grpo_spmd.model.families.probe import refuse_untrainable
 from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, Scores, build_policy, build_reference
+from grpo_spmd.observe.console import banner, log_to_file, log_to_terminal
 from grpo_spmd.observe.log import MetricsLog
 from grpo_spmd.observe.memory import MemoryLedger, remedies
 from grpo_spmd.observe.metrics_file import cut_metrics
@@ -78,19 +78,19 @@ class Run:
     logprob_check: LogprobCheck
     dump: RolloutDump
     log: MetricsLog
-    first_step: int
-    begun: tuple[int, int] = (0, 0)  # the step under way and the place in the prompt stream with which it began
+    num_finished_steps: int  # when it was opened
+    begun: tuple[int, int] = (0, 0)  # with the step under way: finished steps, and the place in the prompt stream
 
     def steps(self) -> Iterator[int]:
         """Collective. The steps that the run still has to make, each begun when it is drawn. Raises Preempted."""
-        for step in range(self.first_step, self.config.training.num_steps):
+        for step in range(self.num_finished_steps + 1, self.config.training.num_steps + 1):
             self.begin_step(step)
             yield step
 
     def begin_step(self, step: int) -> None:
         """Collective. Note where the step begins, and ask whether to begin it. Raises Preempted."""
-        self.begun = step, self.stream.position
-        self.rewards.begin_step(TrainerState(step, self.config.training.num_steps, self.stream.epoch))
+        self.begun = step - 1, self.stream.position
+        self.rewards.begin_step(TrainerState(step - 1, self.config.training.num_steps, self.stream.epoch))
         self.preemption.begin_step(self.checkpoints.time_to_save_s)
 
     def hand_device_to_trainer(self) -> dict[str, float]:
@@ -124,7 +124,10 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     held_out = {name: build_prompts(rows, tokenizer, data, per_step, name) for name, rows in inputs.eval_rows.items()}
     session = start_session(config.model.num_replicas, config.rollout.tensor_parallel_size, config.watchdog)
     preemption = Preemption(config.training.max_time_s)
-    log_to_terminal(session)
+    log_to_terminal(session.rank)
+    if session.is_rank0:
+        for line in banner(config.model, data, config.rollout, config.rewards, config.training.num_steps):
+            _log.info(line)
     run_dir, num_steps = Path(config.run_dir), config.training.num_steps
     facts = run_facts(flat_config(config), prompts, session, held_out)
     start = find_start(run_dir, config.checkpoint.resume, session, facts, num_steps, bool(config.eval.every_steps))
@@ -159,7 +162,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     set_collective_timeouts(config.watchdog)  # now that engine and policy have made their groups
     logprob_check = LogprobCheck(config.model.dtype, config.proofs.max_mismatch)
     logprob_check.restore(start.trainer)
-    phase, log = open_log(config, session, policy.num_parameters, logprob_check, engine.pool_bytes, start.step)
+    phase, log = open_log(config, session, policy.num_parameters, logprob_check, engine.pool_bytes, start.step + 1)
     dump = RolloutDump(run_dir, config.logging.rollouts_every_steps)
     stream = PromptStream(prompts, config.seed, data.shuffle, start.position)
     keeps = config.checkpoint.rollout_buffer
@@ -177,7 +180,7 @@ def open_log(
     num_parameters: int,
     logprob_check: LogprobCheck,
     pool_bytes: Callable[[], int] = lambda: 0,
-    first_step: int = 0,
+    first_step: int = 1,
 ) -> tuple[PhaseTimer, MetricsLog]:
     """The clock of the steps from `first_step` on, and the log of their metrics; `pool_bytes` is the engine's."""
     run_dir, num_workers = Path(config.run_dir), config.reward_pool.num_workers
@@ -187,17 +190,6 @@ def open_log(
     wandb = WandbFeed(run_dir, config.logging, config_to_dict(config)) if has_wandb else None
     log = MetricsLog(run_dir, session, timer, logprob_check, config.loss, config.training, num_parameters, wandb)
     return timer, log
-
-
-def log_to_terminal(session: Session) -> None:
-    """Show rank 0's log lines, and other ranks' warnings."""
-    to_terminal = Terminal(sys.stdout)
-    to_terminal.setLevel(logging.INFO if session.is_rank0 else logging.WARNING)
-    form = "%(message)s" if session.is_rank0 else f"rank {session.rank}: %(message)s"
-    to_terminal.setFormatter(logging.Formatter(form))
-    _log.setLevel(logging.INFO)
-    _log.propagate = False
-    _log.handlers[:] = [to_terminal]
 
 
 def open_run_dir(config: Config, session: Session, num_dropped_prompts: int, start: Start) -> None:
@@ -217,9 +209,7 @@ def open_run_dir(config: Config, session: Session, num_dropped_prompts: int, sta
     on_rank0(claim, None)
     logs.mkdir(parents=True, exist_ok=True)  # a node's own, where the folder is not shared
     doctor.write_reports_to(logs)
-    to_file = logging.FileHandler(logs / f"rank_{session.rank}.log", encoding="utf-8", errors="backslashreplace")
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    _log.addHandler(to_file)
+    log_to_file(logs / f"rank_{session.rank}.log")
     if num_dropped_prompts and session.is_rank0:
         longest = config.data.max_prompt_tokens
         _log.warning("data: dropped %d prompts longer than data.max_prompt_tokens=%d", num_dropped_prompts, longest)
