@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,12 @@ KEYS = [
     "batching/packing_efficiency_frac",
     "batching/rank_token_spread_frac",
 ]
+
+FIRST_TASK = (
+    (ROOT / "configs/README.md").read_text().partition("## A first task of your own\n")[2].partition("\n## ")[0]
+)
+# Every number, and the bars of the curve: what a seed and a machine decide. Columns are held by unit/test_console.py.
+VARIES = re.compile(r"[-+]?\d[\d.,]*(e[-+]\d+)?(%|s|min|h)?|#+")
 
 
 @dataclass
@@ -290,3 +298,32 @@ def test_the_small_grpo_learns_alike_on_one_rank_and_two(demo: Path, tmp_path: P
     # Seeds are a function of the place, and the loss has one denominator: until rounding turns a token, all is alike.
     assert [reward for reward, *_ in one[:5]] == [reward for reward, *_ in two[:5]]
     assert [loss for _, loss, _ in one[:5]] == pytest.approx([loss for _, loss, _ in two[:5]], abs=2e-4)
+
+
+def form(line: str) -> list[str]:
+    return VARIES.sub("N", line).split()
+
+
+def test_the_first_task_is_as_the_paper_prints_it(demo: Path, tmp_path: Path) -> None:
+    """configs/README.md: its files, its commands, and what they print but for numbers."""
+    (tmp_path / ".demo").symlink_to(demo)
+    (tmp_path / "runs/first").mkdir(parents=True)
+    for name, content in re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", FIRST_TASK, re.DOTALL):
+        (tmp_path / "runs/first" / name).write_text(content)
+    commands = re.findall(r"```bash\n([^\n]*)\n```\n\n```\n(.*?)```", FIRST_TASK, re.DOTALL)
+    assert [command.split()[0] for command, _ in commands] == ["python", "python"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"}
+    for command, printed in commands:
+        job = Job(["bash", "-c", command], cwd=tmp_path, env=environment)
+        code, output = job.wait(400)
+        assert code == 0, output
+        lines, at = [form(line) for line in output.splitlines()], 0
+        for before, line in pairwise(["", *printed.splitlines()]):
+            if line != "...":
+                assert form(line) in lines[at:], f"after {before!r} not found: {line}\n{output}"
+                at = lines.index(form(line), at) + 1
+        if "..." not in printed:
+            assert len(lines) == len(printed.splitlines()), output
+    rewards = [float(line.split()[1]) for line in output.splitlines()]
+    assert rewards[0] < 0.5
+    assert rewards[-1] > 0.9
