@@ -6,6 +6,7 @@ Lines of steps are columns of fixed width that fit the terminal, or 80 columns w
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import sys
 import time
@@ -88,7 +89,7 @@ class Console:
         self._num_steps, self._num_lines = num_steps, 0
         self._columns: tuple[_Column, ...] = _COLUMNS
         self._place = len(f"step {num_steps}/{num_steps}")
-        self._phases_width = 0
+        self._room = 0
         self._ends: deque[float] = deque(maxlen=_NUM_RECENT + 1)  # of steps, on the monotonic clock
         self._warned: set[str] = set()
 
@@ -111,7 +112,7 @@ class Console:
             value = metrics.get(column.metric)
             cells.append(("-" if value is None else column.form(value)).rjust(column.width))
         cells.append(self._left(step).rjust(_LEFT_WIDTH))
-        yield "".join(cells) + self._phases(metrics)
+        yield "".join(cells) + self._rest(metrics)
 
     def warnings(self, metrics: Metrics) -> Iterator[str]:
         """What is wrong with the step in words, each once in the life of the process."""
@@ -125,7 +126,7 @@ class Console:
         needed = self._place + sum(column.width for column in _COLUMNS) + _LEFT_WIDTH
         has_entropy = width >= needed + _ENTROPY.width
         self._columns = (*_COLUMNS[:-2], _ENTROPY, *_COLUMNS[-2:]) if has_entropy else _COLUMNS
-        self._phases_width = width - needed - _ENTROPY.width
+        self._room = width - needed - _ENTROPY.width
         titles = "".join(column.title.rjust(column.width) for column in self._columns)
         return " " * self._place + titles + "left".rjust(_LEFT_WIDTH)
 
@@ -135,14 +136,16 @@ class Console:
         steps_s = [later - earlier for earlier, later in pairwise(self._ends)]
         return _duration((self._num_steps - step) * sum(steps_s) / len(steps_s))
 
-    def _phases(self, metrics: Metrics) -> str:
-        """The phases that took longest, as many as there is room for."""
+    def _rest(self, metrics: Metrics) -> str:
+        """Where the terminal has room: the rewards one by one, then the phases that took longest."""
+        rewards = {key[7:-5]: value for key, value in metrics.items() if re.fullmatch("reward/.+/mean", key)}
+        more = [f"  {name} {'-' if value is None else f'{value:.3f}'}" for name, value in rewards.items()]
+        more *= len(rewards) > 1
         seconds = {name: metrics.get(f"time/{name}_s") or 0.0 for name in PHASES}
+        more += [f"  {name} {_duration(seconds[name])}" for name in sorted(seconds, key=lambda name: -seconds[name])]
         text = ""
-        for name in sorted(seconds, key=lambda name: -seconds[name]):
-            more = f"  {name} {_duration(seconds[name])}"
-            if seconds[name] >= 0.005 and len(text + more) <= self._phases_width:
-                text += more
+        for cell in more[: len(more) - sum(of < 0.005 for of in seconds.values())]:
+            text += cell if len(text + cell) <= self._room else ""
         return text
 
 

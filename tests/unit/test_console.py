@@ -76,6 +76,20 @@ def test_columns_are_fixed_and_fit(num_steps: int, columns: int, monkeypatch: py
     assert ("update 0.31s  rollout 0.25s" in lines[1]) == (columns > 120)
 
 
+def test_rewards_and_phases_stand_at_the_end_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = QUIET | {"reward/math/mean": 0.25, "reward/format/mean": None, "time/eval_s": 0.001}
+    for columns, end in (
+        (170, "  math 0.250  format -  update 0.31s  rollout 0.25s"),
+        (120, "  math 0.250  format -  update 0.31s"),
+        (100, "  math 0.250"),
+        (85, ""),
+    ):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert shown(two)[1].partition("0.78s     -")[2] == end
+    monkeypatch.setenv("COLUMNS", "170")
+    assert shown(QUIET | {"reward/math/mean": 0.25})[1].endswith("     -  update 0.31s  rollout 0.25s")
+
+
 def test_the_header_comes_again_and_follows_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     a_console = Console(100)
     lines = [list(a_console.lines({"step": step, **QUIET})) for step in range(1, 21)]
