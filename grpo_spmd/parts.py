@@ -144,10 +144,12 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     policy = build_policy(config.model, config.rollout.temperature, session, seed=config.seed, longest=longest)
     reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
     max_completion, max_error_frac = config.rollout.max_completion_tokens, config.reward_pool.max_error_frac
-    updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training.num_epochs, max_completion)
-    of_model, of_loss = (config.model.path, config.model.dtype), (config.advantage, config.loss, config.optimizer)
-    sources = tokenizer, of_model, stops, data, config.rollout, config.rewards, *of_loss
-    update_check = UpdateCheck(config.proofs.every_steps, session, policy, reference, updater, *sources)
+    updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training, max_completion)
+    of_model, of_loss = (config.model.path, config.model.dtype), (config.advantage, config.loss)
+    sources = tokenizer, of_model, stops, data, config.rollout, config.rewards, *of_loss, config.optimizer
+    update_check = UpdateCheck(
+        config.proofs.every_steps, session, policy, reference, updater, *sources, config.training
+    )
     cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
     sections = config.rollout, config.advantage, config.loss, config.training
     step_rules = StepRules(*sections, max_error_frac, session.world_size, cost_ratio)

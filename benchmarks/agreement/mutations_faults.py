@@ -303,9 +303,9 @@ FAULTS = (
     ),
     Fault(
         "warm-up a step behind: the first update has lr 0",
-        "model/optimizer.py",
-        "min(1.0, (done + 1) / max(1, config.warmup_steps))",
-        "min(1.0, done / max(1, config.warmup_steps))",
+        "model/schedule.py",
+        "return (num_made + 1) / config.warmup_steps",
+        "return num_made / config.warmup_steps",
         ("tests/ranks/test_nonfinite.py", _CHECK),
         ("optimizer.warmup_steps=10",),
     ),

@@ -35,7 +35,7 @@ from benchmarks.agreement.trl_loss_batch import Batch, make
 from benchmarks.agreement.trl_loss_variants import NOT_OURS, NOT_THEIRS, Variant, variants
 from benchmarks.support.report import Row, arguments_parser, report
 from benchmarks.support.trl_environment import NO_VLLM, TRL_VERSION, trl_python
-from grpo_spmd.config.schema import ModelConfig, OptimizerConfig
+from grpo_spmd.config.schema import ModelConfig, OptimizerConfig, TrainingConfig
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.advantages import compute_advantages, overlong_penalties
@@ -154,7 +154,7 @@ def _run(
     )
     loss = 0.0
     policy.zero_grad()
-    updater = PolicyUpdater(policy, OptimizerConfig(), loss_config, 1, batch.max_completion_tokens)
+    updater = PolicyUpdater(policy, OptimizerConfig(), loss_config, TrainingConfig(), batch.max_completion_tokens)
     for row in plan[0][0]:
         micro_batch = pack_rollouts([rollouts[i] for i in row], session.device)
         micro_batch.old_logprobs = None if variant.on_policy else torch.cat([old[i] for i in row])

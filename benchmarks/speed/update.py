@@ -192,7 +192,7 @@ def packed(config: Config, rollouts: list[Rollout], session: Session) -> Update:
     """Ours."""
     policy = build_policy(config.model, config.rollout.temperature, session)
     longest = config.rollout.max_completion_tokens
-    updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training.num_epochs, longest)
+    updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training, longest)
     num_tokens, counted = (
         [rollout.num_tokens for rollout in rollouts],
         sum(len(rollout.completion_ids) for rollout in rollouts),

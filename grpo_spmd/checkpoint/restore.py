@@ -20,6 +20,7 @@ from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import Policy
+from grpo_spmd.model.schedule import changed_schedule
 from grpo_spmd.observe.metrics_file import ends_with_evaluation
 
 _log = logging.getLogger("grpo_spmd")
@@ -54,6 +55,8 @@ def find_start(
             _log.info("%s is the end of this run; raise training.num_steps (%d) to go on", folder, num_steps)
         if changed:
             _log.info("changed since %s was written: %s", folder, "; ".join(changed))
+        if goes_on := changed_schedule(trainer["config"], facts.config, int(trainer["num_updates"])):
+            _log.info("%s", goes_on)
         if recorded is None:
             _log.info("%s does not record answers, reward files and tokenizer: edits of them are not seen", folder)
         has_all_lines = not has_closing_eval or ends_with_evaluation(run_dir / "metrics.jsonl", num_steps)

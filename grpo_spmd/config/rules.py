@@ -6,7 +6,7 @@ import re
 
 from grpo_spmd.config.coerce import REFUSED_KEYS
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import PHASES, Config, LossConfig, RolloutConfig
+from grpo_spmd.config.schema import PHASES, Config, LossConfig, OptimizerConfig, RolloutConfig
 
 # What the trainer itself decides about the engine, where a second value would be a second truth, and where it is set.
 _ENGINE_KEYS_OWNED = {
@@ -32,6 +32,7 @@ def check_rules(config: Config) -> None:
     _check_engine_keys(config.rollout)
     _check_loss(config.loss)
     _check_evaluation(config)
+    _check_schedule(config.optimizer)
     template = config.data.prompt_template
     if template is not None and not re.search(r"\{\w+\}", template):
         what = "names no column in braces, so that all prompts were alike"
@@ -89,6 +90,14 @@ def _check_loss(loss: LossConfig) -> None:
         why = "with engine the ratio itself is taken to the engine's logprobs, so that nothing is left to correct"
         remedy = f"needs loss.old_logprobs: policy; {why}: set rollout_correction: none"
         raise ConfigError(f"loss.rollout_correction ({correction}) {remedy}")
+
+
+def _check_schedule(optimizer: OptimizerConfig) -> None:
+    if optimizer.min_lr and optimizer.schedule == "constant":
+        remedy = "needs optimizer.schedule: linear or cosine, which come down to it; set one, or leave min_lr out"
+        raise ConfigError(f"optimizer.min_lr ({optimizer.min_lr:g}) {remedy}")
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(f"optimizer.min_lr ({optimizer.min_lr:g}) must be <= optimizer.lr ({optimizer.lr:g})")
 
 
 def _check_evaluation(config: Config) -> None:

@@ -166,7 +166,10 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    lr: float = key(1e-6, "learning rate after the warm-up, constant", at_least=0)
+    lr: float = key(1e-6, "learning rate after the warm-up", at_least=0)
+    schedule: Literal["constant", "linear", "cosine"] = key("constant",
+        "what follows the warm-up: lr to the end, or a line or half a cosine down to min_lr at the run's end")
+    min_lr: float = key(0.0, "learning rate at which schedule linear or cosine ends", at_least=0)
     weight_decay: float = key(0.01, "decoupled weight decay, on matrices only", at_least=0)
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's two", at_least=0, below=1)
     max_grad_norm: float = key(1.0, "global gradient norm above which gradients are scaled down", above=0)
@@ -187,6 +190,10 @@ class TrainingConfig:
     @property
     def num_optimizer_steps(self) -> int:
         return self.num_mini_batches * self.num_epochs
+
+    @property
+    def num_run_optimizer_steps(self) -> int:
+        return self.num_steps * self.num_optimizer_steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.config.schema import LossConfig, OptimizerConfig
+from grpo_spmd.config.schema import LossConfig, OptimizerConfig, TrainingConfig
 from grpo_spmd.distributed.collectives import any_rank
 from grpo_spmd.distributed.reductions import Histogram, Ids, Max, Mean, Reductions, Sum, merge
 from grpo_spmd.learn import losses
@@ -54,12 +54,17 @@ class PolicyUpdater:
     """The policy with its optimizer and schedule; counts the updates that were skipped in a row."""
 
     def __init__(
-        self, policy: Policy, optimizer: OptimizerConfig, loss: LossConfig, num_epochs: int, max_completion_tokens: int
+        self,
+        policy: Policy,
+        optimizer: OptimizerConfig,
+        loss: LossConfig,
+        training: TrainingConfig,
+        max_completion_tokens: int,
     ) -> None:
         """`max_completion_tokens` is the denominator of `loss.aggregation: constant`."""
         self._policy, self._loss, self._max_grad_norm = policy, loss, optimizer.max_grad_norm
-        self._num_epochs, self._max_completion_tokens = num_epochs, max_completion_tokens
-        self.optimizer, self._schedule = build_optimizer(policy, optimizer)
+        self._num_epochs, self._max_completion_tokens = training.num_epochs, max_completion_tokens
+        self.optimizer, self._schedule = build_optimizer(policy, optimizer, training.num_run_optimizer_steps)
         self._num_updates = self._skipped_in_a_row = 0
 
     def state(self) -> dict[str, int]:

@@ -7,10 +7,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from grpo_spmd.config.schema import OptimizerConfig
 from grpo_spmd.model.policy import Policy
+from grpo_spmd.model.schedule import lr_share
 
 
-def build_optimizer(policy: Policy, config: OptimizerConfig) -> tuple[AdamW, LambdaLR]:
-    """AdamW over what trains, weight decay on matrices only (not norms, biases), linear warm-up to a constant lr."""
+def build_optimizer(policy: Policy, config: OptimizerConfig, num_all: int = 1) -> tuple[AdamW, LambdaLR]:
+    """AdamW over what trains, weight decay on matrices only (not norms, biases), and the schedule of its learning rate
+    over the run's `num_all` optimizer steps, which a constant one need not know."""
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -19,4 +21,4 @@ def build_optimizer(policy: Policy, config: OptimizerConfig) -> tuple[AdamW, Lam
     # On CUDA torch's default holds one more float32 shard while it steps, which the one fused kernel does not.
     fused = True if parameters[0].is_cuda else None
     optimizer = AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=fused)
-    return optimizer, LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / max(1, config.warmup_steps)))
+    return optimizer, LambdaLR(optimizer, lambda num_made: lr_share(config, num_made, num_all))

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from grpo_spmd.config.schema import LossConfig, ModelConfig, OptimizerConfig
+from grpo_spmd.config.schema import LossConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from grpo_spmd.distributed.session import policy_mesh
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
@@ -73,7 +73,8 @@ class Pass:
             shard_over_ranks(policy, layers, mesh, compute, reshard_root=False)
             policy.to_empty(device="cpu")
             policy.model.tie_weights()
-            updater = PolicyUpdater(policy, OptimizerConfig(), self.loss, 1, max(c for _, c in self.lengths))
+            longest = max(c for _, c in self.lengths)
+            updater = PolicyUpdater(policy, OptimizerConfig(), self.loss, TrainingConfig(), longest)
             state = live.live()
             batch = pack_rollouts(
                 [Rollout(i, 1.0, True, [0] * p, [0] * c, [0.0] * c) for i, (p, c) in enumerate(self.lengths)],

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from grpo_spmd.config.dump import flat_config
 from grpo_spmd.config.schema import Config
+from grpo_spmd.model.schedule import schedule_rows
 from grpo_spmd.preflight import arithmetic
 from grpo_spmd.preflight.advice import advice
 from grpo_spmd.preflight.memory import Row, engine_rows, size_text, training_rows
@@ -86,6 +87,7 @@ def _run_rows(config: Config, num_rows: int) -> Iterator[Row]:
     yield "samples trained on", f"{most}{steps * samples:,}", f"{steps} steps x {samples} samples"
     updates = config.training.num_optimizer_steps
     yield "optimizer steps", f"{steps * updates:,}", f"{steps} steps x {updates}"
+    yield from schedule_rows(config.optimizer, steps * updates)
 
 
 def _sync_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:

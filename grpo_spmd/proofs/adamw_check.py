@@ -38,8 +38,9 @@ class _Shadow:
 class AdamwCheck:
     """Looks on at a number of optimizer steps (`Watch`) and keeps the weights and moments that they should leave."""
 
-    def __init__(self, policy: Policy, updater: PolicyUpdater, config: OptimizerConfig) -> None:
-        self._policy, self._updater, self._config = policy, updater, config
+    def __init__(self, policy: Policy, updater: PolicyUpdater, config: OptimizerConfig, num_all: int) -> None:
+        """`num_all`: optimizer steps of the run."""
+        self._policy, self._updater, self._config, self._num_all = policy, updater, config, num_all
         trained = [(name, cast(DTensor, p)) for name, p in policy.named_parameters() if p.requires_grad]
         # One with weight decay and one without, where there are both: moments of others are made by the same lines.
         kinds = ([(n, p) for n, p in trained if (p.ndim > 1) == decays] for decays in (True, False))
@@ -98,7 +99,7 @@ class AdamwCheck:
     def _step(self, shadow: _Shadow) -> None:
         config, (first, second), t = self._config, self._config.betas, self._num_updates
         gradient = shadow.gradient * self._factor
-        rate = config.lr * min(1.0, t / max(1, config.warmup_steps))
+        rate = _rate(config, t, self._num_all)
         decay = config.weight_decay if shadow.parameter.ndim > 1 else 0.0
         shadow.mean = first * shadow.mean + (1 - first) * gradient
         shadow.square = second * shadow.square + (1 - second) * gradient**2
@@ -132,6 +133,15 @@ class AdamwCheck:
                 found.wrong.append(f"the optimizer has {held} where {expected} and {sorted(decays)} are asked for")
         if sorted(seen) != sorted(id(p) for p in self._policy.parameters() if p.requires_grad):
             found.wrong.append(f"the optimizer has {len(seen)} tensors, which are not those that train, each once")
+
+
+def _rate(config: OptimizerConfig, t: int, num_all: int) -> float:
+    """The learning rate of the `t`-th optimizer step, counted from 1."""
+    if t <= config.warmup_steps:
+        return config.lr * t / config.warmup_steps
+    turn = math.pi / 2 * (t - 1 - config.warmup_steps) / max(1, num_all - config.warmup_steps)
+    left = {"constant": 1.0, "linear": 1 - turn / (math.pi / 2), "cosine": math.cos(turn) ** 2}[config.schedule]
+    return left * config.lr + (1 - left) * config.min_lr
 
 
 def _host(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from grpo_spmd.config.schema import (
     OptimizerConfig,
     RewardConfig,
     RolloutConfig,
+    TrainingConfig,
 )
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
@@ -67,6 +68,7 @@ class UpdateCheck:
         advantage: AdvantageConfig,
         loss: LossConfig,
         optimizer: OptimizerConfig,
+        training: TrainingConfig,
     ) -> None:
         """`every_steps` 0: only at the first step. `model`: its path and compute dtype; `stop_ids`: the engine's."""
         self._every_steps, self._session, self._policy, self._reference = every_steps, session, policy, reference
@@ -77,7 +79,7 @@ class UpdateCheck:
         self._batch_check = BatchCheck(rollout, advantage, loss, rewards, stop_ids)
         longest = rollout.max_completion_tokens
         self._gradients = GradientCheck(policy, updater, loss, rollout.temperature, longest, model[1])
-        self._adamw = AdamwCheck(policy, updater, optimizer)
+        self._adamw = AdamwCheck(policy, updater, optimizer, training.num_run_optimizer_steps)
         self._num_runs, self._window, self._step = 0, 0, 0
         self._found, self._seconds = Found(), 0.0
 

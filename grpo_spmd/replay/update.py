@@ -58,7 +58,7 @@ def train(
 
 def _updater(policy: Policy, config: Config) -> PolicyUpdater:
     longest = config.rollout.max_completion_tokens
-    return PolicyUpdater(policy, config.optimizer, config.loss, config.training.num_epochs, longest)
+    return PolicyUpdater(policy, config.optimizer, config.loss, config.training, longest)
 
 
 def _policy_source(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path | None, bool]:

@@ -30,7 +30,7 @@ from tests.support.ranks import RanksJob, run_worker, train
 FEATURES: dict[str, Any] = {
     "training": {"num_steps": 5, "num_mini_batches": 2, "max_tokens_per_micro_batch": 64},
     "checkpoint": {"every_steps": 2, "resume": "auto"},
-    "optimizer": {"lr": 1e-2, "warmup_steps": 7},
+    "optimizer": {"lr": 1e-2, "warmup_steps": 3, "schedule": "cosine", "min_lr": 1e-3},
     "loss": {"kl_coef": 0.01},
     "rollout": {"num_prompts_per_step": 6, "group_size": 4, "max_completion_tokens": 12, "dynamic_sampling": True},
 }

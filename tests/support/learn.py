@@ -11,7 +11,7 @@ from grpo_spmd.model.policy import Policy
 
 def updater_of(policy: Policy, config: Config) -> PolicyUpdater:
     longest = config.rollout.max_completion_tokens
-    return PolicyUpdater(policy, config.optimizer, config.loss, config.training.num_epochs, longest)
+    return PolicyUpdater(policy, config.optimizer, config.loss, config.training, longest)
 
 
 def sampled_step_of(config: Config, session: Session) -> SampledStep:

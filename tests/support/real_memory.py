@@ -53,7 +53,9 @@ def measured(config: Config, session: Session) -> Figures:
         temperature, longest = config.rollout.temperature, config.max_rollout_tokens
         policy = build_policy(config.model, temperature, session, longest=longest)
         reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
-        updater = PolicyUpdater(policy, config.optimizer, config.loss, 1, config.rollout.max_completion_tokens)
+        updater = PolicyUpdater(
+            policy, config.optimizer, config.loss, config.training, config.rollout.max_completion_tokens
+        )
         _update(updater, [_batch([(2, 2)])])  # AdamW makes its moments
         batch = _full_batch(config)
         with record_function("mark:scoring"), torch.no_grad():

@@ -133,7 +133,7 @@ def test_shipped_config_is_valid(path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "nearest"),
     [
-        ("optimizer.leraning=1", "optimizer.lr"),
+        ("optimizer.lrate=1", "optimizer.lr"),
         ("optimiser.lr=1", "optimizer"),
         ("rollout.groupsize=2", "rollout.group_size"),
         ("rollouts.group_size=2", "rollout"),

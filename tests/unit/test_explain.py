@@ -93,6 +93,8 @@ def test_an_override_of_a_whole_section_leaves_no_line_of_the_file(tmp_path: Pat
         "rewards.0.weight": "default",
         "rewards.0.args.pattern": "command line",
         "optimizer.lr": "command line",
+        "optimizer.schedule": "default",
+        "optimizer.min_lr": "default",
         "optimizer.weight_decay": "default",
         "optimizer.betas.0": "default",
         "optimizer.betas.1": "default",

@@ -31,7 +31,7 @@ def main() -> None:
     session = start_session()
     policy = build_policy(config.model, 1.0, session)
     updater = PolicyUpdater(
-        policy, config.optimizer, config.loss, config.training.num_epochs, config.rollout.max_completion_tokens
+        policy, config.optimizer, config.loss, config.training, config.rollout.max_completion_tokens
     )
     for parameter in policy.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -110,7 +110,7 @@ class Trials:
         model = config.model.path, config.model.dtype
         check = UpdateCheck(
             1, self.session, policy, reference, updater, self.tokenizer, model, set(stop_ids), config.data,
-            config.rollout, config.rewards, config.advantage, config.loss, config.optimizer,
+            config.rollout, config.rewards, config.advantage, config.loss, config.optimizer, config.training,
         )  # fmt: skip
         for step in range(NUM_STEPS):
             groups, sampled = self.groups(), sampled_step_of(config, self.session)
@@ -212,6 +212,9 @@ def faults(trials: Trials) -> int:
 
     sees("AdamW's exp_avg of", change_updater=clears)
     sees("the step of AdamW on", trained=_with(config, "optimizer", warmup_steps=10))
+    scheduled = _with(config, "optimizer", schedule="cosine", min_lr=1e-3)
+    trials.run(scheduled)
+    sees("the step of AdamW on", scheduled, trained=config)
     sees("where {'betas'", trained=_with(config, "optimizer", weight_decay=0.02))
     sees("AdamW's exp_avg of", trained=_with(config, "optimizer", max_grad_norm=1e9))
 
