@@ -1,4 +1,5 @@
-"""python -m grpo_spmd.export CHECKPOINT OUT [--dtype bfloat16|float32]: a folder that transformers and vLLM load."""
+"""python -m grpo_spmd.export CHECKPOINT OUT [--dtype bfloat16|float32] [--merge [--base MODEL]]: a folder that
+transformers and vLLM load."""
 
 from __future__ import annotations
 
@@ -21,13 +22,22 @@ def main() -> None:
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step_NNNNNN")
     add("out", type=Path, metavar="OUT", help="a folder that does not exist yet")
     add("--dtype", choices=list(DTYPE_BYTES), help=dtype)
+    add("--merge", action="store_true", help="of adapters: write the base model with them in its weights")
+    add("--base", type=Path, metavar="MODEL", help="with --merge: the base model's folder, if it is not where it was")
     args = parser.parse_args()
+    if args.base and not args.merge:
+        parser.error("--base goes with --merge")
     try:
         _check_is_checkpoint(args.checkpoint)
         if args.out.resolve() == args.checkpoint.resolve():
             raise ConfigError(f"{args.out} is the checkpoint itself, which is never changed; choose another OUT")
         verify_checkpoint(args.checkpoint)
-        export_checkpoint(args.checkpoint, args.out, args.dtype)
+        if args.merge:
+            from grpo_spmd.checkpoint.merge import export_merged
+
+            export_merged(args.checkpoint, args.out, args.dtype, args.base)
+        else:
+            export_checkpoint(args.checkpoint, args.out, args.dtype)
     except (ConfigError, CheckpointError) as error:
         refuse(ConfigError(str(error)))
     except (OSError, SafetensorError) as error:  # a full disk, no permission
@@ -35,7 +45,8 @@ def main() -> None:
         raise SystemExit(1) from None
     step = read_trainer(args.checkpoint)["step"]
     size = sum(path.stat().st_size for path in args.out.glob("*.safetensors"))
-    print(f"{args.out}: {size / (1 << 20):.3g} MiB of weights after {step} steps")
+    merged = ", adapters merged" if args.merge else ""
+    print(f"{args.out}: {size / (1 << 20):.3g} MiB of weights after {step} steps{merged}")
 
 
 def _check_is_checkpoint(folder: Path) -> None:

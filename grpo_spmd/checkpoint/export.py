@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 
@@ -22,8 +22,16 @@ from grpo_spmd.untrusted import read_json, regular_files
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FILE_BYTES, _READ_BYTES = 2 << 30, 16 << 20
+FILE_BYTES, READ_BYTES = 2 << 30, 16 << 20
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class Readable(Protocol):
+    """A tensor that is somewhere in files."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def read(self, dtype: str) -> Tensor: ...  # all of it as "float32" or "bfloat16", rounded to nearest even
 
 
 @dataclass(frozen=True)
@@ -44,18 +52,21 @@ class StoredTensor:
     pieces: tuple[_Piece, ...]
 
     def read(self, dtype: str) -> Tensor:
-        """All of it as "float32" or "bfloat16" (rounded to nearest even, as every cast of torch)."""
-        import torch
-
-        whole = torch.empty(self.shape, dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype])
+        whole = empty_tensor(self.shape, dtype)
         for piece in self.pieces:
-            rows_at_a_time = max(1, _READ_BYTES * piece.shape[0] // max(1, 4 * math.prod(piece.shape)))
+            rows_at_a_time = max(1, READ_BYTES * piece.shape[0] // max(1, 4 * math.prod(piece.shape)))
             for row in range(0, piece.shape[0], rows_at_a_time):
                 # Opened anew each time: pages of a mapping count as resident memory until it is closed.
                 with safe_open(piece.file, framework="pt") as file:
                     rows = file.get_slice(self.name)[row : row + rows_at_a_time]
                     whole[piece.first_row + row : piece.first_row + row + len(rows)].copy_(rows)
         return whole
+
+
+def empty_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
+    import torch
+
+    return torch.empty(shape, dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype])
 
 
 def stored_tensors(checkpoint: Path, trainer: dict[str, Any], prefix: str = "policy.") -> dict[str, StoredTensor]:
@@ -100,7 +111,7 @@ def _joined(name: str, found: list[_Piece], checkpoint: Path, num_ranks: int) ->
     return StoredTensor(name, (num_rows, *pieces[0].shape[1:]), tuple(pieces))
 
 
-def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, max_file_bytes: int = _FILE_BYTES) -> None:
+def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, max_file_bytes: int = FILE_BYTES) -> None:
     """Write the weights of `checkpoint` to `out` in HF's format with config and tokenizer, or its adapters in peft's.
     Needs no manifest; may run in any thread. `out` is complete or absent; where it is `checkpoint` itself, still being
     made, all files are put into it or none. `dtype`: "float32", "bfloat16" or None, which is what the engine of the run
@@ -113,20 +124,20 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, max
     is_lora = (checkpoint / "model" / "adapter_config.json").is_file()
     if is_lora and dtype not in (None, "float32"):
         raise ConfigError(f"--dtype {dtype}: {checkpoint} holds adapters, which are float32 always; leave it out")
-    with _complete_or_absent(out, into_existing=out == checkpoint) as made:
+    with complete_or_absent(out, into_existing=out == checkpoint) as made:
         shutil.copytree(checkpoint / "model", made, dirs_exist_ok=True)
         if is_lora:
             adapters = {f"base_model.model.{name}": tensor.read("float32") for name, tensor in tensors.items()}
             _save(adapters, made / "adapter_model.safetensors")
         else:
-            dtype = dtype or str(trainer["dtype"])
-            _save_model(tensors, made, dtype, max_file_bytes)
-            config = read_json(made / "config.json")
-            config.pop("torch_dtype", None)
-            (made / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2), encoding="utf-8")
+            save_model(tensors, made, dtype or str(trainer["dtype"]), max_file_bytes)
 
 
-def _save_model(tensors: dict[str, StoredTensor], folder: Path, dtype: str, max_file_bytes: int) -> None:
+def save_model(tensors: Mapping[str, Readable], folder: Path, dtype: str, max_file_bytes: int = FILE_BYTES) -> None:
+    """Write them to `folder`, one file after the other, and the dtype into the config.json that is there."""
+    config = read_json(folder / "config.json")
+    config.pop("torch_dtype", None)
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2), encoding="utf-8")
     sizes = {name: math.prod(tensor.shape) * DTYPE_BYTES[dtype] for name, tensor in tensors.items()}
     files: list[list[str]] = [[]]
     for name, size in sizes.items():
@@ -152,7 +163,7 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 @contextmanager
-def _complete_or_absent(out: Path, *, into_existing: bool) -> Iterator[Path]:
+def complete_or_absent(out: Path, *, into_existing: bool) -> Iterator[Path]:
     """A new folder to write into; when the block has ended its files are durably in `out`, and gone if it failed."""
     temporary = out / "export.tmp" if into_existing else out.with_name(out.name + ".tmp")
     if not into_existing and out.exists() and (not out.is_dir() or any(out.iterdir())):

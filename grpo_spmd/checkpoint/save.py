@@ -20,6 +20,7 @@ from torch import Tensor
 
 from grpo_spmd.checkpoint.export import export_checkpoint
 from grpo_spmd.checkpoint.manifest import FORMAT, write_manifest
+from grpo_spmd.checkpoint.merge import copy_companions
 from grpo_spmd.checkpoint.restore import load_state
 from grpo_spmd.checkpoint.run_dir import Start, checkpoint_path, put_in_place, remove_old, temporary_path
 from grpo_spmd.checkpoint.state import RunFacts, state_tensors, write_shard
@@ -234,11 +235,7 @@ class Checkpoints:
         if self._policy.lora.rank:
             write_peft_config(self._policy.model, self._facts.model_path, folder)
             return
-        for path in checkpoint_folder(self._facts.model_path).iterdir():
-            # The model's folder may be another run's checkpoint, whose own two files would hide this one's.
-            other = path.name.endswith(".index.json") or path.name in ("manifest.json", "trainer.json")
-            if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and not other:
-                shutil.copyfile(path, folder / path.name)
+        copy_companions(checkpoint_folder(self._facts.model_path), folder)
 
     def _best_step(self) -> int | None:
         """Of the checkpoints on disk that with the highest `best_metric`; a step's is of the policy before it."""

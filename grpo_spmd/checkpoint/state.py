@@ -50,7 +50,7 @@ def run_facts(
         for prompt in prompts:
             digest.update(array("q", [len(prompt.token_ids), *prompt.token_ids]))
         folder = checkpoint_folder(model_path)
-        fingerprints = _model_fingerprint(folder), digest.hexdigest()
+        fingerprints = model_fingerprint(folder), digest.hexdigest()
         contents = {f"data.eval.{name}": _rows_digest(rows, whole=True) for name, rows in held_out.items()}
         contents |= {"answers and other columns of data.train": _rows_digest(prompts, whole=False)}
         of_tokenizer = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config")
@@ -70,7 +70,7 @@ def _rows_digest(prompts: Sequence[Prompt], *, whole: bool) -> str:
     return digest.hexdigest()
 
 
-def _model_fingerprint(folder: Path) -> str:
+def model_fingerprint(folder: Path) -> str:
     """SHA-256 over names, sizes and both ends of its files: tells models apart without reading them."""
     digest = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" or p.name == "config.json"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import transformers
 from torch import Tensor
 
 from tests.support.models import make_model, write_config
+from tests.support.processes import run_command
 from tests.support.ranks import run_worker, train
 from tests.support.workers.lora import rollouts
 
@@ -157,4 +159,12 @@ def test_two_steps_of_the_real_loop(tmp_path: Path, sync: str, num_ranks: int) -
     saved = tmp_path / "run/checkpoints/step_000003"
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in saved.iterdir()}
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    assert peft.PeftModel.from_pretrained(base, saved).peft_config["default"].r == RANK
+    adapted = peft.PeftModel.from_pretrained(base, saved)
+    assert adapted.peft_config["default"].r == RANK
+    ids = torch.tensor([[4, 9, 2, 7]])
+    scores, of_base = adapted(ids).logits, transformers.AutoModelForCausalLM.from_pretrained(model)(ids).logits
+    assert not torch.allclose(scores, of_base, atol=1e-4)
+    done = run_command([sys.executable, "-m", "grpo_spmd.export", str(saved), str(tmp_path / "merged"), "--merge"])
+    assert done.stdout.endswith("MiB of weights after 3 steps, adapters merged\n"), done
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(ids).logits, scores, rtol=1e-5, atol=1e-5)

@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -18,8 +19,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from grpo_spmd.checkpoint import merge
 from grpo_spmd.checkpoint.export import export_checkpoint
 from grpo_spmd.checkpoint.manifest import CheckpointError
+from grpo_spmd.checkpoint.state import model_fingerprint
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.session import end_session, start_session
 from tests.support.exports import finish, make_checkpoint, weights_of, write_state
@@ -111,23 +114,36 @@ def test_special_values_are_rounded_as_torch_rounds_them(tmp_path: Path) -> None
     assert torch.equal(found.view(torch.int16), weights["lm_head.weight"].bfloat16().view(torch.int16))
 
 
-def test_peft_loads_adapters(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "qwen3", tied=False)
-    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+def _adapted(model: Path, dtype: torch.dtype = torch.float32) -> peft.PeftModel:
+    """The model with peft's own layers, their tensors made up."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     config = peft.LoraConfig(
         r=5, lora_alpha=7, target_modules=["q_proj", "down_proj"], base_model_name_or_path=str(model)
     )
     adapted = peft.get_peft_model(base, config)
+    torch.manual_seed(0)
     with torch.no_grad():
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.normal_()
-    prefix = "base_model.model."
-    adapters = {name.removeprefix(prefix): tensor for name, tensor in peft.get_peft_model_state_dict(adapted).items()}
+    return adapted
+
+
+def _checkpoint_of(adapted: peft.PeftModel, folder: Path, num_ranks: int, **changes: Any) -> Path:
+    """What a run with adapters saves."""
+    prefix, state = "base_model.model.", peft.get_peft_model_state_dict(adapted)
+    adapters = {f"policy.{name.removeprefix(prefix)}": tensor.float() for name, tensor in state.items()}
     assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in adapters)
-    write_state(tmp_path / "c/state", {f"policy.{name}": tensor for name, tensor in adapters.items()}, 3)
-    adapted.peft_config["default"].save_pretrained(str(tmp_path / "c/model"))
-    export_checkpoint(finish(tmp_path / "c", 3), tmp_path / "out")
+    write_state(folder / "state", adapters, num_ranks)
+    adapted.peft_config["default"].save_pretrained(str(folder / "model"))
+    return finish(folder, num_ranks, **changes)
+
+
+def test_peft_loads_adapters(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3", tied=False)
+    adapted = _adapted(model)
+    checkpoint = _checkpoint_of(adapted, tmp_path / "c", 3)
+    export_checkpoint(checkpoint, tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -138,6 +154,82 @@ def test_peft_loads_adapters(tmp_path: Path) -> None:
     assert torch.equal(loaded(ids).logits, adapted(ids).logits)
     with pytest.raises(ConfigError, match=r"^--dtype bfloat16: .* holds adapters, which are float32 always"):
         export_checkpoint(tmp_path / "c", tmp_path / "other", "bfloat16")
+
+
+@pytest.mark.parametrize(("family", "tied", "num_ranks"), [("qwen3", True, 1), ("qwen2", False, 3)])
+def test_merged_adapters_are_pefts_merge_and_a_plain_model(
+    tmp_path: Path, family: str, tied: bool, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merge, "READ_BYTES", 4 * 64 * 5)  # a few rows at a time, the last ones fewer
+    model = make_model(tmp_path / "model", family, tied=tied)
+    adapted = _adapted(model)
+    checkpoint = _checkpoint_of(adapted, tmp_path / "step_000007", num_ranks, model_path=str(model))
+    ids = torch.tensor([[4, 9, 2, 7]])
+    scores, expected = adapted(ids).logits, adapted.merge_and_unload().state_dict()
+    merge.export_merged(checkpoint, tmp_path / "out", "float32")
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert ("lm_head.weight" in found) == (not tied)
+    assert found.keys() == weights_of(model).keys()
+    for name, tensor in found.items():
+        is_adapted = name.endswith(("q_proj.weight", "down_proj.weight"))
+        assert torch.equal(tensor, weights_of(model)[name]) == (not is_adapted), name
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(loaded(ids).logits, scores, rtol=1e-4, atol=1e-4)  # made-up adapters are large
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {path.name for path in model.iterdir()}
+    # In the dtype of the run: float32's sums, rounded once. One tensor a file.
+    merge.export_merged(checkpoint, tmp_path / "run_dtype", max_file_bytes=1)
+    files = sorted((tmp_path / "run_dtype").glob("*.safetensors"))
+    assert len(files) == len(found)
+    halves = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert_same(halves, cast(found, torch.bfloat16))
+    assert json.loads((tmp_path / "run_dtype/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_base_in_bfloat16_is_summed_in_float32(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama", tied=False)
+    save_file(cast(weights_of(model), torch.bfloat16), model / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = _checkpoint_of(_adapted(model), tmp_path / "c", 2, model_path=str(tmp_path / "gone"))
+    merge.export_merged(checkpoint, tmp_path / "out", base=model)
+    expected = _adapted(model).float().merge_and_unload().state_dict()
+    for name, tensor in load_file(tmp_path / "out/model.safetensors").items():
+        ulps = (tensor.view(torch.int16).int() - expected[name].bfloat16().view(torch.int16).int()).abs().max()
+        assert ulps <= 1, name  # where float32's last bit decides which way to round
+
+
+def test_what_cannot_be_merged_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model, other = (make_model(tmp_path / name, "qwen3", tied=False) for name in ("model", "other"))
+    whole = make_checkpoint(tmp_path / "whole", model, 1, model_path=str(model))
+    adapted = _adapted(model)
+    known = {"model_path": str(tmp_path / "gone"), "model_fingerprint": model_fingerprint(model)}
+    gone = _checkpoint_of(adapted, tmp_path / "gone_c", 1, **known)
+    weights = weights_of(other)
+    weights["model.norm.weight"] += 1.0
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    strange = _checkpoint_of(adapted, tmp_path / "strange", 1, model_path=str(model))
+    config = json.loads((strange / "model/adapter_config.json").read_text())
+    (strange / "model/adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    layers = _checkpoint_of(
+        adapted,
+        tmp_path / "layers",
+        1,
+        model_path=str(make_model(tmp_path / "l", "qwen3", tied=False, num_hidden_layers=1)),
+    )
+    for checkpoint, base, said in (
+        (whole, None, r"^--merge: .*whole holds a whole model and no adapters; leave --merge out$"),
+        (gone, None, r"^--merge: the base model .*gone is not to be found .*; name it with --base$"),
+        (gone, other, r"^--merge: .*other holds another model than the adapters of .* name the right one with --base$"),
+        (strange, None, r"adapter_config.json: use_dora must be off; got True$"),
+        (layers, None, r"\d+ tensors of adapters belong to no layer of "),
+    ):
+        with pytest.raises((ConfigError, CheckpointError), match=said) as refused:
+            merge.export_merged(checkpoint, tmp_path / "out", base=base)
+        assert "\n" not in str(refused.value)
+        assert not (tmp_path / "out").exists()
+    merge.export_merged(gone, tmp_path / "out", base=model)
 
 
 def test_into_a_checkpoint_that_is_still_being_made(tmp_path: Path) -> None:
