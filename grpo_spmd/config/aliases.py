@@ -55,7 +55,7 @@ weight_decay | optimizer.weight_decay | on matrices only
 adam_beta1, adam_beta2 | optimizer.betas | both in one list: [0.9, 0.95]
 adam_epsilon | | AdamW's 1e-8
 max_grad_norm | optimizer.max_grad_norm |
-lr_scheduler_type, lr_scheduler_kwargs | optimizer.lr | constant after the warm-up
+lr_scheduler_type, lr_scheduler_kwargs | optimizer.schedule | constant, linear or cosine; its floor is optimizer.min_lr
 warmup_steps | optimizer.warmup_steps | optimizer steps
 warmup_ratio | optimizer.warmup_steps | a number of optimizer steps, not a share
 optim | | AdamW is the optimizer
@@ -133,7 +133,8 @@ rollout_correction.bypass_mode, bypass_mode | loss.old_logprobs | engine
 actor.optim.lr, optim.lr | optimizer.lr |
 actor.optim.weight_decay, optim.weight_decay | optimizer.weight_decay | on matrices only
 actor.optim.betas | optimizer.betas |
-warmup_style, min_lr_ratio, optim.lr_scheduler_type | optimizer.lr | constant after the warm-up
+warmup_style, optim.lr_scheduler_type | optimizer.schedule | constant, linear or cosine
+min_lr_ratio | optimizer.min_lr | a learning rate, not a share
 lr_warmup_steps | optimizer.warmup_steps | optimizer steps
 lr_warmup_steps_ratio | optimizer.warmup_steps | a number of optimizer steps, not a share
 grad_clip, clip_grad | optimizer.max_grad_norm |
@@ -206,7 +207,7 @@ actor_learning_rate, actor.adam.lr, adam.lr | optimizer.lr |
 adam_betas, adam.betas | optimizer.betas |
 l2, adam.weight_decay | optimizer.weight_decay |
 max_norm, actor.max_norm | optimizer.max_grad_norm |
-lr_scheduler, actor.lr_scheduler, actor.scheduler | optimizer.lr | constant after the warm-up
+lr_scheduler, actor.lr_scheduler, actor.scheduler | optimizer.schedule | constant, linear or cosine
 lr_warmup_ratio | optimizer.warmup_steps | a number of optimizer steps, not a share
 init_kl_coef, kl.init_coef | loss.kl_coef | 0.01 there, 0 here
 use_kl_loss, kl.use_loss | loss.kl_in | loss, with loss.kl_coef; without it theirs is in the reward
@@ -268,7 +269,8 @@ trainer.optim.lr | optimizer.lr |
 trainer.optim.weight_decay | optimizer.weight_decay |
 optim.max_norm | optimizer.max_grad_norm |
 betas1, betas2 | optimizer.betas | both in one list: [0.9, 0.95]
-scheduler, scheduler.type, min_lr, decay_steps | optimizer.lr | constant after the warm-up
+scheduler, scheduler.type, decay_steps | optimizer.schedule | constant, linear or cosine, to the run's end
+min_lr, scheduler.min_lr | optimizer.min_lr | with optimizer.schedule
 scheduler.warmup_steps | optimizer.warmup_steps |
 max_steps | training.num_steps |
 ckpt.interval | checkpoint.every_steps |

@@ -61,10 +61,10 @@ EXAMPLES = {"small": 150, "demo": 180}
 ARMOUR = {"proofs": 1235, "model/families": 690, "rewards/trl.py": 200, "untrusted": 220, "distributed/ending.py": 110}
 # What shows before a GPU is there that it will run there, and what else only GPUs and several hosts need.
 EVIDENCE = {
-    "plan": 1085,
+    "plan": 1090,
     "observe/cards.py": 85,
     "distributed/machine.py": 150,
-    "engine/gpu.py": 85,
+    "engine/gpu.py": 80,
     "model/host_memory.py": 50,
 }
 # What makes it kind at the terminal: names that people bring, ways in, what is shown while it runs.
