@@ -9,6 +9,7 @@ import transformers
 from safetensors import safe_open
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model.hub import fetch
 from grpo_spmd.untrusted import UntrustedError, read_index, read_model_config, read_stop_tokens
 
 
@@ -49,9 +50,7 @@ def checkpoint_folder(path: str) -> Path:
     """A local folder with the model's safetensors; downloads them where `path` is a hub id."""
     if Path(path).is_dir():
         return Path(path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
+    return fetch(path)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

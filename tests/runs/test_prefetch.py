@@ -1,0 +1,167 @@
+"""python -m grpo_spmd.prefetch with the hub's own client and a hub on loopback; then the run's readers without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.fake_hub import FakeHub, serve
+from tests.support.models import make_model
+from tests.support.processes import Job, run_command
+
+PREFETCH = [sys.executable, "-m", "grpo_spmd.prefetch", "--config", "config.yaml"]
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: train.jsonl}
+  - {split: test, path: test.jsonl}
+---
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hub with a model (and what is not to be fetched) and a data set, and a config that names them."""
+    root = tmp_path_factory.mktemp("prefetch")
+    model, data = root / "hub/models/acme/tiny", root / "hub/datasets/acme/sums"
+    shutil.copytree(make_model(root / "made", "qwen3", tied=True), model)
+    (model / "pytorch_model.bin").write_bytes(b"unpickled")
+    (model / "modeling_tiny.py").write_text("raise SystemExit('remote code')")
+    (root / "hub/models/acme/old").mkdir()
+    for name in ("config.json", "pytorch_model.bin"):
+        shutil.copy(model / name, root / "hub/models/acme/old")
+    data.mkdir(parents=True)
+    (data / "README.md").write_text(CARD)
+    for split, count in (("train", 20), ("test", 3)):
+        rows = [json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) for n in range(count)]
+        (data / f"{split}.jsonl").write_text("\n".join(rows))
+    config: dict[str, Any] = {
+        "run_dir": "run",
+        "model": {"path": "acme/tiny"},
+        "data": {"train": "hub:acme/sums:main:train", "eval": {"held": "hub:acme/sums:main:test"}},
+        "eval": {"every_steps": 5},
+        "rewards": [{"name": "exact_match"}],
+    }
+    (root / "config.yaml").write_text(yaml.safe_dump(config))
+    return root
+
+
+@pytest.fixture
+def hub(world: Path) -> Iterator[FakeHub]:
+    with serve(world / "hub") as hub:
+        yield hub
+
+
+def lines_of(world: Path, hub: FakeHub, home: Path) -> list[str]:
+    # The command itself, and whether it imported what takes seconds.
+    program = (
+        "import sys; from grpo_spmd.prefetch import main; main(); print(sorted({'torch', 'vllm'} & {*sys.modules}))"
+    )
+    done = run_command(
+        [sys.executable, "-c", program, "--config", "config.yaml"],
+        cwd=world,
+        env=hub.environment | {"HF_HOME": str(home)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def test_what_it_fetched_is_enough_where_there_is_no_network(world: Path, hub: FakeHub, tmp_path: Path) -> None:
+    home, model = tmp_path / "home", world / "hub/models/acme/tiny"
+    lines = lines_of(world, hub, home)
+    wanted = {path.name for path in model.iterdir()} - {"pytorch_model.bin", "modeling_tiny.py"}
+    assert sorted(hub.served) == sorted([*wanted, "README.md", "train.jsonl", "test.jsonl"])
+    size = sum((model / name).stat().st_size for name in wanted) / 1e3
+    assert lines[0].startswith("prefetch: model acme/tiny, revision ")
+    assert f": {len(wanted)} files, {size:.1f} kB, {size:.1f} kB fetched in " in lines[0]
+    assert lines[1] == f"  {home}/hub/models--acme--tiny"
+    assert lines[2].startswith("prefetch: data hub:acme/sums:main:train: 20 rows, ")
+    assert lines[-2:] == [f"  export HF_HOME={home} HF_HUB_OFFLINE=1", "[]"]
+
+    hub.served.clear()
+    again = lines_of(world, hub, home)
+    assert not hub.served
+    assert [line for line in again if line.endswith(", already there")] == [*again[0:6:2]]
+
+    # No hub at all, and the readers that a run has.
+    program = """
+from grpo_spmd.config.load import load_config
+from grpo_spmd.data.rows import read_rows
+from grpo_spmd.model import hf_files
+config = load_config("config.yaml")
+path = config.model.path
+files = hf_files.tensor_files(hf_files.checkpoint_folder(path))
+print(len(read_rows(config.data)), len(read_rows(config.data, "held")), hf_files.load_config(path).model_type)
+print(hf_files.load_tokenizer(path)("1 + 1")["input_ids"], {str(file.resolve()) for file in files.values()})
+"""
+    offline = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = run_command([sys.executable, "-c", program], cwd=world, env=offline)
+    assert done.returncode == 0, done.stderr
+    counts, tokens = done.stdout.splitlines()
+    assert counts == "20 3 qwen3"
+    weights = next(iter({*(home / "hub/models--acme--tiny/snapshots").glob("*/model.safetensors")})).resolve()
+    assert tokens.endswith(f"{{'{weights}'}}")
+    assert weights.read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_local_folders_need_nothing(world: Path) -> None:
+    local = ["model.path=hub/models/acme/tiny", "data.train=a.jsonl", "data.eval={held: b.parquet}"]
+    done = run_command([*PREFETCH, *local], cwd=world)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "prefetch: the model and the data are local: nothing to fetch\n"
+
+
+def test_each_refusal_is_one_line_and_exit_code_2(world: Path, hub: FakeHub, tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and nobody listens
+        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        local = "model.path=hub/models/acme/tiny"
+        for overrides, variables, expected in (
+            ([], {"HF_ENDPOINT": nobody}, f"error: model.path: cannot fetch acme/tiny: {nobody} does not answer ("),
+            (
+                [local],
+                {"HF_ENDPOINT": nobody},
+                f"error: data.train: cannot fetch acme/sums: {nobody} does not answer (",
+            ),
+            (
+                ["model.path=acme/none"],
+                {},
+                "error: model.path: cannot fetch acme/none: the hub knows nothing of that name,",
+            ),
+            (["model.path=acme/old"], {}, "error: model.path: acme/old has no .safetensors at the hub"),
+            ([], {"HF_HUB_OFFLINE": "1"}, "error: HF_HUB_OFFLINE is set, and prefetch is what needs the network"),
+            (["sed=1"], {}, "error: sed: unknown key"),
+        ):
+            env = hub.environment | {"HF_HOME": str(tmp_path)} | variables
+            done = run_command([*PREFETCH, *overrides], cwd=world, env=env)
+            assert done.returncode == 2, done.stderr
+            assert done.stderr.startswith(expected), done.stderr
+            assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert not hub.served
+
+
+def test_ctrl_c_leaves_at_once_and_the_next_start_goes_on(world: Path, hub: FakeHub, tmp_path: Path) -> None:
+    hub.holds = "model.safetensors"
+    job = Job(PREFETCH, cwd=world, env=hub.environment | {"HF_HOME": str(tmp_path)})
+    while "model.safetensors" not in hub.served:
+        assert job.process.poll() is None, job.wait()[1]
+        time.sleep(0.02)
+    began = time.monotonic()
+    os.killpg(job.process.pid, signal.SIGINT)
+    code, output = job.wait(15)
+    assert time.monotonic() - began < 5
+    assert (code, output) == (130, "prefetch: stopped; the next start goes on from here\n")
+    hub.holds = ""
+    assert "prefetch: model acme/tiny" in lines_of(world, hub, tmp_path)[0]
