@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import sys
@@ -21,6 +22,16 @@ def hold_standard_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
         if number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # of an ASCII terminal: a line that it lacks letters for
+    atexit.unregister(_flush_stdout)  # once, however often this is called
+    atexit.register(_flush_stdout)
+
+
+def _flush_stdout() -> None:
+    """Before Python does it, which prints a traceback where the reader has seen enough (--help | head)."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def show(text: str) -> None:

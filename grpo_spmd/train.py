@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 
 import yaml
 
@@ -26,6 +27,7 @@ def main() -> None:
     hold_standard_streams()
     parser = _parser()
     args = parser.parse()
+    args.explain |= args.all
     if args.ranks is not None and (args.ranks < 1 or not args.explain):
         parser.error("--ranks is a number from 1 on, and goes with --explain")
     num_ranks = args.ranks or int(os.environ.get("WORLD_SIZE", "1"))
@@ -36,7 +38,7 @@ def main() -> None:
         refuse(error)
     if args.explain:
         model = read_model(config.model.path)
-        show("\n".join(explain(config, sources, model, num_rows=len(inputs.rows), num_ranks=num_ranks)))
+        show("\n".join(explain(config, sources, model, len(inputs.rows), num_ranks, with_defaults=args.all)))
         return
     if args.check:
         show(yaml.safe_dump(config_to_dict(config), sort_keys=False).rstrip())
@@ -62,13 +64,14 @@ def _parser() -> OverridesParser:
         allow_abbrev=False,
         prog="python -m grpo_spmd.train",
         description="Train a language model with GRPO.",
-        epilog="config keys:\n" + describe_keys(),
+        epilog="config keys:\n" + describe_keys(shutil.get_terminal_size().columns),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, explained = parser.add_argument, "print what the config comes to and where each value is from, and stop"
+    add, explained = parser.add_argument, "print what the config comes to and where what it sets is from, and stop"
     add("--config", required=True, help="a YAML file; configs/ has examples")
     add("--check", action="store_true", help="check config and data, print the resolved config, and stop")
     add("--explain", action="store_true", help=explained)
+    add("--explain=all", dest="all", action="store_true", help="the same, and the defaults")
     planned_for = "with --explain: the number of ranks to plan for (default: WORLD_SIZE, else 1)"
     add("--ranks", type=int, metavar="N", help=planned_for)
     add("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")

@@ -169,7 +169,7 @@ class Checkpoints:
             free = shutil.disk_usage(temporary).free
             if free < num_bytes:
                 shutil.rmtree(temporary, ignore_errors=True)
-                raise OSError(f"it takes {num_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free")
+                raise OSError(f"it takes {num_bytes / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free")
         except OSError as error:
             return _log_failure(folder, error), self._longest_s
         return None, self._longest_s

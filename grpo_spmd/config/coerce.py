@@ -17,6 +17,7 @@ from grpo_spmd.config.describe import type_name
 from grpo_spmd.config.dump import flat, join_key
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, RewardConfig
+from grpo_spmd.config.spelling import as_meant, remedy_for
 
 
 def build(cls: type, tree: Any, where: str) -> Any:
@@ -33,8 +34,11 @@ def build(cls: type, tree: Any, where: str) -> Any:
     for name, field in fields.items():
         full = join_key(where, name)
         if name in tree:
-            values[name] = coerce(hints[name], tree[name], full)
-            _check_bounds(values[name], field, full)
+            try:
+                values[name] = coerce(hints[name], tree[name], full)
+                _check_bounds(values[name], field, full)
+            except ConfigError as error:
+                raise ConfigError(f"{error}{remedy_for(full, tree[name])}") from None
         elif dataclasses.is_dataclass(hints[name]):
             values[name] = build(typing.cast(type, hints[name]), {}, full)
         elif field.metadata["required"]:
@@ -100,9 +104,13 @@ def key_names(cls: type, where: str = "") -> list[str]:
     return names
 
 
+def _is_no_literal(hint: Any) -> bool:
+    return typing.get_origin(hint) is not Literal
+
+
 def coerce(hint: Any, value: Any, where: str) -> Any:
     """`value` as the declared type, or ConfigError: "lr: 1e-6" is a string for PyYAML and a float here."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    value, origin, args = as_meant(hint, value), typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type, hint), value, where)
     if origin is Literal:
@@ -112,7 +120,8 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        options = [option for option in args if option is not type(None)]
+        # A word of its own before a list, which one name can stand for.
+        options = sorted((option for option in args if option is not type(None)), key=_is_no_literal)
         for option in options:
             try:
                 return coerce(option, value, where)

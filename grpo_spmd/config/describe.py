@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -18,12 +19,17 @@ from grpo_spmd.config.schema import Config, RewardConfig
 _KeyText = tuple[str, str, str, str]  # name; default as YAML has it, "" if required; type and bounds; meaning
 
 
-def describe_keys() -> str:
-    """Every config key, one a line, for `--help`."""
-    return "\n".join(
-        f"  {name:36} {meaning} ({values}; {f'default {default}' if default else 'required'})"
-        for name, default, values, meaning in _keys(Config, "")
-    )
+def describe_keys(columns: int = 80) -> str:
+    """Every config key for `--help`, in lines of at most `columns`: its name with what it may be, its meaning below."""
+    lines = []
+    for name, default, values, meaning in _keys(Config, ""):
+        head = f"{name}  ({values}; {f'default {default}' if default else 'required'})"
+        for text, first in ((head, "  "), (meaning, "      ")):
+            lines += textwrap.wrap(
+                text, columns, initial_indent=first, subsequent_indent="      ",
+                break_on_hyphens=False, break_long_words=False,
+            )  # fmt: skip
+    return "\n".join(lines)
 
 
 def keys_as_markdown() -> str:

@@ -11,6 +11,7 @@ import yaml
 from grpo_spmd.config.coerce import CONTROL, build
 from grpo_spmd.config.dump import flat, flat_config, join_key
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.home import looked_for, with_home
 from grpo_spmd.config.rules import check_rules
 from grpo_spmd.config.schema import Config
 
@@ -22,12 +23,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def load_config_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
     """The config, and for each key of `flat_config`, in order: "default", "FILE:LINE" or "command line"."""
-    path = Path(path)
+    path = Path(path).expanduser()
     try:
         with path.open("rb") as file:  # a device has no end
             text = file.read(_MOST_BYTES + 1).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--config: cannot read {path}: {why}{looked_for(path)}") from None
     if len(text) > _MOST_BYTES:
         raise ConfigError(f"--config: {path} is larger than {_MOST_BYTES >> 20} MiB, which no config is")
     given: dict[str, str] = {}
@@ -49,6 +51,7 @@ def load_config_with_sources(path: str | Path, overrides: Sequence[str] = ()) ->
         given |= {join_key(name, inner) if inner else name: "command line" for inner in flat(value)}
     config: Config = build(Config, tree, "")
     check_rules(config)
+    config = with_home(config)
     return config, {name: given.get(name, "default") for name in flat_config(config)}
 
 

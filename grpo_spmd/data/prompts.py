@@ -5,50 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.data.rows import PromptRow, check_enough_rows
 from grpo_spmd.records import Prompt
-from grpo_spmd.untrusted import read_json
-
-
-def check_template_early(rows: Sequence[PromptRow], model_path: str) -> None:
-    """With a local model, refuse messages without a chat template before torch is imported; `build_prompts` decides."""
-    folder = Path(model_path)
-    where = next((row.where for row in rows if not isinstance(row.prompt, str)), None)
-    if where is None or not folder.is_dir() or any(folder.glob("*chat_template*")):
-        return
-    try:
-        settings = read_json(folder / "tokenizer_config.json", follow=True)
-    except FileNotFoundError:
-        settings = {}
-    except (OSError, ValueError):
-        return
-    if settings.get("chat_template") is None:
-        raise ConfigError(_no_template(where))
-
-
-def check_lengths_early(rows: Sequence[PromptRow], config: DataConfig, model_path: str) -> None:
-    """The same for over-long prompts of plain text and a local tokenizer.json, without the model's tokenizer class."""
-    file, texts = Path(model_path) / "tokenizer.json", [row.prompt for row in rows if isinstance(row.prompt, str)]
-    if config.on_long_prompt != "error" or not file.is_file() or len(texts) < len(rows):
-        return
-    import tokenizers
-
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"model.path: cannot read {file}: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()  # as when the run tokenizes: to 512 tokens, say, each prompt would be too long
-    with _panics_named(rows[0].where):
-        encodings = tokenizer.encode_batch(texts)
-    for row, encoding in zip(rows, encodings, strict=True):
-        if len(encoding.ids) > config.max_prompt_tokens:
-            raise ConfigError(_too_long(row, len(encoding.ids), config))
 
 
 def build_prompts(
@@ -61,20 +23,20 @@ def build_prompts(
     """
     prompts = []
     for number, row in enumerate(rows):
-        with _panics_named(row.where):
-            token_ids = _tokenized(row, tokenizer)
+        with panics_named(row.where):
+            token_ids = _tokenized(row, tokenizer, config)
         if not token_ids:
             raise ConfigError(f"{row.where}: the prompt has no tokens")
         if len(token_ids) <= config.max_prompt_tokens:
             prompts.append(Prompt(number, number, token_ids, row.prompt, row.columns))
         elif config.on_long_prompt == "error":
-            raise ConfigError(_too_long(row, len(token_ids), config))
+            raise ConfigError(too_long(row, len(token_ids), config))
     check_enough_rows(len(prompts), config, per_step, num_dropped=len(rows) - len(prompts), eval_set=eval_set)
     return prompts
 
 
 @contextmanager
-def _panics_named(where: str) -> Iterator[None]:
+def panics_named(where: str) -> Iterator[None]:
     """The library's Rust gives up an expression that backtracks without end by an error that is no Exception."""
     try:
         yield
@@ -84,16 +46,15 @@ def _panics_named(where: str) -> Iterator[None]:
         raise ConfigError(f"model.path: its tokenizer fails on a prompt from {where} on: {error}") from None
 
 
-def _tokenized(row: PromptRow, tokenizer: Any) -> list[int]:
+def _tokenized(row: PromptRow, tokenizer: Any, config: DataConfig) -> list[int]:
     if isinstance(row.prompt, str):
         return list(tokenizer(row.prompt)["input_ids"])
     if getattr(tokenizer, "chat_template", None) is None:
-        raise ConfigError(_no_template(row.where))
+        raise ConfigError(no_template(row.where, config))
     try:
         text = tokenizer.apply_chat_template(row.prompt, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template may refuse with any error, e.g. roles in an order that it does not know
-        refusal = f"the chat template refused the messages: {type(error).__name__}: {error}"
-        raise ConfigError(f"{row.where}: {refusal}") from None
+        raise ConfigError(refused_by_template(row.where, f"{type(error).__name__}: {error}")) from None
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has written them
 
 
@@ -126,10 +87,18 @@ class PromptStream:
         return Prompt(position, prompt.row, prompt.token_ids, prompt.text, prompt.columns)
 
 
-def _no_template(where: str) -> str:
-    return f"{where}: the prompt is chat messages, but the tokenizer of model.path has no chat template"
+def no_template(where: str, config: DataConfig) -> str:
+    key = "data.as_chat" if config.as_chat else "data.system_prompt" if config.system_prompt else None
+    because = f" ({key} makes plain text one)" if key else ""
+    what = f"the prompt is chat messages{because}, but the tokenizer of model.path has no chat template"
+    remedy = "take an instruct model, put a chat_template.jinja into its folder, or give plain text"
+    return f"{where}: {what}; {remedy} (data.prompt_template)"
 
 
-def _too_long(row: PromptRow, num_tokens: int, config: DataConfig) -> str:
+def refused_by_template(where: str, error: str) -> str:
+    return f"{where}: the chat template refused the messages: {error}"
+
+
+def too_long(row: PromptRow, num_tokens: int, config: DataConfig) -> str:
     what = f"the prompt has {num_tokens} tokens, over data.max_prompt_tokens={config.max_prompt_tokens}"
     return f"{row.where}: {what}; raise that, or set data.on_long_prompt: drop"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import DataConfig
+from grpo_spmd.data.hub import check_reachable, is_offline
 
 Records = list[tuple[str, dict[str, Any]]]  # where a row stands, for messages, and the row
 
@@ -96,7 +100,7 @@ def _read_file(path: Path, key: str) -> Records:
     try:
         return _read_jsonl(path) if path.name.endswith(".jsonl") else _read_parquet(path, key)
     except OSError as error:
-        raise ConfigError(f"{key}: cannot read {path}: {error.strerror or error}") from None
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror or error}{looked_for(path)}") from None
 
 
 def _read_jsonl(path: Path) -> Records:
@@ -106,17 +110,24 @@ def _read_jsonl(path: Path) -> Records:
             continue
         where = f"{path}:{number}"
         try:
-            record = json.loads(line.decode("utf-8"))
+            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))  # some editors mark its start
         except UnicodeDecodeError as error:
             raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from None
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
+            hint = _of_an_array(line)
+            raise ConfigError(f"{where}: not valid JSON: {error.msg} at column {error.colno}{hint}") from None
         except (RecursionError, ValueError) as error:  # nested too deeply; a number of more digits than Python reads
             raise ConfigError(f"{where}: not valid JSON: {error}") from None
         if not isinstance(record, dict):
-            raise ConfigError(f"{where}: expected a JSON object, got {type(record).__name__}")
+            hint = _of_an_array(line)
+            raise ConfigError(f"{where}: expected a JSON object, got {type(record).__name__}{hint}")
         records.append((where, record))
     return records
+
+
+def _of_an_array(line: bytes) -> str:
+    how = "python -c 'import json,sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]' < in.json > out.jsonl"
+    return f"; a JSON array? jsonl has one object a line: {how}" if line.lstrip()[:1] == b"[" else ""
 
 
 def _read_parquet(path: Path, key: str) -> Records:
@@ -135,13 +146,26 @@ def _read_hub(source: str, key: str) -> Records:
     if len(parts) != 4 or not parts[1] or not parts[3]:
         raise ConfigError(f"{key}: a hub data set is hub:REPO:SUBSET:SPLIT (SUBSET may be empty); got {source!r}")
     _, repo, subset, split = parts
+    if importlib.util.find_spec("datasets") is None:
+        remedy = "pip install 'grpo_spmd[datasets]', or give a .jsonl or .parquet file"
+        raise ConfigError(f"{key}: {source} needs the package datasets, which is not installed; {remedy}")
+    if not is_offline() and not _is_cached(repo):
+        check_reachable("datasets", repo, key)
     import datasets
 
     try:
         dataset = datasets.load_dataset(repo, subset or None, split=split)
     except Exception as error:  # the library raises many types for "not found", "no network", "no such split"
-        raise ConfigError(f"{key}: cannot load {source}: {type(error).__name__}: {error}") from None
+        remedy = "; `grpo-spmd prefetch --config ...` brings it where there is network" if is_offline() else ""
+        raise ConfigError(f"{key}: cannot load {source}: {type(error).__name__}: {error}{remedy}") from None
     return [(f"{source}:row {number}", dict(record)) for number, record in enumerate(dataset)]
+
+
+def _is_cached(repo: str) -> bool:
+    """Whether datasets has something of it: what that is, and whether it is enough, only datasets can tell."""
+    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    folder = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
+    return (folder / repo.replace("/", "___")).is_dir() or Path(repo).exists()
 
 
 def _checked_messages(prompt: Any, where: str, config: DataConfig) -> list[dict[str, Any]]:

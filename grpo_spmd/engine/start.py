@@ -13,6 +13,7 @@ import torch.distributed as dist
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoraConfig, ModelConfig, RolloutConfig
 from grpo_spmd.distributed.session import Session
+from grpo_spmd.engine.cache_room import no_room_for_cache
 from grpo_spmd.engine.gpu import keep_caches_on_node, refuse_unshareable_segments
 from grpo_spmd.model.dimensions import head_dim
 from grpo_spmd.model.hf_files import load_config
@@ -54,6 +55,10 @@ def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: i
         if not rollout.engine:
             raise
         raise ConfigError(f"rollout.engine: vllm.LLM refused {sorted(rollout.engine)}: {error}") from None
+    except ValueError as error:
+        if not (said := no_room_for_cache(str(error), device)):
+            raise
+        raise ConfigError(said) from None
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)

@@ -18,8 +18,9 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.model.families.config_json import refuse_by_config
 from grpo_spmd.observe.cards import Card, find_card
-from grpo_spmd.preflight.checks import check_model_sizes, check_world_size
+from grpo_spmd.preflight.checks import check_world_size
 from grpo_spmd.preflight.model_facts import ModelFacts, local_folder, shapes_from_config
+from grpo_spmd.preflight.model_folder import check_model_sizes
 from grpo_spmd.untrusted import UntrustedError, read_model_config
 
 _MOST_RANKS = 65_536

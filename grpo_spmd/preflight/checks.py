@@ -6,24 +6,23 @@ import ast
 import difflib
 import importlib.util
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from grpo_spmd.checkpoint.manifest import CheckpointError, NewerFormatError, read_trainer
 from grpo_spmd.checkpoint.run_dir import check_same_run, is_inside, is_same_launch, list_checkpoints, refuse_in_use
 from grpo_spmd.config.dump import flat_config
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import Config
-from grpo_spmd.data.prompts import check_lengths_early, check_template_early
+from grpo_spmd.data.early import check_prompts_early
 from grpo_spmd.data.rows import PromptRow, check_enough_rows, key_and_source, read_rows
-from grpo_spmd.model.families.config_json import refuse_by_config
+from grpo_spmd.preflight.installed import check_disk, check_packages
+from grpo_spmd.preflight.model_folder import check_model, num_embeddings
 from grpo_spmd.rewards.pool.pool import allow_workers
 from grpo_spmd.rewards.protocol import Reward, load_rewards
 from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
-from grpo_spmd.untrusted import UntrustedError, read_header, read_index, read_model_config, read_stop_tokens
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,18 @@ def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inpu
     check_world_size(config, num_ranks, int(local_ranks) if local_ranks else None)
     if to_run:
         _check_run_dir(config)
-    _check_model(config)
+    folder = check_model(config, to_run=to_run)
     _check_engine_keys(config)
     rewards = load_rewards(config.rewards)
     allow_workers(config.reward_pool.num_workers)
     _check_code_time(config)
-    rows = _read_and_check(config, rewards)
+    rows = _read_and_check(config, rewards, folder)
     eval_sets = config.data.eval_sets if config.eval.every_steps else ()
-    return Inputs(rows, {name: _read_and_check(config, rewards, name) for name in eval_sets})
+    inputs = Inputs(rows, {name: _read_and_check(config, rewards, folder, name) for name in eval_sets})
+    if to_run:  # last: what is wrong with the config itself is the same on every machine
+        check_disk(config)
+        check_packages(config)
+    return inputs
 
 
 def _check_code_time(config: Config) -> None:
@@ -68,12 +71,14 @@ def _check_code_time(config: Config) -> None:
             raise ConfigError(f"rewards.{index}.args.time_s ({time_s:g}) must be {bound}, {why}")
 
 
-def _read_and_check(config: Config, rewards: Sequence[Reward], eval_set: str | None = None) -> list[PromptRow]:
+def _read_and_check(
+    config: Config, rewards: Sequence[Reward], folder: Path | None, eval_set: str | None = None
+) -> list[PromptRow]:
     rows = read_rows(config.data, eval_set)
     check_enough_rows(len(rows), config.data, config.rollout.num_prompts_per_step, eval_set=eval_set)
     _check_reward_columns(rewards, rows, key_and_source(config.data, eval_set)[1])
-    check_template_early(rows, config.model.path)
-    check_lengths_early(rows, config.data, config.model.path)
+    if folder is not None:
+        check_prompts_early(rows, config.data, folder, num_embeddings(folder))
     return rows
 
 
@@ -115,7 +120,7 @@ def _check_run_dir(config: Config) -> None:
         folder = Path(resume)
         if not folder.is_dir():
             rule = "it is auto, never, or the folder of a checkpoint"
-            raise ConfigError(f"checkpoint.resume: there is no folder {folder}; {rule}")
+            raise ConfigError(f"checkpoint.resume: there is no folder {folder}{looked_for(folder)}; {rule}")
         if not (folder / "manifest.json").exists():
             inside = list_checkpoints(folder)
             hint = f"; this is a run's folder, its newest checkpoint is {inside[-1]}" if inside else ""
@@ -135,46 +140,6 @@ def _check_newest(checkpoints: list[Path], config: Config) -> None:
             raise ConfigError(f"checkpoint.resume: {error}") from None
         except (CheckpointError, KeyError, TypeError):
             continue
-
-
-def _check_model(config: Config) -> None:
-    folder = Path(config.model.path)
-    if not folder.is_dir():
-        if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", config.model.path) and not Path(folder.parts[0]).exists():
-            return  # a hub id
-        raise ConfigError(f"model.path: there is no folder {folder}, and it is no hub id (organisation/name)")
-    try:
-        for path in folder.iterdir():  # a fifo would have its reader wait for ever, a device has no end
-            if path.exists() and not path.is_file() and not path.is_dir():
-                raise UntrustedError(f"{path} is neither a file nor a folder")
-        model = read_model_config(folder)
-        refuse_by_config(model, config.model.path)
-        read_stop_tokens(folder)
-        files = sorted({*folder.glob("*.safetensors"), *(read_index(folder) or {}).values()})
-        if not files:
-            raise UntrustedError(f"{folder} holds no .safetensors file")
-        for path in files:
-            read_header(path)
-    except UntrustedError as error:
-        remedy = "; copy or download it again" if "whole safetensors" in str(error) else ""
-        raise ConfigError(f"model.path: {error}{remedy}") from None
-    except OSError as error:
-        raise ConfigError(f"model.path: cannot read {error.filename}: {error.strerror}") from None
-    if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
-        raise ConfigError(f"model.path: {folder} holds no tokenizer")  # transformers would make an empty one up
-    check_model_sizes(config, model)
-
-
-def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
-    """Of config.json, `model`, beside the config."""
-    longest, positions = config.max_rollout_tokens, model.get("max_position_embeddings")
-    if isinstance(positions, int) and longest > positions:
-        prompt, completion = config.data.max_prompt_tokens, config.rollout.max_completion_tokens
-        parts = f"data.max_prompt_tokens ({prompt}) + rollout.max_completion_tokens ({completion})"
-        raise ConfigError(f"{parts} = {longest}, but the model has {positions} positions")
-    size, heads = config.rollout.tensor_parallel_size, model.get("num_attention_heads")
-    if isinstance(heads, int) and heads % size:
-        raise ConfigError(f"rollout.tensor_parallel_size ({size}) must divide the model's {heads} attention heads")
 
 
 def _check_engine_keys(config: Config) -> None:

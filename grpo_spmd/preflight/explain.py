@@ -16,7 +16,13 @@ from grpo_spmd.preflight.model_facts import ModelFacts
 
 
 def explain(
-    config: Config, sources: Mapping[str, str], model: ModelFacts | None, *, num_rows: int, num_ranks: int
+    config: Config,
+    sources: Mapping[str, str],
+    model: ModelFacts | None,
+    num_rows: int,
+    num_ranks: int,
+    *,
+    with_defaults: bool = False,
 ) -> list[str]:
     """The lines that `--explain` prints; `model` None leaves out what only the model could tell, and says so."""
     lines = _section("a step", _step_rows(config, num_ranks))
@@ -30,7 +36,7 @@ def explain(
         lines += _section("memory of a rank: engine", engine_rows(config, model, num_ranks))
     found = list(advice(config, num_ranks))
     lines += ["", "worth a look" + ("" if found else ": nothing found"), *(f"  - {line}" for line in found)]
-    return [*lines, "", "where each value came from", *_provenance(config, sources)]
+    return [*lines, "", "where each value came from", *_provenance(config, sources, with_defaults)]
 
 
 def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
@@ -111,7 +117,11 @@ def _section(title: str, rows: Iterator[Row]) -> list[str]:
     return ["", title, *(f"  {name:36} {value:>16}  {how}".rstrip() for name, value, how in rows)]
 
 
-def _provenance(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
-    for name, value in flat_config(config).items():
+def _provenance(config: Config, sources: Mapping[str, str], with_defaults: bool) -> Iterator[str]:
+    values = flat_config(config)
+    shown = [name for name in values if with_defaults or sources[name] != "default"]
+    for name, value in ((name, values[name]) for name in shown):
         text = json.dumps(value, ensure_ascii=False)
         yield f"  {name:40} {text if len(text) <= 48 else text[:45] + '...':48}  {sources[name]}"
+    if len(shown) < len(values):
+        yield f"  {len(values) - len(shown)} others have their defaults: --explain=all shows them too"

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
 from grpo_spmd.rewards.trl import GIVEN, RewardError, callable_name, check_args, taken
@@ -119,7 +120,7 @@ def _load_function(spec: str, where: str) -> Callable[..., Any]:
         raise ConfigError(f'{where}.function must be "file.py:function"; got {spec!r}')
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(f"{where}.function: there is no file {file}")
+        raise ConfigError(f"{where}.function: there is no file {file}{looked_for(path)}")
     loader = _UncachedLoader(f"reward_{path.stem}", os.path.abspath(path))
     module_spec = util.spec_from_file_location(loader.name, path, loader=loader)
     assert module_spec is not None, path

@@ -26,7 +26,7 @@ def test_the_command_imports_no_torch_and_plans_a_run_that_is_under_way(tmp_path
     path = write_config(tmp_path, model, rollout={"engine": {"hf_token": "hunter2"}})
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").touch()
-    done = run("--config", str(path), "--explain", "--ranks", "2", "optimizer.lr=3e-3", cwd=tmp_path)
+    done = run("--config", str(path), "--explain=all", "--ranks", "2", "optimizer.lr=3e-3", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[-1] == "[]"

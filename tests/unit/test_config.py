@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from grpo_spmd.config.describe import describe_keys
-from grpo_spmd.config.dump import config_to_dict
+from grpo_spmd.config.dump import config_to_dict, flat_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
@@ -417,7 +417,62 @@ def test_help_describes_every_key(tmp_path: Path) -> None:
             )
         return names
 
-    described = {line.split()[0] for line in describe_keys().splitlines()}
+    described = {line.split()[0] for line in describe_keys().splitlines() if line[2] != " "}
     expected = set(leaves(config_to_dict(_load(tmp_path)))) - {"rewards"}
     assert described - {name for name in described if name.startswith("rewards.N.")} == expected
     assert "rewards.N.weight" in described
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_help_fits_the_terminal_and_names_each_key_at_the_start_of_a_line(columns: int) -> None:
+    lines = describe_keys(columns).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "  rollout.group_size  (a whole number >= 2; default 8)" in lines
+    assert lines[lines.index("  rollout.group_size  (a whole number >= 2; default 8)") + 1] == (
+        "      completions per prompt (G)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("loss.dual_clip=None", "loss.dual_clip", None),
+        ("loss.dual_clip=none", "loss.dual_clip", None),
+        ("data.system_prompt=None", "data.system_prompt", None),
+        ("training.num_steps=1e3", "training.num_steps", 1000),
+        ("training.num_steps=2000.0", "training.num_steps", 2000),
+        ("rollout.weight_sync_bucket_mib=1e2", "rollout.weight_sync_bucket_mib", 100),
+        ("model.lora.target_modules=q_proj", "model.lora.target_modules.0", "q_proj"),
+        ("model.lora.target_modules=q_proj,v_proj", "model.lora.target_modules.1", "v_proj"),
+        ("model.lora.target_modules=all-linear", "model.lora.target_modules", "all-linear"),
+        ("model.dtype=bf16", "model.dtype", "bfloat16"),
+        ("model.dtype=fp32", "model.dtype", "float32"),
+        ("optimizer.lr=1e-6", "optimizer.lr", 1e-6),
+    ],
+)
+def test_what_can_mean_one_thing_alone_is_taken_for_it(override: str, key: str, value: Any, tmp_path: Path) -> None:
+    found = flat_config(_load(tmp_path, None, override))[key]
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("training.num_steps=2.5", "training.num_steps must be a whole number; got 2.5"),
+        ("training.num_steps=1e300", "training.num_steps must be a whole number; got '1e300'"),
+        ("training.num_steps=-1", "got -1; without an end: a large number, stopped by Ctrl-C or training.max_time_s"),
+        ("seed=true", "seed must be a whole number; got True"),
+        ("checkpoint.resume=true", "checkpoint.resume must be text; got True; auto goes on from run_dir's newest"),
+        ("rollout.temperature=0", "are alike and teach nothing; eval.temperature: 0 evaluates greedily"),
+        ("model.dtype=fp16", "one of float32, bfloat16; got 'fp16'; float16 overflows"),
+        ("model.attention=flash_attention_2", "got 'flash_attention_2'; flash is flash-attn"),
+        ("rewards=gsm8k", "rewards must be a list; got 'gsm8k'; [{name: gsm8k}], or [{function: 'file.py:fn'}]"),
+        ("logging.wandb=project", "got 'project'; the project's name is logging.wandb_project"),
+        ("data.train=[a.jsonl, b.jsonl]", "cat a.jsonl b.jsonl > both.jsonl makes one of two"),
+        ("model.lora=16", "got 16; {rank: 16, alpha: 32}"),
+        ("model.lora.rank=-1", "model.lora.rank must be >= 0; got -1"),
+        ("loss.clip_ratio_low=None", "loss.clip_ratio_low must be a finite number; got 'None'"),
+    ],
+)
+def test_what_cannot_be_taken_gets_its_remedy(override: str, said: str, tmp_path: Path) -> None:
+    assert said in _refusal(tmp_path, None, override)

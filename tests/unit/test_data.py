@@ -14,7 +14,8 @@ import pytest
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
-from grpo_spmd.data.prompts import PromptStream, build_prompts, check_lengths_early, check_template_early
+from grpo_spmd.data.early import check_prompts_early
+from grpo_spmd.data.prompts import PromptStream, build_prompts
 from grpo_spmd.data.rows import PromptRow, check_enough_rows, read_rows
 from grpo_spmd.records import Prompt
 
@@ -159,6 +160,7 @@ def test_hub_name_is_repo_subset_split(
         return [{"prompt": "a"}]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the hub itself is not asked
     assert len(read_rows(DataConfig(train=source))) == 1
     assert asked == [expected]
 
@@ -171,6 +173,7 @@ def test_hub_failure_is_one_line_with_the_source(error: Exception, monkeypatch: 
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the hub itself is not asked
     with pytest.raises(ConfigError) as caught:
         read_rows(DataConfig(train="hub:org/set::train"))
     assert str(caught.value).startswith(f"data.train: cannot load hub:org/set::train: {type(error).__name__}")
@@ -232,7 +235,7 @@ def test_early_template_check_agrees_with_the_tokenizer(has_template: bool, tmp_
     _tokenizer(ROLES if has_template else None).save_pretrained(tmp_path / "model")
     config = _config(_jsonl(tmp_path, {"prompt": "a"}), as_chat=True, model_path=f"{tmp_path}/model")
     rows = read_rows(config.data)
-    early = _refusal(lambda: check_template_early(rows, config.model.path))
+    early = _refusal(lambda: check_prompts_early(rows, config.data, Path(config.model.path)))
     assert early == _refusal(lambda: _built(config, _tokenizer(ROLES if has_template else None)))
     assert (early is None) == has_template
 
@@ -240,7 +243,7 @@ def test_early_template_check_agrees_with_the_tokenizer(has_template: bool, tmp_
 def test_template_inside_the_tokenizer_settings_is_found_early(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": ROLES}), encoding="utf-8")
     config = _config(_jsonl(tmp_path, {"prompt": "a"}), as_chat=True, model_path=str(tmp_path))
-    assert _refusal(lambda: check_template_early(read_rows(config.data), config.model.path)) is None
+    assert _refusal(lambda: check_prompts_early(read_rows(config.data), config.data, Path(config.model.path))) is None
 
 
 def test_messages_that_the_template_refuses_name_their_line(tmp_path: Path) -> None:
@@ -290,7 +293,7 @@ def test_early_length_check_agrees_with_the_tokenizer(limit: int, tmp_path: Path
     _raw_tokenizer().save(str(tmp_path / "tokenizer.json"))
     config = _config(_jsonl(tmp_path, {"prompt": "a b c"}), model_path=str(tmp_path), max_prompt_tokens=limit)
     rows = read_rows(config.data)
-    early = _refusal(lambda: check_lengths_early(rows, config.data, config.model.path))
+    early = _refusal(lambda: check_prompts_early(rows, config.data, Path(config.model.path)))
     assert early == _refusal(lambda: _built(config, _tokenizer()))
     assert (early is None) == (limit == 4)
 
@@ -418,6 +421,6 @@ def test_the_early_check_of_lengths_counts_no_padding(tmp_path: Path) -> None:
     tokenizer.enable_padding(length=512)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     rows = [PromptRow("a a", {}, "x:1")]
-    check_lengths_early(rows, DataConfig(train="x.jsonl", max_prompt_tokens=2), str(tmp_path))
+    check_prompts_early(rows, DataConfig(train="x.jsonl", max_prompt_tokens=2), tmp_path)
     with pytest.raises(ConfigError, match="x:1: the prompt has 2 tokens"):
-        check_lengths_early(rows, DataConfig(train="x.jsonl", max_prompt_tokens=1), str(tmp_path))
+        check_prompts_early(rows, DataConfig(train="x.jsonl", max_prompt_tokens=1), tmp_path)

@@ -211,6 +211,19 @@ def a_config(tmp_path: Path, *overrides: str) -> Config:
     return load_config(path, overrides)
 
 
+@pytest.mark.parametrize("with_defaults", [False, True])
+def test_the_end_says_what_is_set_and_the_defaults_only_when_asked(with_defaults: bool, tmp_path: Path) -> None:
+    config = a_config(tmp_path, "optimizer.lr=3e-3")
+    sources = dict.fromkeys(flat_config(config), "default") | {"optimizer.lr": "command line", "run_dir": "x:1"}
+    lines = explain.explain(config, sources, None, 60, 1, with_defaults=with_defaults)
+    last = lines[lines.index("where each value came from") + 1 :]
+    if with_defaults:
+        assert [line.split()[0] for line in last] == list(flat_config(config))
+    else:
+        assert [line.split()[0] for line in last[:-1]] == ["run_dir", "optimizer.lr"]
+        assert last[-1] == f"  {len(sources) - 2} others have their defaults: --explain=all shows them too"
+
+
 def rows_of(
     config: Config, model: model_facts.ModelFacts | None, num_ranks: int = 1, num_rows: int = 60
 ) -> dict[str, list[str]]:

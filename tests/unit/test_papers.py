@@ -16,7 +16,7 @@ from tests.support.processes import ROOT
 PAPERS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("*.md")} | {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("*/README.md"))
 }
-KEYS = {line.split()[0] for line in describe_keys().splitlines() if line.startswith("  ")}
+KEYS = {line.split()[0] for line in describe_keys().splitlines() if line[2] != " "}
 SECTIONS = {key.split(".")[0] for key in KEYS if "." in key} - {"rewards"}
 
 

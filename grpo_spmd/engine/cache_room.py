@@ -1,0 +1,27 @@
+"""vLLM's refusals of a KV cache in the keys of a config: it names its own flags, and some that the trainer decides."""
+
+from __future__ import annotations
+
+import re
+
+_ABOUT_MEMORY = re.compile(
+    r"KV\s+cache (is needed|memory)|No available memory for the cache blocks|Available memory on node|Free memory on"
+    r"|kv[_-]cache[_-]memory[_-]bytes"
+)
+_LONGEST = "data.max_prompt_tokens + rollout.max_completion_tokens"
+
+
+def no_room_for_cache(error: str, device: str) -> str | None:
+    """One line for vLLM's message about memory; None where it is about something else."""
+    if not _ABOUT_MEMORY.search(error):
+        return None
+    if found := re.search(r"max seq len\s+\((\d+)\),?\s+\(?([\d.]+) GiB.*?memory\s+\(([\d.]+) GiB\)", error, re.DOTALL):
+        longest, needed, there = found.groups()
+        what = f"one rollout of {longest} tokens ({_LONGEST}) takes {needed} GiB of KV cache, and {there} GiB are there"
+    else:
+        what = f"no room for vLLM's KV cache ({error.split('. ')[0].strip()})"
+    gpu = "raise rollout.gpu_memory_utilization, or rollout.tensor_parallel_size"
+    cpu = (
+        "raise rollout.engine.kv_cache_memory_bytes, or lower it where the host's memory is short, or take fewer ranks"
+    )
+    return f"rollout: {what}; {gpu if device == 'cuda' else cpu}, or shorten the rollouts"

@@ -1,0 +1,180 @@
+"""What the files of a model tell before torch reads them: config.json, headers of safetensors, the tokenizer's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.home import looked_for
+from grpo_spmd.config.schema import Config, LoraConfig
+from grpo_spmd.data.early import load_tokenizer_file
+from grpo_spmd.data.hub import check_reachable
+from grpo_spmd.model.dimensions import dimensions
+from grpo_spmd.model.families.config_json import refuse_by_config
+from grpo_spmd.preflight.arithmetic import kv_bytes_per_token
+from grpo_spmd.preflight.memory import kv_itemsize
+from grpo_spmd.preflight.model_facts import Shapes, local_folder, shapes_from_config
+from grpo_spmd.untrusted import UntrustedError, read_header, read_index, read_model_config, read_stop_tokens
+
+_HUB_NAME = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
+_COPY_AGAIN = "copy or download it again"
+
+
+def check_model(config: Config, *, to_run: bool = True) -> Path | None:
+    """The model's folder, looked through; None for a name of the hub that is not in the cache yet, of which only
+    whether it can be had is known, and asked only `to_run`. Raises ConfigError."""
+    path = config.model.path
+    folder = Path(path)
+    if not folder.is_dir():
+        if not re.fullmatch(_HUB_NAME, path) or Path(folder.parts[0]).exists():
+            rule = "and it is no hub id (organisation/name)"
+            raise ConfigError(f"model.path: there is no folder {folder}{looked_for(folder)}, {rule}")
+        cached = local_folder(path)
+        if cached is None or not _has_weights(cached):
+            if to_run:
+                check_reachable("models", path, "model.path")
+            return None
+        folder = cached
+    try:
+        for file in folder.iterdir():  # a fifo would have its reader wait for ever, a device has no end
+            if file.exists() and not file.is_file() and not file.is_dir():
+                raise UntrustedError(f"{file} is neither a file nor a folder")
+        model = read_model_config(folder)
+        refuse_by_config(model, path)
+        read_stop_tokens(folder)
+        shapes = _read_shapes(folder)
+    except UntrustedError as error:
+        remedy = f"; {_COPY_AGAIN}" if "whole safetensors" in str(error) else ""
+        raise ConfigError(f"model.path: {error}{remedy}") from None
+    except OSError as error:
+        remedy = f"; {_COPY_AGAIN}" if str(error.filename).endswith(".safetensors") else ""
+        raise ConfigError(f"model.path: cannot read {error.filename}: {error.strerror}{remedy}") from None
+    if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
+        remedy = f"copy tokenizer.json and tokenizer_config.json of its base model there, or {_COPY_AGAIN}"
+        raise ConfigError(f"model.path: {folder} holds no tokenizer; {remedy}")  # transformers would make one up
+    check_model_sizes(config, model)
+    if _names_every_size(model):
+        _check_shapes(folder, shapes, shapes_from_config(model))
+    _check_lora(config.model.lora, shapes)
+    _check_tokenizer(folder, _embeddings(shapes, model))
+    return folder
+
+
+def num_embeddings(folder: Path) -> int | None:
+    """Tokens that have a row in the embedding of a model that was looked through."""
+    return _embeddings(_read_shapes(folder), read_model_config(folder))
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether the cache has all of a model, and not only what the planner or an evaluation needed."""
+    try:
+        files = [*(read_index(folder) or {}).values()] or list(folder.glob("*.safetensors"))
+    except (UntrustedError, OSError):
+        return True  # the look through the folder says what is wrong
+    return bool(files) and all(file.is_file() for file in files)
+
+
+def _read_shapes(folder: Path) -> Shapes:
+    """Shapes in the headers of all files, each held against the index. Raises UntrustedError, OSError."""
+    index = read_index(folder)
+    files = sorted({*folder.glob("*.safetensors"), *(index or {}).values()})
+    if not files:
+        raise UntrustedError(f"{folder} holds no .safetensors file{_how_to_convert(folder)}")
+    headers = {file: read_header(file) for file in files}
+    for name, file in (index or {}).items():
+        if name not in headers[file]:
+            where = next((other.name for other, header in headers.items() if name in header), None)
+            found = f"it is in {where}" if where else "no file has it"
+            what = f"the index has {name} in {file.name}, whose header lacks it ({found})"
+            raise UntrustedError(f"{folder}: {what}: files of two downloads; {_COPY_AGAIN}")
+    single = folder / "model.safetensors"
+    read = files if index is None else sorted(set(index.values()))
+    read = [single] if index is None and single in headers else read
+    return {name: tuple(entry["shape"]) for file in read for name, entry in headers[file].items()}
+
+
+def _how_to_convert(folder: Path) -> str:
+    if not (old := [file.name for pattern in ("*.bin", "*.pth", "*.gguf") for file in folder.glob(pattern)]):
+        return "; " + _COPY_AGAIN
+    convert = f"m = AutoModelForCausalLM.from_pretrained('{folder}'); m.save_pretrained('{folder}')"
+    pickled = f"; {sorted(old)[0]} is of another format, which is not read here: convert it once, where you trust it"
+    return f'{pickled}: python -c "from transformers import AutoModelForCausalLM; {convert}"'
+
+
+def _names_every_size(model: Mapping[str, Any]) -> bool:
+    """A config.json need not hold what its family has by default, and not all families' defaults follow from others."""
+    needed = {"mistral": ["num_key_value_heads"], "qwen2": ["num_key_value_heads"]}
+    needed["qwen3"] = ["num_key_value_heads", "head_dim"]
+    return all(isinstance(model.get(name), int) for name in needed.get(str(model["model_type"]), []))
+
+
+def _check_shapes(folder: Path, found: Shapes, asked: Shapes) -> None:
+    """The policy reads each of its tensors by name, and would say the same when the engine has started."""
+    for name, shape in asked.items():
+        if name not in found:
+            known = sorted(found)[:1]
+            raise ConfigError(f"model.path: {folder} has no tensor {name}; its files begin with {', '.join(known)}")
+        if found[name] != shape:
+            what = f"has shape {list(found[name])}, and config.json asks for {list(shape)}"
+            raise ConfigError(f"model.path: {name} in {folder} {what}: weights and config are of two models")
+
+
+def _check_lora(lora: LoraConfig, shapes: Shapes) -> None:
+    if not lora.rank or lora.target_modules == "all-linear":
+        return
+    layers = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
+    inner = [name for name in layers if re.search(r"\.\d+\.", name)]
+    known = list(dict.fromkeys(name.rpartition(".")[2] for name in inner))
+    for target in lora.target_modules if inner else ():
+        if not any(f".{name}".endswith(f".{target}") for name in inner):
+            what = f"{target!r} names no linear layer of the model"
+            raise ConfigError(f"model.lora.target_modules: {what}; it has {', '.join(known)}, and all-linear takes all")
+
+
+def _embeddings(shapes: Shapes, model: Mapping[str, Any]) -> int | None:
+    rows = [shape[0] for name, shape in shapes.items() if re.search(r"(embed_tokens|wte|embed_in)\.weight$", name)]
+    size = rows[0] if rows else model.get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _check_tokenizer(folder: Path, embeddings: int | None) -> None:
+    """Tokens of the vocabulary itself must have an embedding. Added ones may lack it until a prompt holds them: a
+    padding token beside Llama 2's 32,000 is one that none does."""
+    file = folder / "tokenizer.json"
+    if embeddings is None or not file.is_file():
+        return
+    tokenizer = load_tokenizer_file(file)
+    if (size := tokenizer.get_vocab_size(with_added_tokens=False)) > embeddings:
+        what = f"its tokenizer has {size} tokens, and its embedding {embeddings} rows"
+        raise ConfigError(f"model.path: {what}: tokenizer.json is another model's; {_COPY_AGAIN}")
+
+
+def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
+    """Of config.json, `model`, beside the config."""
+    longest, positions = config.max_rollout_tokens, model.get("max_position_embeddings")
+    if isinstance(positions, int) and longest > positions:
+        prompt, completion = config.data.max_prompt_tokens, config.rollout.max_completion_tokens
+        parts = f"data.max_prompt_tokens ({prompt}) + rollout.max_completion_tokens ({completion})"
+        raise ConfigError(f"{parts} = {longest}, but the model has {positions} positions; lower one of them")
+    size, heads = config.rollout.tensor_parallel_size, model.get("num_attention_heads")
+    if isinstance(heads, int) and heads % size:
+        raise ConfigError(f"rollout.tensor_parallel_size ({size}) must divide the model's {heads} attention heads")
+    kv_heads = model.get("num_key_value_heads")
+    if isinstance(kv_heads, int) and max(kv_heads, size) % min(kv_heads, size):
+        rule = f"must divide the model's {kv_heads} key-value heads, or be a multiple of them"
+        raise ConfigError(f"rollout.tensor_parallel_size ({size}) {rule}")
+    _check_cache(config, model)
+
+
+def _check_cache(config: Config, model: Mapping[str, Any]) -> None:
+    """A KV cache of a size that was asked for must hold one rollout of full length."""
+    given, sizes = config.rollout.engine.get("kv_cache_memory_bytes"), dimensions(model)
+    if not isinstance(given, int) or sizes is None or isinstance(model.get("sliding_window"), int):
+        return
+    token = kv_bytes_per_token(sizes, kv_itemsize(config), config.rollout.tensor_parallel_size)
+    if given < (needed := token * config.max_rollout_tokens):
+        what = f"{given:,} hold no rollout of {config.max_rollout_tokens} tokens, which takes {needed:,}"
+        raise ConfigError(f"rollout.engine.kv_cache_memory_bytes: {what}; raise it, or shorten the rollouts")

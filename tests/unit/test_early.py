@@ -1,0 +1,318 @@
+"""What a model's files, installed packages, the hub and the disk show is said by --check: one line, with the remedy."""
+
+from __future__ import annotations
+
+import http.server
+import itertools
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import DataConfig
+from grpo_spmd.data import early, hub
+from grpo_spmd.data.early import check_prompts_early, sample
+from grpo_spmd.data.rows import PromptRow, read_rows
+from grpo_spmd.engine.cache_room import no_room_for_cache
+from grpo_spmd.preflight import installed
+from grpo_spmd.train import main
+from tests.support.early_mistakes import MISTAKES, TEMPLATE, Mistake, good_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    good_folder()
+    return tmp_path
+
+
+def _check(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["train", "--config", "config.yaml", "--check", *overrides])
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_there_are_forty_and_the_unspoiled_folder_is_good(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(MISTAKES) >= 40
+    assert len({each.name for each in MISTAKES}) == len(MISTAKES)
+    assert _check(monkeypatch) == 0
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_it_is_said_in_one_line_with_the_remedy(
+    mistake: Mistake, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistake.make(monkeypatch)
+    monkeypatch.setenv("WORLD_SIZE", str(mistake.ranks))
+    status = _check(monkeypatch, *mistake.overrides)
+    shown = capsys.readouterr()
+    assert (status, shown.out) == (2, "")
+    (line,) = shown.err.splitlines()
+    assert line.startswith("error: ")
+    for part in mistake.says:
+        assert part in line
+
+
+# The hub, by a server that answers as it does
+
+
+@contextmanager
+def _answering(status: int, code: str = "", location: str = "") -> Iterator[tuple[str, list[Any]]]:
+    asked: list[Any] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append((self.path, self.headers.get("Authorization")))
+            self.send_response(status)
+            for name, value in (("X-Error-Code", code), ("Location", location)):
+                if value:
+                    self.send_header(name, value)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code", "said"),
+    [
+        ("models", 200, "", None),
+        ("models", 307, "", None),
+        ("models", 429, "", None),  # the libraries wait and ask again
+        ("models", 401, "GatedRepo", "org/x is gated: accept its terms on"),
+        ("models", 403, "GatedRepo", "org/x is gated"),
+        ("models", 401, "RepoNotFound", "or it is private; check the name (set HF_TOKEN if it is private)"),
+        ("models", 404, "RepoNotFound", "org/x, or it is private"),
+        ("models", 404, "EntryNotFound", "org/x has no config.json on the hub"),
+        ("datasets", 404, "EntryNotFound", None),
+        ("datasets", 401, "RepoNotFound", "/datasets/org/x, or it is private"),
+        ("datasets", 403, "", "org/x is gated: accept its terms on"),
+    ],
+)
+def test_the_hubs_answer_becomes_one_line(
+    kind: Any, status: int, code: str, said: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(folder))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with _answering(status, code, "http://127.0.0.1:9/elsewhere" if status == 307 else "") as (endpoint, asked):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        try:
+            hub.check_reachable(kind, "org/x", "the.key")
+            found = None
+        except ConfigError as error:
+            found = str(error)
+    assert len(asked) == 1
+    assert asked[0][1] is None
+    assert (found is None) == (said is None)
+    if found is not None and said is not None:
+        assert found.startswith("the.key: ")
+        assert said in found
+
+
+def test_the_token_goes_along_and_other_ranks_ask_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "token").write_text("hf_made_up\n", encoding="utf-8")
+    monkeypatch.setenv("HF_HOME", str(folder))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with _answering(200) as (endpoint, asked):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        hub.check_reachable("models", "org/x", "model.path")
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        hub.check_reachable("models", "org/x", "model.path")
+    assert asked == [("/org/x/resolve/main/config.json", "Bearer hf_made_up")]
+
+
+def test_a_hub_that_takes_the_call_and_says_nothing_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    monkeypatch.setattr(hub, "WAIT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(ConfigError, match="gives no answer"):
+            hub.check_reachable("models", "org/x", "model.path")
+
+
+def test_a_model_in_the_cache_is_looked_through_as_a_folder_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = folder / "hub" / "models--org--x"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("0" * 40, encoding="utf-8")
+    (cache / "snapshots").mkdir()
+    Path("model").rename(cache / "snapshots" / ("0" * 40))
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert _check(monkeypatch, "model.path=org/x") == 0
+    assert _check(monkeypatch, "model.path=org/x", "model.lora.target_modules=[query]") == 2
+    assert "'query' names no linear layer" in capsys.readouterr().err
+
+
+# Lengths of chat prompts, against transformers
+
+
+TEMPLATES = [
+    TEMPLATE,
+    "{{ bos_token }}{% for message in messages %}\n  {% if loop.first %}\n[{{ message.role }}]\n  {% endif %}\n"
+    "{{ message['content'] | trim }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}a{% endif %}",
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ p.text }}{% endfor %}{% endif %}{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}"
+    "{{ {'a': 'é<'} | tojson }}{% if tools %}never{% endif %}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("as_file", [False, True])
+def test_the_early_length_is_that_of_transformers(template: str, as_file: bool, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    settings = {
+        "eos_token": "<unk>",
+        "bos_token": {"content": "<", "__type": "AddedToken"},
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    if as_file:
+        Path("model/chat_template.jinja").write_text(template, encoding="utf-8")
+    else:
+        settings["chat_template"] = template
+    Path("model/tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    messages = [
+        {"role": "user", "content": " ab c "},
+        {"role": "user", "content": [{"type": "text", "text": "de"}]} if "p.text" in template else
+        {"role": "user", "content": "de"},
+    ]  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained("model", trust_remote_code=False)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    rows = [PromptRow(messages, {}, "x:1")]
+    check_prompts_early(rows, DataConfig(train="x", max_prompt_tokens=expected), Path("model"))
+    with pytest.raises(ConfigError, match=f"x:1: the prompt has {expected} tokens"):
+        check_prompts_early(rows, DataConfig(train="x", max_prompt_tokens=expected - 1), Path("model"))
+
+
+def test_a_template_that_only_transformers_understands_is_left_to_it(folder: Path) -> None:
+    rows = [PromptRow([{"role": "user", "content": "a" * 99}], {}, "x:1")]
+    for template in ("{% generation %}{{ messages }}{% endgeneration %}", "{{ messages.nothing.there }}"):
+        Path("model/tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
+        check_prompts_early(rows, DataConfig(train="x", max_prompt_tokens=4), Path("model"))
+
+
+def test_of_many_rows_the_longest_and_each_nth_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "_MOST_CHARACTERS", 1000)
+    rows = [PromptRow("x" * (100 if number in (7, 5003) else 1), {}, f"f:{number}") for number in range(10_000)]
+    taken = [int(row.where[2:]) for row in sample(rows)]
+    assert {7, 5003} <= set(taken)
+    assert taken == sorted(set(taken))
+    assert 500 <= len(taken) <= 1000
+    assert max(after - before for before, after in itertools.pairwise(taken)) <= 21
+    assert sample(rows[:10]) == rows[:10]
+
+
+# The disk: 12 bytes a parameter that trains, and the export
+
+
+def test_room_is_counted_for_what_is_kept_at_one_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    # embedding 40 x 16; a layer: q, k, v, o of 16x16, 8x16, 8x16, 16x16, gate, up, down of 24 x 16, norms 16, 16, 4, 4
+    parameters = 40 * 16 + 2 * (256 + 128 + 128 + 256 + 3 * 384 + 40) + 16
+    usage = shutil.disk_usage(".")
+
+    def fits(free: int, *overrides: str) -> bool:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+        try:
+            installed.check_disk(load_config("config.yaml", ["model.lora.rank=0", *overrides]))
+        except ConfigError:
+            return False
+        return True
+
+    for saves, overrides in (
+        (1, ["checkpoint.every_steps=0"]),
+        (3, ["checkpoint.every_steps=1", "checkpoint.keep=2"]),
+        (4, ["checkpoint.every_steps=1", "checkpoint.keep=2", "checkpoint.best_metric=reward/mean"]),
+        (2, ["checkpoint.every_steps=100", "checkpoint.keep=9"]),  # at step 100, which is the last too
+    ):
+        needed = saves * 12 * parameters + 2 * parameters
+        assert fits(needed, *overrides)
+        assert not fits(needed - 1, *overrides)
+    # rank 4 on q_proj of two layers: A 4 x 16, B 16 x 4
+    assert fits(12 * 256 + 2 * 256, "checkpoint.every_steps=0", "model.lora.rank=4")
+    assert not fits(12 * 256 + 2 * 256 - 1, "checkpoint.every_steps=0", "model.lora.rank=4")
+
+
+# Paths
+
+
+def test_the_home_folder_is_put_in_for_a_tilde(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    paths = ["run_dir=~/run", "model.path=~/model", "data.train=~/train.jsonl", "data.eval={a: ~/b.jsonl}"]
+    paths += ["rewards=[{function: '~/r.py:fn'}]", "checkpoint.resume=~/old", "eval.every_steps=1"]
+    config = load_config("~/config.yaml", paths)
+    assert (config.run_dir, config.model.path) == (f"{folder}/run", f"{folder}/model")
+    assert (config.data.train, config.data.eval_sets) == (f"{folder}/train.jsonl", {"a": f"{folder}/b.jsonl"})
+    assert (config.rewards[0].function, config.checkpoint.resume) == (f"{folder}/r.py:fn", f"{folder}/old")
+    assert load_config("config.yaml", ["data.train=a~b.jsonl"]).data.train == "a~b.jsonl"
+
+
+def test_a_mark_at_the_start_of_a_file_is_no_part_of_it(folder: Path) -> None:
+    Path("marked.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert [row.prompt for row in read_rows(DataConfig(train="marked.jsonl"))] == ["a", "b"]
+
+
+# vLLM's words about its KV cache, in ours
+
+
+@pytest.mark.parametrize(
+    ("error", "device", "said"),
+    [
+        (
+            "To serve at least one request with the model's max seq len (5120), (0.28 GiB KV cache is needed, which is "
+            "larger than the available KV cache memory (0.06 GiB). Based on the available memory, the estimated "
+            "maximum model length is 1088. Try increasing `gpu_memory_utilization` (which also controls CPU memory on "
+            "the CPU backend) or decreasing `max_model_len` when initializing the engine.",
+            "cuda",
+            "rollout: one rollout of 5120 tokens (data.max_prompt_tokens + rollout.max_completion_tokens) takes "
+            "0.28 GiB of KV cache, and 0.06 GiB are there; raise rollout.gpu_memory_utilization, or "
+            "rollout.tensor_parallel_size, or shorten the rollouts",
+        ),
+        (
+            "Available memory on node 0 (3.1/24.0 GiB) on kv cache allocation is less than requested memory for kv "
+            "(9.0 GiB). Decrease --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE, or reduce CPU memory.",
+            "cpu",
+            "rollout.engine.kv_cache_memory_bytes",
+        ),
+        ("No available memory for the cache blocks. Try increasing it.", "cuda", "rollout.gpu_memory_utilization"),
+        ("Unknown architecture Foo", "cuda", None),
+    ],
+)
+def test_vllms_words_about_memory_name_our_keys(error: str, device: str, said: str | None) -> None:
+    found = no_room_for_cache(error, device)
+    assert (found is None) == (said is None)
+    if found is not None and said is not None:
+        assert said in found
+        assert "--" not in found.split("GiB)")[-1]
+        assert "max_model_len" not in found
