@@ -6,7 +6,7 @@ import re
 
 from grpo_spmd.config.coerce import REFUSED_KEYS
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import PHASES, Config, LossConfig, OptimizerConfig, RolloutConfig
+from grpo_spmd.config.schema import ADAPTER_RANKS, PHASES, Config, LossConfig, OptimizerConfig, RolloutConfig
 
 # What the trainer itself decides about the engine, where a second value would be a second truth, and where it is set.
 _ENGINE_KEYS_OWNED = {
@@ -37,6 +37,9 @@ def check_rules(config: Config) -> None:
     if template is not None and not re.search(r"\{\w+\}", template):
         what = "names no column in braces, so that all prompts were alike"
         raise ConfigError(f"data.prompt_template {what}; got {template!r}")
+    lora, most = config.model.lora, ADAPTER_RANKS[-1]
+    if lora.base_stays_in_engine and lora.rank > most:
+        raise ConfigError(f"model.lora.rank: {lora.rank} is more than vLLM takes ({most}); set model.lora.sync: merged")
     if config.rollout.sleep_level == 2 and config.model.lora.base_stays_in_engine:
         why = "2 drops the engine's weights, and with model.lora.sync: adapter no sync brings the base back"
         raise ConfigError(f"rollout.sleep_level: {why}; leave sleep_level out, or set it to 1")
@@ -113,6 +116,10 @@ def _check_evaluation(config: Config) -> None:
     if not temperature and (samples := config.eval.num_samples) > 1:
         rule = "must be 1 with eval.temperature: 0, where all samples are alike"
         raise ConfigError(f"eval.num_samples ({samples}) {rule}")
+    metric = config.checkpoint.best_metric or ""
+    if metric.startswith("eval/") and metric.split("/")[1] not in sets:
+        there = ", ".join(sets) or "no held-out sets"
+        raise ConfigError(f"checkpoint.best_metric ({metric}) is of a set that data.eval does not have: {there}")
     for name, source in sets.items():
         if not isinstance(source, str) or not re.fullmatch(r"[\w.-]+", name):
             form = "must be a name (letters, digits, . _ -) with a source as in data.train"

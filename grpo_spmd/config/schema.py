@@ -10,6 +10,7 @@ from typing import Any, Literal
 # The phases of a step, in their order: timers, metrics and limits bear these names.
 PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
 SYNC_BUCKET_MIB = {"cpu": 16, "cuda": 256}  # what weight_sync_bucket_mib is where it is null
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
 _SIGNS = {"above": ">", "at_least": ">=", "below": "<", "at_most": "<="}
 
 

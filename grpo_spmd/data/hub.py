@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be asked for a name: one request of three seconds, not libraries' retries."""
+"""Whether the Hugging Face hub can be asked for a name: one short request, not libraries' retries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from grpo_spmd.config.errors import ConfigError
 
-WAIT_S = 3.0
+WAIT_S = 2.5
 _REMEDY = "run `grpo-spmd prefetch --config ...` on a node with network, or give a local {what}"
 
 
@@ -64,7 +64,7 @@ def _ask(url: str) -> tuple[int | None, str]:
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(WAIT_S)
-    return found[0] if found else (None, f"within {WAIT_S:.0f} s")
+    return found[0] if found else (None, f"within {WAIT_S:g} s")
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

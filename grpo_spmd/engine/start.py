@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import LoraConfig, ModelConfig, RolloutConfig
+from grpo_spmd.config.schema import ADAPTER_RANKS, LoraConfig, ModelConfig, RolloutConfig
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.cache_room import no_room_for_cache
 from grpo_spmd.engine.gpu import keep_caches_on_node, refuse_unshareable_segments
@@ -25,7 +25,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Some of its modules log before they have read the variable.
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-_MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
 
 
 def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, session: Session) -> Any:
@@ -66,10 +65,7 @@ def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: i
 
 def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:
     """Room for one adapter of this rank, on the layers that get one."""
-    room = [rank for rank in _MAX_LORA_RANKS if rank >= lora.rank]
-    if not room:
-        most = _MAX_LORA_RANKS[-1]
-        raise ConfigError(f"model.lora.rank: {lora.rank} is more than vLLM takes ({most}); set model.lora.sync: merged")
+    room = [rank for rank in ADAPTER_RANKS if rank >= lora.rank]
     from vllm.engine.arg_utils import EngineArgs
 
     layers = engine_target_modules(path, lora)

@@ -60,10 +60,12 @@ def _about_shares(config: Config, num_ranks: int) -> Iterator[str]:
     prompts, engines = rollout.num_prompts_per_step, num_ranks // rollout.tensor_parallel_size
     if prompts % engines:
         what = f"some sample {-(-prompts // engines)} groups a step, others {prompts // engines}"
+        if prompts < engines:
+            what = f"{engines - prompts} never sample while others do; raise it to {engines} or a multiple"
         yield f"rollout.num_prompts_per_step {prompts} is no multiple of {engines} engines: {what}"
     per_step = prompts * rollout.group_size // config.training.num_mini_batches
     if per_step < num_ranks:
-        what = f"{num_ranks - per_step} of them have nothing to train on"
+        what = f"{num_ranks - per_step} of them have nothing to train on; raise rollout.num_prompts_per_step"
         yield f"{per_step} completions per optimizer step for {num_ranks} ranks: {what}"
     if rollout.dynamic_sampling and rollout.dynamic_sampling_max_rounds == 1:
         yield "rollout.dynamic_sampling with dynamic_sampling_max_rounds 1: groups are dropped, and never replaced"

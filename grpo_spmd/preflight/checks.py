@@ -6,6 +6,7 @@ import ast
 import difflib
 import importlib.util
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +148,7 @@ def _check_engine_keys(config: Config) -> None:
     package = importlib.util.find_spec("vllm") if config.rollout.engine else None
     if package is None or package.origin is None:
         return
-    known: set[str] = set()
+    known, kinds = set[str](), dict[str, str]()
     for file, of in (("engine/arg_utils.py", "EngineArgs"), ("entrypoints/llm.py", "LLM")):
         path = Path(package.origin).parent / file
         if not path.is_file():  # another layout in another version: vllm itself will tell
@@ -157,9 +158,13 @@ def _check_engine_keys(config: Config) -> None:
         for item in (item for found in classes for item in found.body):
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
                 known.add(item.target.id)
+                kinds[item.target.id] = ast.unparse(item.annotation)
             elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
                 known |= {argument.arg for argument in [*item.args.args, *item.args.kwonlyargs]}
-    for name in config.rollout.engine:
+    for name, value in config.rollout.engine.items():
+        is_number = set(re.findall(r"\w+", kinds.get(name, ""))) in ({"int"}, {"int", "None"})
+        if is_number and value is not None and type(value) is not int:
+            raise ConfigError(f"rollout.engine.{name} must be a whole number; got {value!r}")
         if known and name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""

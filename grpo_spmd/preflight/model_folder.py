@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,13 +46,14 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
                 raise UntrustedError(f"{file} is neither a file nor a folder")
         model = read_model_config(folder)
         refuse_by_config(model, path)
+        _check_type(str(model["model_type"]), path)
         read_stop_tokens(folder)
         shapes = _read_shapes(folder)
     except UntrustedError as error:
         remedy = f"; {_COPY_AGAIN}" if "whole safetensors" in str(error) else ""
         raise ConfigError(f"model.path: {error}{remedy}") from None
     except OSError as error:
-        remedy = f"; {_COPY_AGAIN}" if str(error.filename).endswith(".safetensors") else ""
+        remedy = f"; {_COPY_AGAIN}" if str(error.filename).endswith(".safetensors") else _instead(folder)
         raise ConfigError(f"model.path: cannot read {error.filename}: {error.strerror}{remedy}") from None
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
         remedy = f"copy tokenizer.json and tokenizer_config.json of its base model there, or {_COPY_AGAIN}"
@@ -66,6 +69,30 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
 def num_embeddings(folder: Path) -> int | None:
     """Tokens that have a row in the embedding of a model that was looked through."""
     return _embeddings(_read_shapes(folder), read_model_config(folder))
+
+
+def _instead(folder: Path) -> str:
+    """Where config.json is not there: what the folder is, if that shows."""
+    if (folder / "manifest.json").is_file():
+        return f"; it is a run's checkpoint: `python -m grpo_spmd.export {folder} OUT` writes a model's folder"
+    if (folder / "adapter_config.json").is_file():
+        return "; it is an adapter: `python -m grpo_spmd.export --merge` puts it into its base model"
+    inner = sorted(path.parent for path in folder.glob("*/config.json"))
+    return f"; {inner[0]} has one" if inner else ""
+
+
+def _check_type(model_type: str, path: str) -> None:
+    """Transformers' own list of causal LMs, read as text: to import it takes seconds."""
+    package = importlib.util.find_spec("transformers")
+    if package is None or package.origin is None:
+        return
+    file = Path(package.origin).parent / "models" / "auto" / "modeling_auto.py"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    known = re.search(r"MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)\n\)", text, re.DOTALL)
+    if known and f'("{model_type}",' not in known[1]:
+        version = importlib.metadata.version("transformers")
+        what = f"transformers {version} has no causal LM of model_type {model_type}"
+        raise ConfigError(f"model.path: {path}: {what}; a newer transformers may, if it is not another kind of model")
 
 
 def _has_weights(folder: Path) -> bool:

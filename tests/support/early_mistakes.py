@@ -392,3 +392,50 @@ typed(
     "a reward that is not there", "rewards=[{function: 'r.py:fn'}]", _cwd("rewards.0.function: there is no file r.py")
 )
 typed("a checkpoint that is not there", "checkpoint.resume=old/step_1", _cwd("there is no folder old/step_1"))
+
+
+# What the model is
+
+
+@mistake("a model that transformers does not know", "has no causal LM of model_type qwen9", "a newer transformers may")
+def _(_: Patch) -> None:
+    change_json("config.json", model_type="qwen9")
+
+
+@mistake("a reward model", "model.path: model is a classifier (Qwen3ForSequenceClassification", "has no lm_head")
+def _(_: Patch) -> None:
+    change_json("config.json", architectures=["Qwen3ForSequenceClassification"])
+
+
+@mistake("a model with recurrent layers", "model has layers other than attention (linear_attention)")
+def _(_: Patch) -> None:
+    change_json("config.json", layer_types=["linear_attention", "full_attention"])
+
+
+@mistake("a checkpoint in place of a model", "config.json: No such file", "grpo_spmd.export model OUT")
+def _(_: Patch) -> None:
+    Path("model/config.json").rename("model/manifest.json")
+
+
+@mistake("an adapter in place of a model", "config.json: No such file", "it is an adapter", "--merge")
+def _(_: Patch) -> None:
+    Path("model/config.json").rename("model/adapter_config.json")
+
+
+@mistake("a folder around the model's", "cannot read config.json", "; model has one", overrides=("model.path=.",))
+def _(_: Patch) -> None:
+    pass
+
+
+typed(
+    "a number of vLLM's as text", "rollout.engine={max_num_seqs: many}", "rollout.engine.max_num_seqs must be a whole"
+)
+typed(
+    "the best of no evaluation", "checkpoint.best_metric=eval/gsm8k/mean", "a set that data.eval does not have: no held"
+)
+
+
+@mistake("an adapter too wide for vLLM", "model.lora.rank: 513 is more than vLLM takes (512); set model.lora.sync:",
+         overrides=("model.lora.rank=513", "model.lora.sync=adapter"))  # fmt: skip
+def _(_: Patch) -> None:
+    pass

