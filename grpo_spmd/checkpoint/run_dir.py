@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_spmd.checkpoint.in_use import list_checkpoints, refuse_in_use, set_attempt_aside, step_of
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.processes import read_stat
 from grpo_spmd.files import sync_path, sync_to_disk
@@ -52,20 +52,9 @@ def checkpoint_path(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir) / "checkpoints" / f"step_{step:06d}"
 
 
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
-
-
 def temporary_path(checkpoint: Path) -> Path:
     """Where it is written until it is complete."""
     return checkpoint.with_name(checkpoint.name + ".tmp")
-
-
-def list_checkpoints(run_dir: str | Path) -> list[Path]:
-    """Folders that were completed, good or bad, in the order of steps: not those whose names end in .tmp or .aside."""
-    folder = Path(run_dir) / "checkpoints"
-    found = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{6,}", path.name)] if folder.is_dir() else []
-    return sorted(found, key=step_of)
 
 
 def put_in_place(temporary: Path, folder: Path) -> None:
@@ -116,14 +105,6 @@ def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, 
     return [f"{key} {before.get(key)} -> {config.get(key)}" for key in changed if not key.startswith(own)]
 
 
-def refuse_in_use(run_dir: Path) -> None:
-    """Raises ConfigError where a run has been in the folder."""
-    for name in ("metrics.jsonl", "config.yaml", *(f"checkpoints/{path.name}" for path in list_checkpoints(run_dir))):
-        if (run_dir / name).exists():
-            remedy = "set checkpoint.resume: auto to go on with that run, choose another folder, or move it away"
-            raise ConfigError(f"run_dir: {run_dir} holds a {name} already, and nothing is written over; {remedy}")
-
-
 def is_same_launch(run_dir: str | Path) -> bool:
     """Whether this very launch by torchrun has begun the run: where it restarts the ranks, the run goes on."""
     try:
@@ -145,7 +126,7 @@ def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
     goes_on = again or resume == "auto" or (is_named and is_inside(resume, run_dir))
     if not goes_on:
         refuse_in_use(run_dir)
-    elif run_dir.exists():
+    if run_dir.exists() if goes_on else (run_dir / _LAUNCH).exists():
         _lock(run_dir)
     if is_named:
         return Candidates([resume], goes_on, True)
@@ -158,6 +139,7 @@ def begin_in(run_dir: Path, start: Start) -> None:
     _lock(run_dir)
     if not start.goes_on:
         refuse_in_use(run_dir)
+        set_attempt_aside(run_dir)
     for half in (run_dir / "checkpoints").glob("step_*.tmp"):
         remove(half)
     for beyond in list_checkpoints(run_dir):

@@ -27,6 +27,7 @@ from grpo_spmd.checkpoint.manifest import (
     write_manifest,
 )
 from grpo_spmd.checkpoint.run_dir import (
+    Candidates,
     Start,
     begin_in,
     checkpoint_path,
@@ -34,6 +35,7 @@ from grpo_spmd.checkpoint.run_dir import (
     is_same_launch,
     list_checkpoints,
     put_in_place,
+    refuse_in_use,
     remove_old,
     set_aside,
     step_of,
@@ -326,6 +328,29 @@ def test_a_new_run_is_not_begun_where_another_one_was(tmp_path: Path) -> None:
             begin_in(run_dir, Start())
     begin_in(tmp_path / "new", Start())
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["logs"]
+
+
+def test_an_attempt_that_failed_before_its_first_step_does_not_hold_the_folder(tmp_path: Path) -> None:
+    """Nothing of it is lost: its logs are written on, the rest is kept beside, of the second failure too."""
+    for number in (1, 2):
+        begin_in(tmp_path, Start())
+        (tmp_path / "rollouts").mkdir()
+        for name in ("config.yaml", "metrics.jsonl", "rollouts/step_000001.jsonl", "logs/rank_0.log"):
+            with (tmp_path / name).open("a") as file:
+                file.write(f"{number}" if name != "metrics.jsonl" else "")
+    refuse_in_use(tmp_path)
+    assert find_candidates(tmp_path, "never", False) == Candidates([], False)
+    assert (tmp_path / "logs/rank_0.log").read_text() == "12"
+    assert (tmp_path / "config.yaml").read_text() == "2"
+    assert {path.relative_to(tmp_path / "failed_1").as_posix() for path in (tmp_path / "failed_1").rglob("*")} == {
+        "config.yaml",
+        "rollouts",
+        "rollouts/step_000001.jsonl",
+    }
+    (tmp_path / "metrics.jsonl").write_text("{}\n")  # one step was trained: another run's folder
+    for refused in (lambda: refuse_in_use(tmp_path), lambda: begin_in(tmp_path, Start())):
+        with pytest.raises(ConfigError, match=r"holds a metrics\.jsonl already"):
+            refused()
 
 
 @pytest.mark.parametrize(
