@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from grpo_spmd.distributed import heartbeat, interrupt
 from grpo_spmd.rewards.verifiers import evaluate
 
 _CHARACTERS, _EOS = "0123456789+-*,=:", "<eos>"
@@ -120,7 +121,10 @@ def make_model(folder: Path, seed: int, numbers: str) -> None:
             shown.append((prompt_text(*task), equation))
         return shown
 
-    for step in range(_RIGHT_STEPS + _CARELESS_STEPS if numbers == "2" else _LONGER_STEPS):
+    num_steps = _RIGHT_STEPS + _CARELESS_STEPS if numbers == "2" else _LONGER_STEPS
+    heartbeat.begin("demo: warm start")
+    for step in range(num_steps):
+        heartbeat.note(f", step {step + 1} of {num_steps}")
         peak = _LONGER_LR if numbers != "2" else _RIGHT_LR if step < _RIGHT_STEPS else _CARELESS_LR
         optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / 50)
         texts = [(prompt, [*equation, _EOS]) for prompt, equation in lessons(step)]
@@ -147,17 +151,26 @@ def make_demo(out: Path, seed: int, numbers: str = "2") -> None:
     except (OSError, ValueError):
         pass
     start = time.perf_counter()
-    print(f"demo: making a tiny model and its prompts from seed {seed} in {out} ...", flush=True)
-    temporary = out.with_name(out.name + f".tmp{os.getpid()}")
-    (temporary / "model").mkdir(parents=True)
-    make_tokenizer(temporary / "model")
-    make_model(temporary / "model", seed, numbers)
-    rows = "".join(json.dumps(row) + "\n" for row in make_rows(numbers, seed))
-    (temporary / "train.jsonl").write_text(rows, encoding="utf-8")
-    (temporary / "made_from.json").write_text(json.dumps(marker), encoding="utf-8")
-    shutil.rmtree(out, ignore_errors=True)
-    temporary.rename(out)
-    print(f"demo: made in {time.perf_counter() - start:.0f} s")
+    print(f"demo: making a tiny model and its prompts in {out}, half a minute or more", flush=True)
+    heartbeat.begin("demo: importing torch and transformers")
+    temporary = _temporary(out)
+    try:
+        (temporary / "model").mkdir(parents=True)
+        make_tokenizer(temporary / "model")
+        make_model(temporary / "model", seed, numbers)
+        rows = "".join(json.dumps(row) + "\n" for row in make_rows(numbers, seed))
+        (temporary / "train.jsonl").write_text(rows, encoding="utf-8")
+        (temporary / "made_from.json").write_text(json.dumps(marker), encoding="utf-8")
+        shutil.rmtree(out, ignore_errors=True)
+        temporary.rename(out)
+    finally:
+        heartbeat.end()
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(f"demo: made in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def _temporary(out: Path) -> Path:
+    return out.with_name(out.name + f".tmp{os.getpid()}")
 
 
 def main() -> None:
@@ -166,6 +179,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--numbers", choices=("2", "3-4"), default="2", help="how many numbers a task has")
     args = parser.parse_args()
+
+    def quit_cleanly(_: int) -> None:
+        interrupt.tell("demo: stopped by Ctrl-C; the demo's model is not made")
+        shutil.rmtree(_temporary(args.out), ignore_errors=True)
+        os._exit(1)
+
+    interrupt.hear(quit_cleanly)
+    os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it; on a busy machine a second thread makes it many times slower
     make_demo(args.out, args.seed, args.numbers)
 
 

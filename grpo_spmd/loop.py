@@ -50,10 +50,10 @@ def _train_step(run: Run, step: int) -> None:
         decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
     with phase("reward"):
         run.dump.write_if_due(step, sampled, decision)
-    run.preemption.check_before_update()  # the last moment at which the step can be given up
+    run.preemption.check_before_update()
     with phase("update"):
         run.update_check.run_if_due(step, sampled, batch, decision)
-        sums = run.updater.update(batch, run.update_check)
+        sums = run.updater.update(batch, run.update_check, run.preemption.check_in_update)
     log.record_largest(run.update_check.metrics())
     run.dump.write_if_skipped(step, sampled, decision, sums)
     log.check_step(step, decision, sync_stats, sums, generation_s)  # before a checkpoint is made of it

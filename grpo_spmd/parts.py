@@ -135,7 +135,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         end_session()
         return None
     log_file = Path(run_dir, "logs", f"rewards_rank_{session.rank}.log")
-    rewards = RewardPool(config.rewards, config.reward_pool, log_file, columns=inputs.columns)
+    check, columns = preemption.check_scoring, inputs.columns
+    rewards = RewardPool(config.rewards, config.reward_pool, log_file, columns=columns, check=check)
     score = preemption.guard(functools.partial(rewards.score, tokenizer=tokenizer))
     refuse_untrainable(config.model.path, config.max_rollout_tokens)
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.

@@ -17,6 +17,7 @@ from grpo_spmd.config.describe import describe_keys
 from grpo_spmd.config.dump import config_to_dict
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.load import load_config_with_sources
+from grpo_spmd.distributed import heartbeat, interrupt
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.preflight.checks import check_inputs
 from grpo_spmd.preflight.explain import explain
@@ -25,6 +26,7 @@ from grpo_spmd.preflight.model_facts import read_model
 
 def main() -> None:
     hold_standard_streams()
+    interrupt.hear()
     parser = _parser()
     args = parser.parse()
     args.explain |= args.all
@@ -33,6 +35,7 @@ def main() -> None:
     num_ranks = args.ranks or int(os.environ.get("WORLD_SIZE", "1"))
     try:
         config, sources = load_config_with_sources(args.config, args.overrides)
+        interrupt.tell_of(config.run_dir)
         inputs = check_inputs(config, num_ranks=num_ranks, to_run=not args.explain)
     except ConfigError as error:
         refuse(error)
@@ -50,6 +53,7 @@ def main() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from grpo_spmd.distributed.doctor import exit_with_outcome
 
+    heartbeat.begin("importing torch and vLLM")
     with exit_with_outcome():
         from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -149,8 +149,8 @@ class Checkpoints:
         self.wait()
         leave_marker(self._run_dir, step, reason)
         if self._session.is_rank0:
-            said = "preempted (%s): everything is saved; the run goes on at step %d with checkpoint.resume: auto"
-            _log.info(said, reason, step + 1)
+            _log.info("preempted (%s): everything is saved; %d steps are done", reason, step)
+            _log.info("to go on: the same command with checkpoint.resume=auto")
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self._num_steps or (every > 0 and step % every == 0)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.schema import WatchdogConfig
-from grpo_spmd.distributed import ending, processes
+from grpo_spmd.distributed import ending, interrupt, processes
 from grpo_spmd.distributed.doctor_report import Alarm, Answer, Fault, Place, Report, answer_from, fault_of, write_report
 from grpo_spmd.distributed.ending import leave
 from grpo_spmd.distributed.processes import RankProcess
@@ -38,7 +38,6 @@ _PEERS_ANSWER_S = 2.0  # then a rank of this host is looked at from outside; on 
 _ANSWER_S, _REPORT_S = 3 * _PEERS_ANSWER_S + 5.0, 8.0  # the most: an answer that is there is taken at once
 _BEHIND_S = 20.0  # between two looks whether the rank that is furthest behind still beats, or half the limit
 _SILENT_S = 60.0  # a rank on another host that says nothing for so long is lost; on this host its process is looked at
-_DEBUGGERS = ("pdb", "bdb", "IPython.terminal", "IPython.core.debugger", "pudb", "pydevd", "_pydevd_bundle", "debugpy")
 _doctor: Doctor | None = None
 _num_debuggers = 0  # of reward workers; one on the main thread is seen on its stack
 
@@ -51,8 +50,9 @@ def start(store: Store, rank: int, world_size: int, config: WatchdogConfig) -> N
 
 
 def stop() -> None:
-    """Watch no more; for the orderly end."""
+    """Watch no more; for the orderly end, when all is saved."""
     global _doctor
+    interrupt.is_over(0)
     if _doctor is not None:
         _doctor.stop()
     _doctor = None
@@ -92,6 +92,7 @@ def exit_with_outcome() -> Iterator[None]:
         yield
         leave(0)
     except BaseException as error:
+        interrupt.is_over(1)
         if _doctor is not None:
             _doctor.fail(error)
         elif isinstance(error, ConfigError):  # seen only now: it took the tokenizer or the model to see it
@@ -236,8 +237,7 @@ class Doctor:
 
     def _in_debugger(self) -> bool:
         """Here; all other ranks are told, for they wait for this one."""
-        stack = processes.frames(sys._current_frames().get(self._main_thread))
-        found = _num_debuggers > 0 or any(f.f_globals.get("__name__", "").startswith(_DEBUGGERS) for f in stack)
+        found = _num_debuggers > 0 or processes.in_debugger(sys._current_frames().get(self._main_thread))
         if found != self._says_debugger:
             self._says_debugger = found
             self._watch_store.add("debuggers", 1 if found else -1)

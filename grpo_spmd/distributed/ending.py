@@ -17,6 +17,7 @@ from queue import Full, Queue
 from typing import Any, NoReturn, TextIO
 
 from grpo_spmd.config.errors import printable, say
+from grpo_spmd.distributed import heartbeat
 
 _FLUSH_S = 10.0  # what a worker printed may be all that it was for; a reader that is there takes it at once
 _WRAPPED: dict[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
@@ -45,6 +46,7 @@ class Terminal(QueueHandler):
                     line = textwrap.fill(line, max(columns, 40), **_WRAPPED)
                 stream.write(f"{line}\n")  # at once: ranks share a pipe, and print() writes the newline by itself
                 stream.flush()
+            heartbeat.follow(line)
             self._lines.task_done()
 
     def flush(self) -> None:

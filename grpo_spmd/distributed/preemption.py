@@ -1,7 +1,7 @@
 """Preemption: a signal, or the end of the job's time, ends the run with everything saved. No step is begun that cannot
-finish. Only its update changes the policy, so a step stopped before it is given up: what is saved is the state that it
-began with, and its samples lie in the rollout buffer. After that it is finished. All ranks raise `Preempted` alike, at
-three places: a step's start, after each generation's scoring, before the update."""
+finish. Only its first optimizer step changes the policy, so a step stopped before it is given up: what is saved is the
+state that it began with, and its samples lie in the rollout buffer. After that it is finished. All ranks raise
+`Preempted` alike, at a step's start, after each generation's scoring, before the update, between its micro-batches."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import json
 import logging
 import math
 import os
-import re
 import signal
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.distributed.collectives import on_rank0
-from grpo_spmd.distributed.processes import read_stat
+from grpo_spmd.distributed import interrupt
+from grpo_spmd.distributed.collectives import any_rank, on_rank0
+from grpo_spmd.distributed.job_time import seconds_left
 from grpo_spmd.distributed.store import post, posted
 from grpo_spmd.files import write_durably
 from grpo_spmd.records import ScoredRollouts
@@ -31,7 +30,6 @@ _NUM_RECENT = 200  # steps; more than lie between two evaluations, most likely
 _SPREAD = 1.2  # a step may take so many times the longest of the recent ones
 _NOTICE = "preempted"  # in the run's store: a rank that was signalled tells the others
 _NOTICE_POLL_S = 0.5
-_SQUEUE_TIMEOUT_S = 20
 _BEGIN, _GENERATED, _UPDATE = range(3)  # a step's start, its last generation's end, its update's start
 
 
@@ -39,10 +37,14 @@ class Preempted(Exception):
     """The run has to stop, for the reason it says, and the step under way is given up; raised on all ranks alike."""
 
 
+class _GivenUpError(Exception):
+    """Scoring ends here: nothing comes of the step."""
+
+
 class Preemption:
-    """Knows when the run has to stop: a signalled rank tells the others; Ctrl-C interrupts as ever. The deadline is
-    `max_time_s` after the launch, else the Slurm job's end, less up to 10 s for what follows the save. Make it before
-    the engine starts, which takes long: until then a signal kills."""
+    """Knows when the run has to stop: a signalled rank tells the others. The deadline is `max_time_s` after the launch,
+    else the Slurm job's end, less up to 10 s for what follows the save. Make it before the engine starts, which takes
+    long: until then a signal kills. Ctrl-C is such a signal from the first step on; a second one ends this process."""
 
     def __init__(self, max_time_s: float | None) -> None:
         self._max_time_s = max_time_s
@@ -52,7 +54,7 @@ class Preemption:
         self._next_poll = 0.0
         self._moments = [math.nan] * 3  # of this step
         self._took_s: list[deque[float]] = [deque(maxlen=_NUM_RECENT) for _ in range(3)]  # from each to the step's end
-        self._num_steps = 0
+        self._num_steps, self._policy_changes = 0, False
         self._save_s = self._unknown_save_s = 0.0  # what a save may take; the second while no save was measured
         self._take_signals()
 
@@ -62,7 +64,8 @@ class Preemption:
         self._take_signals()  # vLLM, or a user's reward, may have set handlers of its own
         now = time.monotonic()
         if self._deadline is None:
-            left = on_rank0(lambda _: _seconds_left(self._max_time_s), None)
+            interrupt.stop_with(self._on_press)
+            left = on_rank0(lambda _: seconds_left(self._max_time_s), None)
             self._deadline = math.inf
             if left is not None:
                 self._deadline = now + left - min(10.0, 0.05 * left)
@@ -75,13 +78,19 @@ class Preemption:
                 for took_s in self._took_s:
                     took_s.popleft()
         self._save_s = time_to_save_s or self._unknown_save_s
-        self._moments = [now] * 3
+        self._moments, self._policy_changes = [now] * 3, False
         self._agree(self._why_stop(_BEGIN, "a step"))
 
     def check_before_update(self) -> None:
-        """Collective. The last moment to give up a step: raises Preempted like begin_step, for an update and a save."""
+        """Collective. The last look at the clock in a step: raises Preempted like begin_step, for update and save."""
         self._moments[_UPDATE] = time.monotonic()
         self._agree(self._aborting or self._why_stop(_UPDATE, "an update"))
+
+    def check_in_update(self, changes_policy: bool) -> None:
+        """Collective. The same for a signal alone, while the policy is what it was; `changes_policy`: not any more."""
+        if any_rank(self._signal is not None):
+            self._agree(self._signal)
+        self._policy_changes = changes_policy
 
     def should_abort(self) -> bool:
         """Whether this rank should end its generation. The engine asks before each of its steps; waits for nobody."""
@@ -95,6 +104,16 @@ class Preemption:
                 self._aborting = posted(_NOTICE)
         return self._aborting is not None
 
+    def check_scoring(self) -> None:
+        """Raises what `guard` takes for the end of scoring, where some rank was signalled; waits for nobody."""
+        if self._signal is not None:
+            post(_NOTICE, self._signal)
+        elif (now := time.monotonic()) >= self._next_poll:
+            self._next_poll = now + _NOTICE_POLL_S
+            self._aborting = self._aborting or posted(_NOTICE)
+        if self._signal is not None or self._aborting is not None:
+            raise _GivenUpError
+
     def guard(self, score: Callable[..., ScoredRollouts]) -> Callable[..., ScoredRollouts]:
         """`score`, after which the ranks agree whether the step is given up; called after each generation by all. Then
         nothing is scored, and after a signal a failure means that too: Slurm signals the reward's processes as well."""
@@ -107,6 +126,8 @@ class Preemption:
             if reason is None:
                 try:
                     scored = score(*args, **kwargs)
+                except _GivenUpError:
+                    reason = self._signal or self._aborting
                 except Exception as e:
                     if self._signal is None:
                         raise
@@ -140,6 +161,12 @@ class Preemption:
             before = signal.getsignal(number)
             if before != self._on_signal and (number, before) != (signal.SIGHUP, signal.SIG_IGN):  # nohup
                 signal.signal(number, self._on_signal)
+        interrupt.take_again()
+
+    def _on_press(self) -> bool:
+        """Ctrl-C, heard in a thread of its own while this rank is anywhere. Whether an update must be finished."""
+        self._signal = self._signal or "Ctrl-C"
+        return self._policy_changes
 
     def _on_signal(self, number: int, _: object) -> None:
         if self._signal is None:  # nothing else: a handler may run in the middle of anything
@@ -155,42 +182,3 @@ def leave_marker(run_dir: str | os.PathLike[str], step: int, reason: str) -> Non
 def remove_marker(run_dir: str | os.PathLike[str]) -> None:
     """Collective. The run goes on."""
     on_rank0(lambda _: Path(run_dir, MARKER).unlink(missing_ok=True), None)
-
-
-def _seconds_left(max_time_s: float | None) -> float | None:
-    """Of this job; None where nothing says so."""
-    if max_time_s is not None:
-        return max_time_s - _seconds_since_launch()
-    job, end = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_END_TIME", "")
-    if end.isdecimal():
-        return int(end) - time.time()
-    if job is None:
-        return None
-    command = ["squeue", "-h", "-j", job, "-o", "%L"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=_SQUEUE_TIMEOUT_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        what = "the end of the Slurm job is not known (%s); without training.max_time_s only signals stop the run"
-        _log.warning(what, error)
-        return None
-    left = parse_time_left(said)
-    if left is None and said.strip() != "UNLIMITED":
-        what = "the end of the Slurm job is not known: squeue said %r; without training.max_time_s only signals stop it"
-        _log.warning(what, said)
-    return left
-
-
-def parse_time_left(text: str) -> int | None:
-    """Seconds of squeue's %L, [[days-]hours:]minutes:seconds; None for UNLIMITED, INVALID, NOT_SET and all else."""
-    found = re.match(r"\s*(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)\s*$", text, re.ASCII)
-    if found is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-def _seconds_since_launch() -> float:
-    """Since torchrun was started, as its restarts of the ranks give no new time; without it, since this process was."""
-    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    ticks = int(read_stat(pid)[1])  # since boot
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

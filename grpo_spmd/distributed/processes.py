@@ -19,6 +19,7 @@ from typing import Literal
 
 # Whoever is in one of these waits for other ranks.
 _COLLECTIVE_MODULES = tuple(f"grpo_spmd.distributed.{name}" for name in ("collectives", "session", "store"))
+_DEBUGGERS = ("pdb", "bdb", "IPython.terminal", "IPython.core.debugger", "pudb", "pydevd", "_pydevd_bundle", "debugpy")
 _STACKS_S = 2.0
 MAX_TEXT = 60_000  # characters of a traceback, or of a process's stacks
 
@@ -71,6 +72,10 @@ def frames(frame: FrameType | None) -> Iterator[FrameType]:  # the innermost fir
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def in_debugger(frame: FrameType | None) -> bool:
+    return any(inner.f_globals.get("__name__", "").startswith(_DEBUGGERS) for inner in frames(frame))
 
 
 def waits_for(frame: FrameType | None) -> Literal["collective", "device", ""]:

@@ -21,6 +21,7 @@ from grpo_spmd.model.policy import Policy, Scores
 from grpo_spmd.records import MicroBatch, RolloutBatch
 
 Reference = Callable[[MicroBatch], Scores]
+Check = Callable[[bool], None]  # collective, after each micro-batch of the first mini-batch; True: after its last one
 Suspects = list[tuple[MicroBatch, Tensor]]  # which places [C] count and have a score that is not finite
 
 
@@ -66,6 +67,7 @@ class PolicyUpdater:
         self._num_epochs, self._max_completion_tokens = training.num_epochs, max_completion_tokens
         self.optimizer, self._schedule = build_optimizer(policy, optimizer, training.num_run_optimizer_steps)
         self._num_updates = self._skipped_in_a_row = 0
+        self._check: Check | None = None
 
     def state(self) -> dict[str, int]:
         """What a checkpoint must hold beside the optimizer's moments; the schedule follows from `num_updates`."""
@@ -80,13 +82,14 @@ class PolicyUpdater:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def update(self, batch: RolloutBatch, watch: Watch | None = None) -> Reductions:
+    def update(self, batch: RolloutBatch, watch: Watch | None = None, check: Check | None = None) -> Reductions:
         """Collective. One optimizer step for each mini-batch of each epoch; returns what this rank adds to the metrics.
 
         Gradients are sums over ranks of token sums over one global denominator, so they do not depend on how rollouts
         were split over ranks and micro-batches. A mini-batch whose loss or gradient is not finite on any rank changes
         nothing on all ranks: "skipped_in_a_row" counts it, and "nonfinite_rollouts" has its rollouts with a logprob or
-        entropy that is not finite. The gradient norm is that before clipping.
+        entropy that is not finite. The gradient norm is that before clipping. What `check` raises on all ranks alike
+        leaves the policy as it was.
         """
         sums = no_update(self._loss)
         num_updates = num_skipped = 0
@@ -98,6 +101,7 @@ class PolicyUpdater:
                 # the policy: then only what comes before the first update is of the weights that the engine holds.
                 is_synced = not num_updates or (epoch == 0 and self._loss.old_logprobs == "policy")
                 denominators = batch.num_loss_tokens[number], batch.num_loss_sequences[number]
+                self._check = None if num_updates or num_skipped else check
                 of_step, is_made = self._step(mini_batch, *denominators, is_synced, watch)
                 if watch is not None:
                     watch.end(is_made)
@@ -115,6 +119,8 @@ class PolicyUpdater:
             of_batch, bad_tokens = self.backward(micro_batch, num_loss_tokens, num_loss_sequences, is_synced)
             sums = merge([sums, of_batch])
             suspects.append((micro_batch, bad_tokens))  # to pick them out here would wait for the GPU
+            if self._check is not None:
+                self._check(micro_batch is mini_batch[-1])
         return sums, suspects
 
     def _step(
@@ -124,6 +130,7 @@ class PolicyUpdater:
         if watch is not None:
             watch.begin(mini_batch, num_tokens, num_sequences)
         sums, suspects = self.accumulate(mini_batch, num_tokens, num_sequences, is_synced)
+        self._check = None
         if watch is not None:
             watch.gradients()
         sharded_norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm)

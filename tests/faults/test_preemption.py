@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.distributed import preemption as module
+from grpo_spmd.distributed import job_time as module
 from grpo_spmd.distributed import store
 from grpo_spmd.distributed.preemption import SIGNALS
 from tests.support.models import write_config
@@ -63,22 +63,22 @@ def test_slurms_own_word_for_the_time_that_is_left(
         (tmp_path / "bin/squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin")
     monkeypatch.setattr(module, "_SQUEUE_TIMEOUT_S", 0.5 if case == "hangs" else 30)
-    assert module._seconds_left(None) is None  # no job, no question
+    assert module.seconds_left(None) is None  # no job, no question
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    assert module._seconds_left(None) == expected
+    assert module.seconds_left(None) == expected
     assert warning in caplog.text
     assert bool(caplog.text) == bool(warning)
     # The environment spares the question, the config has the first word.
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 50))
-    assert module._seconds_left(None) == pytest.approx(50, abs=5)
-    left = module._seconds_left(1e9)
+    assert module.seconds_left(None) == pytest.approx(50, abs=5)
+    left = module.seconds_left(1e9)
     assert left is not None
     assert 1e9 - 1e6 < left < 1e9
 
 
 def test_the_time_since_the_launch_is_that_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    started = time.time() - module._seconds_since_launch()
+    started = time.time() - module.seconds_since_launch()
     seen = float(os.popen(f"ps -o etimes= -p {os.getpid()}").read())
     assert time.time() - started == pytest.approx(seen, abs=5)
 

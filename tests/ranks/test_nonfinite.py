@@ -40,6 +40,20 @@ def test_a_clean_update_moves_everything(cases: dict[str, dict[str, Any]]) -> No
     assert clean["learning_rates"] == [pytest.approx(0.2 * LR)]  # of the next update, in a warm-up over ten
 
 
+def test_an_update_given_up_before_its_first_optimizer_step_leaves_the_state_that_it_began_with(
+    cases: dict[str, dict[str, Any]],
+) -> None:
+    """Asked after each micro-batch of the first mini-batch, and told which is its last; never after that."""
+    result = cases["given up"]
+    assert result["stopped"]
+    assert result["moved"] == []
+    assert result["same_counts"]
+    first, second = result["sizes"]
+    assert first > 1
+    assert second > 0
+    assert result["asked"] == [False] * (first - 1) + [True]
+
+
 @pytest.mark.parametrize("case", ["nan of the engine", "gradient alone", "inf in a parameter of rank 1"])
 def test_all_ranks_skip_alike_and_nothing_moves(cases: dict[str, dict[str, Any]], case: str) -> None:
     result = cases[case]

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_MARK = "GRPO_SPMD_TEST_ID"
+MARK = "GRPO_SPMD_TEST_ID"
 
 # of a test that started one here
 _OF_A_GROUP = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -69,7 +69,7 @@ class Job:
         self.process = subprocess.Popen(
             command,
             cwd=cwd,
-            env={**environment(), _MARK: self.mark, **(env or {})},
+            env={**environment(), MARK: self.mark, **(env or {})},
             stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.STDOUT,
@@ -91,14 +91,19 @@ class Job:
 
     def survivors(self) -> list[int]:
         """Processes of this job that are still there."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if f"{_MARK}={self.mark}".encode() in path.read_bytes():
-                    found.append(int(path.parent.name))
-            except OSError:  # gone in the meantime, or not ours to read
-                continue
-        return found
+        return marked_processes(self.mark)
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Those with this mark in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={mark}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:  # gone in the meantime, or not ours to read
+            continue
+    return found
 
 
 def torchrun(num_ranks: int, *target: str) -> list[str]:

@@ -10,16 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_spmd.distributed import job_time, store
 from grpo_spmd.distributed import preemption as module
-from grpo_spmd.distributed import store
-from grpo_spmd.distributed.preemption import (
-    SIGNALS,
-    Preempted,
-    Preemption,
-    leave_marker,
-    parse_time_left,
-    remove_marker,
-)
+from grpo_spmd.distributed.job_time import parse_time_left
+from grpo_spmd.distributed.preemption import SIGNALS, Preempted, Preemption, leave_marker, remove_marker
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.records import ScoredRollouts
 
@@ -57,7 +51,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(module, "_seconds_since_launch", lambda: self.now)
+        monkeypatch.setattr(job_time, "seconds_since_launch", lambda: self.now)
 
 
 def runs(
@@ -232,3 +226,35 @@ def test_the_marker_comes_and_goes(session: None, tmp_path: Path) -> None:
     assert json.loads(Path(tmp_path, "preempted.json").read_text()) == {"step": 12, "reason": "SIGTERM", "saved": True}
     remove_marker(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_ends_an_update_between_its_micro_batches(session: None) -> None:
+    preemption = Preemption(None)
+    preemption.begin_step()
+    preemption.check_before_update()
+    preemption.check_in_update(False)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Preempted, match=r"^SIGTERM$"):
+        preemption.check_in_update(False)
+
+
+def test_a_signal_ends_scoring_and_the_ranks_agree_on_it(session: None) -> None:
+    """Of this rank, or of another one: it has posted a notice."""
+    for is_own in (True, False):
+        preemption = Preemption(None)
+        preemption.begin_step()
+        preemption.check_scoring()
+
+        def score(preemption: Preemption = preemption, is_own: bool = is_own) -> ScoredRollouts:
+            if is_own:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                store.post("preempted", "SIGUSR1")
+                preemption._next_poll = 0.0
+            preemption.check_scoring()
+            raise AssertionError("it scores on")
+
+        with pytest.raises(Preempted, match=r"^SIGTERM$" if is_own else r"^SIGUSR1$"):
+            preemption.guard(score)()
+        assert store.posted("preempted") is not None
+        store._run_store().delete_key("preempted")

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -74,14 +74,21 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     """Scores rollouts in `pool.num_workers` processes, which `close()` ends. For the thread that made it alone."""
 
     def __init__(
-        self, rewards: Sequence[RewardConfig], pool: RewardPoolConfig, log_file: Path, *, columns: Collection[str] = ()
+        self,
+        rewards: Sequence[RewardConfig],
+        pool: RewardPoolConfig,
+        log_file: Path,
+        *,
+        columns: Collection[str] = (),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the nursery; it imports the rewards, which `load_rewards` has checked, while the caller goes on.
         `log_file` gets what reward functions print; it and its folder are made when something is first scored.
-        `columns` are all that the data sets have: a row that lacks one passes None for it."""
+        `columns` are all that the data sets have: a row that lacks one passes None for it. `check` is called twice a
+        second while something is scored; what it raises ends that."""
         hold_standard_streams()
         allow_workers(pool.num_workers)
-        self._pool, self._log_file, self._columns = pool, log_file, tuple(columns)
+        self._pool, self._log_file, self._columns, self._check = pool, log_file, tuple(columns), check
         self._log: int | None = None
         self._rewards: list[RewardFacts] = []  # once the nursery has imported them
         self._state = TrainerState()
@@ -158,6 +165,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
     def _run(self, step: _Step, num_step_completions: int | None) -> None:
         while step.calls or any(worker.call is not None for worker in self._workers.values()):
+            self._check()
             self._dispatch(step)
             next_deadline = min((worker.deadline for worker in self._workers.values()), default=math.inf)
             for key, _ in self._selector.select(min(max(next_deadline - time.monotonic(), 0.0), 0.5)):
@@ -287,12 +295,14 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_S
         while not self._rewards:
-            if not self._selector.select(max(deadline - time.monotonic(), 0.0)):
+            self._check()
+            if self._selector.select(0.5):
+                message = self._hear_nursery()
+                if "error" in message:
+                    raise RewardError(f"the rewards cannot be imported in the reward pool: {message['error']}")
+                self._rewards = [RewardFacts(**facts) for facts in message["ready"]]
+            elif time.monotonic() > deadline:
                 raise RewardError(f"importing the rewards took longer than {_START_S:.0f} s")
-            message = self._hear_nursery()
-            if "error" in message:
-                raise RewardError(f"the rewards cannot be imported in the reward pool: {message['error']}")
-            self._rewards = [RewardFacts(**facts) for facts in message["ready"]]
 
     def _hear_nursery(self) -> dict[str, Any]:
         try:

@@ -1,7 +1,8 @@
 """Worker: updates of the fixed rollouts of tests.support.workers.update, poisoned in several ways.
 
     python -m tests.support.workers.nonfinite CONFIG OUT.pt
-Rank 0 saves {case: what each rank's update returned, and whether anything moved}.
+Rank 0 saves {case: what each rank's update returned, and whether anything moved}; and what an update leaves that is
+given up after the first micro-batch, as at a signal.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def main() -> None:
         make_batch(config, session, kind) for kind in ("clean", "nan", "masked nan", "huge reward")
     )
     half = make_batch(two_steps(config), session, "nan")
-    attach_logprobs(policy, None, half, config.loss, num_optimizer_steps=2)
+    half_clean = make_batch(two_steps(config), session, "clean")
+    for batch in (half, half_clean):
+        attach_logprobs(policy, None, batch, config.loss, num_optimizer_steps=2)
     results = {
         "clean": run(config, policy, [clean]),
         "nan of the engine": run(config, policy, [poisoned]),
@@ -51,11 +54,34 @@ def main() -> None:
         "in a row": run(config, policy, [poisoned, huge, clean, poisoned, clean]),
         "clean twice": run(config, policy, [clean, clean]),
         "one mini-batch of two": run(two_steps(config), policy, [half]),
+        "given up": give_up(two_steps(config), policy, half_clean),
         "inf in a parameter of rank 1": run(config, policy, [clean], spoil=session.rank == 1),
     }
     if session.is_rank0:
         torch.save(results, out)
     end_session()
+
+
+def give_up(config: Config, policy: Policy, batch: RolloutBatch) -> dict[str, Any]:
+    load_weights(hf_named_parameters(policy), Path(config.model.path))
+    updater = updater_of(policy, config)
+    updater.update(batch)  # moments to lose
+    before, counts = _state(policy, updater), updater.state()
+
+    def stop(_: bool) -> None:
+        raise InterruptedError
+
+    stopped = False
+    try:
+        updater.update(batch, check=stop)
+    except InterruptedError:
+        stopped = True
+    after, same_counts = _state(policy, updater), updater.state() == counts
+    moved = [name for name in after if not torch.equal(after[name], before[name])]
+    asked: list[bool] = []
+    updater.update(batch, check=asked.append)
+    sizes = [len(mini_batch) for mini_batch in batch.mini_batches]
+    return {"moved": moved, "stopped": stopped, "same_counts": same_counts, "asked": asked, "sizes": sizes}
 
 
 def make_batch(config: Config, session: Session, kind: str) -> RolloutBatch:

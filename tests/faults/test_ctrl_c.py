@@ -1,0 +1,128 @@
+"""Ctrl-C at a real terminal, on two ranks under torchrun: one sentence, no traceback, nothing stray."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.models import make_model, write_config
+from tests.support.terminal import TerminalJob
+
+# Case: seconds of the set-up and of a step, of which the second half is update; when to press first; how often.
+CASES = {"set-up": ("30", "1", "set up", 1), "update": ("0", "4", "update 1", 1), "stuck": ("0", "60", "set up", 2)}
+FAR_S = 15.0  # from the first press to the end
+REWARD = """
+import pathlib
+import time
+calls = 0
+def reward(completions, **columns):
+    global calls
+    calls += 1
+    if calls > 4:
+        pathlib.Path({folder!r}, "scores").touch()
+        time.sleep(60)
+    return [float(len(c)) for c in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, list[str], float, list[int], Path]]:
+    """Of each case, all at a time: exit code, lines, seconds from the first press to the end, who stayed, folder."""
+    jobs, found = {}, {}
+    for case, (set_up_s, step_s, _, _) in CASES.items():
+        folder = tmp_path_factory.mktemp("ctrl_c")
+        for name in ("run", "temporary"):
+            (folder / name).mkdir()
+        launch = [sys.executable, "-m", "grpo_spmd.distributed.launch", "--standalone", "--nproc-per-node=2", "-m"]
+        config = write_config(folder, folder / "model")
+        command = [*launch, "tests.support.workers.stop", str(config), step_s, set_up_s]
+        jobs[case] = TerminalJob(command, folder / "temporary"), folder
+    for case, (job, folder) in jobs.items():
+        _, _, moment, num_presses = CASES[case]
+        job.read_until(moment)
+        if case == "stuck":
+            time.sleep(1.0)  # into the first step
+        start = time.monotonic()
+        job.press_ctrl_c()
+        if num_presses == 2:
+            job.read_until("again to quit now")
+            time.sleep(1.2)  # two signals within a second are one press
+            job.press_ctrl_c()
+        code, lines = job.wait(60)
+        found[case] = code, lines, time.monotonic() - start, job.survivors(), folder
+    return found
+
+
+def after_press(lines: list[str]) -> list[str]:
+    """What is shown from the press on, without what the log still says of steps."""
+    rest = lines[next(number for number, line in enumerate(lines) if "^C" in line) + 1 :]
+    return [line for line in rest if line.strip("^C") and not line.startswith(("update", "set up"))]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_leaves_in_time_and_without_a_trace(
+    stopped: dict[str, tuple[int, list[str], float, list[int], Path]], case: str
+) -> None:
+    code, lines, seconds, survivors, folder = stopped[case]
+    text = "\n".join(lines)
+    assert survivors == [], text
+    assert list((folder / "temporary").iterdir()) == []
+    assert seconds < FAR_S, text
+    assert "Traceback" not in text
+    assert "torch" not in text
+    said = {
+        "set-up": (1, ["stopped by Ctrl-C before the first step; nothing was trained"]),
+        "update": (0, ["Ctrl-C: finishing the update, then saving; again to quit now", *["stops: Ctrl-C"] * 2]),
+        "stuck": (
+            1,
+            [
+                "Ctrl-C: saving; again to quit now",
+                "Ctrl-C: out at once, nothing more is saved; there is no checkpoint yet",
+            ],
+        ),
+    }
+    assert (code, after_press(lines)) == said[case]
+    assert max(map(len, lines)) <= 80
+    marker = folder / "run/preempted.json"
+    assert marker.exists() == (case == "update")
+    if marker.exists():
+        assert json.loads(marker.read_text()) == {"step": 2, "reason": "Ctrl-C", "saved": True}
+
+
+def test_a_run_that_scores_gives_the_step_up_and_says_how_to_go_on(tmp_path: Path) -> None:
+    """Its rewards would take another minute."""
+    (tmp_path / "reward.py").write_text(REWARD.format(folder=str(tmp_path)))
+    config = write_config(
+        tmp_path,
+        make_model(tmp_path / "model", "qwen3", tied=True),
+        rewards=[{"function": f"{tmp_path}/reward.py:reward"}],
+        reward_pool={"num_workers": 1},
+        training={"num_steps": 10_000},
+    )
+    (tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-m", "grpo_spmd.cli", "train", "--nproc", "2", "--config", str(config)]
+    job = TerminalJob(command, tmp_path / "temporary")
+    while not (tmp_path / "scores").exists():
+        job.read_until("")
+        time.sleep(0.1)
+    start = time.monotonic()
+    job.press_ctrl_c()
+    code, lines = job.wait(60)
+    text = "\n".join(lines)
+    assert code == 0, text
+    assert time.monotonic() - start < FAR_S, text
+    num_steps = len((tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert num_steps > 0
+    assert after_press(lines) == [
+        "Ctrl-C: saving; again to quit now",
+        f"preempted (Ctrl-C): everything is saved; {num_steps} steps are done",
+        "to go on: the same command with checkpoint.resume=auto",
+    ]
+    assert "Traceback" not in text
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [f"step_{num_steps:06d}"]
+    assert job.survivors() == []
+    assert list((tmp_path / "temporary").iterdir()) == []

@@ -1,0 +1,67 @@
+"""Nobody waits in front of a silent terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from grpo_spmd.distributed import heartbeat
+
+After = Callable[[float], list[str]]
+
+
+@pytest.fixture
+def after(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[After]:
+    """What is said in the next so many seconds of a clock of our own, at which the thread looks each half second."""
+    clock = [100.0]
+
+    class Thread:
+        def __init__(self, **_: Any) -> None: ...
+        def start(self) -> None: ...
+
+    def look(seconds: float) -> list[str]:
+        for _ in range(int(2 * seconds)):
+            clock[0] += 0.5
+            if heartbeat._beat is not None:
+                heartbeat._beat.look()
+        return capsys.readouterr().out.splitlines()
+
+    monkeypatch.setattr(heartbeat.threading, "Thread", Thread)
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
+    yield look
+    heartbeat.end()
+
+
+def test_it_says_what_takes_long_until_the_first_step(after: After) -> None:
+    heartbeat.begin("importing")
+    assert after(2.5) == []
+    assert after(1) == ["importing ... 3 s"]
+    heartbeat.note(", 3 of 9")
+    assert after(8) == []
+    assert after(11) == ["importing, 3 of 9 ... 12 s", "importing, 3 of 9 ... 21 s"]  # now it is 22.5 s
+    heartbeat.follow("starting vLLM: 2 engines")
+    assert after(8.5) == []
+    assert after(1) == ["starting vLLM ... 9 s"]
+    heartbeat.follow("policy: 0.1 M parameters")
+    assert after(9) == ["preparing ... 9 s"]
+    heartbeat.follow("step 1/80  reward 0.3")
+    assert after(60) == []
+    heartbeat.follow("starting over")  # it has ended
+    assert after(60) == []
+
+
+def test_what_begins_is_said_no_later_for_having_begun(after: After) -> None:
+    """Short phases, one after the other, are silent no longer than a long one."""
+    said = []
+    for number in range(6):
+        heartbeat.begin(f"part {number}")
+        said += after(4)
+    assert said == ["part 0 ... 3 s", "part 2 ... 4 s", "part 5 ... 1 s"]  # at 3, 12 and 21 s
+
+
+def test_only_rank_0_speaks(after: After, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    heartbeat.begin("importing")
+    assert after(60) == []
