@@ -39,6 +39,7 @@ from grpo_spmd.observe.memory import MemoryLedger, remedies
 from grpo_spmd.observe.metrics_file import cut_metrics
 from grpo_spmd.observe.phase_timer import PhaseTimer
 from grpo_spmd.observe.rollout_dump import RolloutDump
+from grpo_spmd.observe.rollout_files import RolloutFiles
 from grpo_spmd.observe.wandb_feed import WandbFeed
 from grpo_spmd.preflight.checks import Inputs
 from grpo_spmd.proofs.logprob_check import LogprobCheck
@@ -156,8 +157,9 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     step_rules = StepRules(*sections, max_error_frac, session.world_size, cost_ratio)
     offload = HostOffload(config.model.offload, policy, reference, updater.optimizer)
     weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps, offload)
-    dump_folder = Path(config.run_dir, "rollouts") if config.logging.rollouts_every_steps else None
-    evaluator = Evaluator(held_out, engine, score, config.eval, config.seed, max_error_frac, dump_folder)
+    files, every_steps = RolloutFiles(run_dir, config.logging), config.logging.rollouts_every_steps
+    of_eval = files if every_steps else None
+    evaluator = Evaluator(held_out, engine, score, config.eval, config.seed, max_error_frac, of_eval)
     checkpoints = Checkpoints(run_dir, config.checkpoint, num_steps, session, policy, updater, facts)
     checkpoints.load(start)
     # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
@@ -166,7 +168,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     logprob_check = LogprobCheck(config.model.dtype, config.proofs.max_mismatch)
     logprob_check.restore(start.trainer)
     phase, log = open_log(config, session, policy.num_parameters, logprob_check, engine.pool_bytes, start.step + 1)
-    dump = RolloutDump(run_dir, config.logging.rollouts_every_steps)
+    dump = RolloutDump(files, every_steps)
     stream = PromptStream(prompts, config.seed, data.shuffle, start.position)
     keeps = config.checkpoint.rollout_buffer
     buffer = RolloutBuffer(config.run_dir, config.seed, config.model, config.rollout, session) if keeps else None

@@ -212,7 +212,7 @@ FAULTS = (
     ),
     Fault(
         "unscored sample taken for 0",
-        "learn/sampled_step.py",
+        "learn/judged_groups.py",
         "[math.nan if reward is None else",
         "[0.0 if reward is None else",
         (_PARTITION,),

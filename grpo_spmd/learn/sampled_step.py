@@ -9,16 +9,16 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, TrainingConfig
 from grpo_spmd.distributed.collectives import on_rank0
-from grpo_spmd.learn.advantages import batch_std, compute_advantages, overlong_penalties
+from grpo_spmd.learn.advantages import compute_advantages
 from grpo_spmd.learn.balance import plan_batch, plan_metrics, split_groups
+from grpo_spmd.learn.judged_groups import JudgedGroup, grid, group_metrics, judge, refill_metrics
 from grpo_spmd.records import Decision, GroupFacts, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.protocol import RewardError, check_error_rate
-from grpo_spmd.rewards.trl import mean_metrics, retried_fracs, without_extra
+from grpo_spmd.rewards.trl import retried_fracs, without_extra
 
 # A refill round draws at most 1 / this times the missing prompts: what an early, unlucky round kept is a poor estimate.
 _LOWEST_KEPT_FRAC = 0.25
@@ -84,19 +84,12 @@ class SampledStep:
         return Decision(**on_rank0(lambda _: vars(self._rank0.decide()), None))
 
 
-@dataclass(frozen=True)
-class _JudgedGroup(GroupFacts):
-    overlong: list[float]  # what completions lose of their rewards for their length
-    penalised: list[float]  # rewards as the advantages take them; NaN: unknown
-    without_spread: bool  # rewards all alike, before the penalty
-
-
 class _Decider:
     """Rank 0's side of a step: the facts of all ranks' groups, and what follows from them."""
 
     def __init__(self, rules: StepRules) -> None:
         self._rules = rules
-        self._groups: list[_JudgedGroup] = []
+        self._groups: list[JudgedGroup] = []
         self._kept: list[int] = []  # positions
         self._num_rounds = 0
         self._first_errors: list[str | None] = []
@@ -108,7 +101,7 @@ class _Decider:
         facts = sorted((GroupFacts(**each) for of_rank, _ in parts for each in of_rank), key=lambda f: f.position)
         assert [len(f.rewards) for f in facts] == [rollout.group_size] * num_groups, (len(facts), num_groups)
         assert len({f.position for f in facts}) == len(facts), "a group was sampled twice, and another not at all"
-        judged = _judge(facts, rollout, self._rules.advantage)
+        judged = judge(facts, rollout, self._rules.advantage)
         self._num_rounds += 1
         self._groups += judged
         self._first_errors += [first_error for _, first_error in parts]
@@ -132,7 +125,7 @@ class _Decider:
         positions = sorted(self._kept)[: rules.rollout.num_prompts_per_step]
         by_position = {group.position: group for group in self._groups}
         used = [by_position[position] for position in positions]
-        rewards = _grid([group.penalised for group in used], group_size)
+        rewards = grid([group.penalised for group in used], group_size)
         completion_tokens = [n for group in used for n in group.completion_tokens]
         masked = [cut_off and rules.loss.mask_truncated for group in used for cut_off in group.truncated]
         in_loss = [not (math.isnan(r) or out) for r, out in zip(rewards.flatten().tolist(), masked, strict=True)]
@@ -142,7 +135,9 @@ class _Decider:
         sizes = [n * group_size for n in split_groups(len(used), rules.training.num_mini_batches)]
         ranks, longest = rules.num_ranks, rules.training.max_tokens_per_micro_batch
         plan = plan_batch(num_tokens, num_ranks=ranks, mini_batch_sizes=sizes, max_tokens=longest, costs=costs)
-        metrics = self._metrics(len(positions))
+        metrics = group_metrics(self._groups, rules.rollout, rules.advantage) | self._error_rates
+        if rules.rollout.dynamic_sampling:
+            metrics |= refill_metrics(self._groups, self._num_rounds, len(used), rules.rollout.num_prompts_per_step)
         metrics |= {f"batching/{name}": value for name, value in plan_metrics(plan, num_tokens, costs).items()}
         blocks = [loss_tokens[start:end] for start, end in pairwise(np.cumsum([0, *sizes]).tolist())]
         return Decision(
@@ -158,57 +153,9 @@ class _Decider:
             metrics=metrics,
         )
 
-    def _metrics(self, num_used: int) -> dict[str, float | None]:
-        """Of all groups that were sampled: those that dynamic sampling keeps would say little about the policy."""
-        rollout, groups, size = self._rules.rollout, self._groups, len(self._groups) * self._rules.rollout.group_size
-        rewards = _grid([_or_nan(group.rewards) for group in groups], rollout.group_size)
-        num_without_spread = sum(group.without_spread for group in groups)
-        metrics: dict[str, float | None] = {
-            "reward/mean": float(rewards[~rewards.isnan()].mean()),
-            "reward/std": float(batch_std(rewards)),
-            "reward/zero_std_groups_frac": num_without_spread / len(groups),
-            "reward/unscored_frac": float(rewards.isnan().double().mean()),
-            "completion/tokens_mean": sum(sum(group.completion_tokens) for group in groups) / size,
-            "completion/truncated_frac": sum(sum(group.truncated) for group in groups) / size,
-            **self._error_rates,
-        }
-        if self._rules.advantage.overlong_buffer_tokens:
-            metrics["reward/overlong_penalty_mean"] = sum(p for group in groups for p in group.overlong) / size
-        if rollout.dynamic_sampling:
-            metrics["dynamic_sampling/rounds"] = self._num_rounds
-            metrics["dynamic_sampling/sampled_groups"] = len(groups)
-            metrics["dynamic_sampling/alike_groups"] = num_without_spread
-            metrics["dynamic_sampling/surplus_groups"] = len(groups) - num_without_spread - num_used
-            metrics["dynamic_sampling/missing_groups"] = rollout.num_prompts_per_step - num_used
-        metrics |= mean_metrics(note for group in groups for note in group.notes)
-        for name in groups[0].by_name:
-            values = [value for group in groups for value in group.by_name[name]]
-            usable = [value for value in values if value is not None and not math.isnan(value)]
-            metrics[f"reward/{name}/mean"] = sum(usable) / len(usable) if usable else None
-        return metrics
-
 
 def advantages_of(rewards: Tensor, advantage: AdvantageConfig) -> list[float]:
     """The advantages of rewards [P, G], in the order of rollout ids."""
     advantages, _ = compute_advantages(rewards, advantage.estimator, advantage.normalize_std)
     values: list[float] = advantages.flatten().tolist()
     return values
-
-
-def _judge(facts: list[GroupFacts], rollout: RolloutConfig, advantage: AdvantageConfig) -> list[_JudgedGroup]:
-    num_tokens = _grid([f.completion_tokens for f in facts], rollout.group_size)
-    buffer, penalty = advantage.overlong_buffer_tokens, advantage.overlong_penalty
-    overlong = overlong_penalties(num_tokens, rollout.max_completion_tokens, buffer, penalty)
-    rewards = _grid([_or_nan(f.rewards) for f in facts], rollout.group_size)
-    # Before the penalty, as DAPO has it: four wrong answers, one a little long, have nothing to teach but length.
-    _, without_spread = compute_advantages(rewards, "dr_grpo", "none")
-    added = zip(facts, overlong.tolist(), (rewards - overlong).tolist(), without_spread.tolist(), strict=True)
-    return [_JudgedGroup(**vars(f), overlong=o, penalised=p, without_spread=w) for f, o, p, w in added]
-
-
-def _or_nan(rewards: list[float | None]) -> list[float]:
-    return [math.nan if reward is None else reward for reward in rewards]
-
-
-def _grid(rows: Sequence[Sequence[float]], width: int) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64).view(-1, width)

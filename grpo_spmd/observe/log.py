@@ -21,7 +21,7 @@ from grpo_spmd.observe.console import Console
 from grpo_spmd.observe.derive import Metrics, loss_metrics, mfu, tail_waste_frac, throughput
 from grpo_spmd.observe.metrics_file import LineFile, is_evaluation, lines_from_end, read_lines
 from grpo_spmd.observe.phase_timer import PhaseTimer
-from grpo_spmd.observe.rollout_record import rollouts_file
+from grpo_spmd.observe.rollout_files import rollouts_file
 from grpo_spmd.observe.wandb_feed import WandbFeed
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import Decision, SyncStats

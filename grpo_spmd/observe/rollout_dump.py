@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 
 from grpo_spmd.distributed.collectives import gather_bytes
 from grpo_spmd.distributed.errors import Rank0Error
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.observe.rollout_record import RolloutRecord, rollouts_file, to_line
+from grpo_spmd.observe.columns import bounded
+from grpo_spmd.observe.rollout_files import RolloutFiles
+from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
 from grpo_spmd.records import Decision
-
-_log = logging.getLogger("grpo_spmd")
 
 
 class RolloutDump:
     """Dumps the rollouts of each `every_steps`-th step (0: of none), and of steps that went wrong."""
 
-    def __init__(self, run_dir: Path, every_steps: int) -> None:
-        self._run_dir, self._every_steps = run_dir, every_steps
+    def __init__(self, files: RolloutFiles, every_steps: int) -> None:
+        self._files, self._every_steps = files, every_steps
 
     def write_if_due(self, step: int, sampled: SampledStep, decision: Decision) -> None:
         """Collective."""
@@ -50,14 +49,16 @@ class RolloutDump:
         """In the order of the prompt stream; groups that dynamic sampling dropped are there too."""
         size = len(sampled.groups[0].completions) if sampled.groups else 0
         lines = {record.position * size + record.sample: to_line(record) for record in records_of(sampled, decision)}
-        write_lines_in_order(rollouts_file(self._run_dir, step), lines)
+        write_lines_in_order(lines, partial(self._files.write_step, step))
 
 
 def records_of(sampled: SampledStep, decision: Decision | None) -> Iterator[RolloutRecord]:
     """This rank's rollouts of a step, in the order in which they were sampled."""
     scored, slots = sampled.scored, {p: slot for slot, p in enumerate(decision.positions if decision else [])}
-    own = ((group, n, completion) for group in sampled.groups for n, completion in enumerate(group.completions))
-    for number, (group, sample, completion) in enumerate(own):
+    columns = [bounded(group.prompt.columns) for group in sampled.groups]
+    own = ((i, n, c) for i, group in enumerate(sampled.groups) for n, c in enumerate(group.completions))
+    for number, (i, sample, completion) in enumerate(own):
+        group = sampled.groups[i]
         prompt, slot = group.prompt, slots.get(group.prompt.position)
         rollout_id = None if slot is None else slot * len(group.completions) + sample
         yield RolloutRecord(
@@ -66,6 +67,7 @@ def records_of(sampled: SampledStep, decision: Decision | None) -> Iterator[Roll
             position=prompt.position,
             sample=sample,
             prompt=prompt.text,
+            columns=columns[i],
             completion=scored.texts[number],
             reward=scored.rewards[number],
             rewards=scored.finite_by_name(number),
@@ -79,8 +81,8 @@ def records_of(sampled: SampledStep, decision: Decision | None) -> Iterator[Roll
         )
 
 
-def write_lines_in_order(path: Path, lines: dict[int, str]) -> None:
-    """Collective. Write all ranks' lines to one file, by their numbers. A full disk costs that file alone."""
+def write_lines_in_order(lines: dict[int, str], write: Callable[[Iterable[bytes]], None]) -> None:
+    """Collective. Have rank 0 `write` all ranks' lines, by their numbers."""
     # JSON has no line break of its own. Half a surrogate pair, which a prompt may hold, becomes JSON's escape for it.
     text = "".join(f"{number}\t{line}\n" for number, line in lines.items())
     parts = gather_bytes(text.encode("utf-8", "backslashreplace"))
@@ -88,9 +90,4 @@ def write_lines_in_order(path: Path, lines: dict[int, str]) -> None:
         return
     numbered = [line.split(b"\t", 1) for part in parts for line in part.split(b"\n") if line]
     numbered.sort(key=lambda pair: int(pair[0]))
-    try:
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"".join(line + b"\n" for _, line in numbered))
-    except OSError as error:  # these lines are for people: a run may go on without them, and find space again
-        path.unlink(missing_ok=True)
-        _log.warning("%s is not written: %s", path, error.strerror)
+    write(line for _, line in numbered)

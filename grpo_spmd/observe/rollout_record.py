@@ -1,16 +1,11 @@
-"""A line of rollouts/step_N.jsonl: written by a run, read and checked by who looks at it later. Imports no torch."""
+"""A line of a rollout dump, as a run writes it; rollout_reader.py reads it again. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import math
-import types
-import typing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from grpo_spmd.config.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -22,6 +17,7 @@ class RolloutRecord:
     position: int  # place of the prompt in the stream
     sample: int  # place in the group, 0 .. G-1
     prompt: str | list[Any]  # a string or chat messages
+    columns: dict[str, Any]  # the data row's others, long ones cut (columns.py); {} in dumps of earlier versions
     completion: str  # the text that the rewards were given
     reward: float | None  # the weighted sum; None: unknown
     rewards: dict[str, float | None]  # by name, before weighting; None where it does not apply or is unusable
@@ -30,7 +26,7 @@ class RolloutRecord:
     finish_reason: str  # how sampling ended: "stop" or "length"
     prompt_ids: list[int]
     completion_ids: list[int]
-    rollout_logprobs: list[float | None]  # by the engine, of each completion token; None: not finite
+    rollout_logprobs: list[float | None]  # by the engine, of each completion token, float32; None: not finite
     extra: dict[str, Any] = field(default_factory=dict)  # what rewards logged of it, {reward: {column: value}}
 
     @property
@@ -46,8 +42,9 @@ class EvalRecord:
     row: int
     sample: int
     prompt: str | list[Any]
+    columns: dict[str, Any]
     completion: str
-    answer: str  # the final one in it
+    final_answer: str  # of the completion; what the data takes for right is in `columns`
     right: bool  # by the first of the rewards
     reward: float | None
     rewards: dict[str, float | None]
@@ -55,39 +52,14 @@ class EvalRecord:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def rollouts_file(run_dir: Path, step: int) -> Path:
-    return run_dir / "rollouts" / f"step_{step:06d}.jsonl"
-
-
 def to_line(record: RolloutRecord | EvalRecord) -> str:
-    """Without `extra` where there is none."""
-    return json.dumps({k: v for k, v in vars(record).items() if k != "extra" or v}, ensure_ascii=False)
+    """Without `extra` where there is none. Logprobs have 9 digits, which tell any two float32 apart."""
+    values = {name: value for name, value in vars(record).items() if name != "extra" or value}
+    return "{" + ", ".join(f'"{name}": {_to_json(name, value)}' for name, value in values.items()) + "}"
 
 
-def read_rollout(line: bytes, where: str) -> RolloutRecord:
-    """A line of a dump, without fields that we do not know. Raises ConfigError, which begins with `where`."""
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where}: expected a JSON object, got {type(values).__name__}")
-    values.setdefault("extra", {})
-    for name, kinds in _KINDS.items():
-        if name not in values or not isinstance(values[name], kinds):
-            found = f"{values[name]!r:.80}" if name in values else "missing"
-            raise ConfigError(f"{where}: {name} is {found}; this is no rollout dump")
-    record = RolloutRecord(**{name: values[name] for name in _KINDS})
-    if (tokens := len(record.completion_ids)) != (logprobs := len(record.rollout_logprobs)):
-        raise ConfigError(f"{where}: {tokens} completion_ids, but {logprobs} rollout_logprobs")
-    return record
-
-
-def _kinds_of(hint: Any) -> tuple[type, ...]:
-    """The types that JSON may give for a field's annotation."""
-    hints = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kinds = tuple(typing.get_origin(each) or each for each in hints)
-    return (*kinds, int) if float in kinds else kinds
-
-
-_KINDS = {name: _kinds_of(hint) for name, hint in typing.get_type_hints(RolloutRecord).items()}
+def _to_json(name: str, value: Any) -> str:
+    if name != "rollout_logprobs":
+        return json.dumps(value, ensure_ascii=False)
+    # repr of a whole number: without a point it would be an integer to a reader, and -0 the same as 0
+    return "[" + ", ".join(["null" if x is None else f"{x:.9g}" if x % 1 else repr(x) for x in value]) + "]"

@@ -15,7 +15,9 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.rows import read_rows
 from grpo_spmd.observe.metrics_file import is_evaluation, read_lines
-from grpo_spmd.observe.rollout_record import RolloutRecord, read_rollout, rollouts_file
+from grpo_spmd.observe.rollout_files import dumped_steps, rollouts_file
+from grpo_spmd.observe.rollout_reader import read_lines_of, read_rollout
+from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.rewards.protocol import load_rewards
 
 
@@ -70,7 +72,7 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
     if model.dtype == "bfloat16":
         what = "the run computed in bfloat16, whose rounding is another on another machine"
         notes.append(f"{what}: a few percent in loss and gradient mean nothing")
-    rollouts = _read_dump(rollouts_file(run_dir, step), config.rollout.group_size)
+    rollouts = _read_dump(run_dir, step, config.rollout.group_size)
     lines = [line.metrics for line in read_lines(run_dir / "metrics.jsonl")]
     metrics = next((line for line in lines[::-1] if line["step"] == step and not is_evaluation(line)), {})
     if not metrics:
@@ -85,12 +87,13 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
     return RecordedStep(run_dir, step, config, rollouts, metrics, *columns, notes)
 
 
-def _read_dump(path: Path, group_size: int) -> list[list[RolloutRecord]]:
+def _read_dump(run_dir: Path, step: int, group_size: int) -> list[list[RolloutRecord]]:
+    path = rollouts_file(run_dir, step)
     try:
-        lines = path.read_bytes().splitlines()
+        lines = list(read_lines_of(path))
     except OSError as error:
-        steps = [str(int(p.stem.removeprefix("step_"))) for p in sorted(path.parent.glob("step_*.jsonl"))]
-        there = f"there are dumps of the steps {', '.join(steps) or 'none'} (logging.rollouts_every_steps)"
+        steps = ", ".join(map(str, dumped_steps(run_dir))) or "none"
+        there = f"there are dumps of the steps {steps} (logging.rollouts_every_steps, rollouts_keep)"
         raise ConfigError(f"--step: cannot read {path}: {error.strerror}; {there}") from None
     groups: dict[int, list[RolloutRecord]] = {}
     for number, line in enumerate(lines, start=1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from grpo_spmd.observe.columns import gold
 from grpo_spmd.replay.read import RecordedStep, Replay, ReplayedRollout
 
 _SAME = 1e-6  # differences up to this are rounding: float32, summed in another order
@@ -69,9 +70,14 @@ def _listed(title: str, scored: Sequence[tuple[float, ReplayedRollout]], top: in
     return ["", f"{title}:"] * bool(shown) + [
         f"  {r.name:>9} {_number(value):>10}  reward {_number(r.replayed.reward)}  "
         f"advantage {_number(r.replayed.advantage)}  {len(r.recorded.logprobs)} tokens  "
-        f"{r.recorded.finish_reason}  {_short(r.recorded.completion)}"
+        f"{r.recorded.finish_reason}  {_short(r.recorded.completion)}  {_gold(r)}".rstrip()
         for value, r in shown
     ]
+
+
+def _gold(rollout: ReplayedRollout) -> str:
+    """Of the dump; where that is of an earlier version, of the data set, if it is there."""
+    return gold(rollout.recorded.columns or rollout.replayed.columns)
 
 
 def _is_finite(rollout: ReplayedRollout) -> bool:

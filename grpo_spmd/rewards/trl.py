@@ -26,7 +26,7 @@ from grpo_spmd.records import GroupFacts
 
 GIVEN = ("prompts", "completions", "completion_ids")
 _IN_KWARGS = ("trainer_state", "log_metric", "log_extra")
-# Our own metrics of a reward; `std` is one to come.
+# Our own metrics of a reward.
 _OWN = ("mean", "std", "error_frac", "timeout_frac", "not_applicable_frac", "retried_frac")
 _NAME = re.compile(r"\w[\w.:%@+=/ -]{0,79}")
 _MOST_NAMES, _MOST_CHARS = 50, 10_000

@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from grpo_spmd.config.schema import EvalConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
+from grpo_spmd.observe.columns import bounded
 from grpo_spmd.observe.rollout_dump import write_lines_in_order
+from grpo_spmd.observe.rollout_files import RolloutFiles
 from grpo_spmd.observe.rollout_record import EvalRecord, to_line
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts, rollout_seed
 from grpo_spmd.rewards.answers import final_answer
@@ -38,12 +40,12 @@ class Evaluator:
         config: EvalConfig,
         seed: int,
         max_error_frac: float,
-        dump_folder: Path | None,
+        files: RolloutFiles | None,
     ) -> None:
         """`score` scores on this rank alone; here a group is one completion, its slot the number over all sets.
-        `max_error_frac`: of `reward_pool`. `dump_folder` gets eval_<set>_step_<step>.jsonl; None: no dump."""
+        `max_error_frac`: of `reward_pool`. `files` get eval_<set>_step_<step>.jsonl; None: no dump."""
         self._held_out, self._engine, self._score, self._config = held_out, engine, score, config
-        self._seed, self._max_error_frac, self._dump_folder = seed, max_error_frac, dump_folder
+        self._seed, self._max_error_frac, self._files = seed, max_error_frac, files
         samples = range(config.num_samples)
         self._wanted = [(name, prompt, n) for name, prompts in held_out.items() for prompt in prompts for n in samples]
 
@@ -71,9 +73,9 @@ class Evaluator:
         mine = {"outcomes": found, "statuses": scored.statuses, "first_error": scored.first_error, "notes": notes}
         metrics: dict[str, dict[str, float | None]] = on_rank0(self._summarise_sets, mine)
         for name, of_set in metrics.items():
-            if self._dump_folder is not None:
+            if self._files is not None:
                 lines = self._lines(name, groups, found, scored)
-                write_lines_in_order(self._dump_folder / f"eval_{name}_step_{step:06d}.jsonl", lines)
+                write_lines_in_order(lines, partial(self._files.write, f"eval_{name}_step_{step:06d}"))
             shown = {key: math.nan if value is None else value for key, value in of_set.items() if key != "num_prompts"}
             values = "  ".join(f"{key} {value:.4g}" for key, value in shown.items())
             _log.info("eval after step %d, %s: %s", step, name, values)
@@ -112,7 +114,8 @@ class Evaluator:
             if name == set_name:
                 outcome, finish_reason = found[group.slot], group.completions[0].finish_reason
                 judged = outcome.right, outcome.reward, scored.finite_by_name(i)
-                said, extra = (prompt.text, text, final_answer(text)), scored.notes.get(i, {}).get("extra", {})
+                said = prompt.text, bounded(prompt.columns), text, final_answer(text)
+                extra = scored.notes.get(i, {}).get("extra", {})
                 record = EvalRecord(prompt.row, sample, *said, *judged, finish_reason, extra)
                 lines[group.slot] = to_line(record)
         return lines

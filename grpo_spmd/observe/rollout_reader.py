@@ -1,0 +1,68 @@
+"""Reads rollout dumps, of earlier versions too, and checks them line by line. Imports no torch."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import types
+import typing
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.observe.rollout_record import RolloutRecord
+from grpo_spmd.untrusted import open_regular
+
+
+def read_lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a dump, without their ends. Raises OSError where it cannot be opened, and ConfigError where it is no
+    file, or not a whole one of gzip."""
+    with open_regular(path, follow=True) as file:
+        lines: Iterable[bytes] = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+        try:
+            for line in lines:
+                yield line.removesuffix(b"\n")
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ConfigError(f"{path}: not a whole gzip file: {error}") from None
+
+
+def read_rollout(line: bytes, where: str) -> RolloutRecord:
+    """A line of a dump, without fields that we do not know. Raises ConfigError, which begins with `where`."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: expected a JSON object, got {type(values).__name__}")
+    values = {"columns": {}, "extra": {}, **values}
+    for name, kinds in _KINDS.items():
+        if name not in values or not isinstance(values[name], kinds):
+            found = f"{values[name]!r:.80}" if name in values else "missing"
+            raise ConfigError(f"{where}: {name} is {found}; this is no rollout dump")
+    try:
+        values["rollout_logprobs"] = _float32(values["rollout_logprobs"])
+    except (TypeError, OverflowError) as error:
+        raise ConfigError(f"{where}: rollout_logprobs are no numbers ({error}); this is no rollout dump") from None
+    record = RolloutRecord(**{name: values[name] for name in _KINDS})
+    if (tokens := len(record.completion_ids)) != (logprobs := len(record.rollout_logprobs)):
+        raise ConfigError(f"{where}: {tokens} completion_ids, but {logprobs} rollout_logprobs")
+    return record
+
+
+def _float32(values: list[Any]) -> list[float | None]:
+    """The float32 that each was before it was printed, which is the nearest one."""
+    nearest = array("f", [0.0 if x is None else x for x in values])
+    return [None if x is None else y for x, y in zip(values, nearest, strict=True)]
+
+
+def _kinds_of(hint: Any) -> tuple[type, ...]:
+    """The types that JSON may give for a field's annotation."""
+    hints = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = tuple(typing.get_origin(each) or each for each in hints)
+    return (*kinds, int) if float in kinds else kinds
+
+
+_KINDS = {name: _kinds_of(hint) for name, hint in typing.get_type_hints(RolloutRecord).items()}

@@ -1,0 +1,61 @@
+"""What the metrics say of a step's groups, beside numbers that were worked out otherwise."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_spmd.config.schema import AdvantageConfig, RolloutConfig
+from grpo_spmd.learn.judged_groups import group_metrics, judge
+from grpo_spmd.records import GroupFacts
+
+ROLLOUT = RolloutConfig(num_prompts_per_step=2, group_size=4, max_completion_tokens=100)
+
+
+def facts(position: int, lengths: list[int], by_name: dict[str, list[float | None]]) -> GroupFacts:
+    statuses = {name: ["ok"] * 4 for name in by_name}
+    total: list[Any] = [None if None in row else sum(map(float, row)) for row in zip(*by_name.values(), strict=True)]  # type: ignore[arg-type]
+    return GroupFacts(position, 3, lengths, [n == 100 for n in lengths], total, by_name, statuses, [])
+
+
+def metrics_of(*groups: GroupFacts) -> dict[str, float | None]:
+    return group_metrics(judge(groups, ROLLOUT, AdvantageConfig()), ROLLOUT, AdvantageConfig())
+
+
+def test_spread_of_each_reward_and_percentiles_of_lengths() -> None:
+    found = metrics_of(
+        facts(0, [3, 100, 7, 20], {"math": [1.0, 0.0, 0.0, 1.0], "format": [0.5, None, float("nan"), 0.25]}),
+        facts(1, [1, 2, 50, 60], {"math": [1.0, 1.0, 1.0, 1.0], "format": [0.5, 0.5, 0.5, 0.5]}),
+    )
+    assert found["reward/math/mean"] == 6 / 8
+    # two of eight are 0: the sum of squares is 6 * 0.25^2 + 2 * 0.75^2 = 1.5, over 7
+    assert found["reward/math/std"] == pytest.approx((1.5 / 7) ** 0.5, rel=1e-12)
+    known = [0.5, 0.25, 0.5, 0.5, 0.5, 0.5]  # None and NaN are no rewards
+    assert found["reward/format/mean"] == pytest.approx(statistics.mean(known))
+    assert found["reward/format/std"] == pytest.approx(statistics.stdev(known))
+    # in order 1 2 3 7 20 50 60 100: the middle between 7 and 20; 95 % of the way over 7 gaps is 6.65: 60 + 0.65 * 40
+    assert found["completion/tokens_p50"] == 13.5
+    assert found["completion/tokens_p95"] == pytest.approx(86.0)
+    assert found["completion/tokens_max"] == 100
+    assert found["completion/tokens_mean"] == 243 / 8
+
+
+def test_percentiles_are_numpys_over_all_groups_in_any_order() -> None:
+    lengths = np.random.default_rng(3).integers(0, 101, (50, 4))
+    groups = [facts(position, row.tolist(), {"r": [0.0, 1.0, 0.0, 1.0]}) for position, row in enumerate(lengths)]
+    for order in (groups, groups[::-1]):
+        found = metrics_of(*order)
+        for percent in (50, 95):
+            assert found[f"completion/tokens_p{percent}"] == np.percentile(lengths.flatten(), percent)
+        assert found["completion/tokens_max"] == lengths.max()
+
+
+def test_a_reward_that_nobody_got_has_neither_mean_nor_spread() -> None:
+    unknown: list[float | None] = [None] * 4
+    found = metrics_of(facts(0, [1, 2, 3, 4], {"math": [1.0, 0.0, 0.0, 0.0], "format": unknown}))
+    assert (found["reward/format/mean"], found["reward/format/std"]) == (None, None)
+    once = metrics_of(facts(0, [1, 2, 3, 4], {"math": [None, None, 0.5, None]}))
+    assert (once["reward/math/mean"], once["reward/math/std"]) == (0.5, 0.0)  # as reward/std has it
