@@ -34,10 +34,12 @@ from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, Scores, build_policy, build_reference
 from grpo_spmd.observe.console import banner, log_to_file, log_to_terminal
+from grpo_spmd.observe.launches import Launch, begin_launch, place_of
 from grpo_spmd.observe.log import MetricsLog
 from grpo_spmd.observe.memory import MemoryLedger, remedies
 from grpo_spmd.observe.metrics_file import cut_metrics
 from grpo_spmd.observe.phase_timer import PhaseTimer
+from grpo_spmd.observe.progress import Progress
 from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.observe.rollout_files import RolloutFiles
 from grpo_spmd.observe.wandb_feed import WandbFeed
@@ -79,6 +81,8 @@ class Run:
     logprob_check: LogprobCheck
     dump: RolloutDump
     log: MetricsLog
+    progress: Progress
+    launch: Launch
     num_finished_steps: int  # when it was opened
     begun: tuple[int, int] = (0, 0)  # with the step under way: finished steps, and the place in the prompt stream
 
@@ -98,14 +102,20 @@ class Run:
         """The engine sleeps, and what of the trainer waited in host memory comes back. Returns memory metrics."""
         return self.engine.sleep(self.offload.held_bytes) | self.offload.to_device()
 
+    def log_state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return self.logprob_check.state() | self.progress.state()
+
     def save_begun_step(self, reason: str) -> None:
         """Collective. Preempted: save the state with which the step under way began, and leave word of it."""
         self.engine.sleep()
         self.offload.to_device()
-        self.checkpoints.save_preempted(*self.begun, self.logprob_check.state(), reason)
+        self.checkpoints.save_preempted(*self.begun, self.log_state(), reason)
+        self.launch.end("preempted", reason)
 
     def close(self) -> None:
         """Collective. In the reverse order, all ranks together."""
+        self.launch.end("done")  # unless it was preempted
         self.log.close()
         self.rewards.close()
         barrier()  # all is saved
@@ -163,11 +173,13 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     checkpoints = Checkpoints(run_dir, config.checkpoint, num_steps, session, policy, updater, facts)
     checkpoints.load(start)
     # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
-    open_run_dir(config, session, inputs.num_rows - len(prompts) - sum(map(len, held_out.values())), start)
+    num_dropped = inputs.num_rows - len(prompts) - sum(map(len, held_out.values()))
+    launch = open_run_dir(config, session, num_dropped, start, inputs.began)
     set_collective_timeouts(config.watchdog)  # now that engine and policy have made their groups
     logprob_check = LogprobCheck(config.model.dtype, config.proofs.max_mismatch)
     logprob_check.restore(start.trainer)
-    phase, log = open_log(config, session, policy.num_parameters, logprob_check, engine.pool_bytes, start.step + 1)
+    of_policy = policy.num_parameters, logprob_check
+    phase, log = open_log(config, session, inputs.began, *of_policy, engine.pool_bytes, start.step + 1)
     dump = RolloutDump(files, every_steps)
     stream = PromptStream(prompts, config.seed, data.shuffle, start.position)
     keeps = config.checkpoint.rollout_buffer
@@ -175,46 +187,52 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     sampler = Sampler(engine, config.rollout.group_size, config.seed, buffer)
     return Run(
         config, session, preemption, stream, rewards, score, engine, policy, reference, updater, update_check,
-        step_rules, offload, weight_sync, sampler, evaluator, checkpoints, phase, logprob_check, dump, log, start.step,
+        step_rules, offload, weight_sync, sampler, evaluator, checkpoints, phase, logprob_check, dump, log,
+        Progress(start.trainer, start.step), launch, start.step,
     )  # fmt: skip
 
 
 def open_log(
     config: Config,
     session: Session,
+    began: float,
     num_parameters: int,
     logprob_check: LogprobCheck,
     pool_bytes: Callable[[], int] = lambda: 0,
     first_step: int = 1,
 ) -> tuple[PhaseTimer, MetricsLog]:
-    """The clock of the steps from `first_step` on, and the log of their metrics; `pool_bytes` is the engine's."""
+    """The clock of the steps from `first_step` on, and the log of their metrics; `began`: the launch, on the monotonic
+    clock; `pool_bytes` is the engine's."""
     run_dir, num_workers = Path(config.run_dir), config.reward_pool.num_workers
     may_help = remedies(config.model, config.rollout, config.training, config.max_rollout_tokens, num_workers)
     timer = PhaseTimer(session.device, MemoryLedger(session.device, pool_bytes, may_help), first_step)
     has_wandb = session.is_rank0 and config.logging.wandb
     wandb = WandbFeed(run_dir, config.logging, config_to_dict(config)) if has_wandb else None
-    log = MetricsLog(run_dir, session, timer, logprob_check, config.loss, config.training, num_parameters, wandb)
+    log = MetricsLog(run_dir, session, timer, logprob_check, config.loss, config.training, num_parameters, wandb, began)
     return timer, log
 
 
-def open_run_dir(config: Config, session: Session, num_dropped_prompts: int, start: Start) -> None:
-    """Collective. Make the run folder, with the resolved `config.yaml` and a log file of each rank.
+def open_run_dir(config: Config, session: Session, num_dropped_prompts: int, start: Start, began: float) -> Launch:
+    """Collective. Make the run folder, with the resolved `config.yaml` and a log file of each rank; its line of
+    launches.jsonl, of a launch that `began` on the monotonic clock.
 
     Where a run goes on in it, its metrics are cut back to the steps before the start, as if it had never come further.
     Raises ConfigError where another run has taken the folder since it was checked.
     """
     run_dir, logs = Path(config.run_dir), Path(config.run_dir, "logs")
 
-    def claim(_: list[Any]) -> None:
+    def claim(places: list[Any]) -> int | None:
         begin_in(run_dir, start)
         cut_metrics(run_dir / "metrics.jsonl", start.step)
         text = yaml.safe_dump(config_to_dict(config), sort_keys=False)
         write_durably(run_dir / "config.yaml", text.encode("utf-8"))
+        return begin_launch(run_dir, start.step + 1, began, places, session.is_restart)
 
-    on_rank0(claim, None)
+    launch = Launch(run_dir, on_rank0(claim, place_of(session.device)), session.is_rank0)
     logs.mkdir(parents=True, exist_ok=True)  # a node's own, where the folder is not shared
-    doctor.write_reports_to(logs)
+    doctor.write_reports_to(logs, launch.fail)
     log_to_file(logs / f"rank_{session.rank}.log")
     if num_dropped_prompts and session.is_rank0:
         longest = config.data.max_prompt_tokens
         _log.warning("data: dropped %d prompts longer than data.max_prompt_tokens=%d", num_dropped_prompts, longest)
+    return launch

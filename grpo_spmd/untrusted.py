@@ -137,7 +137,7 @@ _PLAIN = Rule("a plain value", lambda value: value is None or type(value) in (bo
 _SMALL = Rule("from 0 to 1e9", lambda value: type(value) in (int, float) and 0 <= value <= 1e9)
 _DIGEST = text("[0-9a-f]{64}", "a SHA-256 in hex")
 TRAINER = {
-    **dict.fromkeys(("step", "position", "num_updates", "skipped_in_a_row"), whole(0)),
+    **dict.fromkeys(("step", "position", "num_updates", "skipped_in_a_row", "num_completions", "num_tokens"), whole(0)),
     "world_size": whole(1, 2**20),
     "dtype": text("float32|bfloat16", "float32 or bfloat16"),
     **{"model_path": text(r"[^\0]+", "a text"), "config": mapping_of(_PLAIN)},

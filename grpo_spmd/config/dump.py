@@ -27,17 +27,17 @@ def _plain(value: Any, name: str = "", free_form: bool = False) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item, name, free_form) for item in value]
     # Only keys of free-form mappings are judged by name; declared ones (max_prompt_tokens, prompt_key) merely sound so.
-    if isinstance(value, str) and ((free_form and _SECRET_NAME.search(name)) or _SECRET.search(value)):
+    if isinstance(value, str) and ((free_form and SECRET_NAME.search(name)) or SECRET.search(value)):
         return "<redacted>"
     return value
 
 
-_SECRET_NAME = re.compile(
+SECRET_NAME = re.compile(
     r"(?i)key(?!word)|token(?!iz)|secret|passw|passphrase|credential|auth(?!or(?!i[sz]))|bearer|cookie"
     r"|(?<![a-z])(pwd?|pat|jwt|dsn)(?![a-z])"
 )
 # By their form, whatever the key: a header, a URL with a password, and what services give out.
-_SECRET = re.compile(
+SECRET = re.compile(
     r"(?i:\bbearer\s+[\w.~+/-]{8}|authorization\s*[:=]\s*\S|://[^/\s:@]*:[^/\s@]+@|\b(password|passwd|pwd)\s*=\s*\S"
     r"|://\S{1,300}[?&][\w-]*(key|token|secret|signature|sig)=\S)"
     r"|\b(hf_[A-Za-z0-9]{16}|sk-[\w-]{16}|gh[pousr]_\w{20}|github_pat_\w{20}|glpat-[\w-]{16}|xox[abprs]-[\w-]{10}"

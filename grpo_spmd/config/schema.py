@@ -239,7 +239,7 @@ class LoggingConfig:
     wandb: bool | Literal["online", "offline"] = key(False, "send the metrics to Weights & Biases too")
     wandb_project: str = key("grpo_spmd", "its project there")
     rollouts_every_steps: int = key(1, "dump each N-th step's rollouts as jsonl; 0: never", at_least=0)
-    rollouts_compression: Literal["none", "gzip"] = key("none", "gzip: dump into step_N.jsonl.gz, a third of the size")
+    rollouts_compression: Literal["none", "gzip"] = key("none", "gzip: step_N.jsonl.gz, less than half the size")
     rollouts_keep: int | None = key(None,
         "how many of the newest steps' dumps stay on disk; null: all (evaluations' always stay)", at_least=1)
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -58,10 +58,11 @@ def stop() -> None:
     _doctor = None
 
 
-def write_reports_to(folder: Path) -> None:
-    """From here on reports go to failure.txt and hang.txt in `folder` too, which must be this run's own."""
+def write_reports_to(folder: Path, tell: Callable[[str], None] | None = None) -> None:
+    """From here on reports go to failure.txt and hang.txt in `folder` too, which must be this run's own, and one rank
+    calls `tell`, which must not take long, with the first line."""
     if _doctor is not None:
-        _doctor.folder = folder
+        _doctor.folder, _doctor.tell = folder, tell
 
 
 def limit_s(config: WatchdogConfig, phase: str) -> float:
@@ -111,6 +112,7 @@ class Doctor:
         self._store = store
         self._watch_store: Store = store.clone()  # type: ignore[attr-defined]
         self.folder: Path | None = None
+        self.tell: Callable[[str], None] | None = None
         self.sequence = self._num_beats = 0
         self._phase, self._step, self._entered = "start", 0, time.monotonic()
         self._paused_s = 0.0  # this process was stopped, or in a debugger: that time counts for no limit
@@ -314,6 +316,8 @@ class Doctor:
                 for name, text in texts.items():
                     with (self.folder / name).open("a", encoding="utf-8", errors="backslashreplace") as file:
                         file.write(text)
+        if self.tell is not None:
+            self.tell(report.headline)
 
     def _leave(self, report: Report, last_words: str) -> NoReturn:
         """Via the error file for torchrun, to which the earliest one, the culprit's, is the root cause."""
@@ -331,6 +335,8 @@ class Doctor:
         why, fault = f"{type(error).__name__}: {error}", self._fault
         text = f"rank {self._rank}, {self._place()}: stops without a common report, since the ranks cannot talk ({why})"
         text += f"\n{fault.traceback or fault.headline}" if fault is not None else ""
+        if self.tell is not None and self._rank == 0:
+            self.tell(text)
         leave(2 if fault is not None and fault.kind == "config" else 1, text)
 
 

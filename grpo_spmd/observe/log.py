@@ -21,6 +21,7 @@ from grpo_spmd.observe.console import Console
 from grpo_spmd.observe.derive import Metrics, loss_metrics, mfu, tail_waste_frac, throughput
 from grpo_spmd.observe.metrics_file import LineFile, is_evaluation, lines_from_end, read_lines
 from grpo_spmd.observe.phase_timer import PhaseTimer
+from grpo_spmd.observe.progress import WallClock
 from grpo_spmd.observe.rollout_files import rollouts_file
 from grpo_spmd.observe.wandb_feed import WandbFeed
 from grpo_spmd.proofs.logprob_check import LogprobCheck
@@ -40,7 +41,9 @@ class MetricsLog:
         training: TrainingConfig,
         num_parameters: int,
         wandb: WandbFeed | None,
+        began: float,
     ) -> None:
+        """`began`: the launch, on the monotonic clock."""
         self._run_dir, self._session, self._timer, self._logprob_check = run_dir, session, timer, logprob_check
         self._loss, self._training, self._num_parameters, self._wandb = loss, training, num_parameters, wandb
         self._path = run_dir / "metrics.jsonl"
@@ -53,6 +56,7 @@ class MetricsLog:
         newest = [*islice(from_end, 10 * len(first))][::-1]
         self._num_steps = newest[-1]["step"] + 1 - first[0]["step"] if first else 0
         self._rewards = [metrics.get("reward/mean") or 0.0 for metrics in first + newest]  # the first, and the last ten
+        self._clock = WallClock(began, newest[-1] if newest else {})
         self._num_own_steps, self._has_ended = 0, False
         self._run_start, self._console = time.perf_counter(), Console(training.num_steps)
         self._file = LineFile(self._path) if session.is_rank0 else None
@@ -135,6 +139,7 @@ class MetricsLog:
         self._console.show(metrics)
 
     def _write(self, metrics: Metrics) -> None:
+        metrics = metrics | self._clock.metrics()
         # NaN is not JSON: a reader would stop at it
         clean = {name: value if value is None or math.isfinite(value) else None for name, value in metrics.items()}
         assert self._file is not None

@@ -7,8 +7,9 @@ import difflib
 import importlib.util
 import os
 import re
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_spmd.checkpoint.manifest import CheckpointError, NewerFormatError, read_trainer
@@ -30,6 +31,7 @@ from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
 class Inputs:
     rows: list[PromptRow]
     eval_rows: dict[str, list[PromptRow]]  # by the set's name; none where eval.every_steps is 0
+    began: float = field(default_factory=time.monotonic)  # when they had been read: the run begins
 
     @property
     def columns(self) -> set[str]:

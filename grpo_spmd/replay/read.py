@@ -14,6 +14,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.rows import read_rows
+from grpo_spmd.observe.launches import other_versions
 from grpo_spmd.observe.metrics_file import is_evaluation, read_lines
 from grpo_spmd.observe.rollout_files import dumped_steps, rollouts_file
 from grpo_spmd.observe.rollout_reader import read_lines_of, read_rollout
@@ -72,6 +73,8 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
     if model.dtype == "bfloat16":
         what = "the run computed in bfloat16, whose rounding is another on another machine"
         notes.append(f"{what}: a few percent in loss and gradient mean nothing")
+    if versions := other_versions(run_dir, step):
+        notes.append(f"other versions than the run's, which may round otherwise: {versions}")
     rollouts = _read_dump(run_dir, step, config.rollout.group_size)
     lines = [line.metrics for line in read_lines(run_dir / "metrics.jsonl")]
     metrics = next((line for line in lines[::-1] if line["step"] == step and not is_evaluation(line)), {})

@@ -57,7 +57,8 @@ def _differences(rollouts: Sequence[ReplayedRollout], top: int) -> list[str]:
         if moved:
             pairs = (was.advantage, now.advantage), (was.reward, now.reward)
             distances = [abs((before or 0.0) - (after or 0.0)) for before, after in pairs]
-            changed.append((distances, f"  {rollout.name:>9}  {'; '.join(moved)}  {_short(was.completion)}"))
+            shown = f"{'; '.join(moved)}  {_short(was.completion)}  {_gold(rollout)}".rstrip()
+            changed.append((distances, f"  {rollout.name:>9}  {shown}"))
     lines = [f"of {len(rollouts)} rollouts differ: " + ", ".join(f"{what} {n}" for what, n in counts.items())]
     if changed:
         lines.append("largest differences (position/sample):")

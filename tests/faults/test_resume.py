@@ -144,10 +144,34 @@ def test_a_run_killed_and_preempted_goes_on_to_the_bit(uninterrupted: Path, pree
     for step in (4, 5):
         assert state(preempted, step) == state(uninterrupted, step), step
     assert [path.name for path in sorted((preempted / "run/checkpoints").iterdir())] == ["step_000004", "step_000005"]
+    lines = [json.loads(line) for line in (preempted / "run/metrics.jsonl").read_text().splitlines()]
+    for name in ("time/wall_s", "time/unix_s"):
+        times = [line[name] for line in lines]
+        assert times == sorted(set(times)), (name, times)
     again = train(2, preempted / "config.yaml")
     assert "is the end of this run; raise training.num_steps (5) to go on" in again
     assert "starting vLLM" not in again
     assert metrics(preempted) == metrics(uninterrupted)
+
+
+def test_the_run_folder_names_each_launch_and_how_it_ended(uninterrupted: Path, preempted: Path) -> None:
+    [whole] = launches(uninterrupted)
+    assert (whole["outcome"], whole["first_step"], whole["last_step"], whole["world_size"]) == ("done", 1, 5, 2)
+    killed, told_to_stop, *_ = launches(preempted)
+    assert killed["outcome"] == "failed"
+    assert "its process is gone" in killed["why"]
+    marker = told_to_stop["last_step"]
+    assert (killed["first_step"], told_to_stop["first_step"]) == (1, 3)
+    assert (told_to_stop["outcome"], told_to_stop["why"], marker in (3, 4)) == ("preempted", "SIGTERM", True)
+    for launch in (killed, told_to_stop):
+        assert launch["start"] < launch["end"]  # ISO dates sort as text
+        assert launch["launcher"][1:3] == ["-m", "torch.distributed.run"]
+        assert launch["launcher"][-2:] == ["--config", str(preempted / "config.yaml")]
+        assert launch["command"][1:] == ["--config", str(preempted / "config.yaml")]
+
+
+def launches(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run/launches.jsonl").read_text().splitlines()]
 
 
 def test_other_numbers_of_ranks_go_on_within_rounding(uninterrupted: Path, model: Path) -> None:

@@ -31,7 +31,11 @@ KEYS = [
     "reward/std",
     "reward/zero_std_groups_frac",
     "reward/countdown/mean",
+    "reward/countdown/std",
     "completion/tokens_mean",
+    "completion/tokens_p50",
+    "completion/tokens_p95",
+    "completion/tokens_max",
     "completion/truncated_frac",
     "rollout/tokens_per_s",
     "loss/policy",
@@ -43,6 +47,11 @@ KEYS = [
     "weight_sync/mismatch_kl",
     "weight_sync/bytes",
     "weight_sync/num_collectives",
+    "progress/epoch",
+    "progress/completions",
+    "progress/tokens",
+    "time/wall_s",
+    "time/unix_s",
     "time/step_s",
     "time/rollout_s",
     "time/reward_s",
@@ -229,6 +238,7 @@ def elaborate(demo: Path) -> Run:
         "advantage.estimator=rloo",
         "logging.wandb=offline",
         "logging.rollouts_every_steps=2",
+        "logging.rollouts_compression=gzip",
         env={"WANDB_SILENT": "true"},
     )
 
@@ -250,7 +260,7 @@ def test_a_rank_with_nothing_to_do_keeps_step(demo: Path) -> None:
 
 
 def test_rollouts_are_dumped_as_often_as_configured(elaborate: Run) -> None:
-    assert sorted(p.name for p in (elaborate.folder / "rollouts").iterdir()) == ["step_000002.jsonl"]
+    assert sorted(p.name for p in (elaborate.folder / "rollouts").iterdir()) == ["step_000002.jsonl.gz"]
 
 
 def test_wandb_offline_leaves_a_run(elaborate: Run) -> None:

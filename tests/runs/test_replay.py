@@ -3,8 +3,10 @@ said."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.replay.read import Replay, read_step
 from grpo_spmd.replay.redo import replay
 from grpo_spmd.replay.report import report
-from tests.support.processes import Job
+from tests.support.processes import ROOT, Job
 from tests.support.ranks import RanksJob
 from tests.support.recorded import ODD_REWARD
 
@@ -77,6 +79,28 @@ def test_a_step_is_what_it_was(run: Path, step: int) -> None:
             assert rollout.logprobs == pytest.approx(was.rollout_logprobs, abs=1e-5)
     assert "differ: reward 0, statuses 0, advantage 0, reward format 0, reward odd 0" in text
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before  # nothing was written
+
+
+def test_a_compressed_dump_is_replayed_and_the_gold_answer_shown(run: Path, tmp_path: Path) -> None:
+    """And one of the version before: without columns, with logprobs as doubles."""
+    copy = copy_of(run, tmp_path / "run")
+    path = copy / "rollouts/step_000002.jsonl"
+    expected = replayed(run, 2)[1].replace(str(run), str(copy))
+    gold = dumped(run, 2)[0]["columns"]
+    assert set(gold) == {"nums", "target", "answer"}
+    assert f"  answer={gold['answer']!r}\n" in f"{expected}\n"
+    with gzip.open(f"{path}.gz", "wb") as file:
+        file.write(path.read_bytes())
+    path.unlink()
+    assert replayed(copy, 2)[1] == expected
+    with pytest.raises(
+        ConfigError, match=r"step_000009\.jsonl: No such file or directory; there are dumps of the steps"
+    ):
+        read_step(copy, 9)
+    Path(f"{path}.gz").unlink()
+    records = [{name: value for name, value in record.items() if name != "columns"} for record in dumped(run, 2)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert replayed(copy, 2)[1] == expected  # the data set is there
 
 
 def test_the_run_had_all_that_it_was_to_have(run: Path) -> None:
@@ -333,3 +357,26 @@ def test_the_command_ends_with_2_and_one_line(run: Path, tmp_path: Path) -> None
         assert len(errors) == 1
         assert expected in errors[0]
         assert "Traceback" not in output
+
+
+def test_every_metric_of_a_line_is_documented(run: Path, plain_run: Path) -> None:
+    """In the table of launch/README.md; here, for these runs have most of them."""
+    table = (ROOT / "launch/README.md").read_text().split("### Metrics")[1].split("## When it stops")[0]
+    keys = [key for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for key in re.findall(r"`([^`]+)`", row)]
+    patterns = [re.sub(r"<\w+>", "[^/]+", key) for key in keys]
+    shown = set()
+    for metrics in (run / "metrics.jsonl", plain_run / "run/metrics.jsonl"):
+        shown |= {key for line in metrics.read_text().splitlines() for key in json.loads(line)}
+    assert [key for key in sorted(shown) if not any(re.fullmatch(pattern, key) for pattern in patterns)] == []
+    # and what the table promises is there, but for what takes a GPU, an option, or a set of another name
+    rare = (
+        "throughput/mfu",
+        "eval/<set>/reward",
+        "memory/sleep",
+        "memory/host",
+        "reward/kl_penalty",
+        "rollout_correction",
+    )
+    promised = [key for key in keys if not key.startswith(rare)]
+    missing = [key for key in promised if not any(re.fullmatch(re.sub(r"<\w+>", "[^/]+", key), name) for name in shown)]
+    assert missing == []

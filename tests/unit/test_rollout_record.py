@@ -113,12 +113,12 @@ def test_columns_are_bounded_and_become_json() -> None:
     assert many["c0"] == "z" * 3000
     assert many["c99"] == " ... (3000 characters)"
     assert columns["long"] == "x" * (LONGEST_VALUE + 1)  # the reward functions' own
-    record = dataclasses.replace(RECORD, columns=bounded({"bytes": b"\x00\n", 3: {(1, 2): 3}, "half": "\ud800"}))
+    record = dataclasses.replace(RECORD, columns=bounded({"bytes": b"\x00\n", "keys": {(1, 2): 3}, "half": "\ud800"}))
     line = to_line(record)
     assert "\n" not in line
     assert read_rollout(line.encode("utf-8", "backslashreplace"), "f:1").columns == {
         "bytes": "b'\\x00\\n'",
-        "3": "{(1, 2): 3}",
+        "keys": "{(1, 2): 3}",
         "half": "\ud800",
     }
 

@@ -17,7 +17,7 @@ ROLLOUT = RolloutConfig(num_prompts_per_step=2, group_size=4, max_completion_tok
 
 def facts(position: int, lengths: list[int], by_name: dict[str, list[float | None]]) -> GroupFacts:
     statuses = {name: ["ok"] * 4 for name in by_name}
-    total: list[Any] = [None if None in row else sum(map(float, row)) for row in zip(*by_name.values(), strict=True)]  # type: ignore[arg-type]
+    total: list[Any] = [None if None in row else sum(map(float, row)) for row in zip(*by_name.values(), strict=True)]
     return GroupFacts(position, 3, lengths, [n == 100 for n in lengths], total, by_name, statuses, [])
 
 

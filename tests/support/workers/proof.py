@@ -6,6 +6,7 @@ python -m tests.support.workers.proof CONFIG [section.key=value ...]
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from typing import cast
 
@@ -243,9 +244,9 @@ class Trials:
     def stops_every_rank(self, sums: Reductions) -> None:
         """The step's end, where the sums of all ranks meet the logprob check, before anything is made of the step's
         decisions."""
-        open_run_dir(self.config, self.session, 0, Start())
+        open_run_dir(self.config, self.session, 0, Start(), time.monotonic())
         check = LogprobCheck(self.config.model.dtype, None)
-        _, log = open_log(self.config, self.session, 0, check)
+        _, log = open_log(self.config, self.session, time.monotonic(), 0, check)
         nothing = no_update(self.config.loss)
         decision = Decision([], [], [], [], [], [], [], 0, 0, {"reward/mean": 0.0})
         local = nothing | sums if self.session.is_rank0 else nothing

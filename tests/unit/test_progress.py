@@ -1,0 +1,50 @@
+"""Counts and clock of a run that goes on, beside one that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from grpo_spmd.observe.progress import Progress, WallClock
+from grpo_spmd.untrusted import TRAINER, UntrustedError, check_fields
+
+STEPS = [(8, 100, 0.5), (8, 90, 1.0), (24, 310, 2.5), (8, 70, 3.0)]  # completions, tokens, epoch
+
+
+def test_counts_go_on_where_the_checkpoint_has_them() -> None:
+    whole = Progress({}, 0)
+    expected = [whole.count(*step) for step in STEPS]
+    assert [each["progress/completions"] for each in expected] == [8, 16, 40, 48]
+    assert [each["progress/tokens"] for each in expected] == [100, 190, 500, 570]
+    assert [each["progress/epoch"] for each in expected] == [0.5, 1.0, 2.5, 3.0]
+    first = Progress({}, 0)
+    for step in STEPS[:2]:
+        first.count(*step)
+    saved = json.loads(json.dumps({"step": 2, **first.state()}))
+    first.count(*STEPS[2])  # a step that is lost with its process
+    check_fields(saved, TRAINER, "trainer.json")
+    resumed = Progress(saved, 2)
+    assert [resumed.count(*step) for step in STEPS[2:]] == expected[2:]
+
+
+def test_a_checkpoint_that_did_not_count_leaves_them_out_and_makes_none_too_small() -> None:
+    resumed = Progress({"step": 2}, 2)
+    assert resumed.count(*STEPS[2]) == {"progress/epoch": 2.5}
+    assert resumed.state() == {}
+
+
+@pytest.mark.parametrize("name", ["num_completions", "num_tokens"])
+def test_a_count_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(UntrustedError, match=f"trainer.json: {name} must be a whole number from 0 to"):
+        check_fields({name: -1}, TRAINER, "trainer.json")
+
+
+def test_the_clock_adds_this_launch_to_the_last_line() -> None:
+    new, resumed = (WallClock(time.monotonic() - 50, newest) for newest in ({}, {"time/wall_s": 1000.0}))
+    old = WallClock(time.monotonic() - 50, {"step": 3, "reward/mean": 0.5})
+    for clock, expected in ((new, 50), (resumed, 1050), (old, 50)):
+        found = clock.metrics()
+        assert found["time/wall_s"] == pytest.approx(expected, abs=10)
+        assert found["time/unix_s"] == pytest.approx(time.time(), abs=10)
