@@ -87,9 +87,11 @@ def _check_room(cache: Path, needed: int, repo: str) -> None:
 
 def _fetch_rows(config: DataConfig, name: str | None) -> None:
     """By the run's own reader, which keeps what it made of the files, and refuses here what it would refuse there."""
+    from grpo_spmd.data.hub import need_datasets
     from grpo_spmd.model.hub import check_data_set
 
     key, source = key_and_source(config, name)
+    need_datasets(source, key)
     check_data_set(source.split(":")[1], key)
     import datasets
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import threading
 import urllib.error
@@ -83,3 +84,10 @@ def _token() -> str:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def need_datasets(source: str, key: str) -> None:
+    """Raises ConfigError where the package that reads the hub's data sets is not installed."""
+    if importlib.util.find_spec("datasets") is None:
+        remedy = "pip install 'grpo_spmd[datasets]', or give a .jsonl or .parquet file"
+        raise ConfigError(f"{key}: {source} needs the package datasets, which is not installed; {remedy}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from typing import Any
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import DataConfig
-from grpo_spmd.data.hub import check_reachable, is_offline
+from grpo_spmd.data.hub import check_reachable, is_offline, need_datasets
 
 Records = list[tuple[str, dict[str, Any]]]  # where a row stands, for messages, and the row
 
@@ -146,9 +145,7 @@ def _read_hub(source: str, key: str) -> Records:
     if len(parts) != 4 or not parts[1] or not parts[3]:
         raise ConfigError(f"{key}: a hub data set is hub:REPO:SUBSET:SPLIT (SUBSET may be empty); got {source!r}")
     _, repo, subset, split = parts
-    if importlib.util.find_spec("datasets") is None:
-        remedy = "pip install 'grpo_spmd[datasets]', or give a .jsonl or .parquet file"
-        raise ConfigError(f"{key}: {source} needs the package datasets, which is not installed; {remedy}")
+    need_datasets(source, key)
     if not is_offline() and not _is_cached(repo):
         check_reachable("datasets", repo, key)
     import datasets

@@ -76,7 +76,7 @@ KINDNESS = {
     "config/home.py": 40,
     "config/spelling.py": 55,
     "data/early.py": 175,
-    "data/hub.py": 90,
+    "data/hub.py": 100,
     "preflight/model_folder.py": 215,
     "preflight/installed.py": 80,
     "engine/cache_room.py": 40,
