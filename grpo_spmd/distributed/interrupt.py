@@ -54,8 +54,8 @@ def stop_with(stop: Callable[[], bool]) -> None:
     def answer(number: int) -> None:
         if number > 1:
             newest = _newest_checkpoint()
-            what = f"{newest} stands (checkpoint.resume=auto)" if newest else "there is no checkpoint yet"
-            _quit(f"Ctrl-C: out at once, nothing more is saved; {what}")
+            what = f"{newest} stands (checkpoint.resume=auto)" if newest else "no checkpoint was saved"
+            _quit(f"Ctrl-C: out at once; {what}")
         tell(f"Ctrl-C: {'finishing the update, then ' if stop() else ''}saving; again to quit now")
 
     answer_with(answer)
@@ -97,11 +97,13 @@ def _quit(text: str) -> NoReturn:
 
 
 def _newest_checkpoint() -> Path | None:
+    """Below the run's folder."""
     if _run_dir is None:
         return None
     found = (_run_dir / "checkpoints").glob("step_*")
     numbers = [path for path in found if path.name.removeprefix("step_").isdecimal()]
-    return max(numbers, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+    newest = max(numbers, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+    return newest and newest.relative_to(_run_dir)
 
 
 class _Listener:

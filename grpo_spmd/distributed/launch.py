@@ -47,6 +47,7 @@ def _run(arguments: list[str], quit_alone: Callable[[int], None]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets the same, with a banner of six lines
     from torch.distributed import run
     from torch.distributed.elastic.agent.server import local_elastic_agent
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api
 
@@ -94,6 +95,8 @@ def _run(arguments: list[str], quit_alone: Callable[[int], None]) -> int:
             if code < 0:  # it could not say so itself
                 say(f"rank {rank} was ended by {signal.Signals(-code).name}")
         return 2 if set(failed.values()) == {2} else 1
+    except SignalException:  # SIGQUIT (Ctrl-\\), which torchrun still takes: it has ended the ranks
+        return 1
     return 0
 
 

@@ -57,7 +57,7 @@ def test_before_the_first_step_it_ends_at_once_with_one_sentence(tmp_path: Path)
         process = ready(start(tmp_path))
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
-        says = "nothing was trained" if newest is None else f"{folder / newest} stands"
+        says = "nothing was trained" if newest is None else f"checkpoints/{newest} stands"
         assert (process.returncode, out, err) == (1, "", f"stopped by Ctrl-C before the first step; {says}\n")
 
 
@@ -93,7 +93,7 @@ def test_while_it_trains_the_first_stops_the_run_and_the_second_ends_it(tmp_path
     process.send_signal(second)
     out, err = process.communicate(timeout=20)
     first = f"Ctrl-C: {'finishing the update, then ' if in_update else ''}saving; again to quit now"
-    last = "Ctrl-C: out at once, nothing more is saved; there is no checkpoint yet"
+    last = "Ctrl-C: out at once; no checkpoint was saved"
     assert (process.returncode, out, err.splitlines()) == (1, "stops\n", [first, last])
 
 
