@@ -25,9 +25,9 @@ fi
 nproc=${NPROC:-$(( gpus > 0 ? gpus : 2 ))}
 
 python -m grpo_spmd.demo
-# Bad overrides are refused before the last run is moved. (Where run_dir is not the user's own, it is moved out of the way below, and must
-# not be refused because the last run is still in it.)
-case " $* " in *" run_dir="*) elsewhere=() ;; *) elsewhere=(run_dir=runs/checked) ;; esac
+# Bad overrides are refused before the last run is moved. (Unless the user names a run folder, or goes on with the last run, that is moved
+# out of the way below, and must not be a reason to refuse.)
+case " $* " in *" run_dir="* | *" checkpoint.resume="*) elsewhere=() ;; *) elsewhere=(run_dir=runs/checked) ;; esac
 echo "demo: checking the config"
 WORLD_SIZE=$nproc python -m grpo_spmd.train --config "configs/$name.yaml" --check "$@" "${elsewhere[@]}" >/dev/null
 # The newest run is always runs/demo; an earlier one is moved aside, never written over.

@@ -95,7 +95,7 @@ def _run(arguments: list[str], quit_alone: Callable[[int], None]) -> int:
             if code < 0:  # it could not say so itself
                 say(f"rank {rank} was ended by {signal.Signals(-code).name}")
         return 2 if set(failed.values()) == {2} else 1
-    except SignalException:  # SIGQUIT (Ctrl-\\), which torchrun still takes: it has ended the ranks
+    except SignalException:  # SIGQUIT (Ctrl and backslash), which torchrun still takes: it has ended the ranks
         return 1
     return 0
 
