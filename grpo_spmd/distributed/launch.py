@@ -14,13 +14,13 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 from grpo_spmd.config.errors import say
 from grpo_spmd.distributed import heartbeat, interrupt
+from grpo_spmd.distributed.ending import leave
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -37,13 +37,13 @@ def main() -> None:
     heartbeat.begin("starting the ranks")
     code = 1
     try:
-        code = _run([f"--log-dir={folder}", "--signals-to-handle=SIGQUIT", *sys.argv[1:]], quit_alone)
+        code = _run([f"--log-dir={folder}", "--signals-to-handle=SIGQUIT", *sys.argv[1:]], folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     sys.exit(code)
 
 
-def _run(arguments: list[str], quit_alone: Callable[[int], None]) -> int:
+def _run(arguments: list[str], folder: str) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets the same, with a banner of six lines
     from torch.distributed import run
     from torch.distributed.elastic.agent.server import local_elastic_agent
@@ -70,7 +70,8 @@ def _run(arguments: list[str], quit_alone: Callable[[int], None]) -> int:
         def _on_press(self, number: int) -> None:
             num_there = self._forward(signal.SIGINT if number < 3 else signal.SIGKILL)
             if number > 1 and not num_there:  # it waits for the other nodes
-                quit_alone(number)
+                shutil.rmtree(folder, ignore_errors=True)
+                leave(1)
 
         def _on_signal(self, number: int, _: FrameType | None) -> None:
             if not self._forward(number):

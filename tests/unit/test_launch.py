@@ -40,5 +40,5 @@ def test_the_exit_code_is_that_of_the_ranks(
             raise ChildFailedError("x", {rank: ProcessFailure(rank, 1, code, "") for rank, code in codes.items()})
 
     monkeypatch.setattr(run, "run", fail)
-    assert launch._run(["--standalone", "-m", "x"], lambda _: None) == expected
+    assert launch._run(["--standalone", "-m", "x"], "unused") == expected
     assert capsys.readouterr().err == said
