@@ -139,8 +139,10 @@ def _renderer(template: str, settings: dict[str, Any]) -> Callable[[Messages], s
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     try:
         compiled = environment.from_string(template)
-    except jinja2.TemplateError:
-        return None
+    except jinja2.TemplateError as error:
+        if "generation" in template:  # a tag of transformers' own
+            return None
+        raise ConfigError(f"model.path: its chat template does not compile: {error}") from None
     special = _special_tokens(settings)
 
     def render(messages: Messages) -> str:

