@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -66,16 +67,22 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def submit(checkout: Path, *overrides: str, **variables: str) -> Job:
+    return submit_with_log(subprocess.PIPE, checkout, *overrides, **variables)
+
+
+def submit_with_log(log: int, checkout: Path, *overrides: str, **variables: str) -> Job:
     env = {
         "PATH": f"{checkout}/bin:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(checkout),
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NUM_NODES": "1",
         "SLURM_JOB_NODELIST": "n1",
+        "ENVIRONMENT": "BATCH",  # Slurm sets it in every batch job
         "NPROC": "2",
         "TZ": "UTC",
     }
-    return Job(["bash", "launch/slurm.sbatch", "config.yaml", *overrides], env=env | variables, cwd=checkout)
+    command = ["bash", "launch/slurm.sbatch", "config.yaml", *overrides]
+    return Job(command, env=env | variables, cwd=checkout, stdout=log)
 
 
 def calls(checkout: Path, name: str) -> list[str]:
@@ -168,3 +175,37 @@ def test_the_tasks_of_an_array_have_folders_of_their_own(checkout: Path) -> None
     code, output = submit(checkout, "run_dir=runs/of_%a", "num_steps=1", **array).wait(60)
     assert code == 0, output
     assert len(metrics(checkout / "runs/of_3")) == 1
+
+
+# As sites write them: it prints, reads what is not set, and ends with a status of no meaning.
+ENVIRONMENT = """
+echo "loading modules"
+echo "${STEP:-batch} $NOT_SET" >>sourced
+export PATH=$PWD/bin:$PWD/.venv/bin:$PATH STEP=task
+false
+"""
+TORCHRUN = """#!/usr/bin/env bash
+while [ "$1" != -m ]; do shift; done
+RANK=0 exec python "$@"
+"""
+
+
+def test_a_sites_environment_meeting_place_and_log(checkout: Path) -> None:
+    (checkout / "site.sh").write_text(ENVIRONMENT)
+    (checkout / "bin/torchrun").write_text(TORCHRUN)
+    (checkout / "bin/torchrun").chmod(0o755)
+    site = {"SITE_ENVIRONMENT": "site.sh", "RDZV_HOST": "ib-n1", "RDZV_PORT": "4711"}
+    logs = checkout / "runs/a b/logs"
+    for attempt in ({}, {"SLURM_RESTART_COUNT": "1"}):
+        with (checkout / "out of slurm.log").open("a") as log:
+            code, _ = submit_with_log(log.fileno(), checkout, "num_steps=2", **site, **attempt).wait(60)
+        said = (checkout / "out of slurm.log").read_text()
+        assert code == 0, said
+        assert [path.name for path in logs.iterdir()] == [f"slurm-{os.getpid()}.log"]
+        assert next(logs.iterdir()).read_text() == said
+    assert (checkout / "sourced").read_text().splitlines() == ["batch ", "task ", "task ", "task "] * 2
+    assert said.count("loading modules") == 8
+    [first, _] = [call for call in calls(checkout, "srun") if "torchrun" in call]
+    assert "--rdzv-endpoint ib-n1:4711 " in first
+    code, output = submit(checkout, SITE_ENVIRONMENT="none.sh").wait(60)
+    assert (code, output) == (2, "error: SITE_ENVIRONMENT: cannot read none.sh\n")
