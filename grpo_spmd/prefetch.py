@@ -18,6 +18,7 @@ from pathlib import Path
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import DataConfig
+from grpo_spmd.data.hub import check_reachable, is_offline, need_datasets
 from grpo_spmd.data.rows import key_and_source, read_rows
 from grpo_spmd.files import hold_standard_streams, show
 
@@ -35,16 +36,16 @@ def main() -> None:
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # lines instead
     try:
         config = load_config(args.config, args.overrides)
-        from huggingface_hub import constants
-
         names = (None, *config.data.eval_sets)
         sets = [name for name in names if key_and_source(config.data, name)[1].startswith("hub:")]
         model = None if Path(config.model.path).is_dir() else config.model.path
         if not model and not sets:
             show("prefetch: the model and the data are local: nothing to fetch")
             return
-        if constants.HF_HUB_OFFLINE:
+        if is_offline():
             raise ConfigError("HF_HUB_OFFLINE is set, and prefetch is what needs the network: unset it here")
+        from huggingface_hub import constants
+
         if model:
             _fetch_model(model, Path(constants.HF_HUB_CACHE))
         for name in sets:
@@ -87,12 +88,9 @@ def _check_room(cache: Path, needed: int, repo: str) -> None:
 
 def _fetch_rows(config: DataConfig, name: str | None) -> None:
     """By the run's own reader, which keeps what it made of the files, and refuses here what it would refuse there."""
-    from grpo_spmd.data.hub import need_datasets
-    from grpo_spmd.model.hub import check_data_set
-
     key, source = key_and_source(config, name)
     need_datasets(source, key)
-    check_data_set(source.split(":")[1], key)
+    check_reachable("datasets", source.split(":")[1], key)  # also where some is cached: datasets would try for long
     import datasets
 
     cache = Path(datasets.config.HF_DATASETS_CACHE)

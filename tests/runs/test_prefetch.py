@@ -129,17 +129,17 @@ def test_each_refusal_is_one_line_and_exit_code_2(world: Path, hub: FakeHub, tmp
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
         local = "model.path=hub/models/acme/tiny"
         for overrides, variables, expected in (
-            ([], {"HF_ENDPOINT": nobody}, f"error: model.path: cannot fetch acme/tiny: {nobody} does not answer ("),
+            (
+                [],
+                {"HF_ENDPOINT": nobody},
+                f"error: model.path: acme/tiny is not in the local cache, and {nobody} gives no answer (",
+            ),
             (
                 [local],
                 {"HF_ENDPOINT": nobody},
-                f"error: data.train: cannot fetch acme/sums: {nobody} does not answer (",
+                f"error: data.train: acme/sums is not in the local cache, and {nobody} gives no answer (",
             ),
-            (
-                ["model.path=acme/none"],
-                {},
-                "error: model.path: cannot fetch acme/none: the hub knows nothing of that name,",
-            ),
+            (["model.path=acme/none"], {}, f"error: model.path: there is no {hub.url}/acme/none, or it is private"),
             (["model.path=acme/old"], {}, "error: model.path: acme/old has no .safetensors at the hub"),
             ([], {"HF_HUB_OFFLINE": "1"}, "error: HF_HUB_OFFLINE is set, and prefetch is what needs the network"),
             (["sed=1"], {}, "error: sed: unknown key"),

@@ -85,7 +85,7 @@ KINDNESS = {
     "model/optimizer.py": 25,
     "export": 65,
     "checkpoint/merge.py": 145,
-    "model/hub.py": 75,
+    "model/hub.py": 45,
     "prefetch": 150,
     "cli": 165,
     "checkpoint/in_use.py": 55,
