@@ -11,7 +11,15 @@ from tests.support.processes import ROOT, run_command
 
 @pytest.mark.parametrize(
     "script",
-    ["launch/setup.sh", "launch/demo.sh", "launch/slurm.sbatch", "tests/run.sh", "benchmarks/run.sh", ".ci/run"],
+    [
+        "launch/setup.sh",
+        "launch/demo.sh",
+        "launch/slurm.sbatch",
+        "launch/node.sh",
+        "tests/run.sh",
+        "benchmarks/run.sh",
+        ".ci/run",
+    ],
 )
 def test_scripts_are_executable_and_parse(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
