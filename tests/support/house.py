@@ -77,7 +77,7 @@ KINDNESS = {
     "config/spelling.py": 55,
     "data/early.py": 175,
     "data/hub.py": 100,
-    "preflight/model_folder.py": 245,
+    "preflight/model_folder.py": 250,
     "preflight/installed.py": 80,
     "engine/cache_room.py": 40,
     "observe/console.py": 190,
