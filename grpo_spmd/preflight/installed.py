@@ -66,7 +66,7 @@ def check_disk(config: Config) -> None:
     saves = config.training.num_steps // options.every_steps + 1 if options.every_steps else 1
     kept = min(saves, options.keep + 1 + (options.best_metric is not None))  # one is written before another goes
     there = len(list_checkpoints(run_dir)) if run_dir.is_dir() else 0
-    existing = next(path for path in (run_dir, *run_dir.resolve().parents) if path.exists())
+    existing = next(path for path in (run_dir / "checkpoints", run_dir, *run_dir.resolve().parents) if path.exists())
     needed, free = max(1, kept - there) * state + export, shutil.disk_usage(existing).free
     if needed > free:
         what = f"{max(1, kept - there)} checkpoints of {size_text(state)} and an export of {size_text(export)}"
