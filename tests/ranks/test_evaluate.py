@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from grpo_spmd.rewards.answers import final_answer
 from tests.support.models import make_model, write_config
 from tests.support.ranks import RanksJob, run_worker
 
@@ -26,7 +27,7 @@ NUM_SAMPLES, NUM_STEPS = 4, 3
 # By the first token: None, NaN, or right or wrong; the second reward has 0.1 for digits, so that "right" is not "reward
 # > 0".
 REWARD = """
-def score(completion_ids):
+def score(completion_ids, **columns):
     first = [ids[0] for ids in completion_ids]
     return [None if id % 7 == 0 else float("nan") if id % 7 == 1 else float(id % 2) for id in first]
 """
@@ -39,7 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(folder / "model", "qwen3", tied=True)
     (folder / "reward.py").write_text(REWARD)
     rows = [
-        json.dumps({"prompt": f"{'1,2,3,4,5,6,7,8,9+' * 2}{a},{b}="}) + "\n" for a in range(1, 5) for b in range(1, 5)
+        json.dumps({"prompt": f"{'1,2,3,4,5,6,7,8,9+' * 2}{a},{b}=", "answer": f"gold {a}{b}"}) + "\n"
+        for a in range(1, 5)
+        for b in range(1, 5)
     ]
     (folder / "train.jsonl").write_text("".join(rows))
     for name, size in SETS.items():
@@ -173,6 +176,9 @@ def test_metrics_follow_from_the_dump(trained: dict[str, Path]) -> None:
         seen |= {row["rewards"]["verifier"] for row in rows}
         for row in rows:
             assert row["right"] == (row["rewards"]["verifier"] == 1.0)
+            a, b = row["prompt"][-4], row["prompt"][-2]
+            assert row["columns"] == {"answer": f"gold {a}{b}"}  # the data's; the model's is another field
+            assert row["final_answer"] == final_answer(row["completion"])
         for k in (1, 2, 4):
             found = [
                 [any(row["right"] for row in some) for some in itertools.combinations(prompt, k)] for prompt in prompts
