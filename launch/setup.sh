@@ -167,6 +167,10 @@ by_uv() {  # it does not read pip's settings, which may name the only place that
   if [ -z "${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-}" ]; then
     for each in $(pip_setting index-url); do sources+=(--default-index "$each"); done
   fi
+  if [ -z "${SSL_CERT_FILE:-}" ]; then
+    each=$(pip_setting cert)
+    if [ -n "$each" ]; then export SSL_CERT_FILE=$each; fi
+  fi
   in_scratch "$uv" pip install --python .venv/bin/python --no-progress --index-strategy unsafe-best-match ${sources[@]+"${sources[@]}"} "$@"
 }
 # The lock is whole, so that nothing has to be worked out, which takes pip as long as the rest; packages that another version of Python

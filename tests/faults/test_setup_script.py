@@ -39,9 +39,11 @@ case $*_ in
     cp {stand_in} .venv/bin/python
     package pip-9 ;;
   "-m pip --version_") [ -d $site/pip-9.dist-info ] ;;
-  "-m pip config"*) echo "global.extra-index-url='\\\\nA\\\\nB'"; echo ":env:.find-links='/wheels'" ;;
+  "-m pip config"*) echo "global.extra-index-url='\\\\nA\\\\nB'"; echo ":env:.find-links='/wheels'"
+                     echo "global.cert='/c.pem'" ;;
   "-m pip check_") at checking; if [ -e conflict ]; then echo "one 1 requires four, which is not installed."; fi ;;
-  "pip install"*) if [ -e uv_fails ]; then echo "error: no such index"; exit 2; fi; install "$@" ;;
+  "pip install"*) echo "$SSL_CERT_FILE" >certificate
+                  if [ -e uv_fails ]; then echo "error: no such index"; exit 2; fi; install "$@" ;;
   *"pip install"*) install "$@" ;;
   "-m venv"*) shift; "$0" "$@" ;;
   "-m compileall"*) touch $site/one.py $site/one.pyc $site/two.py; at compiling ;;
@@ -153,8 +155,9 @@ def test_a_second_start_says_that_it_waits(checkout: Path) -> None:
 
 
 def test_uv_installs_the_same_lock_from_where_pip_would(checkout: Path) -> None:
-    code, output = start(checkout, UV=f"{checkout}/stand_in").wait(60)
+    code, output = start(checkout, UV=f"{checkout}/stand_in", SSL_CERT_FILE="").wait(60)
     assert code == 0, output
+    assert (checkout / "certificate").read_text() == "/c.pem\n"
     first, own = (checkout / "calls").read_text().splitlines()
     assert "--extra-index-url A --extra-index-url B --find-links /wheels" in first
     assert first.endswith("--no-deps -r .venv/packages.txt")
