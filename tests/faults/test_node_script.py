@@ -79,7 +79,11 @@ def test_a_pod_that_is_told_to_end_saves_and_the_next_goes_on(checkout: Path) ->
 def test_a_bad_config_is_final_and_a_crash_is_not(checkout: Path) -> None:
     code, output = start(checkout, "sed=3").wait(60)
     assert (code, output) == (2, "error: sed: unknown key\n")
-    code, output = start(checkout, "crash_at=2").wait(60)
+    (checkout / "bin").mkdir()  # torchrun itself is in the other tests
+    (checkout / "bin/torchrun").write_text('#!/usr/bin/env bash\nRANK=0 exec python "$@"\n')
+    (checkout / "bin/torchrun").chmod(0o755)
+    path = f"{checkout}/bin:{checkout}/.venv/bin:{os.environ['PATH']}"
+    code, output = start(checkout, "crash_at=2", PATH=path).wait(60)
     assert code == 140, output
     assert output.splitlines()[-1].endswith("node 0: torchrun failed with exit code 1")
 

@@ -64,13 +64,16 @@ def hub(world: Path) -> Iterator[FakeHub]:
         yield hub
 
 
-def lines_of(world: Path, hub: FakeHub, home: Path) -> list[str]:
+LOCAL_DATA = ["data.train=a.jsonl", "data.eval={held: b.parquet}"]
+
+
+def lines_of(world: Path, hub: FakeHub, home: Path, *overrides: str) -> list[str]:
     # The command itself, and whether it imported what takes seconds.
     program = (
         "import sys; from grpo_spmd.prefetch import main; main(); print(sorted({'torch', 'vllm'} & {*sys.modules}))"
     )
     done = run_command(
-        [sys.executable, "-c", program, "--config", "config.yaml"],
+        [sys.executable, "-c", program, "--config", "config.yaml", *overrides],
         cwd=world,
         env=hub.environment | {"HF_HOME": str(home)},
     )
@@ -117,8 +120,7 @@ print(hf_files.load_tokenizer(path)("1 + 1")["input_ids"], {str(file.resolve()) 
 
 
 def test_local_folders_need_nothing(world: Path) -> None:
-    local = ["model.path=hub/models/acme/tiny", "data.train=a.jsonl", "data.eval={held: b.parquet}"]
-    done = run_command([*PREFETCH, *local], cwd=world)
+    done = run_command([*PREFETCH, "model.path=hub/models/acme/tiny", *LOCAL_DATA], cwd=world)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "prefetch: the model and the data are local: nothing to fetch\n"
 
@@ -154,7 +156,7 @@ def test_each_refusal_is_one_line_and_exit_code_2(world: Path, hub: FakeHub, tmp
 
 def test_ctrl_c_leaves_at_once_and_the_next_start_goes_on(world: Path, hub: FakeHub, tmp_path: Path) -> None:
     hub.holds = "model.safetensors"
-    job = Job(PREFETCH, cwd=world, env=hub.environment | {"HF_HOME": str(tmp_path)})
+    job = Job([*PREFETCH, *LOCAL_DATA], cwd=world, env=hub.environment | {"HF_HOME": str(tmp_path)})
     while "model.safetensors" not in hub.served:
         assert job.process.poll() is None, job.wait()[1]
         time.sleep(0.02)
@@ -164,4 +166,4 @@ def test_ctrl_c_leaves_at_once_and_the_next_start_goes_on(world: Path, hub: Fake
     assert time.monotonic() - began < 5
     assert (code, output) == (130, "prefetch: stopped; the next start goes on from here\n")
     hub.holds = ""
-    assert "prefetch: model acme/tiny" in lines_of(world, hub, tmp_path)[0]
+    assert "prefetch: model acme/tiny" in lines_of(world, hub, tmp_path, *LOCAL_DATA)[0]
