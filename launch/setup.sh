@@ -134,7 +134,8 @@ for half_removed in site.glob("~*"):
 for package in site.glob("*.dist-info"):
     try:
         rows = list(csv.reader((package / "RECORD").read_text("utf-8").splitlines()))
-        whole = bool(rows) and all((site / row[0]).stat().st_size == int(row[2]) for row in rows if row[2])
+        files = [row for row in rows if row[2] and not row[0].endswith(".pyc")]  # those were compiled again
+        whole = bool(rows) and all((site / name).stat().st_size == int(size) for name, _, size in files)
     except (OSError, IndexError, ValueError):
         whole = False
     if not whole:
