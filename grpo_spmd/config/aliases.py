@@ -7,6 +7,7 @@ ppo_trainer.yaml, OpenRLHF's flags (flat ones, and those with sections of 0.10) 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 
 _SIZES = "sizes are global here: prompts x group_size a step, and micro-batches are counted in tokens"
@@ -24,6 +25,7 @@ steps_per_generation | training.num_mini_batches | optimizer steps a rollout
 num_generations | rollout.group_size |
 num_generations_eval | eval.num_samples |
 max_completion_length | rollout.max_completion_tokens |
+max_length, max_seq_length | data.max_prompt_tokens, rollout.max_completion_tokens | it follows from their sum
 max_prompt_length | data.max_prompt_tokens | a longer prompt is refused or dropped (data.on_long_prompt), never cut
 num_iterations | training.num_epochs | passes over one rollout
 max_steps | training.num_steps | {_STEPS}, theirs an optimizer step
@@ -32,6 +34,8 @@ beta | loss.kl_coef | weight of the KL to the reference; AdamW's are optimizer.b
 epsilon | loss.clip_ratio_low, loss.clip_ratio_high | theirs sets both: give both; ours are 0.2 and 0.28 by default
 epsilon_high | loss.clip_ratio_high | for CISPO theirs is the bound itself, ours what lies above 1
 delta | loss.dual_clip |
+cliprange, clip_range | loss.clip_ratio_low, loss.clip_ratio_high | theirs sets both: give both
+mini_batch_size | training.num_mini_batches | how many, not how large
 loss_type | loss.policy, loss.aggregation | dapo and bnpo are aggregation token, \
 grpo sequence, dr_grpo constant; cispo is a policy
 importance_sampling_level | loss.policy | sequence is gspo, token is clip
@@ -42,7 +46,7 @@ mask_truncated_completions | loss.mask_truncated |
 shuffle_dataset | data.shuffle |
 train_dataset, dataset_name | data.train | a .jsonl or .parquet file, or hub:REPO:SUBSET:SPLIT
 eval_dataset | data.eval |
-model_name_or_path | model.path |
+model_name_or_path, model_name | model.path |
 model_init_kwargs, dtype, torch_dtype, bf16, fp16 | model.dtype | compute dtype; master weights are float32
 attn_implementation | model.attention |
 gradient_checkpointing, gradient_checkpointing_kwargs | model.activation_checkpointing |
@@ -303,6 +307,7 @@ enable_router_replay, teacher_model, teacher_tau | |
 trainer, orchestrator, inference, deployment, slurm | | its keys have other names: configs/README.md, "Coming from"
 """
 
+_SAYS_NOTHING = ("name", "path", "enable", "interval", "type", "len", "dataset", "env", "freq", "offline", "steps")
 TRAINERS = {"TRL": TRL, "verl": VERL, "OpenRLHF": OPENRLHF, "prime-rl": PRIME_RL}
 
 
@@ -318,10 +323,29 @@ def known_elsewhere(full: str, value: object = None) -> str | None:
     for name in (*_leaves(full, value), full):
         parts = name.removeprefix("-").replace("-", "_").split(".")
         for suffix in (".".join(parts[start:]) for start in range(len(parts))):
-            found = {trainer: _entry(table, suffix) for trainer, table in TRAINERS.items()}
-            if any(found.values()):
-                return f"{name}: unknown key, {_in_words(found)}"
+            if said := _translated(name, suffix):
+                return said
     return None
+
+
+def known_by_last_part(full: str) -> str | None:
+    """The same, of a name without a section, by the last part of theirs: "train_files" is verl's data.train_files."""
+    is_telling = "." not in full and full not in _SAYS_NOTHING
+    return _translated(full, full.replace("-", "_"), by_last_part=True) if is_telling else None
+
+
+def known_closely(full: str) -> str | None:
+    """The same for a name with a letter too much."""
+    last = full.rpartition(".")[2].replace("-", "_")
+    all_known = {known for table in TRAINERS.values() for names, *_ in entries(table) for known in names}
+    close = difflib.get_close_matches(last, all_known, n=1, cutoff=0.8)
+    said = known_elsewhere(close[0]) if close else None
+    return f"{full}: unknown key; did you mean {said.replace(': unknown key', '', 1)}?" if said else None
+
+
+def _translated(name: str, known: str, *, by_last_part: bool = False) -> str | None:
+    found = {trainer: _entry(table, known, by_last_part) for trainer, table in TRAINERS.items()}
+    return f"{name}: unknown key, {_in_words(found)}" if any(found.values()) else None
 
 
 def _leaves(full: str, value: object) -> Iterator[str]:
@@ -330,8 +354,11 @@ def _leaves(full: str, value: object) -> Iterator[str]:
         yield from _leaves(below, inner) if isinstance(inner, Mapping) and inner else (below,)
 
 
-def _entry(table: str, name: str) -> tuple[list[str], str] | None:
-    return next(((keys, note) for names, keys, note in entries(table) if name in names), None)
+def _entry(table: str, name: str, by_last_part: bool) -> tuple[list[str], str] | None:
+    for names, keys, note in entries(table):
+        if name in ([known.rpartition(".")[2] for known in names] if by_last_part else names):
+            return keys, note
+    return None
 
 
 def _in_words(found: Mapping[str, tuple[list[str], str] | None]) -> str:

@@ -81,18 +81,21 @@ REFUSED_KEYS = {
 def _unknown_key(full: str, name: str, where: str, value: Any) -> str:
     if name in REFUSED_KEYS and where in ("", "rollout"):
         return f"{full}: {REFUSED_KEYS[name]}"
-    from grpo_spmd.config.aliases import known_elsewhere
+    from grpo_spmd.config.aliases import known_by_last_part, known_closely, known_elsewhere
 
     if said := known_elsewhere(full, value):
         return said
     known = key_names(Config)
     if where.startswith("rewards"):
         known = [join_key(where, field.name) for field in dataclasses.fields(RewardConfig)]
+    if name not in {key.rpartition(".")[2] for key in known} and (said := known_by_last_part(full)):
+        return said
     close = difflib.get_close_matches(full, known, n=1, cutoff=0.6)
     if not close:  # right name in the wrong section
         by_last = {candidate.rsplit(".", 1)[-1]: candidate for candidate in known}
         close = [by_last[match] for match in difflib.get_close_matches(name, list(by_last), n=1, cutoff=0.6)]
-    return f"{full}: unknown key" + (f"; did you mean {close[0]}?" if close else "; --help lists them all")
+    closest = f"{full}: unknown key; did you mean {close[0]}?" if close else known_closely(full)
+    return closest or f"{full}: unknown key; --help lists them all"
 
 
 def key_names(cls: type, where: str = "") -> list[str]:

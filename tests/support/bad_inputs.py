@@ -452,6 +452,11 @@ for name, prompt, overrides in [
         *overrides,
     )
 
+bad_value(
+    "(data.system_prompt makes plain text one), but the tokenizer of model.path has no chat", "data.system_prompt=b"
+)
+bad_value("(data.as_chat makes plain text one), but the tokenizer of model.path has no chat template; take an instruct",
+          "data.as_chat=true")  # fmt: skip
 
 # The run folder
 

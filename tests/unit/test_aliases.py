@@ -66,6 +66,8 @@ def _refusal(folder: Path, tree: dict[str, Any], *overrides: str) -> str:
         ("actor.adam.lr", "optimizer.lr", "OpenRLHF's name"),
         ("trainer.logger", "logging.wandb", "verl's name"),
         ("rewards.0.reward_weights", "rewards.N.weight", "TRL's name"),
+        ("train_files", "data.train", "verl's name"),  # by the last part of theirs
+        ("n", "rollout.group_size", "verl's name"),
     ],
 )
 def test_an_unknown_key_of_another_trainer_is_translated(name: str, ours: str, mind: str, tmp_path: Path) -> None:
@@ -87,6 +89,26 @@ def test_a_section_of_theirs_is_answered_by_the_first_key_in_it_that_has_a_name_
     tree = {"actor_rollout_ref": {"actor": {"strategy": "fsdp", "optim": {"lr": 1e-6}}, "rollout": {"n": 8}}}
     assert _refusal(tmp_path, tree) == "actor_rollout_ref.actor.optim.lr: unknown key, verl's name: here optimizer.lr"
     assert "Coming from" in _refusal(tmp_path, {"trainer": {"of_nobody": 1}})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "num_generation",
+            "num_generation: unknown key; did you mean num_generations, TRL's name: here rollout.group_size?",
+        ),
+        ("learningrate", "learningrate: unknown key; did you mean learning_rate, TRL's name: here optimizer.lr?"),
+        ("group_sise", "group_sise: unknown key; did you mean rollout.group_size?"),
+        ("lr", "lr: unknown key; did you mean optimizer.lr?"),
+        ("optimizer.name", "optimizer.name: unknown key; did you mean optimizer?"),
+        ("name", "name: unknown key; --help lists them all"),
+    ],
+)
+def test_a_name_that_is_nearly_theirs_is_asked_for_where_none_of_ours_is_near(
+    name: str, said: str, tmp_path: Path
+) -> None:
+    assert _refusal(tmp_path, {}, f"{name}=1") == said
 
 
 def test_what_nobody_has_is_left_to_the_closest_key(tmp_path: Path) -> None:

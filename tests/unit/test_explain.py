@@ -403,6 +403,7 @@ GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
         ("rollout.group_size=2", 1, "rollout.group_size 2 with normalize_std group"),
         ("rollout.group_size=2 advantage.normalize_std=batch", 1, None),
         ("", 4, "num_prompts_per_step 6 is no multiple of 4 engines: some sample 2 groups a step, others 1"),
+        ("", 8, "6 is no multiple of 8 engines: 2 never sample while others do; raise it to 8 or a multiple"),
         ("rollout.tensor_parallel_size=2", 4, None),
         ("rollout.tensor_parallel_size=3", 18, "12 completions per optimizer step for 18 ranks: 6 of them"),
         ("rollout.dynamic_sampling=true rollout.dynamic_sampling_max_rounds=1", 1, "never replaced"),
