@@ -46,14 +46,15 @@ def _train_step(run: Run, step: int) -> None:
     with phase("reward"), run.dump.if_refused(step, sampled):
         batch, decision = assemble_batch(sampled, run.session)
     with phase("logprobs"):
-        attach_logprobs(run.policy, run.reference, batch, config.loss, config.training.num_optimizer_steps)
+        num_updates, check = config.training.num_optimizer_steps, run.preemption.check_in_update
+        attach_logprobs(run.policy, run.reference, batch, config.loss, num_updates, check)
         decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
     with phase("reward"):
         run.dump.write_if_due(step, sampled, decision)
     run.preemption.check_before_update()
     with phase("update"):
         run.update_check.run_if_due(step, sampled, batch, decision)
-        sums = run.updater.update(batch, run.update_check, run.preemption.check_in_update)
+        sums = run.updater.update(batch, run.update_check, check)
     log.record_largest(run.update_check.metrics())
     run.dump.write_if_skipped(step, sampled, decision, sums)
     log.record_largest(run.progress.count(sampled.num_completions, decision.num_sampled_tokens, run.stream.epoch))

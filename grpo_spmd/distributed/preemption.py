@@ -87,7 +87,7 @@ class Preemption:
         self._agree(self._aborting or self._why_stop(_UPDATE, "an update"))
 
     def check_in_update(self, changes_policy: bool) -> None:
-        """Collective. The same for a signal alone, while the policy is what it was; `changes_policy`: not any more."""
+        """Collective. For a signal alone, while the policy is what the step began with; `changes_policy`: no longer."""
         if any_rank(self._signal is not None):
             self._agree(self._signal)
         self._policy_changes = changes_policy

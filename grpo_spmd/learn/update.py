@@ -21,7 +21,7 @@ from grpo_spmd.model.policy import Policy, Scores
 from grpo_spmd.records import MicroBatch, RolloutBatch
 
 Reference = Callable[[MicroBatch], Scores]
-Check = Callable[[bool], None]  # collective, after each micro-batch of the first mini-batch; True: after its last one
+Check = Callable[[bool], None]  # collective, between micro-batches; True: from here on the policy changes
 Suspects = list[tuple[MicroBatch, Tensor]]  # which places [C] count and have a score that is not finite
 
 
@@ -35,20 +35,30 @@ class Watch(Protocol):
 
 @torch.no_grad()
 def attach_logprobs(
-    policy: Policy, reference: Reference | None, batch: RolloutBatch, loss: LossConfig, num_optimizer_steps: int
+    policy: Policy,
+    reference: Reference | None,
+    batch: RolloutBatch,
+    loss: LossConfig,
+    num_optimizer_steps: int,
+    check: Check | None = None,
 ) -> None:
     """Collective. Fill `old_logprobs` and `ref_logprobs` of every micro-batch where the loss needs them. With one
-    optimizer step a rollout the old ones are those of the update itself: no pass is made for them."""
-    needs_old = num_optimizer_steps > 1 or loss.kl_in == "reward"
-    for micro_batch in batch.micro_batches:
-        if loss.old_logprobs == "engine":
-            micro_batch.old_logprobs = micro_batch.rollout_logprobs
-        elif needs_old:
-            micro_batch.old_logprobs, _ = policy(micro_batch)
-        if reference is not None:
-            micro_batch.ref_logprobs, _ = reference(micro_batch)
-    # FSDP leaves the root gathered until a backward pass, and a step in which no token counts has none.
-    cast(FSDPModule, policy).reshard()
+    optimizer step a rollout the old ones are those of the update itself: no pass is made for them. What `check` raises
+    on all ranks alike, asked before each micro-batch, leaves the policy as it was."""
+    needs_old = (num_optimizer_steps > 1 or loss.kl_in == "reward") and loss.old_logprobs != "engine"
+    try:
+        for micro_batch in batch.micro_batches:
+            if check is not None and (needs_old or reference is not None):
+                check(False)
+            if loss.old_logprobs == "engine":
+                micro_batch.old_logprobs = micro_batch.rollout_logprobs
+            elif needs_old:
+                micro_batch.old_logprobs, _ = policy(micro_batch)
+            if reference is not None:
+                micro_batch.ref_logprobs, _ = reference(micro_batch)
+    finally:
+        # FSDP leaves the root gathered until a backward pass, and a step in which no token counts has none.
+        cast(FSDPModule, policy).reshard()
 
 
 class PolicyUpdater:

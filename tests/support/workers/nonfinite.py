@@ -68,20 +68,30 @@ def give_up(config: Config, policy: Policy, batch: RolloutBatch) -> dict[str, An
     updater.update(batch)  # moments to lose
     before, counts = _state(policy, updater), updater.state()
 
-    def stop(_: bool) -> None:
-        raise InterruptedError
+    num_asked = 0
 
-    stopped = False
-    try:
-        updater.update(batch, check=stop)
-    except InterruptedError:
-        stopped = True
+    def stop(_: bool) -> None:
+        """At the second micro-batch: by the first the root is gathered."""
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked % 2 == 0:
+            raise InterruptedError
+
+    num_stopped = 0
+    for begin in (
+        lambda: attach_logprobs(policy, None, batch, config.loss, 2, stop),
+        lambda: updater.update(batch, check=stop),
+    ):
+        try:
+            begin()
+        except InterruptedError:
+            num_stopped += 1
     after, same_counts = _state(policy, updater), updater.state() == counts
     moved = [name for name in after if not torch.equal(after[name], before[name])]
     asked: list[bool] = []
     updater.update(batch, check=asked.append)
     sizes = [len(mini_batch) for mini_batch in batch.mini_batches]
-    return {"moved": moved, "stopped": stopped, "same_counts": same_counts, "asked": asked, "sizes": sizes}
+    return {"moved": moved, "num_stopped": num_stopped, "same_counts": same_counts, "asked": asked, "sizes": sizes}
 
 
 def make_batch(config: Config, session: Session, kind: str) -> RolloutBatch:
