@@ -14,8 +14,11 @@ _LONGEST = "data.max_prompt_tokens + rollout.max_completion_tokens"
 
 def cpu_cache_bytes() -> int:
     """The most that one rank's engine on a CPU takes: 1/8 of the host's memory over its ranks."""
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return host_bytes // 8 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return host_bytes() // 8 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def no_room_for_cache(error: str, device: str) -> str | None:
@@ -27,8 +30,10 @@ def no_room_for_cache(error: str, device: str) -> str | None:
         what = f"one rollout of {longest} tokens ({_LONGEST}) takes {needed} GiB of KV cache, and {there} GiB are there"
     else:
         what = f"no room for vLLM's KV cache ({error.split('. ')[0].strip()})"
-    gpu = "raise rollout.gpu_memory_utilization, or rollout.tensor_parallel_size"
-    cpu = (
-        "raise rollout.engine.kv_cache_memory_bytes, or lower it where the host's memory is short, or take fewer ranks"
-    )
-    return f"rollout: {what}; {gpu if device == 'cuda' else cpu}, or shorten the rollouts"
+    if "less than" in error:  # what is free is less than what is asked for
+        gpu = "lower rollout.gpu_memory_utilization, or end what else is on the GPU"
+        cpu = "lower rollout.engine.kv_cache_memory_bytes, take fewer ranks, or end what else takes memory"
+    else:
+        gpu = "raise rollout.gpu_memory_utilization or rollout.tensor_parallel_size, or shorten the rollouts"
+        cpu = "raise rollout.engine.kv_cache_memory_bytes, take fewer ranks, or shorten the rollouts"
+    return f"rollout: {what}; {gpu if device == 'cuda' else cpu}"

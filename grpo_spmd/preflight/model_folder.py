@@ -14,7 +14,7 @@ from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.data.early import load_tokenizer_file
 from grpo_spmd.data.hub import check_reachable
-from grpo_spmd.engine.cache_room import cpu_cache_bytes
+from grpo_spmd.engine.cache_room import cpu_cache_bytes, host_bytes
 from grpo_spmd.model.dimensions import dimensions
 from grpo_spmd.model.families.config_json import refuse_by_config
 from grpo_spmd.preflight.arithmetic import kv_bytes_per_token
@@ -117,7 +117,11 @@ def _check_for_cpu(config: Config, model: Mapping[str, Any]) -> None:
         what = f"has heads of {sizes.head_dim}, and vLLM on a CPU only of {known}"
         raise ConfigError(f"model.path: {config.model.path} {what}; train it on a GPU")
     needed, most = _cache_of_a_rollout(config, model), max(64 << 20, cpu_cache_bytes())
-    if needed > most and "kv_cache_memory_bytes" not in config.rollout.engine:
+    given = config.rollout.engine.get("kv_cache_memory_bytes")
+    if isinstance(given, int) and given > host_bytes():
+        what = f"{given:,} is more than this host has ({host_bytes():,})"
+        raise ConfigError(f"rollout.engine.kv_cache_memory_bytes: {what}; it counts for each rank")
+    if needed > most and given is None:
         what = f"one rollout of {config.max_rollout_tokens} tokens takes {needed >> 20:,} MiB of KV cache"
         why = f"on a CPU an engine gets {most >> 20:,} MiB, 1/8 of the host's memory over its ranks"
         how = "shorten the rollouts, take fewer ranks, or set rollout.engine.kv_cache_memory_bytes"

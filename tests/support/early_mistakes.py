@@ -492,3 +492,8 @@ def _(_: Patch) -> None:
 def _(_: Patch) -> None:
     change_json("config.json", model_type="phi")
     write_shards(shapes_from_config(MODEL) | {"lm_head.weight": (40, 16), "lm_head.bias": (40,)})
+
+
+typed(
+    "a KV cache larger than the host", "rollout.engine={kv_cache_memory_bytes: 900000000000000}", "more than this host"
+)

@@ -296,16 +296,20 @@ def test_a_mark_at_the_start_of_a_file_is_no_part_of_it(folder: Path) -> None:
             "the CPU backend) or decreasing `max_model_len` when initializing the engine.",
             "cuda",
             "rollout: one rollout of 5120 tokens (data.max_prompt_tokens + rollout.max_completion_tokens) takes "
-            "0.28 GiB of KV cache, and 0.06 GiB are there; raise rollout.gpu_memory_utilization, or "
+            "0.28 GiB of KV cache, and 0.06 GiB are there; raise rollout.gpu_memory_utilization or "
             "rollout.tensor_parallel_size, or shorten the rollouts",
         ),
         (
             "Available memory on node 0 (3.1/24.0 GiB) on kv cache allocation is less than requested memory for kv "
             "(9.0 GiB). Decrease --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE, or reduce CPU memory.",
             "cpu",
-            "rollout.engine.kv_cache_memory_bytes",
+            "lower rollout.engine.kv_cache_memory_bytes",
         ),
-        ("No available memory for the cache blocks. Try increasing it.", "cuda", "rollout.gpu_memory_utilization"),
+        (
+            "No available memory for the cache blocks. Try increasing it.",
+            "cuda",
+            "raise rollout.gpu_memory_utilization",
+        ),
         ("Unknown architecture Foo", "cuda", None),
     ],
 )
