@@ -122,7 +122,7 @@ def test_near_the_walltime_it_saves_and_queues_again_and_then_goes_on_to_the_end
     job = submit(checkout, f"num_steps={saved['step'] + 2}", SLURM_RESTART_COUNT="1")
     code, output = job.wait(60)
     assert code == 0, output
-    assert [line["step"] for line in metrics(run_dir)] == list(range(saved["step"] + 2))
+    assert [line["step"] for line in metrics(run_dir)] == list(range(1, saved["step"] + 3))
     assert [line["start"] for line in metrics(run_dir)] == ["0"] * saved["step"] + ["1"] * 2
     assert {line["end"] for line in metrics(run_dir)} == {"1927857906"}  # `date -u -d 2031-02-03T04:05:06 +%s`
     assert len(calls(checkout, "scontrol")) == 1

@@ -64,7 +64,7 @@ for step in range(start, config["num_steps"]):
     if is_rank0:
         facts = {"start": os.environ.get("SLURM_RESTART_COUNT", "0"), "end": os.environ.get("SLURM_JOB_END_TIME")}
         with (run_dir / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "seed": config["seed"], **facts}) + "\n")
+            file.write(json.dumps({"step": step + 1, "seed": config["seed"], **facts}) + "\n")
         if (step + 1) % 5 == 0:
             save(step + 1)
     if told:
