@@ -8,7 +8,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 say() { printf '%.79s\n' "setup: $*"; }
-fail() { echo "setup: $*" >&2; exit 1; }
+tell() { if [ -t 2 ]; then fold -s -w 79 <<<"setup: $*"; else echo "setup: $*"; fi >&2; }  # one line, but for a terminal
+fail() { tell "$@"; exit 1; }
 
 kind=${1:-}
 if [ -z "$kind" ] && [ -f .venv/kind ]; then kind=$(cat .venv/kind); fi
@@ -202,7 +203,7 @@ if [ -z "$uv" ] || ! install_by uv by_uv; then
     if ! watched at_packages by_pip -e ".[$kind,dev]" -c "$constraints"; then
       tail -n 5 "$log" >&2
       if grep -q 'torch==.*+cpu' "$log"; then
-        echo "setup: pip needs PyTorch's CPU build: point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels and start again" >&2
+        tell "pip needs PyTorch's CPU build: point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels and start again"
       fi
       fail "pip failed; the whole output is in $log"
     fi
