@@ -19,7 +19,8 @@ def hold_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+            if getattr(sys, name) in (None, getattr(sys, f"__{name}__")):  # not a notebook's, which need no descriptor
+                setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
         if number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # of an ASCII terminal: a line that it lacks letters for
     atexit.unregister(_flush_stdout)  # once, however often this is called

@@ -47,10 +47,7 @@ def main() -> None:
         show(yaml.safe_dump(config_to_dict(config), sort_keys=False).rstrip())
         return
 
-    # torch's C++ warnings (NUMA binding, hooks at exit) say nothing that a user could act on; its errors still show.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Huge pages for large tensors in host memory: without, page faults are half the time of a weight sync on the CPU.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    prepare_torch()
     from grpo_spmd.distributed.doctor import exit_with_outcome
 
     heartbeat.begin("importing torch and vLLM")
@@ -61,6 +58,14 @@ def main() -> None:
 
         if not record(train)(config, inputs):  # torch's record takes a sys.exit(0) somewhere below for a success
             raise RuntimeError("something called sys.exit(0) in the middle of the run")
+
+
+def prepare_torch() -> None:
+    """Before it is imported."""
+    # Its C++ warnings (NUMA binding, hooks at exit) say nothing that a user could act on; its errors still show.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Huge pages for large tensors in host memory: without, page faults are half the time of a weight sync on the CPU.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def _parser() -> OverridesParser:

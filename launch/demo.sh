@@ -25,12 +25,13 @@ fi
 nproc=${NPROC:-$(( gpus > 0 ? gpus : 2 ))}
 
 python -m grpo_spmd.demo
-# The newest run is always runs/demo; an earlier one is moved aside, never written over, once the overrides are known to be good. Unless the
-# user names a run folder, or goes on with the last run.
-case " $* " in *" run_dir="* | *" checkpoint.resume="*) is_new="" ;; *) is_new=yes ;; esac
-if [ -n "$is_new" ] && [ -e "runs/$name" ]; then
-  echo "demo: checking the config"
-  WORLD_SIZE=$nproc python -m grpo_spmd.train --config "configs/$name.yaml" --check "$@" run_dir=runs/checked >/dev/null
+# Bad overrides are refused before the last run is moved. (Unless the user names a run folder, or goes on with the last run, that is moved
+# out of the way below, and must not be a reason to refuse.)
+case " $* " in *" run_dir="* | *" checkpoint.resume="*) elsewhere=() ;; *) elsewhere=(run_dir=runs/checked) ;; esac
+echo "demo: checking the config"
+WORLD_SIZE=$nproc python -m grpo_spmd.train --config "configs/$name.yaml" --check "$@" "${elsewhere[@]}" >/dev/null
+# The newest run is always runs/demo; an earlier one is moved aside, never written over.
+if [ ${#elsewhere[@]} -gt 0 ] && [ -e "runs/$name" ]; then
   n=1
   while [ -e "runs/$name.$n" ]; do n=$((n + 1)); done
   mv "runs/$name" "runs/$name.$n"

@@ -17,6 +17,7 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 _V1, _V2 = "vllm.v1.worker.gpu_model_runner.GPUModelRunner", "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 _WORKER = "vllm.v1.worker.gpu_worker.Worker"
 _EXECUTOR = "vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher"
+_STATE = "vllm.distributed.parallel_state"
 _LORA_LAYER = "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA"
 
 
@@ -87,6 +88,13 @@ OPTIONS = (
         "start.py puts a function in its place that changes the first of three: the name of shared memory",
         "()",
         says=("return (distributed_init_method, rank, local_rank)",),
+    ),
+    Row(f"{_STATE}.destroy_model_parallel", "leftovers.py ends what a failed run has left of the groups", "()"),
+    Row(
+        f"{_STATE}.destroy_distributed_environment",
+        "leftovers.py: the next engine would take the old world for its own",
+        "()",
+        says=("_WORLD = None",),
     ),
     *(
         Row("vllm.envs.environment_variables", "start.py sets it", says=(f"'{name}':",))

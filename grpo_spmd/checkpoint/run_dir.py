@@ -18,7 +18,7 @@ from grpo_spmd.untrusted import UntrustedError, open_regular
 
 _log = logging.getLogger("grpo_spmd")
 _LAUNCH = Path("logs", "launch")
-_locked: set[Path] = set()
+_locked: dict[Path, int] = {}  # and the descriptor of each
 # What makes another run of it: the order of its prompts, its random numbers, the shape of what trains.
 _FIXED_KEYS = ("seed", "data.shuffle", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
 
@@ -154,15 +154,20 @@ def begin_in(run_dir: Path, start: Start) -> None:
         put_in_place(shutil.copytree(start.folder, temporary_path(own), copy_function=_link_or_copy), own)
 
 
+def let_go(run_dir: Path) -> None:
+    """What this process holds of the folder, when its run has ended and the process goes on."""
+    if (descriptor := _locked.pop(run_dir.resolve() / _LAUNCH, None)) is not None:
+        os.close(descriptor)
+
+
 def _lock(run_dir: Path) -> None:
-    """Hold the folder for as long as this process lives: two jobs in it would overwrite each other's checkpoints.
-    Raises ConfigError where another process holds it."""
+    """Hold the folder until `let_go`, or for as long as this process lives: two jobs in it would overwrite each other's
+    checkpoints. Raises ConfigError where another process holds it."""
     path = run_dir.resolve() / _LAUNCH
     if path in _locked:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # never closed: the lock ends with the process
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
         raise ConfigError(f"run_dir: {path} cannot be written: {error.strerror}") from None
@@ -174,7 +179,7 @@ def _lock(run_dir: Path) -> None:
         raise ConfigError(text) from None
     except OSError:  # a file system without locks
         pass
-    _locked.add(path)
+    _locked[path] = descriptor
 
 
 def _note_launch(run_dir: Path, launch_id: str) -> None:

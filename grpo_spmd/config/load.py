@@ -23,7 +23,25 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def load_config_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
     """The config, and for each key of `flat_config`, in order: "default", "FILE:LINE" or "command line"."""
-    path = Path(path).expanduser()
+    tree, given = read_tree(Path(path).expanduser())
+    for override in overrides:
+        name, value = _apply_override(tree, override)
+        # What the file said below this key is gone with the value that held it.
+        given = {known: source for known, source in given.items() if known != name and not known.startswith(f"{name}.")}
+        given |= {join_key(name, inner) if inner else name: "command line" for inner in flat(value)}
+    config = config_of(tree)
+    return config, {name: given.get(name, "default") for name in flat_config(config)}
+
+
+def config_of(tree: dict[str, Any]) -> Config:
+    """Coerced by declared type and cross-checked. Raises ConfigError."""
+    config: Config = build(Config, tree, "")
+    check_rules(config)
+    return with_home(config)
+
+
+def read_tree(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a YAML file says, unchecked, and {dotted key: "FILE:LINE"}. Raises ConfigError."""
     try:
         with path.open("rb") as file:  # a device has no end
             text = file.read(_MOST_BYTES + 1).decode("utf-8")
@@ -44,15 +62,7 @@ def load_config_with_sources(path: str | Path, overrides: Sequence[str] = ()) ->
         raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config is a mapping of sections, got {type(tree).__name__}")
-    for override in overrides:
-        name, value = _apply_override(tree, override)
-        # What the file said below this key is gone with the value that held it.
-        given = {known: source for known, source in given.items() if known != name and not known.startswith(f"{name}.")}
-        given |= {join_key(name, inner) if inner else name: "command line" for inner in flat(value)}
-    config: Config = build(Config, tree, "")
-    check_rules(config)
-    config = with_home(config)
-    return config, {name: given.get(name, "default") for name in flat_config(config)}
+    return tree, given
 
 
 # What PyYAML raises for 2024-13-45, deep nesting, "!!bool x", "!!timestamp x", '!!int ""', a set as key, 1:1:[...]:1.0

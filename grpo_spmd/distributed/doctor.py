@@ -103,6 +103,12 @@ def exit_with_outcome() -> Iterator[None]:
         leave(1, "" if isinstance(error, KeyboardInterrupt) else "".join(traceback.format_exception(error)).rstrip())
 
 
+def report(error: BaseException) -> None:
+    """Have the doctor, if there is one, report a failure of this rank and end the process, or tell its host."""
+    if _doctor is not None:
+        _doctor.fail(error)
+
+
 class Doctor:
     """Watches one rank from a thread of its own, over a connection of its own to the run's store."""
 
@@ -155,7 +161,7 @@ class Doctor:
         self._fault = fault_of(error, self._rank)
         self._wake.set()
         until = time.monotonic() + _ANSWER_S + 2 * _REPORT_S
-        while time.monotonic() < until:
+        while time.monotonic() < until and self._thread.is_alive():
             with suppress(KeyboardInterrupt):  # Ctrl-C again, or torchrun's SIGTERM; the thread is about to end us
                 time.sleep(0.1)  # not join(), after which an interrupted Python 3.11 takes the thread for ended
         leave(1, f"rank {self._rank}: {self._fault.headline}\n{self._fault.traceback}")

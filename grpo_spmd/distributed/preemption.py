@@ -18,6 +18,7 @@ from typing import Any
 
 from grpo_spmd.distributed import interrupt
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
+from grpo_spmd.distributed.ending import is_hosted
 from grpo_spmd.distributed.job_time import seconds_left
 from grpo_spmd.distributed.store import post, posted
 from grpo_spmd.files import write_durably
@@ -62,6 +63,8 @@ class Preemption:
         """Collective. At the start of each step, and before an evaluation that follows the last: raises Preempted after
         a signal, or where less time is left than a step and a save take (0: none was made yet, so nobody knows)."""
         self._take_signals()  # vLLM, or a user's reward, may have set handlers of its own
+        if is_hosted():
+            signal.signal(signal.SIGINT, self._on_interrupt)
         now = time.monotonic()
         if self._deadline is None:
             interrupt.stop_with(self._on_press)
@@ -167,6 +170,12 @@ class Preemption:
         """Ctrl-C, heard in a thread of its own while this rank is anywhere. Whether an update must be finished."""
         self._signal = self._signal or "Ctrl-C"
         return self._policy_changes
+
+    def _on_interrupt(self, _: int, frame: object) -> None:
+        """In a process that is not ours to end: the second Ctrl-C is its owner's."""
+        if self._signal is not None:
+            raise KeyboardInterrupt
+        self._signal = "Ctrl-C"
 
     def _on_signal(self, number: int, _: object) -> None:
         if self._signal is None:  # nothing else: a handler may run in the middle of anything

@@ -20,6 +20,7 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.gpu import allocator_settings_kept, warn_of_slow_seeds
 from grpo_spmd.engine.isolation import isolated
+from grpo_spmd.engine.leftovers import forget_engine, note_engine
 from grpo_spmd.engine.lora_adapters import EngineAdapters
 from grpo_spmd.engine.reload import WeightReload
 from grpo_spmd.engine.requests import EngineStateError, Finished, NextRequest, Place, Request, share_out
@@ -73,6 +74,7 @@ class RolloutEngine:
             warnings.simplefilter("ignore", FutureWarning)  # about vLLM's own use of torch
             self._llm = start_vllm(model, rollout, max_rollout_tokens, session)
         self._engine = self._llm.llm_engine
+        note_engine(self._engine)
         warn_of_slow_seeds(self._engine.vllm_config, session.device.type)
         self._model: nn.Module = self._llm.apply_model(lambda model: model)[0]
         put_back_hf_classes(self._model)
@@ -160,6 +162,7 @@ class RolloutEngine:
         barrier()
         doctor.stop()  # from here on ranks end one by one, and none of them is lost
         self._engine.engine_core.shutdown()
+        forget_engine(self._engine)
 
     def generate(self, requests: Sequence[Request], policy_version: int) -> list[Completion]:
         """Collective over the engine's ranks: each must pass the same requests. One completion each, in their order.

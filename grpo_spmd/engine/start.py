@@ -3,6 +3,7 @@ reload.py, weight_map.py and lora_adapters.py."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from typing import Any
@@ -95,8 +96,10 @@ def _name_shared_memory_after_job(attempt: int) -> None:
     init method enters the name."""
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-    original = ExecutorWithExternalLauncher._distributed_args
+    own = ExecutorWithExternalLauncher._distributed_args
+    original = getattr(own, "__wrapped__", own)  # not what an earlier run of this process has put there
 
+    @functools.wraps(original)
     def distributed_args(self: Any) -> Any:
         method, rank, local_rank = original(self)
         if dist.is_initialized():  # then the method is used for nothing else

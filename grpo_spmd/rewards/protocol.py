@@ -40,6 +40,7 @@ from typing import Any
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.rewards.callables import MARK, given_function
 from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
 from grpo_spmd.rewards.trl import GIVEN, RewardError, callable_name, check_args, taken
 from grpo_spmd.rewards.verifiers import SHIPPED, matches_format, run_tests
@@ -68,7 +69,8 @@ def load_rewards(configs: Sequence[RewardConfig], timeout_s: float = math.inf) -
     for index, config in enumerate(configs):
         where, name = f"rewards.{index}", str(config.name)
         if config.function is not None:
-            function = _load_function(config.function, where)
+            is_given = config.function.startswith(MARK)
+            function = (given_function if is_given else _load_function)(config.function, where)
             name = config.name or config.function.rpartition(":")[2]
         elif name in SHIPPED:
             function = SHIPPED[name]

@@ -29,6 +29,7 @@ from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.files import hold_standard_streams
 from grpo_spmd.records import RolloutGroup, ScoredRollouts
+from grpo_spmd.rewards.callables import packed
 from grpo_spmd.rewards.pool.worker import decode_frame, encode_frame
 from grpo_spmd.rewards.protocol import RewardError, RewardFacts, check_error_rate, weighted_sum
 from grpo_spmd.rewards.trl import TrainerState
@@ -88,6 +89,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         second while something is scored; what it raises ends that."""
         hold_standard_streams()
         allow_workers(pool.num_workers)
+        functions = packed(rewards)
         self._pool, self._log_file, self._columns, self._check = pool, log_file, tuple(columns), check
         self._log: int | None = None
         self._rewards: list[RewardFacts] = []  # once the nursery has imported them
@@ -99,11 +101,14 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._nursery_says = tempfile.TemporaryFile()  # noqa: SIM115
         self._nursery, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            fd = theirs.fileno()
-            command = [sys.executable, "-m", "grpo_spmd.rewards.pool.worker", str(fd), str(os.getpid())]
+            fds = [theirs.fileno(), *([] if functions is None else [functions])]
+            command = [sys.executable, "-m", "grpo_spmd.rewards.pool.worker", str(fds[0]), str(os.getpid())]
             # In a process group of its own: Ctrl-C is for the rank, and the nursery ends when the rank has gone.
-            self._process = subprocess.Popen(command, pass_fds=[fd], stderr=self._nursery_says, process_group=0)
+            self._process = subprocess.Popen(command, pass_fds=fds, stderr=self._nursery_says, process_group=0)
         setup = {"sys_path": sys.path, "timeout_s": pool.timeout_s, "rewards": [asdict(reward) for reward in rewards]}
+        if functions is not None:
+            setup["functions"] = functions
+            os.close(functions)
         self._nursery.send(json.dumps(setup).encode())
         self._selector.register(self._nursery, selectors.EVENT_READ)
 

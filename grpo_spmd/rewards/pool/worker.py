@@ -35,6 +35,7 @@ from typing import Any, TextIO
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.rewards.callables import unpack
 from grpo_spmd.rewards.protocol import Reward, RewardFacts, load_rewards
 from grpo_spmd.rewards.trl import BrokenContractError, CallLog, TrainerState, as_number, values_of
 from grpo_spmd.rewards.verifiers import load_math_verify
@@ -219,7 +220,8 @@ class _Nursery:
     def _serve(self) -> None:
         setup = json.loads(self._rank.recv(1 << 20))
         sys.path[:] = setup["sys_path"]
-        rewards = self._load([RewardConfig(**reward) for reward in setup["rewards"]], setup["timeout_s"])
+        configs = [RewardConfig(**reward) for reward in setup["rewards"]]
+        rewards = self._load(configs, setup["timeout_s"], setup.get("functions"))
         names = [field.name for field in fields(RewardFacts)]
         self._tell({"ready": [{name: getattr(reward, name) for name in names} for reward in rewards]})
         selector = selectors.DefaultSelector()
@@ -241,8 +243,10 @@ class _Nursery:
                     for pid in [pid for pid, number in self._workers.items() if number == message["kill"]]:
                         _kill_group(pid)
 
-    def _load(self, configs: Sequence[RewardConfig], timeout_s: float) -> list[Reward]:
+    def _load(self, configs: Sequence[RewardConfig], timeout_s: float, functions: int | None) -> list[Reward]:
         try:
+            if functions is not None:
+                unpack(functions)
             rewards = load_rewards(configs, timeout_s)
             for config in configs:
                 if config.function is None and config.name in _WARM:
