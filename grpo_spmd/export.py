@@ -13,9 +13,11 @@ from grpo_spmd.checkpoint.export import DTYPE_BYTES, export_checkpoint
 from grpo_spmd.checkpoint.manifest import CheckpointError, read_trainer, verify_checkpoint
 from grpo_spmd.checkpoint.run_dir import list_checkpoints
 from grpo_spmd.config.errors import ConfigError, refuse
+from grpo_spmd.files import hold_standard_streams, show
 
 
 def main() -> None:
+    hold_standard_streams()
     about = "Write the weights of a checkpoint as a model folder that transformers and vLLM load, or its adapters as "
     parser = argparse.ArgumentParser(prog="python -m grpo_spmd.export", description=about + "peft's.")
     add, dtype = parser.add_argument, "of the weights (default: the dtype that the run computed in)"
@@ -46,7 +48,7 @@ def main() -> None:
     step = read_trainer(args.checkpoint)["step"]
     size = sum(path.stat().st_size for path in args.out.glob("*.safetensors"))
     merged = ", adapters merged" if args.merge else ""
-    print(f"{args.out}: {size / (1 << 20):.3g} MiB of weights after {step} steps{merged}")
+    show(f"{args.out}: {size / (1 << 20):.3g} MiB of weights after {step} steps{merged}")
 
 
 def _check_is_checkpoint(folder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from grpo_spmd.checkpoint.manifest import CheckpointError
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.distributed.doctor import leave
+from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.replay.read import read_step
 from grpo_spmd.replay.redo import replay
 from grpo_spmd.replay.report import report
@@ -18,6 +19,7 @@ from grpo_spmd.rewards.protocol import RewardError
 
 
 def main() -> None:
+    hold_standard_streams()
     about = "Run reward -> advantage -> loss of a dumped step again, on the CPU, without vLLM, and compare with what "
     about += "was recorded. breakpoint() works in a reward, in the advantages and in the loss."
     parser = argparse.ArgumentParser(prog="python -m grpo_spmd.replay", description=about)
@@ -36,7 +38,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in train.py
     code = 0
     try:
-        print("\n".join(report(recorded, replay(recorded, args.checkpoint), args.top)), flush=True)
+        show("\n".join(report(recorded, replay(recorded, args.checkpoint), args.top)))
     except (ConfigError, CheckpointError, RewardError) as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1 if isinstance(error, RewardError) else 2

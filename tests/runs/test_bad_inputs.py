@@ -55,5 +55,7 @@ def test_who_reads_a_part_of_the_answer_or_cannot_gets_no_traceback(folder: Path
     assert (done.returncode, done.stderr) == (2, "error: stdout: No space left on device\n")
     commands = [f"{train} --help", f"{train} --explain=all", f"{sys.executable} -m grpo_spmd.plan --help"]
     commands += [f"{sys.executable} -m grpo_spmd.{name} --help" for name in ("export", "replay")]
-    done = run_command(["sh", "-c", "; ".join(f"{command} | true" for command in commands)], cwd=folder)
+    # Without a buffer argparse's own guard would hide what is left for Python's last flush.
+    shell = "; ".join(f"{command} | true" for command in commands)
+    done = run_command(["sh", "-c", shell], cwd=folder, env={"PYTHONUNBUFFERED": ""})
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
