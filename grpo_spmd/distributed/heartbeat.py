@@ -7,7 +7,7 @@ import threading
 import time
 from contextlib import suppress
 
-_FIRST_S, _EVERY_S = 3.0, 9.0  # three processes follow each other before the first line of a log
+_FIRST_S, _EVERY_S = 3.0, 7.0  # three processes follow each other before the first line of a log
 _beat: _Beat | None = None
 
 
