@@ -39,13 +39,13 @@ def test_it_says_what_takes_long_until_the_first_step(after: After) -> None:
     assert after(2.5) == []
     assert after(1) == ["importing ... 3 s"]
     heartbeat.note(", 3 of 9")
-    assert after(8) == []
-    assert after(11) == ["importing, 3 of 9 ... 12 s", "importing, 3 of 9 ... 21 s"]  # now it is 22.5 s
+    assert after(6) == []
+    assert after(11) == ["importing, 3 of 9 ... 10 s", "importing, 3 of 9 ... 17 s"]  # now it is 20.5 s
     heartbeat.follow("starting vLLM: 2 engines")
-    assert after(8.5) == []
-    assert after(1) == ["starting vLLM ... 9 s"]
+    assert after(6.5) == []
+    assert after(1) == ["starting vLLM ... 7 s"]
     heartbeat.follow("policy: 0.1 M parameters")
-    assert after(9) == ["preparing ... 9 s"]
+    assert after(7) == ["preparing ... 7 s"]
     heartbeat.follow("step 1/80  reward 0.3")
     assert after(60) == []
     heartbeat.follow("starting over")  # it has ended
@@ -58,7 +58,7 @@ def test_what_begins_is_said_no_later_for_having_begun(after: After) -> None:
     for number in range(6):
         heartbeat.begin(f"part {number}")
         said += after(4)
-    assert said == ["part 0 ... 3 s", "part 2 ... 4 s", "part 5 ... 1 s"]  # at 3, 12 and 21 s
+    assert said == ["part 0 ... 3 s", "part 2 ... 2 s", "part 4 ... 1 s", "part 5 ... 4 s"]  # at 3, 10, 17 and 24 s
 
 
 def test_only_rank_0_speaks(after: After, monkeypatch: pytest.MonkeyPatch) -> None:
