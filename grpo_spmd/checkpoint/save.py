@@ -149,7 +149,7 @@ class Checkpoints:
         self.wait()
         leave_marker(self._run_dir, step, reason)
         if self._session.is_rank0:
-            _log.info("preempted (%s): everything is saved; %d steps are done", reason, step)
+            _log.info("preempted (%s): everything is saved, up to step %d", reason, step)
             _log.info("to go on: the same command with checkpoint.resume=auto")
 
     def _is_due(self, step: int, every: int) -> bool:

@@ -114,7 +114,7 @@ def test_a_run_that_scores_gives_the_step_up_and_says_how_to_go_on(tmp_path: Pat
     assert num_steps > 0
     assert after_press(lines) == [
         "Ctrl-C: saving; again to quit now",
-        f"preempted (Ctrl-C): everything is saved; {num_steps} steps are done",
+        f"preempted (Ctrl-C): everything is saved, up to step {num_steps}",
         "to go on: the same command with checkpoint.resume=auto",
     ]
     assert "Traceback" not in text
