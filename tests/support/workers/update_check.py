@@ -212,7 +212,7 @@ def faults(trials: Trials) -> int:
 
     sees("AdamW's exp_avg of", change_updater=clears)
     sees("the step of AdamW on", trained=_with(config, "optimizer", warmup_steps=10))
-    scheduled = _with(config, "optimizer", schedule="cosine", min_lr=1e-3)
+    scheduled = _with(config, "optimizer", schedule="cosine", min_lr=1e-6)
     trials.run(scheduled)
     sees("the step of AdamW on", scheduled, trained=config)
     sees("where {'betas'", trained=_with(config, "optimizer", weight_decay=0.02))
