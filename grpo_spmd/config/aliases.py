@@ -25,6 +25,7 @@ steps_per_generation | training.num_mini_batches | optimizer steps a rollout
 num_generations | rollout.group_size |
 num_generations_eval | eval.num_samples |
 max_completion_length | rollout.max_completion_tokens |
+temperature | rollout.temperature |
 max_length, max_seq_length | data.max_prompt_tokens, rollout.max_completion_tokens | it follows from their sum
 max_prompt_length | data.max_prompt_tokens | a longer prompt is refused or dropped (data.on_long_prompt), never cut
 num_iterations | training.num_epochs | passes over one rollout
@@ -48,16 +49,17 @@ train_dataset, dataset_name | data.train | a .jsonl or .parquet file, or hub:REP
 eval_dataset | data.eval |
 model_name_or_path, model_name | model.path |
 model_init_kwargs, dtype, torch_dtype, bf16, fp16 | model.dtype | compute dtype; master weights are float32
-attn_implementation | model.attention |
-gradient_checkpointing, gradient_checkpointing_kwargs | model.activation_checkpointing |
+attn_implementation | model.attention | auto, flash or sdpa
+gradient_checkpointing | model.activation_checkpointing |
+gradient_checkpointing_kwargs | model.activation_checkpointing | true, or selective
 torch_compile | model.compile |
-peft_config, use_peft, lora_r | model.lora.rank | with model.lora.alpha and target_modules
+peft_config, use_peft, lora_r, lora.r | model.lora.rank | with model.lora.alpha and target_modules
 lora_alpha | model.lora.alpha |
 lora_target_modules, target_modules | model.lora.target_modules |
-lora_dropout | | adapters have no dropout, since the engine has none
+lora_dropout, lora_bias, lora.bias, use_dora, use_rslora, lora_task_type | | plain adapters, without dropout, as the engine applies them
 weight_decay | optimizer.weight_decay | on matrices only
 adam_beta1, adam_beta2 | optimizer.betas | both in one list: [0.9, 0.95]
-adam_epsilon | | AdamW's 1e-8
+adam_epsilon, optimizer.eps | | AdamW's 1e-8
 max_grad_norm | optimizer.max_grad_norm |
 lr_scheduler_type, lr_scheduler_kwargs | optimizer.schedule | constant, linear or cosine; its floor is optimizer.min_lr
 warmup_steps | optimizer.warmup_steps | optimizer steps
@@ -67,12 +69,12 @@ save_steps, save_strategy | checkpoint.every_steps | {_STEPS}
 save_total_limit | checkpoint.keep |
 resume_from_checkpoint | checkpoint.resume | auto, never, or a checkpoint's folder
 load_best_model_at_end, metric_for_best_model | checkpoint.best_metric | e.g. eval/gsm8k/mean
-save_only_model | checkpoint.export_every_steps |
+save_only_model | checkpoint.export_every_steps | a number of steps
 output_dir | run_dir |
-eval_steps, eval_strategy | eval.every_steps |
+eval_steps, eval_strategy, evaluation_strategy, do_eval | eval.every_steps | with data.eval
 eval_on_start | eval.every_steps | an evaluation before training is always made
 report_to | logging.wandb | true, online or offline
-run_name | run_dir | W&B's run is named after it
+run_name, logging_dir | run_dir | W&B's run is named after it
 project | logging.wandb_project |
 logging_steps, logging_strategy | | each step is one line of metrics.jsonl
 log_completions, num_completions_to_print | logging.rollouts_every_steps | they are written to run_dir/rollouts
@@ -85,9 +87,9 @@ vllm_enable_sleep_mode | rollout.sleep_level | the engine always sleeps on a GPU
 vllm_importance_sampling_correction, vllm_importance_sampling_mode | loss.rollout_correction | token_truncate is \
 token_tis, sequence_truncate sequence_tis, token_mask icepop
 vllm_importance_sampling_cap, vllm_importance_sampling_clip_max | loss.rollout_correction_cap |
-generation_kwargs, cache_implementation | rollout.engine | what vllm.LLM takes; what cuts the distribution is refused
+generation_kwargs, cache_implementation, vllm_kwargs | rollout.engine | what vllm.LLM takes; what cuts the distribution is refused
 entropy_coef | loss.entropy_coef |
-data_seed | seed | one seed for all
+data_seed, data.seed | seed | one seed for all
 deepspeed, fsdp, fsdp_config, ds3_gather_for_generation, ddp_backend | | FSDP2 shards the policy over all ranks; \
 model.num_replicas and model.offload are its settings
 sync_ref_model, ref_model_mixup_alpha, ref_model_sync_steps | | the reference stays where the policy started
@@ -95,12 +97,25 @@ top_entropy_quantile, off_policy_mask_threshold, sapo_temperature_neg, sapo_temp
 use_bias_correction_kl, vllm_model_impl, use_liger_kernel | |
 multi_objective_aggregation | | rewards are summed with their weights, then normalised
 disable_dropout | | dropout is always off
+chat_template_kwargs | data.system_prompt, data.as_chat | the tokenizer's own template, with no arguments: \
+put what they would do into chat_template.jinja
+dataset_config, dataset_train_split, dataset_test_split | data.train, data.eval | parts of hub:REPO:SUBSET:SPLIT
+trust_remote_code, model.trust_remote_code | | code of a model's folder is never run
+load_in_4bit, load_in_8bit, use_bnb_nested_quant | | policy and engine compute in bfloat16 or float32: no quantisation
+tf32 | model.dtype | bfloat16 or float32
+do_train | | python -m grpo_spmd.train always does
+log_level, logging.level, log.level | | metrics.jsonl has everything, the console a line a step
+model.revision, model_revision | model.path | the folder of that revision; a hub id is its main
+model.tokenizer, tokenizer_name, tokenizer_name_or_path | model.path | the tokenizer is in the model's folder
+stop, stop_token_ids, stop_strings | | a completion ends with the model's own eos (generation_config.json), or is cut off
+ignore_eos | | every completion may end
+num_processes, nproc_per_node, nproc | | torchrun --nproc-per-node N, or grpo-spmd train --nproc N
 push_to_hub, hub_model_id, hub_token | | python -m grpo_spmd.export writes the model's folder
 tools, environment_factory, max_tool_calling_iterations | | one turn of completion, no tools
 """
 
 VERL = f"""
-data.train_files | data.train |
+data.train_files | data.train | one file
 data.val_files | data.eval | with eval.every_steps
 data.train_batch_size, train_batch_size, data.gen_batch_size | rollout.num_prompts_per_step | prompts on both sides
 data.max_prompt_length, rollout.prompt_length | data.max_prompt_tokens |
@@ -118,6 +133,10 @@ actor.clip_ratio, clip_ratio | loss.clip_ratio_low, loss.clip_ratio_high | their
 actor.clip_ratio_low | loss.clip_ratio_low |
 actor.clip_ratio_high | loss.clip_ratio_high |
 clip_ratio_c | loss.dual_clip |
+reward_fn_key, data.reward_fn_key | rewards.N.args | each column of a row reaches the reward under its own name
+rollout.name, rollout.mode, rollout.load_format, rollout.calculate_log_probs, actor.strategy, ref.strategy | | \
+vLLM in the process, and FSDP2
+actor_rollout_ref.rollout.top_p, actor_rollout_ref.rollout.top_k | | training samples from the whole distribution
 policy_loss.loss_mode, loss_mode | loss.policy | vanilla is clip
 loss_agg_mode | loss.aggregation | token-mean is token, seq-mean-token-mean sequence, seq-mean-token-sum-norm constant
 use_kl_loss, kl_loss_coef | loss.kl_coef | 0 is off; loss.kl_in: loss
@@ -129,8 +148,8 @@ entropy_coeff | loss.entropy_coef |
 algorithm.adv_estimator, adv_estimator | advantage.estimator | grpo, dr_grpo, rloo, reinforce_pp; no critic
 norm_adv_by_std_in_grpo | advantage.normalize_std | true is group, false none
 algorithm.gamma, algorithm.lam, gamma, lam | | there is no critic, and a completion has one reward
-filter_groups.enable, filter_groups | rollout.dynamic_sampling |
-filter_groups.max_num_gen_batches, max_num_gen_batches | rollout.dynamic_sampling_max_rounds |
+filter_groups.enable, filter_groups | rollout.dynamic_sampling | true or false
+filter_groups.max_num_gen_batches, max_num_gen_batches | rollout.dynamic_sampling_max_rounds | from 1 on; theirs is without end at 0
 rollout_is, tis_imp_ratio_cap | loss.rollout_correction | token_tis, sequence_tis or icepop
 rollout_is_threshold | loss.rollout_correction_cap |
 rollout_correction.bypass_mode, bypass_mode | loss.old_logprobs | engine
@@ -163,12 +182,13 @@ val_kwargs.temperature | eval.temperature |
 val_kwargs.top_p, val_kwargs.top_k, val_kwargs.do_sample | eval.temperature | 0 is greedy; nothing is cut away
 custom_reward_function.path, custom_reward_function.name, custom_reward_function, compute_score | rewards.N.function | \
 "file.py:fn" over lists: fn(prompts, completions, **columns)
-overlong_buffer.len, overlong_buffer | advantage.overlong_buffer_tokens |
+overlong_buffer.len | advantage.overlong_buffer_tokens |
+overlong_buffer | advantage.overlong_buffer_tokens | tokens
 overlong_buffer.penalty_factor | advantage.overlong_penalty |
 total_training_steps | training.num_steps | {_STEPS}
 total_epochs | training.num_steps | {_STEPS}: epochs x rows / rollout.num_prompts_per_step
-save_freq | checkpoint.every_steps |
-max_actor_ckpt_to_keep | checkpoint.keep |
+save_freq | checkpoint.every_steps | 0: only at the end
+max_actor_ckpt_to_keep | checkpoint.keep | from 1 on
 resume_mode, resume_from_path | checkpoint.resume | auto, never (disable), or a checkpoint's folder
 test_freq | eval.every_steps | with data.eval
 val_before_train | eval.every_steps | an evaluation before training is always made
@@ -229,12 +249,12 @@ overlong_penalty_factor | advantage.overlong_penalty |
 dynamic_filtering, dynamic_filtering_enable, dynamic_filtering_reward_range, dynamic_filtering_range | \
 rollout.dynamic_sampling | groups whose rewards are all alike are replaced
 enable_vllm_is_correction | loss.rollout_correction | token_tis
-vllm_is_truncated_threshold | loss.rollout_correction_cap |
+vllm_is_truncated_threshold | loss.rollout_correction_cap | the upper of theirs
 remote_rm_url, reward.remote_url, agent_func_path, train.agent_func_path | rewards.N.function | "file.py:fn"
 reward_pretrain, critic_pretrain, reward.model_name_or_path, value_clip, lambd, critic_learning_rate | | \
 neither reward models nor critics are here
 normalize_reward, reward_clip_range, reward.clip_range | | scale in the reward itself
-vllm_num_engines, vllm.num_engines | rollout.tensor_parallel_size | each rank has an engine, or shares one
+vllm_num_engines, vllm.num_engines | | each rank has an engine; rollout.tensor_parallel_size ranks may share one
 vllm_sync_backend, vllm.sync_backend, vllm_generate_batch_size, colocate_all_models, colocate_actor_ref, \
 train.colocate_all, async_train | | {_SERVER}
 actor_num_nodes, actor_num_gpus_per_node, ref_num_nodes, ref_num_gpus_per_node, actor.num_nodes, \
@@ -242,15 +262,18 @@ actor.num_gpus_per_node, ref.num_nodes, ref.num_gpus_per_node | | torchrun's --n
 vllm_enable_sleep, vllm.enable_sleep, deepspeed_enable_sleep | rollout.sleep_level | the engine always sleeps on a GPU
 vllm.gpu_memory_utilization | rollout.gpu_memory_utilization |
 vllm.tensor_parallel_size | rollout.tensor_parallel_size |
-zero_stage, ds.zero_stage, zpg | model.num_replicas | FSDP2 shards parameters, gradients and optimizer state
+zero_stage, ds.zero_stage | | FSDP2 shards parameters, gradients and optimizer state over all ranks, as stage 3 does
+zpg | model.num_replicas | theirs is ranks a copy, ours how many copies
 adam_offload, ds.adam_offload | model.offload | optimizer
 gradient_checkpointing_enable | model.activation_checkpointing |
 ring_attn_size, ds_tensor_parallel_size | |
+flash_attn, attn.flash | model.attention | flash
+full_determinism | | a run is a function of config and seed
 save_path, ckpt_path, ckpt.output_dir, ckpt.path | run_dir | checkpoints are in run_dir/checkpoints
 save_steps, ckpt.save_steps | checkpoint.every_steps | {_STEPS}
 eval_steps, eval.steps | eval.every_steps |
 max_ckpt_num, ckpt.max_num | checkpoint.keep |
-save_hf_ckpt, ckpt.save_hf | checkpoint.export_every_steps |
+save_hf_ckpt, ckpt.save_hf | checkpoint.export_every_steps | a number of steps
 load_checkpoint, ckpt.load_enable | checkpoint.resume | auto
 use_wandb, wandb_run_name, wandb_org, wandb_group | logging.wandb | true, online or offline
 use_tensorboard | logging.wandb | no TensorBoard; metrics.jsonl has every metric
@@ -300,6 +323,8 @@ kl_tau, loss.kl_tau | loss.kl_coef |
 ipo_mask_low, ipo_mask_high | loss.rollout_correction | icepop masks tokens by the ratio of policy and engine
 online_difficulty_filtering, buffer.online_difficulty_filtering | rollout.dynamic_sampling |
 parallel.tp | rollout.tensor_parallel_size |
+inference.gpu_memory_utilization | rollout.gpu_memory_utilization |
+trainer.loss.type | loss.policy | clip, gspo or cispo
 max_async_level, max_off_policy_steps, strict_async_level, oversampling_factor, max_inflight_rollouts, \
 weight_broadcast, rollout_transport | | policy and engine take turns on the same ranks: nothing is asynchronous
 dist_timeout_seconds | watchdog.timeout_s |
@@ -321,11 +346,27 @@ def entries(table: str) -> Iterator[tuple[list[str], list[str], str]]:
 def known_elsewhere(full: str, value: object = None) -> str | None:
     """What an unknown key, or one below it in `value`, is called here; None where no trainer has that name."""
     for name in (*_leaves(full, value), full):
-        parts = name.removeprefix("-").replace("-", "_").split(".")
-        for suffix in (".".join(parts[start:]) for start in range(len(parts))):
+        for suffix in _suffixes(name):
             if said := _translated(name, suffix):
                 return said
     return None
+
+
+def same_here(full: str) -> str | None:
+    """Our key that takes the value of theirs as it stands: one alone, with nothing to mind, and alike for all."""
+    for suffix in _suffixes(full):
+        found = [entry for table in TRAINERS.values() if (entry := _entry(table, suffix, by_last_part=False))]
+        if found:
+            keys, note = found[0]
+            is_same = len(keys) == 1 and not note and all(entry == found[0] for entry in found)
+            return keys[0] if is_same else None
+    return None
+
+
+def _suffixes(name: str) -> list[str]:
+    """From the whole name to its last part."""
+    parts = name.removeprefix("-").replace("-", "_").split(".")
+    return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def known_by_last_part(full: str) -> str | None:
@@ -338,7 +379,7 @@ def known_closely(full: str) -> str | None:
     """The same for a name with a letter too much."""
     last = full.rpartition(".")[2].replace("-", "_")
     all_known = {known for table in TRAINERS.values() for names, *_ in entries(table) for known in names}
-    close = difflib.get_close_matches(last, all_known, n=1, cutoff=0.8)
+    close = difflib.get_close_matches(last, all_known, n=1, cutoff=0.9)
     said = known_elsewhere(close[0]) if close else None
     return f"{full}: unknown key; did you mean {said.replace(': unknown key', '', 1)}?" if said else None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import operator
 import re
@@ -16,7 +15,6 @@ from typing import Any, Literal, Union
 from grpo_spmd.config.describe import type_name
 from grpo_spmd.config.dump import flat, join_key
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.config.spelling import as_meant, remedy_for
 
 
@@ -29,7 +27,9 @@ def build(cls: type, tree: Any, where: str) -> Any:
     hints = typing.get_type_hints(cls)
     for name in tree:
         if name not in fields:
-            raise ConfigError(_unknown_key(join_key(where, str(name)), str(name), where, tree[name]))
+            from grpo_spmd.config.unknown_key import unknown_key
+
+            raise ConfigError(unknown_key(join_key(where, str(name)), where, tree[name]))
     values = {}
     for name, field in fields.items():
         full = join_key(where, name)
@@ -76,26 +76,6 @@ REFUSED_KEYS = {
     for name in ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
                  "frequency_penalty", "logit_bias")
 }  # fmt: skip
-
-
-def _unknown_key(full: str, name: str, where: str, value: Any) -> str:
-    if name in REFUSED_KEYS and where in ("", "rollout"):
-        return f"{full}: {REFUSED_KEYS[name]}"
-    from grpo_spmd.config.aliases import known_by_last_part, known_closely, known_elsewhere
-
-    if said := known_elsewhere(full, value):
-        return said
-    known = key_names(Config)
-    if where.startswith("rewards"):
-        known = [join_key(where, field.name) for field in dataclasses.fields(RewardConfig)]
-    if name not in {key.rpartition(".")[2] for key in known} and (said := known_by_last_part(full)):
-        return said
-    close = difflib.get_close_matches(full, known, n=1, cutoff=0.6)
-    if not close:  # right name in the wrong section
-        by_last = {candidate.rsplit(".", 1)[-1]: candidate for candidate in known}
-        close = [by_last[match] for match in difflib.get_close_matches(name, list(by_last), n=1, cutoff=0.6)]
-    closest = f"{full}: unknown key; did you mean {close[0]}?" if close else known_closely(full)
-    return closest or f"{full}: unknown key; --help lists them all"
 
 
 def key_names(cls: type, where: str = "") -> list[str]:

@@ -41,7 +41,8 @@ def _misspelt(words: Sequence[str], takes_value: dict[str, bool]) -> Iterator[st
         elif found := re.fullmatch(r"--?([A-Za-z][\w.-]*)", option):
             value = text if equals else _taken(left)
             close = difflib.get_close_matches(option, takes_value, n=1, cutoff=0.8)
-            yield f"{option}: no such option; did you mean {close[0]}?" if close else _advice(found[1], value)
+            instead = f"did you mean {close[0]}?" if close else _OTHERWISE.get(found[1].replace("-", "_"))
+            yield f"{option}: no such option; {instead}" if instead else _advice(found[1], value)
         elif not text and re.fullmatch(r"[A-Za-z_][\w.]*", option) and (left[:1] == ["="] or _is_value(left)):
             is_spaced = left[0].startswith("=")
             value = (left.pop(0)[1:] or _taken(left)) if is_spaced else _taken(left)
@@ -57,17 +58,34 @@ def _taken(left: list[str]) -> str | None:
     return left.pop(0) if _is_value(left) else None
 
 
+_OTHERWISE = {
+    "c": "--config x.yaml",
+    **dict.fromkeys(("cfg", "conf", "config_file", "config_name", "config_path"), "--config x.yaml"),
+    **dict.fromkeys(("nproc", "nproc_per_node", "num_processes"), "grpo-spmd train --nproc N, or torchrun's "
+        "--nproc-per-node N before -m"),
+    "nnodes": "grpo-spmd train --nnodes N, or torchrun's --nnodes N before -m",
+    "version": "python -c 'import grpo_spmd; print(grpo_spmd.__version__)'",
+    **dict.fromkeys(("bench", "profile"), "benchmarks/README.md has the commands that measure"),
+}  # fmt: skip
+
+
 def _advice(name: str, value: str | None, rule: str = "an override has no dashes") -> str:
-    from grpo_spmd.config.aliases import known_elsewhere
+    """The key by our name, with the value where it means the same there."""
+    from grpo_spmd.config.aliases import known_elsewhere, same_here
 
     known, said, key = key_names(Config), known_elsewhere(name), name
     if name in known or name.startswith("rewards."):
         said = None
     elif said is None:
-        last = [key for key in known if key.rpartition(".")[2] == name.replace("-", "_")]
-        key = last[0] if len(last) == 1 else "section.key"
+        last = name.replace("-", "_").rpartition(".")[2]
+        ours = [key for key in known if key.rpartition(".")[2] == last]
+        if len(ours) != 1 and "." not in name:
+            return f"{name}: neither an option nor a key; --help lists both"
+        key = ours[0] if len(ours) == 1 else name.replace("-", "_")
     else:
-        found = re.findall(r"here ([\w.]+)(?: \(|;|$)", said)  # one key, and no list of them
-        key = found[0] if found else "section.key"
+        keys = {key for found in re.findall(r"here ([\w., ]+?)(?= \(|;|$)", said) for key in found.split(", ")}
+        key, value = (keys.pop() if len(keys) == 1 else "section.key"), value if same_here(name) else None
+        if "nothing here" in said:
+            return said
     example = shlex.quote(f"{key}={'value' if value is None else value}")
     return f"{said or name}{'; ' if said else ': '}{rule}: {example}"
