@@ -20,6 +20,7 @@ import textwrap
 from pathlib import Path
 from typing import NoReturn
 
+from grpo_spmd import __version__
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.distributed import heartbeat, interrupt
 from grpo_spmd.files import hold_standard_streams, show
@@ -73,6 +74,9 @@ def main() -> None:
         show(_USAGE.format(commands=listed).rstrip())
         return
     name = arguments[0]
+    if name in ("--version", "-V", "version"):
+        show(f"grpo-spmd {__version__}")
+        return
     if name not in commands():
         closest = difflib.get_close_matches(name, commands(), 1, 0.0)[0]
         refuse(ConfigError(f"grpo-spmd {name}: unknown command; did you mean {closest}? --help lists them"))

@@ -10,7 +10,6 @@ TinyZero's own task, with targets below 100; its warm start, of right equations 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -19,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from grpo_spmd.config.command_line import OneLineParser
 from grpo_spmd.distributed import heartbeat, interrupt
 from grpo_spmd.rewards.verifiers import evaluate
 
@@ -174,7 +174,7 @@ def _temporary(out: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m grpo_spmd.demo", description="Make the demo's model and prompts.")
+    parser = OneLineParser(prog="python -m grpo_spmd.demo", description="Make the demo's model and prompts.")
     parser.add_argument("--out", type=Path, default=Path(".demo"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--numbers", choices=("2", "3-4"), default="2", help="how many numbers a task has")

@@ -3,7 +3,6 @@ transformers and vLLM load."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from safetensors import SafetensorError
 from grpo_spmd.checkpoint.export import DTYPE_BYTES, export_checkpoint
 from grpo_spmd.checkpoint.manifest import CheckpointError, read_trainer, verify_checkpoint
 from grpo_spmd.checkpoint.run_dir import list_checkpoints
+from grpo_spmd.config.command_line import OneLineParser
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.files import hold_standard_streams, show
 
@@ -19,7 +19,7 @@ from grpo_spmd.files import hold_standard_streams, show
 def main() -> None:
     hold_standard_streams()
     about = "Write the weights of a checkpoint as a model folder that transformers and vLLM load, or its adapters as "
-    parser = argparse.ArgumentParser(prog="python -m grpo_spmd.export", description=about + "peft's.")
+    parser = OneLineParser(prog="python -m grpo_spmd.export", description=about + "peft's.")
     add, dtype = parser.add_argument, "of the weights (default: the dtype that the run computed in)"
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step_NNNNNN")
     add("out", type=Path, metavar="OUT", help="a folder that does not exist yet")
@@ -55,6 +55,8 @@ def _check_is_checkpoint(folder: Path) -> None:
     """One line for what people give instead. What else may be wrong with it `verify_checkpoint` says."""
     if not folder.is_dir():
         raise ConfigError(f"CHECKPOINT: there is no folder {folder}")
+    if (folder / "config.json").is_file() and not (folder / "manifest.json").exists():
+        raise ConfigError(f"CHECKPOINT: {folder} is a model's folder, which transformers and vLLM load as it is")
     for run_dir, what in ((folder, "a run folder"), (folder.parent, "the folder of a run's checkpoints")):
         if (run_dir / "config.yaml").is_file() and folder in (run_dir, run_dir / "checkpoints"):
             names = ", ".join(str(path) for path in list_checkpoints(run_dir)) or "there is none"

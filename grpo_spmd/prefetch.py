@@ -5,7 +5,6 @@ For clusters whose compute nodes have no network: once where there is one, befor
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import DataConfig
@@ -28,10 +28,10 @@ _SAY_EVERY_S = 8.0
 def main() -> None:
     hold_standard_streams()
     about = "Fetch the model and the data sets that a config names from the Hugging Face hub into the cache (HF_HOME)."
-    parser = argparse.ArgumentParser(prog="python -m grpo_spmd.prefetch", description=about)
+    parser = OverridesParser(prog="python -m grpo_spmd.prefetch", description=about)
     parser.add_argument("--config", required=True, help="a YAML file; configs/ has examples")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
-    args = parser.parse_intermixed_args()
+    args = parser.parse()
     signal.signal(signal.SIGINT, _leave)
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # lines instead
     try:

@@ -12,7 +12,7 @@ import shutil
 
 import yaml
 
-from grpo_spmd.config.command_line import OverridesParser
+from grpo_spmd.config.command_line import OverridesParser, number_of_ranks
 from grpo_spmd.config.describe import describe_keys
 from grpo_spmd.config.dump import config_to_dict
 from grpo_spmd.config.errors import ConfigError, refuse
@@ -32,8 +32,8 @@ def main() -> None:
     args.explain |= args.all
     if args.ranks is not None and (args.ranks < 1 or not args.explain):
         parser.error("--ranks is a number from 1 on, and goes with --explain")
-    num_ranks = args.ranks or int(os.environ.get("WORLD_SIZE", "1"))
     try:
+        num_ranks = number_of_ranks(args.ranks)
         config, sources = load_config_with_sources(args.config, args.overrides)
         interrupt.tell_of(config.run_dir)
         inputs = check_inputs(config, num_ranks=num_ranks, to_run=not args.explain)

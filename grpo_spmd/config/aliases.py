@@ -56,7 +56,8 @@ torch_compile | model.compile |
 peft_config, use_peft, lora_r, lora.r | model.lora.rank | with model.lora.alpha and target_modules
 lora_alpha | model.lora.alpha |
 lora_target_modules, target_modules | model.lora.target_modules |
-lora_dropout, lora_bias, lora.bias, use_dora, use_rslora, lora_task_type | | plain adapters, without dropout, as the engine applies them
+lora_dropout, lora_bias, lora.bias, use_dora, use_rslora, lora_task_type | | \
+plain adapters, without dropout, as the engine applies them
 weight_decay | optimizer.weight_decay | on matrices only
 adam_beta1, adam_beta2 | optimizer.betas | both in one list: [0.9, 0.95]
 adam_epsilon, optimizer.eps | | AdamW's 1e-8
@@ -87,7 +88,7 @@ vllm_enable_sleep_mode | rollout.sleep_level | the engine always sleeps on a GPU
 vllm_importance_sampling_correction, vllm_importance_sampling_mode | loss.rollout_correction | token_truncate is \
 token_tis, sequence_truncate sequence_tis, token_mask icepop
 vllm_importance_sampling_cap, vllm_importance_sampling_clip_max | loss.rollout_correction_cap |
-generation_kwargs, cache_implementation, vllm_kwargs | rollout.engine | what vllm.LLM takes; what cuts the distribution is refused
+generation_kwargs, cache_implementation | rollout.engine | what vllm.LLM takes; what cuts the distribution is refused
 entropy_coef | loss.entropy_coef |
 data_seed, data.seed | seed | one seed for all
 deepspeed, fsdp, fsdp_config, ds3_gather_for_generation, ddp_backend | | FSDP2 shards the policy over all ranks; \
@@ -107,7 +108,8 @@ do_train | | python -m grpo_spmd.train always does
 log_level, logging.level, log.level | | metrics.jsonl has everything, the console a line a step
 model.revision, model_revision | model.path | the folder of that revision; a hub id is its main
 model.tokenizer, tokenizer_name, tokenizer_name_or_path | model.path | the tokenizer is in the model's folder
-stop, stop_token_ids, stop_strings | | a completion ends with the model's own eos (generation_config.json), or is cut off
+stop, stop_token_ids, stop_strings | | \
+a completion ends with the model's own eos (generation_config.json), or is cut off
 ignore_eos | | every completion may end
 num_processes, nproc_per_node, nproc | | torchrun --nproc-per-node N, or grpo-spmd train --nproc N
 push_to_hub, hub_model_id, hub_token | | python -m grpo_spmd.export writes the model's folder
@@ -149,7 +151,8 @@ algorithm.adv_estimator, adv_estimator | advantage.estimator | grpo, dr_grpo, rl
 norm_adv_by_std_in_grpo | advantage.normalize_std | true is group, false none
 algorithm.gamma, algorithm.lam, gamma, lam | | there is no critic, and a completion has one reward
 filter_groups.enable, filter_groups | rollout.dynamic_sampling | true or false
-filter_groups.max_num_gen_batches, max_num_gen_batches | rollout.dynamic_sampling_max_rounds | from 1 on; theirs is without end at 0
+filter_groups.max_num_gen_batches, max_num_gen_batches | rollout.dynamic_sampling_max_rounds | \
+from 1 on; theirs is without end at 0
 rollout_is, tis_imp_ratio_cap | loss.rollout_correction | token_tis, sequence_tis or icepop
 rollout_is_threshold | loss.rollout_correction_cap |
 rollout_correction.bypass_mode, bypass_mode | loss.old_logprobs | engine
@@ -241,7 +244,7 @@ eps_clip, actor.eps_clip | loss.clip_ratio_low, loss.clip_ratio_high | theirs se
 eps_clip_low_high, actor.eps_clip_low_high | loss.clip_ratio_low, loss.clip_ratio_high |
 policy_loss_type | loss.policy | ppo is clip
 advantage_estimator, advantage.estimator, algo.advantage.estimator | advantage.estimator | group_norm is grpo, \
-reinforce_baseline reinforce_pp
+reinforce is reinforce_pp, reinforce_baseline grpo with advantage.normalize_std: batch
 no_advantage_std_norm | advantage.normalize_std | none
 entropy_loss_coef, actor.entropy_coef | loss.entropy_coef |
 overlong_buffer_len | advantage.overlong_buffer_tokens |

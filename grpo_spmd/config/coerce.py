@@ -15,14 +15,15 @@ from typing import Any, Literal, Union
 from grpo_spmd.config.describe import type_name
 from grpo_spmd.config.dump import flat, join_key
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.spelling import as_meant, remedy_for
+from grpo_spmd.config.spelling import as_meant, remedy_for, remedy_for_section
 
 
 def build(cls: type, tree: Any, where: str) -> Any:
     """Build dataclass `cls` from mapping `tree`; `where` is the dotted path for messages ("" at the root)."""
-    tree = {} if tree is None else tree
+    tree = {} if tree in (None, "None", "null") else tree
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{where}: expected a section (a mapping), got {tree!r}")
+        rule = f"expected a section (a mapping), got {tree!r}"
+        raise ConfigError(f"{where}: {rule}{remedy_for_section(where, tree)}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for name in tree:

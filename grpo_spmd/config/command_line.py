@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import shlex
 import sys
@@ -15,18 +16,46 @@ from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.schema import Config
 
 
-class OverridesParser(argparse.ArgumentParser):
-    """Options anywhere between `section.key=value` words; a mistake is one line and exit code 2, no page of usage."""
+class OneLineParser(argparse.ArgumentParser):
+    """A mistake is one line and exit code 2, no page of usage."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        refuse(ConfigError(f"{message}; --help says more"))
+
+
+class OverridesParser(OneLineParser):
+    """Options anywhere between `section.key=value` words."""
 
     def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
         words = sys.argv[1:] if words is None else words
         takes_value = {name: action.nargs != 0 for name, action in self._option_string_actions.items()}
         if found := next(_misspelt(words, takes_value), None):
             refuse(ConfigError(found))
-        return self.parse_intermixed_args(words)
+        args = self.parse_intermixed_args(words)
+        if found := next(_given_twice(words, args.overrides), None):
+            refuse(ConfigError(found))
+        return args
 
-    def error(self, message: str) -> typing.NoReturn:
-        refuse(ConfigError(f"{message}; --help says more"))
+
+def number_of_ranks(given: int | None = None) -> int:
+    """`given`, else WORLD_SIZE, else 1. ConfigError where what torchrun sets is not a number."""
+    for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
+        text = os.environ.get(name)
+        if text is not None and not (text.isdecimal() and int(text) >= least):
+            rule = f"must be a whole number from {least} on; got {text!r}"
+            raise ConfigError(f"{name} {rule}; torchrun sets it: unset {name}, or start by torchrun")
+    return given or int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _given_twice(words: Sequence[str], overrides: Sequence[str]) -> Iterator[str]:
+    """Of two values for one key neither is surely the one that was meant. Launch scripts put a run_dir and a resume of
+    their own before or after what was typed, so that of these the last counts."""
+    if sum(word.partition("=")[0] == "--config" for word in words) > 1:
+        yield "--config is given twice; a run has one file, whose values overrides replace: section.key=value"
+    given: dict[str, str] = {}
+    for name, _, value in (override.partition("=") for override in overrides):
+        if given.setdefault(name, value) != value and name not in ("run_dir", "checkpoint.resume"):
+            yield f"{name} is given twice, with two values; leave one out"
 
 
 def _misspelt(words: Sequence[str], takes_value: dict[str, bool]) -> Iterator[str]:

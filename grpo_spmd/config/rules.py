@@ -18,11 +18,14 @@ _ENGINE_KEYS_OWNED = {
     "enable_lora": "model.lora.sync",
     "max_lora_rank": "model.lora.rank",
     "max_model_len": "data.max_prompt_tokens and rollout.max_completion_tokens",
+    "max_tokens": "rollout.max_completion_tokens",
+    "temperature": "rollout.temperature",
+    "n": "rollout.group_size",
 } | dict.fromkeys((
     "distributed_executor_backend", "data_parallel_size", "pipeline_parallel_size", "enable_sleep_mode", "load_format",
     "logprobs_mode", "skip_tokenizer_init", "scheduling_policy", "quantization", "generation_config",
     "override_generation_config", "logits_processors", "trust_remote_code", "hf_config_path", "code_revision",
-    "tokenizer", "worker_cls", "worker_extension_cls",
+    "tokenizer", "worker_cls", "worker_extension_cls", "stop",
 ))  # fmt: skip
 
 

@@ -125,8 +125,8 @@ def _check_run_dir(config: Config) -> None:
             rule = "it is auto, never, or the folder of a checkpoint"
             raise ConfigError(f"checkpoint.resume: there is no folder {folder}{looked_for(folder)}; {rule}")
         if not (folder / "manifest.json").exists():
-            inside = list_checkpoints(folder)
-            hint = f"; this is a run's folder, its newest checkpoint is {inside[-1]}" if inside else ""
+            inside = list_checkpoints(folder) or list_checkpoints(folder.parent)
+            hint = f"; give one of its run's checkpoints, the newest is {inside[-1]}" if inside else ""
             raise ConfigError(f"checkpoint.resume: {folder} is no checkpoint, it has no manifest.json{hint}")
         _check_newest([folder], config)
         if is_inside(folder, run_dir):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import traceback
 from pathlib import Path
 
 from grpo_spmd.checkpoint.manifest import CheckpointError
+from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.distributed.doctor import leave
 from grpo_spmd.files import hold_standard_streams, show
@@ -22,7 +22,7 @@ def main() -> None:
     hold_standard_streams()
     about = "Run reward -> advantage -> loss of a dumped step again, on the CPU, without vLLM, and compare with what "
     about += "was recorded. breakpoint() works in a reward, in the advantages and in the loss."
-    parser = argparse.ArgumentParser(prog="python -m grpo_spmd.replay", description=about)
+    parser = OverridesParser(prog="python -m grpo_spmd.replay", description=about)
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder, or a copy of it")
     add("--step", type=int, required=True, metavar="N", help="as in metrics.jsonl, from 1 on")
@@ -30,7 +30,9 @@ def main() -> None:
     add("--checkpoint", type=Path, metavar="FOLDER", help=policy)
     add("--top", type=int, default=5, metavar="K", help="rollouts in each list (default: 5)")
     add("overrides", nargs="*", metavar="section.key=value", help="values that replace those of the run's config")
-    args = parser.parse_intermixed_args()
+    args = parser.parse()
+    if args.step < 1:
+        parser.error(f"--step counts from 1 on; got {args.step}")
     try:
         recorded = read_step(args.run_dir, args.step, args.overrides)
     except ConfigError as error:

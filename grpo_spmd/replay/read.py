@@ -95,8 +95,9 @@ def _read_dump(run_dir: Path, step: int, group_size: int) -> list[list[RolloutRe
     try:
         lines = list(read_lines_of(path))
     except OSError as error:
-        steps = ", ".join(map(str, dumped_steps(run_dir))) or "none"
-        there = f"there are dumps of the steps {steps} (logging.rollouts_every_steps, rollouts_keep)"
+        steps = ", ".join(map(str, dumped_steps(run_dir)))
+        there = f"there are dumps of the steps {steps}" if steps else "there are no dumps of steps"
+        there += " (logging.rollouts_every_steps, rollouts_keep)"
         raise ConfigError(f"--step: cannot read {path}: {error.strerror}; {there}") from None
     groups: dict[int, list[RolloutRecord]] = {}
     for number, line in enumerate(lines, start=1):

@@ -236,6 +236,66 @@ bad_value(
 )
 bad_value("must divide the model's 4 attention heads", "rollout.tensor_parallel_size=3", world_size=3)
 
+# Texts and values as people know them from elsewhere
+
+for name, text, expected in (
+    ("a dotted key", "rollout.group_size: 4\n", "in the file write rollout: {group_size: 4}"),
+    ("no blank after a colon", "run_dir: a\nseed:3\n",
+        "config.yaml:2: not valid YAML: could not find expected ':'; a blank is missing after the colon: seed: 3"),
+    ("no blank in a section", "run_dir: a\nmodel:\n  path:x\n",
+        "model: expected a section (a mapping), got 'path:x'; a blank is missing after the colon: path: x"),
+    ("TOML", '[model]\npath = "x"\n', "config.yaml:2: not valid YAML: expected '<document start>', but found "
+        "'<scalar>'; it looks like TOML"),
+    ("TOML with a key first", 'seed = 3\n[model]\npath = "x"\n', "got str; it looks like TOML"),
+    ("a no-break space", "run_dir: a\nseed:\u00a03\n", "config.yaml:2: not valid YAML: could not find expected ':'; it "
+        "holds the character '\\xa0'"),
+    ("a template without quotes", "run_dir: a\nmodel: {path: model}\ndata: {train: a.jsonl, prompt_template: {a}}\n",
+        "stands in quotes, in the file 'Q: {question}'"),
+    ("a colon in a text", "data:\n  prompt_template: Question: {prompt}\n", "with a colon and a blank in it stands in"),
+    ("a number with a zero in front", "seed: 010\n", "config.yaml:1: not valid YAML: 010 is to the base 8"),
+):  # fmt: skip
+    bad_file(f"yaml: {name}", "config.yaml", text, expected)
+for expected, override in (
+    ("stands in quotes, in the file 'Q: {question}'", "data.prompt_template=Q: {question}"),
+    ("model.path: “model” has the quotes of a text processor", "model.path=“model”"),
+    ("rewards[0].weight: an index stands after a dot: rewards.0.weight=2", "rewards[0].weight=2"),
+    ("+optimizer.lr: no + or ~ stands before a key: optimizer.lr=1e-6", "+optimizer.lr=1e-6"),
+    ("to add one, give the whole list: rewards=[{name: exact}, {name: gsm8k}]", "rewards.1.name=gsm8k"),
+    ("rewards.0: expected a section (a mapping), got 'exact'; {name: exact}", "rewards=[exact]"),
+    ("got 'r.py:fn'; {function: 'r.py:fn'}", "rewards=[r.py:fn]"),
+    ("loss.aggregation must be one of token, sequence, constant; got 'token-mean'; token-mean is token",
+     "loss.aggregation=token-mean"),
+    ("reinforce_plus_plus is reinforce_pp", "advantage.estimator=reinforce_plus_plus"),
+    ("nearest is grpo with advantage.normalize_std: batch", "advantage.estimator=reinforce_baseline"),
+    ("low_var_kl is k3", "loss.kl_estimator=low_var_kl"),
+    ("got False; False is none", "advantage.normalize_std=false"),
+    ("constant with optimizer.warmup_steps", "optimizer.schedule=constant_with_warmup"),
+    ("cosine with optimizer.min_lr", "optimizer.schedule=cosine_with_min_lr"),
+    ("true: parameters and optimizer state", "model.offload=cpu"),
+    ("full is true", "model.activation_checkpointing=full"),
+    ("drop leaves it out", "data.on_long_prompt=truncate"),
+    ("ppo is clip", "loss.policy=ppo"),
+    ("got '1,024'; write 1024", "training.num_steps=1,024"),
+    ("got '16k'; write 16000, or 16384", "training.num_steps=16k"),
+    ("got '0,001'; write 0.001, with a point", "optimizer.lr=0,001"),
+    ("got '60%'; write 0.6, as a share", "rollout.gpu_memory_utilization=60%"),
+    ("in seconds, or as 12:00:00", "training.max_time_s=12h"),
+    ("got 'Qwen/Qwen3'; model.path=Qwen/Qwen3", "model=Qwen/Qwen3"),
+    ("auto goes on from run_dir's newest checkpoint", "checkpoint.resume=null"),
+    ("010 is to the base 8", "seed=010"),
+    ("run_dir: $SCRATCH/x: variables are not expanded", "run_dir=$SCRATCH/x"),
+    ("run_dir: ${HOME}/x: variables are not expanded", "run_dir=${HOME}/x"),
+    ("run_dir: ~nobody_here/x: there is no user nobody_here", "run_dir=~nobody_here/x"),
+    ("run_dir: s3://bucket/x is a URL", "run_dir=s3://bucket/x"),
+    ("run_dir: " + "a" * 40 + "... is too long for a path", "run_dir=" + "a" * 300),
+    ("model.path: " + "b" * 40 + "... is too long for a path", "model.path=" + "b" * 300),
+    ("checkpoint.resume: " + "c" * 40 + "... is too long", "checkpoint.resume=" + "c" * 300),
+    ("rollout.engine.temperature: set rollout.temperature instead", "rollout.engine={temperature: 0.5}"),
+    ("rollout.engine.max_tokens: set rollout.max_completion_tokens instead", "rollout.engine={max_tokens: 5}"),
+):  # fmt: skip
+    bad_value(expected, override)
+bad_value("optimizer.lr is given twice, with two values; leave one out", "optimizer.lr=1e-6", "optimizer.lr=2e-6")
+
 # The data
 
 bad_line("broken JSON", '{"prompt": "1', "not valid JSON")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_spmd.config.aliases import TRAINERS, entries, known_elsewhere
+from grpo_spmd.config.aliases import TRAINERS, entries, known_elsewhere, same_here
 from grpo_spmd.config.coerce import key_names
-from grpo_spmd.config.command_line import OverridesParser
+from grpo_spmd.config.command_line import OverridesParser, number_of_ranks
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RewardConfig
@@ -193,6 +195,8 @@ def _parser() -> OverridesParser:
         ("--confg x", "--confg: no such option; did you mean --config?"),
         ("--chekc --config x", "--chekc: no such option; did you mean --check?"),
         ("--check", "the following arguments are required: --config"),
+        ("--config x --config y", "--config is given twice; a run has one file"),
+        ("--config x seed=1 --check seed=2", "seed is given twice, with two values; leave one out"),
     ],
 )
 def test_a_misspelt_override_costs_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,3 +214,56 @@ def test_what_is_written_well_is_taken() -> None:
     args = _parser().parse(words.split())
     assert (args.config, args.check, args.overrides) == ("x.yaml", True, ["a.b=1", "c=-1", "d=", "e.f==2"])
     assert _parser().parse(["--config=x"]).overrides == []
+    twice = ["run_dir=a", "seed=1", "checkpoint.resume=auto", "seed=1", "checkpoint.resume=never", "run_dir=b"]
+    assert _parser().parse(["--config=x", *twice]).overrides == twice  # as launch scripts put them
+
+
+@pytest.mark.parametrize("trainer", NAMES)
+def test_a_value_is_copied_only_where_one_key_means_the_same_in_all(trainer: str) -> None:
+    for names, keys, note in entries(TRAINERS[trainer]):
+        for name in names:
+            same = same_here(name)
+            assert same is None or ([same], "") == (keys, note)
+
+
+@pytest.mark.parametrize("command", ["export", "replay", "prefetch", "demo"])
+@pytest.mark.parametrize("words", ["", "--zzz 3", "x --step x y"])
+def test_each_command_says_a_mistake_in_one_line(
+    command: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module({"replay": "grpo_spmd.replay.__main__"}.get(command, f"grpo_spmd.{command}"))
+    monkeypatch.setattr(sys, "argv", [command, *(words or "--zz").split()])
+    with pytest.raises(SystemExit) as stop:
+        module.main()
+    shown = capsys.readouterr()
+    assert (stop.value.code, shown.out, len(shown.err.splitlines())) == (2, "", 1)
+    assert shown.err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("WORLD_SIZE", "abc"), ("WORLD_SIZE", ""), ("WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "x")]
+)
+def test_what_torchrun_sets_must_be_numbers(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"^{name} must be a whole number from 1 on; got '{text}'"):
+        number_of_ranks()
+
+
+def test_a_python_without_the_packages_is_told_which_to_activate() -> None:
+    bare = [sys.executable, "-I", "-S", "-c", _AS_MODULE]
+    done = subprocess.run(bare, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "yaml is not installed for " in line
+    assert line.endswith("make the environment by launch/setup.sh, and then: . .venv/bin/activate")
+
+
+_AS_MODULE = "import sys; sys.path.insert(0, '.'); sys.argv = ['-m']; import grpo_spmd"
+
+
+def test_a_working_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigError, match=r"cannot read x\.yaml: No such file.*the working folder itself is gone"):
+        load_config("x.yaml")
