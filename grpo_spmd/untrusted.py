@@ -70,7 +70,7 @@ def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
 
 def parse_object(content: bytes, path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_each_once)
+        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of more digits than Python reads
         raise UntrustedError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -78,7 +78,7 @@ def parse_object(content: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value := dict(pairs)) < len(pairs):
         raise ValueError("a name is given twice")
     return value

@@ -98,3 +98,17 @@ def remedy_for_section(where: str, value: Any) -> str:
     if isinstance(value, str) and (found := re.fullmatch(r"(\w+):(\S+)", value)):
         return f"; a blank is missing after the colon: {found[1]}: {found[2]}"
     return ""
+
+
+_OF_OTHERS = (  # parameters of rewards elsewhere, which no column of a row is named after
+    "data_source", "solution_str", "ground_truth", "extra_info", "queries", "labels", "completion", "prompt",
+    "response", "responses", "reward_kwargs",
+)  # fmt: skip
+
+
+def of_others(parameter: str) -> str:
+    """What is added where a reward function asks for a column of that name."""
+    if parameter not in _OF_OTHERS:
+        return ""
+    ours = "fn(prompts, completions, completion_ids, **columns), lists in, a list of numbers out"
+    return f"; {parameter!r} is of another trainer's signature: here it is {ours}"

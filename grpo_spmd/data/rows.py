@@ -13,6 +13,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.data.hub import check_reachable, is_offline, need_datasets
+from grpo_spmd.untrusted import each_once
 
 Records = list[tuple[str, dict[str, Any]]]  # where a row stands, for messages, and the row
 
@@ -110,7 +111,8 @@ def _read_jsonl(path: Path) -> Records:
             continue
         where = f"{path}:{number}"
         try:
-            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))  # some editors mark its start
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # some editors mark its start
+            record = json.loads(text, object_pairs_hook=each_once)
         except UnicodeDecodeError as error:
             raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from None
         except json.JSONDecodeError as error:
@@ -162,7 +164,7 @@ def _read_hub(source: str, key: str) -> Records:
     try:
         dataset = datasets.load_dataset(repo, subset or None, split=split)
     except Exception as error:  # the library raises many types for "not found", "no network", "no such split"
-        remedy = "; `grpo-spmd prefetch --config ...` brings it where there is network" if is_offline() else ""
+        remedy = "; `python -m grpo_spmd.prefetch` brings it where there is network" if is_offline() else ""
         raise ConfigError(f"{key}: cannot load {source}: {type(error).__name__}: {error}{remedy}") from None
     return [(f"{source}:row {number}", dict(record)) for number, record in enumerate(dataset)]
 

@@ -18,6 +18,7 @@ from grpo_spmd.config.dump import flat_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import Config
+from grpo_spmd.config.spelling import of_others
 from grpo_spmd.data.early import check_prompts_early
 from grpo_spmd.data.rows import PromptRow, check_enough_rows, key_and_source, read_rows
 from grpo_spmd.preflight.installed import check_disk, check_packages
@@ -92,7 +93,7 @@ def _check_reward_columns(rewards: Sequence[Reward], rows: Sequence[PromptRow], 
             if name not in columns:
                 what = f"{reward.name!r} needs the column {name!r}, which {source} does not have"
                 there = ", ".join(sorted(columns)) or "none"
-                raise ConfigError(f"rewards.{index}: {what}; besides the prompt it has {there}")
+                raise ConfigError(f"rewards.{index}: {what}; besides the prompt it has {there}{of_others(name)}")
 
 
 def check_world_size(config: Config, world_size: int, local_world_size: int | None) -> None:

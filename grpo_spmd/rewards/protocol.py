@@ -41,6 +41,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.callables import MARK, given_function
+from grpo_spmd.rewards.imported import as_its_own_program
 from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
 from grpo_spmd.rewards.trl import GIVEN, RewardError, callable_name, check_args, taken
 from grpo_spmd.rewards.verifiers import SHIPPED, matches_format, run_tests
@@ -129,7 +130,8 @@ def _load_function(spec: str, where: str) -> Callable[..., Any]:
     module = util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickling look their module up there
     try:
-        loader.exec_module(module)
+        with as_its_own_program(file):
+            loader.exec_module(module)
     except (Exception, SystemExit) as error:
         place, what = f"{file}{_line_in(error, os.path.abspath(path))}", f"{type(error).__name__}: {error}"
         raise ConfigError(f"{where}.function: {place} cannot be imported: {what}") from error

@@ -302,6 +302,7 @@ bad_line("broken JSON", '{"prompt": "1', "not valid JSON")
 bad_line("JSON cut off", '{"prompt": "1"', "not valid JSON")
 bad_line("not UTF-8", b'{"prompt": "\xff"}', "not UTF-8")
 bad_line("UTF-16", '{"prompt": "1"}'.encode("utf-16"), "not UTF-8")
+bad_line("a name twice", '{"prompt": "1", "prompt": "2"}', "not valid JSON: a name is given twice")
 bad_line("a list", '["1"]', "expected a JSON object, got list")
 bad_line("a number", "1", "expected a JSON object, got int")
 bad_line("nested too deeply", "[" * 100_000, "not valid JSON")
@@ -721,6 +722,17 @@ bad_reward("not a function", "score = 5\n", "rewards.0.function: mine.py has no 
 bad_reward("without a signature", "score = max\n", "rewards.0.function: mine.py:score has no readable signature")
 bad_reward(
     "missing column", "def score(completions, gold):\n    return []\n", "rewards.0: 'score' needs the column 'gold'"
+)
+for name in ("solution_str", "labels", "completion"):
+    bad_reward(
+        f"another trainer's {name}",
+        f"def score({name}):\n    return []\n",
+        f"besides the prompt it has nums, target; {name!r} is of another trainer's signature: here it is fn(prompts, ",
+    )
+bad_reward(
+    "reads our arguments",
+    "import sys\nassert not sys.argv[1:]\nraise ValueError(sys.argv)\n",
+    "mine.py:3 cannot be imported: ValueError: ['mine.py']",
 )
 bad_reward(
     "args", "def score(completions):\n    return []\n", "rewards.0.args: score does not take 'a'", "rewards.0.args.a=1"

@@ -345,7 +345,7 @@ NO_NETWORK = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}  # the
 
 
 @mistake("a model of the hub, offline", "model.path: org/name is not in the local Hugging Face cache", "HF_HUB_OFFLINE",
-         "grpo-spmd prefetch", "local folder", overrides=HUB)  # fmt: skip
+         "python -m grpo_spmd.prefetch --config", "local folder", overrides=HUB)  # fmt: skip
 def _(patch: Patch) -> None:
     patch.setenv("HF_HUB_OFFLINE", "1")
 

@@ -56,6 +56,30 @@ def test_the_unspoiled_folder_is_accepted(
     assert contents(folder) == before
 
 
+def test_what_a_reward_prints_is_no_part_of_the_config(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(Case("", ""))
+    Path("mine.py").write_text("print('seen')\ndef score(completions):\n    return [0.0] * len(completions)\n")
+    assert _main(monkeypatch, "rewards=[{function: 'mine.py:score'}]") == 0
+    shown = capsys.readouterr()
+    assert (shown.err, "seen" in shown.out) == ("seen\n", False)
+    assert yaml.safe_load(shown.out)["rewards"][0]["function"] == "mine.py:score"
+    assert sys.argv[0] == "train"
+
+
+def test_a_folder_of_checkpoints_leads_to_the_newest(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(Case("", ""))
+    for step in (2, 4):
+        Path(f"old/checkpoints/step_{step:06}").mkdir(parents=True)
+        Path(f"old/checkpoints/step_{step:06}/manifest.json").write_text("{}")
+    for given in ("old", "old/checkpoints"):
+        assert _main(monkeypatch, f"checkpoint.resume={given}") == 2
+        assert "the newest is old/checkpoints/step_000004" in capsys.readouterr().err
+
+
 def test_names_of_cases_are_unique() -> None:
     names = [(case.name, case.expected) for case in CASES]
     assert len(set(names)) == len(names)
