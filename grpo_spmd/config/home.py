@@ -19,11 +19,14 @@ def with_home(config: Config) -> Config:
         ("run_dir", config.run_dir),
         ("model.path", config.model.path),
         ("checkpoint.resume", config.checkpoint.resume),
+        *((f"rewards.{index}.function", each.function or "") for index, each in enumerate(config.rewards)),
     ):
         _check_path(name, text)
     at_home, replace = os.path.expanduser, dataclasses.replace
     sets = config.data.eval
     evaluated = at_home(sets) if isinstance(sets, str) else {name: at_home(sets[name]) for name in sets}
+    if os.path.realpath(at_home(config.run_dir)) == os.path.realpath(at_home(config.model.path)):
+        raise ConfigError(f"run_dir: {config.run_dir} is the folder of model.path; a run has a folder of its own")
     return replace(
         config,
         run_dir=at_home(config.run_dir),
@@ -40,7 +43,7 @@ def _check_path(name: str, text: str) -> None:
     if len(os.fsencode(text)) > _MOST_BYTES or any(len(os.fsencode(part)) > _MOST_OF_A_NAME for part in parts):
         most = f"a path has {_MOST_BYTES} bytes at the most, and a name in it {_MOST_OF_A_NAME}"
         raise ConfigError(f"{name}: {text[:40]}... is too long for a path: {most}")
-    if (text[0], text[-1]) in _CURLY:
+    if (text[:1], text[-1:]) in _CURLY:
         raise ConfigError(f"{name}: {text} has the quotes of a text processor around it; write it without")
     if name != "run_dir":
         return

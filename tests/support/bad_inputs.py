@@ -289,6 +289,8 @@ for expected, override in (
     ("run_dir: s3://bucket/x is a URL", "run_dir=s3://bucket/x"),
     ("run_dir: " + "a" * 40 + "... is too long for a path", "run_dir=" + "a" * 300),
     ("model.path: " + "b" * 40 + "... is too long for a path", "model.path=" + "b" * 300),
+    ("run_dir: model is the folder of model.path", "run_dir=model"),
+    ("rewards.0.function: " + "d" * 40 + "... is too long for a path", "rewards=[{function: " + "d" * 300 + ".py:fn}]"),
     ("checkpoint.resume: " + "c" * 40 + "... is too long", "checkpoint.resume=" + "c" * 300),
     ("rollout.engine.temperature: set rollout.temperature instead", "rollout.engine={temperature: 0.5}"),
     ("rollout.engine.max_tokens: set rollout.max_completion_tokens instead", "rollout.engine={max_tokens: 5}"),

@@ -3,12 +3,14 @@ written."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from grpo_spmd import prefetch
 from grpo_spmd.train import main
 from tests.support.bad_inputs import CASES, Case, check, contents, good_folder, prepare
 
@@ -78,6 +80,22 @@ def test_a_folder_of_checkpoints_leads_to_the_newest(
     for given in ("old", "old/checkpoints"):
         assert _main(monkeypatch, f"checkpoint.resume={given}") == 2
         assert "the newest is old/checkpoints/step_000004" in capsys.readouterr().err
+
+
+def test_prefetch_does_not_send_to_itself(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(Case("", ""))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the port that discards
+    for name, value in (("OFFLINE", "0"), ("DISABLE_PROGRESS_BARS", "1")):
+        monkeypatch.setenv(f"HF_HUB_{name}", value)
+    monkeypatch.setenv("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["prefetch", "--config", "config.yaml", "data.train=hub:org/set::train"])
+    with pytest.raises(SystemExit):
+        prefetch.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "run this on a node with network" in line
 
 
 def test_names_of_cases_are_unique() -> None:
