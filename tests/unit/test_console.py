@@ -167,7 +167,10 @@ def test_long_lines_are_wrapped_in_a_terminal_and_whole_in_a_pipe() -> None:
         os.set_blocking(ours, True)
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
         through_terminal(stream, long, "short  with  spaces")
-    lines = os.read(ours, 65536).decode().replace("\r\n", "\n").splitlines()
+        shown = b""
+        while not shown.endswith(b"short  with  spaces\r\n"):
+            shown += os.read(ours, 65536)
+    lines = shown.decode().replace("\r\n", "\n").splitlines()
     os.close(theirs)
     os.close(ours)
     assert " ".join(line.strip() for line in lines[:-1]) == long
