@@ -150,12 +150,11 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path, model: Path) -> None:
     assert not job.survivors()
 
 
-def test_a_data_error_seen_only_with_the_tokenizer_is_one_line_and_exit_code_2(tmp_path: Path, model: Path) -> None:
+def test_a_data_error_that_the_tokenizer_shows_is_one_line_and_exit_code_2(tmp_path: Path, model: Path) -> None:
     config = write_config(tmp_path, model, data={"as_chat": True})
     code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config)).wait(120)
     assert code == 2
-    assert [line for line in output.splitlines() if line.strip()] == [
-        f"error: {tmp_path}/train.jsonl:1: the prompt is chat messages, but the tokenizer of model.path "
-        "has no chat template"
-    ]
+    [line] = [line for line in output.splitlines() if line.strip()]
+    assert line.startswith(f"error: {tmp_path}/train.jsonl:1: the prompt is chat messages (data.as_chat")
+    assert "has no chat template" in line
     assert not (tmp_path / "run").exists()

@@ -175,9 +175,11 @@ def test_a_secret_may_be_an_argument_of_its_own(tmp_path: Path, monkeypatch: pyt
 
 def test_torchruns_own_line_is_its_processs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    monkeypatch.setattr(os, "getppid", os.getpid)  # this process stands for the parent
-    begin(tmp_path)
-    assert lines(tmp_path)[0]["launcher"] == sys.orig_argv
+    with subprocess.Popen(["sleep", "60", "0"]) as parent:
+        monkeypatch.setattr(os, "getppid", lambda: parent.pid)
+        begin(tmp_path)
+        parent.kill()
+    assert lines(tmp_path)[0]["launcher"] == ["sleep", "60", "0"]
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,12 @@ CACHE_BYTES = 1 << 12
 
 class _SleepingError(RuntimeError):
     """Of a CUDA graph that is run on unmapped memory there is no message: the process is gone."""
+
+
+class _LLMEngine(SimpleNamespace):
+    """One that a weak set takes, as it takes vLLM's."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 class StandInLLM:
@@ -51,7 +58,7 @@ class StandInLLM:
             model_config=self.model_config, scheduler_config=SimpleNamespace(max_num_seqs=4), use_v2_model_runner=True
         )
         core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler), shutdown=lambda: None)
-        self.llm_engine = SimpleNamespace(
+        self.llm_engine = _LLMEngine(
             vllm_config=config, engine_core=core, add_request=self._add, step=self._step, abort_request=self._abort
         )
 
@@ -145,6 +152,7 @@ def install_vllm() -> None:
             path = ".".join(parts[:depth])
             if path not in sys.modules:
                 sys.modules[path] = ModuleType(path)
+                sys.modules[path].__spec__ = ModuleSpec(path, None)  # what asks where vLLM lies learns: nowhere
                 if depth > 1:
                     setattr(sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], sys.modules[path])
         vars(sys.modules[name]).update(members)
