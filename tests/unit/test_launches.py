@@ -176,6 +176,8 @@ def test_a_secret_may_be_an_argument_of_its_own(tmp_path: Path, monkeypatch: pyt
 def test_torchruns_own_line_is_its_processs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with subprocess.Popen(["sleep", "60", "0"]) as parent:
+        while not Path(f"/proc/{parent.pid}/cmdline").read_bytes():  # the new program has begun, and not its line
+            pass
         monkeypatch.setattr(os, "getppid", lambda: parent.pid)
         begin(tmp_path)
         parent.kill()
