@@ -15,7 +15,7 @@ from pathlib import Path
 from grpo_spmd.checkpoint.manifest import CheckpointError, NewerFormatError, read_trainer
 from grpo_spmd.checkpoint.run_dir import check_same_run, is_inside, is_same_launch, list_checkpoints, refuse_in_use
 from grpo_spmd.config.dump import flat_config
-from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.errors import ConfigError, say
 from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import Config
 from grpo_spmd.config.spelling import of_others
@@ -23,6 +23,7 @@ from grpo_spmd.data.early import check_prompts_early
 from grpo_spmd.data.rows import PromptRow, check_enough_rows, key_and_source, read_rows
 from grpo_spmd.preflight.installed import check_disk, check_packages
 from grpo_spmd.preflight.model_folder import check_model, num_embeddings
+from grpo_spmd.rewards.early import check_gold
 from grpo_spmd.rewards.pool.pool import allow_workers
 from grpo_spmd.rewards.protocol import Reward, load_rewards
 from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
@@ -60,9 +61,14 @@ def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inpu
     rows = _read_and_check(config, rewards, folder)
     eval_sets = config.data.eval_sets if config.eval.every_steps else ()
     inputs = Inputs(rows, {name: _read_and_check(config, rewards, folder, name) for name in eval_sets})
+    odd = [*check_gold(config.rewards, inputs.rows)]
+    for held_out in inputs.eval_rows.values():
+        odd += check_gold(config.rewards, held_out, is_held_out=True)
     if to_run:  # last: what is wrong with the config itself is the same on every machine
         check_disk(config)
         check_packages(config)
+    for line in odd if os.environ.get("RANK", "0") == "0" else ():
+        say(f"warning: {line}")
     return inputs
 
 

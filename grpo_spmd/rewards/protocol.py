@@ -41,6 +41,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.callables import MARK, given_function
+from grpo_spmd.rewards.early import check_callable, lacking_module
 from grpo_spmd.rewards.imported import as_its_own_program
 from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
 from grpo_spmd.rewards.trl import GIVEN, RewardError, callable_name, check_args, taken
@@ -134,6 +135,7 @@ def _load_function(spec: str, where: str) -> Callable[..., Any]:
             loader.exec_module(module)
     except (Exception, SystemExit) as error:
         place, what = f"{file}{_line_in(error, os.path.abspath(path))}", f"{type(error).__name__}: {error}"
+        what += lacking_module(error, path.parent)
         raise ConfigError(f"{where}.function: {place} cannot be imported: {what}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -164,6 +166,7 @@ def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, wh
         what = f"{config.function} has no readable signature"
         raise ConfigError(f"{where}.function: {what}; wrap it in a function") from None
     args, is_shipped = config.args, config.function is None
+    check_callable(where, callable_name(function), function)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     options = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = [n for n in options if parameters[n].default is inspect.Parameter.empty]

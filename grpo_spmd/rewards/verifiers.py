@@ -195,7 +195,7 @@ def run_tests(
     used: list[float] = []
     scores, limits = Scores(), Limits(time_s, int(memory_mib), isolation, used.append)
     for completion, given in zip(completions, columns[tests_column], strict=True):
-        if not (tests := _tests(given)):
+        if not (tests := tests_of(given)):
             scores.append(None)
             continue
         used.clear()
@@ -227,7 +227,7 @@ def python_code(text: str) -> str:
     return blocks.get("python", blocks.get("", text))
 
 
-def _tests(given: Any) -> list[str | dict[str, Any]]:
+def tests_of(given: Any) -> list[str | dict[str, Any]]:
     if isinstance(given, str):
         try:
             given = json.loads(given)

@@ -497,3 +497,60 @@ def _(_: Patch) -> None:
 typed(
     "a KV cache larger than the host", "rollout.engine={kv_cache_memory_bytes: 900000000000000}", "more than this host"
 )
+
+
+# What the shipped rewards compare with, and how a reward can be called
+
+
+def write_rows(*rows: dict[str, Any]) -> None:
+    Path("train.jsonl").write_text("".join(json.dumps({"prompt": "ab"} | row) + "\n" for row in rows), encoding="utf-8")
+
+
+def gold(name: str, reward: str, rows: list[dict[str, Any]], *says: str) -> None:
+    MISTAKES.append(Mistake(name, says, lambda _: write_rows(*rows), (f"rewards=[{{name: {reward}}}]",)))
+
+
+gold("no gold answer", "exact", [{"answer": None}] * 4, "train.jsonl:1: rewards.0: 'exact' finds no text in 'answer' (",
+     "(null), as in 4 of 4 rows: nothing would train")  # fmt: skip
+gold("no number in any answer", "gsm8k", [{"answer": "the answer"}] * 4,
+     "'gsm8k' finds no number in 'answer' ('the answer'), as in 4 of 4 rows")  # fmt: skip
+gold("no text to compare", "math", [{"answer": " "}] * 4, "'math' finds no answer in 'answer' (' ')")
+gold("no test of code", "code", [{"tests": "[]"}] * 4, "'code' finds no test in 'tests' ('[]'), as in 4 of 4 rows")
+COUNTDOWN = {"nums": [3, 8], "target": 24}
+gold("numbers as text", "countdown", [COUNTDOWN, {"nums": "3,8", "target": "24"}, COUNTDOWN, COUNTDOWN],
+     "train.jsonl:2: rewards.0: 'countdown' cannot read 'nums', which must be a list of whole", "got '3,8'")  # fmt: skip
+gold("numbers with a fraction", "countdown", [COUNTDOWN] * 3 + [{"nums": [1.5], "target": 1}], "train.jsonl:4: ",
+     "a list of whole numbers; got [1.5]")  # fmt: skip
+gold("a target that is no number", "countdown", [{"nums": ["3", 8.0], "target": "x"}] * 4,
+     "train.jsonl:1: rewards.0: 'countdown' cannot read 'target', which must be a number; got 'x'")  # fmt: skip
+gold("a test that is a number", "code", [{"tests": ["assert f(2) == 4"]}] * 3 + [{"tests": 5}],
+     "train.jsonl:4: rewards.0: 'code' cannot read 'tests': a test is a statement or {\"input\"")  # fmt: skip
+gold("tests by other names", "code", [{"tests": [{"in": "1", "out": "2"}]}] * 4, "train.jsonl:1: ", "a test is a")
+
+
+@mistake("a held-out set without an answer", "b.jsonl:1: rewards.0: 'exact' finds no text in 'answer' (null)",
+         overrides=("data.eval=b.jsonl", "eval.every_steps=5"))  # fmt: skip
+def _(_: Patch) -> None:
+    Path("b.jsonl").write_text('{"prompt": "ab", "answer": null}\n', encoding="utf-8")
+
+
+def reward_file(name: str, source: str, *says: str) -> None:
+    def make(_: Patch) -> None:
+        Path("rw").mkdir()
+        Path("rw/helper.py").write_text("", encoding="utf-8")
+        Path("rw/r.py").write_text(source, encoding="utf-8")
+
+    MISTAKES.append(Mistake(name, says, make, ("rewards=[{function: 'rw/r.py:fn'}]",)))
+
+
+BLIND = "fn takes neither completions nor completion_ids by name; write fn(prompts, completions, completion_ids, **col"
+reward_file("a reward of nothing", "def fn(): return 1.0", "rewards.0.function: ", BLIND)
+reward_file("a reward of places", "def fn(*args): return [1.0]", BLIND)
+reward_file("a reward of the prompt alone", "def fn(prompts, answer): return [1.0]", BLIND)
+reward_file("a reward of a place", "def fn(completions, /, **k): return [1.0]", "fn takes 'completions' by its",
+            "write fn(prompts, completions")  # fmt: skip
+reward_file("a reward that yields", "def fn(completions, **k): yield 1.0", "fn is a generator (it has a yield); write")
+reward_file("a reward that yields, as an object",
+            "class R:\n    async def __call__(self, **k): yield 1.0\nfn = R()", "R is a generator")  # fmt: skip
+reward_file("a reward beside its helper", "import helper", "ModuleNotFoundError: No module named 'helper'; it lies",
+            "set PYTHONPATH=rw")  # fmt: skip

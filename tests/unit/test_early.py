@@ -16,14 +16,16 @@ import pytest
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import DataConfig
+from grpo_spmd.config.schema import DataConfig, RewardConfig
 from grpo_spmd.data import early, hub
 from grpo_spmd.data.early import check_prompts_early, sample
 from grpo_spmd.data.rows import PromptRow, read_rows
 from grpo_spmd.engine.cache_room import no_room_for_cache
 from grpo_spmd.preflight import installed
+from grpo_spmd.rewards.early import check_gold
+from grpo_spmd.rewards.verifiers import SHIPPED
 from grpo_spmd.train import main
-from tests.support.early_mistakes import MISTAKES, TEMPLATE, Mistake, good_folder
+from tests.support.early_mistakes import MISTAKES, TEMPLATE, Mistake, good_folder, write_rows
 
 
 @pytest.fixture
@@ -170,6 +172,44 @@ def test_a_model_in_the_cache_is_looked_through_as_a_folder_is(
     assert _check(monkeypatch, "model.path=org/x") == 0
     assert _check(monkeypatch, "model.path=org/x", "model.lora.target_modules=[query]") == 2
     assert "'query' names no linear layer" in capsys.readouterr().err
+
+
+# What rewards compare with
+
+
+def test_a_few_rows_without_gold_are_a_warning_of_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(*[{"answer": answer} for answer in ("1", "none", None, "4")])
+    assert _check(monkeypatch, "rewards=[{name: gsm8k}]") == 0
+    said = "train.jsonl:2: rewards.0: 'gsm8k' finds no number in 'answer' ('none'), as in 2 of 4 rows: their"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {said}")
+    # null says that a reward does not apply, where another one does
+    assert _check(monkeypatch, "rewards=[{name: gsm8k}, {name: format, args: {pattern: .}}]") == 0
+    assert "as in 1 of 4 rows" in capsys.readouterr().err
+    write_rows(*[{"answer": answer} for answer in ("1", None, None, "4")])
+    assert _check(monkeypatch, "rewards=[{name: gsm8k}, {name: format, args: {pattern: .}}]") == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("reward", ["countdown", "exact", "gsm8k"])
+def test_gold_that_is_read_early_is_what_the_verifier_reads(reward: str) -> None:
+    args: dict[str, Any] = {"answer_tag": None} if reward == "countdown" else {}
+    for gold in (None, "", " ", "[]", "x", "7", "a1b 2", "1.", 7, 7.5, -3, [], ["3", 8], [1.5], "[1", {}, True):
+        columns = dict.fromkeys(("answer", "nums"), gold) | {"target": 5 if gold == "7" else gold}
+        try:
+            scores: list[Any] = SHIPPED[reward](["7"], **{name: [value] for name, value in columns.items()}, **args)
+        except Exception:
+            scores = ["raised"]
+        try:
+            found = [*check_gold([RewardConfig(name=reward)], [PromptRow("p", columns, "x:1")])]
+            assert found == []
+            read = "scored"
+        except ConfigError as error:
+            read = "raised" if "cannot read" in str(error) else "none"
+        expected = {None: "none", "raised": "raised"}.get(scores[0], "scored")
+        assert (read, gold) == (expected, gold) or (reward, read) in {("countdown", "raised"), ("exact", "none")}
 
 
 # Lengths of chat prompts, against transformers
