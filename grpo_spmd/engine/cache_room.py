@@ -1,9 +1,10 @@
-"""vLLM's refusals of a KV cache in the keys of a config: it names its own flags, and some that the trainer decides."""
+"""vLLM's refusals at its start in the keys of a config: it names its own flags, and some that the trainer decides."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 
 _ABOUT_MEMORY = re.compile(
     r"KV\s+cache (is needed|memory)|No available memory for the cache blocks|Available memory on node|Free memory on"
@@ -37,3 +38,14 @@ def no_room_for_cache(error: str, device: str) -> str | None:
         gpu = "raise rollout.gpu_memory_utilization or rollout.tensor_parallel_size, or shorten the rollouts"
         cpu = "raise rollout.engine.kv_cache_memory_bytes, take fewer ranks, or shorten the rollouts"
     return f"rollout: {what}; {gpu if device == 'cuda' else cpu}"
+
+
+def refused_keys(keys: Iterable[str], error: BaseException) -> str:
+    """One line for any error of vLLM's start where `rollout.engine` has keys: they are the likeliest reason."""
+    # pydantic: "1 validation error for X", the field and "Value error, WHAT [type=..., input_value=...]" on their lines
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and re.match(r"\d+ validation errors? for", lines[0]):
+        lines = [line for line in lines[1:] if not line.startswith("For further information")]
+    text = re.sub(r"\s*\[type=.*", "", " ".join(lines)) or "no reason given"
+    said = f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
+    return f"rollout.engine: vLLM did not start with {', '.join(sorted(keys))}: {said}; take them out one by one"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import ADAPTER_RANKS, LoraConfig, ModelConfig, RolloutConfig
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.engine.cache_room import cpu_cache_bytes, no_room_for_cache
+from grpo_spmd.engine.cache_room import cpu_cache_bytes, no_room_for_cache, refused_keys
 from grpo_spmd.engine.gpu import keep_caches_on_node, refuse_unshareable_segments
 from grpo_spmd.model.dimensions import head_dim
 from grpo_spmd.model.hf_files import load_config
@@ -51,14 +51,12 @@ def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: i
         options |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": cache_bytes}
     try:
         return vllm.LLM(trust_remote_code=False, **options | rollout.engine)
-    except TypeError as error:
-        if not rollout.engine:
+    except Exception as error:
+        if isinstance(error, ValueError) and (said := no_room_for_cache(str(error), device)):
+            raise ConfigError(said) from None
+        if not rollout.engine or isinstance(error, dist.DistError):  # another rank or the network failed: no bad input
             raise
-        raise ConfigError(f"rollout.engine: vllm.LLM refused {sorted(rollout.engine)}: {error}") from None
-    except ValueError as error:
-        if not (said := no_room_for_cache(str(error), device)):
-            raise
-        raise ConfigError(said) from None
+        raise ConfigError(refused_keys(rollout.engine, error)) from error
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
-import importlib.util
 import os
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +17,7 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.config.spelling import of_others
 from grpo_spmd.data.early import check_prompts_early
 from grpo_spmd.data.rows import PromptRow, check_enough_rows, key_and_source, read_rows
+from grpo_spmd.preflight.engine_keys import check_engine_keys
 from grpo_spmd.preflight.installed import check_disk, check_packages
 from grpo_spmd.preflight.model_folder import check_model, num_embeddings
 from grpo_spmd.rewards.early import check_gold
@@ -54,7 +51,7 @@ def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inpu
     if to_run:
         _check_run_dir(config)
     folder = check_model(config, to_run=to_run)
-    _check_engine_keys(config)
+    check_engine_keys(config.rollout.engine)
     rewards = load_rewards(config.rewards)
     allow_workers(config.reward_pool.num_workers)
     _check_code_time(config)
@@ -150,32 +147,3 @@ def _check_newest(checkpoints: list[Path], config: Config) -> None:
             raise ConfigError(f"checkpoint.resume: {error}") from None
         except (CheckpointError, KeyError, TypeError):
             continue
-
-
-def _check_engine_keys(config: Config) -> None:
-    """Refuse a misspelt `rollout.engine` key by reading vllm's source: importing vllm to ask it takes ten seconds."""
-    package = importlib.util.find_spec("vllm") if config.rollout.engine else None
-    if package is None or package.origin is None:
-        return
-    known, kinds = set[str](), dict[str, str]()
-    for file, of in (("engine/arg_utils.py", "EngineArgs"), ("entrypoints/llm.py", "LLM")):
-        path = Path(package.origin).parent / file
-        if not path.is_file():  # another layout in another version: vllm itself will tell
-            return
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == of]
-        for item in (item for found in classes for item in found.body):
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                known.add(item.target.id)
-                kinds[item.target.id] = ast.unparse(item.annotation)
-            elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
-                known |= {argument.arg for argument in [*item.args.args, *item.args.kwonlyargs]}
-    for name, value in config.rollout.engine.items():
-        types = set(re.findall(r"\w+", kinds.get(name, ""))) - {"None"}
-        for kind, says in ((int, "a whole number"), (bool, "true or false")):
-            if types == {kind.__name__} and value is not None and type(value) is not kind:
-                raise ConfigError(f"rollout.engine.{name} must be {says}; got {value!r}")
-        if known and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"rollout.engine.{name}: vllm.LLM of the installed version has no such argument{hint}")

@@ -99,10 +99,10 @@ def test_a_reward_that_calls_exit_is_a_failure(tmp_path: Path, model: Path) -> N
 
 
 def test_what_only_the_engine_refuses_leaves_nothing_behind(tmp_path: Path, model: Path) -> None:
-    config = write_config(tmp_path, model, rollout={"engine": {"max_num_seqs": "many"}})
+    config = write_config(tmp_path, model, rollout={"engine": {"attention_backend": "FOO"}})
     code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config)).wait(120)
     assert code == 2
-    assert "error: rollout.engine: vllm.LLM refused ['max_num_seqs']" in output.splitlines()[-1]
+    assert "error: rollout.engine: vLLM did not start with attention_backend: " in output.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 

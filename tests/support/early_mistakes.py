@@ -518,7 +518,7 @@ gold("no text to compare", "math", [{"answer": " "}] * 4, "'math' finds no answe
 gold("no test of code", "code", [{"tests": "[]"}] * 4, "'code' finds no test in 'tests' ('[]'), as in 4 of 4 rows")
 COUNTDOWN = {"nums": [3, 8], "target": 24}
 gold("numbers as text", "countdown", [COUNTDOWN, {"nums": "3,8", "target": "24"}, COUNTDOWN, COUNTDOWN],
-     "train.jsonl:2: rewards.0: 'countdown' cannot read 'nums', which must be a list of whole", "got '3,8'")  # fmt: skip
+     "train.jsonl:2: rewards.0: 'countdown' cannot read 'nums', which must be a list of", "got '3,8'")  # fmt: skip
 gold("numbers with a fraction", "countdown", [COUNTDOWN] * 3 + [{"nums": [1.5], "target": 1}], "train.jsonl:4: ",
      "a list of whole numbers; got [1.5]")  # fmt: skip
 gold("a target that is no number", "countdown", [{"nums": ["3", 8.0], "target": "x"}] * 4,
@@ -554,3 +554,23 @@ reward_file("a reward that yields, as an object",
             "class R:\n    async def __call__(self, **k): yield 1.0\nfn = R()", "R is a generator")  # fmt: skip
 reward_file("a reward beside its helper", "import helper", "ModuleNotFoundError: No module named 'helper'; it lies",
             "set PYTHONPATH=rw")  # fmt: skip
+
+
+# What rollout.engine cannot have
+
+for engine, *says in (
+    ("hf_overrides: {num_hidden_layers: 1}", "hf_overrides: the policy is built from the model's own config.json"),
+    ("revision: main", "revision: the policy reads what model.path gives", "hf download --revision"),
+    ("runner: pooling", "runner: the engine generates", "take it out"),
+    ("convert: embed", "convert: the engine generates"),
+    ("speculative_config: {method: ngram}", "speculative_config: with drafts the engine has weights that no sync"),
+    ("cpu_offload_gb: 4", "cpu_offload_gb: the weight sync writes weights on the device"),
+    ("tokenizer_mode: quick", "tokenizer_mode: the engine gets and gives token ids"),
+    ("kv_cache_dtype: fp8", "kv_cache_dtype must be auto; got 'fp8'"),
+    ("max_num_seqs: 0", "max_num_seqs must be at least 1; got 0"),
+    ("max_num_batched_tokens: -1", "max_num_batched_tokens must be at least 1; got -1"),
+    ("block_size: 0", "block_size must be at least 1"),
+    ("max_tokens: 5", "max_tokens: it is rollout.max_completion_tokens"),
+    ("temperature: 0.5", "temperature: it is rollout.temperature"),
+):
+    typed(f"engine: {engine}", f"rollout.engine={{{engine}}}", *[f"rollout.engine.{says[0]}", *says[1:]])

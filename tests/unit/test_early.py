@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from grpo_spmd.config.schema import DataConfig, RewardConfig
 from grpo_spmd.data import early, hub
 from grpo_spmd.data.early import check_prompts_early, sample
 from grpo_spmd.data.rows import PromptRow, read_rows
-from grpo_spmd.engine.cache_room import no_room_for_cache
+from grpo_spmd.engine.cache_room import no_room_for_cache, refused_keys
 from grpo_spmd.preflight import installed
 from grpo_spmd.rewards.early import check_gold
 from grpo_spmd.rewards.verifiers import SHIPPED
@@ -196,7 +197,8 @@ def test_a_few_rows_without_gold_are_a_warning_of_one_line(
 @pytest.mark.parametrize("reward", ["countdown", "exact", "gsm8k"])
 def test_gold_that_is_read_early_is_what_the_verifier_reads(reward: str) -> None:
     args: dict[str, Any] = {"answer_tag": None} if reward == "countdown" else {}
-    for gold in (None, "", " ", "[]", "x", "7", "a1b 2", "1.", 7, 7.5, -3, [], ["3", 8], [1.5], "[1", {}, True):
+    golds: list[Any] = [None, "", " ", "[]", "x", "7", "a1b 2", "1.", 7, 7.5, -3, [], ["3", 8], [1.5], "[1", {}, True]
+    for gold in golds:
         columns = dict.fromkeys(("answer", "nums"), gold) | {"target": 5 if gold == "7" else gold}
         try:
             scores: list[Any] = SHIPPED[reward](["7"], **{name: [value] for name, value in columns.items()}, **args)
@@ -360,3 +362,39 @@ def test_vllms_words_about_memory_name_our_keys(error: str, device: str, said: s
         assert said in found
         assert "--" not in found.split("GiB)")[-1]
         assert "max_model_len" not in found
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            "1 validation error for CacheConfig\nblock_size\n  Value error, 7 is no size [type=value_error, "
+            "input_value=7, input_type=int]\n    For further information visit https://errors.pydantic.dev/2/v",
+            "rollout.engine: vLLM did not start with block_size: ValueError: block_size Value error, 7 is no size",
+        ),
+        ("", "with block_size: ValueError: no reason given; take them out one by one"),
+        ("x" * 999, f"with block_size: ValueError: {'x' * 300}...; take"),
+    ],
+)
+def test_vllms_words_about_its_arguments_are_one_line(error: str, said: str) -> None:
+    assert said in refused_keys({"block_size": 7}, ValueError(error))
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_only_where_keys_were_given_are_they_the_reason(with_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpo_spmd.config.schema import ModelConfig, RolloutConfig
+    from grpo_spmd.engine import start
+
+    class Fails:
+        def __init__(self, **_: Any) -> None:
+            raise KeyError("FOO")
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Fails))
+    for name in ("refuse_unshareable_segments", "keep_caches_on_node", "_name_shared_memory_after_job"):
+        monkeypatch.setattr(start, name, lambda *_: None)
+    session: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), world_size=1, attempt=0)
+    rollout = RolloutConfig(engine={"attention_backend": "FOO"} if with_keys else {})
+    with pytest.raises(ConfigError if with_keys else KeyError) as found:
+        start.start_vllm(ModelConfig(path="x"), rollout, 8, session)
+    if with_keys:
+        assert "vLLM did not start with attention_backend: KeyError: 'FOO'" in str(found.value)
