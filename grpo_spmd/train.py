@@ -36,7 +36,7 @@ def main() -> None:
         num_ranks = number_of_ranks(args.ranks)
         config, sources = load_config_with_sources(args.config, args.overrides)
         interrupt.tell_of(config.run_dir)
-        inputs = check_inputs(config, num_ranks=num_ranks, to_run=not args.explain)
+        inputs = check_inputs(config, num_ranks=num_ranks, to_run=not args.explain, sources=sources)
     except ConfigError as error:
         refuse(error)
     if args.explain:

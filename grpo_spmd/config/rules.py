@@ -38,7 +38,7 @@ def check_rules(config: Config) -> None:
     _check_schedule(config.optimizer)
     template = config.data.prompt_template
     if template is not None and not re.search(r"\{\w+\}", template):
-        what = "names no column in braces, so that all prompts were alike"
+        what = "names no column in braces, as {question} does, so that all prompts were alike"
         raise ConfigError(f"data.prompt_template {what}; got {template!r}")
     lora, most = config.model.lora, ADAPTER_RANKS[-1]
     if lora.base_stays_in_engine and lora.rank > most:

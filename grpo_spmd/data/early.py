@@ -44,9 +44,13 @@ def check_prompts_early(
         return
     tokenizer = load_tokenizer_file(file)
     tokenizer.add_special_tokens(list(_special_tokens(tokenizer_settings(folder) or {}).values()))  # as transformers
+    said, written = set[str](), set[str]()
     for number, row in enumerate(sample(rows)):
         if (text := row.prompt if isinstance(row.prompt, str) else _rendered(row, render)) is None:
             return
+        if number < _SOME and not isinstance(row.prompt, str):
+            said.add(str([message.get("content") for message in row.prompt]))
+            written.add(text)
         if number >= _SOME and len(text.encode()) + 8 <= config.max_prompt_tokens:  # a token is a byte at least
             continue
         with panics_named(row.where):
@@ -57,6 +61,9 @@ def check_prompts_early(
             token = tokenizer.id_to_token(largest)
             what = f"the prompt has the token {token!r} ({largest}), and the model embeds {num_embeddings}"
             raise ConfigError(f"{row.where}: {what}: its tokenizer is another model's")
+    if len(said) > len(written) == 1:
+        what = f"its chat template makes one and the same prompt of different messages ({min(written)[:40]!r})"
+        raise ConfigError(f"model.path: {what}: it lacks {{{{ message['content'] }}}}, or is another model's")
 
 
 def load_tokenizer_file(file: Path) -> Any:

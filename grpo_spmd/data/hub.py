@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -31,6 +32,9 @@ def check_reachable(kind: Literal["models", "datasets"], name: str, key: str) ->
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    if not re.match(r"https?://[^/]", endpoint):
+        raise ConfigError(f"{key}: HF_ENDPOINT must begin with https://; got {endpoint!r}")
+    _token()  # before the thread that asks
     path = f"{name}/resolve/main/config.json" if kind == "models" else f"datasets/{name}/resolve/main/README.md"
     status, said = _ask(f"{endpoint}/{path}")
     page = f"{endpoint}/{path.split('/resolve')[0]}"
@@ -79,11 +83,20 @@ def _token() -> str:
     file = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         if os.environ.get(name, "").strip():
-            return os.environ[name].strip()
+            return _sound(os.environ[name], name)
     try:
-        return file.read_text(encoding="utf-8").strip()
+        return _sound(file.read_text(encoding="utf-8"), str(file))
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def _sound(token: str, where: str) -> str:
+    """The token, line breaks taken out as huggingface_hub does. An HTTP client's own error would quote it."""
+    token = re.sub(r"[\r\n]", "", token).strip()
+    if not re.fullmatch(r"[!#-&(-~]*", token):
+        what = "holds a character that no token has (a blank, a quote, a letter beyond ASCII)"
+        raise ConfigError(f"{where} {what}; copy it again from https://huggingface.co/settings/tokens")
+    return token
 
 
 def need_datasets(source: str, key: str) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_spmd.checkpoint.manifest import CheckpointError, NewerFormatError, read_trainer
+from grpo_spmd.checkpoint.manifest import CheckpointError, NewerFormatError, read_manifest, read_trainer
 from grpo_spmd.checkpoint.run_dir import check_same_run, is_inside, is_same_launch, list_checkpoints, refuse_in_use
 from grpo_spmd.config.dump import flat_config
 from grpo_spmd.config.errors import ConfigError, say
@@ -17,7 +17,9 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.config.spelling import of_others
 from grpo_spmd.data.early import check_prompts_early
 from grpo_spmd.data.rows import PromptRow, check_enough_rows, key_and_source, read_rows
+from grpo_spmd.data.shown import check_shown, check_source
 from grpo_spmd.preflight.engine_keys import check_engine_keys
+from grpo_spmd.preflight.idle_keys import check_idle_keys
 from grpo_spmd.preflight.installed import check_disk, check_packages
 from grpo_spmd.preflight.model_folder import check_model, num_embeddings
 from grpo_spmd.rewards.early import check_gold
@@ -42,10 +44,13 @@ class Inputs:
         return len(self.rows) + sum(len(rows) for rows in self.eval_rows.values())
 
 
-def check_inputs(config: Config, *, num_ranks: int, to_run: bool = True) -> Inputs:
+def check_inputs(
+    config: Config, *, num_ranks: int, to_run: bool = True, sources: Mapping[str, str] | None = None
+) -> Inputs:
     """Read data and rewards, and check them, the model, the run folder and the number of ranks against the config.
     `to_run` False leaves the run folder out: somebody only asks about a config, perhaps that of a run under way.
-    Raises ConfigError, which names the key or file:line."""
+    `sources`: where each value was set. Raises ConfigError, which names the key or file:line."""
+    check_idle_keys(config, sources)
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE") if to_run else None
     check_world_size(config, num_ranks, int(local_ranks) if local_ranks else None)
     if to_run:
@@ -81,9 +86,12 @@ def _check_code_time(config: Config) -> None:
 def _read_and_check(
     config: Config, rewards: Sequence[Reward], folder: Path | None, eval_set: str | None = None
 ) -> list[PromptRow]:
+    key, source = key_and_source(config.data, eval_set)
+    check_source(key, source)
     rows = read_rows(config.data, eval_set)
     check_enough_rows(len(rows), config.data, config.rollout.num_prompts_per_step, eval_set=eval_set)
-    _check_reward_columns(rewards, rows, key_and_source(config.data, eval_set)[1])
+    _check_reward_columns(rewards, rows, source)
+    check_shown(rows, config.data)
     if folder is not None:
         check_prompts_early(rows, config.data, folder, num_embeddings(folder))
     return rows
@@ -132,6 +140,10 @@ def _check_run_dir(config: Config) -> None:
             inside = list_checkpoints(folder) or list_checkpoints(folder.parent)
             hint = f"; give one of its run's checkpoints, the newest is {inside[-1]}" if inside else ""
             raise ConfigError(f"checkpoint.resume: {folder} is no checkpoint, it has no manifest.json{hint}")
+        try:
+            read_manifest(folder)
+        except CheckpointError as error:
+            raise ConfigError(f"checkpoint.resume: {error}; restore it, or take another one") from None
         _check_newest([folder], config)
         if is_inside(folder, run_dir):
             return

@@ -11,6 +11,7 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.model.schedule import schedule_rows
 from grpo_spmd.preflight import arithmetic
 from grpo_spmd.preflight.advice import advice
+from grpo_spmd.preflight.idle_keys import idle_keys
 from grpo_spmd.preflight.memory import Row, engine_rows, size_text, training_rows
 from grpo_spmd.preflight.model_facts import ModelFacts
 
@@ -34,7 +35,7 @@ def explain(
         lines += _section("model and weight sync", _sync_rows(config, model, num_ranks))
         lines += _section("memory of a rank: training", training_rows(config, model, num_ranks))
         lines += _section("memory of a rank: engine", engine_rows(config, model, num_ranks))
-    found = list(advice(config, num_ranks))
+    found = [*advice(config, num_ranks), *idle_keys(config, sources)]
     lines += ["", "worth a look" + ("" if found else ": nothing found"), *(f"  - {line}" for line in found)]
     return [*lines, "", "where each value came from", *_provenance(config, sources, with_defaults)]
 

@@ -25,6 +25,11 @@ from grpo_spmd.untrusted import UntrustedError, read_header, read_index, read_js
 
 _HUB_NAME = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _COPY_AGAIN = "copy or download it again"
+# Of transformers' causal LMs, those that packed rows of attention cannot be: encoders with a head, recurrent states.
+_ENCODERS = (
+    r"(.*-)?(bert|bert-generation|big_bird|camembert|data2vec-text|electra|ernie|rembert|(.*)?roberta(-.*)?|xmod)"
+)
+_RECURRENT = r".*mamba.*|rwkv|xlstm|recurrent_gemma"
 
 
 def check_model(config: Config, *, to_run: bool = True) -> Path | None:
@@ -34,8 +39,7 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
     folder = Path(path)
     if not folder.is_dir():
         if not re.fullmatch(_HUB_NAME, path) or Path(folder.parts[0]).exists():
-            rule = "and it is no hub id (organisation/name)"
-            raise ConfigError(f"model.path: there is no folder {folder}{looked_for(folder)}, {rule}")
+            raise ConfigError(f"model.path: {_no_folder(path)}")
         cached = local_folder(path)
         if cached is None or not _has_weights(cached):
             if to_run:
@@ -60,7 +64,7 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
     except OSError as error:
         remedy = f"; {_COPY_AGAIN}" if str(error.filename).endswith(".safetensors") else _instead(folder)
         raise ConfigError(f"model.path: cannot read {error.filename}: {error.strerror}{remedy}") from None
-    if not any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken")):
+    if not any(any(folder.glob(pattern)) for pattern in ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken*")):
         remedy = f"copy tokenizer.json and tokenizer_config.json of its base model there, or {_COPY_AGAIN}"
         raise ConfigError(f"model.path: {folder} holds no tokenizer; {remedy}")  # transformers would make one up
     check_model_sizes(config, model)
@@ -80,18 +84,40 @@ def num_embeddings(folder: Path) -> int | None:
     return _embeddings(_read_shapes(folder), read_model_config(folder))
 
 
+def _no_folder(path: str) -> str:
+    """Why what is no folder is no hub id either, and what to give instead."""
+    folder = Path(path)
+    if found := re.match(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", path):
+        return f"{path} is an address; give the hub id alone: {found[1]}"
+    if "://" in path:
+        return f"{path} is an address, and only folders and hub ids (organisation/name) are read; copy it to this host"
+    if folder.is_file():
+        hint = f"give its folder ({folder.parent})" if folder.name == "config.json" else "a model is a folder"
+        return f"there is no folder {path}: it is a file; {hint}"
+    return f"there is no folder {folder}{looked_for(folder)}, and it is no hub id (organisation/name)"
+
+
 def _instead(folder: Path) -> str:
     """Where config.json is not there: what the folder is, if that shows."""
+    if found := re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", folder.name):
+        return f"; it is a folder of the hub's cache: model.path={found[1]}/{found[2]} finds what is in it"
+    if checkpoints := sorted(folder.glob("checkpoints/step_*")):
+        export = f"`python -m grpo_spmd.export {checkpoints[-1]} OUT`"
+        return f"; it is a run's folder: {export} writes the folder of its newest model"
     if (folder / "manifest.json").is_file():
         return f"; it is a run's checkpoint: `python -m grpo_spmd.export {folder} OUT` writes a model's folder"
     if (folder / "adapter_config.json").is_file():
         return "; it is an adapter: `python -m grpo_spmd.export --merge` puts it into its base model"
     inner = sorted(path.parent for path in folder.glob("*/config.json"))
-    return f"; {inner[0]} has one" if inner else ""
+    remedy = "a model's folder has one: save_pretrained or `hf download` wrote it"
+    return f"; {inner[0]} has one" if inner else f"; {remedy}"
 
 
 def _check_type(model_type: str, path: str) -> None:
     """Transformers' own list of causal LMs, read as text: to import it takes seconds."""
+    for kinds, what in ((_ENCODERS, "an encoder, of which no text is sampled"), (_RECURRENT, "recurrent")):
+        if re.fullmatch(kinds, model_type):
+            raise ConfigError(f"model.path: {path} is {what} (model_type {model_type}); only causal attention trains")
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:
         return
@@ -163,6 +189,9 @@ def _read_shapes(folder: Path) -> Shapes:
 def _how_to_convert(folder: Path) -> str:
     if not (old := [file.name for pattern in ("*.bin", "*.pth", "*.gguf") for file in folder.glob(pattern)]):
         return "; " + _COPY_AGAIN
+    if all(name.endswith(".gguf") or name.startswith("consolidated") for name in old):
+        what = f"{sorted(old)[0]} is of another format, which is not read here"
+        return f"; {what}: take the model's checkpoint in transformers' format, from the hub id without GGUF"
     convert = f"m = AutoModelForCausalLM.from_pretrained('{folder}'); m.save_pretrained('{folder}')"
     pickled = f"; {sorted(old)[0]} is of another format, which is not read here: convert it once, where you trust it"
     return f'{pickled}: python -c "from transformers import AutoModelForCausalLM; {convert}"'

@@ -574,3 +574,130 @@ for engine, *says in (
     ("temperature: 0.5", "temperature: it is rollout.temperature"),
 ):
     typed(f"engine: {engine}", f"rollout.engine={{{engine}}}", *[f"rollout.engine.{says[0]}", *says[1:]])
+
+
+# Settings that would do nothing, or make it another run
+
+
+@mistake("LoRA without a rank", "model.lora.rank is not set (0: full fine-tuning), so that model.lora.target_modules",
+         "set it, e.g. to 16")  # fmt: skip
+def _(_: Patch) -> None:
+    config = CONFIG | {"model": {"path": "model", "lora": {"target_modules": ["q_proj"]}}}
+    Path("config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+typed("LoRA on nothing", "model.lora.target_modules=[]", "model.lora.target_modules names no layer; leave it out")
+typed("rewards of no weight", "rewards=[{name: exact, weight: 0}]", "rewards: all weights are 0", "rewards.N.weight")
+typed("a learning rate without its sign", "optimizer.lr=2e5", "optimizer.lr (200000) is above 1", "e.g. 2e-6")
+typed("the best of no metric", "checkpoint.best_metric=accuracy", "(accuracy) is no metric's name", "e.g. reward/mean")
+
+
+@mistake("a checkpoint with a broken manifest", "checkpoint.resume: old: manifest.json is damaged", "restore it",
+         overrides=("checkpoint.resume=old",))  # fmt: skip
+def _(_: Patch) -> None:
+    Path("old").mkdir()
+    Path("old/manifest.json").write_text("{", encoding="utf-8")
+
+
+# Prompts that are not what they should be
+
+
+def prompts(name: str, prompt: Any, *says: str, overrides: tuple[str, ...] = ()) -> None:
+    rows = [{"prompt": "ab", "answer": "x", "q": "ab"}, {"prompt": prompt, "answer": "x", "q": "ab"}] * 2
+    MISTAKES.append(Mistake(name, says, lambda _: write_rows(*rows), overrides))
+
+
+ASKED = {"role": "user", "content": "ab"}
+prompts("a chat that ends with the answer", [ASKED, {"role": "assistant", "content": "x"}], "train.jsonl:2: the chat",
+        "ends with an assistant's message", "take it out of the prompt")  # fmt: skip
+prompts(
+    "messages as text", json.dumps([ASKED]), "train.jsonl:2: the prompt is a JSON text of chat messages", "json.loads"
+)
+prompts(
+    "messages as text in a message", json.dumps([ASKED]), "is a JSON text of chat", overrides=("data.as_chat=true",)
+)
+prompts("an image", [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}],
+        "train.jsonl:2: the prompt has a part of type 'image_url', and only text")  # fmt: skip
+prompts("a prompt of blanks", " \n ", "train.jsonl:2: the prompt is nothing but white space")
+prompts("a message of blanks", [{"role": "user", "content": "  "}], "the messages of the prompt are nothing but white")
+for column in ("{{q}}", "{{ q }}", "{ q }", "{q.a}", "{q!r}", "{q:>9}"):
+    prompts(f"a column as {column}", "ab", f"prompt_template: {column} is not how a column is written: write {{q}}",
+            overrides=(f"data.prompt_template='say {column} {{answer}}'",))  # fmt: skip
+
+
+@mistake("a template that leaves the messages out", "chat template makes one and the same prompt of different messages",
+         "'hello'", "message['content']")  # fmt: skip
+def _(_: Patch) -> None:
+    change_json("tokenizer_config.json", chat_template="hello")
+
+
+# Folders that are no model's, or another kind's
+
+
+for kind, said in (("bert", "is an encoder"), ("xlm-roberta", "is an encoder"), ("falcon_mamba", "is recurrent")):
+
+    @mistake(f"a model of type {kind}", f"model.path: model {said}", f"(model_type {kind})", "only causal attention")
+    def _(_: Patch, kind: str = kind) -> None:
+        change_json("config.json", model_type=kind)
+
+
+@mistake("settings of a tokenizer without one", "model holds no tokenizer; copy tokenizer.json")
+def _(_: Patch) -> None:
+    Path("model/tokenizer.json").unlink()
+
+
+@mistake("a run's folder", "it is a run's folder: `python -m grpo_spmd.export runs/checkpoints/step_000012 OUT`",
+         overrides=("model.path=runs",))  # fmt: skip
+def _(_: Patch) -> None:
+    Path("runs/checkpoints/step_000012").mkdir(parents=True)
+
+
+@mistake("a folder of the hub's cache", "it is a folder of the hub's cache: model.path=org/x-1 finds",
+         overrides=("model.path=models--org--x-1",))  # fmt: skip
+def _(_: Patch) -> None:
+    Path("models--org--x-1/snapshots").mkdir(parents=True)
+
+
+@mistake("an empty folder", "cannot read empty/config.json: No such file", "a model's folder has one",
+         overrides=("model.path=empty",))  # fmt: skip
+def _(_: Patch) -> None:
+    Path("empty").mkdir()
+
+
+@mistake("only a GGUF", "x.gguf is of another format, which is not read here: take the model's checkpoint in transf")
+def _(_: Patch) -> None:
+    for path in Path("model").glob("model*"):
+        path.unlink()
+    Path("model/x.gguf").write_bytes(b"GGUF")
+
+
+typed("a model's file", "model.path=model/config.json", "model/config.json: it is a file; give its folder (model)")
+typed("a model's page", "model.path=https://huggingface.co/org/x", "is an address; give the hub id alone: org/x")
+typed("a model elsewhere", "model.path=s3://bucket/x", "model.path: s3://bucket/x is an address, and only folders")
+typed(
+    "data elsewhere", "data.train=https://host/x.jsonl", "data.train: addresses are not read; download it", "got 'http"
+)
+typed("data of the hub by its page", "data.train=https://huggingface.co/datasets/org/x", "of the hub: hub:org/x::train")
+typed("data of the hub by its address", "data.train=hf://datasets/org/x/train.parquet", "of the hub: hub:org/x::train")
+
+
+# A token, and who is asked
+
+
+def in_environment(name: str, *says: str, **variables: str) -> None:
+    def make(patch: Patch) -> None:
+        for variable, value in (NO_NETWORK | variables).items():
+            patch.setenv(variable, value)
+
+    MISTAKES.append(Mistake(name, says, make, HUB))
+
+
+in_environment(
+    "a token with a blank", "HF_TOKEN holds a character that no token has", "copy it again", HF_TOKEN="hf_secret hf"
+)
+in_environment(
+    "a token in quotes", "HF_TOKEN holds a character that no token has", HF_TOKEN="\N{LEFT DOUBLE QUOTATION MARK}secret"
+)
+in_environment("a hub without https", "model.path: HF_ENDPOINT must begin with https://; got 'hf-mirror.com'",
+               HF_ENDPOINT="hf-mirror.com")  # fmt: skip
+in_environment("a token of two lines", "gives no answer", "refused", HF_TOKEN="hf_secret\nhf_b")

@@ -78,7 +78,7 @@ KINDNESS = {
     "config/unknown_key.py": 90,
     "config/overrides.py": 70,
     "config/yaml_reader.py": 100,
-    "data/early.py": 175,
+    "data/early.py": 185,
     "data/hub.py": 120,
     "preflight/engine_keys.py": 110,
     "preflight/idle_keys.py": 85,

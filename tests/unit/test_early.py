@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.load import load_config
+from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import DataConfig, RewardConfig
 from grpo_spmd.data import early, hub
 from grpo_spmd.data.early import check_prompts_early, sample
 from grpo_spmd.data.rows import PromptRow, read_rows
 from grpo_spmd.engine.cache_room import no_room_for_cache, refused_keys
 from grpo_spmd.preflight import installed
+from grpo_spmd.preflight.explain import explain
+from grpo_spmd.preflight.idle_keys import idle_keys
 from grpo_spmd.rewards.early import check_gold
 from grpo_spmd.rewards.verifiers import SHIPPED
 from grpo_spmd.train import main
@@ -65,6 +67,7 @@ def test_it_is_said_in_one_line_with_the_remedy(
     assert (status, shown.out) == (2, "")
     (line,) = shown.err.splitlines()
     assert line.startswith("error: ")
+    assert "secret" not in line
     for part in mistake.says:
         assert part in line
 
@@ -173,6 +176,14 @@ def test_a_model_in_the_cache_is_looked_through_as_a_folder_is(
     assert _check(monkeypatch, "model.path=org/x") == 0
     assert _check(monkeypatch, "model.path=org/x", "model.lora.target_modules=[query]") == 2
     assert "'query' names no linear layer" in capsys.readouterr().err
+
+
+def test_a_line_break_in_a_token_is_no_part_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with _answering(200) as (endpoint, asked):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        monkeypatch.setenv("HF_TOKEN", "hf_made\r\n_up\n")
+        hub.check_reachable("models", "org/x", "model.path")
+    assert asked[0][1] == "Bearer hf_made_up"
 
 
 # What rewards compare with
@@ -398,3 +409,32 @@ def test_only_where_keys_were_given_are_they_the_reason(with_keys: bool, monkeyp
         start.start_vllm(ModelConfig(path="x"), rollout, 8, session)
     if with_keys:
         assert "vLLM did not start with attention_backend: KeyError: 'FOO'" in str(found.value)
+
+
+def test_keys_that_another_leaves_without_effect_are_worth_a_look(folder: Path) -> None:
+    given = [
+        "loss.kl_estimator=k1",
+        "eval.temperature=1.0",
+        "advantage.estimator=rloo",
+        "advantage.normalize_std=batch",
+    ]
+    config, sources = load_config_with_sources("config.yaml", given)
+    found = [*idle_keys(config, sources)]
+    assert found == [
+        "loss.kl_estimator does nothing: loss.kl_coef is 0",
+        "advantage.normalize_std does nothing: advantage.estimator is rloo",
+        "eval.temperature does nothing: eval.every_steps is 0",
+    ]
+    assert found[0] in "\n".join(explain(config, sources, None, 4, 1))
+    assert [*idle_keys(*load_config_with_sources("config.yaml", ["loss.kl_estimator=k1", "loss.kl_coef=0.1"]))] == []
+
+
+def test_that_lora_is_off_may_be_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _check(monkeypatch, "model.lora.rank=0") == 0
+
+
+def test_braces_that_are_no_column_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(*[{"q": "ab", "answer": "x"}] * 4)
+    template = "data.prompt_template='{q} { b } {\"q\": 1} \\\\boxed{answer}'"
+    assert _check(monkeypatch, template, "data.max_prompt_tokens=60", "training.max_tokens_per_micro_batch=96",
+                  "rollout.max_completion_tokens=4") == 0  # fmt: skip
