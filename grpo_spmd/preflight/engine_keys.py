@@ -22,8 +22,6 @@ _REFUSED = {
     **dict.fromkeys(("runner", "convert", "task", "pooler_config"), "the engine generates, and does nothing else"),
     **dict.fromkeys(("tokenizer_mode", "tokenizer_revision"), _NO_TOKENIZER),
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _NO_DRAFTS),
-    **dict.fromkeys(("max_tokens",), "it is rollout.max_completion_tokens"),
-    **dict.fromkeys(("temperature",), "it is rollout.temperature"),
 }
 for _name in ("cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_group_size"):
     _REFUSED[_name] = "the weight sync writes weights on the device; lower rollout.gpu_memory_utilization or shard more"

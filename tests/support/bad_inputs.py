@@ -728,7 +728,7 @@ bad_reward(
 for name in ("solution_str", "labels", "completion"):
     bad_reward(
         f"another trainer's {name}",
-        f"def score({name}):\n    return []\n",
+        f"def score(completions, {name}):\n    return []\n",
         f"besides the prompt it has nums, target; {name!r} is of another trainer's signature: here it is fn(prompts, ",
     )
 bad_reward(

@@ -545,6 +545,7 @@ def reward_file(name: str, source: str, *says: str) -> None:
 
 BLIND = "fn takes neither completions nor completion_ids by name; write fn(prompts, completions, completion_ids, **col"
 reward_file("a reward of nothing", "def fn(): return 1.0", "rewards.0.function: ", BLIND)
+reward_file("verl's reward", "def fn(data_source, solution_str, ground_truth, extra_info=None): return 1.0", BLIND)
 reward_file("a reward of places", "def fn(*args): return [1.0]", BLIND)
 reward_file("a reward of the prompt alone", "def fn(prompts, answer): return [1.0]", BLIND)
 reward_file("a reward of a place", "def fn(completions, /, **k): return [1.0]", "fn takes 'completions' by its",
@@ -570,8 +571,8 @@ for engine, *says in (
     ("max_num_seqs: 0", "max_num_seqs must be at least 1; got 0"),
     ("max_num_batched_tokens: -1", "max_num_batched_tokens must be at least 1; got -1"),
     ("block_size: 0", "block_size must be at least 1"),
-    ("max_tokens: 5", "max_tokens: it is rollout.max_completion_tokens"),
-    ("temperature: 0.5", "temperature: it is rollout.temperature"),
+    ("max_tokens: 5", "max_tokens: set rollout.max_completion_tokens instead"),
+    ("temperature: 0.5", "temperature: set rollout.temperature instead"),
 ):
     typed(f"engine: {engine}", f"rollout.engine={{{engine}}}", *[f"rollout.engine.{says[0]}", *says[1:]])
 
