@@ -11,6 +11,8 @@ import numpy
 import pytest
 import safetensors.numpy
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tests.support.processes import run_command
 
@@ -45,6 +47,7 @@ def test_answers_that_need_no_model_import_neither_torch_nor_vllm(case: str, tmp
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
     (tmp_path / "model" / "model.safetensors").write_bytes(safetensors.numpy.save({"x": numpy.zeros(1)}))
     (tmp_path / "model" / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "model" / "tokenizer.json"))
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8")
     tree = {
         **MINIMAL,

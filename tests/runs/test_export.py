@@ -130,7 +130,7 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
             f"CHECKPOINT: {run / 'checkpoints'} is the folder of a run's checkpoints; give one of its "
             f"checkpoints: {checkpoint}",
         ),
-        ((model, out), f"{model}: manifest.json is missing"),
+        ((model, out), f"CHECKPOINT: {model} is a model's folder, which transformers and vLLM load as it is"),
         ((unsealed, out), f"{unsealed}: manifest.json is missing"),
         ((flipped, out), f"{flipped}: state/shard_00002.safetensors is damaged (its SHA-256 is not the manifest's)"),
         ((newer, out), f"{newer}: written by a newer grpo_spmd (format 2, this one reads up to 1); update grpo_spmd"),
