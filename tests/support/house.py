@@ -6,6 +6,7 @@ A check takes the folder of the package, so that tests can plant a breach in a c
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -159,7 +160,13 @@ def _modules(package: Path) -> Iterator[tuple[str, str, ast.Module]]:
     """Relative path, text and tree of each module."""
     for path in sorted(package.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        yield path.relative_to(package).as_posix(), text, ast.parse(text)
+        yield path.relative_to(package).as_posix(), text, _tree(text)
+
+
+@functools.cache
+def _tree(text: str) -> ast.Module:
+    """Nobody changes it: most files are alike in the package and in its copies."""
+    return ast.parse(text)
 
 
 def _room_of(name: str) -> str:
