@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import time
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.support.processes import ROOT, Job
+from tests.support.processes import Job
+from tests.support.stand_in import make_checkout
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    for name in ("launch", ".venv"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "grpo_spmd").mkdir()
-    (tmp_path / "grpo_spmd/__init__.py").touch()
-    shutil.copy(ROOT / "tests/support/workers/stand_in_train.py", tmp_path / "grpo_spmd/train.py")
-    config = {"run_dir": "runs/a b", "seed": 0, "num_steps": 6, "step_s": 0.05, "crash_at": -1}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"checkpoint.resume": "never"}))
-    return tmp_path
+    return make_checkout(tmp_path, num_steps=6)
 
 
 def free_port() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.support.processes import ROOT, Job
+from tests.support.processes import Job
+from tests.support.stand_in import make_checkout
 
 # srun drops its options and becomes the command: a signal to it is one to torchrun, as Slurm hands it on.
 SRUN = """#!/usr/bin/env bash
@@ -44,20 +43,7 @@ if [ "$1" = show ]; then echo localhost; else echo "$*" >>scontrol.calls; fi
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A folder to call sbatch in, with a trainer that counts."""
-    for name in ("launch", ".venv"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "grpo_spmd").mkdir()
-    (tmp_path / "grpo_spmd/__init__.py").touch()
-    shutil.copy(ROOT / "tests/support/workers/stand_in_train.py", tmp_path / "grpo_spmd/train.py")
-    config = {
-        "run_dir": "runs/a b",
-        "seed": 0,
-        "num_steps": 8,
-        "step_s": 0.05,
-        "crash_at": -1,
-        "checkpoint.resume": "never",
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    make_checkout(tmp_path, num_steps=8)
     (tmp_path / "bin").mkdir()
     for name, text in (("srun", SRUN), ("squeue", SQUEUE), ("scontrol", SCONTROL)):
         (tmp_path / "bin" / name).write_text(text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ import numpy
 import pytest
 import safetensors.numpy
 import yaml
+
+from grpo_spmd.train import main
 
 ONE_TENSOR = safetensors.numpy.save({"x": numpy.zeros(3)})
 Tree = dict[str, Any]
@@ -33,6 +36,17 @@ class Case:
 
 
 CASES: list[Case] = []
+
+
+def check_exit_code(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
+    """Of the command over ./config.yaml, with --check: should a bad input be accepted by mistake, the test fails
+    instead of starting to train in pytest's own process."""
+    monkeypatch.setattr(sys, "argv", ["train", "--config", "config.yaml", "--check", *overrides])
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
 
 
 def bad(name: str, expected: str, *overrides: str, world_size: int | None = None) -> Callable[[Spoil], Spoil]:

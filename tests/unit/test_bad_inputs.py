@@ -11,24 +11,12 @@ import pytest
 import yaml
 
 from grpo_spmd import prefetch
-from grpo_spmd.train import main
-from tests.support.bad_inputs import CASES, Case, check, contents, good_folder, prepare
+from tests.support.bad_inputs import CASES, Case, check, check_exit_code, contents, good_folder, prepare
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return good_folder(tmp_path, monkeypatch)
-
-
-def _main(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
-    # --check: should a bad input be accepted by mistake, the test fails instead of starting to train in pytest's own
-    # process
-    monkeypatch.setattr(sys, "argv", ["train", "--config", "config.yaml", "--check", *overrides])
-    try:
-        main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -42,7 +30,7 @@ def test_bad_input_is_refused_in_one_line(
         if size is not None:
             monkeypatch.setenv(name, str(size))
     before = contents(folder)
-    status = _main(monkeypatch, *case.overrides)
+    status = check_exit_code(monkeypatch, *case.overrides)
     captured = capsys.readouterr()
     check(case, status, captured.out, captured.err)
     assert contents(folder) == before
@@ -53,7 +41,7 @@ def test_the_unspoiled_folder_is_accepted(
 ) -> None:
     prepare(Case("", ""))
     before = contents(folder)
-    assert _main(monkeypatch) == 0
+    assert check_exit_code(monkeypatch) == 0
     assert yaml.safe_load(capsys.readouterr().out)["rollout"]["num_prompts_per_step"] == 4
     assert contents(folder) == before
 
@@ -63,7 +51,7 @@ def test_what_a_reward_prints_is_no_part_of_the_config(
 ) -> None:
     prepare(Case("", ""))
     Path("mine.py").write_text("print('seen')\ndef score(completions):\n    return [0.0] * len(completions)\n")
-    assert _main(monkeypatch, "rewards=[{function: 'mine.py:score'}]") == 0
+    assert check_exit_code(monkeypatch, "rewards=[{function: 'mine.py:score'}]") == 0
     shown = capsys.readouterr()
     assert (shown.err, "seen" in shown.out) == ("seen\n", False)
     assert yaml.safe_load(shown.out)["rewards"][0]["function"] == "mine.py:score"
@@ -78,7 +66,7 @@ def test_a_folder_of_checkpoints_leads_to_the_newest(
         Path(f"old/checkpoints/step_{step:06}").mkdir(parents=True)
         Path(f"old/checkpoints/step_{step:06}/manifest.json").write_text("{}")
     for given in ("old", "old/checkpoints"):
-        assert _main(monkeypatch, f"checkpoint.resume={given}") == 2
+        assert check_exit_code(monkeypatch, f"checkpoint.resume={given}") == 2
         assert "the newest is old/checkpoints/step_000004" in capsys.readouterr().err
 
 

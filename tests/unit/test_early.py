@@ -27,7 +27,7 @@ from grpo_spmd.preflight.explain import explain
 from grpo_spmd.preflight.idle_keys import idle_keys
 from grpo_spmd.rewards.early import check_gold
 from grpo_spmd.rewards.verifiers import SHIPPED
-from grpo_spmd.train import main
+from tests.support.bad_inputs import check_exit_code
 from tests.support.early_mistakes import MISTAKES, TEMPLATE, Mistake, good_folder, write_rows
 
 
@@ -40,19 +40,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _check(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["train", "--config", "config.yaml", "--check", *overrides])
-    try:
-        main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
-
-
 def test_there_are_forty_and_the_unspoiled_folder_is_good(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(MISTAKES) >= 40
     assert len({each.name for each in MISTAKES}) == len(MISTAKES)
-    assert _check(monkeypatch) == 0
+    assert check_exit_code(monkeypatch) == 0
     assert not Path("runs").exists()
 
 
@@ -62,7 +53,7 @@ def test_it_is_said_in_one_line_with_the_remedy(
 ) -> None:
     mistake.make(monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", str(mistake.ranks))
-    status = _check(monkeypatch, *mistake.overrides)
+    status = check_exit_code(monkeypatch, *mistake.overrides)
     shown = capsys.readouterr()
     assert (status, shown.out) == (2, "")
     (line,) = shown.err.splitlines()
@@ -173,8 +164,8 @@ def test_a_model_in_the_cache_is_looked_through_as_a_folder_is(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
     monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(folder / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert _check(monkeypatch, "model.path=org/x") == 0
-    assert _check(monkeypatch, "model.path=org/x", "model.lora.target_modules=[query]") == 2
+    assert check_exit_code(monkeypatch, "model.path=org/x") == 0
+    assert check_exit_code(monkeypatch, "model.path=org/x", "model.lora.target_modules=[query]") == 2
     assert "'query' names no linear layer" in capsys.readouterr().err
 
 
@@ -193,15 +184,15 @@ def test_a_few_rows_without_gold_are_a_warning_of_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_rows(*[{"answer": answer} for answer in ("1", "none", None, "4")])
-    assert _check(monkeypatch, "rewards=[{name: gsm8k}]") == 0
+    assert check_exit_code(monkeypatch, "rewards=[{name: gsm8k}]") == 0
     said = "train.jsonl:2: rewards.0: 'gsm8k' finds no number in 'answer' ('none'), as in 2 of 4 rows: their"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {said}")
     # null says that a reward does not apply, where another one does
-    assert _check(monkeypatch, "rewards=[{name: gsm8k}, {name: format, args: {pattern: .}}]") == 0
+    assert check_exit_code(monkeypatch, "rewards=[{name: gsm8k}, {name: format, args: {pattern: .}}]") == 0
     assert "as in 1 of 4 rows" in capsys.readouterr().err
     write_rows(*[{"answer": answer} for answer in ("1", None, None, "4")])
-    assert _check(monkeypatch, "rewards=[{name: gsm8k}, {name: format, args: {pattern: .}}]") == 0
+    assert check_exit_code(monkeypatch, "rewards=[{name: gsm8k}, {name: format, args: {pattern: .}}]") == 0
     assert capsys.readouterr().err == ""
 
 
@@ -430,11 +421,11 @@ def test_keys_that_another_leaves_without_effect_are_worth_a_look(folder: Path) 
 
 
 def test_that_lora_is_off_may_be_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _check(monkeypatch, "model.lora.rank=0") == 0
+    assert check_exit_code(monkeypatch, "model.lora.rank=0") == 0
 
 
 def test_braces_that_are_no_column_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(*[{"q": "ab", "answer": "x"}] * 4)
     template = "data.prompt_template='{q} { b } {\"q\": 1} \\\\boxed{answer}'"
-    assert _check(monkeypatch, template, "data.max_prompt_tokens=60", "training.max_tokens_per_micro_batch=96",
+    assert check_exit_code(monkeypatch, template, "data.max_prompt_tokens=60", "training.max_tokens_per_micro_batch=96",
                   "rollout.max_completion_tokens=4") == 0  # fmt: skip
