@@ -284,7 +284,8 @@ def test_groups_that_were_called_again_are_noted(
     ],
 )
 def test_the_first_error_says_what_happened(pools: Callable[..., RewardPool], text: str, why: str) -> None:
-    scored = pools("one", timeout_s=0.3).score(_groups(["a", text]), CharacterTokenizer())
+    timeout_s = 0.3 if text == "hang" else 30
+    scored = pools("one", timeout_s=timeout_s).score(_groups(["a", text]), CharacterTokenizer())
     assert scored.first_error is not None
     assert scored.first_error.splitlines()[0] == f"reward 'one' {why}"
     if text == "raise":
@@ -296,18 +297,18 @@ def test_failures_are_counted_in_one_warning(
     pools: Callable[..., RewardPool], caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("grpo_spmd").propagate = True  # a run turns it off
-    pools("one", timeout_s=0.3).score(_groups(["a", "raise", "hang"], ["word", "b", "c"]), CharacterTokenizer())
+    pools("one", timeout_s=2).score(_groups(["a", "raise", "hang"], ["word", "b", "c"]), CharacterTokenizer())
     assert [record.getMessage() for record in caplog.records] == [
         "reward 'one': 3 of 6 completions failed (1 timeout, 2 error); first: reward 'one' raised KeyError: 'gone'"
     ]
 
 
 def test_many_hanging_completions_take_bounded_time(pools: Callable[..., RewardPool]) -> None:
-    # (4 groups + 8 completions) / 4 workers * 0.5 s = 1.5 s; one after the other 6 s
+    # (4 groups + 8 completions) / 4 workers * 1.5 s = 4.5 s; one after the other 18 s
     groups = [["hang", "a", "hang", "b"] for _ in range(4)]
     start = time.monotonic()
-    scored = pools("one", timeout_s=0.5).score(_groups(*groups), CharacterTokenizer())
-    assert time.monotonic() - start < 5
+    scored = pools("one", timeout_s=1.5).score(_groups(*groups), CharacterTokenizer())
+    assert time.monotonic() - start < 15
     assert scored.statuses["one"] == ["timeout", "ok"] * 8
 
 
@@ -318,8 +319,9 @@ def test_a_function_that_always_hangs_stops_before_every_deadline_has_passed(poo
     ) as caught:
         pool.score(_groups(*[["hang"]] * 20), CharacterTokenizer(), num_step_completions=20)
     assert any(f"for {failed} of 20 completions" in str(caught.value) for failed in (6, 7, 8, 9))
-    # The pool is still good.
-    assert pool.score(_groups(["a"]), CharacterTokenizer()).rewards == [worth("a")]
+    # The pool is still good. On a busy machine even a quick function may take longer than 0.3 s.
+    rewards = (pool.score(_groups(["a"]), CharacterTokenizer()).rewards for _ in range(20))
+    assert next(scored for scored in rewards if scored != [None]) == [worth("a")]
 
 
 def test_what_rewards_print_is_in_a_bounded_file(

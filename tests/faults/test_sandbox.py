@@ -361,9 +361,9 @@ def test_an_endless_loop_is_wrong_and_not_unknown_however_many_tests_there_are()
     tests = [{"input": str(n), "output": str(n)} for n in range(6)]
     start = time.monotonic()
     endless, right = "while True: pass", "print(input())"
-    assert run_tests([endless, right], tests=[tests, tests], partial_credit=True, time_s=1.0) == [0.0, 1.0]
+    assert run_tests([endless, right], tests=[tests, tests], partial_credit=True, time_s=4.0) == [0.0, 1.0]
     late = "n = input()\nprint(n)\nwhile n == '2': pass"  # what comes after the loop is not reached
-    assert run_tests([late], tests=[tests], partial_credit=True, time_s=1.0) == [2 / 6]
+    assert run_tests([late], tests=[tests], partial_credit=True, time_s=4.0) == [2 / 6]
     assert time.monotonic() - start < 60
 
 
@@ -688,11 +688,11 @@ def _command(pid: int) -> str:
 def test_many_pairs_are_zero_and_not_unknown(partial_credit: bool) -> None:
     """40 pairs, each a while within what was once forgiven a pair: the sum of the code's own time is what counts."""
     pairs = [{"input": "", "output": "1"}] * 40
-    code = "import time\ntime.sleep(0.3)\nprint(1)"
+    code = "import time\ntime.sleep(0.9)\nprint(1)"
     start = time.monotonic()
-    (score,) = run_tests([code], tests=[pairs], time_s=1.0, partial_credit=partial_credit)
-    assert score == (pytest.approx(2.5 / 40, abs=1 / 40) if partial_credit else 0.0)  # 2 or 3 pairs of 0.3 s and a bit
-    assert time.monotonic() - start < 30  # of 40 x 0.45 s
+    (score,) = run_tests([code], tests=[pairs], time_s=3.0, partial_credit=partial_credit)
+    assert score == (pytest.approx(2.5 / 40, abs=1 / 40) if partial_credit else 0.0)  # 2 or 3 pairs of 0.9 s and a bit
+    assert time.monotonic() - start < 30  # of 40 x 1 s
     assert run_tests(["print(1)"], tests=[pairs[:8]], time_s=2.0) == [1.0]  # start-ups are not the code's
 
 

@@ -195,7 +195,7 @@ def test_a_function_that_hangs_is_killed_and_counted(tmp_path: Path) -> None:
         return [1.0]
 
     with pool_of([hangs], tmp_path) as pool:
-        pool._pool = RewardPoolConfig(num_workers=2, timeout_s=0.5)
+        pool._pool = RewardPoolConfig(num_workers=2, timeout_s=2)
         assert scores(pool).statuses == {"r0": ["ok", "timeout"]}
 
 
