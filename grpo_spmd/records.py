@@ -59,7 +59,7 @@ class Rollout:
     is unknown, or that was cut off with loss.mask_truncated on."""
     prompt_ids: list[int] | npt.NDArray[np.int32]
     completion_ids: list[int] | npt.NDArray[np.int32]
-    rollout_logprobs: list[float] | npt.NDArray[np.float64]
+    rollout_logprobs: list[float] | npt.NDArray[np.float32 | np.float64]
 
     @property
     def num_tokens(self) -> int:

@@ -114,7 +114,9 @@ KINDNESS = {
     "rewards/imported.py": 20,
     "engine/leftovers.py": 40,
 }
-CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS
+# What keeps it cheap where rollouts, rows and ranks are many.
+SCALE = {"learn/exchange.py": 70}
+CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS | SCALE
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6000
 MOST_ROOMS = 26
 FILE_LINES, FUNCTION_LINES, COLUMNS = 450, 70, 120
@@ -332,11 +334,12 @@ def oversize(package: Path) -> Iterator[str]:
         ("armour", ARMOUR, sum(ARMOUR.values())),
         ("evidence", EVIDENCE, sum(EVIDENCE.values())),
         ("kindness", KINDNESS, sum(KINDNESS.values())),
+        ("scale", SCALE, sum(SCALE.values())),
         ("examples", EXAMPLES, sum(EXAMPLES.values())),
     ):
         total = 0
         for room, budget in budgets.items():
-            carves = budgets in (ARMOUR, EVIDENCE, KINDNESS)
+            carves = budgets in (ARMOUR, EVIDENCE, KINDNESS, SCALE)
             own = {name for name in lines if _is_in(name, room) and (carves or not _in_any(name, CARVED_OUT))}
             counted |= own
             length = sum(lines[name] for name in own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import struct
 import sys
 from collections import Counter
 from types import FrameType
@@ -459,6 +460,35 @@ def test_random_floats_cross_ranks_to_the_last_bit() -> None:
     assert [float(x).hex() for x in back.rollout_logprobs] == [x.hex() for x in logprobs]
 
 
+@pytest.mark.parametrize(
+    ("odd", "width"),
+    [
+        ([], 4),
+        ([-0.0, math.inf, -math.inf, 2.0**-149, -3.4028234663852886e38], 4),  # smallest and largest float32
+        ([-0.1], 8),
+        ([2.0**-150], 8),  # half the smallest: 0 as float32
+        ([1e39], 8),
+        ([math.nan], 8),
+        ([struct.unpack("<d", b"\x01" + b"\0" * 5 + b"\xf8\x7f")[0]], 8),  # a NaN with a bit that float32 has not
+    ],
+)
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of 1e39, where it is packed
+def test_logprobs_that_are_float32_cross_as_such_and_others_as_they_are(odd: list[float], width: int) -> None:
+    """One value that is none costs all of the message their narrow form, and never a bit."""
+    rng = np.random.default_rng(0)
+    plain = (-rng.exponential(size=1000)).astype(np.float32).tolist()
+    rollouts = [Rollout(0, 0.5, True, [1], [2] * len(values), values) for values in (plain, odd)]
+    payload = encode_rollouts(rollouts)
+    num_tokens = 1000 + len(odd)
+    assert 0 < len(payload) - num_tokens * (4 + width) < 120  # ids, logprobs, and the header
+    for sent, back in zip(rollouts, decode_rollouts(payload), strict=True):
+        bits = struct.pack(f"<{len(sent.rollout_logprobs)}d", *sent.rollout_logprobs)
+        assert np.asarray(back.rollout_logprobs, np.float64).tobytes() == bits
+        assert pack_rollouts([sent], CPU).rollout_logprobs.numpy().tobytes() == (
+            pack_rollouts([back], CPU).rollout_logprobs.numpy().tobytes()
+        )
+
+
 def test_no_rollouts_cross_ranks_as_none() -> None:
     assert decode_rollouts(encode_rollouts([])) == []
 
@@ -501,4 +531,4 @@ def test_one_flag_and_one_number_cost_no_more_than_before() -> None:
         for advantage, mask in ((0.5, True), (0.5, np.ones(100, np.bool_)))
     )
     assert plain == alike
-    assert len(plain) < 8 + 40 + 101 * 4 + 100 * 8
+    assert len(plain) < 8 + 60 + 101 * 4 + 100 * 4
