@@ -51,6 +51,7 @@ from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.trl import TrainerState
 from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
+from grpo_spmd.rollout.expected import ExpectedLengths
 from grpo_spmd.rollout.sample import Sampler
 
 _log = logging.getLogger("grpo_spmd")
@@ -184,7 +185,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     stream = PromptStream(prompts, config.seed, data.shuffle, start.position)
     keeps = config.checkpoint.rollout_buffer
     buffer = RolloutBuffer(config.run_dir, config.seed, config.model, config.rollout, session) if keeps else None
-    sampler = Sampler(engine, config.rollout.group_size, config.seed, buffer)
+    lengths = ExpectedLengths() if config.rollout.schedule == "shared_queue" else None
+    sampler = Sampler(engine, config.rollout.group_size, config.seed, buffer, lengths)
     return Run(
         config, session, preemption, stream, rewards, score, engine, policy, reference, updater, update_check,
         step_rules, offload, weight_sync, sampler, evaluator, checkpoints, phase, logprob_check, dump, log,

@@ -25,6 +25,7 @@ from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Prompt
+from grpo_spmd.rollout.expected import ExpectedLengths
 from grpo_spmd.rollout.sample import Sampler
 
 NUM_PROMPTS, GROUP_SIZE, AT_ONCE, ROUNDS = 32, 4, 8, 5
@@ -86,9 +87,8 @@ def main() -> None:
         ),
         rewards=(RewardConfig(name="exact"),),
     )
-    schedules: dict[str, RolloutConfig] = {
-        name: dataclasses.replace(config.rollout, schedule=name) for name in ("static", "shared_queue")
-    }
+    static = dataclasses.replace(config.rollout, schedule="static")
+    schedules = {"static": static, "shared_queue": config.rollout, "longest_first": config.rollout}
     cases = {
         "prompts of lognormal mean length, sigma 1": [token + 1 for token in range(NUM_PROMPTS)],
         "every second prompt 8 times as long": [80 + slot % 2 for slot in range(NUM_PROMPTS)],
@@ -97,25 +97,26 @@ def main() -> None:
     engine = RolloutEngine(config.model, config.rollout, config.max_rollout_tokens, session, [EOS])
     policy = build_policy(config.model, config.rollout.temperature, session)
     weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib)
-    sampler = Sampler(engine, GROUP_SIZE, config.seed)
     for what, tokens in cases.items():
         seconds: dict[str, list[list[float]]] = {name: [] for name in schedules}
-        for step in range(1 + ROUNDS):  # the first is for warming up
+        samplers = dict.fromkeys(schedules, Sampler(engine, GROUP_SIZE, config.seed))
+        samplers["longest_first"] = Sampler(engine, GROUP_SIZE, config.seed, lengths=ExpectedLengths())
+        for step in range(1 + ROUNDS):  # the first warms up, and shows the prompts' lengths
             weight_sync.sync(step)
             order = list(range(NUM_PROMPTS))
             if "lognormal" in what:
                 random.Random(step).shuffle(order)
-            prompts = [Prompt(slot, slot, [5, tokens[place]], "", {}) for slot, place in enumerate(order)]
+            prompts = [Prompt(slot, place, [5, tokens[place]], "", {}) for slot, place in enumerate(order)]
             made = []
             for name in sorted(schedules, reverse=bool(step % 2)):
                 engine._rollout = schedules[name]
                 engine.reset_prefix_cache()
                 barrier()
-                groups, busy_s = sampler.sample(prompts, step, "")
+                groups, busy_s = samplers[name].sample(prompts, step, "")
                 seconds[name].append(on_rank0(list, busy_s))
                 mine = [[g.slot, [dataclasses.astuple(c) for c in g.completions]] for g in groups]
                 made.append(on_rank0(lambda parts: sorted(group for part in parts for group in part), mine))
-            assert made[0] == made[1], "the schedules sampled different tokens"
+            assert made[0] == made[1] == made[2], "the schedules sampled different tokens"
             assert [slot for slot, _ in made[0]] == list(range(NUM_PROMPTS))
         measured = {name: of_rounds[1:] for name, of_rounds in seconds.items()}
         per_engine = NUM_PROMPTS * GROUP_SIZE // 2

@@ -97,7 +97,7 @@ class RolloutConfig:
     gpu_memory_utilization: float = key(0.6,
         "share of its memory that the engine may take (GPU only)", above=0, below=1)
     schedule: Literal["shared_queue", "static"] = key("shared_queue",
-        "shared_queue: engines claim groups as they get free; static: each has its share from the start")
+        "shared_queue: engines claim groups as they get free, the longest expected first; static: each has its share")
     sleep_level: Literal[1, 2] | None = key(None,
         "asleep on a GPU, 1 keeps the engine's weights in host memory, 2 drops them; null: what the sync needs")
     weight_sync_bucket_mib: int | None = key(None,

@@ -23,7 +23,8 @@ from grpo_spmd.engine.isolation import isolated
 from grpo_spmd.engine.leftovers import forget_engine, note_engine
 from grpo_spmd.engine.lora_adapters import EngineAdapters
 from grpo_spmd.engine.reload import WeightReload
-from grpo_spmd.engine.requests import EngineStateError, Finished, NextRequest, Place, Request, share_out
+from grpo_spmd.engine.requests import EngineStateError, Finished, NextRequest, Place, Request
+from grpo_spmd.engine.shares import deal, share_out
 from grpo_spmd.engine.sleep_check import SleepCheck
 from grpo_spmd.engine.start import start_vllm
 from grpo_spmd.engine.weight_map import EngineTensor, engine_tensors
@@ -175,15 +176,21 @@ class RolloutEngine:
         return [done[place][0] for place in places]
 
     def generate_shared(
-        self, job_sizes: Sequence[int], next_request: NextRequest, policy_version: int, finished: Finished | None = None
+        self,
+        job_sizes: Sequence[int],
+        next_request: NextRequest,
+        policy_version: int,
+        finished: Finished | None = None,
+        expected: Sequence[float] | None = None,
     ) -> dict[int, list[list[Completion]]]:
         """Collective. Share jobs out over all engines. Job j is `job_sizes[j]` >= 1 conversations, all on one engine,
         each of one request or of several in turn. Raises EngineStateError as `generate` does.
 
         `rollout.schedule: static` deals all jobs in turn. `shared_queue` deals an engine what it can run at once, at
         most its fair share; whoever then runs fewer claims one of the rest, so that short completions leave no engine
-        idle. Once `should_abort` is True on a rank, its engine drops what is unfinished and claims no more. Others
-        notice by themselves or finish: the caller has all ranks agree that nothing comes of it (`Preemption.guard`).
+        idle. `expected`, equal on all ranks, decides which come first (`deal`). Once `should_abort` is True on a rank,
+        its engine drops what is unfinished and claims no more. Others notice by themselves or finish: the caller has
+        all ranks agree that nothing comes of it (`Preemption.guard`).
 
         `next_request(job, number within it, completions of this conversation so far)` gives the next request or None,
         the same on any rank. `finished` gets (job, number, completion) at once, on all ranks of the engine. Returned
@@ -191,18 +198,19 @@ class RolloutEngine:
         """
         static = self._rollout.schedule == "static" or self.num_engines == 1
         max_num_seqs = None if static else self._engine.vllm_config.scheduler_config.max_num_seqs
-        num_jobs = len(job_sizes)
-        max_in_flight, num_dealt = share_out(num_jobs, max(job_sizes, default=1), self.num_engines, max_num_seqs)
-        queue, first_queued = f"jobs/{self._num_shared_calls}", min(num_dealt * self.num_engines, num_jobs)
+        largest = max(job_sizes, default=1)
+        max_in_flight, num_dealt = share_out(len(job_sizes), largest, self.num_engines, max_num_seqs)
+        dealt, queued = deal(job_sizes, expected, num_dealt, self.num_engines)
+        queue = f"jobs/{self._num_shared_calls}"
         self._num_shared_calls += 1
 
         def places(jobs: Iterable[int]) -> list[Place]:
             return [(job, number) for job in jobs for number in range(job_sizes[job])]
 
         def batches() -> Iterator[list[Place]]:
-            yield places(range(self.engine_rank, first_queued, self.num_engines))
-            while first_queued < num_jobs and (claimed := self._claim(queue, num_jobs - first_queued)) is not None:
-                yield places([first_queued + claimed])
+            yield places(dealt[self.engine_rank])
+            while queued and (claimed := self._claim(queue, len(queued))) is not None:
+                yield places([queued[claimed]])
 
         of_engine = batches()
         done = self._generate(of_engine, max_in_flight, policy_version, next_request, finished, self._must_abort)

@@ -1,4 +1,4 @@
-"""What the engine is asked for, and how work is shared out over engines."""
+"""What the engine is asked for."""
 
 from __future__ import annotations
 
@@ -24,14 +24,3 @@ class Request:
 Place = tuple[int, int]  # of a conversation: job, number within the job
 NextRequest = Callable[[int, int, Sequence[Completion]], Request | None]
 Finished = Callable[[int, int, Completion], None]
-
-
-def share_out(num_jobs: int, job_size: int, num_engines: int, max_num_seqs: int | None) -> tuple[int, int]:
-    """How many requests an engine has in flight at most, and how many jobs it is dealt at first, one in turn.
-    An engine with fewer requests in flight claims one of the jobs that were not dealt; up to `job_size` - 1 of its
-    requests then wait, so that it is never short of work. Without `max_num_seqs` all jobs are dealt."""
-    fair_share = -(-num_jobs // num_engines)
-    if max_num_seqs is None:
-        return fair_share * job_size, fair_share
-    max_in_flight = min(max_num_seqs, fair_share * job_size)
-    return max_in_flight, min(max_in_flight // job_size, num_jobs // num_engines)

@@ -9,13 +9,23 @@ from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, rollout_seed
 from grpo_spmd.rollout.buffer import RolloutBuffer
+from grpo_spmd.rollout.expected import ExpectedLengths
 
 
 class Sampler:
-    """Samples groups with the engine; `buffer` keeps what is finished, and has what a run that was stopped had."""
+    """Samples groups with the engine; `buffer` keeps what is finished, and has what a run that was stopped had. With
+    `lengths` the groups expected to take longest are begun first."""
 
-    def __init__(self, engine: RolloutEngine, group_size: int, seed: int, buffer: RolloutBuffer | None = None) -> None:
-        self._engine, self._group_size, self._seed, self._buffer = engine, group_size, seed, buffer
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        group_size: int,
+        seed: int,
+        buffer: RolloutBuffer | None = None,
+        lengths: ExpectedLengths | None = None,
+    ) -> None:
+        self._engine, self._group_size, self._seed = engine, group_size, seed
+        self._buffer, self._lengths = buffer, lengths
 
     def sample(self, prompts: Sequence[Prompt], step: int, weights_id: str) -> tuple[list[RolloutGroup], float]:
         """Collective. The groups that this rank scores, in the order of slots, and its seconds of generation.
@@ -27,6 +37,11 @@ class Sampler:
         kept = buffer.find(step, weights_id, prompts, self._group_size) if buffer is not None else {}
         missing = {slot: [n for n in all_samples if (slot, n) not in kept] for slot in range(len(prompts))}
         jobs = [slot for slot, samples in missing.items() if samples]
+        expected = None
+        if self._lengths is not None:
+            finished = {slot: [kept[slot, n][2] for n in all_samples if (slot, n) in kept] for slot in jobs}
+            of_prompts = self._lengths.of(prompts, finished)
+            expected = [of_prompts[slot] for slot in jobs]
 
         def request(job: int, number: int, turns: Sequence[Completion]) -> Request | None:
             if turns:
@@ -41,7 +56,7 @@ class Sampler:
 
         start = time.perf_counter()
         try:
-            sampled = engine.generate_shared([len(missing[slot]) for slot in jobs], request, step, keep)
+            sampled = engine.generate_shared([len(missing[slot]) for slot in jobs], request, step, keep, expected)
         finally:
             if buffer is not None:
                 buffer.write()
@@ -56,4 +71,6 @@ class Sampler:
             old, fresh = {n: kept[slot, n] for n in all_samples if (slot, n) in kept}, iter(new)
             completions = [buffer.read(old[n]) if buffer and n in old else next(fresh) for n in all_samples]
             groups.append(RolloutGroup(slot, prompts[slot], completions))
+        if self._lengths is not None:
+            self._lengths.note(groups)
         return groups, seconds

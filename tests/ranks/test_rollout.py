@@ -114,6 +114,24 @@ def test_a_slow_engine_takes_fewer_groups(found: dict[str, Found], layout: str) 
         assert 4 <= sum(of_ranks[-tensor_parallel:]) <= 9, of_ranks
 
 
+@pytest.mark.parametrize("layout", RANKS)
+def test_what_took_longest_last_time_is_begun_first(found: dict[str, Found], layout: str) -> None:
+    tensor_parallel = RANKS[layout][1]
+    again, alone = completions(found[layout]["uneven/again"]), found["tp2" if tensor_parallel > 1 else "one"]
+    assert again == completions(alone["uneven/in turn"])  # bit by bit
+    took = [sum(len(token_ids) for token_ids, *_ in group) / 4 for _, _, group in again]
+    assert len(set(took)) > 8
+    of_engines = found[layout]["order"][::tensor_parallel]
+    for begun, expected in found[layout]["order"]:
+        assert expected == [round(tokens, 1) for tokens in took]  # known to every rank, whoever sampled it
+        in_order = [expected[slot] for slot in begun]
+        assert in_order == sorted(in_order, reverse=True)
+    assert sorted(slot for begun, _ in of_engines for slot in begun) == list(range(24))
+    if layout in SHARED:  # each engine was dealt 4 of the 8 longest, and claimed the others as it got free
+        dealt = sorted(of_engines[0][1][slot] for begun, _ in of_engines for slot in begun[:4])
+        assert dealt == sorted(of_engines[0][1])[-8:]
+
+
 @pytest.mark.parametrize("layout", SHARED)
 def test_groups_are_claimed_only_by_engines_that_can_run_them(found: dict[str, Found], layout: str) -> None:
     # The worker fails where an engine claims while its requests wait; here, that they did wait.

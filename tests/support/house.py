@@ -43,7 +43,7 @@ TRAINER = {
     "model": 960,
     "learn": 990,
     "engine": 1350,
-    "rollout": 460,
+    "rollout": 480,
     "parts": 240,
     "loop": 80,
     "train": 92,
@@ -115,7 +115,11 @@ KINDNESS = {
     "engine/leftovers.py": 40,
 }
 # What keeps it cheap where rollouts, rows and ranks are many.
-SCALE = {"learn/exchange.py": 70}
+SCALE = {
+    "learn/exchange.py": 70,
+    "engine/shares.py": 55,
+    "rollout/expected.py": 60,
+}
 CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS | SCALE
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6000
 MOST_ROOMS = 26

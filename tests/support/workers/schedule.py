@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed import store
 from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
@@ -27,6 +28,7 @@ from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
+from grpo_spmd.rollout.expected import ExpectedLengths
 from grpo_spmd.rollout.sample import Sampler
 
 # for 2 engines: one of them gets nothing, one more than the other, a long queue
@@ -68,6 +70,9 @@ def main() -> None:
             gather(first, session),
             gather(second, session),
         )
+    in_turn, again, order = longest_first(engine, config)
+    found["uneven/in turn"], found["uneven/again"] = gather(in_turn, session), gather(again, session)
+    found["order"] = on_rank0(list, order)
     found["num_claims"], found["most_waiting"] = on_rank0(
         lambda counts: [max(c) for c in zip(*counts, strict=True)], watched
     )
@@ -117,6 +122,35 @@ def end_conversations_early(engine: RolloutEngine) -> None:
     assert made == {} or len(told) < 2
     assert not engine._engine.has_unfinished_requests()
     assert len(engine.generate([Request([1], 0)], 0)) == 1
+
+
+def longest_first(
+    engine: RolloutEngine, config: Config
+) -> tuple[list[RolloutGroup], list[RolloutGroup], tuple[list[int], list[float]]]:
+    """Groups of uneven lengths, as they come and by a sampler that has seen them before; of the latter the slots in the
+    order in which this rank's engine began them, and what was expected of each."""
+    in_turn = Sampler(engine, config.rollout.group_size, config.seed)
+    sampler = Sampler(engine, config.rollout.group_size, config.seed, lengths=ExpectedLengths())
+    generate_shared, stops = engine.generate_shared, engine._stop_token_ids
+    orders: list[tuple[list[int], list[float]]] = []
+
+    def watched(sizes: Any, next_request: Any, version: int, finished: Any, expected: Any) -> Any:
+        begun: list[int] = []
+
+        def asked(job: int, number: int, turns: Sequence[Completion]) -> Any:
+            if not turns and not number:
+                begun.append(job)
+            return next_request(job, number, turns)
+
+        orders.append((begun, expected))
+        return generate_shared(sizes, asked, version, finished, expected)
+
+    engine.generate_shared = watched  # type: ignore[method-assign, assignment]
+    engine._stop_token_ids = list(range(20))  # of 97
+    (plain, _), _, (again, _) = (s.sample(PROMPTS, 0, "") for s in (in_turn, sampler, sampler))
+    engine.generate_shared, engine._stop_token_ids = generate_shared, stops  # type: ignore[method-assign]
+    assert orders[0][1] is None
+    return plain, again, orders[2]
 
 
 def use(engine: RolloutEngine, schedule: Any) -> None:
