@@ -116,7 +116,7 @@ KINDNESS = {
 }
 # What keeps it cheap where rollouts, rows and ranks are many.
 SCALE = {
-    "learn/exchange.py": 70,
+    "learn/exchange.py": 70,  # one a line: parts of this are made side by side
     "engine/shares.py": 55,
     "rollout/expected.py": 60,
 }
