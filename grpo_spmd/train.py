@@ -18,6 +18,7 @@ from grpo_spmd.config.dump import config_to_dict
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.load import load_config_with_sources
 from grpo_spmd.distributed import heartbeat, interrupt
+from grpo_spmd.distributed.collector import collector_off
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.preflight.checks import check_inputs
 from grpo_spmd.preflight.explain import explain
@@ -52,9 +53,10 @@ def main() -> None:
 
     heartbeat.begin("importing torch and vLLM")
     with exit_with_outcome():
-        from torch.distributed.elastic.multiprocessing.errors import record
+        with collector_off():
+            from torch.distributed.elastic.multiprocessing.errors import record
 
-        from grpo_spmd.loop import train
+            from grpo_spmd.loop import train
 
         if not record(train)(config, inputs):  # torch's record takes a sys.exit(0) somewhere below for a success
             raise RuntimeError("something called sys.exit(0) in the middle of the run")

@@ -20,6 +20,7 @@ from typing import Any
 
 from grpo_spmd.config.errors import say
 from grpo_spmd.distributed import heartbeat, interrupt
+from grpo_spmd.distributed.collector import collector_off
 from grpo_spmd.distributed.ending import leave
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -45,11 +46,12 @@ def main() -> None:
 
 def _run(arguments: list[str], folder: str) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets the same, with a banner of six lines
-    from torch.distributed import run
-    from torch.distributed.elastic.agent.server import local_elastic_agent
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher import api
+    with collector_off():
+        from torch.distributed import run
+        from torch.distributed.elastic.agent.server import local_elastic_agent
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher import api
 
     class Agent(local_elastic_agent.LocalElasticAgent):
         """Gives its ranks the signals that it gets, and waits."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import ADAPTER_RANKS, LoraConfig, ModelConfig, RolloutConfig
+from grpo_spmd.distributed.collector import collector_off
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.cache_room import cpu_cache_bytes, no_room_for_cache, refused_keys
 from grpo_spmd.engine.gpu import keep_caches_on_node, refuse_unshareable_segments
@@ -28,6 +29,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
+@collector_off()  # half of its imports are made as it starts
 def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, session: Session) -> Any:
     """Collective. A vllm.LLM with dummy weights on each of `rollout.tensor_parallel_size` ranks."""
     refuse_unshareable_segments(rollout, session.device.type)
