@@ -37,7 +37,7 @@ TRAINER = {
     "config": 770,
     "data": 317,
     "records": 200,
-    "rewards/protocol.py": 232,
+    "rewards/protocol.py": 230,
     "rewards/verifiers.py": 250,
     "rewards/answers.py": 40,
     "model": 960,
@@ -46,7 +46,7 @@ TRAINER = {
     "rollout": 480,
     "parts": 240,
     "loop": 80,
-    "train": 92,
+    "train": 94,
 }
 OPERATIONS = {
     "distributed": 1325,
