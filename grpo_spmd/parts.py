@@ -17,7 +17,8 @@ from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import run_facts
 from grpo_spmd.config.dump import config_to_dict, flat_config
 from grpo_spmd.config.schema import Config
-from grpo_spmd.data.prompts import PromptStream, build_prompts
+from grpo_spmd.data.prompts import PromptStream
+from grpo_spmd.data.tokens import build_prompts
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.ending import orderly_end
@@ -146,9 +147,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     if start.is_over:
         end_session()
         return None
-    log_file = Path(run_dir, "logs", f"rewards_rank_{session.rank}.log")
-    check, columns = preemption.check_scoring, inputs.columns
-    rewards = RewardPool(config.rewards, config.reward_pool, log_file, columns=columns, check=check)
+    log_file, check = Path(run_dir, "logs", f"rewards_rank_{session.rank}.log"), preemption.check_scoring
+    rewards = RewardPool(config.rewards, config.reward_pool, log_file, columns=inputs.columns, check=check)
     score = preemption.guard(functools.partial(rewards.score, tokenizer=tokenizer))
     refuse_untrainable(config.model.path, config.max_rollout_tokens)
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.

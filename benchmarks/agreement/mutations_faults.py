@@ -334,9 +334,9 @@ FAULTS = (
     ),
     Fault(
         "columns of another row: counted without the dropped prompts",
-        "data/prompts.py",
-        "prompts.append(Prompt(number, number, token_ids, row.prompt, row.columns))",
-        "prompts.append(Prompt(number, number, token_ids, row.prompt, rows[len(prompts)].columns))",
+        "data/tokens.py",
+        "return Prompt(number, number, token_ids, row.prompt, row.columns)",
+        "return Prompt(number, number, token_ids, row.prompt, self._rows[place].columns)",
         ("tests/unit/test_data.py",),
         ("data.train={made}/some_long.jsonl", "data.max_prompt_tokens=8", "data.on_long_prompt=drop"),
     ),

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from grpo_spmd.data.tokens import digests_of
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.hf_files import checkpoint_folder
@@ -46,28 +46,17 @@ def run_facts(
     """`config`: the whole one, flat; `held_out`: the sets of evaluation by name."""
     fingerprints, contents, model_path = ("", ""), dict[str, str](), str(config["model.path"])
     if session.is_rank0:
-        digest = hashlib.sha256()
-        for prompt in prompts:
-            digest.update(array("q", [len(prompt.token_ids), *prompt.token_ids]))
+        of_tokens, of_rows = digests_of(prompts, whole=False)
         folder = checkpoint_folder(model_path)
-        fingerprints = model_fingerprint(folder), digest.hexdigest()
-        contents = {f"data.eval.{name}": _rows_digest(rows, whole=True) for name, rows in held_out.items()}
-        contents |= {"answers and other columns of data.train": _rows_digest(prompts, whole=False)}
+        fingerprints = model_fingerprint(folder), of_tokens
+        contents = {f"data.eval.{name}": digests_of(rows, whole=True)[1] for name, rows in held_out.items()}
+        contents |= {"answers and other columns of data.train": of_rows}
         of_tokenizer = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config")
         files = {f"{path.name} of model.path": path for path in folder.iterdir() if of_tokenizer.match(path.name)}
         functions = {key: str(spec) for key, spec in config.items() if re.fullmatch(r"rewards\.\d+\.function", key)}
         files |= {f"{key} ({spec})": Path(spec.rpartition(":")[0]) for key, spec in functions.items()}
         contents |= {name: hashlib.sha256(p.read_bytes()).hexdigest() for name, p in files.items() if p.is_file()}
     return RunFacts(*fingerprints, config, model_path, config["model.dtype"], session.world_size, contents)
-
-
-def _rows_digest(prompts: Sequence[Prompt], *, whole: bool) -> str:
-    """Of the rows' columns, and with `whole` of their tokens too."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        row = [prompt.row, prompt.columns, prompt.token_ids if whole else None]
-        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
-    return digest.hexdigest()
 
 
 def model_fingerprint(folder: Path) -> str:

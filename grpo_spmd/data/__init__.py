@@ -1,5 +1,5 @@
-"""Data sets: rows of files and of the hub, prompts as token ids, the shuffled stream.
+"""Data sets: rows of files and of the hub, prompts as token ids, what a node keeps of both, the shuffled stream.
 
 Not here: torch, ranks, rewards.
-Imports config and records.
+Imports config, distributed (its heartbeat), records and untrusted.
 """

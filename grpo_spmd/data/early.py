@@ -7,6 +7,7 @@ library and jinja2 alone, and what cannot be told that way is left to it.
 from __future__ import annotations
 
 import functools
+import heapq
 import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -15,8 +16,9 @@ from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import DataConfig
-from grpo_spmd.data.prompts import no_template, panics_named, refused_by_template, too_long
-from grpo_spmd.data.rows import PromptRow
+from grpo_spmd.data.cache import digest_of, versions_of
+from grpo_spmd.data.table import PromptRow, overview_of
+from grpo_spmd.data.tokens import no_template, panics_named, refused_by_template, too_long
 from grpo_spmd.untrusted import open_regular, read_json
 
 Messages = list[dict[str, Any]]
@@ -30,13 +32,12 @@ def check_prompts_early(
     """Refuse messages without a chat template, and prompts that are too long or hold a token without an embedding
     (`num_embeddings`: rows of the model's). Of many rows the longest by characters are read, and each n-th of the rest.
     Raises ConfigError, which names file:line."""
-    where = next((row.where for row in rows if not isinstance(row.prompt, str)), None)
-    render = None
-    if where is not None:
+    first_chat, render = overview_of(rows).first_chat, None
+    if first_chat is not None:
         settings = tokenizer_settings(folder)
         template = None if settings is None else _template(folder, settings)
         if settings is not None and template is None and not any(folder.glob("*chat_template*")):
-            raise ConfigError(no_template(where, config))
+            raise ConfigError(no_template(rows[first_chat].where, config))
         if settings is None or template is None or (render := _renderer(template, settings)) is None:
             return
     file = folder / "tokenizer.json"
@@ -66,6 +67,13 @@ def check_prompts_early(
         raise ConfigError(f"model.path: {what}: it lacks {{{{ message['content'] }}}}, or is another model's")
 
 
+def inputs_of(folder: Path, config: DataConfig) -> list[Any]:
+    """What `check_prompts_early` decides by, beside the rows and `num_embeddings`."""
+    of_tokenizer = ("tokenizer.json", "tokenizer_config.json", "*chat_template*")
+    files = {path.name: digest_of(path) for form in of_tokenizer for path in folder.glob(form) if path.is_file()}
+    return [files, versions_of("tokenizers", "jinja2"), config.max_prompt_tokens, config.on_long_prompt]
+
+
 def load_tokenizer_file(file: Path) -> Any:
     """tokenizer.json by the tokenizers library. Raises ConfigError where it cannot be read."""
     return _load_once(file, file.resolve(), file.stat().st_mtime_ns)
@@ -87,24 +95,21 @@ def _load_once(file: Path, *_: Any) -> Any:
 def sample(rows: Sequence[PromptRow]) -> list[PromptRow]:
     """All rows where they are few; else the longest by characters, within half of the budget, and of the others each
     n-th, within the rest. In the order of the file."""
-    sizes = [len(row.prompt) if isinstance(row.prompt, str) else _characters(row.prompt) for row in rows]
-    if sum(sizes) <= _MOST_CHARACTERS:
+    sizes, half = overview_of(rows).sizes, _MOST_CHARACTERS // 2
+    if (total := sum(sizes)) <= _MOST_CHARACTERS:
         return list(rows)
-    order, taken, left = sorted(range(len(rows)), key=lambda index: -sizes[index]), [0], _MOST_CHARACTERS // 2
-    for index in order:
+    most = half * len(rows) // total + 2  # the longest are longer than the average, so that no more of them fit in
+    taken, left = [0], half
+    for index in heapq.nlargest(most, range(len(rows)), key=sizes.__getitem__):
         if (left := left - sizes[index]) < 0:
             break
         taken.append(index)
-    every = -(-sum(sizes) // (_MOST_CHARACTERS // 2))
+    every = -(-total // half)
     return [rows[index] for index in sorted({*taken, *range(0, len(rows), every)})]
 
 
 class _TemplateRefusal(Exception):
     """What a template says by raise_exception."""
-
-
-def _characters(messages: Messages) -> int:
-    return sum(len(str(message.get("content"))) for message in messages)
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any] | None:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+import codecs
+import functools
 import json
 import os
 import re
-from dataclasses import dataclass
+import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import DataConfig
+from grpo_spmd.data.cache import digest_of, stamp, versions_of
 from grpo_spmd.data.hub import check_reachable, is_offline, need_datasets
+from grpo_spmd.data.table import Found, PromptRow, Source, rows_of
 from grpo_spmd.untrusted import each_once
-
-Records = list[tuple[str, dict[str, Any]]]  # where a row stands, for messages, and the row
-
-
-@dataclass(frozen=True)
-class PromptRow:
-    """One usable row: its prompt (text or chat messages), its other columns, and where it stands, for messages."""
-
-    prompt: str | list[dict[str, Any]]
-    columns: dict[str, Any]
-    where: str
 
 
 def key_and_source(config: DataConfig, eval_set: str | None) -> tuple[str, str]:
@@ -34,31 +28,39 @@ def key_and_source(config: DataConfig, eval_set: str | None) -> tuple[str, str]:
     return ("data.eval" if isinstance(config.eval, str) else f"data.eval.{eval_set}"), config.eval_sets[eval_set]
 
 
-def read_rows(config: DataConfig, eval_set: str | None = None) -> list[PromptRow]:
-    """All rows of `data.train`, or of a set of `data.eval`. Raises ConfigError, which names file:line or file:row."""
+def read_rows(config: DataConfig, eval_set: str | None = None) -> Sequence[PromptRow]:
+    """All rows of `data.train`, or of a set of `data.eval`, read once on a node. Raises ConfigError, which names
+    file:line or file:row."""
     key, source = key_and_source(config, eval_set)
     if source.startswith("hub:"):
-        records = _read_hub(source, key)
+        found = _find_hub(source, key)
     elif source.endswith((".jsonl", ".parquet")):
-        records = _read_file(Path(source), key)
+        found = _find_file(Path(source), key)
     else:
         rule = f"{key} must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got {source!r}"
         raise ConfigError(f"{rule}{_how_to_make_jsonl(source)}")
-    rows = []
-    for where, record in records:
-        prompt = _prompt_of(record, where, config)
-        if isinstance(prompt, str) and (config.as_chat or config.system_prompt):
-            prompt = [{"role": "user", "content": prompt}] if prompt else []
-        if not isinstance(prompt, str):
-            prompt = _checked_messages(prompt, where, config)
-        origin = "written by data.prompt_template" if config.prompt_template else f"in column {config.prompt_key!r}"
-        if not prompt:
-            raise ConfigError(f"{where}: the prompt {origin} is empty")
-        if not _is_text(prompt):
-            raise ConfigError(f"{where}: the prompt {origin} holds half a surrogate pair, which is no text")
-        own = None if config.prompt_template else config.prompt_key
-        rows.append(PromptRow(prompt, {name: value for name, value in record.items() if name != own}, where))
-    return rows
+    return rows_of(found, functools.partial(usable_row, config=config), row_keys(config))
+
+
+def row_keys(config: DataConfig) -> list[Any]:
+    """What decides about a row beside the data."""
+    return [config.prompt_key, config.prompt_template, config.as_chat, config.system_prompt]
+
+
+def usable_row(record: dict[str, Any], where: str, config: DataConfig) -> PromptRow:
+    """Raises ConfigError for a prompt that cannot be used."""
+    prompt = _prompt_of(record, where, config)
+    if isinstance(prompt, str) and (config.as_chat or config.system_prompt):
+        prompt = [{"role": "user", "content": prompt}] if prompt else []
+    if not isinstance(prompt, str):
+        prompt = _checked_messages(prompt, where, config)
+    origin = "written by data.prompt_template" if config.prompt_template else f"in column {config.prompt_key!r}"
+    if not prompt:
+        raise ConfigError(f"{where}: the prompt {origin} is empty")
+    if not _is_text(prompt):
+        raise ConfigError(f"{where}: the prompt {origin} holds half a surrogate pair, which is no text")
+    own = None if config.prompt_template else config.prompt_key
+    return PromptRow(prompt, {name: value for name, value in record.items() if name != own}, where)
 
 
 def _prompt_of(record: dict[str, Any], where: str, config: DataConfig) -> Any:
@@ -97,34 +99,50 @@ def check_enough_rows(
         raise ConfigError(f"{key}: {source} has 0 usable prompts{note}; add prompts or leave the set out")
 
 
-def _read_file(path: Path, key: str) -> Records:
+def _find_file(path: Path, key: str) -> Source:
+    is_lines = path.name.endswith(".jsonl")
     try:
-        return _read_jsonl(path) if path.name.endswith(".jsonl") else _read_parquet(path, key)
+        state = path.stat()
+        is_one = stat.S_ISREG(state.st_mode)  # a folder of parquet files and a fifo have no fingerprint
+        inputs = [path.suffix, digest_of(path), [] if is_lines else versions_of("pyarrow")] if is_one else None
     except OSError as error:
-        raise ConfigError(f"{key}: cannot read {path}: {error.strerror or error}{looked_for(path)}") from None
+        raise ConfigError(_unreadable(path, key, error)) from None
 
-
-def _read_jsonl(path: Path) -> Records:
-    records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
+    def read() -> Iterator[Found]:
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # some editors mark its start
-            record = json.loads(text, object_pairs_hook=each_once)
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from None
-        except json.JSONDecodeError as error:
-            hint = _of_an_array(line)
-            raise ConfigError(f"{where}: not valid JSON: {error.msg} at column {error.colno}{hint}") from None
-        except (RecursionError, ValueError) as error:  # nested too deeply; a number of more digits than Python reads
-            raise ConfigError(f"{where}: not valid JSON: {error}") from None
-        if not isinstance(record, dict):
-            hint = _of_an_array(line)
-            raise ConfigError(f"{where}: expected a JSON object, got {type(record).__name__}{hint}")
-        records.append((where, record))
-    return records
+            yield from _read_jsonl(path) if is_lines else _read_parquet(path, key)
+            if is_one and stamp(path.stat()) != stamp(state):
+                raise ConfigError(f"{key}: {path} was changed while it was read; start again when it is whole")
+        except OSError as error:
+            raise ConfigError(_unreadable(path, key, error)) from None
+
+    return Source(f"{path}:" if is_lines else f"{path}:row ", read, inputs, state.st_size)
+
+
+def _unreadable(path: Path, key: str, error: OSError) -> str:
+    return f"{key}: cannot read {path}: {error.strerror or error}{looked_for(path)}"
+
+
+def _read_jsonl(path: Path) -> Iterator[Found]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # some editors mark its start
+                record = json.loads(text, object_pairs_hook=each_once)
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from None
+            except json.JSONDecodeError as error:
+                hint = _of_an_array(line)
+                raise ConfigError(f"{where}: not valid JSON: {error.msg} at column {error.colno}{hint}") from None
+            except (RecursionError, ValueError) as error:  # too deep; a number of more digits than Python reads
+                raise ConfigError(f"{where}: not valid JSON: {error}") from None
+            if not isinstance(record, dict):
+                hint = _of_an_array(line)
+                raise ConfigError(f"{where}: expected a JSON object, got {type(record).__name__}{hint}")
+            yield number, record, line.removeprefix(codecs.BOM_UTF8)
 
 
 def _of_an_array(line: bytes) -> str:
@@ -140,18 +158,19 @@ def _how_to_make_jsonl(source: str) -> str:
     return f"; of the hub: hub:{source}::train" if re.fullmatch(r"[\w.-]+/[\w-]+", source) else ""
 
 
-def _read_parquet(path: Path, key: str) -> Records:
+def _read_parquet(path: Path, key: str) -> Iterator[Found]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        records = pyarrow.parquet.read_table(path).to_pylist()
+        batches = pyarrow.parquet.read_table(path).to_batches(max_chunksize=4096)
+        for number, record in enumerate(record for batch in batches for record in batch.to_pylist()):
+            yield number, record, None
     except (pyarrow.ArrowException, ValueError) as error:  # ValueError: a text column that is not UTF-8
         raise ConfigError(f"{key}: {path} cannot be read as parquet: {error}") from None
-    return [(f"{path}:row {number}", record) for number, record in enumerate(records)]
 
 
-def _read_hub(source: str, key: str) -> Records:
+def _find_hub(source: str, key: str) -> Source:
     parts = source.split(":", 3)  # a split may hold a colon: train[:100]
     if len(parts) != 4 or not parts[1] or not parts[3]:
         raise ConfigError(f"{key}: a hub data set is hub:REPO:SUBSET:SPLIT (SUBSET may be empty); got {source!r}")
@@ -166,7 +185,15 @@ def _read_hub(source: str, key: str) -> Records:
     except Exception as error:  # the library raises many types for "not found", "no network", "no such split"
         remedy = "; `python -m grpo_spmd.prefetch` brings it where there is network" if is_offline() else ""
         raise ConfigError(f"{key}: cannot load {source}: {type(error).__name__}: {error}{remedy}") from None
-    return [(f"{source}:row {number}", dict(record)) for number, record in enumerate(dataset)]
+    files = [Path(file["filename"]) for file in getattr(dataset, "cache_files", ())]
+    size, inputs = sum(file.stat().st_size for file in files), None
+    if files:
+        inputs = [source, versions_of("datasets"), [*map(digest_of, files)], str(dataset.features), len(dataset)]
+
+    def read() -> Iterator[Found]:
+        return ((number, dict(record), None) for number, record in enumerate(dataset))
+
+    return Source(f"{source}:row ", read, inputs, size)
 
 
 def _is_cached(repo: str) -> bool:

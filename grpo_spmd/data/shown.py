@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import DataConfig
-from grpo_spmd.data.rows import PromptRow
+from grpo_spmd.data.table import PromptRow
 
 # A column in other notations than {name}: jinja's, str.format's fields and escapes.
 _OTHERWISE = re.compile(r"\{\{\s*(\w+)\s*\}\}|\{\s+(\w+)\s*\}|\{(\w+)\s+\}|\{(\w+)(?:[.\[!:][^{}\n]*)\}")

@@ -15,9 +15,10 @@ from grpo_spmd.config.errors import ConfigError, say
 from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import Config
 from grpo_spmd.config.spelling import of_others
-from grpo_spmd.data.early import check_prompts_early
-from grpo_spmd.data.rows import PromptRow, check_enough_rows, key_and_source, read_rows
+from grpo_spmd.data.early import check_prompts_early, inputs_of
+from grpo_spmd.data.rows import check_enough_rows, key_and_source, read_rows
 from grpo_spmd.data.shown import check_shown, check_source
+from grpo_spmd.data.table import PromptRow, once, overview_of
 from grpo_spmd.preflight.engine_keys import check_engine_keys
 from grpo_spmd.preflight.idle_keys import check_idle_keys
 from grpo_spmd.preflight.installed import check_disk, check_packages
@@ -30,14 +31,14 @@ from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
 
 @dataclass(frozen=True)
 class Inputs:
-    rows: list[PromptRow]
-    eval_rows: dict[str, list[PromptRow]]  # by the set's name; none where eval.every_steps is 0
+    rows: Sequence[PromptRow]
+    eval_rows: dict[str, Sequence[PromptRow]]  # by the set's name; none where eval.every_steps is 0
     began: float = field(default_factory=time.monotonic)  # when they had been read: the run begins
 
     @property
     def columns(self) -> set[str]:
         """Those of the training and the held-out sets: a row that lacks one passes None for it."""
-        return {name for rows in (self.rows, *self.eval_rows.values()) for row in rows for name in row.columns}
+        return {name for rows in (self.rows, *self.eval_rows.values()) for name in overview_of(rows).columns}
 
     @property
     def num_rows(self) -> int:
@@ -63,9 +64,7 @@ def check_inputs(
     rows = _read_and_check(config, rewards, folder)
     eval_sets = config.data.eval_sets if config.eval.every_steps else ()
     inputs = Inputs(rows, {name: _read_and_check(config, rewards, folder, name) for name in eval_sets})
-    odd = [*check_gold(config.rewards, inputs.rows)]
-    for held_out in inputs.eval_rows.values():
-        odd += check_gold(config.rewards, held_out, is_held_out=True)
+    odd = [line for rows in (inputs.rows, *inputs.eval_rows.values()) for line in _gold(config, rows, inputs)]
     if to_run:  # last: what is wrong with the config itself is the same on every machine
         check_disk(config)
         check_packages(config)
@@ -85,20 +84,33 @@ def _check_code_time(config: Config) -> None:
 
 def _read_and_check(
     config: Config, rewards: Sequence[Reward], folder: Path | None, eval_set: str | None = None
-) -> list[PromptRow]:
+) -> Sequence[PromptRow]:
     key, source = key_and_source(config.data, eval_set)
     check_source(key, source)
     rows = read_rows(config.data, eval_set)
     check_enough_rows(len(rows), config.data, config.rollout.num_prompts_per_step, eval_set=eval_set)
     _check_reward_columns(rewards, rows, source)
-    check_shown(rows, config.data)
-    if folder is not None:
-        check_prompts_early(rows, config.data, folder, num_embeddings(folder))
+
+    asked = None if folder is None else [inputs_of(folder, config.data), num_embeddings(folder)]
+
+    def look() -> None:
+        check_shown(rows, config.data)
+        if folder is not None:
+            check_prompts_early(rows, config.data, folder, num_embeddings(folder))
+
+    once("checked", rows, asked, look)
     return rows
 
 
+def _gold(config: Config, rows: Sequence[PromptRow], inputs: Inputs) -> list[str]:
+    """`check_gold`, of rows that have not been looked at yet."""
+    is_held_out = rows is not inputs.rows
+    asked = [is_held_out, [[reward.name, reward.function, repr(reward.args)] for reward in config.rewards]]
+    return list(once("gold", rows, asked, lambda: [*check_gold(config.rewards, rows, is_held_out=is_held_out)]))
+
+
 def _check_reward_columns(rewards: Sequence[Reward], rows: Sequence[PromptRow], source: str) -> None:
-    columns = {name for row in rows for name in row.columns}
+    columns = {*overview_of(rows).columns}
     for index, reward in enumerate(rewards):
         for name in reward.needs:
             if name not in columns:

@@ -14,6 +14,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.rows import read_rows
+from grpo_spmd.data.table import overview_of
 from grpo_spmd.observe.launches import other_versions
 from grpo_spmd.observe.metrics_file import is_evaluation, read_lines
 from grpo_spmd.observe.rollout_files import dumped_steps, rollouts_file
@@ -117,18 +118,17 @@ def _columns_of(
     rollouts: Sequence[Sequence[RolloutRecord]], config: Config
 ) -> tuple[list[dict[str, Any]], set[str], float]:
     """The columns of each group's data row, all that a reward of the run was given, and the epoch."""
-    rows = read_rows(config.data)
-    columns = []
+    rows, columns = read_rows(config.data), list[dict[str, Any]]()
     for group in rollouts:
         number = group[0].row
         if number >= len(rows):
             raise ConfigError(f"data.train: {config.data.train} has {len(rows)} rows, and the dump names row {number}")
-        if json.loads(json.dumps(rows[number].prompt)) != group[0].prompt:
-            where = rows[number].where
-            raise ConfigError(f"data.train: the prompt at {where} is no longer the one that the run sampled from")
-        columns.append(rows[number].columns)
-    known = {name for row in rows for name in row.columns}
+        row = rows[number]
+        if json.loads(json.dumps(row.prompt)) != group[0].prompt:
+            raise ConfigError(f"data.train: the prompt at {row.where} is no longer the one that the run sampled from")
+        columns.append(row.columns)
+    known = {*overview_of(rows).columns}
     for name in config.data.eval_sets if config.eval.every_steps else ():
         with suppress(ConfigError):  # its columns are None in training rows, and few rewards look
-            known |= {column for row in read_rows(config.data, name) for column in row.columns}
+            known |= {*overview_of(read_rows(config.data, name)).columns}
     return columns, known, rollouts[0][0].position / len(rows)

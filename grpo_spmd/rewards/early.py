@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.data.rows import PromptRow
+from grpo_spmd.data.table import PromptRow
 from grpo_spmd.rewards.verifiers import tests_of
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9.])-?\$?\d")  # how one begins, for verifiers.last_number
@@ -62,26 +62,29 @@ def check_gold(
             continue
         usable, what = _USABLE[config.name]
         column = str(config.args.get("tests_column", "tests")) if config.name == "code" else _COLUMN[config.name]
-        without: list[PromptRow] = []
+        is_only_one, first = len(configs) == 1, None
+        num_without = num_odd = 0  # null is odd where there is no other reward
         for row in rows:
             try:
                 is_usable = usable(row.columns, column)
             except (ArithmeticError, TypeError, ValueError) as error:
                 raise ConfigError(f"{row.where}: rewards.{index}: {config.name!r} cannot read {error}") from None
             if not is_usable:
-                without.append(row)
-        is_only_one = len(configs) == 1
-        if len(without) == len(rows) > 0 and not (is_held_out and not is_only_one):
-            raise ConfigError(_nothing(without, len(rows), f"rewards.{index}: {config.name!r}", what, column))
-        if found := without if is_only_one else [row for row in without if row.columns.get(column) is not None]:
-            yield _nothing(found, len(rows), f"rewards.{index}: {config.name!r}", what, column)
+                num_without += 1
+                if is_only_one or row.columns.get(column) is not None:
+                    num_odd, first = num_odd + 1, first or row
+        who = f"rewards.{index}: {config.name!r}"
+        if num_without == len(rows) > 0 and not (is_held_out and not is_only_one):
+            raise ConfigError(_nothing(rows[0], num_without, len(rows), who, what, column))
+        if first is not None:
+            yield _nothing(first, num_odd, len(rows), who, what, column)
 
 
-def _nothing(found: Sequence[PromptRow], num_rows: int, who: str, what: str, column: str) -> str:
-    where, columns = found[0].where, found[0].columns
-    shown = "null" if columns.get(column) is None else repr(columns[column])[:60]
-    then = "nothing would train" if len(found) == num_rows else "their completions get no reward, and are left out"
-    return f"{where}: {who} finds no {what} in {column!r} ({shown}), as in {len(found):,} of {num_rows:,} rows: {then}"
+def _nothing(first: PromptRow, number: int, num_rows: int, who: str, what: str, column: str) -> str:
+    shown = "null" if first.columns.get(column) is None else repr(first.columns[column])[:60]
+    then = "nothing would train" if number == num_rows else "their completions get no reward, and are left out"
+    some = f"({shown}), as in {number:,} of {num_rows:,} rows"
+    return f"{first.where}: {who} finds no {what} in {column!r} {some}: {then}"
 
 
 def _has_text(columns: Mapping[str, Any], column: str) -> bool:

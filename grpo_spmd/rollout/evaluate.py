@@ -47,7 +47,7 @@ class Evaluator:
         self._held_out, self._engine, self._score, self._config = held_out, engine, score, config
         self._seed, self._max_error_frac, self._files = seed, max_error_frac, files
         samples = range(config.num_samples)
-        self._wanted = [(name, prompt, n) for name, prompts in held_out.items() for prompt in prompts for n in samples]
+        self._wanted = [(name, place, n) for name in held_out for place in range(len(held_out[name])) for n in samples]
 
     def evaluate_if_due(self, step: int) -> dict[str, float | None]:
         """Collective. `evaluate` before the training and after each `eval.every_steps`-th step; else nothing."""
@@ -65,7 +65,7 @@ class Evaluator:
         made = engine.generate_shared([1] * len(self._wanted), self._request, policy_version=version)
         # A training prompt that finds its prefix computed is computed in other pieces, which rounds differently.
         engine.reset_prefix_cache()
-        groups = [RolloutGroup(number, self._wanted[number][1], turns) for number, [turns] in made.items()]
+        groups = [RolloutGroup(number, self._prompt(number), turns) for number, [turns] in made.items()]
         groups = groups[engine.tp_rank :: engine.tp_size]
         scored = self._score(groups, num_step_completions=len(self._wanted))
         found = outcomes(groups, scored)
@@ -84,9 +84,12 @@ class Evaluator:
     def _request(self, number: int, _: int, turns: Sequence[Completion]) -> Request | None:
         if turns:
             return None
-        name, prompt, sample = self._wanted[number]
+        (name, _, sample), prompt = self._wanted[number], self._prompt(number)
         seed = rollout_seed(self._seed, f"eval/{name}", prompt.row, sample)
         return Request(prompt.token_ids, seed, self._config.temperature)
+
+    def _prompt(self, number: int) -> Prompt:
+        return self._held_out[self._wanted[number][0]][self._wanted[number][1]]  # perhaps out of a file
 
     def _summarise_sets(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
         """On rank 0, the metrics of each set from what all ranks scored: each completion exactly once."""
@@ -110,7 +113,7 @@ class Evaluator:
         """What is dumped of this rank's completions of a set, by number."""
         lines = {}
         for i, (group, text) in enumerate(zip(groups, scored.texts, strict=True)):
-            name, prompt, sample = self._wanted[group.slot]
+            (name, _, sample), prompt = self._wanted[group.slot], group.prompt
             if name == set_name:
                 outcome, finish_reason = found[group.slot], group.completions[0].finish_reason
                 judged = outcome.right, outcome.reward, scored.finite_by_name(i)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import pytest
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from grpo_spmd.data.early import check_prompts_early
-from grpo_spmd.data.prompts import PromptStream, build_prompts
-from grpo_spmd.data.rows import PromptRow, check_enough_rows, read_rows
+from grpo_spmd.data.prompts import PromptStream
+from grpo_spmd.data.rows import check_enough_rows, read_rows
+from grpo_spmd.data.table import PromptRow
+from grpo_spmd.data.tokens import build_prompts
 from grpo_spmd.records import Prompt
 
 ROLES = (
@@ -53,7 +55,7 @@ def _raw_tokenizer() -> Any:
     return tokenizer
 
 
-def _built(config: Config, tokenizer: Any) -> list[Prompt]:
+def _built(config: Config, tokenizer: Any) -> Sequence[Prompt]:
     return build_prompts(read_rows(config.data), tokenizer, config.data, config.rollout.num_prompts_per_step)
 
 
@@ -82,7 +84,7 @@ def _words(tokenizer: Any, prompt: Prompt) -> str:
 
 def test_jsonl_row_keeps_prompt_columns_and_line(tmp_path: Path) -> None:
     train = _jsonl(tmp_path, {"prompt": "a", "answer": 1, "nums": [1, 2]})
-    assert read_rows(DataConfig(train=train)) == [PromptRow("a", {"answer": 1, "nums": [1, 2]}, f"{train}:1")]
+    assert list(read_rows(DataConfig(train=train))) == [PromptRow("a", {"answer": 1, "nums": [1, 2]}, f"{train}:1")]
 
 
 def test_jsonl_counts_blank_lines_in_line_numbers(tmp_path: Path) -> None:

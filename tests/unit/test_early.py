@@ -20,7 +20,8 @@ from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import DataConfig, RewardConfig
 from grpo_spmd.data import early, hub
 from grpo_spmd.data.early import check_prompts_early, sample
-from grpo_spmd.data.rows import PromptRow, read_rows
+from grpo_spmd.data.rows import read_rows
+from grpo_spmd.data.table import PromptRow
 from grpo_spmd.engine.cache_room import no_room_for_cache, refused_keys
 from grpo_spmd.preflight import installed
 from grpo_spmd.preflight.explain import explain

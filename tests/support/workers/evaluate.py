@@ -15,8 +15,8 @@ from typing import Any
 
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import EvalConfig
-from grpo_spmd.data.prompts import build_prompts
 from grpo_spmd.data.rows import read_rows
+from grpo_spmd.data.tokens import build_prompts
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine import engine as rollout

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, LoraConfig
-from grpo_spmd.data.prompts import build_prompts
 from grpo_spmd.data.rows import read_rows
+from grpo_spmd.data.tokens import build_prompts
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.errors import Rank0Error
 from grpo_spmd.distributed.session import end_session, policy_mesh, start_session
