@@ -52,6 +52,7 @@ def run(
     Ctrl-C, once: the run saves, and returns; twice: KeyboardInterrupt. Raises ConfigError for what cannot be used, and
     RuntimeError, with the run's report, for anything else.
     """
+    from grpo_spmd.config.devices import trains_on_cpu
     from grpo_spmd.config.load import config_of
     from grpo_spmd.rewards.callables import given
 
@@ -65,7 +66,7 @@ def run(
     elif rewards is not None:
         raise ConfigError(f"rewards must be a list, as in rewards=[fn]; got {type(rewards).__name__}")
     with given(functions):
-        return _train(config_of(tree))
+        return _train(config_of(tree, on_cpu=trains_on_cpu()))
 
 
 def _train(config: Config) -> RunResult:

@@ -14,6 +14,7 @@ import yaml
 
 from grpo_spmd.config.command_line import OverridesParser, number_of_ranks
 from grpo_spmd.config.describe import describe_keys
+from grpo_spmd.config.devices import trains_on_cpu
 from grpo_spmd.config.dump import config_to_dict
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.load import load_config_with_sources
@@ -35,7 +36,7 @@ def main() -> None:
         parser.error("--ranks is a number from 1 on, and goes with --explain")
     try:
         num_ranks = number_of_ranks(args.ranks)
-        config, sources = load_config_with_sources(args.config, args.overrides)
+        config, sources = load_config_with_sources(args.config, args.overrides, on_cpu=trains_on_cpu())
         interrupt.tell_of(config.run_dir)
         inputs = check_inputs(config, num_ranks=num_ranks, to_run=not args.explain, sources=sources)
     except ConfigError as error:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from grpo_spmd.config.coerce import build
+from grpo_spmd.config.devices import fitted_to_cpu
 from grpo_spmd.config.dump import flat, flat_config, join_key
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.home import looked_for, with_home
@@ -25,7 +26,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return load_config_with_sources(path, overrides)[0]
 
 
-def load_config_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
+def load_config_with_sources(
+    path: str | Path, overrides: Sequence[str] = (), *, on_cpu: bool = False
+) -> tuple[Config, dict[str, str]]:
     """The config, and for each key of `flat_config`, in order: "default", "FILE:LINE" or "command line"."""
     tree, given = read_tree(Path(path).expanduser())
     for override in overrides:
@@ -33,13 +36,15 @@ def load_config_with_sources(path: str | Path, overrides: Sequence[str] = ()) ->
         # What the file said below this key is gone with the value that held it.
         given = {known: source for known, source in given.items() if known != name and not known.startswith(f"{name}.")}
         given |= {join_key(name, inner) if inner else name: "command line" for inner in flat(value)}
-    config = config_of(tree)
+    config = config_of(tree, on_cpu=on_cpu)
     return config, {name: given.get(name, "default") for name in flat_config(config)}
 
 
-def config_of(tree: dict[str, Any]) -> Config:
-    """Coerced by declared type and cross-checked. Raises ConfigError."""
+def config_of(tree: dict[str, Any], *, on_cpu: bool = False) -> Config:
+    """Coerced by declared type and cross-checked; `on_cpu`: with a CPU's defaults. Raises ConfigError."""
     config: Config = build(Config, tree, "")
+    if on_cpu:
+        config = fitted_to_cpu(config, tree)
     check_rules(config)
     return with_home(config)
 

@@ -182,7 +182,8 @@ class TrainingConfig:
     num_steps: int = key(100, "rollout-and-update steps of the run", at_least=1)
     num_mini_batches: int = key(1, "optimizer steps a rollout, in each epoch over it", at_least=1)
     num_epochs: int = key(1, "passes over each step's rollouts", at_least=1)
-    max_tokens_per_micro_batch: int = key(16384, "prompt and completion tokens of one forward-backward on one rank")
+    max_tokens_per_micro_batch: int = key(16384,
+        "prompt and completion tokens of one forward-backward on one rank; on a CPU by default 2048, or 2 rollouts")
     max_nonfinite_in_a_row: int = key(3,
         "updates in a row, skipped since loss or gradient was not finite, at which the run stops", at_least=1)
     max_time_s: float | None = key(None,

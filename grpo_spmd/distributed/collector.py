@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +14,13 @@ def collector_off() -> Iterator[None]:
 
     torch, transformers and vLLM make a million objects that stay. Collections that go through all of them again and
     again are half of the time of the imports, and each of vLLM's own at its start and end takes as long as importing
-    torch. What a process leaves at its end without ending in `leave` is not collected then either."""
+    torch."""
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # libraries whose objects are there at the very end call them leaks, at length
         if was_on:
             gc.enable()

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.distributed import Store
 
+from grpo_spmd.config.devices import gpus_are_hidden, num_gpus
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.schema import WatchdogConfig
 
@@ -33,7 +34,7 @@ def own_device(local_rank: int) -> torch.device:
             ranks = f"rank {local_rank} of this node (counted from 0) has no GPU"
             raise ConfigError(f"{ranks}: torch sees {found}; start as many ranks, or look at CUDA_VISIBLE_DEVICES")
         return torch.device("cuda", local_rank)
-    if num_gpus() and not _are_hidden():
+    if num_gpus() and not gpus_are_hidden():
         build = f"torch {torch.__version__}"
         if torch.version.cuda is None:
             if local_rank == 0:
@@ -47,26 +48,6 @@ def own_device(local_rank: int) -> torch.device:
         remedy = f"{look}update the driver, or install a torch for it; CUDA_VISIBLE_DEVICES= trains on the CPU"
         raise ConfigError(f"{what}: {_why_not()}; {remedy}")
     return torch.device("cpu")
-
-
-def num_gpus() -> int:
-    """NVIDIA's devices that this process may open, whether torch can use them or not; 0 also where no driver is loaded,
-    and in a container or a job that was given none (/proc/driver/nvidia would show it those of the machine)."""
-    return sum(_can_be_opened(path) for path in Path("/dev").glob("nvidia[0-9]*"))
-
-
-def _can_be_opened(path: Path) -> bool:
-    try:
-        os.close(os.open(path, os.O_RDWR))
-    except OSError:
-        return False
-    return True
-
-
-def _are_hidden() -> bool:
-    """On purpose: CUDA takes no device from the first name on that is none (Slurm writes NoDevFiles)."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip().lower()
-    return first in ("", "-1", "nodevfiles", "none", "void")
 
 
 def _driver() -> str:

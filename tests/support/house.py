@@ -123,6 +123,7 @@ SCALE = {
     "engine/shares.py": 55,
     "rollout/expected.py": 60,
     "distributed/collector.py": 30,
+    "config/devices.py": 50,
 }
 CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS | SCALE
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6000

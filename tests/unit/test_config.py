@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_spmd.config import devices
 from grpo_spmd.config.describe import describe_keys
 from grpo_spmd.config.dump import config_to_dict, flat_config
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.load import load_config
+from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import Config
+from tests.support.models import write_config
 
 ROOT = Path(__file__).parents[2]
 MINIMAL: dict[str, Any] = {
@@ -476,3 +478,31 @@ def test_what_can_mean_one_thing_alone_is_taken_for_it(override: str, key: str, 
 )
 def test_what_cannot_be_taken_gets_its_remedy(override: str, said: str, tmp_path: Path) -> None:
     assert said in _refusal(tmp_path, None, override)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens"),
+    [
+        ([], 2048),
+        (["data.max_prompt_tokens=1000", "rollout.max_completion_tokens=500"], 3000),  # two of the longest
+        (["data.max_prompt_tokens=9000", "rollout.max_completion_tokens=5000"], 16384),  # never above the default
+        (["training.max_tokens_per_micro_batch=4096"], 4096),
+        (["training.max_tokens_per_micro_batch=16384"], 16384),  # as the default, but said
+    ],
+)
+def test_micro_batches_fit_a_cpu_where_the_config_does_not_say(tmp_path: Path, sizes: list[str], tokens: int) -> None:
+    path = write_config(tmp_path, tmp_path, training=None)
+    shown = load_config_with_sources(path, ["data.max_prompt_tokens=50", *sizes], on_cpu=True)[0]
+    assert shown.training.max_tokens_per_micro_batch == tokens
+    assert load_config(path, sizes[:2]).training.max_tokens_per_micro_batch in (16384, 4096)
+
+
+def test_hidden_gpus_and_none_are_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "num_gpus", lambda: 8)
+    assert not devices.trains_on_cpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices.trains_on_cpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(devices, "num_gpus", lambda: 0)
+    assert devices.trains_on_cpu()

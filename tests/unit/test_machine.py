@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, distributed_c10d
 
+from grpo_spmd.config import devices
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RolloutConfig, WatchdogConfig
 from grpo_spmd.distributed import doctor, machine
@@ -72,7 +73,7 @@ def test_a_device_that_may_not_be_opened_is_none(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "nvidia0").touch()
     (tmp_path / "nvidia1").mkdir()  # no file that can be opened to write, even by root
     (tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(machine, "Path", lambda _: tmp_path)
+    monkeypatch.setattr(devices, "Path", lambda _: tmp_path)
     assert machine.num_gpus() == 1
 
 
