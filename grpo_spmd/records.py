@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,10 @@ class ScoredRollouts:
         for name, values in other.by_name.items():
             self.by_name.setdefault(name, []).extend(values)
 
+    def num_statuses(self) -> dict[str, Counter[str]]:
+        """How often each function gave each."""
+        return {name: Counter(statuses) for name, statuses in self.statuses.items()}
+
     def finite_by_name(self, number: int) -> dict[str, float | None]:
         """Each function's reward of one rollout, None where it is unusable too: NaN is not JSON."""
         mine = {name: values[number] for name, values in self.by_name.items()}
@@ -138,52 +143,60 @@ def rollout_seed(seed: int, step: int | str, position: int, sample: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+Plan = list[list[list[list[int]]]]  # plan[mini_batch][rank][micro_batch] = rollout ids
+
+
 @dataclass(frozen=True)
-class GroupFacts:
-    """What a rank tells rank 0 of one of its groups. Lists have an entry a completion."""
+class StepDecision:
+    """What rank 0 decided about a step. B rollouts are in the order of their ids."""
 
-    position: int
-    """Place of the prompt in the stream."""
-    prompt_tokens: int
-    completion_tokens: list[int]
-    truncated: list[bool]
-    """Cut off at the longest length."""
-    rewards: list[float | None]
-    """The weighted sums; None: unknown."""
-    by_name: dict[str, list[float | None]]
-    """Of each function, as in ScoredRollouts."""
-    statuses: dict[str, list[str]]
-    """The same."""
-    notes: list[dict[str, Any]]
-    """The same, without "extra"."""
-
-
-# plan[mini_batch][rank][micro_batch] = rollout ids. Plain lists, since rank 0 sends the plan to all ranks as JSON.
-Plan = list[list[list[list[int]]]]
+    positions: npt.NDArray[np.int64]
+    """Places in the prompt stream of the groups that are trained on; a group's slot is its index here."""
+    rewards: npt.NDArray[np.float64]
+    """[B] The sums with the overlong penalty taken off; NaN: unknown."""
+    advantages: npt.NDArray[np.float32]
+    """[B]"""
+    in_loss: npt.NDArray[np.bool_]
+    """[B] False: no token of the rollout enters the loss."""
+    plan: Plan
+    slots: list[npt.NDArray[np.int32]]
+    """Of each rank the slots of the groups that it sampled, in its order; -1: not trained on."""
+    num_loss_tokens: list[int]
+    num_loss_sequences: list[int]
+    num_tokens: int
+    num_sampled_tokens: int
+    metrics: dict[str, float | None]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What rank 0 decided about a step, equal on all ranks. Lists are in the order of rollout ids."""
+    """What one rank needs of it. By rollout id where it is of rollouts that this rank sampled."""
 
-    positions: list[int]
-    """Places in the prompt stream of the groups that are trained on; a group's slot is its index here."""
-    rewards: list[float]
-    """[B] The sums with the overlong penalty taken off; NaN: unknown."""
-    advantages: list[float]
-    """[B]"""
-    in_loss: list[bool]
-    """[B] False: no token of the rollout enters the loss."""
-    plan: Plan
+    slots: dict[int, int]
+    """By position, of its groups that are trained on."""
+    advantages: dict[int, float]
+    in_loss: dict[int, bool]
+    trained_by: dict[int, int]
+    """The rank."""
+    rows: list[list[list[int]]]
+    """rows[mini_batch][micro_batch]: ids of the rollouts that this rank trains on."""
+    num_rollouts: int
+    """Over all ranks, as what follows."""
     num_loss_tokens: list[int]
-    """One for each mini-batch, over all ranks."""
+    """One for each mini-batch."""
     num_loss_sequences: list[int]
     """The same, of sequences with a token that counts."""
     num_tokens: int
     """Of prompts and completions that are trained on."""
     num_sampled_tokens: int
     """Completion tokens that the engines sampled, also those of dropped groups."""
-    metrics: dict[str, float | None]
+    of_all: StepDecision | None = None
+    """On rank 0."""
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """On rank 0; none elsewhere."""
+        return self.of_all.metrics if self.of_all is not None else {}
 
 
 @dataclass

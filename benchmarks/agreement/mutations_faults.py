@@ -179,7 +179,7 @@ FAULTS = (
         "group split over ranks: each part has its own mean",
         "learn/sampled_step.py",
         "advantages=advantages_of(rewards, rules.advantage),",
-        "advantages=advantages_of(rewards.view(-1, group_size // rules.num_ranks), rules.advantage),",
+        "advantages=advantages_of(rewards.reshape(-1, group_size // rules.num_ranks), rules.advantage),",
         (_PARTITION,),
     ),
     Fault(
@@ -198,9 +198,9 @@ FAULTS = (
     ),
     Fault(
         "reward misaligned by one: on the way to rank 0",
-        "learn/sampled_step.py",
-        "rewards=scored.rewards[own],",
-        "rewards=(scored.rewards[-1:] + scored.rewards[:-1])[own],",
+        "learn/facts.py",
+        "np.array(scored.rewards, np.float64)",
+        "np.array(scored.rewards[-1:] + scored.rewards[:-1], np.float64)",
         (_PARTITION,),
     ),
     Fault(
@@ -212,9 +212,9 @@ FAULTS = (
     ),
     Fault(
         "unscored sample taken for 0",
-        "learn/judged_groups.py",
-        "[math.nan if reward is None else",
-        "[0.0 if reward is None else",
+        "learn/facts.py",
+        "np.array(scored.rewards, np.float64)",
+        "np.array([reward or 0.0 for reward in scored.rewards], np.float64)",
         (_PARTITION,),
     ),
     Fault(

@@ -22,39 +22,58 @@ _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
     """Collective. Give every rank the result of `fn(values in rank order)` on rank 0; all must survive JSON, floats do
     exactly, NaN too. What `fn` raises becomes a Rank0Error on every rank; a ConfigError stays one."""
-    values, reply = gather_bytes(_encode(value)), b""
+    return on_rank0_of_bytes(lambda parts: fn([json.loads(part) for part in parts]), _encode(value))
+
+
+def on_rank0_of_bytes(fn: Callable[[list[bytes]], T], payload: bytes) -> T:
+    """Collective. `on_rank0` of what ranks have made bytes of themselves; the result must survive JSON."""
+    said = _ask_rank0(lambda payloads: [_encode(fn(payloads))], payload, lambda reply: _broadcast_bytes(reply[0]))
+    return cast(T, json.loads(said))
+
+
+def shares_of_rank0(fn: Callable[[list[bytes]], list[bytes]], payload: bytes) -> bytes:
+    """Collective. Give each rank its own of what `fn(payloads in rank order)` returns on rank 0, in rank order. Errors
+    as by `on_rank0`."""
+    return _ask_rank0(fn, payload, _scatter_bytes)
+
+
+def _ask_rank0(fn: Callable[[list[bytes]], list[bytes]], payload: bytes, send: Callable[[list[bytes]], bytes]) -> bytes:
+    payloads, replies = gather_bytes(payload), [b""]
     error: Exception | None = None
-    if values is not None:
+    if payloads is not None:
         try:
-            reply = b"+" + _encode(fn([json.loads(v) for v in values]))
+            replies = [b"+" + reply for reply in fn(payloads)]
         except ConfigError as refused:
-            reply = b"?" + _encode(str(refused))
+            replies = [b"?" + _encode(str(refused))] * len(payloads)
         except Exception as caught:  # every rank gets it below: a rank 0 that just left would look like a lost peer
             error = caught
-            reply = b"-" + _encode(f"{type(caught).__name__}: {caught}")
-    reply = _broadcast_bytes(reply)
-    kind, said = reply[:1], json.loads(reply[1:])
+            replies = [b"-" + _encode(f"{type(caught).__name__}: {caught}")] * len(payloads)
+    reply = send(replies)
+    kind, said = reply[:1], reply[1:]
     if kind == b"?":
-        raise ConfigError(said)
+        raise ConfigError(json.loads(said))
     if kind == b"-":  # the whole text, which may hold a traceback, on rank 0 alone: it would be printed once a rank
-        raise Rank0Error(said if error is not None else said.partition("\n")[0]) from error
-    return cast(T, said)
+        text = json.loads(said)
+        raise Rank0Error(text if error is not None else text.partition("\n")[0]) from error
+    return said
 
 
 def gather_bytes(payload: bytes) -> list[bytes] | None:
-    """Collective. Every rank's payload in rank order on rank 0; None elsewhere."""
+    """Collective. Every rank's payload in rank order on rank 0; None elsewhere. Nobody pads: what rank 0 holds is what
+    was sent, however uneven."""
     count_collective()
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if world_size == 1:
         return [payload]
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(sizes, torch.tensor([len(payload)]))
-    width = max(int(size) for size in sizes)
-    mine = torch.zeros(width, dtype=torch.uint8)
-    mine[: len(payload)] = _as_tensor(payload)
-    out = [torch.empty(width, dtype=torch.uint8) for _ in range(world_size)] if rank == 0 else None
-    dist.gather(mine, out, dst=0)
-    return None if out is None else [row[: int(n)].numpy().tobytes() for row, n in zip(out, sizes, strict=True)]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(torch.tensor([len(payload)]), sizes, dst=0)
+    if sizes is None:
+        if payload:
+            dist.send(_as_tensor(payload), dst=0)
+        return None
+    out = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+    wait_for([work for r, row in enumerate(out) if r and len(row) and (work := dist.irecv(row, src=r)) is not None])
+    return [payload, *(row.numpy().tobytes() for row in out[1:])]
 
 
 def exchange_bytes(payloads: list[bytes]) -> list[bytes]:
@@ -130,6 +149,22 @@ def _broadcast_bytes(payload: bytes) -> bytes:
     dist.broadcast(size, src=0)
     buffer = _as_tensor(payload) if dist.get_rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(buffer, src=0)
+    return buffer.numpy().tobytes()
+
+
+def _scatter_bytes(payloads: list[bytes]) -> bytes:
+    """`payloads`, on rank 0: one for each rank."""
+    count_collective()
+    if dist.get_world_size() == 1:
+        return payloads[0]
+    size, is_rank0 = torch.zeros(1, dtype=torch.int64), dist.get_rank() == 0
+    dist.scatter(size, [torch.tensor([len(payload)]) for payload in payloads] if is_rank0 else None, src=0)
+    if is_rank0:
+        sent = [(to, _as_tensor(payload)) for to, payload in enumerate(payloads) if to]
+        wait_for([work for to, part in sent if (work := dist.isend(part, dst=to)) is not None])
+        return payloads[0]
+    buffer = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(buffer, src=0)
     return buffer.numpy().tobytes()
 
 

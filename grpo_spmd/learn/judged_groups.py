@@ -2,70 +2,89 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, RolloutConfig
 from grpo_spmd.learn.advantages import batch_std, compute_advantages, overlong_penalties
-from grpo_spmd.records import GroupFacts
-from grpo_spmd.rewards.trl import mean_metrics
+from grpo_spmd.learn.facts import Records
+from grpo_spmd.rewards.logged import Logged, mean_metrics
 
 
 @dataclass(frozen=True)
-class JudgedGroup(GroupFacts):
-    overlong: list[float]  # what completions lose of their rewards for their length
-    penalised: list[float]  # rewards as the advantages take them; NaN: unknown
-    without_spread: bool  # rewards all alike, before the penalty
+class JudgedGroups:
+    """g groups of G completions each, a row each in every array."""
+
+    facts: Records
+    ranks: npt.NDArray[np.int64]  # who sampled them, and as which of its groups
+    places: npt.NDArray[np.int64]
+    overlong: npt.NDArray[np.float64]  # [g, G] what completions lose of their rewards for their length
+    penalised: npt.NDArray[np.float64]  # [g, G] rewards as the advantages take them; NaN: unknown
+    without_spread: npt.NDArray[np.bool_]  # rewards all alike, before the penalty
+
+    def __len__(self) -> int:
+        return len(self.facts)
 
 
-def judge(facts: Sequence[GroupFacts], rollout: RolloutConfig, advantage: AdvantageConfig) -> list[JudgedGroup]:
-    num_tokens = grid([f.completion_tokens for f in facts], rollout.group_size)
+def judge(
+    facts: Records,
+    ranks: npt.NDArray[np.int64],
+    places: npt.NDArray[np.int64],
+    rollout: RolloutConfig,
+    advantage: AdvantageConfig,
+) -> JudgedGroups:
     buffer, penalty = advantage.overlong_buffer_tokens, advantage.overlong_penalty
-    overlong = overlong_penalties(num_tokens, rollout.max_completion_tokens, buffer, penalty)
-    rewards = grid([_or_nan(f.rewards) for f in facts], rollout.group_size)
+    overlong = overlong_penalties(grid(facts["completion_tokens"]), rollout.max_completion_tokens, buffer, penalty)
+    rewards = grid(facts["rewards"])
     # Before the penalty, as DAPO has it: four wrong answers, one a little long, have nothing to teach but length.
     _, without_spread = compute_advantages(rewards, "dr_grpo", "none")
-    added = zip(facts, overlong.tolist(), (rewards - overlong).tolist(), without_spread.tolist(), strict=True)
-    return [JudgedGroup(**vars(f), overlong=o, penalised=p, without_spread=w) for f, o, p, w in added]
+    penalised = (rewards - overlong).numpy()
+    return JudgedGroups(facts, ranks, places, overlong.numpy(), penalised, without_spread.numpy())
+
+
+def joined(rounds: Sequence[JudgedGroups]) -> JudgedGroups:
+    columns = zip(*(vars(groups).values() for groups in rounds), strict=True)
+    return JudgedGroups(*(np.concatenate(column) for column in columns))
 
 
 def group_metrics(
-    groups: Sequence[JudgedGroup], rollout: RolloutConfig, advantage: AdvantageConfig
+    groups: JudgedGroups, names: Sequence[str], logged: Logged, advantage: AdvantageConfig
 ) -> dict[str, float | None]:
     """Of all groups that were sampled: those that dynamic sampling keeps would say little about the policy."""
-    size = len(groups) * rollout.group_size
-    rewards = grid([_or_nan(group.rewards) for group in groups], rollout.group_size)
-    lengths = [n for group in groups for n in group.completion_tokens]
+    facts, rewards = groups.facts, grid(groups.facts["rewards"])
+    lengths, size = facts["completion_tokens"].ravel().astype(np.int64), facts["completion_tokens"].size
     metrics: dict[str, float | None] = {
         "reward/mean": float(rewards[~rewards.isnan()].mean()),
         "reward/std": float(batch_std(rewards)),
-        "reward/zero_std_groups_frac": sum(group.without_spread for group in groups) / len(groups),
+        "reward/zero_std_groups_frac": int(groups.without_spread.sum()) / len(groups),
         "reward/unscored_frac": float(rewards.isnan().double().mean()),
-        "completion/tokens_mean": sum(lengths) / size,
+        "completion/tokens_mean": int(lengths.sum()) / size,
         "completion/tokens_p50": float(np.percentile(lengths, 50)),
         "completion/tokens_p95": float(np.percentile(lengths, 95)),
-        "completion/tokens_max": max(lengths),
-        "completion/truncated_frac": sum(sum(group.truncated) for group in groups) / size,
+        "completion/tokens_max": int(lengths.max()),
+        "completion/truncated_frac": int(facts["truncated"].sum()) / size,
     }
     if advantage.overlong_buffer_tokens:
-        metrics["reward/overlong_penalty_mean"] = sum(p for group in groups for p in group.overlong) / size
-    metrics |= mean_metrics(note for group in groups for note in group.notes)
-    for name in groups[0].by_name:
-        values = grid([_or_nan(group.by_name[name]) for group in groups], rollout.group_size)
+        # One by one, as a plain sum adds them: numpy's adds pairs.
+        metrics["reward/overlong_penalty_mean"] = sum(groups.overlong.ravel().tolist()) / size
+    metrics |= mean_metrics(logged)
+    for number, name in enumerate(names):
+        values = grid(facts["by_name"][:, number])
         usable = values[~values.isnan()]
         metrics[f"reward/{name}/mean"] = float(usable.mean()) if len(usable) else None
         metrics[f"reward/{name}/std"] = float(batch_std(values)) if len(usable) else None
     return metrics
 
 
-def refill_metrics(groups: Sequence[JudgedGroup], num_rounds: int, num_used: int, wanted: int) -> dict[str, float]:
+def refill_metrics(groups: JudgedGroups, num_rounds: int, num_used: int, wanted: int) -> dict[str, float]:
     """Of dynamic sampling: what it took to find `num_used` groups with a spread of the `wanted` ones."""
-    alike = sum(group.without_spread for group in groups)
+    alike = int(groups.without_spread.sum())
     return {
         "dynamic_sampling/rounds": num_rounds,
         "dynamic_sampling/sampled_groups": len(groups),
@@ -75,10 +94,6 @@ def refill_metrics(groups: Sequence[JudgedGroup], num_rounds: int, num_used: int
     }
 
 
-def grid(rows: Sequence[Sequence[float]], width: int) -> Tensor:
-    """float64 [groups, width]"""
-    return torch.tensor(rows, dtype=torch.float64).view(-1, width)
-
-
-def _or_nan(rewards: Sequence[float | None]) -> list[float]:
-    return [math.nan if reward is None else reward for reward in rewards]
+def grid(rows: npt.NDArray[Any]) -> Tensor:
+    """float64 [groups, G]"""
+    return torch.from_numpy(np.array(rows, np.float64, order="C"))  # a copy: torch takes no field of a record

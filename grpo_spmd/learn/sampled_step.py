@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
-from torch import Tensor
+import numpy.typing as npt
+import torch
 
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, TrainingConfig
-from grpo_spmd.distributed.collectives import on_rank0
+from grpo_spmd.distributed.collectives import on_rank0_of_bytes, shares_of_rank0
 from grpo_spmd.learn.advantages import compute_advantages
 from grpo_spmd.learn.balance import plan_batch, plan_metrics, split_groups
-from grpo_spmd.learn.judged_groups import JudgedGroup, grid, group_metrics, judge, refill_metrics
-from grpo_spmd.records import Decision, GroupFacts, RolloutGroup, ScoredRollouts
+from grpo_spmd.learn.facts import Tally, decode_facts, encode_facts
+from grpo_spmd.learn.judged_groups import JudgedGroups, group_metrics, joined, judge, refill_metrics
+from grpo_spmd.learn.shares import decode_share, encode_shares
+from grpo_spmd.records import Decision, RolloutGroup, ScoredRollouts, StepDecision
 from grpo_spmd.rewards.protocol import RewardError, check_error_rate
-from grpo_spmd.rewards.trl import retried_fracs, without_extra
+from grpo_spmd.rewards.trl import retried_fracs
 
 # A refill round draws at most 1 / this times the missing prompts: what an early, unlucky round kept is a poor estimate.
 _LOWEST_KEPT_FRAC = 0.25
@@ -60,28 +61,17 @@ class SampledStep:
     def add(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts, num_groups: int | None = None) -> None:
         """Collective. Add one round's groups of this rank with their scores; rank 0 says how many are still missing.
         `num_groups`: of this round over all ranks, where it is not `num_missing`."""
-        facts, expected = [], self.num_missing if num_groups is None else num_groups
-        for number, group in enumerate(groups):
-            own = slice(number * self._group_size, (number + 1) * self._group_size)
-            of_group = GroupFacts(
-                position=group.prompt.position,
-                prompt_tokens=len(group.prompt.token_ids),
-                completion_tokens=[len(c.token_ids) for c in group.completions],
-                truncated=[c.finish_reason == "length" for c in group.completions],
-                rewards=scored.rewards[own],
-                by_name={name: values[own] for name, values in scored.by_name.items()},
-                statuses={name: statuses[own] for name, statuses in scored.statuses.items()},
-                notes=[without_extra(scored.notes[i]) for i in range(own.start, own.stop) if i in scored.notes],
-            )
-            facts.append(vars(of_group))
+        expected = self.num_missing if num_groups is None else num_groups
+        facts = encode_facts(groups, scored, self._group_size)
         self.groups += groups
         self.scored.extend(scored)
         self._num_groups += expected
-        self.num_missing = on_rank0(lambda parts: self._rank0.add_round(parts, expected), [facts, scored.first_error])
+        self.num_missing = on_rank0_of_bytes(lambda parts: self._rank0.add_round(parts, expected), facts)
 
     def decide(self) -> Decision:
-        """Collective. Rank 0's decision about the step."""
-        return Decision(**on_rank0(lambda _: vars(self._rank0.decide()), None))
+        """Collective. Rank 0's decision about the step, as much of it as this rank needs."""
+        share = shares_of_rank0(lambda _: encode_shares(self._rank0.decide()), b"")
+        return decode_share(share, self.groups, self._group_size, self._rank0.decided)
 
 
 class _Decider:
@@ -89,73 +79,93 @@ class _Decider:
 
     def __init__(self, rules: StepRules) -> None:
         self._rules = rules
-        self._groups: list[JudgedGroup] = []
+        self._rounds: list[JudgedGroups] = []
         self._kept: list[int] = []  # positions
-        self._num_rounds = 0
-        self._first_errors: list[str | None] = []
+        self._num_groups = np.zeros(rules.num_ranks, np.int64)  # of each rank
+        self._names: list[str] = []  # of the reward functions
+        self._tally = Tally()
         self._error_rates: dict[str, float] = {}
+        self.decided: StepDecision | None = None
 
-    def add_round(self, parts: list[tuple[list[dict[str, Any]], str | None]], num_groups: int) -> int:
+    def add_round(self, parts: list[bytes], num_groups: int) -> int:
         """How many prompts are still missing."""
         rollout = self._rules.rollout
-        facts = sorted((GroupFacts(**each) for of_rank, _ in parts for each in of_rank), key=lambda f: f.position)
-        assert [len(f.rewards) for f in facts] == [rollout.group_size] * num_groups, (len(facts), num_groups)
-        assert len({f.position for f in facts}) == len(facts), "a group was sampled twice, and another not at all"
-        judged = judge(facts, rollout, self._rules.advantage)
-        self._num_rounds += 1
-        self._groups += judged
-        self._first_errors += [first_error for _, first_error in parts]
-        statuses = [group.statuses for group in self._groups]
-        self._error_rates = check_error_rate(statuses, self._first_errors, self._rules.max_error_frac)
-        self._error_rates |= retried_fracs(self._groups, self._first_errors)
-        self._kept += [g.position for g in judged if not (rollout.dynamic_sampling and g.without_spread)]
+        facts, of_ranks, self._names, tally = decode_facts(parts, rollout.group_size)
+        assert len(facts) == num_groups, (of_ranks, num_groups)
+        ranks = np.repeat(np.arange(len(parts)), of_ranks)
+        first = self._num_groups + of_ranks - np.cumsum(of_ranks)  # what the first of a rank's has over its place here
+        places = np.arange(num_groups) + np.repeat(first, of_ranks)
+        self._num_groups += of_ranks
+        in_order = np.argsort(facts["position"])
+        judged = judge(facts[in_order], ranks[in_order], places[in_order], rollout, self._rules.advantage)
+        positions = judged.facts["position"]
+        assert (np.diff(positions) > 0).all(), "a group was sampled twice, and another not at all"
+        self._rounds.append(judged)
+        self._tally.add(tally)
+        so_far = sum(map(len, self._rounds))
+        counted, first_errors = self._tally.statuses, self._tally.first_errors
+        self._error_rates = check_error_rate([counted], first_errors, self._rules.max_error_frac)
+        self._error_rates |= retried_fracs(counted, self._tally.retried, so_far, first_errors)
+        dropped = judged.without_spread & rollout.dynamic_sampling
+        self._kept += positions[~dropped].tolist()
         missing = rollout.num_prompts_per_step - len(self._kept)
-        if missing <= 0 or not rollout.dynamic_sampling or self._num_rounds == rollout.dynamic_sampling_max_rounds:
+        if missing <= 0 or not rollout.dynamic_sampling or len(self._rounds) == rollout.dynamic_sampling_max_rounds:
             return 0
-        kept_frac = len(self._kept) / len(self._groups)
+        kept_frac = len(self._kept) / so_far
         return min(rollout.num_prompts_per_step, math.ceil(missing / max(kept_frac, _LOWEST_KEPT_FRAC)))
 
-    def decide(self) -> Decision:
-        rules, group_size = self._rules, self._rules.rollout.group_size
-        if all(reward is None for group in self._groups for reward in group.rewards):
+    def decide(self) -> StepDecision:
+        rules, group_size, groups = self._rules, self._rules.rollout.group_size, joined(self._rounds)
+        if np.isnan(groups.facts["rewards"]).all():
             raise RewardError(
-                f"none of the {len(self._groups) * group_size} completions of this step has a usable reward: every "
+                f"none of the {len(groups) * group_size} completions of this step has a usable reward: every "
                 "value was None, NaN or not a number; see the module docstring of grpo_spmd.rewards for what these mean"
             )
-        positions = sorted(self._kept)[: rules.rollout.num_prompts_per_step]
-        by_position = {group.position: group for group in self._groups}
-        used = [by_position[position] for position in positions]
-        rewards = grid([group.penalised for group in used], group_size)
-        completion_tokens = [n for group in used for n in group.completion_tokens]
-        masked = [cut_off and rules.loss.mask_truncated for group in used for cut_off in group.truncated]
-        in_loss = [not (math.isnan(r) or out) for r, out in zip(rewards.flatten().tolist(), masked, strict=True)]
-        loss_tokens = [tokens if counts else 0 for tokens, counts in zip(completion_tokens, in_loss, strict=True)]
-        num_tokens = [group.prompt_tokens + n for group in used for n in group.completion_tokens]
-        costs = [n + rules.attention_cost_ratio * n * n for n in num_tokens]
+        positions = np.array(sorted(self._kept)[: rules.rollout.num_prompts_per_step], np.int64)
+        in_order = np.argsort(groups.facts["position"])
+        used = in_order[np.searchsorted(groups.facts["position"], positions, sorter=in_order)]
+        facts, rewards = groups.facts[used], groups.penalised[used]
+        completion_tokens = facts["completion_tokens"].astype(np.int64)
+        in_loss = ~(np.isnan(rewards) | (facts["truncated"] & rules.loss.mask_truncated))
+        num_tokens = (facts["prompt_tokens"][:, None] + completion_tokens).ravel()
+        costs = (num_tokens + rules.attention_cost_ratio * num_tokens * num_tokens).tolist()
         sizes = [n * group_size for n in split_groups(len(used), rules.training.num_mini_batches)]
-        ranks, longest = rules.num_ranks, rules.training.max_tokens_per_micro_batch
-        plan = plan_batch(num_tokens, num_ranks=ranks, mini_batch_sizes=sizes, max_tokens=longest, costs=costs)
-        metrics = group_metrics(self._groups, rules.rollout, rules.advantage) | self._error_rates
+        ranks, longest, lengths = rules.num_ranks, rules.training.max_tokens_per_micro_batch, num_tokens.tolist()
+        plan = plan_batch(lengths, num_ranks=ranks, mini_batch_sizes=sizes, max_tokens=longest, costs=costs)
+        num_rounds = len(self._rounds)
+        self._rounds.clear()  # a step of 100,000 rollouts has 6 MB of them, and lasts
+        metrics = group_metrics(groups, self._names, self._tally.logged, rules.advantage) | self._error_rates
         if rules.rollout.dynamic_sampling:
-            metrics |= refill_metrics(self._groups, self._num_rounds, len(used), rules.rollout.num_prompts_per_step)
-        metrics |= {f"batching/{name}": value for name, value in plan_metrics(plan, num_tokens, costs).items()}
-        blocks = [loss_tokens[start:end] for start, end in pairwise(np.cumsum([0, *sizes]).tolist())]
-        return Decision(
+            wanted = rules.rollout.num_prompts_per_step
+            metrics |= refill_metrics(groups, num_rounds, len(used), wanted)
+        metrics |= {f"batching/{name}": value for name, value in plan_metrics(plan, lengths, costs).items()}
+        loss_tokens = np.where(in_loss, completion_tokens, 0).ravel()
+        blocks = np.split(loss_tokens, np.cumsum(sizes)[:-1])
+        self.decided = StepDecision(
             positions=positions,
-            rewards=rewards.flatten().tolist(),
+            rewards=rewards.ravel(),
             advantages=advantages_of(rewards, rules.advantage),
-            in_loss=in_loss,
+            in_loss=in_loss.ravel(),
             plan=plan,
-            num_loss_tokens=[sum(block) for block in blocks],
-            num_loss_sequences=[sum(tokens > 0 for tokens in block) for block in blocks],
-            num_tokens=sum(num_tokens),
-            num_sampled_tokens=sum(sum(group.completion_tokens) for group in self._groups),
+            slots=self._slots(groups, used),
+            num_loss_tokens=[int(block.sum()) for block in blocks],
+            num_loss_sequences=[int((block > 0).sum()) for block in blocks],
+            num_tokens=int(num_tokens.sum()),
+            num_sampled_tokens=int(groups.facts["completion_tokens"].sum(dtype=np.int64)),
             metrics=metrics,
         )
+        return self.decided
+
+    def _slots(self, groups: JudgedGroups, used: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int32]]:
+        """As StepDecision has them; `used`: the groups that are trained on."""
+        slots = np.full(len(groups), -1, np.int32)
+        slots[used] = np.arange(len(used))
+        as_sampled = slots[np.lexsort((groups.places, groups.ranks))]
+        return np.split(as_sampled, np.cumsum(self._num_groups)[:-1])
 
 
-def advantages_of(rewards: Tensor, advantage: AdvantageConfig) -> list[float]:
+def advantages_of(rewards: npt.NDArray[np.float64], advantage: AdvantageConfig) -> npt.NDArray[np.float32]:
     """The advantages of rewards [P, G], in the order of rollout ids."""
-    advantages, _ = compute_advantages(rewards, advantage.estimator, advantage.normalize_std)
-    values: list[float] = advantages.flatten().tolist()
+    advantages, _ = compute_advantages(torch.from_numpy(rewards), advantage.estimator, advantage.normalize_std)
+    values: npt.NDArray[np.float32] = advantages.flatten().numpy()
     return values

@@ -35,7 +35,7 @@ def throughput(decision: Decision, times: Mapping[str, float | None], world_size
     step_s, rollout_s = times["time/step_s"] or 0.0, times["time/rollout_s"] or 0.0
     return {
         "rollout/tokens_per_s": decision.num_sampled_tokens / max(rollout_s, 1e-9),
-        "throughput/samples_per_s": len(decision.in_loss) / step_s,
+        "throughput/samples_per_s": decision.num_rollouts / step_s,
         "throughput/tokens_per_s_per_rank": decision.num_tokens / step_s / world_size,
     }
 

@@ -54,7 +54,7 @@ class RolloutDump:
 
 def records_of(sampled: SampledStep, decision: Decision | None) -> Iterator[RolloutRecord]:
     """This rank's rollouts of a step, in the order in which they were sampled."""
-    scored, slots = sampled.scored, {p: slot for slot, p in enumerate(decision.positions if decision else [])}
+    scored, slots = sampled.scored, decision.slots if decision is not None else {}
     columns = [bounded(group.prompt.columns) for group in sampled.groups]
     own = ((i, n, c) for i, group in enumerate(sampled.groups) for n, c in enumerate(group.completions))
     for number, (i, sample, completion) in enumerate(own):

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RewardConfig, RolloutConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.proofs.decision_check import misplaced, moments, moments_of_all, same
 from grpo_spmd.proofs.gradient_check import Found
 from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
 
@@ -41,42 +43,46 @@ class BatchCheck:
         """Collective."""
         found, size = Found(), self._rollout.group_size
         self._check_completions(found, sampled)
-        rewards = self._rewards(sampled)
-        slots = {position: slot for slot, position in enumerate(decision.positions)}
-        penalised = _less_kl(batch, decision, self._loss)
-        whole = _moments([r for r in penalised if not math.isnan(r)])
-        mine: dict[int, int] = {}
+        rewards, slots = self._rewards(sampled), decision.slots
+        kl = _kl_penalties(batch, self._loss)
+        shorter: dict[int, float] = {}  # rewards without the penalty for their length
+        dropped: list[int] = []  # positions of groups with a spread that are not trained on
         for number, group in enumerate(sampled.groups):
-            own = rewards[number * size : (number + 1) * size]
-            slot = slots.get(group.prompt.position)
-            is_alike = _moments([r for r in own if r is not None])[1] < _ALIKE
-            if slot is None:
-                is_surplus = len(slots) == self._rollout.num_prompts_per_step and group.prompt.position > max(slots)
-                if not (self._rollout.dynamic_sampling and (is_alike or is_surplus)):
-                    found.wrong.append(f"the group at position {group.prompt.position} is not trained on")
+            own, position = rewards[number * size : (number + 1) * size], group.prompt.position
+            is_alike = moments([r for r in own if r is not None])[1] < _ALIKE
+            if position not in slots:
+                dropped += [] if self._rollout.dynamic_sampling and is_alike else [position]
                 continue
+            slot = slots[position]
             if self._rollout.dynamic_sampling and is_alike:
                 found.wrong.append(f"group {slot} has rewards that are all alike, and dynamic sampling kept it")
-            ids = range(slot * size, (slot + 1) * size)
-            advantages = self._advantages(penalised[slot * size : (slot + 1) * size], *whole)
-            for i, completion, reward, expected in zip(ids, group.completions, own, advantages, strict=True):
-                shorter = math.nan if reward is None else reward - self._penalty(len(completion.token_ids))
-                if not _same(decision.rewards[i], shorter):
-                    found.wrong.append(f"rollout {i} has the reward {decision.rewards[i]:.6g}, here {shorter:.6g}")
-                if not _same(given := decision.advantages[i], expected):
+            for i, completion, reward in zip(_ids(slot, size), group.completions, own, strict=True):
+                shorter[i] = math.nan if reward is None else reward - self._penalty(len(completion.token_ids))
+        penalised = {i: reward - kl.get(i, 0.0) for i, reward in shorter.items()}
+        whole = on_rank0(moments_of_all, [r for r in penalised.values() if not math.isnan(r)])
+        mine: list[tuple[int, int, float]] = []
+        for group in sampled.groups:
+            ids = _ids(slots.get(group.prompt.position), size)
+            advantages = self._advantages([penalised[i] for i in ids], *whole)
+            for i, completion, expected in zip(ids, group.completions if ids else (), advantages, strict=True):
+                if not same(given := decision.advantages[i], expected):
                     found.wrong.append(f"rollout {i} has the advantage {given:.6g}, not {expected:.6g}")
                 is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
-                if decision.in_loss[i] != (reward is not None and not is_cut):
+                if decision.in_loss[i] != (not math.isnan(shorter[i]) and not is_cut):
                     found.wrong.append(f"rollout {i} is {'' if decision.in_loss[i] else 'not '}in the loss")
                 count = len(completion.token_ids)
-                mine[i] = _name(
+                name = _name(
                     [*group.prompt.token_ids, -1, *completion.token_ids], completion.logprobs,
                     [given] * count, [decision.in_loss[i]] * count,
                 )  # fmt: skip
+                mine.append((i, name, shorter[i]))
         found.measured["advantages"] = float(len(mine))
-        trained = {i: name for micro_batch in batch.micro_batches for i, name in _named_rollouts(micro_batch)}
-        found.wrong.extend(on_rank0(_misplaced, [list(mine.items()), list(trained.items())]))
-        self._check_plan(found, batch, decision)
+        trained = [pair for micro_batch in batch.micro_batches for pair in _named_rollouts(micro_batch)]
+        # With so many groups in the step those of later positions are surplus.
+        wanted = self._rollout.num_prompts_per_step if self._rollout.dynamic_sampling else math.inf
+        judge = partial(misplaced, of_all=decision.of_all, wanted=wanted)
+        found.wrong.extend(on_rank0(judge, [mine, trained, dropped]))
+        self._check_denominators(found, batch)
         return found
 
     def _rewards(self, sampled: SampledStep) -> list[float | None]:
@@ -95,7 +101,7 @@ class BatchCheck:
 
     def _advantages(self, group: Sequence[float], mean_of_all: float, deviation_of_all: float) -> list[float]:
         known, kind = [r for r in group if not math.isnan(r)], self._advantage.estimator
-        center, deviation = _moments(known)
+        center, deviation = moments(known)
         divisor, usable = 1.0, deviation >= _ALIKE
         if kind == "reinforce_pp":
             center, divisor, usable = mean_of_all, deviation_of_all, deviation_of_all >= _ALIKE
@@ -125,11 +131,8 @@ class BatchCheck:
                 reason, count = completion.finish_reason, len(completion.token_ids)
                 found.wrong.append(f"a completion of {count} tokens that ends with {last} has finish_reason {reason!r}")
 
-    def _check_plan(self, found: Found, batch: RolloutBatch, decision: Decision) -> None:
+    def _check_denominators(self, found: Found, batch: RolloutBatch) -> None:
         """Collective."""
-        planned = Counter(i for ranks in decision.plan for rows in ranks for row in rows for i in row)
-        if planned != Counter(range(len(decision.rewards))):
-            found.wrong.append("the plan does not have each rollout once")
         own = []
         for rows in batch.mini_batches:
             own.append(sum(int(row.loss_mask.sum()) for row in rows))
@@ -140,19 +143,23 @@ class BatchCheck:
                 found.wrong.append(f"mini-batch {number} is to divide by {pair} tokens and sequences, and has {there}")
 
 
-def _less_kl(batch: RolloutBatch, decision: Decision, loss: LossConfig) -> list[float]:
-    """Collective, with `loss.kl_in: reward`. The rewards, less the KL term where it is taken from them."""
+def _ids(slot: int | None, group_size: int) -> range:
+    """Of a group's rollouts; none where it is not trained on."""
+    return range(0) if slot is None else range(slot * group_size, (slot + 1) * group_size)
+
+
+def _kl_penalties(batch: RolloutBatch, loss: LossConfig) -> dict[int, float]:
+    """Collective, with `loss.kl_in: reward`. What is taken off the rewards, of all ranks' rollouts; else nothing."""
     if loss.kl_in != "reward" or not loss.kl_coef:
-        return decision.rewards
+        return {}
     own: list[tuple[int, float]] = []
     for row in batch.micro_batches:
         for place, i in enumerate(row.rollout_ids):
             p, ref = (cast(Tensor, x)[row.sequence_index == place] for x in (row.old_logprobs, row.ref_logprobs))
             # In float32 as the trainer's: where nothing else tells the rewards of a group apart, its rounding shows.
             terms = {"k1": p - ref, "k2": (p - ref) ** 2 / 2, "k3": torch.expm1(ref - p) - (ref - p)}
-            own.append((i, float(terms[loss.kl_estimator].double().sum())))
-    kl = {i: value for part in on_rank0(list, own) for i, value in part}
-    return [reward - loss.kl_coef * kl.get(i, 0.0) for i, reward in enumerate(decision.rewards)]
+            own.append((i, loss.kl_coef * float(terms[loss.kl_estimator].double().sum())))
+    return {i: value for part in on_rank0(list, own) for i, value in part}
 
 
 def _named_rollouts(row: MicroBatch) -> list[tuple[int, int]]:
@@ -180,27 +187,3 @@ def _named_rollouts(row: MicroBatch) -> list[tuple[int, int]]:
 def _name(ids: ArrayLike, logprobs: ArrayLike, advantages: ArrayLike, mask: ArrayLike) -> int:
     numbers = (np.asarray(x, np.float32).tobytes() for x in (logprobs, advantages, mask))
     return zlib.crc32(np.asarray(ids, np.int64).tobytes() + b"".join(numbers))
-
-
-def _misplaced(of_ranks: list[list[list[tuple[int, int]]]]) -> list[str]:
-    """On rank 0: what the ranks that sampled say, and those that train."""
-    sampled, trained = ([(i, name) for part in of_ranks for i, name in part[which]] for which in (0, 1))
-    found: list[str] = []
-    twice = [i for i, count in Counter(i for i, _ in trained).items() if count > 1]
-    known: Mapping[int, int] = dict(trained)
-    other = [i for i, name in sampled if known.get(i, name) != name]
-    missing = [i for i, _ in sampled if i not in known]
-    for what, ids in (("twice", twice), ("with other tokens, logprobs or advantages", other), ("not", missing)):
-        if ids:
-            found.append(f"rollouts {sorted(ids)[:5]} are trained on {what}")
-    return found
-
-
-def _moments(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and unbiased deviation; 0 where there are too few."""
-    mean = math.fsum(values) / max(len(values), 1)
-    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1))
-
-
-def _same(a: float, b: float) -> bool:
-    return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6)

@@ -85,16 +85,16 @@ def load_rewards(configs: Sequence[RewardConfig], timeout_s: float = math.inf) -
 
 
 def check_error_rate(
-    statuses: Sequence[Mapping[str, Sequence[str]]], first_errors: Sequence[str | None], max_error_frac: float
+    statuses: Sequence[Mapping[str, Mapping[str, int]]], first_errors: Sequence[str | None], max_error_frac: float
 ) -> dict[str, float]:
     """Metrics `reward/<name>/error_frac`, `.../timeout_frac`, `.../not_applicable_frac`, as shares of the completions.
 
-    Takes `statuses` and `first_error` of every rank's `ScoredRollouts`; a rank that scored nothing has no statuses.
+    Takes `num_statuses` and `first_error` of every rank's `ScoredRollouts`; a rank that scored nothing has no statuses.
     Raises RewardError where "error" and "timeout" together reach `max_error_frac` for some function.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for part in statuses for name in part):
-        counts = Counter(status for part in statuses for status in part.get(name, ()))
+        counts = sum((Counter(part.get(name, {})) for part in statuses), Counter[str]())
         num_completions = max(counts.total(), 1)
         failed = counts["error"] + counts["timeout"]
         if failed and failed / num_completions >= max_error_frac:

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.records import GroupFacts
 
 GIVEN = ("prompts", "completions", "completion_ids")
 _IN_KWARGS = ("trainer_state", "log_metric", "log_extra")
+Counts = Mapping[str, Mapping[str, int]]  # by reward
 # Our own metrics of a reward.
 _OWN = ("mean", "std", "error_frac", "timeout_frac", "not_applicable_frac", "retried_frac")
 _NAME = re.compile(r"\w[\w.:%@+=/ -]{0,79}")
@@ -130,39 +130,23 @@ def _as_json(value: Any) -> Any:
             return f"a {type(value).__name__} without a text ({type(error).__name__})"
 
 
-def without_extra(note: Mapping[str, Any]) -> dict[str, Any]:
-    """A note of ScoredRollouts for rank 0, which needs no values of single completions."""
-    return {name: value for name, value in note.items() if name != "extra"}
-
-
-def mean_metrics(notes: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
-    """The mean of what was logged under each name (notes of ScoredRollouts), whatever the order of the calls."""
-    by_reward: dict[str, dict[str, list[Sequence[float]]]] = {}
-    for note in notes:
-        for reward, metrics in note.get("logged", {}).items():
-            for name, pair in metrics.items():
-                by_reward.setdefault(reward, {}).setdefault(name, []).append(pair)
-    return {
-        f"reward/{reward}/{name}": math.fsum(pair[0] for pair in pairs) / sum(pair[1] for pair in pairs)
-        for reward, by_name in sorted(by_reward.items())
-        for name, pairs in first_names(by_name).items()
-    }
-
-
-def retried_fracs(groups: Sequence[GroupFacts], first_errors: Sequence[str | None]) -> dict[str, float]:
+def retried_fracs(
+    statuses: Counts, retried: Counts, num_groups: int, first_errors: Sequence[str | None]
+) -> dict[str, float]:
     """Metrics `reward/<name>/retried_frac`, the share of the groups that a function was called for again, completion by
-    completion. RewardError where it raised for every group, of several, and then for no completion: nothing that a
-    completion says is the cause, and rewards that look at their group would be others.
+    completion: `retried` counts them by how the call failed, `statuses` completions. RewardError where it raised for
+    every group, of several, and then for no completion: nothing that a completion says is the cause, and rewards that
+    look at their group would be others.
     """
     metrics: dict[str, float] = {}
-    for name in groups[0].statuses if groups else ():
-        how = [note["retried"][name] for group in groups for note in group.notes if name in note.get("retried", {})]
-        has_failed = any(s in ("error", "timeout") for group in groups for s in group.statuses[name])
-        if len(how) == len(groups) > 1 and set(how) == {"error"} and not has_failed:
+    for name, counts in statuses.items():
+        how = retried.get(name, {})
+        num_retried, has_failed = sum(how.values()), counts.get("error") or counts.get("timeout")
+        if num_retried == num_groups > 1 and how.get("error") == num_groups and not has_failed:
             first = next((error for error in first_errors if error), "not recorded")
-            what = f"failed for each of the {len(groups)} groups that it was called with, and for no completion alone"
+            what = f"failed for each of the {num_groups} groups that it was called with, and for no completion alone"
             raise RewardError(f"reward {name!r} {what}. The first failure:\n{first}")
-        metrics[f"reward/{name}/retried_frac"] = len(how) / len(groups)
+        metrics[f"reward/{name}/retried_frac"] = num_retried / num_groups
     return metrics
 
 

@@ -22,8 +22,8 @@ from grpo_spmd.observe.rollout_files import RolloutFiles
 from grpo_spmd.observe.rollout_record import EvalRecord, to_line
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts, rollout_seed
 from grpo_spmd.rewards.answers import final_answer
+from grpo_spmd.rewards.logged import logged_in, mean_metrics
 from grpo_spmd.rewards.protocol import check_error_rate
-from grpo_spmd.rewards.trl import mean_metrics, without_extra
 from grpo_spmd.rollout.measures import Outcome, outcomes, summarise
 
 _log = logging.getLogger("grpo_spmd")
@@ -69,8 +69,8 @@ class Evaluator:
         groups = groups[engine.tp_rank :: engine.tp_size]
         scored = self._score(groups, num_step_completions=len(self._wanted))
         found = outcomes(groups, scored)
-        notes = {groups[i].slot: without_extra(note) for i, note in scored.notes.items()}
-        mine = {"outcomes": found, "statuses": scored.statuses, "first_error": scored.first_error, "notes": notes}
+        notes = {groups[i].slot: {"logged": note["logged"]} for i, note in scored.notes.items() if "logged" in note}
+        mine = {"outcomes": found, "statuses": scored.num_statuses(), "first_error": scored.first_error, "notes": notes}
         metrics: dict[str, dict[str, float | None]] = on_rank0(self._summarise_sets, mine)
         for name, of_set in metrics.items():
             if self._files is not None:
@@ -103,7 +103,7 @@ class Evaluator:
         notes = [(self._wanted[int(number)][0], note) for part in parts for number, note in part["notes"].items()]
         return {
             name: summarise([[next(in_order) for _ in samples] for _ in prompts])
-            | mean_metrics(note for of_set, note in notes if of_set == name)
+            | mean_metrics(logged_in(note for of_set, note in notes if of_set == name))
             for name, prompts in self._held_out.items()
         }
 

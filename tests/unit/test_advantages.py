@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, TrainingConfig
 from grpo_spmd.learn.advantages import batch_std, compute_advantages, overlong_penalties
+from grpo_spmd.learn.facts import encode_facts
 from grpo_spmd.learn.sampled_step import StepRules, _Decider
-from grpo_spmd.records import GroupFacts
+from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
 NAN = math.nan
 
@@ -178,15 +178,22 @@ def test_dynamic_sampling_judges_a_group_before_the_length_penalty() -> None:
     advantage = AdvantageConfig(overlong_buffer_tokens=8)
     decider = _Decider(StepRules(rollout, advantage, LossConfig(), TrainingConfig(), 0.3, num_ranks=1))
 
-    def group(position: int, rewards: list[float], lengths: list[int]) -> dict[str, Any]:
-        known = {"r": ["ok"] * 4}
-        return vars(GroupFacts(position, 3, lengths, [False] * 4, list(rewards), {"r": list(rewards)}, known, []))
+    def group(position: int, rewards: list[float | None], lengths: list[int]) -> tuple[RolloutGroup, ScoredRollouts]:
+        completions = [Completion([1] * n, [-1.0] * n, "stop") for n in lengths]
+        scored = ScoredRollouts(rewards, {"r": list(rewards)}, {"r": ["ok"] * 4})
+        return RolloutGroup(0, Prompt(position, 0, [1, 2, 3], "", {}), completions), scored
+
+    def told(*groups: tuple[RolloutGroup, ScoredRollouts]) -> list[bytes]:
+        scored = ScoredRollouts()
+        for _, of_group in groups:
+            scored.extend(of_group)
+        return [encode_facts([group for group, _ in groups], scored, 4)]
 
     # 16 tokens are 4 of the 8 that are punished: -0.5. The group with one right answer and one long one stays.
-    groups = [group(0, [0.0] * 4, [5, 5, 5, 16]), group(1, [1.0, 0.0, 0.0, 0.0], [5, 5, 5, 16])]
-    assert decider.add_round([(groups, None)], 2) == 2  # one is missing, and half of them stay
-    assert decider.add_round([([group(2, [1.0, 1.0, 0.0, 0.0], [5] * 4), group(3, [1.0] * 4, [5] * 4)], None)], 2) == 0
+    first = told(group(0, [0.0] * 4, [5, 5, 5, 16]), group(1, [1.0, 0.0, 0.0, 0.0], [5, 5, 5, 16]))
+    assert decider.add_round(first, 2) == 2  # one is missing, and half of them stay
+    assert decider.add_round(told(group(2, [1.0, 1.0, 0.0, 0.0], [5] * 4), group(3, [1.0] * 4, [5] * 4)), 2) == 0
     decision = decider.decide()
-    assert decision.positions == [1, 2]
-    assert decision.rewards[:4] == [1.0, 0.0, 0.0, -0.5]  # the penalty itself counts
+    assert decision.positions.tolist() == [1, 2]
+    assert decision.rewards[:4].tolist() == [1.0, 0.0, 0.0, -0.5]  # the penalty itself counts
     assert decision.metrics["dynamic_sampling/alike_groups"] == 2

@@ -14,10 +14,12 @@ import torch
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.records import GroupFacts
+from grpo_spmd.learn.facts import decode_facts, encode_facts
+from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
+from grpo_spmd.rewards.logged import logged_in, mean_metrics
 from grpo_spmd.rewards.pool.worker import call_reward
 from grpo_spmd.rewards.protocol import Reward, load_rewards, weighted_sum
-from grpo_spmd.rewards.trl import RewardError, first_names, mean_metrics, retried_fracs
+from grpo_spmd.rewards.trl import RewardError, first_names, retried_fracs
 from grpo_spmd.rewards.verifiers import SHIPPED
 
 
@@ -292,6 +294,10 @@ def test_a_strange_name_is_left_out_and_said(name: Any) -> None:
     assert max(map(len, found["left_out"])) < 150
 
 
+def _means(calls: list[dict[str, Any]]) -> dict[str, float | None]:
+    return mean_metrics(logged_in(calls))
+
+
 def test_names_are_bounded_alike_however_they_are_cut() -> None:
     """A function that logs a name for each answer: the first 50 by the alphabet, of a call as of a step."""
     names = [f"answer {i:04}" for i in range(1000)]
@@ -300,14 +306,14 @@ def test_names_are_bounded_alike_however_they_are_cut() -> None:
     assert found["left_out"] == ["950 metrics beyond 50"]
     calls = [{"logged": {"f": {name: [i, 1] for name in names[i::7]}}} for i in range(7)]
     cut = [{"logged": {"f": first_names(call["logged"]["f"])}} for call in calls]
-    assert mean_metrics(cut) == mean_metrics(calls[::-1])
-    assert len(mean_metrics(calls)) == 50
+    assert _means(cut) == _means(calls[::-1])
+    assert len(_means(calls)) == 50
 
 
 def test_a_metrics_mean_does_not_depend_on_the_order_of_calls() -> None:
     calls = [{"logged": {"f": {"m": [value, 1]}}} for value in (1e16, 1.0, -1e16, 0.1, 3.0)]
-    assert mean_metrics(calls) == mean_metrics(calls[::-1]) == {"reward/f/m": pytest.approx(4.1 / 5, rel=1e-15)}
-    assert mean_metrics(
+    assert _means(calls) == _means(calls[::-1]) == {"reward/f/m": pytest.approx(4.1 / 5, rel=1e-15)}
+    assert _means(
         [{"logged": {"f": {"m": [3.0, 3]}}}, {"retried": {"f": "error"}}, {"logged": {"f": {"m": [0.0, 1]}}}]
     ) == {
         "reward/f/m": 0.75  # over calls of log_metric, not over groups
@@ -337,9 +343,17 @@ def test_what_is_logged_of_a_completion_is_bounded() -> None:
 # Groups that were called again
 
 
-def _facts(statuses: list[str], retried: str | None) -> GroupFacts:
-    notes = [{"retried": {"f": retried}}] if retried else []
-    return GroupFacts(0, 1, [1, 1], [False] * 2, [0.0] * 2, {"f": [0.0] * 2}, {"f": statuses}, notes)
+def _facts(statuses: list[str], retried: str | None, first_error: str | None = None) -> bytes:
+    """What a rank tells of one group of two completions."""
+    group = RolloutGroup(0, Prompt(0, 0, [1], "", {}), [Completion([2], [-1.0], "stop")] * 2)
+    notes = {0: {"retried": {"f": retried}}} if retried else {}
+    scored = ScoredRollouts([0.0] * 2, {"f": [0.0] * 2}, {"f": statuses}, first_error, notes=notes)
+    return encode_facts([group], scored, 2)
+
+
+def _retried_fracs(facts: list[bytes]) -> dict[str, float]:
+    *_, tally = decode_facts(facts, 2)
+    return retried_fracs(tally.statuses, tally.retried, len(facts), tally.first_errors)
 
 
 FINE = ["ok", "ok"]
@@ -355,13 +369,13 @@ FINE = ["ok", "ok"]
         ([_facts(FINE, "error")], 1.0),  # a single group: it may have been bad luck
     ],
 )
-def test_groups_that_were_called_again_are_counted(groups: list[GroupFacts], share: float) -> None:
-    assert retried_fracs(groups, []) == {"reward/f/retried_frac": share}
+def test_groups_that_were_called_again_are_counted(groups: list[bytes], share: float) -> None:
+    assert _retried_fracs(groups) == {"reward/f/retried_frac": share}
 
 
 def test_a_function_that_fails_with_every_group_and_no_completion_stops_the_run() -> None:
     with pytest.raises(RewardError) as caught:
-        retried_fracs([_facts(FINE, "error")] * 2, [None, "reward 'f' raised KeyError"])
+        _retried_fracs([_facts(FINE, "error"), _facts(FINE, "error", "reward 'f' raised KeyError")])
     assert str(caught.value) == (
         "reward 'f' failed for each of the 2 groups that it was called with, and for no completion alone. "
         "The first failure:\nreward 'f' raised KeyError"

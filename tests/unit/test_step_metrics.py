@@ -9,20 +9,28 @@ import numpy as np
 import pytest
 
 from grpo_spmd.config.schema import AdvantageConfig, RolloutConfig
+from grpo_spmd.learn.facts import Records, record_type
 from grpo_spmd.learn.judged_groups import group_metrics, judge
-from grpo_spmd.records import GroupFacts
 
 ROLLOUT = RolloutConfig(num_prompts_per_step=2, group_size=4, max_completion_tokens=100)
 
 
-def facts(position: int, lengths: list[int], by_name: dict[str, list[float | None]]) -> GroupFacts:
-    statuses = {name: ["ok"] * 4 for name in by_name}
+Groups = tuple[Records, list[str]]
+
+
+def facts(position: int, lengths: list[int], by_name: dict[str, list[float | None]]) -> Groups:
     total: list[Any] = [None if None in row else sum(map(float, row)) for row in zip(*by_name.values(), strict=True)]
-    return GroupFacts(position, 3, lengths, [n == 100 for n in lengths], total, by_name, statuses, [])
+    record = np.zeros(1, record_type(len(by_name), 4))
+    record["position"], record["prompt_tokens"], record["completion_tokens"] = position, 3, lengths
+    record["truncated"], record["rewards"] = [n == 100 for n in lengths], np.array(total, float)
+    record["by_name"] = np.array(list(by_name.values()), float)
+    return record, list(by_name)
 
 
-def metrics_of(*groups: GroupFacts) -> dict[str, float | None]:
-    return group_metrics(judge(groups, ROLLOUT, AdvantageConfig()), ROLLOUT, AdvantageConfig())
+def metrics_of(*groups: Groups) -> dict[str, float | None]:
+    records, places = np.concatenate([record for record, _ in groups]), np.arange(len(groups))
+    judged = judge(records, places, places, ROLLOUT, AdvantageConfig())
+    return group_metrics(judged, groups[0][1], {}, AdvantageConfig())
 
 
 def test_spread_of_each_reward_and_percentiles_of_lengths() -> None:

@@ -250,7 +250,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         step.has_new_timeout = False
         for reward, known in zip(self._rewards, step.statuses, strict=True):
             num_failed = known.count("timeout")
-            statuses = ["timeout"] * num_failed + ["ok"] * (num_step_completions - num_failed)
+            statuses = {"timeout": num_failed, "ok": num_step_completions - num_failed}
             check_error_rate([{reward.name: statuses}], [step.first_error()], self._pool.max_error_frac)
 
     def _spawn(self) -> _Worker:

@@ -17,8 +17,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import grpo_spmd.engine.weight_sync
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
-from grpo_spmd.distributed.collectives import exchange_bytes, gather_bytes, on_rank0, ranks_that_differ
+from grpo_spmd.distributed.collectives import (
+    exchange_bytes,
+    gather_bytes,
+    on_rank0,
+    on_rank0_of_bytes,
+    ranks_that_differ,
+    shares_of_rank0,
+)
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.errors import Rank0Error
 from grpo_spmd.distributed.session import Session, end_session, start_session
@@ -71,7 +79,34 @@ def main() -> None:
         assert "ZeroDivisionError" in str(error)  # noqa: PT017
     else:
         raise AssertionError("rank 0's exception did not reach this rank")
+    each_rank_gets_its_own_share(session)
     end_session()
+
+
+def each_rank_gets_its_own_share(session: Session) -> None:
+    """Of uneven length, some empty; rank 0's errors reach all, with the whole text on rank 0 alone."""
+    world_size = session.world_size
+    share = shares_of_rank0(lambda payloads: [payloads[r] * r for r in range(world_size)], b"%d|" % session.rank)
+    assert share == b"%d|" % session.rank * session.rank
+    told = on_rank0_of_bytes(
+        lambda payloads: [len(payload) for payload in payloads], b"\0" * (session.rank % 2) * 70_000
+    )
+    assert told == [rank % 2 * 70_000 for rank in range(world_size)]
+
+    def refuses(error: Exception) -> Callable[[list[bytes]], list[bytes]]:
+        def decide(payloads: list[bytes]) -> list[bytes]:
+            raise error
+
+        return decide
+
+    for error, kind in ((RuntimeError("why\ntrace"), Rank0Error), (ConfigError("key: what"), ConfigError)):
+        try:
+            shares_of_rank0(refuses(error), b"")
+        except kind as caught:
+            expected = "key: what" if kind is ConfigError else "RuntimeError: why" + "\ntrace" * session.is_rank0
+            assert str(caught) == expected, caught  # noqa: PT017
+        else:
+            raise AssertionError("rank 0's exception did not reach this rank")
 
 
 def a_receiver_that_fails_leaves_the_group_usable(policy: Policy, expected: dict[str, Tensor]) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -33,7 +34,7 @@ from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import build_policy, hf_named_parameters
 from grpo_spmd.parts import open_log, open_run_dir
 from grpo_spmd.proofs.logprob_check import LogprobCheck
-from grpo_spmd.records import Decision, Rollout, SyncStats
+from grpo_spmd.records import Decision, Rollout, StepDecision, SyncStats
 from tests.support.workers.sync import disturb
 
 BUCKET_MIB = 1
@@ -248,7 +249,9 @@ class Trials:
         check = LogprobCheck(self.config.model.dtype, None)
         _, log = open_log(self.config, self.session, time.monotonic(), 0, check)
         nothing = no_update(self.config.loss)
-        decision = Decision([], [], [], [], [], [], [], 0, 0, {"reward/mean": 0.0})
+        none: Any = np.zeros(0)
+        step = StepDecision(none, none, none, none, [], [], [], [], 0, 0, {"reward/mean": 0.0})
+        decision = Decision({}, {}, {}, {}, [], 0, [], [], 0, 0, step if self.session.is_rank0 else None)
         local = nothing | sums if self.session.is_rank0 else nothing
         try:
             log.check_step(self.step, decision, SyncStats(), local, [])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from grpo_spmd.config.load import load_config
@@ -26,7 +27,7 @@ from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model.fill import load_weights
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
-from grpo_spmd.records import Completion, Prompt, RolloutBatch, RolloutGroup, ScoredRollouts
+from grpo_spmd.records import Completion, Prompt, RolloutBatch, RolloutGroup, ScoredRollouts, StepDecision
 from tests.support.learn import sampled_step_of, updater_of
 
 GROUP_SIZE, NUM_ROWS = 2, 11
@@ -123,7 +124,7 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
         "announced": announced,
         "missing": missing,
         "stream_position": stream.position,
-        "decision": {**dataclasses.asdict(decision), "plan": None},
+        "decision": _whole(decision.of_all) if session.is_rank0 else None,
         "advantages_trained": _trained(batch),
         "sums": {name: sums[name].value for name in ("loss_tokens", "optim/updates", "optim/skipped_updates")},
         "optimizer_state": len(updater.optimizer.state),
@@ -131,6 +132,12 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
         "moved": [name for name, value in _parameters(policy).items() if not torch.equal(value, before[name])],
         "parameters": _parameters(policy),
     }
+
+
+def _whole(step: StepDecision | None) -> dict[str, Any]:
+    assert step is not None
+    values = {name: getattr(step, name) for name in vars(step) if name not in ("plan", "slots")}
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
 
 
 def _trained(batch: RolloutBatch) -> list[list[Any]]:

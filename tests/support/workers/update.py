@@ -211,7 +211,10 @@ def one_update(
         "mismatch_kl": mismatch.value,
         "mismatch_histogram": sums["mismatch_ratios"].value,
         "metrics": {name: value for name, value in decision.metrics.items() if not name.startswith("batching/")},
-        "advantages": decision.advantages,
+        "advantages": on_rank0(
+            lambda parts: [value for _, value in sorted(pair for part in parts for pair in part)],
+            list(decision.advantages.items()),
+        ),
         "rows": len(batch.mini_batches[0]),
         "gradients": gradients,
         "parameters": {name: parameter.full_tensor().clone() for name, parameter in hf_named_parameters(policy)},

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -224,7 +225,7 @@ def faults(trials: Trials) -> int:
     sees("a gradient was left from the last update", change_updater=keeps)
     trials.policy.zero_grad(set_to_none=True)
     halved = patch.object(
-        sampled_step, "advantages_of", lambda rewards, _: (rewards - 0.5).nan_to_num().flatten().tolist()
+        sampled_step, "advantages_of", lambda rewards, _: np.nan_to_num(rewards - 0.5).ravel().astype(np.float32)
     )
     sees("has the advantage", within=halved)
     sees("is to divide by", change_batch=lambda b: dataclasses.replace(b, num_loss_tokens=[b.num_loss_tokens[0] + 1]))

@@ -1,0 +1,99 @@
+"""What a rank tells rank 0 of the groups that it sampled: a record of a few numbers each, and what only sums count."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from grpo_spmd.distributed.packed import Array, Unpacked, pack
+from grpo_spmd.records import RolloutGroup, ScoredRollouts
+from grpo_spmd.rewards.logged import Logged, logged_in, merge_logged
+
+Records = npt.NDArray[np.void]  # one a group, as `record_type` has them
+
+
+def record_type(num_rewards: int, group_size: int) -> np.dtype[np.void]:
+    """Bytes of a rollout: 13, 8 for each reward function, and 12 of its group's."""
+    of_completions = ("completion_tokens", np.int32), ("truncated", np.bool_), ("rewards", np.float64)
+    return np.dtype(
+        [
+            ("position", np.int64),  # of the prompt in the stream
+            ("prompt_tokens", np.int32),
+            *((name, kind, (group_size,)) for name, kind in of_completions),  # the weighted sums; NaN: unknown
+            ("by_name", np.float64, (num_rewards, group_size)),  # of each function; NaN: does not apply, or unusable
+        ]
+    )
+
+
+@dataclass
+class Tally:
+    """What is counted of a step's completions, whoever scored them."""
+
+    statuses: dict[str, Counter[str]] = field(default_factory=dict)  # by reward function
+    retried: dict[str, Counter[str]] = field(default_factory=dict)  # groups that it was called for again, by reason
+    logged: Logged = field(default_factory=dict)
+    first_errors: list[str] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        for mine, others in ((self.statuses, other.statuses), (self.retried, other.retried)):
+            for name, counts in others.items():
+                of_name = mine.setdefault(name, Counter())
+                for what, number in counts.items():  # Counter.update takes ten times as long, thousands of times
+                    of_name[what] += number
+        merge_logged(self.logged, other.logged)
+        self.first_errors += other.first_errors
+
+
+def encode_facts(groups: Sequence[RolloutGroup], scored: ScoredRollouts, group_size: int) -> bytes:
+    """Of one round's groups of a rank. None of them: no byte."""
+    if not groups:
+        return b""
+    completions = [completion for group in groups for completion in group.completions]
+    assert len(completions) == len(scored.rewards) == len(groups) * group_size, (len(completions), len(scored.rewards))
+    records = np.zeros(len(groups), record_type(len(scored.by_name), group_size))
+    records["position"] = [group.prompt.position for group in groups]
+    records["prompt_tokens"] = [len(group.prompt.token_ids) for group in groups]
+    shape = len(groups), group_size
+    records["completion_tokens"] = np.reshape([len(c.token_ids) for c in completions], shape)
+    records["truncated"] = np.reshape([c.finish_reason == "length" for c in completions], shape)
+    records["rewards"] = np.array(scored.rewards, np.float64).reshape(shape)  # None: NaN
+    for number, values in enumerate(scored.by_name.values()):
+        records["by_name"][:, number] = np.array(values, np.float64).reshape(shape)
+    logged = logged_in(scored.notes.values())
+    pairs = [(reward, name, *pair) for reward, by_name in logged.items() for name, pair in by_name.items()]
+    retried: dict[str, Counter[str]] = {}
+    for note in scored.notes.values():
+        for name, how in note.get("retried", {}).items():
+            retried.setdefault(name, Counter())[how] += 1
+    counts = [len(groups), list(scored.by_name), scored.num_statuses(), retried]
+    names = [(reward, name, len(sums), number) for reward, name, sums, number in pairs]
+    sums = np.array([value for _, _, values, _ in pairs for value in values], np.float64)
+    return pack([*counts, names, scored.first_error], [records, sums])
+
+
+def decode_facts(payloads: Sequence[bytes], group_size: int) -> tuple[Records, list[int], list[str], Tally]:
+    """What `encode_facts` made: the records in rank order, and how many are of each; the names of the functions; and
+    the sums."""
+    records, num_groups, names, tally = list[Array](), [0] * len(payloads), list[str](), Tally()
+    kind = record_type(0, group_size)
+    for rank, payload in enumerate(payloads):
+        if not payload:
+            continue
+        packed = Unpacked(payload)
+        num_groups[rank], own_names, statuses, retried, metrics, first_error = packed.header
+        if not records:
+            names, kind = own_names, record_type(len(own_names), group_size)
+        assert own_names == names, (own_names, names)
+        records.append(packed.array(kind, num_groups[rank]))
+        logged: dict[str, Any] = {}
+        for reward, name, num_sums, number in metrics:
+            logged.setdefault(reward, {})[name] = (packed.array(np.float64, num_sums).tolist(), number)
+        assert not packed.rest(), (len(payload), num_groups[rank], names)
+        tally.add(Tally(statuses, retried, logged, [first_error] if first_error else []))
+    # Not np.concatenate, which compares the types of thousands of parts field by field.
+    return np.frombuffer(b"".join(part.tobytes() for part in records), kind), num_groups, names, tally

@@ -1,0 +1,193 @@
+"""What ranks tell rank 0 and what it answers, through the bytes, beside a plain computation from the same groups."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.speed.rank0 import simulated_step
+from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, TrainingConfig
+from grpo_spmd.learn.advantages import compute_advantages
+from grpo_spmd.learn.balance import plan_batch
+from grpo_spmd.learn.facts import decode_facts, encode_facts
+from grpo_spmd.learn.sampled_step import StepRules, _Decider
+from grpo_spmd.learn.shares import decode_share, encode_shares
+from grpo_spmd.records import Completion, Decision, Prompt, RolloutGroup, ScoredRollouts, StepDecision
+
+G, LONGEST, BUFFER = 4, 20, 8
+RATIO = 0.003
+NAMES = ("first", "second")
+Scored = tuple[RolloutGroup, ScoredRollouts]  # of one group
+
+
+def _made_up(position: int, rng: random.Random) -> Scored:
+    completions, scored = [], ScoredRollouts(by_name={n: [] for n in NAMES}, statuses={n: [] for n in NAMES})
+    for _ in range(G):
+        length = rng.choice([0, 3, rng.randint(1, LONGEST), LONGEST])
+        completions.append(Completion([1] * length, [-1.0] * length, "length" if length == LONGEST else "stop"))
+        values = [rng.choice([None, math.nan, 0.0, -0.0, 1.0, rng.gauss(0, 1)]) for _ in NAMES]
+        for name, value in zip(NAMES, values, strict=True):
+            scored.by_name[name].append(value)
+            unusable = value is not None and math.isnan(value)
+            scored.statuses[name].append("not_applicable" if value is None else "timeout" if unusable else "ok")
+        total = sum(value for value in values if value is not None)
+        scored.rewards.append(total if values != [None, None] and math.isfinite(total) else None)
+    if rng.random() < 0.3:
+        scored.notes = {2: {"logged": {"second": {"worth": [rng.gauss(0, 1e3), 3]}}, "extra": {"second": {"a": 1}}}}
+        scored.notes[0] = {"retried": {"first": "error"}}
+    group = RolloutGroup(0, Prompt(position, 0, [1] * rng.randint(1, 9), "", {}), completions)
+    return group, scored
+
+
+def _on_rank(own: list[Scored]) -> tuple[list[RolloutGroup], ScoredRollouts]:
+    scored = ScoredRollouts()
+    for _, of_group in own:
+        scored.extend(of_group)
+    return [group for group, _ in own], scored
+
+
+def _bits(values: Any) -> bytes:
+    return np.asarray(list(values), np.float64).tobytes()
+
+
+def _decided(seed: int) -> tuple[StepDecision, list[Decision], list[list[Scored]], list[Scored], StepRules]:
+    """The whole decision, each rank's, and the groups as the ranks have them and in the order of the stream."""
+    rng = random.Random(seed)
+    num_groups, num_ranks = rng.randint(3, 25), rng.choice([1, 2, 5, 40])
+    of_ranks: list[list[Scored]] = [[] for _ in range(num_ranks)]
+    made = [_made_up(position, rng) for position in range(num_groups)]
+    for each in rng.sample(made, num_groups):
+        rng.choice(of_ranks).append(each)
+    rules = StepRules(
+        RolloutConfig(num_prompts_per_step=num_groups, group_size=G, max_completion_tokens=LONGEST),
+        AdvantageConfig(overlong_buffer_tokens=BUFFER, overlong_penalty=0.3),
+        LossConfig(mask_truncated=seed % 2 == 0),
+        TrainingConfig(num_mini_batches=2, max_tokens_per_micro_batch=64),
+        max_error_frac=1.1,
+        num_ranks=num_ranks,
+        attention_cost_ratio=RATIO,
+    )
+    decider = _Decider(rules)
+    assert decider.add_round([encode_facts(*_on_rank(own), G) for own in of_ranks], num_groups) == 0
+    step = decider.decide()
+    shares = encode_shares(step)
+    return step, [
+        decode_share(share, _on_rank(own)[0], G, None) for share, own in zip(shares, of_ranks, strict=True)
+    ], of_ranks, made, rules  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_decision_is_to_the_bit_that_of_plain_lists(seed: int) -> None:
+    step, _, _, made, rules = _decided(seed)
+    lengths = [len(c.token_ids) for group, _ in made for c in group.completions]
+    rewards = [math.nan if reward is None else reward for _, scored in made for reward in scored.rewards]
+    lost = [0.3 * min(max((n - (LONGEST - BUFFER)) / BUFFER, 0.0), 1.0) for n in lengths]
+    shorter = [reward - penalty for reward, penalty in zip(rewards, lost, strict=True)]
+    advantages, _ = compute_advantages(torch.tensor(shorter, dtype=torch.float64).view(-1, G), "grpo", "group")
+    in_loss = [
+        not math.isnan(reward) and not (rules.loss.mask_truncated and n == LONGEST)
+        for reward, n in zip(rewards, lengths, strict=True)
+    ]
+    tokens = [len(group.prompt.token_ids) + len(c.token_ids) for group, _ in made for c in group.completions]
+    half = G * -(-len(made) // 2)
+    costs = [n + RATIO * n * n for n in tokens]
+    plan = plan_batch(
+        tokens, num_ranks=rules.num_ranks, mini_batch_sizes=[half, len(tokens) - half], max_tokens=64, costs=costs
+    )
+    assert step.positions.tolist() == [group.prompt.position for group, _ in made]
+    assert _bits(step.rewards) == _bits(shorter)
+    assert _bits(step.advantages) == _bits(advantages.flatten())
+    assert (step.in_loss.tolist(), step.plan) == (in_loss, plan)
+    counted = [n if counts else 0 for n, counts in zip(lengths, in_loss, strict=True)]
+    assert step.num_loss_tokens == [sum(counted[:half]), sum(counted[half:])]
+    assert step.num_loss_sequences == [sum(n > 0 for n in part) for part in (counted[:half], counted[half:])]
+    assert (step.num_tokens, step.num_sampled_tokens) == (sum(tokens), sum(lengths))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_metrics_are_to_the_bit_those_of_plain_lists(seed: int) -> None:
+    step, _, _, made, _ = _decided(seed)
+    lengths = [len(c.token_ids) for group, _ in made for c in group.completions]
+    known = [reward for _, scored in made for reward in scored.rewards if reward is not None]
+    lost = [0.3 * min(max((n - (LONGEST - BUFFER)) / BUFFER, 0.0), 1.0) for n in lengths]
+    size, found = len(lengths), step.metrics
+    expected: dict[str, Any] = {
+        "reward/mean": float(torch.tensor(known, dtype=torch.float64).mean()),
+        "reward/unscored_frac": float(torch.tensor([len(known) < n for n in range(1, size + 1)]).double().mean()),
+        "reward/overlong_penalty_mean": sum(lost) / size,
+        "completion/tokens_mean": sum(lengths) / size,
+        "completion/tokens_p50": float(np.percentile(lengths, 50)),
+        "completion/tokens_p95": float(np.percentile(lengths, 95)),
+        "completion/tokens_max": max(lengths),
+        "completion/truncated_frac": lengths.count(LONGEST) / size,
+    }
+    pairs = [note["logged"]["second"]["worth"] for _, s in made for note in s.notes.values() if "logged" in note]
+    if pairs:
+        expected["reward/second/worth"] = math.fsum(value for value, _ in pairs) / sum(n for _, n in pairs)
+    expected["reward/first/retried_frac"] = sum(bool(scored.notes) for _, scored in made) / len(made)
+    for name in NAMES:
+        values = [v for _, scored in made for v in scored.by_name[name] if v is not None and not math.isnan(v)]
+        expected[f"reward/{name}/mean"] = float(torch.tensor(values, dtype=torch.float64).mean())
+        statuses = Counter(status for _, scored in made for status in scored.statuses[name])
+        expected |= {f"reward/{name}/{s}_frac": statuses[s] / size for s in ("error", "timeout", "not_applicable")}
+    assert {name: found[name] for name in expected} == expected
+    assert {name: type(found[name]) for name in expected} == {name: type(value) for name, value in expected.items()}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_rank_gets_what_is_its_own(seed: int) -> None:
+    step, decisions, of_ranks, _, _ = _decided(seed)
+    trained_by = {i: rank for ranks in step.plan for rank, rows in enumerate(ranks) for row in rows for i in row}
+    for rank, (decision, own) in enumerate(zip(decisions, of_ranks, strict=True)):
+        assert decision.slots == {group.prompt.position: group.prompt.position for group, _ in own}  # all stay
+        ids = [group.prompt.position * G + sample for group, _ in own for sample in range(G)]
+        assert list(decision.advantages) == list(decision.in_loss) == list(decision.trained_by) == ids
+        assert _bits(decision.advantages.values()) == _bits(step.advantages[ids])
+        assert list(decision.in_loss.values()) == step.in_loss[ids].tolist()
+        assert decision.trained_by == {i: trained_by[i] for i in ids}
+        assert decision.rows == [ranks[rank] for ranks in step.plan]
+        assert decision.num_rollouts == len(step.rewards)
+        for name in ("num_loss_tokens", "num_loss_sequences", "num_tokens", "num_sampled_tokens"):
+            assert getattr(decision, name) == getattr(step, name)
+        assert decision.metrics == {}
+    assert sorted(i for decision in decisions for i in decision.advantages) == list(range(len(step.rewards)))
+
+
+def test_a_group_sampled_twice_and_another_not_at_all_is_seen() -> None:
+    rng = random.Random(0)
+    groups = [_made_up(position, rng) for position in (0, 1, 1)]
+    rollout = RolloutConfig(num_prompts_per_step=3, group_size=G, max_completion_tokens=LONGEST)
+    decider = _Decider(StepRules(rollout, AdvantageConfig(), LossConfig(), TrainingConfig(), 1.1, num_ranks=2))
+    with pytest.raises(AssertionError, match="a group was sampled twice"):
+        decider.add_round([encode_facts(*_on_rank(groups[:2]), G), encode_facts(*_on_rank(groups[2:]), G)], 3)
+
+
+def test_a_rank_without_groups_sends_nothing_and_ranks_must_name_their_rewards_alike() -> None:
+    rng = random.Random(0)
+    facts = encode_facts(*_on_rank([_made_up(0, rng)]), G)
+    assert encode_facts([], ScoredRollouts(), G) == b""
+    records, num_groups, names, _ = decode_facts([b"", facts, b""], G)
+    assert (len(records), num_groups, names) == (1, [0, 1, 0], list(NAMES))
+    group, scored = _made_up(1, rng)
+    scored.by_name = dict(reversed(scored.by_name.items()))
+    with pytest.raises(AssertionError, match="second"):
+        decode_facts([facts, encode_facts([group], scored, G)], G)
+
+
+@pytest.mark.parametrize(("num_rollouts", "num_ranks"), [(1_000, 8), (10_000, 64), (10_000, 1_024)])
+def test_bytes_of_a_rollout_are_bounded(num_rollouts: int, num_ranks: int) -> None:
+    """With two rewards that are real numbers: at most 64 to rank 0 and 16 from it, beside about 70 for each rank."""
+    facts, rules = simulated_step(num_rollouts, num_ranks)
+    decider = _Decider(rules)
+    decider.add_round(facts, num_rollouts // rules.rollout.group_size)
+    shares = encode_shares(decider.decide())
+    assert sum(map(len, facts)) <= 64 * num_rollouts
+    assert sum(map(len, shares)) <= 16 * num_rollouts + 90 * num_ranks
+    # Each gets its own and no more: nobody is sent what grows with the step.
+    assert max(map(len, shares)) <= 90 + 3 * 16 * num_rollouts / num_ranks + 16 * 8 * 2
