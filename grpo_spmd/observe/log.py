@@ -8,13 +8,13 @@ import math
 import time
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from grpo_spmd.config.schema import LossConfig, TrainingConfig
-from grpo_spmd.distributed.collectives import on_rank0
-from grpo_spmd.distributed.reductions import Max, Reductions, merge_json, metric_values, to_json
+from grpo_spmd.distributed.collectives import on_rank0_of_bytes
+from grpo_spmd.distributed.packed import Unpacked, pack
+from grpo_spmd.distributed.reductions import Max, Reductions, merge_bytes, metric_values, to_bytes
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.losses import TILT_SUMS
 from grpo_spmd.observe.console import Console
@@ -78,9 +78,10 @@ class MetricsLog:
         many updates in a row were not finite, or other tokens were trained on than rank 0 decided. The step's line is
         written all the same: its figures are what one wants to see then."""
 
-        def judge(parts: list[tuple[dict[str, Any], list[float]]]) -> None:
-            sums = merge_json(of_update for of_update, _ in parts)
-            waste = {"rollout/tail_waste_frac": tail_waste_frac([seconds for _, seconds in parts])}
+        def judge(parts: list[bytes]) -> None:
+            told = [Unpacked(part) for part in parts]
+            sums = merge_bytes(of_rank.rest() for of_rank in told)
+            waste = {"rollout/tail_waste_frac": tail_waste_frac([of_rank.header for of_rank in told])}
             synced = {f"weight_sync/{name}": getattr(sync, name) for name in ("bytes", "num_collectives", "proof_s")}
             self._rank0_metrics = decision.metrics | loss_metrics(sums, self._loss) | synced | waste
             try:
@@ -92,11 +93,11 @@ class MetricsLog:
                 self._write_step(step, decision, [self._local_largest()])
                 raise
 
-        on_rank0(judge, [to_json(local_sums), local_generation_s])
+        on_rank0_of_bytes(judge, pack(local_generation_s) + to_bytes(local_sums))
 
     def end_step(self, step: int, decision: Decision) -> None:
         """Collective. Bring the ranks' times together and write the step."""
-        on_rank0(lambda parts: self._write_step(step, decision, parts), self._local_largest())
+        on_rank0_of_bytes(lambda parts: self._write_step(step, decision, parts), self._local_largest())
         self._largest.clear()
         self._timer.end_step()
 
@@ -122,11 +123,11 @@ class MetricsLog:
         if self._wandb is not None:
             self._wandb.finish(None if self._has_ended else 5.0)
 
-    def _local_largest(self) -> dict[str, list[Any]]:
-        return to_json({name: Max(value) for name, value in (self._timer.metrics() | self._largest).items()})
+    def _local_largest(self) -> bytes:
+        return to_bytes({name: Max(value) for name, value in (self._timer.metrics() | self._largest).items()})
 
-    def _write_step(self, step: int, decision: Decision, parts: list[dict[str, list[Any]]]) -> None:
-        largest, world_size = metric_values(merge_json(parts)), self._session.world_size
+    def _write_step(self, step: int, decision: Decision, parts: list[bytes]) -> None:
+        largest, world_size = metric_values(merge_bytes(parts)), self._session.world_size
         metrics = {"step": step, **self._rank0_metrics, **largest, **throughput(decision, largest, world_size)}
         if self._session.device.type == "cuda":
             num_tokens, update_s = decision.num_tokens * self._training.num_epochs, largest["time/update_s"] or 0.0

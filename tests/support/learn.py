@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.collectives import on_rank0
+from grpo_spmd.distributed.reductions import Reductions, merge_bytes, to_bytes
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.learn.update import PolicyUpdater
@@ -18,3 +20,8 @@ def sampled_step_of(config: Config, session: Session) -> SampledStep:
     max_error_frac = config.reward_pool.max_error_frac
     sections = config.rollout, config.advantage, config.loss, config.training
     return SampledStep(StepRules(*sections, max_error_frac, session.world_size))
+
+
+def merged_on_all(local: Reductions) -> Reductions:
+    """Collective. What all ranks' sums come to, on every rank."""
+    return merge_bytes(bytes.fromhex(part) for part in on_rank0(list, to_bytes(local).hex()))

@@ -20,9 +20,9 @@ from grpo_spmd.distributed.reductions import (
     Reductions,
     Sum,
     merge,
-    merge_json,
+    merge_bytes,
     metric_values,
-    to_json,
+    to_bytes,
 )
 from grpo_spmd.observe.log import _check_trained
 from grpo_spmd.observe.metrics_file import LineFile
@@ -73,8 +73,7 @@ def test_every_kind_merges_with_its_like_in_the_order_of_the_parts() -> None:
         "lr": Max(0.1),
         "kl/mean": Mean(1.5, 3),
     }
-    parts = [json.loads(json.dumps(to_json(part))) for part in (one, {}, other, third)]
-    assert merge_json(parts) == merged
+    assert merge_bytes(map(to_bytes, (one, {}, other, third))) == merged
     assert metric_values(merged) == {"kl/mean": 0.5}
 
 
@@ -83,7 +82,7 @@ def test_a_mean_of_nothing_and_a_largest_of_nothing_are_no_numbers() -> None:
     assert (Mean().merge(Mean(3, 2)).value, Max(-1.0).merge(Max()).value) == (1.5, -1.0)
 
 
-def test_what_is_on_the_device_merges_there_and_survives_json_to_the_bit() -> None:
+def test_what_is_on_the_device_merges_there_and_survives_the_way_to_rank_0() -> None:
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(7, generator=generator, dtype=torch.float64)
     kinds: Reductions = {
@@ -101,7 +100,7 @@ def test_what_is_on_the_device_merges_there_and_survives_json_to_the_bit() -> No
         "max": Max(max(x[2], x[5])),
         "hist": Histogram([x[3] + x[5], x[4] + x[6]]),
     }
-    assert merge_json([json.loads(json.dumps(to_json(on_host)))]) == expected
+    assert merge_bytes([to_bytes(on_host)]) == expected
     assert math.isnan(Max(torch.tensor(1.0)).merge(Max(torch.tensor(math.nan))).value)
 
 

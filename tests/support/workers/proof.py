@@ -21,7 +21,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.errors import Rank0Error
-from grpo_spmd.distributed.reductions import Reductions, merge_json, to_json
+from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
@@ -35,6 +35,7 @@ from grpo_spmd.model.policy import build_policy, hf_named_parameters
 from grpo_spmd.parts import open_log, open_run_dir
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import Decision, Rollout, StepDecision, SyncStats
+from tests.support.learn import merged_on_all
 from tests.support.workers.sync import disturb
 
 BUCKET_MIB = 1
@@ -210,8 +211,7 @@ class Trials:
             logprobs, _ = self.policy(batch)
         cast(FSDPModule, self.policy).reshard()  # without a backward pass the embedding stays gathered
         found = mismatch_sums(logprobs, batch.rollout_logprobs, batch.loss_mask)
-        local = to_json({name: reduction.on_host() for name, reduction in found.items()})
-        return merge_json(on_rank0(list, local))
+        return merged_on_all({name: reduction.on_host() for name, reduction in found.items()})
 
     def logprob_check_faults(self) -> None:
         check = LogprobCheck(self.config.model.dtype, None)

@@ -21,14 +21,13 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import PromptStream
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
-from grpo_spmd.distributed.reductions import merge_json, to_json
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model.fill import load_weights
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
 from grpo_spmd.records import Completion, Prompt, RolloutBatch, RolloutGroup, ScoredRollouts, StepDecision
-from tests.support.learn import sampled_step_of, updater_of
+from tests.support.learn import merged_on_all, sampled_step_of, updater_of
 
 GROUP_SIZE, NUM_ROWS = 2, 11
 
@@ -118,7 +117,7 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
         missing.append(sampled.num_missing)
     batch, decision = assemble_batch(sampled, session)
     attach_logprobs(policy, None, batch, config.loss, config.training.num_optimizer_steps)
-    sums = merge_json(on_rank0(list, to_json(updater.update(batch))))
+    sums = merged_on_all(updater.update(batch))
     return {
         "drawn": drawn,
         "announced": announced,

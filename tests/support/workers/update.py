@@ -21,7 +21,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
-from grpo_spmd.distributed.reductions import Mean, merge_json, to_json
+from grpo_spmd.distributed.reductions import Mean
 from grpo_spmd.distributed.session import Session, end_session, policy_mesh, start_session
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
 from grpo_spmd.learn.balance import plan_batch
@@ -29,7 +29,7 @@ from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model.fill import load_weights
 from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters
 from grpo_spmd.records import Completion, Plan, Prompt, RolloutGroup, ScoredRollouts
-from tests.support.learn import sampled_step_of, updater_of
+from tests.support.learn import merged_on_all, sampled_step_of, updater_of
 
 NUM_GROUPS, GROUP_SIZE, LONGEST = 6, 4, 28
 UNSCORED = (3, 1)  # (slot, sample) of a completion whose reward is unknown
@@ -192,7 +192,7 @@ def one_update(
     batch, decision = assemble_batch(sampled, session)
     attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
     decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
-    sums = merge_json(on_rank0(list, to_json(updater.update(batch))))
+    sums = merged_on_all(updater.update(batch))
     policy_term, kl, entropy, tokens, updates = (
         sums[name].value for name in ("policy", "kl", "entropy", "loss_tokens", "optim/updates")
     )
