@@ -41,53 +41,74 @@ class Fault:
     of_sync: bool = False  # trained once more with proofs.every_steps=1
 
 
-_YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
-_TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
-_LOAD = "engine.load_weights(weights, step)\n"
+_YIELD = "                yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
+_TENSOR = "                tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
+_SHARD = "                self._shard = self._cast(self._name, shard().detach()).reshape(-1)\n"
+_COPY = "copy(part, piece, first, (rows_per_rank(parameter), parameter.shape[1:].numel()))\n"
+_LOAD = "engine.load_weights(weights, step, direct, pieces)\n"
 _SEED = "rollout_seed(self._seed, step - 1, prompt.position, sample)"
 
 FAULTS = (
     Fault(
         "skipped sync: from the second step on",
         "engine/weight_sync.py",
-        f"                {_LOAD}",
-        f"                if not self._has_proved:\n                    {_LOAD}"
-        "                engine.policy_version = step\n",
+        f"            {_LOAD}",
+        f"            if not self._has_proved:\n                {_LOAD}            engine.policy_version = step\n",
         (_UNTIED,),
         of_sync=True,
     ),
     Fault(
         "one tensor stale: k_proj of layer 1 keeps its first value",
-        "engine/weight_sync.py",
-        _YIELD,
-        f"{_TENSOR}            kept = policy.__dict__.setdefault('kept', {{}})\n"
-        "            yield name, kept.setdefault(name, tensor) if 'layers.1.self_attn.k_proj' in name else tensor\n",
+        "engine/gather.py",
+        _SHARD,
+        f"{_SHARD}                kept = as_it_is.__dict__.setdefault('kept', {{}})\n"
+        "                if 'layers.1.self_attn.k_proj' in self._name:\n"
+        "                    self._shard = kept.setdefault(self._name, self._shard.clone())\n",
         (_SHARDED,),
         of_sync=True,
     ),
     Fault(
         "tied head stale: its packed copy is not made anew",
-        "engine/reload.py",
-        '        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):\n'
-        "            method.process_weights_after_loading(module)\n",
+        "engine/direct_load.py",
+        "        if not self.is_copied:\n"
+        "            self._layer.quant_method.process_weights_after_loading(self._layer)\n",
         "",
         (_TIED,),
         of_sync=True,
     ),
     Fault(
+        "a slice off by a row: the value heads, copied into the engine",
+        "engine/direct_load.py",
+        f"                matrix.{_COPY}",
+        "                if part.name.endswith('v_proj.weight') and part.num_rows > 1:\n"
+        "                    part = replace(part, hf_start=part.hf_start + 1, num_rows=part.num_rows - 1)\n"
+        f"                matrix.{_COPY}",
+        (_UNTIED,),
+        of_sync=True,
+    ),
+    Fault(
+        "keys and values swapped: where the map says that they are",
+        "engine/weight_map.py",
+        "    names = [path.removesuffix(leaf) + name for name in fused.get(leaf, [leaf])]\n",
+        "    names = [path.removesuffix(leaf) + name for name in fused.get(leaf, [leaf])]\n"
+        "    names[1:3] = names[2:0:-1]\n",
+        (_UNTIED,),
+        of_sync=True,
+    ),
+    Fault(
         "transposed: square tensors, in the gather",
-        "engine/weight_sync.py",
+        "engine/gather.py",
         _YIELD,
-        f"{_TENSOR}            yield name, tensor.T if tensor.ndim == 2 and len(tensor) == tensor.shape[1] else "
+        f"{_TENSOR}                yield name, tensor.T if tensor.ndim == 2 and len(tensor) == tensor.shape[1] else "
         "tensor\n",
         (_GATHER,),
         of_sync=True,
     ),
     Fault(
         "last bucket of the sync dropped: gathered only where full",
-        "engine/weight_sync.py",
-        "        on_its_way.extend(start_all_gather(piece, group))\n",
-        "        if columns == room:\n            on_its_way.extend(start_all_gather(piece, group))\n",
+        "engine/gather.py",
+        "            on_its_way.extend(start_all_gather(piece, group))\n",
+        "            if columns == room:\n                on_its_way.extend(start_all_gather(piece, group))\n",
         (_GATHER,),
         _SEVERAL_BUCKETS,
         of_sync=True,

@@ -22,8 +22,10 @@ from grpo_spmd.distributed.collectives import on_rank0, start_all_gather, wait_f
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.weight_sync import WeightSync, gather_full_tensors
-from grpo_spmd.model.policy import DTYPES, Policy, build_policy, hf_named_parameters
+from grpo_spmd.engine.gather import gather_full_tensors, gather_pieces
+from grpo_spmd.engine.weight_digest import WeightDigest
+from grpo_spmd.engine.weight_sync import WeightSync
+from grpo_spmd.model.policy import DTYPES, Policy, build_policy, hf_named_parameters, hf_named_shards
 from grpo_spmd.model.sharding import shard_group
 from grpo_spmd.records import SyncStats
 
@@ -66,14 +68,19 @@ def main() -> None:
             timed["all-gather alone"] = lambda: _all_gather_alone(target, shard_group(parameters[0]))
         timed["full_tensor() of each"] = lambda: _full_tensors(policy, dtype)
         timed |= {f"gather, {mib} MiB": _gather(policy, dtype, mib << 20) for mib in buckets}
-        bounds = {f"gather, {mib} MiB": 2 * (mib << 20) * (session.world_size > 1) + max(sizes) for mib in buckets}
+        bounds = {f"gather, {mib} MiB": min(2, session.world_size) * (mib << 20) + max(sizes) for mib in buckets}
     else:
+        bucket_bytes = config.rollout.sync_bucket_bytes(session.device.type)
+        timed["gather alone"] = _pieces(policy, dtype, bucket_bytes, is_named=False)
+        timed["gather alone, named"] = _pieces(policy, dtype, bucket_bytes, is_named=True)
         # what vLLM takes when nothing is gathered
         ready = list(gather_full_tensors(policy, dtype, 1 << 20, SyncStats()))
-        timed["gather alone"] = _gather(policy, dtype, config.rollout.sync_bucket_bytes(session.device.type))
         timed["vLLM's load alone"] = lambda: _load(engine, ready)
         weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib)
-        timed["whole sync"] = lambda: weight_sync.sync(1)
+        weight_sync.sync(1)  # through vLLM's loader, and proved
+        weight_sync.sync(1)  # directly, and proved
+        timed["whole sync through vLLM's loader"] = lambda: _sync(weight_sync, is_direct=False)
+        timed["whole sync, direct"] = lambda: _sync(weight_sync, is_direct=True)
     times, stats = ranks.time_in_turn(timed, ROUNDS)
     peaks = {name: peak_bytes(run) for name, run in timed.items()} if engine is None else {}
     for name, of_rounds in times.items():
@@ -113,6 +120,26 @@ def _gather(policy: Policy, dtype: torch.dtype, bucket_bytes: int) -> Callable[[
         return stats
 
     return run
+
+
+def _pieces(policy: Policy, dtype: torch.dtype, bucket_bytes: int, is_named: bool) -> Callable[[], SyncStats]:
+    """As a direct load draws them, with the name of the weights or without."""
+
+    def run() -> SyncStats:
+        stats, digest = SyncStats(), WeightDigest(next(policy.parameters()).device) if is_named else None
+        for _ in gather_pieces(list(hf_named_shards(policy)), dtype, bucket_bytes, stats, digest=digest):
+            pass
+        return stats
+
+    return run
+
+
+def _sync(weight_sync: WeightSync, is_direct: bool) -> SyncStats:
+    direct = weight_sync._direct
+    weight_sync._direct = direct if is_direct else None
+    stats = weight_sync.sync(1)
+    weight_sync._direct = direct
+    return stats
 
 
 @torch.no_grad()

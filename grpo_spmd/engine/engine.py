@@ -18,6 +18,8 @@ from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import any_rank, barrier, of_first_in_group, ranks_that_differ
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import claim
+from grpo_spmd.engine.direct_load import DirectLoad
+from grpo_spmd.engine.gather import Piece
 from grpo_spmd.engine.gpu import allocator_settings_kept, warn_of_slow_seeds
 from grpo_spmd.engine.isolation import isolated
 from grpo_spmd.engine.leftovers import forget_engine, note_engine
@@ -96,15 +98,23 @@ class RolloutEngine:
         self._llm.wake_up(tags=["weights"])
         self._weights_awake, self.policy_version = True, None
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+    def load_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        policy_version: int,
+        direct: DirectLoad | None = None,
+        pieces: Iterable[Piece] = (),
+    ) -> None:
         """Collective over the engine's ranks. Replace every weight by (checkpoint name, full tensor) pairs, or the base
-        where `load_adapters` is to follow. Raises EngineStateError: asleep, requests still running, or an engine
-        parameter that the pairs did not cover."""
+        where `load_adapters` is to follow; those that `direct` copies first, from `pieces`. Raises EngineStateError:
+        asleep, requests still running, or an engine parameter that was not covered."""
         if not self._weights_awake:
             raise EngineStateError("load_weights: the engine is asleep; call wake_weights first")
         self.policy_version, self._holds_weights = None, False
         with isolated():
-            self._reload(weights)
+            if direct is not None:
+                self._llm.apply_model(lambda _: direct(pieces))
+            self._reload(weights, direct.covered if direct is not None else ())
         self.reset_prefix_cache()  # it holds keys and values of the old weights
         self._holds_weights = True
         self.policy_version = None if self.takes_adapters else policy_version
@@ -157,6 +167,10 @@ class RolloutEngine:
     def tensors(self, hf_names: Collection[str]) -> list[EngineTensor]:
         """Where the rows of HF's tensors are in this rank's engine; the same in number and kind on all ranks."""
         return engine_tensors(self._model, hf_names) + (self._adapters.tensors() if self._adapters is not None else [])
+
+    def direct_load(self, names: Mapping[str, str]) -> DirectLoad:
+        """To be made when a proof has passed. `names`: of the policy's tensors, by each name that they have."""
+        return DirectLoad(self._model, self.tensors(names), names, self.dtype)
 
     def shutdown(self) -> None:
         """Collective. Stop vLLM. From 0.24 on this ends the default process group too, so all ranks must be here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,8 +31,13 @@ class WeightReload:
             lambda record: "Failed to load weights" not in record.getMessage()
         )
 
-    def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Collective over the engine's ranks. Replace every weight, or raise EngineStateError."""
+    def __call__(self, weights: Iterable[tuple[str, Tensor]], covered: Collection[str] = ()) -> None:
+        """Collective over the engine's ranks. Replace every weight but those in `covered`, which the engine has got, or
+        raise EngineStateError."""
+        if names := {hf_name(name) for name, _ in self._model.named_parameters()}.difference(covered):
+            self._reload(weights, names)
+
+    def _reload(self, weights: Iterable[tuple[str, Tensor]], names: set[str]) -> None:
         self._loaded = None
         if self._on_cpu:
             self._llm.apply_model(before_reload_on_cpu)
@@ -44,8 +49,7 @@ class WeightReload:
         if self._loaded is None:
             text = "load_weights: this model class does not say which weights it loaded, so the sync cannot be proved"
             raise EngineStateError(text)
-        missing = sorted({hf_name(name) for name, _ in self._model.named_parameters()} - self._loaded)
-        if missing:
+        if missing := sorted(names - self._loaded):
             which = f"{len(missing)} engine parameters"
             raise EngineStateError(f"load_weights: {which} were not covered by the policy, first {missing[0]}")
 

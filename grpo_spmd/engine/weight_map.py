@@ -39,6 +39,7 @@ class EngineTensor:
     is_quantised: bool = False
     column_slice: int = 0  # which of so many equal slices of the HF tensor's columns it holds
     num_column_slices: int = 1
+    layer: nn.Module | None = None  # that it is in, unless it is an adapter
 
 
 Rows = tuple[int, int, int]  # of one HF tensor: how many are held here, how many there are, which block of that size
@@ -54,7 +55,7 @@ def engine_tensors(model: nn.Module, hf_names: Collection[str]) -> list[EngineTe
         read = _of_nearest_class(readers, layer)
         for tensor in read(path.removesuffix(".base_layer"), layer, model):  # wrapped, where it can take an adapter
             if tensor.values is None or id(tensor.values) not in seen:
-                found.append(replace(tensor, parts=as_in_hf(tensor.engine_name, tensor.parts, renamed)))
+                found.append(replace(tensor, parts=as_in_hf(tensor.engine_name, tensor.parts, renamed), layer=layer))
             seen.add(id(tensor.values))
     return found
 
@@ -120,7 +121,8 @@ def _vocabulary_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]
     a packed copy beside the plain one, which they may share: the embedding reads the plain, the lm_head the packed."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    is_head = isinstance(layer, ParallelLMHead) or layer is getattr(model, "lm_head", None)
+    head = getattr(model, "lm_head", None)  # where there is none, the embedding itself is (Gemma 2, Command R)
+    is_head = isinstance(layer, ParallelLMHead) or layer is head or head is None
     name, rows = f"{path}.weight", layer.shard_indices
     first = rows.org_vocab_start_index
     parts = (TensorPart(name, layer.org_vocab_size, first, 0, rows.org_vocab_end_index - first),)

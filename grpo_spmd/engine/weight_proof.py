@@ -1,4 +1,4 @@
-"""The proof that every engine holds the policy's weights, and a name for these weights.
+"""The proof that every engine holds the policy's weights.
 
 Every rank takes fingerprints of its FSDP shards, 8 bytes a row, one gather brings them to all ranks, and each engine
 rank compares those of the rows that it holds. No rank needs a full copy of a tensor.
@@ -6,7 +6,6 @@ rank compares those of the rows that it holds. No rank needs a full copy of a te
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import time
@@ -23,7 +22,7 @@ from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_map import EngineTensor
 from grpo_spmd.model.lora import adapter_shards, hf_name, named_adapters
 from grpo_spmd.model.policy import Policy, hf_named_shards
-from grpo_spmd.model.sharding import first_row, gather_rows, is_first_replica
+from grpo_spmd.model.sharding import gather_rows
 
 _log = logging.getLogger("grpo_spmd")
 _MAX_NAMED = 4  # tensors that an error describes
@@ -142,31 +141,6 @@ def row_fingerprints(matrix: Tensor, coefficients: Tensor, num_slices: int, dtyp
             products = (parts * coefficients.float().view(num_slices, -1)).sum(-1)
             result.copy_(torch.stack([products, parts.norm(dim=-1)], -1).view(torch.int64)[..., 0])
     return out
-
-
-@torch.no_grad()
-def weights_id(policy: Policy, frozen_sum: int | None = None) -> str:
-    """Collective. A name for the policy's weights, to the bit, whatever the number of ranks and replicas: the sum over
-    all elements of their bits times odd numbers that stand for tensor, row and column, modulo 2^64. `frozen_sum`: the
-    `sum_of_bits` of what does not train, where it is known."""
-    frozen = sum_of_bits(policy, trained=False) if frozen_sum is None else frozen_sum
-    return on_rank0(lambda parts: f"{sum(parts) % 2**64:016x}", frozen + sum_of_bits(policy, trained=True))
-
-
-@torch.no_grad()
-def sum_of_bits(policy: Policy, trained: bool) -> int:
-    """Of this rank's shards of the parameters that train, or of those that do not (`weights_id`)."""
-    total = torch.zeros((), dtype=torch.int64, device=next(policy.parameters()).device)
-    for name, parameter in policy.model.named_parameters():
-        assert isinstance(parameter, DTensor), name
-        shard = parameter.to_local()
-        if parameter.requires_grad == trained and len(shard) and is_first_replica(parameter):
-            coefficients = _coefficients(_columns(parameter), False, shard.dtype, 0)
-            of_rows = row_fingerprints(_as_matrix(shard), coefficients, 1, shard.dtype)[:, 0]
-            places = torch.arange(len(of_rows), device=shard.device) + first_row(parameter)
-            of_name = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True) | 1
-            total += (of_rows * (2 * places + 1)).sum() * of_name
-    return int(total)
 
 
 def _gather_fingerprints(shards: _Shards, views: list[_View], dtype: torch.dtype, step: int) -> dict[_View, Tensor]:

@@ -57,12 +57,9 @@ def sync_buffers(config: Config, model: ModelFacts, num_ranks: int, bucket_bytes
         found["adapters, whole"] = 4 * sum(math.prod(s) for name, s in adapters.items() if name.endswith(".lora_A"))
         adapted = {name.removesuffix(".lora_B") for name in adapters if name.endswith(".lora_B")}
         merged |= {name: _shard(shapes[name], ranks) * (4 if itemsize == 4 else 8) for name in adapted}
-    if ranks == 1:  # W is gone when what is sent is made of W + BA
-        sent = {name: whole[name] + (4 * _shard(shapes[name], 1) if merged[name] else 0) for name in shapes}
-        return found | {"largest tensor": max(*merged.values(), *sent.values())}
     row = arithmetic.shard_numel(shapes, ranks)
     room = min(max(1, bucket_bytes // (ranks * itemsize)), row)
-    found["buckets"] = min(2, -(-row // room)) * ranks * room * itemsize
+    found["buckets"] = min(2 if ranks > 1 else 1, -(-row // room)) * ranks * room * itemsize
     # the next bucket is filled while a tensor of this one is put together
     return found | {"largest tensor": max(whole.values()) + max(merged.values())}
 

@@ -130,6 +130,9 @@ SCALE = {
     "learn/facts.py": 105,
     "learn/shares.py": 90,
     "rewards/logged.py": 50,
+    "engine/direct_load.py": 205,
+    "engine/gather.py": 150,
+    "engine/weight_digest.py": 65,
 }
 CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS | SCALE
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6000

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.session import Session, policy_mesh
-from grpo_spmd.engine.weight_sync import gather_full_tensors
+from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.offload import HostOffload

@@ -19,7 +19,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import LoraConfig, ModelConfig, OptimizerConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.engine.weight_sync import gather_full_tensors
+from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.model.lora import named_adapters
 from grpo_spmd.model.optimizer import build_optimizer

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import ModelConfig, OptimizerConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.engine.weight_proof import weights_id
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.model.families.logits import logits_map
 from grpo_spmd.model.fill import load_weights
@@ -26,6 +25,7 @@ from grpo_spmd.model.policy import build_policy, hf_named_parameters
 from grpo_spmd.records import Rollout
 from tests.support.checkpoints import export_policy
 from tests.support.models import FAMILIES, make_model
+from tests.support.weights import name_of_weights
 
 CPU = torch.device("cpu")
 
@@ -241,23 +241,23 @@ def test_bfloat16_compute_keeps_float32_master_weights(tmp_path: Path, session: 
 
 def test_the_name_of_the_weights_changes_with_any_bit_and_place(tmp_path: Path, session: Session) -> None:
     policy = build_policy(model_config(make_model(tmp_path, "qwen2", tied=True)), 1.0, session)
-    names = {weights_id(policy)}
+    names = {name_of_weights(policy)}
     layers = policy.model.model.layers
     first, second = (layers[i].mlp.gate_proj.weight.to_local() for i in (0, 1))
     row, other = first[0].clone(), first[1].clone()
     with torch.no_grad():
         first[0, 0] = torch.nextafter(first[0, 0], torch.tensor(2.0))  # the last bit of one element
-        names.add(weights_id(policy))
+        names.add(name_of_weights(policy))
         first[0, 1] = torch.nextafter(first[0, 1], torch.tensor(-2.0))  # and another one's, the other way
-        names.add(weights_id(policy))
+        names.add(name_of_weights(policy))
         first[0], first[1] = other, row  # two rows change places
-        names.add(weights_id(policy))
+        names.add(name_of_weights(policy))
         first[:], second[:] = second.clone(), first.clone()  # two tensors
-        names.add(weights_id(policy))
+        names.add(name_of_weights(policy))
         assert len(names) == 5
         first[:], second[:] = second.clone(), first.clone()
         first[0], first[1] = row, other  # all as it was
-        assert weights_id(build_policy(model_config(tmp_path), 1.0, session)) == weights_id(policy)
+        assert name_of_weights(build_policy(model_config(tmp_path), 1.0, session)) == name_of_weights(policy)
 
 
 def test_the_reference_in_bfloat16_scores_as_the_policy_does(tmp_path: Path, session: Session) -> None:

@@ -30,9 +30,9 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.errors import Rank0Error
 from grpo_spmd.distributed.session import Session, policy_mesh
 from grpo_spmd.distributed.store import open_store
+from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.engine.weight_map import EngineTensor, TensorPart
-from grpo_spmd.engine.weight_proof import prove_weights, sum_of_bits, weights_id
-from grpo_spmd.engine.weight_sync import gather_full_tensors
+from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
@@ -45,6 +45,7 @@ from tests.support.dry_run.engine import StandInLLM, install_vllm
 from tests.support.dry_run.figures import BUCKET_BYTES, VARIANTS, micro_batch, update_figures, with_model
 from tests.support.dry_run.kernels import install_flash_attn
 from tests.support.learn import updater_of
+from tests.support.weights import name_of_weights
 
 ATTENTION = {
     "varlen": "torch_attn._varlen_attn",
@@ -227,7 +228,7 @@ class Trials:
             policy = build_policy(config.model, 1.0, session)
             engine = _Holder(dict(gather_full_tensors(policy, torch.bfloat16, BUCKET_BYTES, SyncStats())))
             prove_weights(policy, cast(Any, engine), 0, is_first=True)
-            found[name] = weights_id(policy, sum_of_bits(policy, trained=False))
+            found[name] = name_of_weights(policy)
             self.sees_a_flipped_bit(policy, engine)
         return found
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from grpo_spmd.checkpoint import save
-from grpo_spmd.engine import weight_sync
+from grpo_spmd.engine import gather
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.weight_proof import weights_id
-from grpo_spmd.engine.weight_sync import gather_full_tensors
+from grpo_spmd.engine.gather import gather_full_tensors
+from grpo_spmd.engine.weight_digest import WeightDigest
 from grpo_spmd.model import attention
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
@@ -26,6 +26,7 @@ from grpo_spmd.model.host_memory import host_buffer
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, build_policy
 from grpo_spmd.records import SyncStats
+from tests.support import weights
 from tests.support.dry_run.cases import Trials
 from tests.support.dry_run.engine import StandInLLM
 from tests.support.dry_run.figures import BUCKET_BYTES, check_step, check_sync, micro_batch, step_figures, sync_figures
@@ -63,9 +64,9 @@ def wide_bounds_into_varlen(trials: Trials) -> None:
 
 
 def weights_named_on_the_cpu(trials: Trials) -> None:
-    policy, plain = build_policy(trials.config.model, 1.0, trials.session(2)), torch.arange
-    with patch.object(torch, "arange", lambda *bounds, device: plain(*bounds)):
-        weights_id(policy)
+    policy = build_policy(trials.config.model, 1.0, trials.session(2))
+    with patch.object(weights, "WeightDigest", lambda device: WeightDigest(torch.device("cpu"))):
+        weights.name_of_weights(policy)
 
 
 def buckets_on_the_cpu(trials: Trials) -> None:
@@ -74,18 +75,18 @@ def buckets_on_the_cpu(trials: Trials) -> None:
 
     def empty(*size: int, device: Any = None, **options: Any) -> Tensor:
         made.append(None)
-        return plain(*size, device=None if len(made) <= 2 else device, **options)
+        return plain(*size, device=None if len(made) <= 3 else device, **options)
 
     policy = build_policy(trials.config.model, 1.0, trials.session(2))
-    with patch.object(weight_sync.torch, "empty", empty):
+    with patch.object(gather.torch, "empty", empty):
         check_sync(sync_figures(policy, trials.cuda.device, trials.cuda))
 
 
 def tensors_for_the_engine_on_the_cpu(trials: Trials) -> None:
     engine, policy = _engine(trials)
     engine.wake_weights()
-    weights = gather_full_tensors(policy, engine.dtype, BUCKET_BYTES, SyncStats())
-    engine.load_weights(((name, trials.cuda.values(tensor)) for name, tensor in weights), 0)
+    sent = gather_full_tensors(policy, engine.dtype, BUCKET_BYTES, SyncStats())
+    engine.load_weights(((name, trials.cuda.values(tensor)) for name, tensor in sent), 0)
 
 
 def optimizer_without_fused(trials: Trials) -> None:
@@ -150,7 +151,7 @@ def policy_read_while_it_is_away(trials: Trials) -> None:
     offload = HostOffload(True, policy, None, updater_of(policy, trials.config).optimizer)
     offload.before_sync()
     offload.after_sync()
-    weights_id(policy)
+    weights.name_of_weights(policy)
 
 
 def _engine(trials: Trials) -> tuple[RolloutEngine, Policy]:

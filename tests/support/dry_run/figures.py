@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.engine.weight_sync import gather_full_tensors
+from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.model.policy import Policy, build_policy
 from grpo_spmd.records import MicroBatch, Rollout, SyncStats

@@ -19,11 +19,11 @@ from grpo_spmd.checkpoint.state import state_tensors
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
-from grpo_spmd.engine.weight_proof import weights_id
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import build_policy
 from tests.support.checkpoints import checkpoints_of
 from tests.support.learn import updater_of
+from tests.support.weights import name_of_weights
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
             updater._num_updates += 1
         checkpoints = checkpoints_of(config, session, policy, updater)
         checkpoints.stage(2, position=17, log_state={"mismatch_scale": None})
-        before = digests(policy, updater) | {"policy.*": weights_id(policy)}
+        before = digests(policy, updater) | {"policy.*": name_of_weights(policy)}
         with torch.no_grad():  # training goes on while the copy is written
             for parameter in policy.parameters():
                 parameter.add_(1.0)
@@ -56,7 +56,7 @@ def main() -> None:
             verify_checkpoint(folder)
     else:
         load_state(policy, updater, folder, read_trainer(folder))
-        before = digests(policy, updater) | {"policy.*": weights_id(policy)}
+        before = digests(policy, updater) | {"policy.*": name_of_weights(policy)}
     if session.is_rank0:
         print("lr", updater._schedule.get_last_lr(), [group["lr"] for group in updater.optimizer.param_groups])
         for name, digest in before.items():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import grpo_spmd.engine.weight_sync
+import grpo_spmd.engine.gather
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.collectives import (
@@ -30,7 +30,7 @@ from grpo_spmd.distributed.collectives import (
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.errors import Rank0Error
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.engine.weight_sync import gather_full_tensors
+from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, hf_named_shards
 from grpo_spmd.model.sharding import shard_group
 from grpo_spmd.records import SyncStats
@@ -134,11 +134,11 @@ def one_shard_is_made_at_a_time(policy: Policy, expected: dict[str, Tensor]) -> 
         for name, parameter, _ in hf_named_shards(policy):
             yield name, parameter, partial(doubled, parameter)
 
-    grpo_spmd.engine.weight_sync.hf_named_shards = shards
+    grpo_spmd.engine.gather.hf_named_shards = shards
     for name, tensor in gather_full_tensors(policy, torch.float32, 6000, SyncStats()):
         assert torch.equal(tensor, expected[name] * 2), name
     assert len(made) == len(expected)
-    grpo_spmd.engine.weight_sync.hf_named_shards = hf_named_shards
+    grpo_spmd.engine.gather.hf_named_shards = hf_named_shards
 
 
 def ranks_of_an_engine_compare(session: Session) -> None:

@@ -23,9 +23,10 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.errors import Rank0Error
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_proof import prove_weights
-from grpo_spmd.engine.weight_sync import WeightSync, gather_full_tensors
+from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.model.lora import adapter_shards, gather_adapters, named_adapters
 from grpo_spmd.model.optimizer import build_optimizer

@@ -19,7 +19,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.engine.weight_sync import gather_full_tensors
+from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.offload import HostOffload, _storage

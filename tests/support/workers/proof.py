@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -23,10 +24,12 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.errors import Rank0Error
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import end_session, start_session
+from grpo_spmd.engine.direct_load import _Matrix
 from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_proof import prove_weights
-from grpo_spmd.engine.weight_sync import WeightSync, gather_full_tensors
+from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.learn.losses import mismatch_sums
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.update import no_update
@@ -171,11 +174,58 @@ class Trials:
         repack = grpo_spmd.engine.reload.after_reload_on_cpu
         grpo_spmd.engine.reload.after_reload_on_cpu = lambda model: None
         self.update(1e-5 if self.engine.dtype == torch.float32 else 1e-3)
-        self.sync()
+        self.load(self.weights())
         grpo_spmd.engine.reload.after_reload_on_cpu = repack
         self.fails({HEAD})
         self.sync()
         self.passes()
+
+    def direct_faults(self) -> None:
+        """Of what is copied without vLLM's loader: one tensor a row off, two in each other's place, a packed head that
+        nobody renews. And after each, as after vLLM's loader, the same bits."""
+        direct = self.weight_sync._direct
+        assert direct is not None
+        assert direct.names == set(self.shapes), direct.names ^ set(self.shapes)
+        key, value, down = (
+            LAYER + name for name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "mlp.down_proj.weight")
+        )
+        copy, end, targets = _Matrix.copy, _Matrix.end, direct._targets
+
+        def a_row_off(matrix: Any, part: Any, piece: Tensor, first: int, shape: tuple[int, int]) -> None:
+            copy(matrix, part, piece.roll(shape[1], 1) if part.name == down else piece, first, shape)
+
+        def not_packed(matrix: Any) -> None:
+            if matrix.is_copied:
+                end(matrix)
+
+        swapped = {**targets, key: targets[value], value: targets[key]}
+        for where, what, planted, names in (
+            (_Matrix, "copy", a_row_off, {down}),
+            (direct, "_targets", swapped, {key, value}),
+            (_Matrix, "end", not_packed, {HEAD}),
+        ):
+            self.update(1e-5 if self.engine.dtype == torch.float32 else 1e-3)
+            with patch.object(where, what, planted):
+                self.sync()
+            self.fails(names)
+            self.sync()
+            self.passes()
+            copied = self.held()
+            self.load(self.weights())
+            assert copied.keys() == self.held().keys()
+            assert all(torch.equal(tensor, copied[name]) for name, tensor in self.held().items())
+
+    def held(self) -> dict[str, Tensor]:
+        """All that this rank's engine has, what is packed as the layer's products with a unit matrix."""
+        found = dict[str, Tensor]()
+        for number, tensor in enumerate(self.engine.tensors(self.shapes)):
+            values = tensor.values
+            if values is None:
+                layer: Any = tensor.layer
+                columns = getattr(layer, "input_size_per_partition", 0) or layer.embedding_dim
+                values = layer.quant_method.apply(layer, torch.eye(columns, dtype=self.engine.dtype), None)
+            found[f"{tensor.engine_name} {number}"] = values.detach().clone()
+        return found
 
     def covers_everything(self) -> None:
         """The engine's ranks together hold every row and column slice of every HF tensor; KV heads also twice."""
@@ -287,6 +337,7 @@ def main() -> None:
     trials.misplaced_tensors()
     if trials.tied:
         trials.stale_head()
+    trials.direct_faults()
     trials.logprob_check_faults()
     print(f"rank {trials.session.rank}: {trials.num_faults} faults seen", flush=True)
     trials.engine.shutdown()

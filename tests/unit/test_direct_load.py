@@ -1,0 +1,133 @@
+"""Copies of gathered pieces into an engine's matrices, against plain slices of the whole tensor; and the name that the
+weights get on their way, against any other cut of them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo_spmd.engine.direct_load import DirectLoad, _Matrix
+from grpo_spmd.engine.requests import EngineStateError
+from grpo_spmd.engine.weight_digest import WeightDigest, weights_id
+from grpo_spmd.engine.weight_map import EngineTensor, TensorPart
+
+
+def blocks(whole: Tensor, ranks: int) -> tuple[Tensor, int]:
+    """[ranks, elements] as FSDP deals rows, padding as -1; and the rows of a block."""
+    rows = -(-len(whole) // ranks)
+    padded = torch.full((ranks * rows, whole.shape[1]), -1.0)
+    padded[: len(whole)] = whole
+    return padded.view(ranks, -1), rows
+
+
+def cuts(width: int, chance: random.Random) -> list[tuple[int, int]]:
+    bounds = sorted({0, width, *(chance.randint(0, width) for _ in range(chance.randint(0, 5)))})
+    return list(itertools.pairwise(bounds))
+
+
+def test_any_cut_fills_any_slice_of_rows_and_columns() -> None:
+    chance = random.Random(0)
+    for _ in range(1500):
+        ranks, num_rows, columns = chance.randint(1, 5), chance.randint(1, 14), chance.choice([1, 2, 3, 4, 6])
+        slices = chance.choice([n for n in (1, 2, 3) if columns % n == 0])
+        held, which, start = chance.randint(1, num_rows), chance.randrange(slices), chance.randint(0, 2)
+        first = chance.randint(0, num_rows - held)
+        whole, width = torch.arange(1.0, num_rows * columns + 1).view(num_rows, columns), columns // slices
+        out = torch.zeros(start + held, width)
+        # rows above it, which another tensor fills
+        parts = TensorPart("a", num_rows, first, start, held), TensorPart("b", start, 0, 0, start)
+        matrix = _Matrix(EngineTensor("x", parts, out, None, False, which, slices, nn.Module()), torch.float32)
+        matrix.begin()
+        given, rows = blocks(whole, ranks)
+        for low, high in cuts(given.shape[1], chance):
+            matrix.copy(parts[0], given[:, low:high], low, (rows, columns))
+        expected = whole[first : first + held, which * width : (which + 1) * width]
+        assert torch.equal(out[start:], expected), (ranks, num_rows, columns, slices, first, held)
+        assert not out[:start].any()
+        if start:
+            with pytest.raises(EngineStateError, match="x was not covered by the policy"):
+                matrix.end()
+        else:
+            matrix.end()
+
+
+class Copies(TorchDispatchMode):
+    """Launches on a device: copies and what else writes; and what was allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = list[str]()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+def test_ranks_cost_no_copies_and_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 ranks, a layer of 3 fused tensors and a norm, in pieces of a third of a block: one copy for each piece of a
+    tensor that this rank of 2 holds half of, and one for the rank in the middle of which its half ends."""
+    layer, rows, columns = nn.Module(), 4 * 66, 8
+    names = ["q", "k", "v"]
+    parts = tuple(TensorPart(name, rows, 0, at * rows // 2, rows // 2) for at, name in enumerate(names))
+    layer.weight = nn.Parameter(torch.zeros(3 * rows // 2, columns))
+    layer.norm = nn.Parameter(torch.zeros(rows))
+    tensors = [
+        EngineTensor("qkv", parts, layer.weight, layer=layer),
+        EngineTensor("norm", (TensorPart("norm", rows, 0, 0, rows),), layer.norm, layer=layer),
+    ]
+    direct = DirectLoad(layer, tensors, {name: name for name in (*names, "norm")}, torch.float32)
+    assert direct.names == {*names, "norm"}
+    whole = {name: torch.randn(rows, columns if name != "norm" else 1) for name in direct.names}
+    found, pieces = Copies(), list[Any]()
+    for name, tensor in whole.items():
+        given, block = blocks(tensor, 64)
+        third = -(-given.shape[1] // 3)
+        pieces += [((name, tensor, None), low, given[:, low : low + third]) for low in range(0, given.shape[1], third)]
+    assert block == 5
+    monkeypatch.setattr("grpo_spmd.engine.direct_load.rows_per_rank", lambda parameter: 5)  # of a DTensor's mesh
+    with found:
+        direct(pieces)
+    expected = torch.cat([whole[name][: rows // 2] for name in names])
+    assert torch.equal(layer.weight, expected)
+    assert torch.equal(layer.norm[:, None], whole["norm"])
+    copies = found.operators.count("aten.copy_.default")
+    # 9 pieces of weights; rows 130 and 131 of the 132 are of the rank in the middle, and in 2 of 3 pieces each; the
+    # norm: 3 pieces, of whose last block (rows 260 to 264) 4 are there
+    assert 12 <= copies <= 12 + 3 * 2 + 3, copies
+    made = [name for name in found.operators if "empty" in name or "clone" in name or "new_" in name]
+    assert made == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_name_does_not_depend_on_the_cut_and_does_on_every_bit_and_place(dtype: torch.dtype) -> None:
+    chance, tensors = random.Random(1), {"a": torch.randn(3 * 2**15 + 7).to(dtype), "b": torch.randn(5).to(dtype)}
+
+    def named(given: dict[str, Tensor], num_ranks: int) -> str:
+        """In pieces of any size and alignment, in any order, over so many ranks."""
+        digests = [WeightDigest(torch.device("cpu")) for _ in range(num_ranks)]
+        pieces = [(name, *bounds) for name, tensor in given.items() for bounds in cuts(len(tensor), chance)]
+        chance.shuffle(pieces)
+        for name, low, high in pieces:
+            chance.choice(digests).add(name, low, given[name][low:high])
+        return weights_id([digest.total() for digest in digests])
+
+    names = {named(tensors, ranks) for ranks in (1, 1, 2, 5)}
+    assert len(names) == 1
+    for place in (0, 1, 2**15 + 3, len(tensors["a"]) - 1):
+        changed = tensors["a"].clone()
+        changed.view(torch.int32 if dtype == torch.float32 else torch.int16)[place] ^= 1
+        names.add(named({**tensors, "a": changed}, 2))
+    a = tensors["a"]
+    names.add(named({**tensors, "a": a.roll(1)}, 1))
+    names.add(named({**tensors, "a": torch.cat([a[2**15 :], a[: 2**15]])}, 1))  # by a stretch
+    swapped = a.clone()
+    swapped[:5] = tensors["b"]
+    names.add(named({"a": swapped, "b": a[:5]}, 1))
+    names.add(named({"a": a, "c": tensors["b"]}, 1))
+    assert len(names) == 1 + 4 + 4
