@@ -3,9 +3,9 @@ to 4,096 ranks.
 
 Groups of 8 with long-tailed lengths (those of `balance`), two reward functions whose rewards are real numbers, groups
 dealt to the ranks in turn. Seconds are CPU time of one process, the least of three: "decode and judge" of what the
-ranks tell of their groups; "plan"; "rest" of the decision (advantages, metrics); "encode" of what each rank gets. Bytes
-are per rollout, with what each message has beside its rollouts; "largest" is the largest message either way.
-"share" is all of it, of a step of 100 s. What the network takes is not here.
+ranks tell of their groups; "plan"; "rest" of the decision (advantages, metrics); "encode" of what each rank gets;
+"sums" of the ranks' updates. Bytes are per rollout, with what each message has beside its rollouts; "largest" is the
+largest message; "sums_bytes" are a rank's. "share" is all of it, of a step of 100 s. The network's time is not here.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import numpy as np
 from benchmarks.speed.balance import BUDGET, GROUP_SIZE, LONGEST, trace
 from benchmarks.support.report import Row, arguments_parser, report
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, TrainingConfig
+from grpo_spmd.distributed.reductions import Histogram, Mean, Sum, merge_bytes, to_bytes
 from grpo_spmd.learn import sampled_step
 from grpo_spmd.learn.facts import encode_facts
 from grpo_spmd.learn.sampled_step import StepRules, _Decider
 from grpo_spmd.learn.shares import encode_shares
+from grpo_spmd.learn.update import no_update
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
 T = TypeVar("T")
@@ -45,6 +47,7 @@ def main() -> None:
 
 def _measure(num_rollouts: int, num_ranks: int) -> Row:
     facts, rules = simulated_step(num_rollouts, num_ranks)
+    sums = [simulated_sums(rank) for rank in range(num_ranks)]
     rounds = []
     for _ in range(3):
         seconds: dict[str, float] = {}
@@ -55,6 +58,7 @@ def _measure(num_rollouts: int, num_ranks: int) -> Row:
         seconds["rest_s"] -= seconds["plan_s"]
         shares = _timed(seconds, "encode_s", encode_shares)(step)
         rounds.append(seconds)
+        _timed(seconds, "sums_s", merge_bytes)(sums)
     least = min(rounds, key=lambda seconds: sum(seconds.values()))
     return {
         "rollouts": num_rollouts,
@@ -65,6 +69,7 @@ def _measure(num_rollouts: int, num_ranks: int) -> Row:
         "bytes_out": sum(map(len, shares)) / num_rollouts,
         "largest_in": max(map(len, facts)),
         "largest_out": max(map(len, shares)),
+        "sums_bytes": max(map(len, sums)),
         "all_out_mib": sum(map(len, shares)) / 2**20,
     }
 
@@ -103,6 +108,15 @@ def simulated_step(num_rollouts: int, num_ranks: int) -> tuple[list[bytes], Step
     training = TrainingConfig(max_tokens_per_micro_batch=BUDGET)
     rules = StepRules(rollout, AdvantageConfig(), LossConfig(), training, 0.5, num_ranks, attention_cost_ratio=2.8e-5)
     return [encode_facts(*own, GROUP_SIZE) for own in zip(of_ranks, of_scores, strict=True)], rules
+
+
+def simulated_sums(rank: int) -> bytes:
+    """What a rank's update came to, as it tells rank 0."""
+    rng = np.random.default_rng(rank)
+    sums = no_update(LossConfig())
+    sums |= {name: Mean(rng.normal(), 1000) for name, kind in sums.items() if isinstance(kind, Mean)}
+    sums |= {name: Sum(rng.normal()) for name, kind in sums.items() if isinstance(kind, Sum)}
+    return to_bytes(sums | {"mismatch_ratios": Histogram(rng.integers(0, 1000, 401).astype(float).tolist())})
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ SCALE = {
     "config/devices.py": 50,
     "distributed/collectives.py": 180,
     "distributed/packed.py": 50,
-    "distributed/reductions.py": 155,
+    "distributed/reductions.py": 165,
     "learn/facts.py": 105,
     "learn/shares.py": 90,
     "rewards/logged.py": 50,
