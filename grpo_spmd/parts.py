@@ -42,7 +42,7 @@ from grpo_spmd.observe.metrics_file import cut_metrics
 from grpo_spmd.observe.phase_timer import PhaseTimer
 from grpo_spmd.observe.progress import Progress
 from grpo_spmd.observe.rollout_dump import RolloutDump
-from grpo_spmd.observe.rollout_files import RolloutFiles
+from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.observe.wandb_feed import WandbFeed
 from grpo_spmd.preflight.checks import Inputs
 from grpo_spmd.proofs.logprob_check import LogprobCheck
@@ -168,8 +168,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     step_rules = StepRules(*sections, max_error_frac, session.world_size, cost_ratio)
     offload = HostOffload(config.model.offload, policy, reference, updater.optimizer)
     weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps, offload)
-    files, every_steps = RolloutFiles(run_dir, config.logging), config.logging.rollouts_every_steps
-    of_eval = files if every_steps else None
+    writer, every_steps = RolloutWriter(run_dir, config.logging, session), config.logging.rollouts_every_steps
+    of_eval = writer if every_steps else None
     evaluator = Evaluator(held_out, engine, score, config.eval, config.seed, max_error_frac, of_eval)
     checkpoints = Checkpoints(run_dir, config.checkpoint, num_steps, session, policy, updater, facts)
     checkpoints.load(start)
@@ -181,7 +181,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     logprob_check.restore(start.trainer)
     of_policy = policy.num_parameters, logprob_check
     phase, log = open_log(config, session, inputs.began, *of_policy, engine.pool_bytes, start.step + 1)
-    dump = RolloutDump(files, every_steps)
+    dump = RolloutDump(writer, every_steps)
     stream = PromptStream(prompts, config.seed, data.shuffle, start.position)
     keeps = config.checkpoint.rollout_buffer
     buffer = RolloutBuffer(config.run_dir, config.seed, config.model, config.rollout, session) if keeps else None

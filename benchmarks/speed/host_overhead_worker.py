@@ -24,7 +24,7 @@ from grpo_spmd.learn import assemble, sampled_step
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.observe.rollout_dump import RolloutDump
-from grpo_spmd.observe.rollout_files import RolloutFiles
+from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
 PARTS = ("plan_batch", "encode_rollouts", "exchange_bytes", "decode_rollouts", "pack_rollouts")  # of assemble_batch
@@ -102,7 +102,7 @@ def one_round(groups: list[RolloutGroup], scored: ScoredRollouts, config: Config
     for name, original in originals.items():
         setattr(places[name], name, original)
     barrier()
-    dump = RolloutDump(RolloutFiles(Path(config.run_dir), config.logging), every_steps=1)
+    dump = RolloutDump(RolloutWriter(Path(config.run_dir), config.logging, session), every_steps=1)
     timed("dump", dump.write_if_due)(0, sampled, decision)
     parts = {name: seconds.get(name, 0.0) for name in ("add", *PARTS)}
     total = seconds["add"] + seconds["assemble"]

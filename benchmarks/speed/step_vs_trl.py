@@ -39,9 +39,10 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.support.models import make_model
-from benchmarks.support.report import Row, arguments_parser, ratios, read_lines, report, spread
+from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
 from benchmarks.support.trl_environment import TRL_VERSION, trl_python
 from grpo_spmd.demo import model_config
+from grpo_spmd.observe.rollout_step import read_rollouts
 
 _ROUNDS = 5
 _STEPS_A_TURN = 2  # of ours; TRL makes one
@@ -266,7 +267,8 @@ def compare(folder: Path, python: str) -> list[Row]:
     ours = Ours(folder, "compared", _COMPARED)
     metrics = ours.wait(_COMPARED.num_steps)
     ours.end()
-    rollouts = [read_lines(ours.run / "rollouts" / f"step_{step:06d}.jsonl") for step in range(_COMPARED.num_steps)]
+    steps = range(1, _COMPARED.num_steps + 1)
+    rollouts = [[vars(rollout) for rollout in read_rollouts(ours.run, step)] for step in steps]
     kept = ("prompt_ids", "completion_ids", "rollout_logprobs")
     replay = [[{key: rollout[key] for key in kept} for rollout in step] for step in rollouts]
     theirs = {}

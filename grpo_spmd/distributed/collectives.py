@@ -76,6 +76,14 @@ def gather_bytes(payload: bytes) -> list[bytes] | None:
     return [payload, *(row.numpy().tobytes() for row in out[1:])]
 
 
+def all_gather_numbers(number: int) -> list[int]:
+    """Collective. Every rank's number, of at most 63 bits, in rank order on every rank."""
+    count_collective()
+    numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(numbers, torch.tensor([number]))
+    return [int(each) for each in numbers]
+
+
 def exchange_bytes(payloads: list[bytes]) -> list[bytes]:
     """Collective. Send `payloads[r]` to rank r; returns what each rank sent here, in rank order."""
     count_collective()

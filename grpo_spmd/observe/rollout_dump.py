@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
-from grpo_spmd.distributed.collectives import gather_bytes
 from grpo_spmd.distributed.errors import Rank0Error
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.observe.columns import bounded
-from grpo_spmd.observe.rollout_files import RolloutFiles
 from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
+from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.records import Decision
 
 
 class RolloutDump:
     """Dumps the rollouts of each `every_steps`-th step (0: of none), and of steps that went wrong."""
 
-    def __init__(self, files: RolloutFiles, every_steps: int) -> None:
-        self._files, self._every_steps = files, every_steps
+    def __init__(self, writer: RolloutWriter, every_steps: int) -> None:
+        self._writer, self._every_steps = writer, every_steps
 
     def write_if_due(self, step: int, sampled: SampledStep, decision: Decision) -> None:
         """Collective."""
@@ -46,10 +43,9 @@ class RolloutDump:
         return self._every_steps > 0 and step % self._every_steps == 0
 
     def _write(self, step: int, sampled: SampledStep, decision: Decision | None) -> None:
-        """In the order of the prompt stream; groups that dynamic sampling dropped are there too."""
-        size = len(sampled.groups[0].completions) if sampled.groups else 0
-        lines = {record.position * size + record.sample: to_line(record) for record in records_of(sampled, decision)}
-        write_lines_in_order(lines, partial(self._files.write_step, step))
+        """Each rank's in the order of the prompt stream; groups that dynamic sampling dropped are there too."""
+        records = sorted(records_of(sampled, decision), key=lambda record: (record.position, record.sample))
+        self._writer.write_step(step, map(to_line, records))
 
 
 def records_of(sampled: SampledStep, decision: Decision | None) -> Iterator[RolloutRecord]:
@@ -76,18 +72,7 @@ def records_of(sampled: SampledStep, decision: Decision | None) -> Iterator[Roll
             finish_reason=completion.finish_reason,
             prompt_ids=prompt.token_ids,
             completion_ids=completion.token_ids,
-            rollout_logprobs=[x if math.isfinite(x) else None for x in completion.logprobs],
+            rollout_logprobs=completion.logprobs,
+            num_rollouts=None if decision is None else sampled.num_completions,
             extra=scored.notes.get(number, {}).get("extra", {}),
         )
-
-
-def write_lines_in_order(lines: dict[int, str], write: Callable[[Iterable[bytes]], None]) -> None:
-    """Collective. Have rank 0 `write` all ranks' lines, by their numbers."""
-    # JSON has no line break of its own. Half a surrogate pair, which a prompt may hold, becomes JSON's escape for it.
-    text = "".join(f"{number}\t{line}\n" for number, line in lines.items())
-    parts = gather_bytes(text.encode("utf-8", "backslashreplace"))
-    if parts is None:
-        return
-    numbered = [line.split(b"\t", 1) for part in parts for line in part.split(b"\n") if line]
-    numbered.sort(key=lambda pair: int(pair[0]))
-    write(line for _, line in numbered)

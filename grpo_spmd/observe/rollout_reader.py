@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
+import math
+import struct
 import types
 import typing
 import zlib
@@ -37,14 +40,14 @@ def read_rollout(line: bytes, where: str) -> RolloutRecord:
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: expected a JSON object, got {type(values).__name__}")
-    values = {"columns": {}, "extra": {}, **values}
+    values = {"columns": {}, "num_rollouts": None, "extra": {}, **values}
     for name, kinds in _KINDS.items():
         if name not in values or not isinstance(values[name], kinds):
             found = f"{values[name]!r:.80}" if name in values else "missing"
             raise ConfigError(f"{where}: {name} is {found}; this is no rollout dump")
     try:
         values["rollout_logprobs"] = _float32(values["rollout_logprobs"])
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, struct.error) as error:
         raise ConfigError(f"{where}: rollout_logprobs are no numbers ({error}); this is no rollout dump") from None
     record = RolloutRecord(**{name: values[name] for name in _KINDS})
     if (tokens := len(record.completion_ids)) != (logprobs := len(record.rollout_logprobs)):
@@ -52,10 +55,13 @@ def read_rollout(line: bytes, where: str) -> RolloutRecord:
     return record
 
 
-def _float32(values: list[Any]) -> list[float | None]:
-    """The float32 that each was before it was printed, which is the nearest one."""
-    nearest = array("f", [0.0 if x is None else x for x in values])
-    return [None if x is None else y for x, y in zip(values, nearest, strict=True)]
+def _float32(values: str | list[Any]) -> list[float]:
+    """From base64 of float32; of an earlier version's numbers the float32 that each was before it was printed, which is
+    the nearest one, and NaN for null: not finite."""
+    if isinstance(values, str):
+        packed = base64.b64decode(values, validate=True)
+        return list(struct.unpack(f"<{len(packed) // 4}f", packed))
+    return array("f", [math.nan if x is None else x for x in values]).tolist()
 
 
 def _kinds_of(hint: Any) -> tuple[type, ...]:
@@ -66,3 +72,4 @@ def _kinds_of(hint: Any) -> tuple[type, ...]:
 
 
 _KINDS = {name: _kinds_of(hint) for name, hint in typing.get_type_hints(RolloutRecord).items()}
+_KINDS["rollout_logprobs"] = str, list

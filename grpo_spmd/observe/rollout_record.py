@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import binascii
 import json
-import math
+import struct
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
+
+_ENCODER = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True)
@@ -26,13 +31,9 @@ class RolloutRecord:
     finish_reason: str  # how sampling ended: "stop" or "length"
     prompt_ids: list[int]
     completion_ids: list[int]
-    rollout_logprobs: list[float | None]  # by the engine, of each completion token, float32; None: not finite
+    rollout_logprobs: list[float]  # by the engine, of each completion token; in the file base64 of float32
+    num_rollouts: int | None = None  # of the step in all its files; None in dumps of earlier versions or a refused step
     extra: dict[str, Any] = field(default_factory=dict)  # what rewards logged of it, {reward: {column: value}}
-
-    @property
-    def logprobs(self) -> list[float]:
-        """`rollout_logprobs`, NaN where they are not finite."""
-        return [math.nan if x is None else x for x in self.rollout_logprobs]
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,17 @@ class EvalRecord:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def to_line(record: RolloutRecord | EvalRecord) -> str:
-    """Without `extra` where there is none. Logprobs have 9 digits, which tell any two float32 apart."""
-    values = {name: value for name, value in vars(record).items() if name != "extra" or value}
-    return "{" + ", ".join(f'"{name}": {_to_json(name, value)}' for name, value in values.items()) + "}"
-
-
-def _to_json(name: str, value: Any) -> str:
-    if name != "rollout_logprobs":
-        return json.dumps(value, ensure_ascii=False)
-    # repr of a whole number: without a point it would be an integer to a reader, and -0 the same as 0
-    return "[" + ", ".join(["null" if x is None else f"{x:.9g}" if x % 1 else repr(x) for x in value]) + "]"
+def to_line(record: RolloutRecord | EvalRecord) -> bytes:
+    """JSON without `extra` where there is none; logprobs as base64 of little-endian float32, whatever they are."""
+    values = dict(vars(record))
+    if not record.extra:
+        del values["extra"]
+    if isinstance(record, RolloutRecord):
+        logprobs = record.rollout_logprobs
+        packed = struct.pack(f"<{len(logprobs)}f", *logprobs)
+        values["rollout_logprobs"] = binascii.b2a_base64(packed, newline=False).decode("ascii")
+    try:
+        return _ENCODER.encode(values)
+    except (ValueError, TypeError):  # what it does not know: half a surrogate pair, which a prompt may hold, or a key
+        text = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+        return text.encode("utf-8", "backslashreplace")  # the half becomes JSON's escape for it

@@ -18,8 +18,8 @@ from grpo_spmd.data.table import overview_of
 from grpo_spmd.observe.launches import other_versions
 from grpo_spmd.observe.metrics_file import is_evaluation, read_lines
 from grpo_spmd.observe.rollout_files import dumped_steps, rollouts_file
-from grpo_spmd.observe.rollout_reader import read_lines_of, read_rollout
 from grpo_spmd.observe.rollout_record import RolloutRecord
+from grpo_spmd.observe.rollout_step import read_rollouts
 from grpo_spmd.rewards.protocol import load_rewards
 
 
@@ -94,15 +94,14 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
 def _read_dump(run_dir: Path, step: int, group_size: int) -> list[list[RolloutRecord]]:
     path = rollouts_file(run_dir, step)
     try:
-        lines = list(read_lines_of(path))
+        records = read_rollouts(run_dir, step)
     except OSError as error:
         steps = ", ".join(map(str, dumped_steps(run_dir)))
         there = f"there are dumps of the steps {steps}" if steps else "there are no dumps of steps"
         there += " (logging.rollouts_every_steps, rollouts_keep)"
-        raise ConfigError(f"--step: cannot read {path}: {error.strerror}; {there}") from None
+        raise ConfigError(f"--step: cannot read {error.filename or path}: {error.strerror}; {there}") from None
     groups: dict[int, list[RolloutRecord]] = {}
-    for number, line in enumerate(lines, start=1):
-        record = read_rollout(line, f"{path}:{number}")
+    for record in records:
         groups.setdefault(record.position, []).append(record)
     for position, group in groups.items():
         samples = [record.sample for record in group]
@@ -111,7 +110,7 @@ def _read_dump(run_dir: Path, step: int, group_size: int) -> list[list[RolloutRe
             raise ConfigError(f"{what} {group_size - 1} (rollout.group_size={group_size})")
     if not groups:
         raise ConfigError(f"{path}: no rollouts")
-    return [groups[position] for position in sorted(groups)]
+    return list(groups.values())
 
 
 def _columns_of(

@@ -97,7 +97,7 @@ def _groups(recorded: RecordedStep) -> list[RolloutGroup]:
         first = records[0]
         columns = recorded.columns[slot] if recorded.columns is not None else {}
         prompt = Prompt(first.position, first.row, first.prompt_ids, first.prompt, columns)
-        completions = [Completion(record.completion_ids, record.logprobs, record.finish_reason) for record in records]
+        completions = [Completion(r.completion_ids, r.rollout_logprobs, r.finish_reason) for r in records]
         groups.append(RolloutGroup(slot, prompt, completions))
     return groups
 

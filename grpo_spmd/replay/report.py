@@ -21,13 +21,13 @@ def report(recorded: RecordedStep, found: Replay, top: int) -> list[str]:
         lines += [f"{name:34}{_number(a):>14}{_number(b):>14}{_difference(a, b):>14}" for name, a, b in shown]
     lines += ["", *_differences(rollouts, top)]
     trained = [r for r in rollouts if r.in_loss]
-    weights = [(abs(r.replayed.advantage or 0.0) * len(r.recorded.logprobs), r) for r in trained]
+    weights = [(abs(r.replayed.advantage or 0.0) * len(r.recorded.rollout_logprobs), r) for r in trained]
     lines += _listed("most weight in the loss, |advantage| x tokens", weights, top)
     finite = [r for r in rollouts if _is_finite(r)]
     whose = "policy" if any(r.logprobs is not None for r in rollouts) else "engine"
-    lowest = [(-min(r.logprobs or r.recorded.logprobs, default=0.0), r) for r in finite]
+    lowest = [(-min(r.logprobs or r.recorded.rollout_logprobs, default=0.0), r) for r in finite]
     lines += _listed(f"least likely token, -logprob of the {whose}", lowest, top)
-    pairs = [(r, zip(r.logprobs, r.recorded.logprobs, strict=True)) for r in finite if r.logprobs]
+    pairs = [(r, zip(r.logprobs, r.recorded.rollout_logprobs, strict=True)) for r in finite if r.logprobs]
     far = [(max(abs(a - b) for a, b in logprobs), r) for r, logprobs in pairs]
     lines += _listed("furthest from the engine, largest |policy - engine| of a token", far, top)
     broken = [(1.0, r) for r in rollouts if not _is_finite(r)]
@@ -70,7 +70,7 @@ def _listed(title: str, scored: Sequence[tuple[float, ReplayedRollout]], top: in
     shown = sorted((pair for pair in scored if pair[0] > 0), key=lambda pair: pair[0], reverse=True)[:top]
     return ["", f"{title}:"] * bool(shown) + [
         f"  {r.name:>9} {_number(value):>10}  reward {_number(r.replayed.reward)}  "
-        f"advantage {_number(r.replayed.advantage)}  {len(r.recorded.logprobs)} tokens  "
+        f"advantage {_number(r.replayed.advantage)}  {len(r.recorded.rollout_logprobs)} tokens  "
         f"{r.recorded.finish_reason}  {_short(r.recorded.completion)}  {_gold(r)}".rstrip()
         for value, r in shown
     ]
@@ -82,7 +82,7 @@ def _gold(rollout: ReplayedRollout) -> str:
 
 
 def _is_finite(rollout: ReplayedRollout) -> bool:
-    return all(map(math.isfinite, (*rollout.recorded.logprobs, *(rollout.logprobs or ()))))
+    return all(map(math.isfinite, (*rollout.recorded.rollout_logprobs, *(rollout.logprobs or ()))))
 
 
 def _differ(a: float | None, b: float | None) -> bool:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_spmd.config.schema import EvalConfig
@@ -17,9 +16,8 @@ from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.observe.columns import bounded
-from grpo_spmd.observe.rollout_dump import write_lines_in_order
-from grpo_spmd.observe.rollout_files import RolloutFiles
 from grpo_spmd.observe.rollout_record import EvalRecord, to_line
+from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts, rollout_seed
 from grpo_spmd.rewards.answers import final_answer
 from grpo_spmd.rewards.logged import logged_in, mean_metrics
@@ -40,12 +38,12 @@ class Evaluator:
         config: EvalConfig,
         seed: int,
         max_error_frac: float,
-        files: RolloutFiles | None,
+        writer: RolloutWriter | None,
     ) -> None:
         """`score` scores on this rank alone; here a group is one completion, its slot the number over all sets.
-        `max_error_frac`: of `reward_pool`. `files` get eval_<set>_step_<step>.jsonl; None: no dump."""
+        `max_error_frac`: of `reward_pool`. `writer` makes eval_<set>_step_<step>.jsonl; None: no dump."""
         self._held_out, self._engine, self._score, self._config = held_out, engine, score, config
-        self._seed, self._max_error_frac, self._files = seed, max_error_frac, files
+        self._seed, self._max_error_frac, self._writer = seed, max_error_frac, writer
         samples = range(config.num_samples)
         self._wanted = [(name, place, n) for name in held_out for place in range(len(held_out[name])) for n in samples]
 
@@ -73,9 +71,8 @@ class Evaluator:
         mine = {"outcomes": found, "statuses": scored.num_statuses(), "first_error": scored.first_error, "notes": notes}
         metrics: dict[str, dict[str, float | None]] = on_rank0(self._summarise_sets, mine)
         for name, of_set in metrics.items():
-            if self._files is not None:
-                lines = self._lines(name, groups, found, scored)
-                write_lines_in_order(lines, partial(self._files.write, f"eval_{name}_step_{step:06d}"))
+            if self._writer is not None:
+                self._writer.write(f"eval_{name}_step_{step:06d}", self._lines(name, groups, found, scored))
             shown = {key: math.nan if value is None else value for key, value in of_set.items() if key != "num_prompts"}
             values = "  ".join(f"{key} {value:.4g}" for key, value in shown.items())
             _log.info("eval after step %d, %s: %s", step, name, values)
@@ -109,16 +106,13 @@ class Evaluator:
 
     def _lines(
         self, set_name: str, groups: Sequence[RolloutGroup], found: Mapping[int, Outcome], scored: ScoredRollouts
-    ) -> dict[int, str]:
-        """What is dumped of this rank's completions of a set, by number."""
-        lines = {}
-        for i, (group, text) in enumerate(zip(groups, scored.texts, strict=True)):
-            (name, _, sample), prompt = self._wanted[group.slot], group.prompt
+    ) -> Iterator[bytes]:
+        """What is dumped of this rank's completions of a set, by row and sample."""
+        for i in sorted(range(len(groups)), key=lambda i: groups[i].slot):
+            group, prompt, (name, _, sample) = groups[i], groups[i].prompt, self._wanted[groups[i].slot]
             if name == set_name:
                 outcome, finish_reason = found[group.slot], group.completions[0].finish_reason
                 judged = outcome.right, outcome.reward, scored.finite_by_name(i)
-                said = prompt.text, bounded(prompt.columns), text, final_answer(text)
+                said = prompt.text, bounded(prompt.columns), scored.texts[i], final_answer(scored.texts[i])
                 extra = scored.notes.get(i, {}).get("extra", {})
-                record = EvalRecord(prompt.row, sample, *said, *judged, finish_reason, extra)
-                lines[group.slot] = to_line(record)
-        return lines
+                yield to_line(EvalRecord(prompt.row, sample, *said, *judged, finish_reason, extra))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.dumps import dumped
 from tests.support.models import make_model, write_config
 from tests.support.processes import Job, torchrun
 from tests.support.ranks import RanksJob
@@ -57,7 +57,7 @@ def test_a_reward_that_always_raises_on_one_rank_ends_all_with_its_traceback(tmp
     assert f'{tmp_path}/reward.py", line' in output
     # once in full, then torchrun's summary
     assert output.split("Root Cause")[0].count("KeyError: 'no such column'") <= 3, output
-    rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()]
+    rollouts = dumped(tmp_path / "run", 1)
     assert sorted(r["statuses"]["reward"] for r in rollouts) == ["error"] * 8 + ["ok"] * 8
     assert not job.survivors()
 
@@ -114,10 +114,6 @@ def test_a_reward_that_never_applies_stops_all_ranks_and_says_why(tmp_path: Path
     assert output.count("Traceback") == 1, output
 
 
-def rollouts(tmp_path: Path, step: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (tmp_path / f"run/rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
-
-
 def test_unusable_rewards_are_counted_and_left_out(tmp_path: Path, model: Path) -> None:
     body = (
         "return [float(len(c)) for c in completions[1:]] + [[float('nan'), None, 'high', "
@@ -127,7 +123,7 @@ def test_unusable_rewards_are_counted_and_left_out(tmp_path: Path, model: Path) 
     assert code == 0, output
     for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
         metrics = json.loads(line)
-        prompts = [p["prompt"] for p in rollouts(tmp_path, metrics["step"])][::4]
+        prompts = [p["prompt"] for p in dumped(tmp_path / "run", metrics["step"])][::4]
         kinds = [int(prompt.split(",")[0]) % 4 for prompt in prompts]  # what the last completion of each group got
         assert metrics["reward/unscored_frac"] == sum(kind < 3 for kind in kinds) / 16
         assert metrics["reward/reward/error_frac"] == sum(kind in (0, 2) for kind in kinds) / 16

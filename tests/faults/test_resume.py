@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from grpo_spmd.checkpoint.manifest import verify_checkpoint
 from grpo_spmd.checkpoint.run_dir import list_checkpoints
 from grpo_spmd.checkpoint.state import write_shard
+from tests.support.dumps import dumped
 from tests.support.models import make_model, write_config
 from tests.support.processes import Job, torchrun
 from tests.support.ranks import RanksJob, run_worker, train
@@ -139,8 +140,7 @@ def test_a_run_killed_and_preempted_goes_on_to_the_bit(uninterrupted: Path, pree
     assert metrics(preempted) == metrics(uninterrupted)
     assert [line["step"] for line in metrics(preempted)] == list(range(1, 6))
     for step in range(1, 6):
-        name = f"run/rollouts/step_{step:06d}.jsonl"
-        assert (preempted / name).read_bytes() == (uninterrupted / name).read_bytes(), step
+        assert dumped(preempted / "run", step) == dumped(uninterrupted / "run", step), step
     for step in (4, 5):
         assert state(preempted, step) == state(uninterrupted, step), step
     assert [path.name for path in sorted((preempted / "run/checkpoints").iterdir())] == ["step_000004", "step_000005"]
@@ -183,10 +183,7 @@ def test_other_numbers_of_ranks_go_on_within_rounding(uninterrupted: Path, model
     assert one["step"] == 5
     for name in ("loss/total", "loss/policy", "loss/kl", "loss/entropy", "optim/grad_norm", "optim/lr", "reward/mean"):
         assert math.isclose(one[name], two[name], rel_tol=1e-5, abs_tol=1e-6), name
-    rollouts = "run/rollouts/step_000005.jsonl"
-    mine, theirs = (
-        [json.loads(line) for line in (f / rollouts).read_text().splitlines()] for f in (folder, uninterrupted)
-    )
+    mine, theirs = (dumped(f / "run", 5) for f in (folder, uninterrupted))
     assert [r["completion_ids"] for r in mine] == [r["completion_ids"] for r in theirs]
     # Should it die before its first save, it comes back to where it began, and not to the model.
     assert [path.name for path in list_checkpoints(folder / "run")] == ["step_000004", "step_000005"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from grpo_spmd.learn.advantages import compute_advantages
+from tests.support.dumps import dumped
 from tests.support.models import write_config
 from tests.support.ranks import run_worker, train
 from tests.support.workers.sampling import GROUP_SIZE, SCENARIOS
@@ -191,16 +192,7 @@ def run(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     )
     train(2, config)
     metrics = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    return [
-        (
-            m,
-            [
-                json.loads(line)
-                for line in (folder / f"run/rollouts/step_{m['step']:06d}.jsonl").read_text().splitlines()
-            ],
-        )
-        for m in metrics
-    ]
+    return [(m, dumped(folder / "run", m["step"])) for m in metrics]
 
 
 def test_a_whole_run_keeps_the_first_groups_that_differ(run: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> None:

@@ -97,7 +97,9 @@ def evaluated(folder: Path, request: pytest.FixtureRequest) -> Path:
 
 
 def read(run_dir: Path, name: str) -> Rows:
-    return [json.loads(line) for line in (run_dir / "rollouts" / name).read_text().splitlines()]
+    """In the order of the set, whichever rank wrote what."""
+    rows = [json.loads(line) for line in (run_dir / "rollouts" / name).read_text().splitlines()]
+    return sorted(rows, key=lambda row: (row.get("position", row["row"]), row["sample"]))
 
 
 def eval_metrics(metrics: dict[str, Any]) -> dict[str, Any]:

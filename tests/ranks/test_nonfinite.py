@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.dumps import dumped
 from tests.support.models import write_config
 from tests.support.ranks import RanksJob, run_worker
 from tests.support.workers.update import GROUP_SIZE, NUM_GROUPS, UNSCORED, fixed_groups
@@ -153,8 +154,7 @@ def test_a_run_stops_after_several_in_a_row_with_the_rollouts_on_disk(folder: Pa
     ):
         assert [m[name] is None for m in metrics] == [True, False, True, True], name  # nothing was measured: not 0
     for step in (1, 3, 4):
-        rollouts = (folder / f"run/rollouts/step_{step:06d}.jsonl").read_text().splitlines()
-        assert [json.loads(line)["rollout_id"] for line in rollouts] == list(range(16))
+        assert [rollout["rollout_id"] for rollout in dumped(folder / "run", step)] == list(range(16))
     assert not (folder / "run/rollouts/step_000002.jsonl").exists()
     assert "step 1: 1 updates skipped, since loss or gradient was not finite" in output
     stop = (

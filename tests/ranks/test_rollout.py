@@ -11,6 +11,7 @@ import pytest
 
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
+from tests.support.dumps import dumped
 from tests.support.models import write_config
 from tests.support.ranks import RanksJob
 from tests.support.workers.schedule import JOBS
@@ -183,7 +184,7 @@ def test_a_whole_run_is_the_same_under_both_schedules(folder: Path) -> None:
         assert code == 0, output
         run = folder / schedule / "run"
         metrics[schedule] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        dumps[schedule] = [(run / f"rollouts/step_{step:06d}.jsonl").read_text() for step in (1, 2)]
+        dumps[schedule] = [dumped(run, step) for step in (1, 2)]
     assert dumps["static"] == dumps["shared_queue"]
     timed = ("time/", "throughput/", "memory/", "rollout/", "weight_sync/proof_s", "proofs/")
     plain = {

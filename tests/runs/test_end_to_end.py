@@ -19,6 +19,7 @@ import transformers
 import yaml
 
 from grpo_spmd.demo import make_demo
+from tests.support.dumps import dumped, logprobs_of
 from tests.support.models import make_model, write_config
 from tests.support.processes import ROOT, Job, torchrun
 from tests.support.ranks import RanksJob
@@ -83,7 +84,7 @@ class Run:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
+        return dumped(self.folder, step)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +197,8 @@ def test_the_rollout_dump_agrees_with_the_metrics_and_with_itself(learned: Run, 
         legal = len(text) == 3 and text[1] in "+-*" and sorted(text[::2]) == sorted([a, b])
         assert rollout["reward"] == float(legal and eval(text) == int(target) and result in ("", target)), rollout
         assert tokenizer.decode(rollout["completion_ids"], skip_special_tokens=True) == rollout["completion"]
-        assert len(rollout["rollout_logprobs"]) == len(rollout["completion_ids"])
+        assert len(logprobs_of(rollout)) == len(rollout["completion_ids"]) > 0
+        assert max(logprobs_of(rollout)) <= 0
     for start in range(0, 512, 8):
         assert len({r["prompt"] for r in rollouts[start : start + 8]}) == 1
 

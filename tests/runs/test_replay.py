@@ -3,6 +3,7 @@ said."""
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import math
@@ -13,12 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.replay.read import Replay, read_step
 from grpo_spmd.replay.redo import replay
 from grpo_spmd.replay.report import report
+from tests.support.dumps import dumped, logprobs_of
 from tests.support.processes import ROOT, Job
 from tests.support.ranks import RanksJob
 from tests.support.recorded import ODD_REWARD
@@ -45,14 +48,16 @@ def run(elaborate_run: Path) -> Path:
     return elaborate_run / "run"
 
 
-def dumped(run: Path, step: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
-
-
 def replayed(run: Path, step: int, *overrides: str, checkpoint: Path | None = None) -> tuple[Replay, str]:
     recorded = read_step(run, step, overrides)
     found = replay(recorded, checkpoint)
     return found, "\n".join(report(recorded, found, 5))
+
+
+def of_an_earlier_version(run: Path, step: int) -> list[dict[str, Any]]:
+    """Its rollouts as dumps had them before there were columns, files of nodes and packed logprobs."""
+    records = [record | {"rollout_logprobs": logprobs_of(record)} for record in dumped(run, step)]
+    return [{name: record[name] for name in record.keys() - {"columns", "num_rollouts"}} for record in records]
 
 
 def copy_of(run: Path, target: Path, *without: str) -> Path:
@@ -82,7 +87,7 @@ def test_a_step_is_what_it_was(run: Path, step: int) -> None:
 
 
 def test_a_compressed_dump_is_replayed_and_the_gold_answer_shown(run: Path, tmp_path: Path) -> None:
-    """And one of the version before: without columns, with logprobs as doubles."""
+    """And one of the versions before: without columns and their number, with logprobs as doubles."""
     copy = copy_of(run, tmp_path / "run")
     path = copy / "rollouts/step_000002.jsonl"
     expected = replayed(run, 2)[1].replace(str(run), str(copy))
@@ -98,8 +103,7 @@ def test_a_compressed_dump_is_replayed_and_the_gold_answer_shown(run: Path, tmp_
     ):
         read_step(copy, 9)
     Path(f"{path}.gz").unlink()
-    records = [{name: value for name, value in record.items() if name != "columns"} for record in dumped(run, 2)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in of_an_earlier_version(run, 2)))
     assert replayed(copy, 2)[1] == expected  # the data set is there
 
 
@@ -245,13 +249,19 @@ def test_a_step_whose_rewards_are_refused_is_still_shown(run: Path) -> None:
 
 def test_what_is_not_finite_is_listed(run: Path, tmp_path: Path) -> None:
     copy = copy_of(run, tmp_path / "run")
-    records = dumped(run, 2)
-    records[2]["rollout_logprobs"][1] = None  # as the dump writes what is not finite
+    records = of_an_earlier_version(run, 2)
+    records[2]["rollout_logprobs"][1] = None  # as those dumps had what is not finite
     (copy / "rollouts/step_000002.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     found, text = replayed(copy, 2)
     assert "1 rollouts with a logprob that is not finite:\n" in text
     assert text.splitlines()[-1].split()[0] == f"{records[2]['position']}/2"
     assert found.metrics["optim/skipped_updates"] == (0, 1)
+    packed = [record | {"num_rollouts": len(records)} for record in records]  # and as they have it now
+    for record in packed:
+        values = [math.nan if x is None else x for x in record["rollout_logprobs"]]
+        record["rollout_logprobs"] = base64.b64encode(np.array(values, "<f4").tobytes()).decode()
+    (copy / "rollouts/step_000002.jsonl").write_text("".join(json.dumps(record) + "\n" for record in packed))
+    assert replayed(copy, 2)[1] == text
 
 
 def _cut(lines: list[bytes]) -> None:
@@ -273,9 +283,17 @@ def _change(**values: Any) -> Callable[[list[bytes]], None]:
         (_change(reward="high"), r"step_000002\.jsonl:2: reward is 'high'; this is no rollout dump"),
         (
             _change(sample=3),
-            r"step_000002\.jsonl: the group at position \d+ has the samples \[0, 3, 2, 3\], and should have 0 to 3",
+            r"step_000002\.jsonl:\d+: the rollout \d+/3 \(position/sample\) is in .*/step_000002\.jsonl:\d+ too",
         ),
         (lambda lines: lines.__setitem__(0, b"[]"), r"step_000002\.jsonl:1: expected a JSON object, got list"),
+        (
+            _change(sample=7),
+            r"step_000002\.jsonl: the group at position \d+ has the samples \[.*7\], and should have 0 to 3",
+        ),
+        (
+            lambda lines: lines.__delitem__(1),
+            r"step_000002\.jsonl: 1 rollouts are missing.*all of them must be in one folder",
+        ),
         (lambda lines: lines.clear(), r"step_000002\.jsonl: no rollouts"),
     ],
 )

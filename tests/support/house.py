@@ -117,6 +117,8 @@ KINDNESS = {
 # What keeps it cheap where rollouts, rows and ranks are many.
 SCALE = {
     "learn/exchange.py": 70,  # one a line: parts of this are made side by side
+    "observe/rollout_step.py": 75,
+    "observe/rollout_writer.py": 170,
     "data/cache.py": 340,
     "data/table.py": 150,
     "data/tokens.py": 240,
@@ -124,7 +126,7 @@ SCALE = {
     "rollout/expected.py": 60,
     "distributed/collector.py": 30,
     "config/devices.py": 50,
-    "distributed/collectives.py": 180,
+    "distributed/collectives.py": 190,
     "distributed/packed.py": 50,
     "distributed/reductions.py": 165,
     "learn/facts.py": 105,

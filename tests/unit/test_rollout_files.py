@@ -9,22 +9,39 @@ import resource
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoggingConfig
-from grpo_spmd.observe.rollout_files import RolloutFiles, dumped_steps, rollouts_file
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.observe.rollout_files import dumped_steps, rollouts_file, rollouts_parts
 from grpo_spmd.observe.rollout_reader import read_lines_of
+from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
+from grpo_spmd.observe.rollout_step import read_rollouts
+from grpo_spmd.observe.rollout_writer import RolloutWriter
 
 LINES = [b'{"a": 1}', '{"b": "häh\u2028"}'.encode(), b'{"c": "\\n"}']
 TEXT = b"".join(line + b"\n" for line in LINES)
 
 
-def files(run_dir: Path, compression: str = "none", keep: int | None = None) -> RolloutFiles:
-    return RolloutFiles(run_dir, LoggingConfig(rollouts_compression=compression, rollouts_keep=keep))  # type: ignore[arg-type]
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    """Of one rank; tests/ranks/test_dump.py has several."""
+    _SESSION.append(start_session())
+    yield
+    end_session()
+    _SESSION.clear()
+
+
+_SESSION: list[Session] = []
+
+
+def files(run_dir: Path, compression: str = "none", keep: int | None = None) -> RolloutWriter:
+    options = LoggingConfig(rollouts_compression=compression, rollouts_keep=keep)  # type: ignore[arg-type]
+    return RolloutWriter(run_dir, options, _SESSION[0])
 
 
 def names(run_dir: Path) -> list[str]:
@@ -61,9 +78,11 @@ def test_of_two_forms_that_a_kill_left_the_newer_is_read(tmp_path: Path) -> None
             path.write_bytes(b"x")
             os.utime(path, (1e9 - age, 1e9 - age))
         assert rollouts_file(tmp_path, 3).name == f"step_000003{newer}"
-    (tmp_path / "rollouts/step_000004.jsonl.tmp").write_bytes(b"half")
+    (tmp_path / "rollouts/step_000004.jsonl.tmp").write_bytes(b"half" * 1000)
     assert rollouts_file(tmp_path, 4).name == "step_000004.jsonl"
     assert dumped_steps(tmp_path) == [3]
+    files(tmp_path).write_step(4, LINES)
+    assert rollouts_file(tmp_path, 4).read_bytes() == TEXT  # without the end of what a killed process had begun
 
 
 def test_the_newest_stay_and_nothing_else_goes(tmp_path: Path) -> None:
@@ -109,9 +128,98 @@ def test_a_full_disk_costs_the_file_alone(
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, ignored)
     assert names(tmp_path) == []  # neither half of the new one nor the old one, which says something else
-    assert "is not written: File too large" in caplog.text
+    assert "is not written: File too large (on rank 0)" in caplog.text
     written.write_step(3, LINES)
     assert dumped_steps(tmp_path) == [3]
+
+
+def test_what_is_in_the_way_is_a_warning_and_nobody_elses_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts/step_000001.jsonl.tmp").mkdir()
+    (tmp_path / "rollouts/step_000002.jsonl").mkdir()
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "rollouts/step_000003.jsonl.tmp").symlink_to(tmp_path / "precious")
+    written = files(tmp_path)
+    for step in (1, 2, 3):
+        written.write_step(step, LINES)
+    assert "step_000001.jsonl is not written: Is a directory (on rank 0)" in caplog.text
+    assert "step_000002.jsonl is not written: Is a directory" in caplog.text
+    assert len(caplog.records) == 2
+    assert (tmp_path / "precious").read_text() == "kept"
+    assert rollouts_file(tmp_path, 3).read_bytes() == TEXT
+    (tmp_path / "elsewhere").write_text("no folder")
+    files(tmp_path / "elsewhere").write_step(1, LINES)
+    assert "elsewhere/rollouts/step_000001.jsonl is not written: Not a directory (on rank 0)" in caplog.text
+
+
+def _record(rollout_id: int | None, of: int | None = 8) -> bytes:
+    number = 9 if rollout_id is None else rollout_id
+    row, sample = divmod(number, 2)
+    record = RolloutRecord(
+        rollout_id, row, 10 + row, sample, "p", {}, "c", 1.0, {}, {}, 0.5, "stop", [1], [2], [0.5], of
+    )
+    return to_line(record) + b"\n"
+
+
+def test_the_parts_of_nodes_are_one_dump_to_a_reader(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    plain, packed = tmp_path / "rollouts/step_000001.jsonl", tmp_path / "rollouts/step_000001.node_10.jsonl.gz"
+    second = tmp_path / "rollouts/step_000001.node_2.jsonl"
+    plain.write_bytes(_record(7) + _record(0))
+    packed.write_bytes(gzip.compress(_record(3) + _record(2)) + gzip.compress(_record(1)))
+    second.write_bytes(_record(4) + _record(6) + _record(5))
+    for other in ("step_000001.node_0.jsonl", "step_000001.node_02.jsonl", "step_000001.node_.jsonl", "eval_a.jsonl"):
+        (tmp_path / "rollouts" / other).write_bytes(b"of somebody else\n")
+    assert list(rollouts_parts(tmp_path, 1).items()) == [(0, plain), (2, second), (10, packed)]
+    assert dumped_steps(tmp_path) == [1]
+    assert [r.rollout_id for r in read_rollouts(tmp_path, 1)] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({0: [0, 1, 2, 4, 5, 6, 7]}, r"1 rollouts are missing, with the ids 3; each node wrote a file"),
+        ({0: [0, 1], 3: [6, 7]}, r".* and 1 more: 4 rollouts are missing, with the ids 2, 3, 4, 5; there is no "
+         r"step_000001\.node_1\.jsonl, step_000001\.node_2\.jsonl; each"),
+        ({1: [4, 5, 6, 7]}, r"4 rollouts are missing, with the ids 0, 1, 2, 3; there is no step_000001\.jsonl; each"),
+        ({0: [0, 1, 2, 3]}, r"4 rollouts are missing, with the ids 4, 5, 6, 7; each"),  # whose ids have no gap
+        ({0: [0, 1, None]}, r"5 rollouts are missing; each node"),  # of which nothing tells the ids
+        ({0: [0], 1: [10**15]}, r"\d+ rollouts are missing, with the ids 1, 2, 3, 4, 5, 6, 7, 8, \.\.\.; each"),
+        ({0: range(8), 1: [5]}, r"node_1\.jsonl:1: the rollout 12/1 \(position/sample\) is in .*step_000001\.jsonl:6 "
+         r"too; is one of these files of another run\?"),
+        ({0: range(8), 1: [8]}, r"9 rollouts of a step that had 8; is one of these files of another run\?"),
+    ],
+)  # fmt: skip
+def test_rollouts_that_are_missing_or_there_twice_are_named_in_a_line(
+    parts: dict[int, list[int | None]], expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rollouts").mkdir()
+    for node, ids in parts.items():
+        path = tmp_path / f"rollouts/step_000001{f'.node_{node}' if node else ''}.jsonl"
+        path.write_bytes(b"".join(map(_record, ids)))
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/rollouts/.*{expected}") as refused:
+        read_rollouts(tmp_path, 1)
+    assert "\n" not in str(refused.value)
+
+
+def test_parts_of_two_steps_and_dumps_of_earlier_versions(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    first, second = tmp_path / "rollouts/step_000001.jsonl", tmp_path / "rollouts/step_000001.node_1.jsonl"
+    first.write_bytes(_record(0, of=2))
+    second.write_bytes(_record(1, of=4))
+    with pytest.raises(ConfigError, match=r"2 rollouts of a step that had 2, 4; is one of these files of another run"):
+        read_rollouts(tmp_path, 1)
+    second.unlink()
+    first.write_bytes(_record(0, of=None) + _record(2, of=None) + _record(1, of=None))  # they have only ids
+    assert len(read_rollouts(tmp_path, 1)) == 3
+    first.write_bytes(_record(0, of=None) + _record(2, of=None))
+    with pytest.raises(ConfigError, match="1 rollouts are missing, with the ids 1;"):
+        read_rollouts(tmp_path, 1)
+    first.write_bytes(_record(None, of=None))  # a step that was refused has no ids
+    assert len(read_rollouts(tmp_path, 1)) == 1
 
 
 @pytest.mark.parametrize(

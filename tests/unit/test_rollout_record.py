@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import datetime
 import json
 import math
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,20 @@ RECORD = RolloutRecord(
     finish_reason="stop",
     prompt_ids=[1, 2],
     completion_ids=[3, 4],
-    rollout_logprobs=[-0.5, None],
+    rollout_logprobs=[-0.5, 1.0],
+    num_rollouts=16,
 )
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
     line = to_line(RECORD)
-    assert line.startswith('{"rollout_id": null, "row": 3, "position": 7, "sample": 1, "prompt": [{"role": "user", ')
-    assert "häh?" in line
-    assert read_rollout(line.encode(), "f:1") == RECORD
-    assert RECORD.logprobs[0] == -0.5
-    assert math.isnan(RECORD.logprobs[1])
+    assert line.startswith(b'{"rollout_id":null,"row":3,"position":7,"sample":1,"prompt":[{"role":"user","content":')
+    assert "häh?".encode() in line
+    # -0.5 is 0xbf000000 and 1.0 is 0x3f800000, the lowest byte first; one of them at a time by hand
+    assert b'"rollout_logprobs":"AAAAvwAAgD8=","num_rollouts":16}' in line
+    assert b'"completion_ids":[3,4]' in line
+    assert read_rollout(line, "f:1") == RECORD
+    assert json.loads(line)["prompt_ids"] == [1, 2]
 
 
 # As the version before wrote it: no columns, and logprobs as doubles.
@@ -61,31 +64,43 @@ def test_a_line_of_the_version_before_is_read() -> None:
     record = read_rollout(OLD_LINE.encode(), "f:1")
     assert (record.columns, record.extra) == ({}, {"exact": {"length": 1}})
     assert (record.prompt, record.completion, record.reward) == ("2+2=", "4", 1.0)
-    assert record.rollout_logprobs == [-0.10000000149011612, None, -1.401298464324817e-45]
-    again = read_rollout(to_line(record).encode(), "f:1")
-    assert again == record
+    assert record.num_rollouts is None
+    assert repr(record.rollout_logprobs) == "[-0.10000000149011612, nan, -1.401298464324817e-45]"
+    assert repr(read_rollout(to_line(record), "f:1")) == repr(record)
+    nine_digits = OLD_LINE.replace("-0.10000000149011612", "-0.100000001").replace("-1.401298464324817e-45", "-0.0")
+    assert repr(read_rollout(nine_digits.encode(), "f:1").rollout_logprobs) == "[-0.10000000149011612, nan, -0.0]"
 
 
-def test_logprobs_come_back_to_the_bit_from_nine_digits() -> None:
-    """Of float32, which engines give: all exponents, the smallest and the largest, both zeros, and random patterns."""
+def test_logprobs_come_back_to_the_bit_and_numpy_reads_them() -> None:
+    """Of float32, which engines give: all exponents, both zeros and infinities, NaN, and random patterns."""
     bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
     bits = np.concatenate([bits, np.arange(0, 2**32, 2**23, dtype=np.uint64).astype(np.uint32), [1, 0x7F7FFFFF]])
     values = bits.astype(np.uint32).view(np.float32)
-    values = values[np.isfinite(values)]
-    size = len(values)
-    record = dataclasses.replace(RECORD, completion_ids=[0] * size, rollout_logprobs=values.tolist())
+    values = values[~np.isnan(values)]  # whose payload Python's float does not keep
+    values = np.append(values, np.float32("nan"))
+    record = dataclasses.replace(RECORD, completion_ids=[0] * len(values), rollout_logprobs=values.tolist())
     line = to_line(record)
-    text = line.partition('"rollout_logprobs": [')[2].partition("]")[0].split(", ")
-    parts = [number for number, value in zip(text, values.tolist(), strict=True) if value % 1]
-    assert max(len(re.sub(r"e.*|\D", "", number).lstrip("0")) for number in parts) == 9
-    assert not [number for number in text if not re.search(r"[.e]", number)]  # none is an integer to a reader
-    again = read_rollout(line.encode(), "f:1")
-    # by their bits: -0.0 == 0.0, and numpy, not the reader's own way, makes float32 of them
-    assert (
-        np.array(again.rollout_logprobs, np.float64).astype(np.float32).view(np.uint32) == values.view(np.uint32)
-    ).all()
-    assert again.rollout_logprobs == values.tolist()  # also as doubles
-    assert json.loads(line)["rollout_logprobs"][:3] == pytest.approx(values[:3].tolist(), rel=1e-8)
+    read = np.frombuffer(base64.b64decode(json.loads(line)["rollout_logprobs"]), "<f4")
+    assert (read.view(np.uint32) == values.view(np.uint32)).all()
+    again = np.array(read_rollout(line, "f:1").rollout_logprobs, np.float64).astype(np.float32)
+    assert (again.view(np.uint32) == values.view(np.uint32)).all()
+    assert len(line) < 4 / 3 * 4 * len(values) + 2 * len(values) + 1000
+
+
+def test_what_the_fast_encoder_does_not_know_is_json_all_the_same() -> None:
+    """Half a surrogate pair in any text, and a key that is no text."""
+    for change in (
+        {"prompt": "a\ud800b\u2028"},
+        {"completion": "\udfff"},
+        {"columns": {"half": "\ud800"}},
+        {"extra": {"r": {None: 1.0}}},
+    ):
+        record = dataclasses.replace(RECORD, **change)
+        line = to_line(record)
+        assert b"\n" not in line
+        expected = json.loads(json.dumps(vars(record) | {"rollout_logprobs": "AAAAvwAAgD8="}))
+        assert {"extra": {}, **json.loads(line.decode())} == expected
+    assert b"a\\ud800b\xe2\x80\xa8" in to_line(dataclasses.replace(RECORD, prompt="a\ud800b\u2028"))
 
 
 def test_columns_are_bounded_and_become_json() -> None:
@@ -115,12 +130,8 @@ def test_columns_are_bounded_and_become_json() -> None:
     assert columns["long"] == "x" * (LONGEST_VALUE + 1)  # the reward functions' own
     record = dataclasses.replace(RECORD, columns=bounded({"bytes": b"\x00\n", "keys": {(1, 2): 3}, "half": "\ud800"}))
     line = to_line(record)
-    assert "\n" not in line
-    assert read_rollout(line.encode("utf-8", "backslashreplace"), "f:1").columns == {
-        "bytes": "b'\\x00\\n'",
-        "keys": "{(1, 2): 3}",
-        "half": "\ud800",
-    }
+    assert b"\n" not in line
+    assert read_rollout(line, "f:1").columns == {"bytes": "b'\\x00\\n'", "keys": "{(1, 2): 3}", "half": "\ud800"}
 
 
 @pytest.mark.parametrize(
@@ -153,6 +164,14 @@ def test_a_line_of_an_evaluation_tells_the_models_answer_from_the_datas() -> Non
         ({"reward": "no"}, "f:1: reward is 'no'; this is no rollout dump"),
         ({"rewards": []}, r"f:1: rewards is \[\]; this is no rollout dump"),
         ({"rollout_logprobs": [-0.5]}, "f:1: 2 completion_ids, but 1 rollout_logprobs"),
+        ({"rollout_logprobs": "AAAAvw=="}, "f:1: 2 completion_ids, but 1 rollout_logprobs"),
+        ({"rollout_logprobs": ""}, "f:1: 2 completion_ids, but 0 rollout_logprobs"),
+        ({"rollout_logprobs": "AAAAvwAAgA=="}, r"f:1: rollout_logprobs are no numbers \(unpack requires .*"),
+        ({"rollout_logprobs": "AAAAvwAAgD8"}, r"f:1: rollout_logprobs are no numbers \(Incorrect padding\); .*"),
+        ({"rollout_logprobs": "AAAA\nvwAAgD8="}, r"f:1: rollout_logprobs are no numbers \(Only base64 data .*"),
+        ({"rollout_logprobs": "h\u00e4h"}, r"f:1: rollout_logprobs are no numbers \(string argument should .*"),
+        ({"rollout_logprobs": 3}, "f:1: rollout_logprobs is 3; this is no rollout dump"),
+        ({"num_rollouts": "16"}, "f:1: num_rollouts is '16'; this is no rollout dump"),
     ],
 )
 def test_what_is_no_record_is_one_line(change: dict[str, Any], expected: str) -> None:

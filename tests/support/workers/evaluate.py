@@ -25,7 +25,7 @@ from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
 from grpo_spmd.model.policy import build_policy
-from grpo_spmd.observe.rollout_files import RolloutFiles
+from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rollout.evaluate import Evaluator, HeldOut
@@ -55,8 +55,8 @@ def main() -> None:
     weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib)
 
     def evaluator(held_out: HeldOut, section: EvalConfig) -> Evaluator:
-        files = RolloutFiles(Path(config.run_dir), config.logging)
-        return Evaluator(held_out, engine, score, section, config.seed, config.reward_pool.max_error_frac, files)
+        writer = RolloutWriter(Path(config.run_dir), config.logging, session)
+        return Evaluator(held_out, engine, score, section, config.seed, config.reward_pool.max_error_frac, writer)
 
     sampled = evaluator(held_out, config.eval)
     weight_sync.sync(1)

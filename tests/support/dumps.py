@@ -1,0 +1,25 @@
+"""Reads rollout dumps as the manual says that anybody may, without a line of the package."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def dumped(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The rollouts of a step as they are in the files of all nodes, in the order of the prompt stream."""
+    lines = [
+        line
+        for path in (run_dir / "rollouts").glob(f"step_{step:06d}*.jsonl")
+        for line in path.read_bytes().removesuffix(b"\n").split(b"\n")
+    ]
+    return sorted((json.loads(line) for line in lines), key=lambda r: (r["position"], r["sample"]))
+
+
+def logprobs_of(rollout: dict[str, Any]) -> list[float]:
+    values: list[float] = np.frombuffer(base64.b64decode(rollout["rollout_logprobs"]), "<f4").tolist()
+    return values

@@ -1,0 +1,143 @@
+"""Worker: dumps of rollouts on real ranks, without an engine.
+
+    python -m tests.support.workers.dump FOLDER
+What each folder below is to hold: tests/ranks/test_dump.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from grpo_spmd.config.schema import AdvantageConfig, LoggingConfig, LossConfig, RolloutConfig, TrainingConfig
+from grpo_spmd.distributed.collectives import barrier
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.learn.sampled_step import SampledStep, StepRules
+from grpo_spmd.observe.rollout_dump import RolloutDump
+from grpo_spmd.observe.rollout_writer import RolloutWriter
+from grpo_spmd.records import Completion, Decision, Prompt, RolloutGroup, ScoredRollouts
+
+NUM_GROUPS, GROUP_SIZE = 6, 2
+TEXTS = ["why?", "h\u00e4h \u2028 \ud800?", "line\nbreak\t\\"]  # what a line of JSON must hold, half a pair among it
+
+
+def main() -> None:
+    folder, session = Path(sys.argv[1]), start_session()
+    alone = dataclasses.replace(session, local_rank=0)  # as torchrun says on the first rank of a host
+    for name, of_node in (("one", session), ("two", alone)):
+        dump(folder / name, of_node, [1])
+        dump(folder / f"{name}_gzip", of_node, [1], compression="gzip")
+        dump(folder / f"{name}_full", of_node, [1, 2, 3], full_at=2)
+        dump(folder / f"{name}_keep", of_node, [1, 2, 3, 4], keep=2)
+    dump(folder / "shrunk", alone, [1, 2])
+    dump(folder / "shrunk", session, [2], compression="gzip")  # one node now, and the other form
+    dump(folder / "shrunk_keep", alone, [1, 2])
+    dump(folder / "shrunk_keep", session, [3], keep=1)
+    end_session()
+
+
+def dump(
+    run_dir: Path,
+    session: Session,
+    steps: list[int],
+    *,
+    compression: Literal["none", "gzip"] = "none",
+    keep: int | None = None,
+    full_at: int | None = None,
+) -> None:
+    """Collective. Dump the same step as each of `steps`; at `full_at` the disk of rank 1 takes only 100 bytes."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    options = LoggingConfig(rollouts_compression=compression, rollouts_keep=keep)
+    dump = RolloutDump(RolloutWriter(run_dir, options, session), every_steps=1)
+    sampled, decision = sample(session)
+    num_open = len(os.listdir("/proc/self/fd"))
+    for step in steps:
+        if step == full_at and session.rank == 0:
+            (run_dir / f"rollouts/step_{step:06d}.jsonl").write_text("of an earlier process\n")
+        barrier()
+        is_full = step == full_at and session.rank == 1
+        counted = messages(partial(limited, 100 if is_full else None, dump, step, sampled, decision))
+        # of sizes, of errors, and at first of hosts: one number a rank, and nothing else
+        assert counted == [("all_gather", 8)] * (2 + (step == steps[0])), counted
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    barrier()
+
+
+def sample(session: Session) -> tuple[SampledStep, Decision]:
+    """Collective. A step whose groups the ranks have in no order."""
+    rules = StepRules(
+        RolloutConfig(num_prompts_per_step=NUM_GROUPS, group_size=GROUP_SIZE),
+        AdvantageConfig(),
+        LossConfig(),
+        TrainingConfig(),
+        max_error_frac=1.0,
+        num_ranks=session.world_size,
+    )
+    groups, scored = [], ScoredRollouts(by_name={"r": []}, statuses={"r": []})
+    for slot in (3, 0, 5, 2, 4, 1):
+        if slot % session.world_size != session.rank:
+            continue
+        prompt = Prompt(100 + slot, slot, [slot, 7], TEXTS[slot % 3], {"answer": "\u00fc" * slot})
+        completions = [
+            Completion([slot, sample, 9], [-0.1 * slot, -1 / 3, float("nan")], "stop") for sample in range(GROUP_SIZE)
+        ]
+        groups.append(RolloutGroup(slot, prompt, completions))
+        for sample in range(GROUP_SIZE):
+            scored.rewards.append(float(slot * sample))
+            scored.texts.append(f"{slot} {sample}")
+            scored.by_name["r"].append(float(slot * sample))
+            scored.statuses["r"].append("ok")
+    sampled = SampledStep(rules)
+    sampled.add(groups, scored)
+    return sampled, sampled.decide()
+
+
+def limited(size: int | None, dump: RolloutDump, step: int, sampled: SampledStep, decision: Decision) -> None:
+    """A dump where files may grow to `size`: the kernel refuses more, as it does on a full disk."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit[0] if size is None else size, limit[1]))
+    try:
+        dump.write_if_due(step, sampled, decision)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def messages(act: Callable[[], object]) -> list[tuple[str, int]]:
+    """The collectives that `act` enters, with the bytes that this rank gives each."""
+    found = []
+    names = ("all_gather", "gather", "broadcast", "all_to_all_single", "all_reduce", "scatter", "send", "isend")
+    originals = {name: getattr(dist, name) for name in names}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            given = arguments[1] if name in ("all_gather", "all_to_all_single") else arguments[0]
+            found.append((name, given.nbytes))
+            return originals[name](*arguments, **options)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counting(name))
+    try:
+        act()
+    finally:
+        for name in names:
+            setattr(dist, name, originals[name])
+    return found
+
+
+if __name__ == "__main__":
+    with exit_with_outcome():
+        main()
