@@ -61,7 +61,8 @@ def make_groups(num_rollouts: int, session: Session) -> tuple[list[RolloutGroup]
         prompt = Prompt(slot, slot, rng.integers(0, 150_000, 128).tolist(), "Why?", {})
         completions = []
         for length in lengths[slot * GROUP_SIZE : (slot + 1) * GROUP_SIZE]:
-            token_ids, logprobs = rng.integers(0, 150_000, length).tolist(), (-rng.exponential(size=length)).tolist()
+            token_ids = rng.integers(0, 150_000, length).tolist()
+            logprobs = (-rng.exponential(size=length)).astype(np.float32).tolist()  # as an engine's are
             completions.append(Completion(token_ids, logprobs, "stop"))
             reward = float(rng.integers(2))
             scored.rewards.append(reward)
