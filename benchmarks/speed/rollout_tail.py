@@ -1,38 +1,44 @@
 """The tail of a rollout: how much sooner the last engine is done with the shared queue than with the static split, and
 with the queue's longest expected groups first.
 
-    benchmarks/run.sh rollout_tail [--json FILE]        about 4 minutes on 2 cores
-"model" rows replay the schedules with the engine's own rule and no engine: a decode step of b requests takes 8 ms +
-0.05 ms * b (about a 7B model on one H100), lengths are lognormal with sigma 1, mean 1000 and a cap, groups have 8
-completions; prefill takes no time. "alike" is the share of the variance of log(length) that completions of a prompt
-have in common. What is expected of a group is the mean of 8 other completions of its prompt, those of an epoch ago.
+    benchmarks/run.sh rollout_tail [--trace RUN] [--json FILE]        about 5 minutes on 2 cores
+"model" rows replay the schedules with no engine (rollout_replay.py): lengths are lognormal with sigma 1, mean 1000 and
+a cap, groups have 8 completions. "alike" is the share of the variance of log(length) that completions of a prompt have
+in common. What is expected of a group is the mean of 8 other completions of its prompt, those of an epoch ago.
 "real" rows are vLLM on two ranks with a made model whose prompts decide the mean length of their completions; static,
-shared queue and longest first in turn, the same tokens asserted in each round. `ratio` is static / shared_queue in the
-time until the last engine is done, and `first` shared_queue / longest_first: median, min and max over seeds or rounds.
+shared queue and longest first in turn, the same tokens asserted in each round. Their `steps` are decode steps of the
+engine that made most, which no other load of the machine changes. "recorded" rows replay the lengths of the real rows
+on more engines, or with --trace those of a run of one's own with two epochs or more, from its rollout dump. `ratio` is
+static / shared_queue in the time until the last engine is done, and `first` shared_queue / longest_first: median, min
+and max over seeds, rounds or steps.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
 import random
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.speed import rollout_tail_worker
+from benchmarks.speed.rollout_replay import MEAN_TOKENS, Lengths, draw, play
 from benchmarks.support import ranks
 from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
-from grpo_spmd.engine.shares import deal, share_out
+from grpo_spmd.observe.rollout_files import dumped_steps
+from grpo_spmd.replay.read import read_step
 
-GROUP_SIZE, MEAN_TOKENS, NUM_SEEDS = 8, 1000, 7
+GROUP_SIZE, NUM_SEEDS = 8, 7
 SCHEDULES = "static", "shared_queue", "longest_first"  # the last two: the shared queue, in the stream's order or not
-Lengths = list[list[int]]  # of each group's completions, in tokens
 
 
 def main() -> None:
-    args = arguments_parser(__doc__).parse_args()
+    parser = arguments_parser(__doc__)
+    parser.add_argument("--trace", type=Path, help="replay the lengths in the rollout dump of this run")
+    args = parser.parse_args()
+    if args.trace is not None:
+        report("rollout_tail", list(replay_recorded(str(args.trace), recorded_steps(args.trace))), args.json)
+        return
     rows = []
     # alike, engines, requests at once, fair share / that, cap / mean, one engine in 8 at half the speed
     for case in (
@@ -67,77 +73,55 @@ def replay(alike: float, engines: int, at_once: int, load: int, cap: int, one_sl
     seconds: dict[str, list[list[float]]] = {schedule: [] for schedule in SCHEDULES}
     for seed in range(NUM_SEEDS):
         num_groups = engines * at_once * load // GROUP_SIZE
-        lengths, last_time = draw_lengths(random.Random(seed), num_groups, alike, cap * MEAN_TOKENS)
+        rng = random.Random(seed)
+        of_prompts = [rng.gauss(0, 1) for _ in range(num_groups)]
+        epochs = [[draw(rng, x, alike, cap * MEAN_TOKENS, GROUP_SIZE) for x in of_prompts] for _ in range(2)]
         for schedule, of_seeds in seconds.items():
-            expected = [sum(group) / GROUP_SIZE for group in last_time] if schedule == "longest_first" else None
-            of_seeds.append(finish_times(lengths, engines, at_once, schedule == "static", step_s, expected))
+            expected = [sum(group) / GROUP_SIZE for group in epochs[0]] if schedule == "longest_first" else None
+            of_seeds.append(play(epochs[1], at_once, step_s, schedule == "static", expected))
     what = f"alike {alike:g}, cap {cap} x mean" + (", 1 engine in 8 at half speed" if one_slow else "")
     return _row("model", what, engines, at_once, at_once * load, seconds)
 
 
-def draw_lengths(rng: random.Random, num_groups: int, alike: float, cap: int) -> tuple[Lengths, Lengths]:
-    """Of the same prompts in two epochs. Lognormal, sigma 1, of mean MEAN_TOKENS before the cap; `alike` of the
-    variance of the logarithm is the prompt's."""
-    epochs: tuple[Lengths, Lengths] = [], []
-    for _ in range(num_groups):
-        of_prompt = math.log(MEAN_TOKENS) - 0.5 + math.sqrt(alike) * rng.gauss(0, 1)
-        for groups in epochs:
-            logs = [of_prompt + math.sqrt(1 - alike) * rng.gauss(0, 1) for _ in range(GROUP_SIZE)]
-            groups.append([max(1, min(cap, round(math.exp(x)))) for x in logs])
-    return epochs
+def replay_recorded(what: str, steps: Sequence[dict[str, Lengths]]) -> Iterator[Row]:
+    """Rows of lengths that an engine sampled in the steps of an epoch, and of the same prompts an epoch before."""
+    for engines, at_once in ((2, 8), (4, 4), (8, 4)):
+        seconds: dict[str, list[list[float]]] = {schedule: [] for schedule in SCHEDULES}
+        for step in steps:
+            expected = [sum(group) / len(group) for group in step["last_time"]]
+            for schedule, of_steps in seconds.items():
+                known = expected if schedule == "longest_first" else None
+                of_steps.append(play(step["lengths"], at_once, [1.0] * engines, schedule == "static", known))
+        per_engine = sum(map(len, steps[0]["lengths"])) // engines
+        yield _row("recorded", what, engines, at_once, per_engine, seconds)
 
 
-def finish_times(
-    lengths: Lengths,
-    engines: int,
-    at_once: int,
-    static: bool,
-    slowness: Sequence[float],
-    expected: Sequence[float] | None = None,
-) -> list[float]:
-    """When each engine is done: continuous batching, event by event; between two ends of completions the batch stays
-    the same.
-
-    Args:
-        at_once: requests that an engine runs at the same time; others of its own wait.
-        slowness: of each engine, a factor on the time of its steps.
-        expected: tokens of a completion of each group; None: groups are taken as they come.
-    """
-    max_in_flight, num_dealt = share_out(len(lengths), len(lengths[0]), engines, None if static else at_once)
-    dealt, queued = deal([len(group) for group in lengths], expected, num_dealt, engines)
-    queued.reverse()  # the next one last, here and below
-    waiting = [[tokens for group in of_engine for tokens in lengths[group]][::-1] for of_engine in dealt]
-    running: list[list[int]] = [[] for _ in range(engines)]  # by engine: at which of its steps a completion ends
-    steps, clock = [0] * engines, [0.0] * engines
-    events: list[tuple[float, int]] = []
-
-    def go_on(e: int) -> None:
-        while True:
-            while waiting[e] and len(running[e]) < at_once:
-                heapq.heappush(running[e], steps[e] + waiting[e].pop())
-            if not queued or len(running[e]) + len(waiting[e]) >= max_in_flight:
-                break
-            waiting[e][:0] = lengths[queued.pop()][::-1]
-        if running[e]:
-            step_s = (0.008 + 0.00005 * len(running[e])) * slowness[e]
-            heapq.heappush(events, (clock[e] + (running[e][0] - steps[e]) * step_s, e))
-
-    for e in range(engines):
-        go_on(e)
-    while events:
-        now, e = heapq.heappop(events)
-        clock[e] = now
-        steps[e] = heapq.heappop(running[e])
-        go_on(e)
-    return clock
+def recorded_steps(run_dir: Path) -> list[dict[str, Lengths]]:
+    """Of a run's rollout dump, the steps all of whose prompts an earlier step had."""
+    lengths_of: dict[int, list[int]] = {}
+    steps: list[dict[str, Lengths]] = []
+    for step in dumped_steps(run_dir):
+        groups = read_step(run_dir, step).rollouts
+        rows, lengths = [group[0].row for group in groups], [[len(r.completion_ids) for r in group] for group in groups]
+        if all(row in lengths_of for row in rows):
+            steps.append({"lengths": lengths, "last_time": [lengths_of[row] for row in rows]})
+        lengths_of |= dict(zip(rows, lengths, strict=True))
+    if not steps:
+        raise SystemExit(f"{run_dir}: no step of its rollout dump has prompts that all were sampled before")
+    return steps
 
 
 def measure() -> list[Row]:
-    """The rows of real vLLM on two ranks."""
+    """The rows of real vLLM on two ranks, and of their lengths on more."""
     with tempfile.TemporaryDirectory() as folder:
         rollout_tail_worker.make(Path(folder))
         found = ranks.measure(2, "benchmarks.speed.rollout_tail_worker", folder)
-    return [_row("real", case["what"], 2, case["at_once"], case["per_engine"], case["seconds"]) for case in found]
+    rows = []
+    for case in found:
+        row = _row("real", case["what"], 2, case["at_once"], case["per_engine"], case["seconds"])
+        steps = {f"{name} steps": statistics.median(map(max, of_rounds)) for name, of_rounds in case["steps"].items()}
+        rows += [row | steps, *replay_recorded(case["what"], case["trace"])]
+    return rows
 
 
 def _row(

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import random
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,17 @@ def main() -> None:
     engine = RolloutEngine(config.model, config.rollout, config.max_rollout_tokens, session, [EOS])
     policy = build_policy(config.model, config.rollout.temperature, session)
     weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib)
+    num_steps = [0]  # of this rank's engine
+
+    def step_of_engine() -> Any:
+        num_steps[0] += 1
+        return engine_step()
+
+    engine_step, engine._engine.step = engine._engine.step, step_of_engine
     for what, tokens in cases.items():
         seconds: dict[str, list[list[float]]] = {name: [] for name in schedules}
+        steps: dict[str, list[list[int]]] = {name: [] for name in schedules}
+        lengths: list[dict[int, list[int]]] = []  # of each step, by row
         samplers = dict.fromkeys(schedules, Sampler(engine, GROUP_SIZE, config.seed))
         samplers["longest_first"] = Sampler(engine, GROUP_SIZE, config.seed, lengths=ExpectedLengths())
         for step in range(1 + ROUNDS):  # the first warms up, and shows the prompts' lengths
@@ -112,16 +122,25 @@ def main() -> None:
                 engine._rollout = schedules[name]
                 engine.reset_prefix_cache()
                 barrier()
+                num_steps[0] = 0
                 groups, busy_s = samplers[name].sample(prompts, step, "")
                 seconds[name].append(on_rank0(list, busy_s))
+                steps[name].append(on_rank0(list, num_steps[0]))
                 mine = [[g.slot, [dataclasses.astuple(c) for c in g.completions]] for g in groups]
                 made.append(on_rank0(lambda parts: sorted(group for part in parts for group in part), mine))
             assert made[0] == made[1] == made[2], "the schedules sampled different tokens"
             assert [slot for slot, _ in made[0]] == list(range(NUM_PROMPTS))
+            lengths.append({prompts[slot].row: [len(ids) for ids, *_ in group] for slot, group in made[0]})
         measured = {name: of_rounds[1:] for name, of_rounds in seconds.items()}
+        counted = {name: of_rounds[1:] for name, of_rounds in steps.items()}
+        trace = [
+            {"lengths": list(now.values()), "last_time": [before[row] for row in now]}
+            for before, now in pairwise(lengths)
+        ]
         per_engine = NUM_PROMPTS * GROUP_SIZE // 2
         if session.is_rank0:
-            tell({"what": what, "at_once": AT_ONCE, "per_engine": per_engine, "seconds": measured})
+            sizes = {"at_once": AT_ONCE, "per_engine": per_engine}
+            tell({"what": what, **sizes, "seconds": measured, "steps": counted, "trace": trace})
     engine.shutdown()
     end_session()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.speed.rollout_tail import finish_times
+from benchmarks.speed.rollout_replay import play
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RolloutConfig
 from grpo_spmd.engine.engine import RolloutEngine
@@ -123,7 +123,13 @@ def test_the_engine_is_asked_for_the_version_of_the_step(config: Config) -> None
 def test_the_model_of_the_benchmark_by_hand(static: bool, slowness: list[float], expected: list[float]) -> None:
     """Groups of one completion, one at a time, on two engines; a step of one request takes 8.05 ms."""
     lengths = [[4], [1], [1], [1]]
-    assert [t / 0.00805 for t in finish_times(lengths, 2, 1, static, slowness)] == pytest.approx(expected)
+    assert [s / 0.00805 for s in play(lengths, 1, slowness, static)] == pytest.approx(expected)
+
+
+def test_the_model_begins_with_the_longest() -> None:
+    # Dealt 4 and 3; then 2 at 3, until 5, and 1 at 4, until 5.
+    done_s = play([[1], [2], [3], [4]], 1, [1, 1], expected=[1, 2, 3, 4])
+    assert [s / 0.00805 for s in done_s] == pytest.approx([5, 5])
 
 
 def test_tail_waste_by_hand() -> None:
