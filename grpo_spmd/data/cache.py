@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 from grpo_spmd.config.errors import ConfigError, say
 from grpo_spmd.untrusted import UntrustedError, open_regular, parse_object
 
-FORMAT = 1  # counts up with every change of what is made or checked: files of another one are not looked at
+FORMAT = 2  # counts up with every change of what is made or checked: files of another one are not looked at
 SMALL = 4 << 20  # bytes of a data set below which each rank makes its own in memory, in less than a second
 _KEPT_S = 30 * 86_400.0  # what was not used for so long goes when something else is made
 _TAIL = 8 + 32  # at the end of a file: the length of its JSON, and SHA-256 of all before

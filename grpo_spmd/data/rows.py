@@ -17,6 +17,7 @@ from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.data.cache import digest_of, stamp, versions_of
 from grpo_spmd.data.hub import check_reachable, is_offline, need_datasets
+from grpo_spmd.data.shown import check_row
 from grpo_spmd.data.table import Found, PromptRow, Source, rows_of
 from grpo_spmd.untrusted import each_once
 
@@ -39,7 +40,7 @@ def read_rows(config: DataConfig, eval_set: str | None = None) -> Sequence[Promp
     else:
         rule = f"{key} must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got {source!r}"
         raise ConfigError(f"{rule}{_how_to_make_jsonl(source)}")
-    return rows_of(found, functools.partial(usable_row, config=config), row_keys(config))
+    return rows_of(found, functools.partial(usable_row, config=config), row_keys(config), check_row)
 
 
 def row_keys(config: DataConfig) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import DataConfig
-from grpo_spmd.data.table import PromptRow
+from grpo_spmd.data.table import PromptRow, Rows
 
 # A column in other notations than {name}: jinja's, str.format's fields and escapes.
 _OTHERWISE = re.compile(r"\{\{\s*(\w+)\s*\}\}|\{\s+(\w+)\s*\}|\{(\w+)\s+\}|\{(\w+)(?:[.\[!:][^{}\n]*)\}")
@@ -29,11 +29,18 @@ def check_shown(rows: Sequence[PromptRow], config: DataConfig) -> None:
     """Refuse rows whose prompt is not what it should be. Raises ConfigError, which names file:line."""
     if rows and config.prompt_template:
         _check_template(config.prompt_template, rows[0])
+    if isinstance(rows, Rows):  # they were looked at when they were read
+        rows = [] if rows.first_odd is None else [rows[rows.first_odd]]
     for row in rows:
-        if isinstance(row.prompt, str):
-            _check_text(row.prompt, row.where)
-        else:
-            _check_messages(row.prompt, row.where)
+        check_row(row)
+
+
+def check_row(row: PromptRow) -> None:
+    """Raises ConfigError."""
+    if isinstance(row.prompt, str):
+        _check_text(row.prompt, row.where)
+    else:
+        _check_messages(row.prompt, row.where)
 
 
 def _check_template(template: str, row: PromptRow) -> None:

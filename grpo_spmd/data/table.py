@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.data.cache import Entry, Maker, obtain
 
 Found = tuple[int, dict[str, Any], bytes | None]  # number of the line or row, the row, and its line if it has one
@@ -58,6 +59,8 @@ class Rows(Sequence[PromptRow]):
         self.size = source.size
         facts = entry.facts
         self.overview = Overview(dict.fromkeys(facts["columns"]), entry.array("sizes"), facts["first_chat"])
+        self.first_odd: int | None = facts["first_odd"]
+        """The first row that `look` refused."""
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -80,15 +83,24 @@ class _NoJson(Exception):
 
 
 def rows_of(
-    source: Source, usable: Callable[[dict[str, Any], str], PromptRow], row_keys: list[Any]
+    source: Source,
+    usable: Callable[[dict[str, Any], str], PromptRow],
+    row_keys: list[Any],
+    look: Callable[[PromptRow], None],
 ) -> Sequence[PromptRow]:
-    """Each row as `usable` makes it, which decides by `row_keys`. Read once on a node. Raises ConfigError."""
+    """Each row as `usable` makes it, which decides by `row_keys`. Read once on a node. Raises ConfigError; what `look`
+    raises in the same pass waits until it is asked for."""
 
     def make(maker: Maker) -> None:
         ends, numbers, overview = array("q"), array("q"), Overview()
-        end = 0
+        end, first_odd = 0, None
         for number, record, line in source.read():
-            overview.add(usable(record, f"{source.prefix}{number}"))
+            overview.add(row := usable(record, f"{source.prefix}{number}"))
+            if first_odd is None:
+                try:
+                    look(row)
+                except ConfigError:
+                    first_odd = len(numbers)
             if line is None:
                 if not _is_json(record):
                     raise _NoJson
@@ -99,7 +111,7 @@ def rows_of(
             numbers.append(number)
         assert isinstance(overview.sizes, array)
         maker.arrays.update(ends=ends, numbers=numbers, sizes=overview.sizes)
-        maker.facts.update(columns=list(overview.columns), first_chat=overview.first_chat)
+        maker.facts.update(columns=list(overview.columns), first_chat=overview.first_chat, first_odd=first_odd)
 
     inputs = None if source.inputs is None else [source.inputs, row_keys]
     try:

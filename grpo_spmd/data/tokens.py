@@ -55,11 +55,12 @@ class _Digests:
 
     def __init__(self, whole: bool) -> None:
         self._whole, self._of_tokens, self._of_rows = whole, hashlib.sha256(), hashlib.sha256()
+        self._encode = json.JSONEncoder(sort_keys=True, default=str).encode  # json.dumps makes one each time
 
     def add(self, number: int, columns: dict[str, Any], token_ids: list[int]) -> None:
         self._of_tokens.update(array("q", [len(token_ids), *token_ids]))
         row = [number, columns, token_ids if self._whole else None]
-        self._of_rows.update(json.dumps(row, sort_keys=True, default=str).encode())
+        self._of_rows.update(self._encode(row).encode())
 
     def both(self) -> tuple[str, str]:
         return self._of_tokens.hexdigest(), self._of_rows.hexdigest()

@@ -120,7 +120,7 @@ SCALE = {
     "observe/rollout_step.py": 75,
     "observe/rollout_writer.py": 170,
     "data/cache.py": 340,
-    "data/table.py": 150,
+    "data/table.py": 160,
     "data/tokens.py": 240,
     "engine/shares.py": 55,
     "rollout/expected.py": 60,

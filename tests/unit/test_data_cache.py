@@ -147,6 +147,21 @@ def test_hub_rows_are_kept_under_the_content_of_their_files(tmp_path: Path, fold
         assert len(_entries(folder, "rows")) == value
 
 
+def test_a_row_that_shows_nothing_waits_for_what_is_said_first(tmp_path: Path, folder: Path, reads: list[Path]) -> None:
+    config = DataConfig(
+        train=_lines(tmp_path / "t.jsonl", '{"prompt": "a"}', '{"prompt": " "}', '{"prompt": "  "}', "{")
+    )
+    with pytest.raises(ConfigError, match=r"t\.jsonl:4: not valid JSON"):
+        read_rows(config)
+    _lines(tmp_path / "t.jsonl", '{"prompt": "a"}', '{"prompt": " "}', '{"prompt": "  "}')
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"t\.jsonl:2: the prompt is nothing but white space"):
+            checks.check_shown(read_rows(config), config)
+        with pytest.raises(ConfigError, match=r"t\.jsonl:2: the prompt is nothing but white space"):
+            checks.check_shown([*read_rows(config)], config)
+    assert len(reads) == 2
+
+
 # Made once
 
 
