@@ -1,11 +1,20 @@
 """A whole step beside TRL's: the same model, data, sampling, loss and optimizer, real generation by vLLM on both sides,
 one thread each.
 
-A random Qwen3 of 5 million parameters (float32) ends a completion with a chance of about 1 % a token, at 256 tokens at
-most: ragged, with a mean near 90. A step is 16 prompts x 8 completions and one optimizer step. Ours is `python -m
-grpo_spmd.train`, unchanged. TRL's is its GRPOTrainer with colocated vLLM in .venv-trl (made on first use), its weight
-sync repaired for the CPU (step_vs_trl_worker.py says how) and without what would slow it down here: bfloat16 and
-activation checkpointing, both on by default.
+    benchmarks/run.sh step_vs_trl [--shape short|long_prompts|long_completions] [--json FILE]      without: all three
+
+A random Qwen3 (float32, 4 layers of width 256) ends a completion with the same chance at each token, so that lengths
+are ragged; a step is one optimizer step.
+
+| shape | prompts x completions | tokens of a prompt | of a completion: mean, most | vocabulary |
+|---|---|---|---|---|
+| short | 16 x 8 | 8 to 24 | 90, 256 | 4,096 |
+| long_prompts | 4 x 16 | 180 to 220 | 60, 240 | 8,192 |
+| long_completions | 4 x 8 | 8 to 24 | 370, 1,024 | 4,096 |
+
+Ours is `python -m grpo_spmd.train`, unchanged, with its defaults. TRL's is its GRPOTrainer with colocated vLLM in
+.venv-trl (made on first use), its weight sync repaired for the CPU (step_vs_trl_worker.py says how) and without what
+would slow it down here: bfloat16 and activation checkpointing, both on by default.
 
 First, that both do the same: a small run of ours, whose rollouts TRL's trainer then trains on; loss and advantages of
 each step must agree, and after several optimizer steps TRL's policy must still give our completions the logprobs that
@@ -14,12 +23,14 @@ per_device_train_batch_size's default, with all rollouts in one batch (gradient_
 best. All processes live on between their turns, stopped. Ours is stopped within a step, which is left out.
 
 Times are wall-clock seconds of a step. "update" is forward, backward, clip and optimizer; "logprobs" the pass before
-it: TRL makes one for its weights of engine against policy, we take them from the update's own pass.
+it: TRL makes one for its weights of engine against policy, we take them from the update's own pass. "generation a
+token" is its time over the tokens that were sampled in it: lengths are random, and of other steps on either side.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -46,12 +57,9 @@ from grpo_spmd.observe.rollout_step import read_rollouts
 
 _ROUNDS = 5
 _STEPS_A_TURN = 2  # of ours; TRL makes one
-_SIZES = (4, 8, 16, 32, 64, 128)
+_SIZES = (4, 8, 16, 32, 64, 128)  # as far as the step has rollouts
 _DEFAULT_SIZE = 8
 _EOS = "<eos>"
-_VOCABULARY = 4096
-_END_LOGIT = 3.75  # above the rest, near uniform: about 1 % of 4096
-_MAX_PROMPT = 24
 _PHASES = ("generation", "sync", "reward", "logprobs", "update", "step")
 
 
@@ -64,40 +72,64 @@ class Task:
     num_steps: int
     lr: float
     max_completion_tokens: int = 256
-    max_prompt_tokens: int = _MAX_PROMPT
+    max_prompt_tokens: int = 24
 
     @property
     def num_rollouts(self) -> int:
         return self.num_prompts * self.group_size
 
 
-_TIMED = Task(16, 8, 1000, 1e-8)  # at larger rates lengths drift, one way on one side and the other on the other
+@dataclass(frozen=True)
+class Shape:
+    """What is timed; the learning rate is so small that lengths do not drift, one way here and the other way there."""
+
+    task: Task
+    fewest_prompt_tokens: int
+    vocabulary: int
+    mean_tokens: float  # of completions that nothing cuts off
+
+    @property
+    def end_logit(self) -> float:
+        """Of the end above all others, which are near uniform: an end every `mean_tokens`."""
+        return math.log((self.vocabulary - 1) / (self.mean_tokens - 1))
+
+
+SHAPES = {
+    "short": Shape(Task(16, 8, 1000, 1e-8), 8, 4096, 97),
+    "long_prompts": Shape(Task(4, 16, 1000, 1e-8, 240, 220), 180, 8192, 61),
+    "long_completions": Shape(Task(4, 8, 1000, 1e-8, 1024), 8, 4096, 420),
+}
 _COMPARED = Task(4, 4, 4, 1e-4)
 _TOLERANCE = 1e-4  # TRL adds 1e-4 to standard deviations of about 50, which is some of what is seen
 
 
 def main() -> None:
-    args = arguments_parser(__doc__).parse_args()
+    parser = arguments_parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, help="default: all, one after the other")
+    args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     python = trl_python()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make(folder)
-        equal = compare(folder, python)
+        make(Path(name), SHAPES["short"])
+        equal = compare(Path(name), python)
         report("step_vs_trl_equal", equal, args.json)
         if off := [row["what"] for row in equal if not row["difference"] <= row["at most"]]:
             raise AssertionError(f"the two sides do not compute the same: {', '.join(off)}")
-        sweep, rows = race(folder, python)
-    report("step_vs_trl_sweep", sweep, args.json)
-    report("step_vs_trl", rows, args.json)
+    for shape in [args.shape] if args.shape else SHAPES:
+        with tempfile.TemporaryDirectory() as name:
+            make(Path(name), SHAPES[shape])
+            sweep, rows = race(Path(name), python, SHAPES[shape].task)
+        report("step_vs_trl_sweep", [{"shape": shape, **row} for row in sweep], args.json)
+        report("step_vs_trl", [{"shape": shape, **row} for row in rows], args.json)
 
 
 # The task
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, shape: Shape) -> None:
     """The model with its tokenizer in FOLDER/model, and FOLDER/train.jsonl."""
-    vocabulary = {_EOS: 0, **{f"w{i}": i for i in range(1, _VOCABULARY)}}
+    num_words, longest = shape.vocabulary, shape.task.max_prompt_tokens
+    vocabulary = {_EOS: 0, **{f"w{i}": i for i in range(1, num_words)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_EOS))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 
@@ -105,16 +137,16 @@ def make(folder: Path) -> None:
         # An lm_head has no bias: one channel that is the same for every token stands in for it.
         model.model.embed_tokens.weight[:, 0] = 0.5
         model.lm_head.weight[0] = 0.0
-        channel = model.model(torch.randint(1, _VOCABULARY, (8, 128))).last_hidden_state[..., 0].mean()
-        model.lm_head.weight[0, 0] = _END_LOGIT / channel
+        channel = model.model(torch.randint(1, num_words, (8, 128))).last_hidden_state[..., 0].mean()
+        model.lm_head.weight[0, 0] = shape.end_logit / channel
 
     config = model_config(
-        vocab_size=_VOCABULARY,
+        vocab_size=num_words,
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=4,
         head_dim=64,
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
         tie_word_embeddings=False,
     )
     make_model(folder / "model", config, change=change)
@@ -122,8 +154,8 @@ def make(folder: Path) -> None:
     tokens.save_pretrained(folder / "model")  # in place of the demo's: words, not characters
     rng = random.Random(0)
     rows = [
-        {"prompt": " ".join(f"w{rng.randrange(1, _VOCABULARY)}" for _ in range(rng.randint(8, _MAX_PROMPT)))}
-        for _ in range(512)
+        {"prompt": " ".join(f"w{rng.randrange(1, num_words)}" for _ in range(length))}
+        for length in (rng.randint(shape.fewest_prompt_tokens, longest) for _ in range(512))
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -267,10 +299,9 @@ def compare(folder: Path, python: str) -> list[Row]:
     ours = Ours(folder, "compared", _COMPARED)
     metrics = ours.wait(_COMPARED.num_steps)
     ours.end()
-    steps = range(1, _COMPARED.num_steps + 1)
-    rollouts = [[vars(rollout) for rollout in read_rollouts(ours.run, step)] for step in steps]
+    rollouts = [read_rollouts(ours.run, step) for step in range(1, _COMPARED.num_steps + 1)]
     kept = ("prompt_ids", "completion_ids", "rollout_logprobs")
-    replay = [[{key: rollout[key] for key in kept} for rollout in step] for step in rollouts]
+    replay = [[{key: getattr(rollout, key) for key in kept} for rollout in step] for step in rollouts]
     theirs = {}
     for name, arguments in (("trained", {}), ("untrained", {"learning_rate": 0.0})):
         trl = Trl(folder, name, _COMPARED, python, _COMPARED.group_size, replay, **arguments)
@@ -280,7 +311,7 @@ def compare(folder: Path, python: str) -> list[Row]:
     rewards = max(abs(m["reward/mean"] - trl["reward_mean"]) for m, _, trl in pairs)
     loss = max(abs(m["loss/total"] - trl["loss"]) for m, _, trl in pairs)
     advantages = max(
-        abs(r["advantage"] - a) for _, step, trl in pairs for r, a in zip(step, trl["advantages"], strict=True)
+        abs(r.advantage - a) for _, step, trl in pairs for r, a in zip(step, trl["advantages"], strict=True)
     )
     logprobs, untrained = (theirs[name][-1]["logprob_difference"] for name in ("trained", "untrained"))
     facts = {
@@ -303,21 +334,22 @@ def compare(folder: Path, python: str) -> list[Row]:
 # The times
 
 
-def race(folder: Path, python: str) -> tuple[list[Row], list[Row]]:
+def race(folder: Path, python: str, task: Task) -> tuple[list[Row], list[Row]]:
     """Rows of the sweep over TRL's micro-batch, and of the rounds."""
     sides: list[Side] = []
+    sizes = [size for size in _SIZES if size <= task.num_rollouts]
     try:
-        ours = Ours(folder, "ours", _TIMED)
+        ours = Ours(folder, "ours", task)
         sides.append(ours)
         ours.turn(1)
         trl: dict[int, Trl] = {}
         swept: dict[int, Row] = {}
-        for size in _SIZES:
-            trl[size] = Trl(folder, f"trl_{size}", _TIMED, python, size)
+        for size in sizes:
+            trl[size] = Trl(folder, f"trl_{size}", task, python, size)
             sides.append(trl[size])
             _, swept[size] = trl[size].turn(2)
-        best = min(_SIZES, key=lambda size: swept[size]["step_s"])
-        for size in set(_SIZES) - {_DEFAULT_SIZE, max(_SIZES), best}:
+        best = min(sizes, key=lambda size: swept[size]["step_s"])
+        for size in set(sizes) - {_DEFAULT_SIZE, max(sizes), best}:
             trl.pop(size).end()
         own: list[list[Row]] = []
         theirs: dict[int, list[list[Row]]] = {size: [] for size in trl}
@@ -330,26 +362,29 @@ def race(folder: Path, python: str) -> tuple[list[Row], list[Row]]:
         for side in sides:
             if side.process.returncode is None:
                 side.end()
-    facts = {"rollouts": _TIMED.num_rollouts, "threads": 1, "TRL version": TRL_VERSION}
+    facts = {"rollouts": task.num_rollouts, "threads": 1, "TRL version": TRL_VERSION}
     sweep = [
-        {"TRL's micro-batch": size, **{f"{p}_s": swept[size][f"{p}_s"] for p in _PHASES}, **facts} for size in _SIZES
+        {"TRL's micro-batch": size, **{f"{p}_s": swept[size][f"{p}_s"] for p in _PHASES}, **facts} for size in sizes
     ]
     rows = []
     for size, rounds in theirs.items():
-        names = ((_DEFAULT_SIZE, "its default"), (max(_SIZES), "one batch"), (best, "its best"))
+        names = ((_DEFAULT_SIZE, "its default"), (max(sizes), "one batch"), (best, "its best"))
         label = ", ".join([str(size), *(name for each, name in names if each == size)])
         rows += [
-            _row(label, phase, own, rounds) | facts
-            for phase in ("step", "generation", "sync", "update", "logprobs + update")
+            _row(label, phase, own, rounds, task.num_rollouts) | facts
+            for phase in ("step", "generation", "generation a token", "sync", "update", "logprobs + update")
         ]
     return sweep, rows
 
 
-def _row(label: str, phase: str, own: list[list[Row]], theirs: list[list[Row]]) -> Row:
+def _row(label: str, phase: str, own: list[list[Row]], theirs: list[list[Row]], num_rollouts: int) -> Row:
     """One phase in all rounds; a round's ratio is between its own turns."""
 
+    parts, by_token = phase.removesuffix(" a token").split(" + "), phase.endswith(" a token")
+
     def seconds(turn: list[Row]) -> float:
-        return statistics.mean(sum(float(step[f"{part}_s"]) for part in phase.split(" + ")) for step in turn)
+        summed = [sum(float(step[f"{part}_s"]) for part in parts) for step in turn]
+        return sum(summed) / (tokens(turn) * num_rollouts * len(turn) if by_token else len(turn))
 
     def median(rounds: list[list[Row]], value: Callable[[list[Row]], float]) -> float:
         return statistics.median(value(turn) for turn in rounds)
@@ -363,8 +398,8 @@ def _row(label: str, phase: str, own: list[list[Row]], theirs: list[list[Row]]) 
         "ours_s": median(own, seconds),
         "trl_s": median(theirs, seconds),
         **spread("ratio", ratios([seconds(turn) for turn in theirs], [seconds(turn) for turn in own])),
-        "ours_samples_per_s": _TIMED.num_rollouts / median(own, seconds),
-        "trl_samples_per_s": _TIMED.num_rollouts / median(theirs, seconds),
+        "ours_samples_per_s": num_rollouts / median(own, seconds),
+        "trl_samples_per_s": num_rollouts / median(theirs, seconds),
         "ours_tokens_mean": median(own, tokens),
         "trl_tokens_mean": median(theirs, tokens),
         "rounds": len(own),
