@@ -57,7 +57,8 @@ def _train_step(run: Run, step: int) -> None:
         sums = run.updater.update(batch, run.update_check, check)
     log.record_largest(run.update_check.metrics())
     run.dump.write_if_skipped(step, sampled, decision, sums)
-    log.record_largest(run.progress.count(sampled.num_completions, decision.num_sampled_tokens, run.stream.epoch))
+    counts = run.progress.count(sampled.num_completions, decision.num_sampled_tokens, run.stream.epoch)
+    log.record_largest(counts | run.stream.metrics())
     log.check_step(step, decision, sync_stats, sums, generation_s)  # before a checkpoint is made of it
     with phase("checkpoint"):
         run.checkpoints.stage_if_due(step, run.stream.position, run.log_state())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -47,13 +47,17 @@ from grpo_spmd.observe.wandb_feed import WandbFeed
 from grpo_spmd.preflight.checks import Inputs
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.proofs.update_check import UpdateCheck
-from grpo_spmd.records import MicroBatch, ScoredRollouts
+from grpo_spmd.records import MicroBatch, Prompt, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.trl import TrainerState
 from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
 from grpo_spmd.rollout.expected import ExpectedLengths
 from grpo_spmd.rollout.sample import Sampler
+
+if TYPE_CHECKING:  # off by default, and then not even imported
+    from grpo_spmd.data.tail import TailStream
+    from grpo_spmd.rollout.tail import TailBatching
 
 _log = logging.getLogger("grpo_spmd")
 
@@ -65,7 +69,7 @@ class Run:
     config: Config
     session: Session
     preemption: Preemption
-    stream: PromptStream
+    stream: PromptStream | TailStream
     rewards: RewardPool
     score: Callable[..., ScoredRollouts]
     engine: RolloutEngine
@@ -86,7 +90,7 @@ class Run:
     progress: Progress
     launch: Launch
     num_finished_steps: int  # when it was opened
-    begun: tuple[int, int] = (0, 0)  # with the step under way: finished steps, and the place in the prompt stream
+    begun: tuple[int, int, dict[str, Any]] = (0, 0, {})  # with the step under way: finished steps, the prompt stream
 
     def steps(self) -> Iterator[int]:
         """Collective. The steps that the run still has to make, each begun when it is drawn. Raises Preempted."""
@@ -96,7 +100,7 @@ class Run:
 
     def begin_step(self, step: int) -> None:
         """Collective. Note where the step begins, and ask whether to begin it. Raises Preempted."""
-        self.begun = step - 1, self.stream.position
+        self.begun = step - 1, self.stream.position, self.stream.state()
         self.rewards.begin_step(TrainerState(step - 1, self.config.training.num_steps, self.stream.epoch))
         self.preemption.begin_step(self.checkpoints.time_to_save_s)
 
@@ -106,13 +110,14 @@ class Run:
 
     def log_state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return self.logprob_check.state() | self.progress.state()
+        return self.logprob_check.state() | self.progress.state() | self.stream.state()
 
     def save_begun_step(self, reason: str) -> None:
         """Collective. Preempted: save the state with which the step under way began, and leave word of it."""
         self.engine.sleep()
         self.offload.to_device()
-        self.checkpoints.save_preempted(*self.begun, self.log_state(), reason)
+        step, position, of_stream = self.begun
+        self.checkpoints.save_preempted(step, position, self.log_state() | of_stream, reason)
         self.launch.end("preempted", reason)
 
     def close(self) -> None:
@@ -173,6 +178,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     evaluator = Evaluator(held_out, engine, score, config.eval, config.seed, max_error_frac, of_eval)
     checkpoints = Checkpoints(run_dir, config.checkpoint, num_steps, session, policy, updater, facts)
     checkpoints.load(start)
+    stream, tail = open_stream(config, prompts, start)
     # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
     num_dropped = inputs.num_rows - len(prompts) - sum(map(len, held_out.values()))
     launch = open_run_dir(config, session, num_dropped, start, inputs.began)
@@ -182,16 +188,27 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     of_policy = policy.num_parameters, logprob_check
     phase, log = open_log(config, session, inputs.began, *of_policy, engine.pool_bytes, start.step + 1)
     dump = RolloutDump(writer, every_steps)
-    stream = PromptStream(prompts, config.seed, data.shuffle, start.position)
     keeps = config.checkpoint.rollout_buffer
     buffer = RolloutBuffer(config.run_dir, config.seed, config.model, config.rollout, session) if keeps else None
     lengths = ExpectedLengths() if config.rollout.schedule == "shared_queue" else None
-    sampler = Sampler(engine, config.rollout.group_size, config.seed, buffer, lengths)
+    sampler = Sampler(engine, config.rollout.group_size, config.seed, buffer, lengths, tail)
     return Run(
         config, session, preemption, stream, rewards, score, engine, policy, reference, updater, update_check,
         step_rules, offload, weight_sync, sampler, evaluator, checkpoints, phase, logprob_check, dump, log,
         Progress(start.trainer, start.step), launch, start.step,
     )  # fmt: skip
+
+
+def open_stream(
+    config: Config, prompts: Sequence[Prompt], start: Start
+) -> tuple[PromptStream | TailStream, TailBatching | None]:
+    """What waits since the start's steps is trained on first, also where tail batching is off by now."""
+    fresh = PromptStream(prompts, config.seed, config.data.shuffle, start.position)
+    if config.rollout.tail_batching == 1 and not start.waiting:
+        return fresh, None
+    from grpo_spmd.rollout.tail import open_tail
+
+    return open_tail(fresh, len(prompts), config.rollout, start.waiting)
 
 
 def open_log(

@@ -164,6 +164,8 @@ STATES = (
     Row("vllm.v1.engine.core_client.InprocClient.shutdown", "ends vLLM, on all ranks together", "()"),
     Row(f"{_CORE}.scheduler", "asked how many requests wait for room"),
     Row(f"{_CORE}.batch_queue", "asynchronous scheduling: a batch may be under way", absent="taken for none"),
+    Row(f"{_SCHEDULER}.requests", "those that are not finished, by name"),
+    Row("vllm.v1.request.Request.num_output_tokens", "how many a dropped request had"),
     Row(f"{_SCHEDULER}.has_requests", "an abort is over when it says no", "()"),
     Row(
         f"{_SCHEDULER}.get_request_counts",

@@ -37,6 +37,10 @@ class Start:
     def position(self) -> int:
         return int(self.trainer.get("position", 0))  # in the prompt stream
 
+    @property
+    def waiting(self) -> list[int]:
+        return list(self.trainer.get("waiting", []))  # places before it, of prompts that tail batching has left behind
+
 
 @dataclass(frozen=True)
 class Candidates:

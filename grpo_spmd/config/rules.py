@@ -70,6 +70,9 @@ def _check_sizes(config: Config) -> None:
             f"must divide rollout.num_prompts_per_step ({prompts}), so that every optimizer step sees as many prompts"
         )
         raise ConfigError(f"training.num_mini_batches ({batches}) {rule}")
+    if config.rollout.dynamic_sampling and config.rollout.tail_batching > 1:
+        why = "which groups are refilled would hang on which were fast; set dynamic_sampling: false or tail_batching: 1"
+        raise ConfigError(f"rollout.tail_batching and rollout.dynamic_sampling do not go together: {why}")
     overlong = config.advantage.overlong_buffer_tokens
     if overlong > config.rollout.max_completion_tokens:
         raise ConfigError(f"advantage.overlong_buffer_tokens ({overlong}) must be <= {completion}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -94,6 +95,9 @@ class RolloutConfig:
     dynamic_sampling: bool = key(False, "drop groups whose rewards are all alike, and refill from further prompts")
     dynamic_sampling_max_rounds: int = key(10,
         "rounds of generation after which such a step trains on the groups that it has", at_least=1)
+    tail_batching: float = key(1.0,
+        "launch this many times num_prompts_per_step, train on the first to finish, let the others wait; 1: off",
+        at_least=1)
     gpu_memory_utilization: float = key(0.6,
         "share of its memory that the engine may take (GPU only)", above=0, below=1)
     schedule: Literal["shared_queue", "static"] = key("shared_queue",
@@ -103,6 +107,11 @@ class RolloutConfig:
     weight_sync_bucket_mib: int | None = key(None,
         "MiB of one gather of the weight sync, over all its ranks; null: 256 on GPUs, 16 on a CPU", at_least=1)
     engine: dict[str, Any] = key({}, "passed through to vllm.LLM")
+
+    @property
+    def num_launched_prompts(self) -> int:
+        """Of a short round of tail batching; without it those of a step."""
+        return math.ceil(round(self.num_prompts_per_step * self.tail_batching, 6))  # 100 * 1.1 is above 110
 
     def sync_bucket_bytes(self, device: str) -> int:
         return (self.weight_sync_bucket_mib or SYNC_BUCKET_MIB[device]) << 20

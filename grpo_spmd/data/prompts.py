@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 from grpo_spmd.records import Prompt
 
@@ -25,9 +26,17 @@ class PromptStream:
     def take(self, num_prompts: int) -> list[Prompt]:
         """The next prompts; every rank must take as many."""
         start, self.position = self.position, self.position + num_prompts
-        return [self._at(position) for position in range(start, self.position)]
+        return [self.at(position) for position in range(start, self.position)]
 
-    def _at(self, position: int) -> Prompt:
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, beside the position."""
+        return {}
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step's prompts, equal on all ranks."""
+        return {}
+
+    def at(self, position: int) -> Prompt:
         epoch, offset = divmod(position, len(self._prompts))
         if self._order[0] != epoch:
             order: Sequence[int] = range(len(self._prompts))

@@ -22,6 +22,16 @@ def claim(queue: str, num_jobs: int, num_claimers: int) -> int | None:
     return number if number < num_jobs else None
 
 
+def count_up(counter: str, by: int = 1) -> int:
+    """The number that `counter`, 0 at first, has come to with this; two calls never bring it to the same one."""
+    return int(_run_store().add(counter, by))
+
+
+def forget(counter: str) -> None:
+    """Remove a counter that nobody asks for any more, or the store would grow."""
+    _run_store().delete_key(counter)
+
+
 def own_store() -> dist.Store:
     """Over a connection of its own, for a thread: a call that waits would make the main thread wait too."""
     return _run_store().clone()  # type: ignore[attr-defined, no-any-return]

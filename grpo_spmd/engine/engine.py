@@ -25,7 +25,7 @@ from grpo_spmd.engine.isolation import isolated
 from grpo_spmd.engine.leftovers import forget_engine, note_engine
 from grpo_spmd.engine.lora_adapters import EngineAdapters
 from grpo_spmd.engine.reload import WeightReload
-from grpo_spmd.engine.requests import EngineStateError, Finished, NextRequest, Place, Request
+from grpo_spmd.engine.requests import EngineStateError, Finished, NextRequest, Place, Race, Request
 from grpo_spmd.engine.shares import deal, share_out
 from grpo_spmd.engine.sleep_check import SleepCheck
 from grpo_spmd.engine.start import start_vllm
@@ -196,6 +196,7 @@ class RolloutEngine:
         policy_version: int,
         finished: Finished | None = None,
         expected: Sequence[float] | None = None,
+        race: Race | None = None,
     ) -> dict[int, list[list[Completion]]]:
         """Collective. Share jobs out over all engines. Job j is `job_sizes[j]` >= 1 conversations, all on one engine,
         each of one request or of several in turn. Raises EngineStateError as `generate` does.
@@ -204,7 +205,8 @@ class RolloutEngine:
         most its fair share; whoever then runs fewer claims one of the rest, so that short completions leave no engine
         idle. `expected`, equal on all ranks, decides which come first (`deal`). Once `should_abort` is True on a rank,
         its engine drops what is unfinished and claims no more. Others notice by themselves or finish: the caller has
-        all ranks agree that nothing comes of it (`Preemption.guard`).
+        all ranks agree that nothing comes of it (`Preemption.guard`). With a `race`, which all ranks have or none, jobs
+        that are not done when it is over are dropped, and not returned.
 
         `next_request(job, number within it, completions of this conversation so far)` gives the next request or None,
         the same on any rank. `finished` gets (job, number, completion) at once, on all ranks of the engine. Returned
@@ -227,13 +229,13 @@ class RolloutEngine:
                 yield places([queued[claimed]])
 
         of_engine = batches()
-        done = self._generate(of_engine, max_in_flight, policy_version, next_request, finished, self._must_abort)
-        for _ in of_engine:  # aborted: whoever claims must claim until there is nothing left
+        done = self._generate(of_engine, max_in_flight, policy_version, next_request, finished, self._must_abort, race)
+        for _ in of_engine:  # ended early: whoever claims must claim until there is nothing left
             pass
         by_job: dict[int, list[list[Completion]]] = {}
         for (job, _), completions in sorted((done or {}).items()):
             by_job.setdefault(job, []).append(completions)
-        return by_job
+        return {job: of_job for job, of_job in by_job.items() if len(of_job) == job_sizes[job]}
 
     def _claim(self, queue: str, num_jobs: int) -> int | None:
         """Collective over the engine's ranks, which schedule alike and so ask together: what the first one claims."""
@@ -246,6 +248,13 @@ class RolloutEngine:
         if (group := self._session.engine_group) is None:
             return self._should_abort()
         return num_steps % _AGREE_EVERY_STEPS == 0 and any_rank(self._should_abort(), group)
+
+    def _is_over(self, race: Race, num_steps: int) -> bool:
+        """Collective over the engine's ranks: what its first one finds, asked now and then."""
+        if num_steps % _AGREE_EVERY_STEPS:
+            return False
+        found, group = self.tp_rank == 0 and race.is_over(), self._session.engine_group
+        return found if group is None else any_rank(found, group)
 
     def _abort(self, names: Sequence[str]) -> None:
         """Drop these requests, all that are unfinished, and leave an engine that has none."""
@@ -263,9 +272,11 @@ class RolloutEngine:
         next_request: NextRequest,
         finished: Finished | None = None,
         must_abort: Callable[[int], bool] = lambda num_steps: False,
+        race: Race | None = None,
     ) -> dict[Place, list[Completion]] | None:
-        """The completions of each place, or None where `must_abort(steps done)` said so. Takes the next batch while
-        fewer than `max_in_flight` requests are unfinished."""
+        """The completions of each place, without those that are unfinished when `race` is over, or None where
+        `must_abort(steps done)` said so. Takes the next batch while fewer than `max_in_flight` requests are unfinished.
+        """
         self._refuse_unless_ready(policy_version)
         done: dict[Place, list[Completion]] = {}
         in_flight: dict[str, Place] = {}  # by the name of the request
@@ -302,6 +313,11 @@ class RolloutEngine:
                 if must_abort(num_steps):
                     self._abort(list(in_flight))
                     return None
+                if race is not None and self._is_over(race, num_steps):
+                    unfinished = scheduler.requests
+                    race.drop([request.num_output_tokens for request in unfinished.values()])
+                    self._abort(list(in_flight))
+                    return {place: done[place] for place in done.keys() - set(in_flight.values())}
                 num_steps += 1
                 outputs = [output for output in self._engine.step() if output.finished]
                 just_finished = [in_flight.pop(output.request_id) for output in outputs]

@@ -86,7 +86,7 @@ def _cpu_kv_cache_bytes(model: ModelConfig, rollout: RolloutConfig, max_rollout_
     heads = getattr(hf, "num_key_value_heads", hf.num_attention_heads)
     token = 2 * hf.num_hidden_layers * heads * head_dim(hf) * (4 if model.dtype == "float32" else 2)
     engines = max(1, world_size // rollout.tensor_parallel_size)
-    wanted = token * max_rollout_tokens * rollout.num_prompts_per_step * rollout.group_size // engines
+    wanted = token * max_rollout_tokens * rollout.num_launched_prompts * rollout.group_size // engines
     return max(64 << 20, min(int(wanted), cpu_cache_bytes()))
 
 

@@ -89,6 +89,10 @@ def _read_and_check(
     check_source(key, source)
     rows = read_rows(config.data, eval_set)
     check_enough_rows(len(rows), config.data, config.rollout.num_prompts_per_step, eval_set=eval_set)
+    if eval_set is None and config.rollout.tail_batching > 1:
+        from grpo_spmd.data.tail import check_enough_to_launch
+
+        check_enough_to_launch(len(rows), config.rollout)
     _check_reward_columns(rewards, rows, source)
 
     asked = None if folder is None else [inputs_of(folder, config.data), num_embeddings(folder)]

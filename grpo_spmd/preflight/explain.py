@@ -50,6 +50,9 @@ def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     if rollout.dynamic_sampling:
         how = f"dynamic_sampling: up to {rollout.dynamic_sampling_max_rounds} rounds of generation"
         yield "samples, generated", f">= {samples:,}", how
+    if (launched := rollout.num_launched_prompts) > prompts:
+        how = f"{launched} prompts x group_size {group}: tail_batching {rollout.tail_batching:g}"
+        yield "samples, begun in a short round", f"{launched * group:,}", how
     how = f"max_prompt_tokens {config.data.max_prompt_tokens} + {rollout.max_completion_tokens}"
     yield "longest rollout, tokens", f"{longest:,}", how
     yield "tokens", f"<= {samples * longest:,}", f"{samples} samples x {longest}"

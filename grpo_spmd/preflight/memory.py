@@ -82,7 +82,7 @@ def kv_itemsize(config: Config) -> int:
 def sequences_of_engine(config: Config, num_ranks: int) -> int:
     """The most completions that one engine samples in a step, before any refill."""
     engines = num_ranks // config.rollout.tensor_parallel_size
-    return -(-config.rollout.num_prompts_per_step // engines) * config.rollout.group_size
+    return -(-config.rollout.num_launched_prompts // engines) * config.rollout.group_size
 
 
 def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:

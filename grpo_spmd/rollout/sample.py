@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
@@ -11,10 +12,14 @@ from grpo_spmd.records import Completion, Prompt, RolloutGroup, rollout_seed
 from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.expected import ExpectedLengths
 
+if TYPE_CHECKING:  # off by default, and then not even imported
+    from grpo_spmd.rollout.tail import TailBatching
+
 
 class Sampler:
     """Samples groups with the engine; `buffer` keeps what is finished, and has what a run that was stopped had. With
-    `lengths` the groups expected to take longest are begun first."""
+    `lengths` the groups expected to take longest are begun first, with `tail` a short round ends when the step is full.
+    """
 
     def __init__(
         self,
@@ -23,9 +28,10 @@ class Sampler:
         seed: int,
         buffer: RolloutBuffer | None = None,
         lengths: ExpectedLengths | None = None,
+        tail: TailBatching | None = None,
     ) -> None:
         self._engine, self._group_size, self._seed = engine, group_size, seed
-        self._buffer, self._lengths = buffer, lengths
+        self._buffer, self._lengths, self._tail = buffer, lengths, tail
 
     def sample(self, prompts: Sequence[Prompt], step: int, weights_id: str) -> tuple[list[RolloutGroup], float]:
         """Collective. The groups that this rank scores, in the order of slots, and its seconds of generation.
@@ -42,6 +48,10 @@ class Sampler:
             finished = {slot: [kept[slot, n][2] for n in all_samples if (slot, n) in kept] for slot in jobs}
             of_prompts = self._lengths.of(prompts, finished)
             expected = [of_prompts[slot] for slot in jobs]
+        race = None
+        if self._tail is not None:
+            of_kept = [(slot, place[2]) for (slot, _), place in kept.items()]
+            race = self._tail.begin(missing, of_kept, is_first=engine.tp_rank == 0)
 
         def request(job: int, number: int, turns: Sequence[Completion]) -> Request | None:
             if turns:
@@ -53,18 +63,22 @@ class Sampler:
         def keep(job: int, number: int, completion: Completion) -> None:
             if buffer is not None and engine.tp_rank == 0:  # all ranks of an engine have the same
                 buffer.keep(prompts[jobs[job]], missing[jobs[job]][number], completion)
+            if race is not None:
+                race.finish(job, len(completion.token_ids))
 
         start = time.perf_counter()
         try:
-            sampled = engine.generate_shared([len(missing[slot]) for slot in jobs], request, step, keep, expected)
+            sizes = [len(missing[slot]) for slot in jobs]
+            sampled = engine.generate_shared(sizes, request, step, keep, expected, race)
         finally:
             if buffer is not None:
                 buffer.write()
         seconds = time.perf_counter() - start
-        complete = [slot for slot, samples in missing.items() if not samples]
+        used = self._tail.settle(race, prompts) if self._tail is not None and race is not None else set(missing)
+        complete = [slot for slot, samples in missing.items() if not samples and slot in used]
         rank, num_ranks = engine.engine_rank * engine.tp_size + engine.tp_rank, engine.num_engines * engine.tp_size
         of_rank: dict[int, list[Completion]] = {slot: [] for slot in complete[rank::num_ranks]}
-        for job in list(sampled)[engine.tp_rank :: engine.tp_size]:
+        for job in [job for job in sampled if jobs[job] in used][engine.tp_rank :: engine.tp_size]:
             of_rank[jobs[job]] = [completion for [completion] in sampled[job]]
         groups = []
         for slot, new in sorted(of_rank.items()):

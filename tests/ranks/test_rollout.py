@@ -148,6 +148,34 @@ def test_a_request_may_be_followed_by_another(found: dict[str, Found], layout: s
 
 
 @pytest.mark.parametrize("layout", RANKS)
+def test_a_step_is_full_with_the_groups_that_are_complete_first(found: dict[str, Found], layout: str) -> None:
+    race = found[layout]["race"]
+    alone = {position: group for _, position, group in completions(race["all"])}
+    num_launched, short, of_ranks = race["short"]
+    assert num_launched == len(alone) == 24
+    taken = {position: group for _, position, group in completions(short)}
+    assert len(short) == len(taken) == 10
+    for waiting, metrics in of_ranks:  # every rank knows of the same
+        assert sorted([*taken, *waiting]) == list(range(24))
+        assert metrics == of_ranks[0][1]
+    waiting, metrics = of_ranks[0]
+    assert (metrics["rollout/waiting_prompts"], metrics["rollout/tail_long_round"]) == (14, 0)
+    assert 0 < metrics["rollout/tail_dropped_tokens_frac"] < 1
+    assert 1 <= metrics["rollout/tail_launched_tokens_mean"] <= metrics["rollout/tail_launched_tokens_p95"] <= 8
+    # Then those that wait, all of which are waited for.
+    num_launched, long, of_ranks = race["long"]
+    assert (num_launched, [position for _, position, _ in completions(long)]) == (10, waiting[:10])
+    kept = {"rollout/waiting_prompts": 4, "rollout/tail_long_round": 1, "rollout/tail_dropped_tokens_frac": 0}
+    assert of_ranks == [[waiting[10:], kept]] * RANKS[layout][0]
+    taken |= {position: group for _, position, group in completions(long)}
+    assert taken == {position: alone[position] for position in taken}  # bit by bit
+    # One rank gave up and nobody waits for it: `Preemption.guard` ends the step.
+    num_launched, _, of_ranks = race["given up"]
+    assert num_launched == 24
+    assert all(waiting == of_ranks[0][0] for waiting, _ in of_ranks)
+
+
+@pytest.mark.parametrize("layout", RANKS)
 def test_one_engine_has_all_and_claims_nothing(found: dict[str, Found], layout: str) -> None:
     if layout not in SHARED:
         assert found[layout]["num_claims"] == 0

@@ -358,6 +358,16 @@ bad_value(
     "data.train: train.jsonl has 5 usable prompts, but one step takes rollout.num_prompts_per_step=6",
     "rollout.num_prompts_per_step=6",
 )
+bad_value(
+    "rollout.tail_batching (3.5) launches 7 prompts, and data.train has 5 usable ones; lower it, or leave it out",
+    "rollout.num_prompts_per_step=2",
+    "rollout.tail_batching=3.5",
+)
+bad_value(
+    "rollout.tail_batching and rollout.dynamic_sampling do not go together",
+    "rollout.tail_batching=1.5",
+    "rollout.dynamic_sampling=true",
+)
 bad_value("no column 'question' (data.prompt_key)", "data.prompt_key=question")
 bad_value("data.train: cannot read nowhere.jsonl", "data.train=nowhere.jsonl")
 bad_value("data.train: cannot read nowhere.parquet", "data.train=nowhere.parquet")

@@ -305,6 +305,12 @@ def test_without_the_model_the_rest_is_still_said(tmp_path: Path) -> None:
     assert rows["extra passes for old logprobs"][0] == "0"
 
 
+def test_tail_batching_begins_more_than_a_step_takes(tmp_path: Path) -> None:
+    rows = rows_of(a_config(tmp_path, "rollout.tail_batching=1.5"), None)
+    assert (rows["samples"][0], rows["samples, begun in a short round"][0]) == ("24", "36")  # 6 and 9 prompts of 4
+    assert "samples, begun in a short round" not in rows_of(a_config(tmp_path), None)
+
+
 def test_micro_batches_are_those_of_the_real_plan(tmp_path: Path) -> None:
     rng = random.Random(0)
     for _ in range(100):

@@ -18,6 +18,8 @@ from typing import Any
 
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
+from grpo_spmd.data.prompts import PromptStream
+from grpo_spmd.data.tail import TailStream
 from grpo_spmd.distributed import store
 from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
@@ -30,6 +32,7 @@ from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
 from grpo_spmd.rollout.expected import ExpectedLengths
 from grpo_spmd.rollout.sample import Sampler
+from grpo_spmd.rollout.tail import TailBatching
 
 # for 2 engines: one of them gets nothing, one more than the other, a long queue
 NUM_PROMPTS = {"none": 0, "one": 1, "odd": 7, "many": 24}
@@ -73,6 +76,7 @@ def main() -> None:
     in_turn, again, order = longest_first(engine, config)
     found["uneven/in turn"], found["uneven/again"] = gather(in_turn, session), gather(again, session)
     found["order"] = on_rank0(list, order)
+    found["race"] = race(engine, config, session)
     found["num_claims"], found["most_waiting"] = on_rank0(
         lambda counts: [max(c) for c in zip(*counts, strict=True)], watched
     )
@@ -134,7 +138,7 @@ def longest_first(
     generate_shared, stops = engine.generate_shared, engine._stop_token_ids
     orders: list[tuple[list[int], list[float]]] = []
 
-    def watched(sizes: Any, next_request: Any, version: int, finished: Any, expected: Any) -> Any:
+    def watched(sizes: Any, next_request: Any, version: int, finished: Any, expected: Any, race: Any) -> Any:
         begun: list[int] = []
 
         def asked(job: int, number: int, turns: Sequence[Completion]) -> Any:
@@ -143,7 +147,7 @@ def longest_first(
             return next_request(job, number, turns)
 
         orders.append((begun, expected))
-        return generate_shared(sizes, asked, version, finished, expected)
+        return generate_shared(sizes, asked, version, finished, expected, race)
 
     engine.generate_shared = watched  # type: ignore[method-assign, assignment]
     engine._stop_token_ids = list(range(20))  # of 97
@@ -151,6 +155,29 @@ def longest_first(
     engine.generate_shared, engine._stop_token_ids = generate_shared, stops  # type: ignore[method-assign]
     assert orders[0][1] is None
     return plain, again, orders[2]
+
+
+def race(engine: RolloutEngine, config: Config, session: Session) -> dict[str, Any]:
+    """A short round of 24 prompts for a step of 10, a long one of the 10 that wait first, and a short one that the last
+    rank alone gives up. Of each: how many prompts it had, what the ranks made, and on each rank what waits and the
+    metrics. And what all 24 are without a race."""
+    rows = [Prompt(row, row, prompt.token_ids, "", {}) for row, prompt in enumerate(PROMPTS)]
+    stops, engine._stop_token_ids = engine._stop_token_ids, list(range(20))  # of 97
+    groups, _ = Sampler(engine, config.rollout.group_size, config.seed).sample(rows, 0, "")
+    found: dict[str, Any] = {"all": gather(groups, session)}
+    stream = TailStream(PromptStream(rows * 3, 0, False), 3 * len(rows), num_launched=len(rows))
+    sampler = Sampler(engine, config.rollout.group_size, config.seed, tail=TailBatching(stream, 10))
+    for name in ("short", "long", "given up"):
+        prompts, asked = stream.take(10), [0]
+        if name == "given up" and session.rank == session.world_size - 1:
+            engine._should_abort = lambda: asked.append(0) or len(asked) > 3  # type: ignore[func-returns-value] # noqa: B023
+        groups, _ = sampler.sample(prompts, 0, "")
+        engine._should_abort = lambda: False
+        assert not engine._engine.has_unfinished_requests()
+        of_ranks = on_rank0(list, [stream.state()["waiting"], stream.metrics()])
+        found[name] = [len(prompts), gather(groups, session), of_ranks]
+    engine._stop_token_ids = stops
+    return found
 
 
 def use(engine: RolloutEngine, schedule: Any) -> None:
