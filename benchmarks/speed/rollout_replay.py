@@ -9,8 +9,12 @@ import heapq
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from grpo_spmd.data.prompts import PromptStream
+from grpo_spmd.data.tail import TailStream
 from grpo_spmd.engine.shares import deal, share_out
+from grpo_spmd.records import Prompt
 
 Lengths = list[list[int]]  # of each group's completions, in tokens
 MEAN_TOKENS = 1000
@@ -24,45 +28,110 @@ def draw(rng: random.Random, of_prompt: float, alike: float, cap: int, group_siz
     return [max(1, min(cap, round(math.exp(x)))) for x in logs]
 
 
+@dataclass
+class Played:
+    """One round."""
+
+    done_s: list[float]  # when each engine is done
+    complete: list[int]  # groups, in the order in which they were
+    num_tokens: float  # that were sampled, also of groups that were dropped
+
+
 def play(
     lengths: Lengths,
     at_once: int,
     slowness: Sequence[float],
     static: bool = False,
     expected: Sequence[float] | None = None,
-) -> list[float]:
-    """When each engine is done. Continuous batching; between two ends of completions the batch stays the same.
+    enough: int | None = None,
+) -> Played:
+    """Continuous batching; between two ends of completions the batch stays the same.
 
     Args:
         at_once: requests that an engine runs at the same time; others of its own wait.
         slowness: of each engine, a factor on the time of its steps.
         expected: tokens of a completion of each group; None: groups are taken as they come.
+        enough: complete groups that end the round; None: all.
     """
     engines, sizes = len(slowness), [len(group) for group in lengths]
     max_in_flight, num_dealt = share_out(len(lengths), max(sizes), engines, None if static else at_once)
     dealt, queued = deal(sizes, expected, num_dealt, engines)
     queued.reverse()  # the next one last, here and below
-    waiting = [[tokens for g in of_engine for tokens in lengths[g]][::-1] for of_engine in dealt]
-    running: list[list[int]] = [[] for _ in dealt]  # by engine: at which of its steps a completion ends
-    steps, done_s = [0] * engines, [0.0] * engines
+    waiting = [[(tokens, g) for g in of_engine for tokens in lengths[g]][::-1] for of_engine in dealt]
+    running: list[list[tuple[int, int, int]]] = [[] for _ in dealt]  # the step of the end, the group, that of the start
+    steps, played, num_left = [0] * engines, Played([0.0] * engines, [], 0.0), sizes
     events: list[tuple[float, int]] = []
+
+    def step_s(e: int) -> float:
+        return (0.008 + 0.00005 * len(running[e])) * slowness[e]
 
     def go_on(e: int) -> None:
         while True:
             while waiting[e] and len(running[e]) < at_once:
-                heapq.heappush(running[e], steps[e] + waiting[e].pop())
+                tokens, group = waiting[e].pop()
+                heapq.heappush(running[e], (steps[e] + tokens, group, steps[e]))
             if not queued or len(running[e]) + len(waiting[e]) >= max_in_flight:
                 break
-            waiting[e][:0] = lengths[queued.pop()][::-1]
+            group = queued.pop()
+            waiting[e][:0] = [(tokens, group) for tokens in lengths[group]][::-1]
         if running[e]:
-            step_s = (0.008 + 0.00005 * len(running[e])) * slowness[e]
-            heapq.heappush(events, (done_s[e] + (running[e][0] - steps[e]) * step_s, e))
+            heapq.heappush(events, (played.done_s[e] + (running[e][0][0] - steps[e]) * step_s(e), e))
 
     for e in range(engines):
         go_on(e)
     while events:
         now, e = heapq.heappop(events)
-        done_s[e] = now
-        steps[e] = heapq.heappop(running[e])
+        played.done_s[e] = now
+        steps[e], group, start = heapq.heappop(running[e])
+        played.num_tokens += steps[e] - start
+        num_left[group] -= 1
+        if not num_left[group]:
+            played.complete.append(group)
+            if len(played.complete) == enough:
+                break
         go_on(e)
-    return done_s
+    for e, of_engine in enumerate(running):  # what is dropped; empty where all are complete
+        if of_engine:
+            step = steps[e] + (now - played.done_s[e]) / step_s(e)
+            played.num_tokens += sum(step - start for *_, start in of_engine)
+            played.done_s[e] = now
+    return played
+
+
+@dataclass
+class Epoch:
+    """Of a training set whose prompts were sampled once before."""
+
+    rollout_s: float
+    dropped_frac: float  # of the sampled tokens
+    short_mean: float | None  # tokens of a completion that was trained on in a short round
+    mean: float  # of all
+
+
+def play_epoch(
+    seed: int, num_steps: int, num_prompts: int, group_size: int, engines: int, at_once: int, alike: float, cap: int,
+    factor: float,
+) -> Epoch:  # fmt: skip
+    """An epoch of `num_steps` under tail batching with `factor`; 1: without."""
+    rng, num_rows = random.Random(seed), num_prompts * num_steps
+    of_prompts = [rng.gauss(0, 1) for _ in range(num_rows)]
+    last_time = [sum(draw(rng, mean, alike, cap, group_size)) / group_size for mean in of_prompts]
+    fresh = PromptStream([Prompt(row, row, [], "", {}) for row in range(num_rows)], seed, shuffle=True)
+    stream = TailStream(fresh, num_rows, math.ceil(round(num_prompts * factor, 6)))
+    seconds, sampled, trained = 0.0, 0.0, list[int]()
+    of_short = list[int]()
+    for step in range(num_steps):
+        dealt = stream.take(num_prompts)
+        rows = [prompt.row for prompt in dealt]
+        lengths = [draw(random.Random(f"{seed}/{step}/{r}"), of_prompts[r], alike, cap, group_size) for r in rows]
+        played = play(lengths, at_once, [1.0] * engines, False, [last_time[row] for row in rows], num_prompts)
+        taken = set(played.complete)
+        used = [tokens for slot in taken for tokens in lengths[slot]]
+        trained += used
+        if len(rows) > num_prompts:
+            stream.leave([prompt for slot, prompt in enumerate(dealt) if slot not in taken], {})
+            of_short += used
+        seconds, sampled = seconds + max(played.done_s), sampled + played.num_tokens
+    assert (len(trained), stream.epoch) == (num_rows * group_size, 1.0)
+    short_mean = sum(of_short) / len(of_short) if of_short else None
+    return Epoch(seconds, 1 - sum(trained) / sampled, short_mean, sum(trained) / len(trained))

@@ -1,7 +1,7 @@
 """The tail of a rollout: how much sooner the last engine is done with the shared queue than with the static split, and
-with the queue's longest expected groups first.
+with the queue's longest expected groups first; and what tail batching saves of an epoch.
 
-    benchmarks/run.sh rollout_tail [--trace RUN] [--json FILE]        about 5 minutes on 2 cores
+    benchmarks/run.sh rollout_tail [--trace RUN] [--json FILE]        about 6 minutes on 2 cores
 "model" rows replay the schedules with no engine (rollout_replay.py): lengths are lognormal with sigma 1, mean 1000 and
 a cap, groups have 8 completions. "alike" is the share of the variance of log(length) that completions of a prompt have
 in common. What is expected of a group is the mean of 8 other completions of its prompt, those of an epoch ago.
@@ -11,10 +11,14 @@ engine that made most, which no other load of the machine changes. "recorded" ro
 on more engines, or with --trace those of a run of one's own with two epochs or more, from its rollout dump. `ratio` is
 static / shared_queue in the time until the last engine is done, and `first` shared_queue / longest_first: median, min
 and max over seeds, rounds or steps.
+"tail" rows, a table of their own, replay an epoch of 16 steps with `rollout.tail_batching: factor` beside one without;
+`ratio` is without / with in the time of all rollouts, `dropped` the share of sampled tokens that is thrown away, `short
+mean` the tokens of a completion that short rounds train on, `mean` those of all.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import tempfile
@@ -22,13 +26,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.speed import rollout_tail_worker
-from benchmarks.speed.rollout_replay import MEAN_TOKENS, Lengths, draw, play
+from benchmarks.speed.rollout_replay import MEAN_TOKENS, Lengths, draw, play, play_epoch
 from benchmarks.support import ranks
 from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
 from grpo_spmd.observe.rollout_files import dumped_steps
 from grpo_spmd.replay.read import read_step
 
-GROUP_SIZE, NUM_SEEDS = 8, 7
+GROUP_SIZE, NUM_SEEDS, NUM_TAIL_SEEDS = 8, 7, 3
 SCHEDULES = "static", "shared_queue", "longest_first"  # the last two: the shared queue, in the stream's order or not
 
 
@@ -65,6 +69,9 @@ def main() -> None:
         rows.append(replay(*case))
     rows += measure()
     report("rollout_tail", rows, args.json)
+    # alike, engines, requests at once, prompts a step, cap / mean, factor
+    cases = (0.5, 8, 256, 256, 8), (0.5, 8, 32, 256, 8), (0.0, 8, 64, 64, 8), (0.5, 8, 64, 64, 2), (0.9, 8, 64, 64, 16)
+    report("rollout_tail", [tail_row(*case, factor) for case in cases for factor in (1.1, 1.25, 1.5)], args.json)
 
 
 def replay(alike: float, engines: int, at_once: int, load: int, cap: int, one_slow: bool) -> Row:
@@ -78,7 +85,7 @@ def replay(alike: float, engines: int, at_once: int, load: int, cap: int, one_sl
         epochs = [[draw(rng, x, alike, cap * MEAN_TOKENS, GROUP_SIZE) for x in of_prompts] for _ in range(2)]
         for schedule, of_seeds in seconds.items():
             expected = [sum(group) / GROUP_SIZE for group in epochs[0]] if schedule == "longest_first" else None
-            of_seeds.append(play(epochs[1], at_once, step_s, schedule == "static", expected))
+            of_seeds.append(play(epochs[1], at_once, step_s, schedule == "static", expected).done_s)
     what = f"alike {alike:g}, cap {cap} x mean" + (", 1 engine in 8 at half speed" if one_slow else "")
     return _row("model", what, engines, at_once, at_once * load, seconds)
 
@@ -91,7 +98,7 @@ def replay_recorded(what: str, steps: Sequence[dict[str, Lengths]]) -> Iterator[
             expected = [sum(group) / len(group) for group in step["last_time"]]
             for schedule, of_steps in seconds.items():
                 known = expected if schedule == "longest_first" else None
-                of_steps.append(play(step["lengths"], at_once, [1.0] * engines, schedule == "static", known))
+                of_steps.append(play(step["lengths"], at_once, [1.0] * engines, schedule == "static", known).done_s)
         per_engine = sum(map(len, steps[0]["lengths"])) // engines
         yield _row("recorded", what, engines, at_once, per_engine, seconds)
 
@@ -109,6 +116,28 @@ def recorded_steps(run_dir: Path) -> list[dict[str, Lengths]]:
     if not steps:
         raise SystemExit(f"{run_dir}: no step of its rollout dump has prompts that all were sampled before")
     return steps
+
+
+def tail_row(alike: float, engines: int, at_once: int, prompts: int, cap: int, factor: float) -> Row:
+    """An epoch of 16 steps with tail batching beside one without; both begin with the longest expected groups."""
+    shape = 16, prompts, GROUP_SIZE, engines, at_once, alike, cap * MEAN_TOKENS
+    without = [play_epoch(seed, *shape, 1.0) for seed in range(NUM_TAIL_SEEDS)]
+    epochs = [play_epoch(seed, *shape, factor) for seed in range(NUM_TAIL_SEEDS)]
+    times = [[epoch.rollout_s for epoch in of_all] for of_all in (without, epochs)]
+    return {
+        "source": "tail",
+        "what": f"alike {alike:g}, cap {cap} x mean",
+        "engines": engines,
+        "at once": at_once,
+        "prompts": prompts,
+        "factor": factor,
+        "without_s": statistics.median(times[0]),
+        "tail_s": statistics.median(times[1]),
+        **spread("ratio", ratios(*times)),
+        "dropped": statistics.median(epoch.dropped_frac for epoch in epochs),
+        "short mean": statistics.median(epoch.short_mean or math.nan for epoch in epochs),
+        "mean": statistics.median(epoch.mean for epoch in epochs),
+    }
 
 
 def measure() -> list[Row]:

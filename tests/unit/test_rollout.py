@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.speed.rollout_replay import play
+from benchmarks.speed.rollout_replay import play, play_epoch
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RolloutConfig
 from grpo_spmd.engine.engine import RolloutEngine
@@ -123,13 +123,29 @@ def test_the_engine_is_asked_for_the_version_of_the_step(config: Config) -> None
 def test_the_model_of_the_benchmark_by_hand(static: bool, slowness: list[float], expected: list[float]) -> None:
     """Groups of one completion, one at a time, on two engines; a step of one request takes 8.05 ms."""
     lengths = [[4], [1], [1], [1]]
-    assert [s / 0.00805 for s in play(lengths, 1, slowness, static)] == pytest.approx(expected)
+    assert [s / 0.00805 for s in play(lengths, 1, slowness, static).done_s] == pytest.approx(expected)
 
 
-def test_the_model_begins_with_the_longest() -> None:
+def test_the_model_begins_with_the_longest_and_ends_when_enough_are_complete() -> None:
     # Dealt 4 and 3; then 2 at 3, until 5, and 1 at 4, until 5.
-    done_s = play([[1], [2], [3], [4]], 1, [1, 1], expected=[1, 2, 3, 4])
-    assert [s / 0.00805 for s in done_s] == pytest.approx([5, 5])
+    played = play([[1], [2], [3], [4]], 1, [1, 1], expected=[1, 2, 3, 4])
+    assert [s / 0.00805 for s in played.done_s] == pytest.approx([5, 5])
+    assert (played.complete[:2], played.num_tokens) == ([2, 3], 10)
+    # Three are complete at 3: 1, 1 and 1 on the second engine; of 4 three tokens are thrown away.
+    played = play([[4], [1], [1], [1]], 1, [1, 1], enough=3)
+    assert played.complete == [1, 2, 3]
+    assert played.num_tokens == pytest.approx(6)
+    assert [s / 0.00805 for s in played.done_s] == pytest.approx([3, 3])
+
+
+def test_the_model_of_tail_batching_trains_on_each_prompt_once() -> None:
+    shape = 4, 6, 2, 2, 4, 0.5, 8000
+    without, epoch = play_epoch(3, *shape, 1.0), play_epoch(3, *shape, 1.5)
+    assert without.short_mean is None
+    assert without.dropped_frac == pytest.approx(0)
+    assert epoch.short_mean is not None
+    assert epoch.short_mean < epoch.mean  # short first
+    assert 0 < epoch.dropped_frac < 1
 
 
 def test_tail_waste_by_hand() -> None:
