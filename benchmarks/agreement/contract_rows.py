@@ -216,6 +216,14 @@ RELOAD = (
         "on a CPU a tied one keeps its packed copy: it is packed anew. The proof reads it by its packed weights",
     ),
     Row(f"{_VOCABULARY}.UnquantizedEmbeddingMethod.process_weights_after_loading", "that packing", "(layer)"),
+    Row(
+        f"{_LINEAR}.UnquantizedLinearMethod.process_weights_after_loading", "a linear layer's, after a copy", "(layer)"
+    ),
+    Row(
+        "vllm.model_executor.layers.attention.attention.Attention.process_weights_after_loading",
+        "after all copies, as vLLM does after its reload: the one layer that may have such a method",
+        "(act_dtype)",
+    ),
     Row("vllm.model_executor.layers.utils", "on a CPU a layer keeps its packed weights", says=("layer.cpu_linear",)),
     Row(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.moe_kernel",

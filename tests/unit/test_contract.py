@@ -21,7 +21,8 @@ assert _TORCH is not None
 assert _TORCH.origin is not None
 SITE = Path(_TORCH.origin).parents[1]
 # Where objects of vLLM's are touched, and what they are called there.
-_OWN = {"weight_proof.py"}  # none: what is called rows there are tensors
+# None: what is called rows in the one are tensors, and the other's self._engine is ours.
+_OWN = {"weight_proof.py", "weight_sync.py"}
 FILES = [path for path in sorted((ROOT / "grpo_spmd/engine").glob("*.py")) if path.name not in _OWN]
 FILES.append(ROOT / "grpo_spmd/model/families/engine_names.py")
 _OBJECTS = re.compile(
@@ -31,6 +32,7 @@ _OBJECTS = re.compile(
 # What these have by nn.Module or as a dict, and what is ours: other things are called so too, and reload.py patches.
 _NOT_VLLMS = {"modules", "named_modules", "named_parameters", "parameters", "items", "load_weights"}
 _NOT_VLLMS |= {"path", "dtype", "lora", "rank", "base_stays_in_engine", "__name__", "_kernel_before_reload"}
+_NOT_VLLMS |= {"parts", "layer", "shape", "stride", "view", "numel"}  # of a tensor, or of our account of one
 ROWS = (*VLLM, *CPU)
 
 
@@ -64,7 +66,7 @@ def without_a_row(text: str) -> Iterator[str]:
                 if not any(f"{name}.".startswith(f"{node.module}.{alias.name}.") for name in names):
                     yield f"import of {node.module}.{alias.name}"
         elif isinstance(node, ast.Attribute) and _OBJECTS.match(ast.unparse(node)):
-            if node.attr not in members | _NOT_VLLMS:
+            if node.attr not in members | _NOT_VLLMS and f"layer.{node.attr}" not in quoted:
                 yield f"attribute {ast.unparse(node)}"
         elif isinstance(node, ast.Call):
             called = ast.unparse(node.func)
