@@ -1,8 +1,10 @@
 """What is made of a data set once on a node, for all its ranks and for the next start: one file of arrays under a
 fingerprint of all that it was made from.
 
-A file is used if it is this user's, whole to the bit, and of this format, and is made again if not. No pickle, no code:
-a blob, numbers, and JSON. Where no folder takes it, each rank keeps its own in memory.
+A file is used if it is this user's, of this format, and as it was when it was found to be whole to the bit, and is made
+again if not. No pickle, no code: a blob, numbers, and JSON. Folders are the node's own: what is mapped from a file of
+another host is gone, and the rank with it, as soon as somebody there removes it. Where none takes it, each rank keeps
+its own in memory.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from typing import Any, BinaryIO
 from grpo_spmd.config.errors import ConfigError, say
 from grpo_spmd.untrusted import UntrustedError, open_regular, parse_object
 
-FORMAT = 2  # counts up with every change of what is made or checked: files of another one are not looked at
+FORMAT = 3  # counts up with every change of what is made or checked: files of another one are not looked at
 SMALL = 4 << 20  # bytes of a data set below which each rank makes its own in memory, in less than a second
 _KEPT_S = 30 * 86_400.0  # what was not used for so long goes when something else is made
 _TAIL = 8 + 32  # at the end of a file: the length of its JSON, and SHA-256 of all before
 _RECENT_S = 2.0  # a file that changed so shortly ago may change again without its times showing it
-_PATIENCE_S = 60.0
+_PATIENCE_S, _MOST_PATIENCE_S = 60.0, 900.0  # until a line says whom a rank waits for; until it makes its own
+# Of this host, as /proc calls them. Others may be gone while the file is mapped.
+_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "bcachefs", "f2fs", "jfs", "tmpfs", "ramfs", "overlay"}
 
 
 class Entry:
@@ -75,9 +79,15 @@ class Maker:
             self._flush()
 
     def _flush(self) -> None:
-        self._file.write(self._waits)
         self._digest.update(self._waits)
+        self._write(self._waits)
         self._waits = bytearray()
+
+    def _write(self, content: bytes | bytearray) -> None:
+        left = memoryview(content)
+        with _folder_errors():
+            while left:  # a file without a buffer may take less than it is given
+                left = left[self._file.write(left) :]
 
     def finish(self, name: str) -> str:
         """Write arrays and facts behind the blob. Returns SHA-256 of all but these 32 bytes, which end it."""
@@ -90,7 +100,7 @@ class Maker:
         self.add(text)
         self.add(len(text).to_bytes(8, "little"))
         self._flush()
-        self._file.write(self._digest.digest())
+        self._write(self._digest.digest())
         return self._digest.hexdigest()
 
 
@@ -119,36 +129,41 @@ def obtain(kind: str, inputs: Any, size: int, make: Make) -> Entry:
     if inputs is None or size < SMALL:
         return _in_memory(kind, make)
     name, asked = name_of(kind, inputs), time.time_ns()
+    if (entry := _found(name)) is not None:
+        return entry
     with _alone(name) as had_to_wait:
-        for place in places():
-            if (entry := _open(place, name)) is not None:
-                return entry
+        if (entry := _found(name)) is not None:
+            return entry
         if had_to_wait:
             _raise_what_was_said(name, asked)
         return _made(name, size, make)
 
 
+def _found(name: str) -> Entry | None:
+    return next((entry for place in places() if (entry := _open(place, name)) is not None), None)
+
+
 def _made(name: str, size: int, make: Make) -> Entry:
     """In the first folder that takes it, else in memory."""
     failed = list[str]()
-    for place in places():
+    for place in places(failed):
         if (free := shutil.disk_usage(place).free) < 2 * size:
             failed.append(f"{place} has {free / 1e9:.1f} GB free")
             continue
         try:
             entry = _made_in(place, name, make)
-        except OSError as error:
-            failed.append(f"{place}: {error.strerror or error}")
+        except _NoRoom as error:
+            failed.append(f"{place}: {error}")
             continue
         except ConfigError as error:
             with contextlib.suppress(OSError):
                 _write(place, f"{name}.error", str(error).encode())
             raise
-        if failed:
+        if failed and os.environ.get("LOCAL_RANK", "0") == "0":
             say(f"warning: data: tokenized prompts are kept in {place} ({'; '.join(failed)})")
         return entry
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        why = "; ".join(failed) or "no folder of this user's; set XDG_CACHE_HOME"
+        why = "; ".join([*failed, "set XDG_CACHE_HOME to a folder of this node"])
         say(f"warning: data: tokenized prompts are not kept, and each rank makes its own in memory ({why})")
     return _in_memory(name, make)
 
@@ -161,24 +176,42 @@ def _in_memory(name: str, make: Make) -> Entry:
     return Entry(file.getbuffer(), name)
 
 
-def _made_in(place: Path, name: str, make: Make) -> Entry:
-    _sweep(place)
-    descriptor, temporary = tempfile.mkstemp(prefix=f"{name}.", suffix=".tmp", dir=place)  # 0600
+class _NoRoom(Exception):
+    """A folder does not take an entry. The message says why."""
+
+
+@contextlib.contextmanager
+def _folder_errors() -> Iterator[None]:
+    """Tells a folder's errors from those of what `make` reads."""
     try:
-        with open(descriptor, "wb") as file:
+        yield
+    except OSError as error:
+        raise _NoRoom(error.strerror or str(error)) from None
+
+
+def _made_in(place: Path, name: str, make: Make) -> Entry:
+    """Raises _NoRoom, and what `make` raises."""
+    with _folder_errors():
+        _sweep(place, name)
+        descriptor, temporary = tempfile.mkstemp(prefix=f"{name}.", suffix=".tmp", dir=place)  # 0600
+    try:
+        with open(descriptor, "wb", buffering=0) as file:
             maker = Maker(file)
             make(maker)
             digest = maker.finish(name)
-            file.flush()
-            os.fsync(descriptor)  # or a power cut leaves a file of the right size and time without its content
-        os.replace(temporary, place / name)
+            with _folder_errors():
+                os.fsync(descriptor)  # or a power cut leaves a file of the right size and time without its content
+        with _folder_errors():
+            os.replace(temporary, place / name)
     except BaseException:
-        os.unlink(temporary)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
         raise
-    _remember(place, name, os.stat(place / name), digest)
+    with _folder_errors():
+        _remember(place, name, os.stat(place / name), digest)
     entry = _open(place, name)
     if entry is None:
-        raise OSError(None, "what was written there does not read back")
+        raise _NoRoom("what was written there does not read back")
     return entry
 
 
@@ -194,7 +227,10 @@ def _open(place: Path, name: str) -> Entry | None:
                 if _sha256(file, state.st_size - 32) != content[-32:].hex():
                     return None
                 _remember(place, name, state, content[-32:].hex())
-            return Entry(content, name)
+            entry = Entry(content, name)
+            with contextlib.suppress(OSError):
+                os.utime(place / f"{name}.stat")  # when it was last used
+            return entry
     except (OSError, UntrustedError, AttributeError, KeyError, TypeError, ValueError):
         return None
 
@@ -207,6 +243,8 @@ def digest_of(path: Path) -> str:
         if state.st_size < SMALL or not (found := places()):
             return _sha256(file, state.st_size)
         place, name = found[0], f"digest-{hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:40]}"
+        if (digest := _remembered(place, name, state)) is not None:
+            return digest
         with _alone(name):
             if (digest := _remembered(place, name, state)) is None:
                 digest = _sha256(file, state.st_size)
@@ -252,8 +290,9 @@ def _write(place: Path, name: str, content: bytes) -> None:
     os.replace(temporary, place / name)
 
 
-def places() -> list[Path]:
-    """Folders of this user's that can be written to, alike on all ranks of a node: the cache's, and a temporary one."""
+def places(failed: list[str] | None = None) -> list[Path]:
+    """Folders of this user's on this host that can be written to, alike on all ranks of a node: the cache's, and a
+    temporary one. `failed`: takes why one is none."""
     cache, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
     candidates = [Path(cache, "grpo_spmd")] if os.path.isabs(cache) else []
     if not candidates and os.path.isabs(home):
@@ -268,9 +307,28 @@ def places() -> list[Path]:
                 place.mkdir(mode=0o700)
             state = place.lstat()  # in /tmp anyone may have put a link there, or a folder of their own
             is_own = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o022
-            if is_own and os.access(place, os.W_OK | os.X_OK):
+            if not (is_own and os.access(place, os.W_OK | os.X_OK)):
+                why = "no folder that this user alone may write to"
+            elif (kind := _file_system_of(place)) not in _LOCAL:
+                why = f"on another host ({kind})"
+            else:
                 found.append(place)
+                continue
+            if failed is not None:
+                failed.append(f"{place}: {why}")
     return found
+
+
+def _file_system_of(place: Path) -> str:
+    """As /proc names the one that it is mounted from; "unknown" where it does not say."""
+    path, found = os.path.realpath(place), ("", "unknown")
+    with contextlib.suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            _, at, kind, *_ = line.split(" ")
+            at = at.replace("\\040", " ")  # a blank
+            if f"{path}/".startswith(f"{at.rstrip('/')}/") and len(at) >= len(found[0]):
+                found = at, kind
+    return found[1]
 
 
 @contextlib.contextmanager
@@ -288,14 +346,15 @@ def _alone(name: str) -> Iterator[bool]:
                 had_to_wait = True
             except OSError:  # a file system without locks: each may make one, and the last stays
                 break
-            if (now := time.monotonic()) - said > _PATIENCE_S and os.environ.get("LOCAL_RANK", "0") in "01":
+            if (now := time.monotonic()) - begun > _MOST_PATIENCE_S:
+                break  # it was stopped, or its disk is gone
+            if now - said > _PATIENCE_S and os.environ.get("LOCAL_RANK", "0") in "01":
                 said, holder = now, os.pread(lock, 20, 0).decode(errors="replace").strip() or "?"
                 say(f"data: waiting for process {holder} of this node, which makes {name} ({now - begun:.0f} s)")
             time.sleep(0.05)
         if lock is not None:
             with contextlib.suppress(OSError):  # a full disk
                 os.pwrite(lock, f"{os.getpid():<20}".encode(), 0)
-                os.utime(lock)  # when it was last used
         yield had_to_wait
     finally:
         if lock is not None:
@@ -317,13 +376,18 @@ def _raise_what_was_said(name: str, asked: int) -> None:
                 raise ConfigError(file.read(1 << 16).decode(errors="replace"))
 
 
-def _sweep(place: Path) -> None:
-    """Remove what was not used for a month, and what killed processes left. Who has an old entry mapped keeps it."""
-    now = time.time()
-    for path in place.iterdir():
+def _sweep(place: Path, name: str) -> None:
+    """Remove what was not used for a month, and what killed processes left: with the lock of `name` in hand, of it all.
+    Who has an old entry mapped keeps it."""
+    now, last_used = time.time(), dict[str, float]()
+    paths = [*place.iterdir()]
+    for path in paths:
         with contextlib.suppress(OSError):
-            if path.suffix == ".tmp" and now - path.lstat().st_mtime > 86_400:
+            of = path.name.partition(".")[0]
+            last_used[of] = max(last_used.get(of, 0.0), path.lstat().st_mtime)
+    for path in paths:
+        with contextlib.suppress(OSError):
+            of = path.name.partition(".")[0]
+            is_left = path.suffix == ".tmp" and (of == name or now - path.lstat().st_mtime > 86_400)
+            if is_left or now - last_used.get(of, now) > _KEPT_S:
                 path.unlink()
-            elif path.suffix == ".lock" and now - path.lstat().st_mtime > _KEPT_S:
-                for suffix in ("", ".stat", ".error", ".lock"):
-                    path.with_suffix(suffix).unlink(missing_ok=True)

@@ -78,10 +78,6 @@ class Rows(Sequence[PromptRow]):
         return self._usable(record, f"{self._prefix}{self._numbers[number]}")
 
 
-class _NoJson(Exception):
-    """A row holds what JSON would bring back as something else: a date, bytes, an image."""
-
-
 def rows_of(
     source: Source,
     usable: Callable[[dict[str, Any], str], PromptRow],
@@ -93,7 +89,7 @@ def rows_of(
 
     def make(maker: Maker) -> None:
         ends, numbers, overview = array("q"), array("q"), Overview()
-        end, first_odd = 0, None
+        end, first_odd, maker.facts["is_json"] = 0, None, True
         for number, record, line in source.read():
             overview.add(row := usable(record, f"{source.prefix}{number}"))
             if first_odd is None:
@@ -102,8 +98,9 @@ def rows_of(
                 except ConfigError:
                     first_odd = len(numbers)
             if line is None:
-                if not _is_json(record):
-                    raise _NoJson
+                if not _is_json(record):  # a date, bytes, an image: JSON would bring back something else
+                    maker.facts["is_json"] = False
+                    return
                 line = json.dumps(record).encode()
             maker.add(line)
             end += len(line)
@@ -111,13 +108,15 @@ def rows_of(
             numbers.append(number)
         assert isinstance(overview.sizes, array)
         maker.arrays.update(ends=ends, numbers=numbers, sizes=overview.sizes)
-        maker.facts.update(columns=list(overview.columns), first_chat=overview.first_chat, first_odd=first_odd)
+        maker.facts.update(
+            is_json=True, columns=list(overview.columns), first_chat=overview.first_chat, first_odd=first_odd
+        )
 
     inputs = None if source.inputs is None else [source.inputs, row_keys]
-    try:
-        rows = Rows(obtain("rows", inputs, source.size, make), source, usable)
-    except _NoJson:
+    entry = obtain("rows", inputs, source.size, make)
+    if not entry.facts["is_json"]:
         return [usable(record, f"{source.prefix}{number}") for number, record, _ in source.read()]
+    rows = Rows(entry, source, usable)
     rows.inputs = inputs
     return rows
 

@@ -122,7 +122,8 @@ def _inputs_of(tokenizer: Any) -> list[Any] | None:
     if backend is None:
         return None
     cls, special = type(tokenizer), {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    content = hashlib.sha256(backend.to_str().encode()).hexdigest()
+    # Without what is before it, truncation and padding: a first use sets them, and they decide nothing here.
+    content = hashlib.sha256(backend.to_str().partition('"added_tokens"')[2].encode()).hexdigest()
     splits = bool(getattr(tokenizer, "split_special_tokens", False))
     # A template may write the date: its prompts are of one day.
     today = time.strftime("%Y-%m-%d") if "strftime_now" in str(template) else ""

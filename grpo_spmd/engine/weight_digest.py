@@ -17,8 +17,9 @@ class WeightDigest:
     """The sum modulo 2^64 of all weights' bits, in words of 8 bytes, times factors that stand for tensor and place.
 
     Parts may be added in any pieces and any order, by any number of ranks, whose totals are added. Each word of a
-    stretch has a random factor, each stretch of a tensor another, so that weights that differ in any bit differ in name
-    but for one chance in 2^64; whoever picks weights by these factors could make two of one name.
+    stretch has a random factor, each stretch of a tensor another: weights that differ by chance, in words' low bits
+    too, differ in name but for one chance in 2^60 or so. It is no signature: an even number of flips of words' highest
+    bits leaves the name as it is, and whoever picks weights by these factors can make more of one name.
     """
 
     def __init__(self, device: torch.device) -> None:

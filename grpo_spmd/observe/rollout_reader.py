@@ -42,9 +42,16 @@ def read_rollout(line: bytes, where: str) -> RolloutRecord:
         raise ConfigError(f"{where}: expected a JSON object, got {type(values).__name__}")
     values = {"columns": {}, "num_rollouts": None, "extra": {}, **values}
     for name, kinds in _KINDS.items():
-        if name not in values or not isinstance(values[name], kinds):
+        if name not in values or not isinstance(values[name], kinds) or isinstance(values[name], bool):
             found = f"{values[name]!r:.80}" if name in values else "missing"
             raise ConfigError(f"{where}: {name} is {found}; this is no rollout dump")
+    for name in _NUMBERS:
+        items: list[Any] = values[name] if isinstance(values[name], list) else [values[name]]
+        if odd := [item for item in items if type(item) is not int or not 0 <= item < 2**63]:
+            raise ConfigError(f"{where}: {name} has {odd[0]!r:.80}; this is no rollout dump")
+    for name, kinds in _ITEMS.items():
+        if odd := [item for item in values[name].values() if not isinstance(item, kinds) or isinstance(item, bool)]:
+            raise ConfigError(f"{where}: {name} has {odd[0]!r:.80}; this is no rollout dump")
     try:
         values["rollout_logprobs"] = _float32(values["rollout_logprobs"])
     except (TypeError, ValueError, OverflowError, struct.error) as error:
@@ -73,3 +80,5 @@ def _kinds_of(hint: Any) -> tuple[type, ...]:
 
 _KINDS = {name: _kinds_of(hint) for name, hint in typing.get_type_hints(RolloutRecord).items()}
 _KINDS["rollout_logprobs"] = str, list
+_NUMBERS = "row", "position", "sample", "prompt_ids", "completion_ids"  # from 0 on
+_ITEMS: dict[str, tuple[type, ...]] = {"rewards": (int, float, type(None)), "statuses": (str,)}

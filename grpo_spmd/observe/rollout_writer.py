@@ -96,8 +96,9 @@ class RolloutWriter:
                 left.unlink(missing_ok=True)
         if self._there is None:  # read once: a run may come to have very many
             self._there = {}
-            for known, node in files_there(self._folder):
-                self._there.setdefault(known, set()).add(node)
+            with suppress(OSError):
+                for known, node in files_there(self._folder):
+                    self._there.setdefault(known, set()).add(node)
         self._remove(stem)
         self._there.pop(stem, None)
         if written:

@@ -109,7 +109,8 @@ def _read_and_check(
 def _gold(config: Config, rows: Sequence[PromptRow], inputs: Inputs) -> list[str]:
     """`check_gold`, of rows that have not been looked at yet."""
     is_held_out = rows is not inputs.rows
-    asked = [is_held_out, [[reward.name, reward.function, repr(reward.args)] for reward in config.rewards]]
+    where = rows[0].where if rows else ""  # what it says names the file as the config does
+    asked = [where, is_held_out, [[reward.name, reward.function, repr(reward.args)] for reward in config.rewards]]
     return list(once("gold", rows, asked, lambda: [*check_gold(config.rewards, rows, is_held_out=is_held_out)]))
 
 

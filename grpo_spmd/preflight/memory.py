@@ -59,9 +59,11 @@ def sync_buffers(config: Config, model: ModelFacts, num_ranks: int, bucket_bytes
         merged |= {name: _shard(shapes[name], ranks) * (4 if itemsize == 4 else 8) for name in adapted}
     row = arithmetic.shard_numel(shapes, ranks)
     room = min(max(1, bucket_bytes // (ranks * itemsize)), row)
-    found["buckets"] = min(2 if ranks > 1 else 1, -(-row // room)) * ranks * room * itemsize
-    # the next bucket is filled while a tensor of this one is put together
-    return found | {"largest tensor": max(whole.values()) + max(merged.values())}
+    num_pieces = -(-row // room)
+    found["buckets"] = min(2 if ranks > 1 else 1, num_pieces) * ranks * room * itemsize
+    # Where there is a next bucket, it is filled while a tensor of this one is put together.
+    both = max(whole.values()), max(merged.values())
+    return found | {"largest tensor": sum(both) if num_pieces > 1 else max(both)}
 
 
 def _shard(shape: tuple[int, ...], ranks: int) -> int:

@@ -99,7 +99,7 @@ class Evaluator:
         in_order, samples = (by_number[number] for number in range(len(self._wanted))), range(self._config.num_samples)
         notes = [(self._wanted[int(number)][0], note) for part in parts for number, note in part["notes"].items()]
         return {
-            name: summarise([[next(in_order) for _ in samples] for _ in prompts])
+            name: summarise([[next(in_order) for _ in samples] for _ in range(len(prompts))])
             | mean_metrics(logged_in(note for of_set, note in notes if of_set == name))
             for name, prompts in self._held_out.items()
         }

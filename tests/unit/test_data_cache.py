@@ -130,7 +130,9 @@ def test_parquet_rows_that_are_no_json_come_back_as_they_are(tmp_path: Path, fol
         pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
         (row,) = read_rows(DataConfig(train=str(tmp_path / "t.parquet")))
         assert repr(row.columns) == repr({"value": value})
-    assert len(_entries(folder, "rows")) == 1  # of the last, which JSON holds
+    assert len(_entries(folder, "rows")) == len(values)  # all but the last say that they hold none
+    (row,) = read_rows(DataConfig(train=str(tmp_path / "t.parquet")))
+    assert row.columns == {"value": None}
 
 
 def test_hub_rows_are_kept_under_the_content_of_their_files(tmp_path: Path, folder: Path, monkeypatch: Any) -> None:
@@ -421,14 +423,48 @@ def test_what_was_not_used_for_a_month_goes(tmp_path: Path, folder: Path, reads:
     (old,), month = _entries(folder, "rows"), 31 * 86_400
     left, kept = folder / "rows-1.x.tmp", _entries(folder, "tokens")[0]
     left.touch()
-    for path in (left, old.with_suffix(".lock"), old, kept):
+    for path in (left, old.with_suffix(".lock"), old.with_suffix(".stat"), old, kept):
         os.utime(path, (time.time() - month,) * 2)
     _lines(tmp_path / "other.jsonl", '{"prompt": "a"}')
     assert len(read_rows(DataConfig(train=f"{tmp_path}/other.jsonl"))) == 1
     assert not old.exists()
     assert not old.with_suffix(".stat").exists()
     assert not left.exists()
-    assert kept.exists()  # its lock, which says when it was used, is new
+    assert kept.exists()  # its note, which says when it was used, is new
+
+
+def test_a_folder_of_another_host_is_passed_over(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What is mapped from there is gone, and the rank with it, as soon as somebody there removes it."""
+    kinds = {folder: "nfs4"}
+    monkeypatch.setattr(cache, "_file_system_of", lambda place: kinds.get(place, "ext4"))
+    config = _train(tmp_path)
+    build_prompts(read_rows(config), _tokenizer(), config, 1)
+    assert f"{folder}: on another host (nfs4)" in capfd.readouterr().err
+    assert not _entries(folder, "rows")
+    assert len([*(tmp_path / "tmp").glob("grpo_spmd-*/tokens-*")]) == 3  # itself, its note and its lock
+
+
+def test_the_file_system_is_that_of_the_nearest_mount() -> None:
+    assert cache._file_system_of(Path("/proc/self")) == "proc"
+    assert cache._file_system_of(Path("/nowhere")) == cache._file_system_of(Path("/"))
+
+
+def test_a_stopped_maker_is_not_waited_for_without_end(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _train(tmp_path)
+    ranks = _processes(1, config.train, tmp_path / "notes", 60.0)
+    _go(ranks)
+    try:
+        while not (tmp_path / "notes").exists():
+            time.sleep(0.01)
+        monkeypatch.setattr(cache, "_MOST_PATIENCE_S", 0.2)
+        assert len(read_rows(config)) == 9
+    finally:
+        ranks[0].kill()
+        ranks[0].communicate()
 
 
 # The fingerprint
