@@ -34,6 +34,7 @@ SMALL = 4 << 20  # bytes of a data set below which each rank makes its own in me
 _KEPT_S = 30 * 86_400.0  # what was not used for so long goes when something else is made
 _TAIL = 8 + 32  # at the end of a file: the length of its JSON, and SHA-256 of all before
 _RECENT_S = 2.0  # a file that changed so shortly ago may change again without its times showing it
+_LEFT_S = 3600.0  # since somebody wrote to a file that has no name yet
 _PATIENCE_S, _MOST_PATIENCE_S = 60.0, 900.0  # until a line says whom a rank waits for; until it makes its own
 # Of this host, as /proc calls them. Others may be gone while the file is mapped.
 _LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "bcachefs", "f2fs", "jfs", "tmpfs", "ramfs", "overlay"}
@@ -159,7 +160,7 @@ def _made(name: str, size: int, make: Make) -> Entry:
             with contextlib.suppress(OSError):
                 _write(place, f"{name}.error", str(error).encode())
             raise
-        if failed and os.environ.get("LOCAL_RANK", "0") == "0":
+        if failed:  # whichever rank made it says so, alone
             say(f"warning: data: tokenized prompts are kept in {place} ({'; '.join(failed)})")
         return entry
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -192,7 +193,7 @@ def _folder_errors() -> Iterator[None]:
 def _made_in(place: Path, name: str, make: Make) -> Entry:
     """Raises _NoRoom, and what `make` raises."""
     with _folder_errors():
-        _sweep(place, name)
+        _sweep(place)
         descriptor, temporary = tempfile.mkstemp(prefix=f"{name}.", suffix=".tmp", dir=place)  # 0600
     try:
         with open(descriptor, "wb", buffering=0) as file:
@@ -376,18 +377,16 @@ def _raise_what_was_said(name: str, asked: int) -> None:
                 raise ConfigError(file.read(1 << 16).decode(errors="replace"))
 
 
-def _sweep(place: Path, name: str) -> None:
-    """Remove what was not used for a month, and what killed processes left: with the lock of `name` in hand, of it all.
-    Who has an old entry mapped keeps it."""
-    now, last_used = time.time(), dict[str, float]()
-    paths = [*place.iterdir()]
+def _sweep(place: Path) -> None:
+    """Remove what was not used for a month, and what nobody writes to any more: of processes that were killed, or are
+    not waited for. Who has an old entry mapped keeps it."""
+    now, last_used, paths = time.time(), dict[str, float](), [*place.iterdir()]
     for path in paths:
         with contextlib.suppress(OSError):
-            of = path.name.partition(".")[0]
-            last_used[of] = max(last_used.get(of, 0.0), path.lstat().st_mtime)
+            name = path.name.partition(".")[0]
+            last_used[name] = max(last_used.get(name, 0.0), path.lstat().st_mtime)
     for path in paths:
         with contextlib.suppress(OSError):
-            of = path.name.partition(".")[0]
-            is_left = path.suffix == ".tmp" and (of == name or now - path.lstat().st_mtime > 86_400)
-            if is_left or now - last_used.get(of, now) > _KEPT_S:
+            is_left = path.suffix == ".tmp" and now - path.lstat().st_mtime > _LEFT_S
+            if is_left or now - last_used[path.name.partition(".")[0]] > _KEPT_S:
                 path.unlink()

@@ -452,7 +452,7 @@ def test_the_file_system_is_that_of_the_nearest_mount() -> None:
 
 
 def test_a_stopped_maker_is_not_waited_for_without_end(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, folder: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = _train(tmp_path)
     ranks = _processes(1, config.train, tmp_path / "notes", 60.0)
@@ -461,7 +461,10 @@ def test_a_stopped_maker_is_not_waited_for_without_end(
         while not (tmp_path / "notes").exists():
             time.sleep(0.01)
         monkeypatch.setattr(cache, "_MOST_PATIENCE_S", 0.2)
+        (its_own,) = folder.glob("rows-*.tmp")
         assert len(read_rows(config)) == 9
+        assert len(reads) == 1  # by this process: it took nothing of the other's
+        assert its_own.exists()  # nor from it, who may only be slow
     finally:
         ranks[0].kill()
         ranks[0].communicate()
