@@ -12,6 +12,7 @@ What it cannot show: kernels' own values, streams that race, deadlocks, fragment
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from tests.support.dry_run.kernels import KERNELS
 from tests.support.dry_run.refusals import HostMemory, refuse
 
 _NO_MESSAGES = (torch.ops._c10d_functional.wait_tensor, torch.ops._c10d_functional._wrap_tensor_autograd)
+_SETTLED_S = 0.1  # so long nothing was freed
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # any other, such as DTensor, makes other operators of its own first
 
 
@@ -99,8 +101,12 @@ class Meter(TorchDispatchMode):
         before, num_collectives = self.ledger.live, len(self.collectives)
         found: dict[str, Any] = {}
         yield found
+        self.settle()
         found |= {"live": self.ledger.live - before, "peak": self.ledger.peak - before}
         found["collectives"] = self.collectives[num_collectives:]
+
+    def settle(self) -> None:
+        """Nothing is freed by another thread here."""
 
     def note_collective(self, func: Any, args: Any) -> None:
         if func.namespace not in ("c10d", "_c10d_functional") or func.overloadpacket in _NO_MESSAGES:
@@ -124,6 +130,14 @@ class Recorder(Meter):
             return out
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+
+    def settle(self) -> None:
+        """A thread of gloo's holds the tensors of a collective for a moment after whoever waited for it goes on."""
+        live, since = self.ledger.live, time.monotonic()
+        while time.monotonic() - since < _SETTLED_S:
+            time.sleep(_SETTLED_S / 10)
+            if self.ledger.live != live:
+                live, since = self.ledger.live, time.monotonic()
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         if not all(each in _PLAIN for each in types):
