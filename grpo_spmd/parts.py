@@ -49,6 +49,7 @@ from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.proofs.update_check import UpdateCheck
 from grpo_spmd.records import MicroBatch, Prompt, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
+from grpo_spmd.rewards.protocol import Reward
 from grpo_spmd.rewards.trl import TrainerState
 from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
@@ -57,6 +58,7 @@ from grpo_spmd.rollout.sample import Sampler
 
 if TYPE_CHECKING:  # off by default, and then not even imported
     from grpo_spmd.data.tail import TailStream
+    from grpo_spmd.rollout.environments.environments import Environments
     from grpo_spmd.rollout.tail import TailBatching
 
 _log = logging.getLogger("grpo_spmd")
@@ -72,6 +74,7 @@ class Run:
     stream: PromptStream | TailStream
     rewards: RewardPool
     score: Callable[..., ScoredRollouts]
+    environments: Environments | None
     engine: RolloutEngine
     policy: Policy
     reference: Callable[[MicroBatch], Scores] | None
@@ -125,6 +128,8 @@ class Run:
         self.launch.end("done")  # unless it was preempted
         self.log.close()
         self.rewards.close()
+        if self.environments is not None:
+            self.environments.close()
         barrier()  # all is saved
         with orderly_end():
             self.engine.shutdown()
@@ -152,9 +157,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     if start.is_over:
         end_session()
         return None
-    log_file, check = Path(run_dir, "logs", f"rewards_rank_{session.rank}.log"), preemption.check_scoring
-    rewards = RewardPool(config.rewards, config.reward_pool, log_file, columns=inputs.columns, check=check)
-    score = preemption.guard(functools.partial(rewards.score, tokenizer=tokenizer))
+    environments = open_environments(config, inputs.rewards, tokenizer, session, preemption.check_scoring)
+    rewards, score, weights = open_rewards(config, inputs, tokenizer, session, preemption, environments)
     refuse_untrainable(config.model.path, config.max_rollout_tokens)
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
     longest, stops = config.max_rollout_tokens, stop_token_ids(config.model.path, tokenizer)
@@ -164,18 +168,20 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     max_completion, max_error_frac = config.rollout.max_completion_tokens, config.reward_pool.max_error_frac
     updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training, max_completion)
     of_model, of_loss = (config.model.path, config.model.dtype), (config.advantage, config.loss)
-    sources = tokenizer, of_model, stops, data, config.rollout, config.rewards, *of_loss, config.optimizer
+    sources = tokenizer, of_model, stops, data, config.rollout, weights, *of_loss, config.optimizer
+    every_steps, is_agent = config.proofs.every_steps, bool(config.environment.agent)
     update_check = UpdateCheck(
-        config.proofs.every_steps, session, policy, reference, updater, *sources, config.training
+        every_steps, session, policy, reference, updater, *sources, config.training, is_agent=is_agent
     )
     cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
-    sections = config.rollout, config.advantage, config.loss, config.training
-    step_rules = StepRules(*sections, max_error_frac, session.world_size, cost_ratio)
+    sections, discount = (config.rollout, *of_loss, config.training), config.environment.discount
+    step_rules = StepRules(*sections, max_error_frac, session.world_size, cost_ratio, discount)
     offload = HostOffload(config.model.offload, policy, reference, updater.optimizer)
-    weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib, config.proofs.every_steps, offload)
+    bucket_bytes, keeps = config.rollout.sync_bucket_bytes(session.device.type), config.checkpoint.rollout_buffer
+    weight_sync = WeightSync(policy, engine, bucket_bytes, config.proofs.every_steps, offload, is_named=keeps)
     writer, every_steps = RolloutWriter(run_dir, config.logging, session), config.logging.rollouts_every_steps
-    of_eval = writer if every_steps else None
-    evaluator = Evaluator(held_out, engine, score, config.eval, config.seed, max_error_frac, of_eval)
+    of_eval = config.eval, config.seed, max_error_frac, writer if every_steps else None, environments
+    evaluator = Evaluator(held_out, engine, score, *of_eval)
     checkpoints = Checkpoints(run_dir, config.checkpoint, num_steps, session, policy, updater, facts)
     checkpoints.load(start)
     stream, tail = open_stream(config, prompts, start)
@@ -188,15 +194,52 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     of_policy = policy.num_parameters, logprob_check
     phase, log = open_log(config, session, inputs.began, *of_policy, engine.pool_bytes, start.step + 1)
     dump = RolloutDump(writer, every_steps)
-    keeps = config.checkpoint.rollout_buffer
-    buffer = RolloutBuffer(config.run_dir, config.seed, config.model, config.rollout, session) if keeps else None
+    open_buffer = RolloutBuffer if environments is None else environments.buffer
+    buffer = open_buffer(config.run_dir, config.seed, config.model, config.rollout, session) if keeps else None
     lengths = ExpectedLengths() if config.rollout.schedule == "shared_queue" else None
-    sampler = Sampler(engine, config.rollout.group_size, config.seed, buffer, lengths, tail)
+    sampler = Sampler(engine, config.rollout.group_size, config.seed, buffer, lengths, tail, environments)
     return Run(
-        config, session, preemption, stream, rewards, score, engine, policy, reference, updater, update_check,
-        step_rules, offload, weight_sync, sampler, evaluator, checkpoints, phase, logprob_check, dump, log,
-        Progress(start.trainer, start.step), launch, start.step,
+        config, session, preemption, stream, rewards, score, environments, engine, policy, reference,
+        updater, update_check, step_rules, offload, weight_sync, sampler, evaluator, checkpoints, phase,
+        logprob_check, dump, log, Progress(start.trainer, start.step), launch, start.step,
     )  # fmt: skip
+
+
+def open_rewards(
+    config: Config,
+    inputs: Inputs,
+    tokenizer: Any,
+    session: Session,
+    preemption: Preemption,
+    environments: Environments | None,
+) -> tuple[RewardPool, Callable[..., ScoredRollouts], list[float]]:
+    """The pool of reward functions, what scores with all rewards, and the weights of these."""
+    log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
+    own = config.rewards if environments is None else environments.other_rewards
+    check = preemption.check_scoring
+    pool = RewardPool(own, config.reward_pool, log_file, columns=inputs.columns, check=check)
+    score = functools.partial(pool.score, tokenizer=tokenizer)
+    if environments is None:
+        return pool, preemption.guard(score), [reward.weight for reward in own]
+    return pool, preemption.guard(environments.scores(score)), environments.weights
+
+
+def open_environments(
+    config: Config, rewards: Sequence[Reward], tokenizer: Any, session: Session, check: Callable[[], None]
+) -> Environments | None:
+    """None where the policy talks to nobody. Raises ConfigError."""
+    if not config.environment.is_on:
+        return None
+    from grpo_spmd.rollout.environments.environments import Environments
+    from grpo_spmd.rollout.environments.open_episode import Limits
+
+    longest = config.max_rollout_tokens
+    of_turn, of_all = config.rollout.max_completion_tokens, config.training.max_tokens_per_micro_batch
+    limits = Limits(config.environment.max_turns, longest - config.data.max_prompt_tokens, of_turn, longest, of_all)
+    log_file = Path(config.run_dir, "logs", f"environments_rank_{session.rank}.log")
+    is_first = session.rank % config.rollout.tensor_parallel_size == 0
+    sources = config.environment, config.rewards, rewards, tokenizer, limits
+    return Environments(*sources, log_file if is_first else None, check)
 
 
 def open_stream(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     from torch import Tensor
+
+# How an episode ended: by itself; after `environment.max_turns`; a result had no room in `environment.max_tokens`; its
+# context none in the engine; its last turn was cut off; the environment failed or hung, twice; only invalid calls came.
+EPISODE_STATUSES = (
+    "ok", "max_turns", "max_tokens", "context_overflow", "truncated", "env_error", "env_timeout", "invalid_calls",
+)  # fmt: skip
+FAILED_STATUSES = ("env_error", "env_timeout")  # left out of group and loss
 
 
 @dataclass(frozen=True)
@@ -30,11 +38,46 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the engine sampled for one request; `logprobs[i]` scores `token_ids[i]` at the sampling temperature."""
+    """What the engine sampled for one request, or in all turns of an episode; `logprobs[i]` scores `token_ids[i]` at
+    the sampling temperature."""
 
     token_ids: list[int]
     logprobs: list[float]
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop" or "length"; "length" too for an episode that had no room to go on
+    episode: Episode | None = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Turns of an episode that share a prefix: what the policy has before it when it samples their tokens."""
+
+    token_ids: npt.NDArray[np.int32]
+    """From the prompt on."""
+    sampled: npt.NDArray[np.bool_]
+    """Of each token, whether the policy sampled it; what is False was given to it."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy sampled at one time, and what the environment thought of it."""
+
+    num_tokens: int
+    finish_reason: str
+    reward: float | None = None
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A rollout of several turns. The sampled tokens of its segments, one behind the other, are its completion's."""
+
+    status: str  # one of EPISODE_STATUSES
+    segments: tuple[Segment, ...]  # none where the environment failed
+    turns: tuple[Turn, ...]
+    messages: list[dict[str, Any]]  # behind the prompt: what reward functions get as the completion
+    rewards: dict[str, float | str | None]
+    """What the environment gave, by name; None: does not apply, a string says why it is unusable."""
+    calls_s: list[float]  # seconds of each call of the environment
+    error: str | None = None  # of one that failed
 
 
 @dataclass(frozen=True)
@@ -61,9 +104,13 @@ class Rollout:
     prompt_ids: list[int] | npt.NDArray[np.int32]
     completion_ids: list[int] | npt.NDArray[np.int32]
     rollout_logprobs: list[float] | npt.NDArray[np.float32 | np.float64]
+    segments: tuple[Segment, ...] = ()
+    """Of an episode. Its `completion_ids` are the tokens sampled in all of them, and `prompt_ids` say nothing more."""
 
     @property
     def num_tokens(self) -> int:
+        if self.segments:
+            return sum(len(segment.token_ids) for segment in self.segments)
         return len(self.prompt_ids) + len(self.completion_ids)
 
 
@@ -136,14 +183,42 @@ class ScoredRollouts:
         return {name: None if value is None or math.isnan(value) else value for name, value in mine.items()}
 
 
-def rollout_seed(seed: int, step: int | str, position: int, sample: int) -> int:
-    """Sampling seed of one completion, in [0, 2**63): a function of its place in the run, never of ranks or batches. An
+def rollout_seed(seed: int, step: int | str, position: int, sample: int, turn: int | str = 0) -> int:
+    """Sampling seed of one turn, in [0, 2**63): a function of its place in the run, never of ranks or batches. An
     evaluation has text in the place of `step`, alike at all steps, and the row in the place of `position`."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{position}/{sample}".encode(), digest_size=8).digest()
+    place = f"{seed}/{step}/{position}/{sample}" + (f"/{turn}" if turn else "")
+    digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-Plan = list[list[list[list[int]]]]  # plan[mini_batch][rank][micro_batch] = rollout ids
+@dataclass(frozen=True)
+class Plan:
+    """Who trains on which rollouts, and in which forward passes: plan[mini_batch][rank][micro_batch] is a list of their
+    ids. Held in 4 bytes a rollout and 4 a row."""
+
+    ids: npt.NDArray[np.int32]
+    """[B] Row behind row, of each mini-batch the first rank's rows first."""
+    lengths: list[npt.NDArray[np.int32]]
+    """Of each mini-batch [ranks, rows of a rank], the rollouts of each row."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[list[list[list[int]]]]:
+        return (self[mini_batch] for mini_batch in range(len(self)))
+
+    def __getitem__(self, mini_batch: int) -> list[list[list[int]]]:
+        of_rows, lengths = list(self.blocks())[mini_batch]
+        ids = iter(of_rows.tolist())
+        return [[[next(ids) for _ in range(length)] for length in rank] for rank in lengths.tolist()]
+
+    def blocks(self) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
+        """Of each mini-batch the ids and the lengths."""
+        begin = 0
+        for lengths in self.lengths:
+            end = begin + int(lengths.sum())
+            yield self.ids[begin:end], lengths
+            begin = end
 
 
 @dataclass(frozen=True)
@@ -159,8 +234,10 @@ class StepDecision:
     in_loss: npt.NDArray[np.bool_]
     """[B] False: no token of the rollout enters the loss."""
     plan: Plan
-    slots: list[npt.NDArray[np.int32]]
-    """Of each rank the slots of the groups that it sampled, in its order; -1: not trained on."""
+    num_groups: npt.NDArray[np.int64]
+    """That each rank sampled."""
+    slots: npt.NDArray[np.int32]
+    """Of these groups, rank behind rank, as each has them; -1: not trained on."""
     num_loss_tokens: list[int]
     num_loss_sequences: list[int]
     num_tokens: int
@@ -210,4 +287,4 @@ class SyncStats:
     proof_s: float = 0.0
     """Seconds of the proof, if there was one."""
     weights_id: str = ""
-    """Names the weights that the engine has from it, to the bit."""
+    """Names the weights that the engine has from it, to the bit; nothing where nobody asked for it."""

@@ -51,7 +51,7 @@ def train(num_steps: int) -> None:
     engine = RolloutEngine(MODEL, ROLLOUT, LONGEST, session, stop_token_ids(MODEL.path, tokenizer))
     policy = build_policy(MODEL, ROLLOUT.temperature, session, longest=LONGEST)
     optimizer, _ = build_optimizer(policy, OPTIMIZER)
-    weight_sync = WeightSync(policy, engine, ROLLOUT.weight_sync_bucket_mib)
+    weight_sync = WeightSync(policy, engine, ROLLOUT.sync_bucket_bytes(session.device.type))
     for step in range(1, num_steps + 1):
         weight_sync.sync(step)  # shards -> full tensors -> vLLM
         places = random.Random(step).sample(range(len(tasks)), ROLLOUT.num_prompts_per_step)  # alike on all ranks

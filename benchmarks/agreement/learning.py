@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.support.report import Row, arguments_parser, read_lines, report
-from grpo_spmd.demo import make_demo
+from grpo_spmd.demo.countdown import make_demo
 from tests.support.processes import torchrun
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from benchmarks.agreement.mutations_faults import FAULTS, SHORTER, Fault, plant, problems
 from benchmarks.support.report import Row, arguments_parser, read_lines, report
-from grpo_spmd.demo import make_demo
+from grpo_spmd.demo.countdown import make_demo
 from tests.support.models import make_model
 from tests.support.ranks import SHARED_SERVER, RanksJob
 

@@ -41,12 +41,12 @@ class Fault:
     of_sync: bool = False  # trained once more with proofs.every_steps=1
 
 
-_YIELD = "                yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
-_TENSOR = "                tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
-_SHARD = "                self._shard = self._cast(self._name, shard().detach()).reshape(-1)\n"
-_COPY = "copy(part, piece, first, (rows_per_rank(parameter), parameter.shape[1:].numel()))\n"
-_LOAD = "engine.load_weights(weights, step, direct, pieces)\n"
-_SEED = "rollout_seed(self._seed, step - 1, prompt.position, sample)"
+_YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
+_TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
+_VALUES = "        return cast(name, shard().detach()).reshape(-1)\n"
+_COPY = "copy(part, piece, first, shape)\n"
+_LOAD = "engine.load_weights(full_tensors(pieces, engine.dtype), step, direct, of_entries(pieces, copied))\n"
+_SEED = "place_of = self._seed, step - 1, prompt.position, sample"
 
 FAULTS = (
     Fault(
@@ -60,18 +60,16 @@ FAULTS = (
     Fault(
         "one tensor stale: k_proj of layer 1 keeps its first value",
         "engine/gather.py",
-        _SHARD,
-        f"{_SHARD}                kept = as_it_is.__dict__.setdefault('kept', {{}})\n"
-        "                if 'layers.1.self_attn.k_proj' in self._name:\n"
-        "                    self._shard = kept.setdefault(self._name, self._shard.clone())\n",
+        _VALUES,
+        "        values, kept = cast(name, shard().detach()).reshape(-1), as_it_is.__dict__.setdefault('kept', {})\n"
+        "        return kept.setdefault(name, values.clone()) if 'layers.1.self_attn.k_proj' in name else values\n",
         (_SHARDED,),
         of_sync=True,
     ),
     Fault(
         "tied head stale: its packed copy is not made anew",
         "engine/direct_load.py",
-        "        if not self.is_copied:\n"
-        "            self._layer.quant_method.process_weights_after_loading(self._layer)\n",
+        "        if not self.is_copied:\n            _pack(self._layer)\n",
         "",
         (_TIED,),
         of_sync=True,
@@ -99,7 +97,7 @@ FAULTS = (
         "transposed: square tensors, in the gather",
         "engine/gather.py",
         _YIELD,
-        f"{_TENSOR}                yield name, tensor.T if tensor.ndim == 2 and len(tensor) == tensor.shape[1] else "
+        f"{_TENSOR}            yield name, tensor.T if tensor.ndim == 2 and len(tensor) == tensor.shape[1] else "
         "tensor\n",
         (_GATHER,),
         of_sync=True,
@@ -107,8 +105,8 @@ FAULTS = (
     Fault(
         "last bucket of the sync dropped: gathered only where full",
         "engine/gather.py",
-        "            on_its_way.extend(start_all_gather(piece, group))\n",
-        "            if columns == room:\n                on_its_way.extend(start_all_gather(piece, group))\n",
+        "        on_its_way.extend(start_all_gather(piece, group))\n",
+        "        if columns == room:\n            on_its_way.extend(start_all_gather(piece, group))\n",
         (_GATHER,),
         _SEVERAL_BUCKETS,
         of_sync=True,

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from benchmarks.support.models import make_model
-from grpo_spmd.demo import model_config
+from grpo_spmd.demo.making import model_config
 
 MAX_COMPLETION = 24
 UNKNOWN = 5  # the rollout without a reward, where there is one

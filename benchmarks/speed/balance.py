@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import heapq
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import transformers
@@ -119,7 +120,14 @@ def plan_by_tokens(num_tokens: list[int], num_ranks: int, max_tokens: int) -> Pl
         ranks[rank][number].append(i)
         room[rank][number] -= num_tokens[i]
     most = max(map(len, ranks))
-    return [[rows + [[]] * (most - len(rows)) for rows in ranks]]
+    return plan_of([[rows + [[]] * (most - len(rows)) for rows in ranks]])
+
+
+def plan_of(mini_batches: Sequence[list[list[list[int]]]]) -> Plan:
+    """Of rows of rollout ids [mini_batch][rank][micro_batch]."""
+    rows = [row for ranks in mini_batches for rank in ranks for row in rank]
+    lengths = [np.array([[len(row) for row in rank] for rank in ranks], np.int32) for ranks in mini_batches]
+    return Plan(np.array([i for row in rows for i in row], np.int32), lengths)
 
 
 def ranks_of_a_group(plan: Plan, num_rollouts: int) -> float:

@@ -15,7 +15,7 @@ import transformers
 from benchmarks.support.models import make_model
 from benchmarks.support.ranks import peak_bytes, tell
 from grpo_spmd.config.schema import ModelConfig
-from grpo_spmd.demo import model_config
+from grpo_spmd.demo.making import model_config
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.model.policy import build_policy

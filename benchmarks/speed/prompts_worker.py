@@ -3,12 +3,12 @@ config.yaml, and how to start."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.support.ranks import tell
 from grpo_spmd.config.load import load_config
@@ -46,7 +46,7 @@ def main() -> None:
     tokenizer("warm")
     if start == "in memory":
         cache.SMALL = 1 << 60
-    peak, times = _Peak(), [time.process_time()]
+    peak, began, times = _Peak(), time.perf_counter(), [time.process_time()]
     inputs = check_inputs(config, num_ranks=int(os.environ["WORLD_SIZE"]))
     times.append(time.process_time())
     prompts = build_prompts(inputs.rows, tokenizer, config.data, config.rollout.num_prompts_per_step)
@@ -54,13 +54,30 @@ def main() -> None:
     times.append(time.process_time())
     PromptStream(prompts, config.seed, config.data.shuffle).take(config.rollout.num_prompts_per_step)
     times.append(time.process_time())
-    figures = {"anon_mib": (peak.most_kib - peak.base_kib) / 1024, "cpu_s": times[-1] - times[0]}
-    texts = [str(prompt.text) for prompt in itertools.islice(prompts, _ENCODED)]
-    before = time.process_time()
-    for first in range(0, len(texts), 1024):
-        tokenizer.backend_tokenizer.encode_batch_fast(texts[first : first + 1024])
-    encode_s = (time.process_time() - before) / len(texts) * len(prompts)
-    tell(figures | {"check_s": times[1] - times[0], "tokens_s": times[2] - times[1], "encode_s": encode_s})
+    figures = {
+        "rank_cpu_s": times[-1] - times[0],
+        "wall_s": time.perf_counter() - began,
+        "check_s": times[1] - times[0],
+        "tokens_s": times[2] - times[1],
+        "anon_mib": (peak.most_kib - peak.base_kib) / 1024,
+        "after_mib": (_anonymous_kib() - peak.base_kib) / 1024,
+        "encode_s": 0.0,
+    }
+    some = prompts[:_ENCODED]
+    figures["tokens"] = sum(len(prompt.token_ids) for prompt in some) / len(some)
+    if os.environ["LOCAL_RANK"] == "0":
+        texts = [_text(prompt.text, tokenizer) for prompt in some]
+        before = time.process_time()
+        for first in range(0, len(texts), 1024):
+            tokenizer.backend_tokenizer.encode_batch_fast(texts[first : first + 1024])
+        figures["encode_s"] = (time.process_time() - before) / len(texts) * len(prompts)
+    tell(figures)
+
+
+def _text(prompt: Any, tokenizer: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
 
 
 if __name__ == "__main__":

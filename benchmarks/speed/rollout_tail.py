@@ -13,7 +13,8 @@ static / shared_queue in the time until the last engine is done, and `first` sha
 and max over seeds, rounds or steps.
 "tail" rows, a table of their own, replay an epoch of 16 steps with `rollout.tail_batching: factor` beside one without;
 `ratio` is without / with in the time of all rollouts, `dropped` the share of sampled tokens that is thrown away, `short
-mean` the tokens of a completion that short rounds train on, `mean` those of all.
+mean` the tokens of a completion that short rounds train on, `mean` those of all. "tail real" rows are epochs of vLLM on
+the two ranks, in turn, each prompt once asserted; their `dropped` is the mean of the epoch's rounds.
 """
 
 from __future__ import annotations
@@ -67,11 +68,12 @@ def main() -> None:
         (0.5, 64, 32, 8, 4, True),
     ):
         rows.append(replay(*case))
-    rows += measure()
-    report("rollout_tail", rows, args.json)
+    of_ranks, of_epochs = measure()
+    report("rollout_tail", rows + of_ranks, args.json)
     # alike, engines, requests at once, prompts a step, cap / mean, factor
     cases = (0.5, 8, 256, 256, 8), (0.5, 8, 32, 256, 8), (0.0, 8, 64, 64, 8), (0.5, 8, 64, 64, 2), (0.9, 8, 64, 64, 16)
-    report("rollout_tail", [tail_row(*case, factor) for case in cases for factor in (1.1, 1.25, 1.5)], args.json)
+    tail = [tail_row(*case, factor) for case in cases for factor in (1.1, 1.25, 1.5)]
+    report("rollout_tail", [*tail, *of_epochs], args.json)
 
 
 def replay(alike: float, engines: int, at_once: int, load: int, cap: int, one_slow: bool) -> Row:
@@ -140,17 +142,37 @@ def tail_row(alike: float, engines: int, at_once: int, prompts: int, cap: int, f
     }
 
 
-def measure() -> list[Row]:
-    """The rows of real vLLM on two ranks, and of their lengths on more."""
+def measure() -> tuple[list[Row], list[Row]]:
+    """The rows of real vLLM on two ranks, with those of their lengths on more, and those of its epochs."""
     with tempfile.TemporaryDirectory() as folder:
         rollout_tail_worker.make(Path(folder))
-        found = ranks.measure(2, "benchmarks.speed.rollout_tail_worker", folder)
+        *cases, epochs = ranks.measure(2, "benchmarks.speed.rollout_tail_worker", folder)
     rows = []
-    for case in found:
+    for case in cases:
         row = _row("real", case["what"], 2, case["at_once"], case["per_engine"], case["seconds"])
         steps = {f"{name} steps": statistics.median(map(max, of_rounds)) for name, of_rounds in case["steps"].items()}
         rows += [row | steps, *replay_recorded(case["what"], case["trace"])]
-    return rows
+    return rows, [_epoch_row(epochs)]
+
+
+def _epoch_row(epochs: Row) -> Row:
+    times, steps = ([[of[place] for of in epochs[name]] for name in ("without", "with")] for place in (0, 1))
+    return {
+        "source": "tail real",
+        "what": "prompts of lognormal mean length",
+        "engines": 2,
+        "at once": rollout_tail_worker.AT_ONCE,
+        "prompts": rollout_tail_worker.STEP_PROMPTS,
+        "factor": epochs["factor"],
+        "without_s": statistics.median(times[0]),
+        "tail_s": statistics.median(times[1]),
+        **spread("ratio", ratios(*times)),
+        "dropped": statistics.median(epochs["dropped"]),
+        "short mean": statistics.median(epochs["short"]),
+        "mean": statistics.median(epochs["all"]),
+        "without steps": statistics.median(steps[0]),
+        "tail steps": statistics.median(steps[1]),
+    }
 
 
 def _row(

@@ -17,8 +17,10 @@ import torch
 
 from benchmarks.support.models import make_model
 from benchmarks.support.ranks import tell
+from benchmarks.support.report import Row
 from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
-from grpo_spmd.demo import model_config
+from grpo_spmd.data.prompts import PromptStream
+from grpo_spmd.demo.making import model_config
 from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
@@ -28,8 +30,10 @@ from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Prompt
 from grpo_spmd.rollout.expected import ExpectedLengths
 from grpo_spmd.rollout.sample import Sampler
+from grpo_spmd.rollout.tail import open_tail
 
 NUM_PROMPTS, GROUP_SIZE, AT_ONCE, ROUNDS = 32, 4, 8, 5
+EPOCH_PROMPTS, STEP_PROMPTS, EPOCHS, TAIL_BATCHING = 64, 8, 3, 1.5  # of tail batching
 HIDDEN, VOCABULARY, EOS, MAX_TOKENS = 256, 97, 0, 160
 
 
@@ -97,7 +101,7 @@ def main() -> None:
     session = start_session()
     engine = RolloutEngine(config.model, config.rollout, config.max_rollout_tokens, session, [EOS])
     policy = build_policy(config.model, config.rollout.temperature, session)
-    weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib)
+    weight_sync = WeightSync(policy, engine, config.rollout.sync_bucket_bytes(session.device.type))
     num_steps = [0]  # of this rank's engine
 
     def step_of_engine() -> Any:
@@ -141,8 +145,72 @@ def main() -> None:
         if session.is_rank0:
             sizes = {"at_once": AT_ONCE, "per_engine": per_engine}
             tell({"what": what, **sizes, "seconds": measured, "steps": counted, "trace": trace})
+    tail = _epochs(
+        engine, weight_sync, dataclasses.replace(config.rollout, num_prompts_per_step=STEP_PROMPTS), num_steps
+    )
+    if session.is_rank0:
+        tell(tail)
     engine.shutdown()
     end_session()
+
+
+def _epochs(engine: RolloutEngine, weight_sync: WeightSync, rollout: RolloutConfig, num_steps: list[int]) -> Row:
+    """Collective. Epochs without tail batching and with it, in turn: seconds and decode steps of the engine that made
+    most, added up over the epoch's rounds; equal on all ranks."""
+    engine._rollout = rollout
+    rows = [Prompt(0, row, [5, 1 + row % 79], "", {}) for row in range(EPOCH_PROMPTS)]
+    found: Row = {
+        "what": "tail",
+        "factor": TAIL_BATCHING,
+        "without": [],
+        "with": [],
+        "dropped": [],
+        "short": [],
+        "all": [],
+    }
+    lengths = ExpectedLengths()
+    for epoch in range(1 + EPOCHS):  # the first shows the prompts' lengths
+        for name in sorted(("without", "with"), reverse=bool(epoch % 2))[: 2 if epoch else 1]:
+            factor = TAIL_BATCHING if name == "with" else 1.0
+            fresh = PromptStream(rows, seed=epoch, shuffle=True)
+            stream, tail = open_tail(fresh, EPOCH_PROMPTS, dataclasses.replace(rollout, tail_batching=factor), ())
+            sampler, trained = Sampler(engine, GROUP_SIZE, epoch, lengths=lengths, tail=tail), list[Row]()
+            total_s, total_steps = 0.0, 0
+            while stream.epoch < 1:
+                weight_sync.sync(len(trained) + 1)
+                prompts, num_steps[0] = stream.take(STEP_PROMPTS), 0
+                barrier()
+                groups, busy_s = sampler.sample(prompts, len(trained) + 1, "")
+                slowest: list[float] = on_rank0(
+                    lambda of: [max(each) for each in zip(*of, strict=True)], [busy_s, num_steps[0]]
+                )
+                total_s, total_steps = total_s + slowest[0], total_steps + int(slowest[1])
+                mine = [[g.prompt.row, [len(c.token_ids) for c in g.completions]] for g in groups]
+                taken = on_rank0(lambda parts: sorted(group for part in parts for group in part), mine)
+                assert len(taken) == STEP_PROMPTS, f"a step of {len(taken)} prompts"
+                trained.append({"is_short": len(prompts) > STEP_PROMPTS, "groups": taken, **stream.metrics()})
+            assert sorted(row for step in trained for row, _ in step["groups"]) == list(range(EPOCH_PROMPTS)), (
+                "not each prompt once"
+            )
+            if epoch:
+                found[name].append([total_s, total_steps])
+            if epoch and name == "with":
+                of = {
+                    kind: [
+                        n
+                        for step in trained
+                        if step["is_short"] or kind == "all"
+                        for _, group in step["groups"]
+                        for n in group
+                    ]
+                    for kind in ("short", "all")
+                }
+                found["short"].append(sum(of["short"]) / len(of["short"]))
+                found["all"].append(sum(of["all"]) / len(of["all"]))
+                found["dropped"].append(
+                    sum(step["rollout/tail_dropped_tokens_frac"] for step in trained) / len(trained)
+                )
+    return found
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A whole step beside TRL's: the same model, data, sampling, loss and optimizer, real generation by vLLM on both sides,
 one thread each.
 
-    benchmarks/run.sh step_vs_trl [--shape short|long_prompts|long_completions] [--json FILE]      without: all three
+    benchmarks/run.sh step_vs_trl [--shape short|long_prompts|long_completions] [--sizes N ...] [--json FILE]
 
 A random Qwen3 (float32, 4 layers of width 256) ends a completion with the same chance at each token, so that lengths
 are ragged; a step is one optimizer step.
@@ -14,17 +14,21 @@ are ragged; a step is one optimizer step.
 
 Ours is `python -m grpo_spmd.train`, unchanged, with its defaults. TRL's is its GRPOTrainer with colocated vLLM in
 .venv-trl (made on first use), its weight sync repaired for the CPU (step_vs_trl_worker.py says how) and without what
-would slow it down here: bfloat16 and activation checkpointing, both on by default.
+would slow it down here: bfloat16 and activation checkpointing, both on by default. Both sides sample and train in
+float32. TRL by itself has vLLM choose, which samples from a float32 policy in bfloat16: a matrix product takes a CPU
+with AMX a fraction of the time, and what is sampled from is not what is trained. The rows of that say so.
 
 First, that both do the same: a small run of ours, whose rollouts TRL's trainer then trains on; loss and advantages of
 each step must agree, and after several optimizer steps TRL's policy must still give our completions the logprobs that
 our engine, synced from our policy, gave them. Then a sweep of TRL's micro-batch, and rounds in turn: ours, TRL at
-per_device_train_batch_size's default, with all rollouts in one batch (gradient_accumulation_steps' default) and at its
-best. All processes live on between their turns, stopped. Ours is stopped within a step, which is left out.
+per_device_train_batch_size's default, with all rollouts in one batch (gradient_accumulation_steps' default), at its
+best of --sizes, and at that with the engine in bfloat16. All processes live on between their turns, stopped. Ours is
+stopped within a step, which is left out; TRL waits between steps, and the one it makes in its turn counts. `tried` is
+--sizes.
 
 Times are wall-clock seconds of a step. "update" is forward, backward, clip and optimizer; "logprobs" the pass before
-it: TRL makes one for its weights of engine against policy, we take them from the update's own pass. "generation a
-token" is its time over the tokens that were sampled in it: lengths are random, and of other steps on either side.
+it: TRL makes one for its weights of engine against policy, we take them from the update's own pass. "a token" is the
+time over the tokens that were sampled in it: lengths are random, and of other steps on either side.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from benchmarks.support.models import make_model
 from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
 from benchmarks.support.trl_environment import TRL_VERSION, trl_python
-from grpo_spmd.demo import model_config
+from grpo_spmd.demo.making import model_config
 from grpo_spmd.observe.rollout_step import read_rollouts
 
 _ROUNDS = 5
@@ -61,6 +65,7 @@ _SIZES = (4, 8, 16, 32, 64, 128)  # as far as the step has rollouts
 _DEFAULT_SIZE = 8
 _EOS = "<eos>"
 _PHASES = ("generation", "sync", "reward", "logprobs", "update", "step")
+_SHOWN = ("step", "step a token", "generation", "generation a token", "sync", "update", "logprobs + update")
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,14 @@ _TOLERANCE = 1e-4  # TRL adds 1e-4 to standard deviations of about 50, which is 
 def main() -> None:
     parser = arguments_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, help="default: all, one after the other")
+    parser.add_argument("--rounds", type=int, default=_ROUNDS)
+    parser.add_argument("--sizes", type=int, nargs="+", default=_SIZES, help="micro-batches that TRL is tried with")
     args = parser.parse_args()
+    chosen = [args.shape] if args.shape else list(SHAPES)
+    for num_rollouts in (SHAPES[shape].task.num_rollouts for shape in chosen):
+        fitting = [size for size in args.sizes if size <= num_rollouts]
+        if not fitting or any(num_rollouts % size for size in fitting):
+            parser.error(f"--sizes: of {num_rollouts} rollouts a micro-batch must be a part without remainder")
     transformers.utils.logging.disable_progress_bar()
     python = trl_python()
     with tempfile.TemporaryDirectory() as name:
@@ -115,10 +127,10 @@ def main() -> None:
         report("step_vs_trl_equal", equal, args.json)
         if off := [row["what"] for row in equal if not row["difference"] <= row["at most"]]:
             raise AssertionError(f"the two sides do not compute the same: {', '.join(off)}")
-    for shape in [args.shape] if args.shape else SHAPES:
+    for shape in chosen:
         with tempfile.TemporaryDirectory() as name:
             make(Path(name), SHAPES[shape])
-            sweep, rows = race(Path(name), python, SHAPES[shape].task)
+            sweep, rows = race(Path(name), python, SHAPES[shape].task, args.rounds, args.sizes)
         report("step_vs_trl_sweep", [{"shape": shape, **row} for row in sweep], args.json)
         report("step_vs_trl", [{"shape": shape, **row} for row in rows], args.json)
 
@@ -276,9 +288,12 @@ class Trl(Side):
         python: str,
         micro_batch: int,
         replay: Sequence[Sequence[Row]] = (),
+        engine_dtype: str | None = "float32",
+        environment: str | None = None,
         **arguments: Any,
     ) -> None:
-        settings = {"task": vars(task), "micro_batch": micro_batch, "arguments": arguments, "replay": replay}
+        settings: dict[str, Any] = {"task": vars(task), "micro_batch": micro_batch, "arguments": arguments}
+        settings |= {"replay": replay, "engine_dtype": engine_dtype, "environment": environment}
         (folder / f"{name}.json").write_text(json.dumps(settings))
         command = [python, "-W", "ignore", "-m", "benchmarks.speed.step_vs_trl_worker", str(folder), name]
         super().__init__(command, folder / f"{name}.jsonl", folder / f"{name}.log")
@@ -303,7 +318,8 @@ def compare(folder: Path, python: str) -> list[Row]:
     kept = ("prompt_ids", "completion_ids", "rollout_logprobs")
     replay = [[{key: getattr(rollout, key) for key in kept} for rollout in step] for step in rollouts]
     theirs = {}
-    for name, arguments in (("trained", {}), ("untrained", {"learning_rate": 0.0})):
+    changed: dict[str, dict[str, Any]] = {"trained": {}, "untrained": {"learning_rate": 0.0}}
+    for name, arguments in changed.items():
         trl = Trl(folder, name, _COMPARED, python, _COMPARED.group_size, replay, **arguments)
         theirs[name] = trl.turn(_COMPARED.num_steps)
         trl.end()
@@ -334,10 +350,10 @@ def compare(folder: Path, python: str) -> list[Row]:
 # The times
 
 
-def race(folder: Path, python: str, task: Task) -> tuple[list[Row], list[Row]]:
+def race(folder: Path, python: str, task: Task, rounds: int, chosen: Sequence[int]) -> tuple[list[Row], list[Row]]:
     """Rows of the sweep over TRL's micro-batch, and of the rounds."""
     sides: list[Side] = []
-    sizes = [size for size in _SIZES if size <= task.num_rollouts]
+    sizes = sorted(size for size in chosen if size <= task.num_rollouts)
     try:
         ours = Ours(folder, "ours", task)
         sides.append(ours)
@@ -349,31 +365,42 @@ def race(folder: Path, python: str, task: Task) -> tuple[list[Row], list[Row]]:
             sides.append(trl[size])
             _, swept[size] = trl[size].turn(2)
         best = min(sizes, key=lambda size: swept[size]["step_s"])
-        for size in set(sizes) - {_DEFAULT_SIZE, max(sizes), best}:
-            trl.pop(size).end()
+        names = ((_DEFAULT_SIZE, "its default"), (task.num_rollouts, "one batch"), (best, "its best"))
+        racing = {
+            ", ".join([str(size), *(name for each, name in names if each == size)]): trl[size]
+            for size in sizes
+            if size in dict(names)
+        }
+        for size in set(sizes) - set(dict(names)):
+            trl[size].end()
+        alone = racing[f"{best}, its best, engine in bfloat16"] = Trl(
+            folder, "trl_alone", task, python, best, engine_dtype=None
+        )
+        sides.append(alone)
+        alone.turn(1)
         own: list[list[Row]] = []
-        theirs: dict[int, list[list[Row]]] = {size: [] for size in trl}
-        for number in range(_ROUNDS):
+        theirs: dict[str, list[list[Row]]] = {label: [] for label in racing}
+        for number in range(rounds):
             own.append(ours.turn(_STEPS_A_TURN))
-            for size in trl:
-                theirs[size].append(trl[size].turn(1))
-            print(f"round {number + 1} of {_ROUNDS}", flush=True)
+            for label, racer in racing.items():
+                theirs[label].append(racer.turn(1))
+            print(f"round {number + 1} of {rounds}", flush=True)
     finally:
         for side in sides:
             if side.process.returncode is None:
                 side.end()
-    facts = {"rollouts": task.num_rollouts, "threads": 1, "TRL version": TRL_VERSION}
+    facts = {
+        "rollouts": task.num_rollouts,
+        "threads": 1,
+        "TRL version": TRL_VERSION,
+        "tried": " ".join(map(str, sizes)),
+    }
     sweep = [
         {"TRL's micro-batch": size, **{f"{p}_s": swept[size][f"{p}_s"] for p in _PHASES}, **facts} for size in sizes
     ]
     rows = []
-    for size, rounds in theirs.items():
-        names = ((_DEFAULT_SIZE, "its default"), (max(sizes), "one batch"), (best, "its best"))
-        label = ", ".join([str(size), *(name for each, name in names if each == size)])
-        rows += [
-            _row(label, phase, own, rounds, task.num_rollouts) | facts
-            for phase in ("step", "generation", "generation a token", "sync", "update", "logprobs + update")
-        ]
+    for label, turns in theirs.items():
+        rows += [_row(label, phase, own, turns, task.num_rollouts) | facts for phase in _SHOWN]
     return sweep, rows
 
 

@@ -3,17 +3,19 @@ grpo_spmd.
 
     .venv-trl/bin/python -m benchmarks.speed.step_vs_trl_worker FOLDER NAME
 
-FOLDER/NAME.json holds the settings: `task`, `micro_batch`, `arguments` (of GRPOConfig, over those below) and `replay`
-(rollouts to train on, by step; empty: its own). Standard input gives the turns: each line is a number of steps to make.
-Each step writes a line of JSON to FOLDER/NAME.jsonl; it starts when the turn does, or when the step before it has
-ended.
+FOLDER/NAME.json holds the settings: `task`, `micro_batch`, `arguments` (of GRPOConfig, over those below), `replay`
+(rollouts to train on, by step; empty: its own), `engine_dtype` (null: vLLM's choice) and `environment` (a class of
+episodes_environment.py, with which generation is timed with all its turns and tools; null: none). Standard input gives
+the turns: each line is a number of steps to make. Each step writes a line of JSON to FOLDER/NAME.jsonl; it starts when
+the turn does, or when the step before it has ended.
 
 Everything is TRL's own but for:
 - the weight sync. TRL calls the engine model's `load_weights` tensor by tensor, which fails on vLLM's CPU back end
   ('Parameter' object has no attribute 'weight_loader'); here the same tensors go through one call of the worker's
   `reload_weights`. A tied lm_head would need another repair; the model has none.
 - arguments of the engine that TRL does not pass on: enforce_eager, and the size and blocks of the KV cache, as on our
-side.
+side; and, where `engine_dtype` is given, its number format. By itself vLLM takes a float32 model in bfloat16, which
+is another policy than the one that is trained.
 - timers around the phases.
 On a GPU (benchmarks/gpu_day/trl.py) only the timers are ours.
 """
@@ -35,6 +37,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 from trl.generation import vllm_generation  # type: ignore[import-not-found]
 
+from benchmarks.speed import episodes_environment
 from benchmarks.speed.step_vs_trl_reward import even_tokens
 
 _ENGINE = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 28}
@@ -44,7 +47,7 @@ def main() -> None:
     folder, name = Path(sys.argv[1]), sys.argv[2]
     transformers.utils.logging.disable_progress_bar()
     settings = json.loads((folder / f"{name}.json").read_text())
-    task, replay = settings["task"], settings["replay"]
+    task, replay, environment = settings["task"], settings["replay"], settings["environment"]
     parts = task["num_prompts"] * task["group_size"] // settings["micro_batch"]
     arguments = GRPOConfig(
         **{
@@ -82,7 +85,8 @@ def main() -> None:
     if torch.cuda.is_available():
         vllm_generation.LLM = partial(vllm_generation.LLM, trust_remote_code=False)
     else:
-        vllm_generation.LLM = partial(vllm_generation.LLM, trust_remote_code=False, **_ENGINE)
+        dtype = {"dtype": settings["engine_dtype"]} if settings["engine_dtype"] else {}
+        vllm_generation.LLM = partial(vllm_generation.LLM, trust_remote_code=False, **_ENGINE, **dtype)
         vllm_generation.VLLMGeneration.sync_weights = _sync_weights
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
 
@@ -96,6 +100,7 @@ def main() -> None:
         reward_funcs=even_tokens,
         train_dataset=Dataset.from_list(rows),
         rollout_func=replayed if replay else None,
+        environment_factory=getattr(episodes_environment, environment) if environment else None,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     steps = _Steps(trainer, folder / f"{name}.jsonl")
@@ -121,7 +126,10 @@ class _Steps(transformers.TrainerCallback):  # type: ignore[misc]
         self._loss = 0.0
         self._prepared = 0.0  # when the rollouts were there, the rest of the step is the update
         engine = trainer.vllm_generation
-        engine.generate = self._timed("generation", engine.generate)
+        if trainer.environment_factories is None:
+            engine.generate = self._timed("generation", engine.generate)
+        else:  # all turns, and the tools between them; the sync is in it, and taken off below
+            trainer._generate = self._timed("generation", trainer._generate)
         engine.sync_weights = self._timed("sync", engine.sync_weights)
         trainer._calculate_rewards = self._timed("reward", trainer._calculate_rewards)
         score, prepare, loss = (
@@ -161,6 +169,8 @@ class _Steps(transformers.TrainerCallback):  # type: ignore[misc]
         # It logs only after this: what it logs is in _metrics by now.
         metrics = {name: values[-1] for name, values in self._trainer._metrics["train"].items() if values}
         self._seconds["step"] = time.perf_counter() - self._start
+        if self._trainer.environment_factories is not None:
+            self._seconds["generation"] -= self._seconds["sync"]
         # of the policy and the engine that sampled
         record = {
             **{f"{name}_s": seconds for name, seconds in self._seconds.items()},

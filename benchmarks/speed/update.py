@@ -38,7 +38,7 @@ from benchmarks.support.models import make_model
 from benchmarks.support.ranks import peak_bytes, time_in_turn
 from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
 from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig, TrainingConfig
-from grpo_spmd.demo import model_config
+from grpo_spmd.demo.making import model_config
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.losses import LossInputs, aggregation_weights, policy_loss, rollout_correction

@@ -4,9 +4,11 @@ real vLLM.
 Random Qwen3 models are made in a temporary folder. "gather" draws all full tensors and throws them away. x_memcpy is
 the time over that of copying as many bytes between two buffers that are already mapped, by every rank at once, in the
 same round; median, least and most of the rounds. "all-gather alone" moves the same bytes between the ranks, and neither
-casts nor unpacks: the floor of any sync over this network. "gather alone" draws pieces, as a direct load does, "named"
-with the name of the weights, which whole syncs have. These go in turn through vLLM's loader and directly. peak_mib is
-resident memory beyond what was there before (VmHWM); bound_mib is the buckets and the largest tensor.
+casts nor unpacks: the floor of any sync over this network. "gather alone" draws pieces, as a direct load does (on one
+rank they are the parameters themselves), "and copy" copies them to where they stay, "named" with the name of the
+weights, which a rollout buffer needs and whole syncs have unless it says otherwise. These go in turn through vLLM's
+loader and directly. peak_mib is resident memory beyond what was there before (VmHWM); bound_mib is the buckets and the
+largest tensor.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import transformers
 from benchmarks.support import ranks
 from benchmarks.support.models import make_model
 from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
-from grpo_spmd.demo import model_config
+from grpo_spmd.demo.making import model_config
 from grpo_spmd.distributed.collectives import on_rank0, start_all_gather, wait_for
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
@@ -71,16 +71,19 @@ def main() -> None:
         bounds = {f"gather, {mib} MiB": min(2, session.world_size) * (mib << 20) + max(sizes) for mib in buckets}
     else:
         bucket_bytes = config.rollout.sync_bucket_bytes(session.device.type)
-        timed["gather alone"] = _pieces(policy, dtype, bucket_bytes, is_named=False)
-        timed["gather alone, named"] = _pieces(policy, dtype, bucket_bytes, is_named=True)
+        whole = torch.empty(sum(sizes) // dtype.itemsize + (1 << 20), dtype=dtype, device=session.device).zero_()
+        timed["gather alone"] = _pieces(policy, dtype, bucket_bytes)
+        timed["gather and copy"] = _pieces(policy, dtype, bucket_bytes, whole)
+        timed["gather and copy, named"] = _pieces(policy, dtype, bucket_bytes, whole, is_named=True)
         # what vLLM takes when nothing is gathered
         ready = list(gather_full_tensors(policy, dtype, 1 << 20, SyncStats()))
         timed["vLLM's load alone"] = lambda: _load(engine, ready)
-        weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib)
+        weight_sync = WeightSync(policy, engine, bucket_bytes, is_named=True)
         weight_sync.sync(1)  # through vLLM's loader, and proved
         weight_sync.sync(1)  # directly, and proved
         timed["whole sync through vLLM's loader"] = lambda: _sync(weight_sync, is_direct=False)
         timed["whole sync, direct"] = lambda: _sync(weight_sync, is_direct=True)
+        timed["whole sync, direct, not named"] = lambda: _sync(weight_sync, is_direct=True, is_named=False)
     times, stats = ranks.time_in_turn(timed, ROUNDS)
     peaks = {name: peak_bytes(run) for name, run in timed.items()} if engine is None else {}
     for name, of_rounds in times.items():
@@ -122,21 +125,28 @@ def _gather(policy: Policy, dtype: torch.dtype, bucket_bytes: int) -> Callable[[
     return run
 
 
-def _pieces(policy: Policy, dtype: torch.dtype, bucket_bytes: int, is_named: bool) -> Callable[[], SyncStats]:
-    """As a direct load draws them, with the name of the weights or without."""
+def _pieces(
+    policy: Policy, dtype: torch.dtype, bucket_bytes: int, into: torch.Tensor | None = None, is_named: bool = False
+) -> Callable[[], SyncStats]:
+    """As a direct load draws them; copied out, padding too, where there is a place for them."""
 
     def run() -> SyncStats:
         stats, digest = SyncStats(), WeightDigest(next(policy.parameters()).device) if is_named else None
-        for _ in gather_pieces(list(hf_named_shards(policy)), dtype, bucket_bytes, stats, digest=digest):
-            pass
+        place = 0
+        for *_, piece in gather_pieces(list(hf_named_shards(policy)), dtype, bucket_bytes, stats, digest=digest):
+            if into is not None:
+                into[place : place + piece.numel()].view(piece.shape).copy_(piece)
+            place += piece.numel()
+        if digest is not None:
+            digest.totals()
         return stats
 
     return run
 
 
-def _sync(weight_sync: WeightSync, is_direct: bool) -> SyncStats:
+def _sync(weight_sync: WeightSync, is_direct: bool, is_named: bool = True) -> SyncStats:
     direct = weight_sync._direct
-    weight_sync._direct = direct if is_direct else None
+    weight_sync._direct, weight_sync._is_named = direct if is_direct else None, is_named
     stats = weight_sync.sync(1)
     weight_sync._direct = direct
     return stats

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import transformers
 
-from grpo_spmd.demo import make_tokenizer
+from grpo_spmd.demo.countdown import make_tokenizer
 
 
 def make_model(

@@ -44,7 +44,9 @@ def ran_on() -> Row:
 
 def commit() -> str:
     """The one that is checked out, "+changes" where the tree is not clean; "unknown" without git."""
-    found = [_git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain")]
+    # The rows of the benchmark before this one change nothing that this one measures.
+    others = _git("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")
+    found = [_git("rev-parse", "--short", "HEAD"), others]
     return (found[0] + ("+changes" if found[1] else "")) or "unknown"
 
 
@@ -59,7 +61,7 @@ def report(benchmark: str, rows: list[Row], json_path: Path | None) -> None:
     """Print the rows as a table with what they ran on, and append them to `json_path`."""
     facts = ran_on()
     print(f"\n{benchmark}: " + ", ".join(f"{name} {value}" for name, value in facts.items()))
-    for line in table(rows, list(rows[0])):
+    for line in table(rows, list(dict.fromkeys(name for row in rows for name in row))):
         print(f"  {line}")
     if json_path is not None:
         with json_path.open("a", encoding="utf-8") as file:

@@ -113,7 +113,9 @@ a completion ends with the model's own eos (generation_config.json), or is cut o
 ignore_eos | | every completion may end
 num_processes, nproc_per_node, nproc | | torchrun --nproc-per-node N, or grpo-spmd train --nproc N
 push_to_hub, hub_model_id, hub_token | | python -m grpo_spmd.export writes the model's folder
-tools, environment_factory, max_tool_calling_iterations | | one turn of completion, no tools
+environment_factory | environment.factory | "file.py:Class", or a mapping of names to such
+tools | environment.tools | a list of "file.py:function"
+max_tool_calling_iterations | environment.max_turns | counts turns: one more than calling iterations
 """
 
 VERL = f"""
@@ -294,7 +296,7 @@ sampling.max_tokens, max_tokens, sampling.max_completion_tokens | rollout.max_co
 sampling.temperature, temp_scheduler | rollout.temperature | constant
 eval.sampling.temperature | eval.temperature |
 sampling.min_tokens, min_tokens | | every completion may end at once
-env | data.train, rewards.N.function | data and rewards in place of environments
+env | environment.gym, environment.factory | or data and rewards alone, for one turn
 trainer.optim.lr | optimizer.lr |
 trainer.optim.weight_decay | optimizer.weight_decay |
 optim.max_norm | optimizer.max_grad_norm |

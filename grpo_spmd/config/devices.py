@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,15 @@ from grpo_spmd.config.schema import Config
 _CPU_TOKENS = 2048  # of a micro-batch: what a pass over more writes, the kernel has to find pages for again each time
 
 
+_WSL_DEVICE, _WSL_CUDA = Path("/dev/dxg"), Path("/usr/lib/wsl/lib/libcuda.so.1")  # the device is any maker's
+
+
 def num_gpus() -> int:
     """NVIDIA's devices that this process may open, whether torch can use them or not; 0 also where no driver is loaded,
-    and in a container or a job that was given none (/proc/driver/nvidia would show it those of the machine)."""
-    return sum(_can_be_opened(path) for path in Path("/dev").glob("nvidia[0-9]*"))
+    and in a container or a job that was given none (/proc/driver/nvidia would show it those of the machine). 1 under
+    Windows (WSL 2) with NVIDIA's driver, which shows one device for all."""
+    shown = sum(_can_be_opened(path) for path in Path("/dev").glob("nvidia[0-9]*"))
+    return shown or int(_WSL_CUDA.exists() and _can_be_opened(_WSL_DEVICE))
 
 
 def _can_be_opened(path: Path) -> bool:
@@ -34,8 +42,19 @@ def gpus_are_hidden() -> bool:
 
 
 def trains_on_cpu() -> bool:
-    """Whether a rank that starts here will find no GPU."""
-    return gpus_are_hidden() or not num_gpus()
+    """Whether a rank that starts here will find no GPU, or has a torch that can use none."""
+    return gpus_are_hidden() or not num_gpus() or is_built_for_cpu(find_spec("torch"))
+
+
+def is_built_for_cpu(torch: ModuleSpec | None) -> bool:
+    """What torch would say of itself; it takes seconds to ask."""
+    if torch is None or torch.origin is None:
+        return False
+    try:
+        said = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return re.search(r"^cuda\b.*= *None\s*$", said, re.MULTILINE) is not None
 
 
 def fitted_to_cpu(config: Config, tree: Mapping[str, Any]) -> Config:

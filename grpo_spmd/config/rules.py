@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from grpo_spmd.config.coerce import REFUSED_KEYS
+from grpo_spmd.config.environment import check_environment
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import ADAPTER_RANKS, PHASES, Config, LossConfig, OptimizerConfig, RolloutConfig
 
@@ -36,6 +37,8 @@ def check_rules(config: Config) -> None:
     _check_loss(config.loss)
     _check_evaluation(config)
     _check_schedule(config.optimizer)
+    overlong = config.advantage.overlong_buffer_tokens
+    check_environment(config.environment, config.rollout.tail_batching, overlong, config.loss.kl_in)
     template = config.data.prompt_template
     if template is not None and not re.search(r"\{\w+\}", template):
         what = "names no column in braces, as {question} does, so that all prompts were alike"
@@ -50,7 +53,7 @@ def check_rules(config: Config) -> None:
     for name in config.watchdog.phase_timeouts_s:
         if name not in phases:
             raise ConfigError(f"watchdog.phase_timeouts_s.{name}: no such phase; there are {', '.join(phases)}")
-    if not config.rewards:
+    if not (config.rewards or config.environment.is_on):
         raise ConfigError("rewards must name at least one reward, e.g. `rewards: [{name: gsm8k}]`")
     for index, reward in enumerate(config.rewards):
         if reward.name is None and reward.function is None:
@@ -61,7 +64,10 @@ def _check_sizes(config: Config) -> None:
     budget, longest = config.training.max_tokens_per_micro_batch, config.max_rollout_tokens
     completion = f"rollout.max_completion_tokens ({config.rollout.max_completion_tokens})"
     if budget < longest:
-        sizes = f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) + {completion} = {longest}"
+        of_episode = longest - config.data.max_prompt_tokens
+        is_completion = of_episode == config.rollout.max_completion_tokens
+        behind = completion if is_completion else f"environment.max_tokens ({of_episode})"
+        sizes = f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) + {behind} = {longest}"
         rule = f"must hold the longest rollout: {sizes}; raise the first or lower one of the others"
         raise ConfigError(f"training.max_tokens_per_micro_batch ({budget}) {rule}")
     batches, prompts = config.training.num_mini_batches, config.rollout.num_prompts_per_step

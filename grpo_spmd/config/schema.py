@@ -8,24 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from grpo_spmd.config.environment import EnvironmentConfig
+from grpo_spmd.config.key import key, required
+
 # The phases of a step, in their order: timers, metrics and limits bear these names.
 PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
 SYNC_BUCKET_MIB = {"cpu": 16, "cuda": 256}  # what weight_sync_bucket_mib is where it is null
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
-_SIGNS = {"above": ">", "at_least": ">=", "below": "<", "at_most": "<="}
-
-
-def key(default: Any, doc: str, **bounds: float) -> Any:
-    """A config key: its default, its sentence for `--help`, bounds of every number in it by the names of _SIGNS."""
-    metadata = {"doc": doc, "required": False, "bounds": {_SIGNS[name]: bound for name, bound in bounds.items()}}
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def required(doc: str) -> Any:
-    """A key without a default; where it is text, the text must not be empty."""
-    return dataclasses.field(metadata={"doc": doc, "required": True, "bounds": {}})
 
 
 # The sections are a table: a key's type and default on one line, and its sentence below where that line is full.
@@ -264,6 +253,7 @@ class Config:
     rewards: tuple[RewardConfig, ...] = required(
         "one or more rewards; the reward of a completion is their weighted sum")
     reward_pool: RewardPoolConfig = dataclasses.field(default_factory=RewardPoolConfig)
+    environment: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
     advantage: AdvantageConfig = dataclasses.field(default_factory=AdvantageConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -277,4 +267,5 @@ class Config:
     @property
     def max_rollout_tokens(self) -> int:
         """Longest prompt plus longest completion, in tokens: what engine and micro-batch must have room for."""
-        return self.data.max_prompt_tokens + self.rollout.max_completion_tokens
+        of_turn, episode = self.rollout.max_completion_tokens, self.environment
+        return self.data.max_prompt_tokens + (episode.max_tokens if episode.is_on and episode.max_tokens else of_turn)

@@ -124,28 +124,30 @@ def versions_of(*packages: str) -> list[str]:
     return found
 
 
-def obtain(kind: str, inputs: Any, size: int, make: Make) -> Entry:
+def obtain(kind: str, inputs: Any, size: int, make: Make, of: str = "") -> Entry:
     """The entry that `make` makes from `inputs` (None: they have no fingerprint), of a data set of `size` bytes. One
-    process of the node makes it while the others wait. What `make` raises is raised by all of them."""
+    process of the node makes it while the others wait. What `make` raises is raised by all of them that ask for the
+    same file `of` which it speaks."""
     if inputs is None or size < SMALL:
         return _in_memory(kind, make)
     name, asked = name_of(kind, inputs), time.time_ns()
+    error = f"{name}.{hashlib.sha256(os.fsencode(of)).hexdigest()[:16]}.error"
     if (entry := _found(name)) is not None:
         return entry
     with _alone(name) as had_to_wait:
         if (entry := _found(name)) is not None:
             return entry
         if had_to_wait:
-            _raise_what_was_said(name, asked)
-        return _made(name, size, make)
+            _raise_what_was_said(error, asked)
+        return _made(name, size, make, error)
 
 
 def _found(name: str) -> Entry | None:
     return next((entry for place in places() if (entry := _open(place, name)) is not None), None)
 
 
-def _made(name: str, size: int, make: Make) -> Entry:
-    """In the first folder that takes it, else in memory."""
+def _made(name: str, size: int, make: Make, error_name: str) -> Entry:
+    """In the first folder that takes it, else in memory. What `make` raises is kept for those who wait."""
     failed = list[str]()
     for place in places(failed):
         if (free := shutil.disk_usage(place).free) < 2 * size:
@@ -158,7 +160,7 @@ def _made(name: str, size: int, make: Make) -> Entry:
             continue
         except ConfigError as error:
             with contextlib.suppress(OSError):
-                _write(place, f"{name}.error", str(error).encode())
+                _write(place, error_name, str(error).encode())
             raise
         if failed:  # whichever rank made it says so, alone
             say(f"warning: data: tokenized prompts are kept in {place} ({'; '.join(failed)})")
@@ -306,9 +308,7 @@ def places(failed: list[str] | None = None) -> list[Path]:
             place.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 place.mkdir(mode=0o700)
-            state = place.lstat()  # in /tmp anyone may have put a link there, or a folder of their own
-            is_own = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o022
-            if not (is_own and os.access(place, os.W_OK | os.X_OK)):
+            if not (is_own_folder(place) and os.access(place, os.W_OK | os.X_OK)):
                 why = "no folder that this user alone may write to"
             elif (kind := _file_system_of(place)) not in _LOCAL:
                 why = f"on another host ({kind})"
@@ -318,6 +318,17 @@ def places(failed: list[str] | None = None) -> list[Path]:
             if failed is not None:
                 failed.append(f"{place}: {why}")
     return found
+
+
+def is_own_folder(place: Path) -> bool:
+    """Whether this user alone can write to it: in /tmp anyone may have put a link there, or a folder of their own.
+    Raises OSError where nothing is."""
+    state = place.lstat()
+    return stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o022
+
+
+def is_of_this_host(place: Path) -> bool:
+    return _file_system_of(place) in _LOCAL
 
 
 def _file_system_of(place: Path) -> str:
@@ -369,10 +380,10 @@ def _open_lock(name: str) -> int | None:
     return None
 
 
-def _raise_what_was_said(name: str, asked: int) -> None:
+def _raise_what_was_said(error_name: str, asked: int) -> None:
     """Another process of this node found what was asked for meanwhile to be unusable: read once, said by all."""
     for place in places():
-        with contextlib.suppress(OSError, UntrustedError), open_regular(place / f"{name}.error") as file:
+        with contextlib.suppress(OSError, UntrustedError), open_regular(place / error_name) as file:
             if os.fstat(file.fileno()).st_mtime_ns >= asked:
                 raise ConfigError(file.read(1 << 16).decode(errors="replace"))
 

@@ -17,6 +17,7 @@ from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.data.cache import digest_of, stamp, versions_of
 from grpo_spmd.data.hub import check_reachable, is_offline, need_datasets
+from grpo_spmd.data.parquet import read_parquet
 from grpo_spmd.data.shown import check_row
 from grpo_spmd.data.table import Found, PromptRow, Source, rows_of
 from grpo_spmd.untrusted import each_once
@@ -55,11 +56,10 @@ def usable_row(record: dict[str, Any], where: str, config: DataConfig) -> Prompt
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     if not isinstance(prompt, str):
         prompt = _checked_messages(prompt, where, config)
-    origin = "written by data.prompt_template" if config.prompt_template else f"in column {config.prompt_key!r}"
-    if not prompt:
-        raise ConfigError(f"{where}: the prompt {origin} is empty")
-    if not _is_text(prompt):
-        raise ConfigError(f"{where}: the prompt {origin} holds half a surrogate pair, which is no text")
+    if not prompt or not _is_text(prompt):
+        origin = "written by data.prompt_template" if config.prompt_template else f"in column {config.prompt_key!r}"
+        what = "holds half a surrogate pair, which is no text" if prompt else "is empty"
+        raise ConfigError(f"{where}: the prompt {origin} {what}")
     own = None if config.prompt_template else config.prompt_key
     return PromptRow(prompt, {name: value for name, value in record.items() if name != own}, where)
 
@@ -111,7 +111,7 @@ def _find_file(path: Path, key: str) -> Source:
 
     def read() -> Iterator[Found]:
         try:
-            yield from _read_jsonl(path) if is_lines else _read_parquet(path, key)
+            yield from _read_jsonl(path) if is_lines else read_parquet(path, key)
             if is_one and stamp(path.stat()) != stamp(state):
                 raise ConfigError(f"{key}: {path} was changed while it was read; start again when it is whole")
         except OSError as error:
@@ -157,18 +157,6 @@ def _how_to_make_jsonl(source: str) -> str:
         each = f"import csv,json,sys; [print(json.dumps(row)) for row in {reader}]"
         return f': python -c "{each}" < {source} > {Path(source).stem}.jsonl'
     return f"; of the hub: hub:{source}::train" if re.fullmatch(r"[\w.-]+/[\w-]+", source) else ""
-
-
-def _read_parquet(path: Path, key: str) -> Iterator[Found]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        batches = pyarrow.parquet.read_table(path).to_batches(max_chunksize=4096)
-        for number, record in enumerate(record for batch in batches for record in batch.to_pylist()):
-            yield number, record, None
-    except (pyarrow.ArrowException, ValueError) as error:  # ValueError: a text column that is not UTF-8
-        raise ConfigError(f"{key}: {path} cannot be read as parquet: {error}") from None
 
 
 def _find_hub(source: str, key: str) -> Source:

@@ -3,6 +3,7 @@ JSON where it never was a line."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any, overload
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.data.cache import Entry, Maker, obtain
 
+_BATCH = 256  # rows that are decoded together
 Found = tuple[int, dict[str, Any], bytes | None]  # number of the line or row, the row, and its line if it has one
 
 
@@ -47,12 +49,13 @@ class Overview:
         if self.first_chat is None and not isinstance(row.prompt, str):
             self.first_chat = len(self.sizes)
         self.sizes.append(_characters(row.prompt))
-        self.columns |= dict.fromkeys(row.columns)
+        if not row.columns.keys() <= self.columns.keys():
+            self.columns |= dict.fromkeys(row.columns)
 
 
 class Rows(Sequence[PromptRow]):
     def __init__(self, entry: Entry, source: Source, usable: Callable[[dict[str, Any], str], PromptRow]) -> None:
-        self._entry, self._usable, self._prefix = entry, usable, source.prefix
+        self._entry, self._usable, self.prefix = entry, usable, source.prefix
         self._ends, self._numbers = entry.array("ends"), entry.array("numbers")
         self.inputs: Any = None
         """What their content is a function of; None: of nothing that could be named."""
@@ -70,12 +73,27 @@ class Rows(Sequence[PromptRow]):
     @overload
     def __getitem__(self, index: slice) -> list[PromptRow]: ...
     def __getitem__(self, index: int | slice) -> PromptRow | list[PromptRow]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
-        number = range(len(self))[index]
-        start = self._ends[number - 1] if number else 0
-        record = json.loads(str(self._entry.blob[start : self._ends[number]], "utf-8"))
-        return self._usable(record, f"{self._prefix}{self._numbers[number]}")
+        if not isinstance(index, slice):
+            number = range(len(self))[index]
+            return self._read(number, number + 1)[0]
+        numbers = range(len(self))[index]
+        if numbers.step != 1:
+            return [self[number] for number in numbers]
+        return self._read(numbers.start, numbers.stop)
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        for start in range(0, len(self), _BATCH):
+            yield from self[start : start + _BATCH]
+
+    def _read(self, start: int, stop: int) -> list[PromptRow]:
+        """Rows side by side: as one JSON list, in half the time."""
+        if start >= stop:
+            return []
+        ends = [self._ends[start - 1] if start else 0, *self._ends[start:stop]]
+        text = b",".join([self._entry.blob[begin:end] for begin, end in itertools.pairwise(ends)])
+        records, numbers = json.loads(f"[{str(text, 'utf-8')}]"), self._numbers[start:stop]
+        prefix, usable = self.prefix, self._usable
+        return [usable(record, f"{prefix}{number}") for record, number in zip(records, numbers, strict=True)]
 
 
 def rows_of(
@@ -108,12 +126,10 @@ def rows_of(
             numbers.append(number)
         assert isinstance(overview.sizes, array)
         maker.arrays.update(ends=ends, numbers=numbers, sizes=overview.sizes)
-        maker.facts.update(
-            is_json=True, columns=list(overview.columns), first_chat=overview.first_chat, first_odd=first_odd
-        )
+        maker.facts.update(columns=list(overview.columns), first_chat=overview.first_chat, first_odd=first_odd)
 
     inputs = None if source.inputs is None else [source.inputs, row_keys]
-    entry = obtain("rows", inputs, source.size, make)
+    entry = obtain("rows", inputs, source.size, make, source.prefix)
     if not entry.facts["is_json"]:
         return [usable(record, f"{source.prefix}{number}") for number, record, _ in source.read()]
     rows = Rows(entry, source, usable)
@@ -147,7 +163,7 @@ def once(kind: str, rows: Sequence[PromptRow], inputs: Any, look: Callable[[], A
 
     if not isinstance(rows, Rows) or rows.inputs is None:
         return look()
-    return obtain(kind, [rows.inputs, inputs], rows.size, make).facts["said"]
+    return obtain(kind, [rows.inputs, inputs], rows.size, make, rows.prefix).facts["said"]
 
 
 def _characters(prompt: str | list[dict[str, Any]]) -> int:

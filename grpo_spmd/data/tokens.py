@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,14 +56,25 @@ class _Digests:
 
     def __init__(self, whole: bool) -> None:
         self._whole, self._of_tokens, self._of_rows = whole, hashlib.sha256(), hashlib.sha256()
+        self._tokens, self._rows = list[bytes](), list[str]()  # that wait
         self._encode = json.JSONEncoder(sort_keys=True, default=str).encode  # json.dumps makes one each time
 
-    def add(self, number: int, columns: dict[str, Any], token_ids: list[int]) -> None:
-        self._of_tokens.update(array("q", [len(token_ids), *token_ids]))
-        row = [number, columns, token_ids if self._whole else None]
-        self._of_rows.update(self._encode(row).encode())
+    def add(self, number: int, columns: dict[str, Any], token_ids: bytes) -> None:
+        """`token_ids`: as int32."""
+        self._tokens += (len(token_ids) // 4).to_bytes(4, sys.byteorder), token_ids
+        row = [number, columns, array("i", token_ids).tolist() if self._whole else None]
+        self._rows.append(self._encode(row))
+        if len(self._rows) == _BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._of_tokens.update(array("q", array("i", b"".join(self._tokens))))
+        self._of_rows.update("".join(self._rows).encode())
+        self._tokens.clear()
+        self._rows.clear()
 
     def both(self) -> tuple[str, str]:
+        self._flush()
         return self._of_tokens.hexdigest(), self._of_rows.hexdigest()
 
 
@@ -73,7 +85,7 @@ def digests_of(prompts: Sequence[Prompt], *, whole: bool) -> tuple[str, str]:
         return prompts.digests
     found = _Digests(whole)
     for prompt in prompts:
-        found.add(prompt.row, prompt.columns, prompt.token_ids)
+        found.add(prompt.row, prompt.columns, array("i", prompt.token_ids).tobytes())
     return found.both()
 
 
@@ -92,26 +104,26 @@ def build_prompts(
         ends, numbers, digests = array("q"), array("q"), _Digests(is_held_out)
         end = 0
         for number, row, token_ids in _tokenized(rows, tokenizer, config):
-            if not token_ids:
-                raise ConfigError(f"{row.where}: the prompt has no tokens")
-            if len(token_ids) > config.max_prompt_tokens:
+            if (num_tokens := len(token_ids) // 4) > config.max_prompt_tokens:
                 if config.on_long_prompt == "error":
-                    raise ConfigError(too_long(row, len(token_ids), config))
+                    raise ConfigError(too_long(row, num_tokens, config))
                 continue
+            if not num_tokens:
+                raise ConfigError(f"{row.where}: the prompt has no tokens")
             digests.add(number, row.columns, token_ids)
-            maker.add(array("i", token_ids).tobytes())
-            end += len(token_ids)
+            maker.add(token_ids)
+            end += num_tokens
             ends.append(end)
             numbers.append(number)
         maker.arrays.update(ends=ends, numbers=numbers)
         maker.facts["tokens"], maker.facts["rows"] = digests.both()
 
-    size = 0
+    size, of = 0, ""
     if isinstance(rows, Rows) and rows.inputs is not None:
-        of_tokenizer, size = _inputs_of(tokenizer), rows.size
+        of_tokenizer, size, of = _inputs_of(tokenizer), rows.size, rows.prefix
         limits = [config.max_prompt_tokens, config.on_long_prompt, is_held_out]
         inputs = None if of_tokenizer is None else [rows.inputs, of_tokenizer, limits]
-    prompts = Prompts(rows, obtain("tokens", inputs, size, make))
+    prompts = Prompts(rows, obtain("tokens", inputs, size, make, of))
     check_enough_rows(len(prompts), config, per_step, num_dropped=len(rows) - len(prompts), eval_set=eval_set)
     return prompts
 
@@ -131,54 +143,52 @@ def _inputs_of(tokenizer: Any) -> list[Any] | None:
     return [f"{cls.__module__}.{cls.__qualname__}", content, template, special, splits, today, versions]
 
 
-def _tokenized(
-    rows: Sequence[PromptRow], tokenizer: Any, config: DataConfig
-) -> Iterator[tuple[int, PromptRow, list[int]]]:
-    """Each row's number and tokens. Raises ConfigError for the first row, in their order, that has none."""
+def _tokenized(rows: Sequence[PromptRow], tokenizer: Any, config: DataConfig) -> Iterator[tuple[int, PromptRow, bytes]]:
+    """Each row's number, and its tokens as int32. Raises ConfigError for the first row, in their order, that has
+    none."""
     for start in range(0, len(rows), _BATCH):
         batch = rows[start : start + _BATCH]
-        found: Iterable[list[int]]
+        found: Iterable[bytes]
         try:
             found = _tokens_of_batch(batch, tokenizer)
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            found = (_tokens_of_one(row, tokenizer, config) for row in batch)  # which one it was, and in which order
+            # Which one it was, and in which order.
+            found = (array("i", _tokens_of_one(row, tokenizer, config)).tobytes() for row in batch)
         yield from zip(range(start, start + len(batch)), batch, found, strict=True)
         heartbeat.note(f", {start + len(batch):,} of {len(rows):,} prompts tokenized")
     heartbeat.note("")
 
 
-def _tokens_of_batch(batch: Sequence[PromptRow], tokenizer: Any) -> list[list[int]]:
-    """Raises whatever a template or the tokenizer raises for one of them."""
-    texts = [row.prompt if isinstance(row.prompt, str) else "" for row in batch]
-    chats = [number for number, row in enumerate(batch) if not isinstance(row.prompt, str)]
-    messages = [batch[number].prompt for number in chats]
-    if chats:
+def _tokens_of_batch(batch: Sequence[PromptRow], tokenizer: Any) -> list[bytes]:
+    """As int32. Raises whatever a template or the tokenizer raises for one of them."""
+    texts = {number: row.prompt for number, row in enumerate(batch) if isinstance(row.prompt, str)}
+    found = dict(zip(texts, _encoded([*texts.values()], tokenizer, True), strict=True)) if texts else {}
+    if others := [number for number in range(len(batch)) if number not in texts]:
+        messages = [batch[number].prompt for number in others]
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        found = dict(zip(chats, _encoded(rendered, tokenizer, False), strict=True))  # the template has written them
-    else:
-        found = {}
-    plain = [number for number in range(len(batch)) if number not in found]
-    if plain:
-        found |= zip(plain, _encoded([texts[number] for number in plain], tokenizer, True), strict=True)
+        found |= zip(others, _encoded(rendered, tokenizer, False), strict=True)  # the template has written them
     return [found[number] for number in range(len(batch))]
 
 
-def _encoded(texts: list[str], tokenizer: Any, with_special_tokens: bool) -> list[list[int]]:
-    """As `tokenizer(text)` encodes each. Where that is transformers' own way, and not a model's, straight in the
-    library below, without masks and offsets."""
+def _encoded(texts: list[str], tokenizer: Any, with_special_tokens: bool) -> list[bytes]:
+    """As `tokenizer(text)` encodes each, as int32. Where that is transformers' own way, and not a model's, straight in
+    the library below, without masks and offsets."""
     ways = (getattr(type(tokenizer), name, None) for name in ("__call__", "_encode_plus", "tokenize", "encode"))
     is_plain = all(str(getattr(way, "__module__", "")).startswith(_OF_TRANSFORMERS) for way in ways)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     with _one_thread():
         first = list(tokenizer(texts[0], add_special_tokens=with_special_tokens)["input_ids"])  # sets the backend up
         if is_plain and (encode := getattr(backend, "encode_batch_fast", None)) is not None:
-            found = encode(texts, add_special_tokens=with_special_tokens)
-            ids = [encoding.ids for encoding in found]
+            ids = [encoding.ids for encoding in encode(texts, add_special_tokens=with_special_tokens)]
             if ids[0] == first:
-                return ids
-        return [list(each) for each in tokenizer(texts, add_special_tokens=with_special_tokens)["input_ids"]]
+                return _packed(ids)
+        return _packed(tokenizer(texts, add_special_tokens=with_special_tokens)["input_ids"])
+
+
+def _packed(ids: Iterable[Sequence[int]]) -> list[bytes]:
+    return [array("i", each).tobytes() for each in ids]
 
 
 @contextmanager

@@ -27,18 +27,22 @@ def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
 
 def on_rank0_of_bytes(fn: Callable[[list[bytes]], T], payload: bytes) -> T:
     """Collective. `on_rank0` of what ranks have made bytes of themselves; the result must survive JSON."""
-    said = _ask_rank0(lambda payloads: [_encode(fn(payloads))], payload, lambda reply: _broadcast_bytes(reply[0]))
+    payloads = gather_bytes(payload)
+    said = _answer(lambda payloads: [_encode(fn(payloads))], payloads, lambda reply: _broadcast_bytes(reply[0]))
     return cast(T, json.loads(said))
 
 
 def shares_of_rank0(fn: Callable[[list[bytes]], list[bytes]], payload: bytes) -> bytes:
     """Collective. Give each rank its own of what `fn(payloads in rank order)` returns on rank 0, in rank order. Errors
     as by `on_rank0`."""
-    return _ask_rank0(fn, payload, _scatter_bytes)
+    return _answer(fn, gather_bytes(payload), _scatter_bytes)
 
 
-def _ask_rank0(fn: Callable[[list[bytes]], list[bytes]], payload: bytes, send: Callable[[list[bytes]], bytes]) -> bytes:
-    payloads, replies = gather_bytes(payload), [b""]
+def _answer(
+    fn: Callable[[list[bytes]], list[bytes]], payloads: list[bytes] | None, send: Callable[[list[bytes]], bytes]
+) -> bytes:
+    """Collective. This rank's of what the rank with `payloads` makes of them, or its error."""
+    replies = [b""]
     error: Exception | None = None
     if payloads is not None:
         try:
@@ -142,21 +146,22 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     return bool(found)
 
 
-def of_first_in_group(number: int | None, group: dist.ProcessGroup) -> int | None:
-    """Collective over `group`. What its first rank gave: a number from 0 on, or None."""
-    given = torch.tensor([-1 if number is None else number])
-    dist.broadcast(given, group_src=0, group=group)
-    return None if given < 0 else int(given)
+def of_first_in_group(make: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Collective over `group`. What `make` returns on its first rank; it must survive JSON. Errors as by `on_rank0`."""
+    payloads = [b""] if dist.get_rank(group) == 0 else None
+    said = _answer(lambda _: [_encode(make())], payloads, lambda reply: _broadcast_bytes(reply[0], group))
+    return cast(T, json.loads(said))
 
 
-def _broadcast_bytes(payload: bytes) -> bytes:
-    count_collective()
-    if dist.get_world_size() == 1:
+def _broadcast_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> bytes:
+    if group is None:
+        count_collective()
+    if dist.get_world_size(group) == 1:
         return payload
     size = torch.tensor([len(payload)])
-    dist.broadcast(size, src=0)
-    buffer = _as_tensor(payload) if dist.get_rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(buffer, src=0)
+    dist.broadcast(size, group_src=0, group=group)
+    buffer = _as_tensor(payload) if dist.get_rank(group) == 0 else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(buffer, group_src=0, group=group)
     return buffer.numpy().tobytes()
 
 

@@ -39,6 +39,7 @@ _ANSWER_S, _REPORT_S = 3 * _PEERS_ANSWER_S + 5.0, 8.0  # the most: an answer tha
 _BEHIND_S = 20.0  # between two looks whether the rank that is furthest behind still beats, or half the limit
 _SILENT_S = 60.0  # a rank on another host that says nothing for so long is lost; on this host its process is looked at
 _doctor: Doctor | None = None
+_waits_at: Callable[[], str] = str
 _num_debuggers = 0  # of reward workers; one on the main thread is seen on its stack
 
 
@@ -83,6 +84,12 @@ def note_debugger(is_open: bool) -> None:
     """A debugger opens in a reward worker, or closes: no rank has limits meanwhile."""
     global _num_debuggers
     _num_debuggers += 1 if is_open else -1
+
+
+def note_waiting(where: Callable[[], str]) -> None:
+    """From here on a report has what `where` says of the processes that this rank waits for; any thread asks it."""
+    global _waits_at
+    _waits_at = where
 
 
 @contextmanager
@@ -280,6 +287,8 @@ class Doctor:
         threads = sys._current_frames()
         main, stacks = threads.get(self._main_thread), processes.stacks_of(threads, self._main_thread)
         waits, line = processes.waits_for(main), processes.innermost_line(main)
+        with suppress(Exception):  # it changes while we look
+            line = "; ".join(filter(None, [line, _waits_at()]))
         return Answer(self._place(), True, self._fault, waits, line, stacks, *processes.flight_recorder())
 
     def _examine_peers(self, seen: float) -> dict[int, RankProcess]:

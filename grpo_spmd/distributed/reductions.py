@@ -109,14 +109,19 @@ def merge(parts: Iterable[Reductions]) -> Reductions:
 
 def to_bytes(reductions: Reductions) -> bytes:
     """For the way to rank 0; numbers must be on the host. A header that says of each field what it is (None, an int, a
-    float, or how many numbers), then all numbers as float64: an int is a count, so below 2^53."""
-    layout, numbers = [], list[float]()
+    float, or how many numbers), then all numbers as float64: an int is a count, so below 2^53. Last come histograms,
+    most of whose bins are empty: a bit for each bin, and the numbers of those that are not."""
+    layout, numbers, sparse = [], list[float](), list[Array]()
     for name, reduction in reductions.items():
         fields = vars(reduction).values()
         layout.append([name, type(reduction).__name__, *map(_kind_of, fields)])
         for value in fields:
-            numbers += value if isinstance(value, list) else () if value is None else (value,)
-    return pack(layout, [np.array(numbers, np.float64)])
+            if isinstance(reduction, Histogram):
+                bins = np.array(value, np.float64)
+                sparse += np.packbits(bins != 0), bins[bins != 0]
+            else:
+                numbers += value if isinstance(value, list) else () if value is None else (value,)
+    return pack(layout, [np.array(numbers, np.float64), *sparse])
 
 
 def _kind_of(value: Any) -> str | int | None:
@@ -134,20 +139,38 @@ def merge_bytes(parts: Iterable[bytes]) -> Reductions:
         alike.setdefault(packed.header_text, []).append((rank, packed))
     found: dict[str, tuple[str, list[tuple[int, Fields]]]] = {}
     for of_ranks in alike.values():
-        ranks, table = [rank for rank, _ in of_ranks], b"".join(packed.rest() for _, packed in of_ranks)
-        numbers, at = np.frombuffer(table, np.float64).reshape(len(ranks), -1), 0
-        for name, reduction, *kinds in of_ranks[0][1].header:
+        ranks, header = [rank for rank, _ in of_ranks], of_ranks[0][1].header
+        width = sum(_width(kind) for _, reduction, *kinds in header for kind in kinds if reduction != "Histogram")
+        table = b"".join(packed.array(np.float64, width).tobytes() for _, packed in of_ranks)
+        numbers, at = np.frombuffer(table, np.float64).reshape(len(ranks), width), 0
+        for name, reduction, *kinds in header:
             columns = []
             for kind in kinds:
-                width = kind if isinstance(kind, int) else int(kind is not None)
-                columns.append(_column(kind, numbers[:, at : at + width]))
-                at += width
+                if reduction == "Histogram":
+                    columns.append(_bins([packed for _, packed in of_ranks], kind))
+                else:
+                    columns.append(_column(kind, numbers[:, at : at + _width(kind)]))
+                    at += _width(kind)
             fields = zip(ranks, zip(*columns, strict=True), strict=True)
             found.setdefault(name, (reduction, []))[1].extend(fields)
+        assert not any(packed.rest() for _, packed in of_ranks), header
     return {
         name: _KINDS[kind].merged([fields for _, fields in sorted(of_name, key=operator.itemgetter(0))])
         for name, (kind, of_name) in found.items()
     }
+
+
+def _width(kind: str | int | None) -> int:
+    return kind if isinstance(kind, int) else int(kind is not None)
+
+
+def _bins(parts: Sequence[Unpacked], number: int) -> list[Any]:
+    """A histogram of many ranks."""
+    bits = b"".join(packed.array(np.uint8, -(-number // 8)).tobytes() for packed in parts)
+    there = np.unpackbits(np.frombuffer(bits, np.uint8).reshape(len(parts), -(-number // 8)), axis=1, count=number)
+    bins, counts = np.zeros(there.shape), zip(parts, there.sum(axis=1).tolist(), strict=True)
+    bins[there > 0] = np.frombuffer(b"".join(packed.array(np.float64, count).tobytes() for packed, count in counts))
+    return list(bins)
 
 
 def _column(kind: str | int | None, numbers: Array) -> list[Any]:

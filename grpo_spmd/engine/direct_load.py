@@ -54,8 +54,10 @@ class DirectLoad:
         for matrix in self._matrices:
             matrix.begin()
         for (name, parameter, _), first, piece in pieces:
+            shape = rows_per_rank(parameter, len(piece)), parameter.shape[1:].numel()
             for matrix, part in self._targets[name]:
-                matrix.copy(part, piece, first, (rows_per_rank(parameter), parameter.shape[1:].numel()))
+                matrix.copy(part, piece, first, shape)
+            del piece  # before the next one is made
         for matrix in self._matrices:
             matrix.end()
         # A packed copy of an embedding that no head uses: vLLM makes one on the CPU, and here it would become stale.
@@ -87,7 +89,7 @@ class _Matrix:
         if self._num_missing:
             raise EngineStateError(f"load_weights: {self.tensor.engine_name} was not covered by the policy")
         if not self.is_copied:
-            self._layer.quant_method.process_weights_after_loading(self._layer)
+            _pack(self._layer)
         self._rows = None
 
     def copy(self, part: TensorPart, piece: Tensor, first: int, shape: tuple[int, int]) -> None:
@@ -97,6 +99,8 @@ class _Matrix:
         if self._rows is None:
             self._rows = self._place(columns // slices)
             self._num_missing = self._num_rows * columns // slices
+        if self._rows.dtype != self._dtype:  # a bias that is kept in float32: of rounded values too
+            piece = piece.to(self._dtype)
         rows, start = self._rows[part.start : part.start + part.num_rows], part.hf_start
         if slices == 1:  # whole rows: whatever stretch of elements comes is a stretch of theirs
             rows, start, block, columns = rows.view(-1, 1), start * columns, block * columns, 1
@@ -110,7 +114,7 @@ class _Matrix:
                 found = found[..., low - left : high - left]
                 self._num_missing -= _copy_blocks(rows[:, low - before : high - before], found, row - start, block)
         if not self._num_missing and self.tensor.values is None:
-            self._pack()
+            self._pack_rows()
 
     def _place(self, columns: int) -> Tensor:
         """Rows of the engine's own, or of a tensor that is packed once it is full."""
@@ -122,14 +126,19 @@ class _Matrix:
         rows[self._num_rows :].zero_()  # a vocabulary's padding, as vLLM does; asleep it may have been lost
         return rows
 
-    def _pack(self) -> None:
+    def _pack_rows(self) -> None:
         layer, kept = self._layer, self._layer.weight
         if not kept.numel():
             layer.weight = nn.Parameter(cast(Tensor, self._rows), requires_grad=False)
         self._rows = None
-        layer.quant_method.process_weights_after_loading(layer)
+        _pack(layer)
         if not layer.weight.numel():  # packed: the parameter stays the one that others may know
             layer.weight = kept
+
+
+def _pack(layer: Any) -> None:
+    layer.cpu_linear = None  # the packed copy of before is in it: the new one takes its memory, which is mapped
+    layer.quant_method.process_weights_after_loading(layer)
 
 
 def _copy_blocks(rows: Tensor, found: Tensor, offset: int, block: int) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from tqdm import tqdm
 
 from grpo_spmd.config.schema import ModelConfig, RolloutConfig
 from grpo_spmd.distributed import doctor
-from grpo_spmd.distributed.collectives import any_rank, barrier, of_first_in_group, ranks_that_differ
+from grpo_spmd.distributed.collectives import any_rank, barrier, of_first_in_group
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import claim
+from grpo_spmd.engine.conversations import Conversations
 from grpo_spmd.engine.direct_load import DirectLoad
 from grpo_spmd.engine.gather import Piece
 from grpo_spmd.engine.gpu import allocator_settings_kept, warn_of_slow_seeds
@@ -25,7 +26,7 @@ from grpo_spmd.engine.isolation import isolated
 from grpo_spmd.engine.leftovers import forget_engine, note_engine
 from grpo_spmd.engine.lora_adapters import EngineAdapters
 from grpo_spmd.engine.reload import WeightReload
-from grpo_spmd.engine.requests import EngineStateError, Finished, NextRequest, Place, Race, Request
+from grpo_spmd.engine.requests import Answers, EngineStateError, Finished, NextRequest, Place, Race, Request
 from grpo_spmd.engine.shares import deal, share_out
 from grpo_spmd.engine.sleep_check import SleepCheck
 from grpo_spmd.engine.start import start_vllm
@@ -197,6 +198,7 @@ class RolloutEngine:
         finished: Finished | None = None,
         expected: Sequence[float] | None = None,
         race: Race | None = None,
+        answers: Answers | None = None,
     ) -> dict[int, list[list[Completion]]]:
         """Collective. Share jobs out over all engines. Job j is `job_sizes[j]` >= 1 conversations, all on one engine,
         each of one request or of several in turn. Raises EngineStateError as `generate` does.
@@ -209,8 +211,10 @@ class RolloutEngine:
         that are not done when it is over are dropped, and not returned.
 
         `next_request(job, number within it, completions of this conversation so far)` gives the next request or None,
-        the same on any rank. `finished` gets (job, number, completion) at once, on all ranks of the engine. Returned
-        are, by job of this engine, the completions of each conversation, on all its ranks; nothing if it aborted.
+        the same on any rank. Where it says LATER the others go on, this conversation keeps its room, and `answers`
+        (on all ranks or none, asked on an engine's first) say what follows. What waits is dropped like what runs.
+        `finished` gets (job, number, completion) at once, on all ranks of the engine. Returned are, by
+        job of this engine, the completions of each conversation, on all its ranks; nothing if it aborted.
         """
         static = self._rollout.schedule == "static" or self.num_engines == 1
         max_num_seqs = None if static else self._engine.vllm_config.scheduler_config.max_num_seqs
@@ -229,7 +233,9 @@ class RolloutEngine:
                 yield places([queued[claimed]])
 
         of_engine = batches()
-        done = self._generate(of_engine, max_in_flight, policy_version, next_request, finished, self._must_abort, race)
+        done = self._generate(
+            of_engine, max_in_flight, policy_version, next_request, finished, self._must_abort, race, answers
+        )
         for _ in of_engine:  # ended early: whoever claims must claim until there is nothing left
             pass
         by_job: dict[int, list[list[Completion]]] = {}
@@ -239,9 +245,9 @@ class RolloutEngine:
 
     def _claim(self, queue: str, num_jobs: int) -> int | None:
         """Collective over the engine's ranks, which schedule alike and so ask together: what the first one claims."""
-        claimed = claim(queue, num_jobs, self.num_engines) if self.tp_rank == 0 else None
         group = self._session.engine_group
-        return claimed if group is None else of_first_in_group(claimed, group)
+        claimed = partial(claim, queue, num_jobs, self.num_engines)
+        return claimed() if group is None else of_first_in_group(claimed, group)
 
     def _must_abort(self, num_steps: int) -> bool:
         """Collective over the engine's ranks: whether one of them should abort. They run, and stop, in lockstep."""
@@ -273,24 +279,12 @@ class RolloutEngine:
         finished: Finished | None = None,
         must_abort: Callable[[int], bool] = lambda num_steps: False,
         race: Race | None = None,
+        answers: Answers | None = None,
     ) -> dict[Place, list[Completion]] | None:
         """The completions of each place, without those that are unfinished when `race` is over, or None where
-        `must_abort(steps done)` said so. Takes the next batch while fewer than `max_in_flight` requests are unfinished.
-        """
+        `must_abort(steps done)` said so. Takes the next batch while fewer than `max_in_flight` are unfinished."""
         self._refuse_unless_ready(policy_version)
-        done: dict[Place, list[Completion]] = {}
-        in_flight: dict[str, Place] = {}  # by the name of the request
-        names = map(str, itertools.count())
-
-        def start(places: Iterable[Place]) -> None:
-            asked = [(place, next_request(*place, done.setdefault(place, []))) for place in places]
-            requests = [(place, request) for place, request in asked if request is not None]
-            self._refuse_if_ranks_differ([request for _, request in requests])
-            for place, request in requests:
-                name = next(names)
-                self._add_request(name, request)
-                in_flight[name] = place
-
+        conversations = Conversations(next_request, answers, self._session.engine_group, self.engine_rank)
         scheduler = self._engine.engine_core.engine_core.scheduler
         all_taken, num_steps, just_finished = False, 0, list[Place]()
         # On a CPU vLLM compiles a helper of its logprobs on first use, for seconds; its result is the same without.
@@ -302,30 +296,36 @@ class RolloutEngine:
             while True:
                 # While requests wait for room (the KV cache may hold fewer than max_num_seqs), leave batches to others.
                 _, num_waiting = scheduler.get_request_counts()
-                start(just_finished)
-                while not all_taken and not num_waiting and len(in_flight) < max_in_flight:
+                self._start(conversations.go_on(just_finished))
+                while not all_taken and not num_waiting and conversations.num_open < max(max_in_flight, 1):
                     batch = next(batches, None)
                     all_taken = batch is None
-                    start(batch or ())
-                progress.total = progress.n + len(in_flight)
-                if not in_flight:
-                    return done
-                if must_abort(num_steps):
-                    self._abort(list(in_flight))
+                    self._start(conversations.go_on(batch or ()))
+                self._start(conversations.answered())
+                progress.total = progress.n + conversations.num_open
+                if all_taken and not conversations.num_open:
+                    return conversations.complete()
+                # While nothing runs, whether to end is asked each time: no step is done, and a wait is long.
+                num_since = num_steps if conversations.running else 0
+                if must_abort(num_since):
+                    self._abort(list(conversations.running))
                     return None
-                if race is not None and self._is_over(race, num_steps):
+                if race is not None and self._is_over(race, num_since):
                     unfinished = scheduler.requests
-                    race.drop([request.num_output_tokens for request in unfinished.values()])
-                    self._abort(list(in_flight))
-                    return {place: done[place] for place in done.keys() - set(in_flight.values())}
+                    race.drop(conversations.num_tokens([one.num_output_tokens for one in unfinished.values()]))
+                    self._abort(list(conversations.running))
+                    return conversations.complete()
                 num_steps += 1
-                outputs = [output for output in self._engine.step() if output.finished]
-                just_finished = [in_flight.pop(output.request_id) for output in outputs]
-                for place, output in zip(just_finished, outputs, strict=True):
-                    done[place].append(_completion(output))
-                    if finished is not None:
-                        finished(*place, done[place][-1])
+                outputs = [output for output in self._engine.step() if output.finished] if conversations.running else []
+                just_finished = [conversations.end_turn(output.request_id, _completion(output)) for output in outputs]
+                if finished is not None:
+                    for place in just_finished:
+                        finished(*place, conversations.completions[place][-1])
                 progress.update(len(outputs))
+
+    def _start(self, requests: Iterable[tuple[str, Request]]) -> None:
+        for name, request in requests:
+            self._add_request(name, request)
 
     def _refuse_unless_ready(self, policy_version: int) -> None:
         if not (self._weights_awake and self._kv_cache_awake):
@@ -335,21 +335,13 @@ class RolloutEngine:
             versions = f"policy_version {held}, this step needs {policy_version}"
             raise EngineStateError(f"generate: the engine holds {versions}")
 
-    def _refuse_if_ranks_differ(self, requests: Sequence[Request]) -> None:
-        """Collective over the engine's ranks, each of which samples for itself: different requests would give garbage,
-        or hang. Raises EngineStateError on all of them."""
-        group = self._session.engine_group
-        unlike = ranks_that_differ(repr(requests).encode(), group) if group is not None and requests else []
-        if unlike:
-            whose = f"ranks {unlike} of engine {self.engine_rank}"
-            raise EngineStateError(f"generate: {whose} were given other requests than its first rank")
-
     def _add_request(self, name: str, request: Request) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        longest = self._rollout.max_completion_tokens
         params = SamplingParams(
-            max_tokens=self._rollout.max_completion_tokens,
+            max_tokens=longest if request.max_tokens is None else min(request.max_tokens, longest),
             temperature=self._rollout.temperature if request.temperature is None else request.temperature,
             seed=request.seed,
             stop_token_ids=self._stop_token_ids,

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from grpo_spmd.distributed.collectives import start_all_gather, wait_for
 from grpo_spmd.engine.weight_digest import WeightDigest
 from grpo_spmd.model.lora import Shard
 from grpo_spmd.model.policy import Policy, hf_named_shards
-from grpo_spmd.model.sharding import first_row, is_first_replica, num_shards, rows_per_rank, shard_group
+from grpo_spmd.model.sharding import is_first_replica, num_shards, rows_per_rank, shard_group
 from grpo_spmd.records import SyncStats
 
 # (HF name, this rank's rows) -> what the engine is to get of them; rounded to its dtype on the way into the bucket.
 Cast = Callable[[str, Tensor], Tensor]
-# A tensor; where in each rank's block of its rows the piece begins, in elements; [ranks, elements] of these blocks.
+# A tensor; where in each rank's block of its rows the piece begins, in elements; [ranks, elements] of these blocks, in
+# the engine's dtype, or as they are where one rank has them all.
 Piece = tuple[Shard, int, Tensor]
 
 
@@ -34,25 +36,30 @@ def gather_pieces(
     cast: Cast = as_it_is,
     digest: WeightDigest | None = None,
 ) -> Generator[Piece, None, None]:
-    """Collective. Every rank must draw all of it, in step. The tensors of `entries` in `dtype`, one after the other,
-    each in pieces that are valid until the next one is drawn.
+    """Collective. Every rank must draw all of it, in step. The tensors of `entries`, one after the other, each in
+    pieces that are valid until the next one is drawn, and are to be let go before.
 
-    The shards of all parameters, cast, form one long row. It is gathered over the ranks of a replica in buckets of at
-    most `bucket_bytes`, which may end inside a tensor or a row of it; the next is on its way while one is in use. Extra
-    memory: two buckets, or one where one rank holds the whole policy. `digest` is given this rank's part, once for all
-    replicas.
+    The shards of all parameters, cast to `dtype`, form one long row. It is gathered over the ranks of a replica in
+    buckets of at most `bucket_bytes`, which may end inside a tensor or a row of it; the next is on its way while one is
+    in use. Extra memory: two buckets. Where one rank holds the whole policy there is none: a piece is the tensor as it
+    is, and rounded where it is copied to; or, named, a stretch of it in a small buffer. `digest` is given this rank's
+    part, once for all replicas.
     """
     if not entries:
         return
     parameter = entries[0][1]
-    ranks = num_shards(parameter)
-    widths = [rows_per_rank(parameter) * parameter.shape[1:].numel() for _, parameter, _ in entries]
+    digest = digest if is_first_replica(parameter) else None
+    if (ranks := num_shards(parameter)) == 1:
+        yield from _own_pieces(entries, dtype, stats, cast, digest)
+        return
+    widths = [_width(parameter, ranks) for _, parameter, _ in entries]
     total = sum(widths)
     room = min(max(1, bucket_bytes // (ranks * dtype.itemsize)), total)
-    num_buckets = min(2 if ranks > 1 else 1, -(-total // room))
+    num_buckets = min(2, -(-total // room))
     buckets = [torch.empty(ranks, room, dtype=dtype, device=parameter.device) for _ in range(num_buckets)]
-    row = _ShardRow(entries, widths, cast, digest if is_first_replica(parameter) else None)
-    with closing(_gathered(row, buckets, total, shard_group(parameter), stats)) as gathered:
+    group = shard_group(parameter)
+    row = _ShardRow(entries, widths, dist.get_rank(group), cast, digest)
+    with closing(_gathered(row, buckets, total, group, stats)) as gathered:
         bucket = buckets[0][:, :0]  # what is left of the current one
         for entry, width in zip(entries, widths, strict=True):
             first = 0
@@ -65,6 +72,38 @@ def gather_pieces(
                 first += count
 
 
+def _own_pieces(
+    entries: Sequence[Shard], dtype: torch.dtype, stats: SyncStats, cast: Cast, digest: WeightDigest | None
+) -> Iterator[Piece]:
+    """Of one rank, [1, elements]. What is to be named comes in stretches, rounded, while the cache has them."""
+    rounded = torch.empty(0)
+    for entry in entries:
+        values = _values(entry, cast)
+        stats.bytes += len(values) * dtype.itemsize
+        most, first = len(values) if digest is None else digest.stretch(dtype.itemsize), 0
+        for piece in values.split(most) if len(values) else ():
+            if digest is not None:
+                if piece.dtype != dtype:
+                    if not len(rounded):
+                        rounded = torch.empty(most, dtype=dtype, device=piece.device)
+                    piece = rounded[: len(piece)].copy_(piece)
+                digest.add(entry[0], first, piece)
+            first += len(piece)
+            yield entry, first - len(piece), piece[None]
+        values = piece = torch.empty(0)  # freed before the next one is made
+
+
+def of_entries(pieces: Iterator[Piece], entries: Iterable[Shard]) -> Iterator[Piece]:
+    """Those of `entries`, which come first in `pieces`; what comes after them is left to be drawn."""
+    for _, parameter, _ in entries:
+        is_whole = not parameter.numel()
+        while not is_whole:
+            entry, first, piece = next(pieces)
+            is_whole = first + piece.shape[1] == _width(parameter, len(piece))
+            yield entry, first, piece
+            del piece
+
+
 def gather_full_tensors(
     of: Policy | Sequence[Shard],
     dtype: torch.dtype,
@@ -73,19 +112,38 @@ def gather_full_tensors(
     cast: Cast = as_it_is,
     digest: WeightDigest | None = None,
 ) -> Generator[tuple[str, Tensor], None, None]:
-    """Collective. As `gather_pieces`, whole: (HF checkpoint name, full tensor in `dtype`), of the whole policy or of
-    some of its shards. vLLM keeps them until a layer is complete, so they are never views of the reused buckets, nor of
-    the parameters. (torch.no_grad as a decorator would keep the tensor before alive while the next is made.)"""
-    entries, full = list(hf_named_shards(of)) if isinstance(of, Policy) else of, torch.empty(0)
+    """Collective. `full_tensors` of `gather_pieces`, of the whole policy or of some of its shards."""
+    entries = list(hf_named_shards(of)) if isinstance(of, Policy) else of
     with closing(gather_pieces(entries, dtype, bucket_bytes, stats, cast, digest)) as pieces:
-        for (name, parameter, _), first, piece in pieces:
-            if not first:
-                width = rows_per_rank(parameter) * parameter.shape[1:].numel()
-                full = torch.empty(len(piece), width, dtype=dtype, device=parameter.device)
-            full[:, first : first + piece.shape[1]] = piece
-            if first + piece.shape[1] == full.shape[1]:
-                yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)
-                full = torch.empty(0)  # before the next one is made
+        yield from full_tensors(pieces, dtype)
+
+
+def full_tensors(pieces: Iterable[Piece], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(HF checkpoint name, full tensor in `dtype`). vLLM keeps them until a layer is complete, so they are never views
+    of the reused buckets, nor of the parameters. (torch.no_grad as a decorator would keep the tensor before alive while
+    the next is made.)"""
+    full = torch.empty(0)
+    for (name, parameter, _), first, piece in pieces:
+        if not first:
+            full = torch.empty(len(piece), _width(parameter, len(piece)), dtype=dtype, device=parameter.device)
+        end = first + piece.shape[1]
+        full[:, first:end] = piece
+        del piece
+        if end == full.shape[1]:
+            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)
+            full = torch.empty(0)  # before the next one is made
+
+
+def _values(entry: Shard, cast: Cast) -> Tensor:
+    """This rank's, flat."""
+    name, _, shard = entry
+    with torch.no_grad():
+        return cast(name, shard().detach()).reshape(-1)
+
+
+def _width(parameter: DTensor, ranks: int) -> int:
+    """Elements of a full shard."""
+    return rows_per_rank(parameter, ranks) * parameter.shape[1:].numel()
 
 
 def _gathered(
@@ -100,10 +158,9 @@ def _gathered(
         columns = min(room, total - number * room)
         piece = buckets[number % len(buckets)].view(-1)[: ranks * columns].view(ranks, columns)
         row.fill(piece[dist.get_rank(group)])
+        on_its_way.extend(start_all_gather(piece, group))
         stats.bytes += piece.nbytes
-        if ranks > 1:
-            on_its_way.extend(start_all_gather(piece, group))
-            stats.num_collectives += 1
+        stats.num_collectives += 1
         return piece
 
     try:
@@ -111,11 +168,9 @@ def _gathered(
         for number in range(num_pieces):
             wait_for(on_its_way)
             piece = following
-            if len(buckets) == 2 and number + 1 < num_pieces:
+            if number + 1 < num_pieces:  # before the copies out of this one, which it overlaps with
                 following = start(number + 1)
             yield piece
-            if len(buckets) == 1 and number + 1 < num_pieces:
-                following = start(number + 1)
     finally:  # where the receiver failed: leave no message behind that the next gather would take for its own
         with suppress(RuntimeError):  # from a peer that is gone; the receiver has an error of its own to tell
             wait_for(on_its_way)
@@ -124,20 +179,23 @@ def _gathered(
 class _ShardRow:
     """This rank's shards end to end, each padded to full size; one is asked for, and cast, when its turn comes."""
 
-    def __init__(self, entries: Iterable[Shard], widths: list[int], cast: Cast, digest: WeightDigest | None) -> None:
-        self._coming, self._cast, self._digest = zip(entries, widths, strict=True), cast, digest
+    def __init__(
+        self, entries: Iterable[Shard], widths: list[int], rank: int, cast: Cast, digest: WeightDigest | None
+    ) -> None:
+        self._coming, self._rank, self._cast, self._digest = zip(entries, widths, strict=True), rank, cast, digest
         self._shard, self._left = torch.empty(0), 0  # what is still to be read of one; that with its padding
         self._name, self._place = "", 0  # its own, and where in the tensor what is to be read begins
 
     def fill(self, out: Tensor) -> None:
         """The next `len(out)` elements, rounded to its dtype; those of padding are left as they are."""
-        most = len(out) if self._digest is None else self._digest.words * 8 // out.itemsize  # named in the cache
+        stretch = len(out) if self._digest is None else self._digest.stretch(out.itemsize)  # named in the cache
         while len(out):
             if not self._left:
                 self._shard = torch.empty(0)  # freed before the next one is made
-                (self._name, parameter, shard), self._left = next(self._coming)
-                self._place = first_row(parameter) * parameter.shape[1:].numel()
-                self._shard = self._cast(self._name, shard().detach()).reshape(-1)
+                entry, self._left = next(self._coming)
+                self._name, self._place = entry[0], self._rank * self._left
+                self._shard = _values(entry, self._cast)
+            most = len(out) if self._digest is None else stretch - self._place % stretch
             held = min(len(self._shard), len(out), most)
             # no name for the shard: it would keep it alive
             out[:held].copy_(self._shard[:held])

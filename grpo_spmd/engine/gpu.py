@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RolloutConfig
+from grpo_spmd.data.cache import is_of_this_host, is_own_folder
 
 _log = logging.getLogger("grpo_spmd")
 _CUSTOM_ALL_REDUCE_RANKS = (2, 4, 6, 8, 16)
@@ -55,20 +55,33 @@ def refuse_unshareable_segments(rollout: RolloutConfig, device: str) -> None:
         raise ConfigError(f"PYTORCH_ALLOC_CONF: {what}: {why}; {remedy}")
 
 
-def keep_caches_on_node(world_size: int) -> None:
-    """With several nodes, vLLM's caches of compiled code go to a disk of the node, unless VLLM_CACHE_ROOT says where:
-    each rank writes a folder of its own, by default below the home folder, which nodes share. To be called before vllm
-    is imported."""
-    if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) or os.environ.get("VLLM_CACHE_ROOT"):
+def keep_caches_on_node() -> None:
+    """What vLLM, Triton and FlashInfer compile lies below the home folder. Where that is on another host, all nodes
+    wait for its locks and ranks read small files over the network: it goes to the temporary folder then, where all
+    ranks of the node find it, but for what a variable gives a place, and unless that folder is no better: on another
+    host too, or mounted so that no code is loaded from it. To be called before vllm is imported; torch's Inductor keeps
+    to the temporary folder by itself."""
+    home, temporary = Path(os.path.expanduser("~")), Path(tempfile.gettempdir())
+    defaults = {
+        "VLLM_CACHE_ROOT": Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache", "vllm"),
+        "TRITON_CACHE_DIR": Path(os.environ.get("TRITON_HOME") or home, ".triton"),
+        "FLASHINFER_WORKSPACE_BASE": home / ".cache" / "flashinfer",
+    }
+    moved = [name for name, at in defaults.items() if not (os.environ.get(name) or is_of_this_host(at))]
+    if not moved or not is_of_this_host(temporary) or os.statvfs(temporary).f_flag & os.ST_NOEXEC:
         return
-    folder = Path(tempfile.gettempdir(), f"vllm-{os.getuid()}")
-    try:
+    folder = temporary / f"vllm-{os.geteuid()}"
+    with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    except FileExistsError:
-        found = folder.lstat()  # code is loaded from there: one that others made, or can write to, is not taken
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-            folder = Path(tempfile.mkdtemp(prefix="vllm-"))
-    os.environ["VLLM_CACHE_ROOT"] = str(folder)
+    if not is_own_folder(folder):  # code is loaded from there: one that others made, or can write to, is not taken
+        _log.warning("%s is no folder that you alone can write to: this rank compiles for itself, anew", folder)
+        folder = Path(tempfile.mkdtemp(prefix="vllm-"))
+    # Downloaded, not compiled: perhaps there is no network now.
+    fetched = defaults["FLASHINFER_WORKSPACE_BASE"] / "cubins"
+    if "FLASHINFER_WORKSPACE_BASE" in moved and fetched.is_dir():
+        os.environ.setdefault("FLASHINFER_CUBIN_DIR", str(fetched))
+    for name in moved:
+        os.environ[name] = str(folder / "triton" if name == "TRITON_CACHE_DIR" else folder)
 
 
 def warn_of_slow_seeds(vllm_config: Any, device: str) -> None:

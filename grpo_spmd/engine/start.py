@@ -33,7 +33,7 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 def start_vllm(model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, session: Session) -> Any:
     """Collective. A vllm.LLM with dummy weights on each of `rollout.tensor_parallel_size` ranks."""
     refuse_unshareable_segments(rollout, session.device.type)
-    keep_caches_on_node(session.world_size)
+    keep_caches_on_node()
     import vllm
 
     # The CPU worker replaces this by a function that only warns; others of vLLM set the number.

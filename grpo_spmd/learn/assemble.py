@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,12 +11,13 @@ import torch
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig
 from grpo_spmd.distributed.collectives import exchange_bytes, shares_of_rank0
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.learn.exchange import decode_rollouts, encode_rollouts
+from grpo_spmd.learn.exchange import decode_rollouts, encode_rollouts, rollout_of
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.sampled_step import SampledStep, advantages_of
-from grpo_spmd.learn.shares import group_size_of, sampled_ids, trained_ids
-from grpo_spmd.records import Decision, Rollout, RolloutBatch, StepDecision
+from grpo_spmd.learn.shares import cut, of_sampled, of_trained
+from grpo_spmd.learn.turn_credit import Credit, turn_advantages
+from grpo_spmd.records import Completion, Decision, Prompt, Rollout, RolloutBatch, RolloutGroup, StepDecision
 
 
 def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch, Decision]:
@@ -23,18 +25,39 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
     Raises Rank0Error where no completion of the step has a usable reward."""
     decision = sampled.decide()
     outgoing: list[list[Rollout]] = [[] for _ in range(session.world_size)]
-    for group in sampled.groups:
-        slot = decision.slots.get(group.prompt.position)
+    for number, group in enumerate(sampled.groups):
+        slot, size = decision.slots.get(group.prompt.position), len(group.completions)
         if slot is None:
             continue
-        for i, completion in enumerate(group.completions, start=slot * len(group.completions)):
-            ids = group.prompt.token_ids, completion.token_ids
-            rollout = Rollout(i, decision.advantages[i], decision.in_loss[i], *ids, completion.logprobs)
+        rewards = sampled.scored.rewards[number * size : (number + 1) * size]
+        credited = _credited(decision, slot, group, rewards, sampled.rules.discount)
+        for i, (completion, credit) in enumerate(zip(group.completions, credited, strict=True), start=slot * size):
+            rollout = _rollout(i, credit, decision.in_loss[i], group.prompt, completion)
             outgoing[decision.trained_by[i]].append(rollout)
     incoming = exchange_bytes([encode_rollouts(rollouts) for rollouts in outgoing])
     mine = {rollout.rollout_id: rollout for payload in incoming for rollout in decode_rollouts(payload)}
     mini_batches = [[pack_rollouts([mine[i] for i in row], session.device) for row in rows] for rows in decision.rows]
     return RolloutBatch(mini_batches, decision.num_loss_tokens, decision.num_loss_sequences), decision
+
+
+def _credited(
+    decision: Decision, slot: int, group: RolloutGroup, rewards: Sequence[float | None], discount: float | None
+) -> Sequence[Credit]:
+    size = len(group.completions)
+    advantages = [decision.advantages[i] for i in range(slot * size, (slot + 1) * size)]
+    if discount is None:
+        return advantages
+    episodes = [completion.episode for completion in group.completions]
+    return turn_advantages(advantages, rewards, episodes, discount)
+
+
+def _rollout(i: int, advantage: Credit, in_loss: bool, prompt: Prompt, completion: Completion) -> Rollout:
+    episode = completion.episode
+    if episode is None or not episode.segments:  # one turn, or nothing: its environment failed
+        return Rollout(i, advantage, in_loss, prompt.token_ids, completion.token_ids, completion.logprobs)
+    rollout = rollout_of(i, advantage, in_loss, episode.segments, completion.logprobs)
+    assert np.array_equal(rollout.completion_ids, completion.token_ids), "what is trained on is not what was sampled"
+    return rollout
 
 
 def penalise_rewards_by_kl(
@@ -58,22 +81,21 @@ def penalise_rewards_by_kl(
 
     def decide(parts: list[bytes]) -> list[bytes]:
         assert of_all is not None
-        ids, kl = [trained_ids(of_all, rank) for rank in range(len(parts))], np.zeros_like(of_all.rewards)
-        for own, part in zip(ids, parts, strict=True):
-            kl[own] = np.frombuffer(part, np.float64)
+        (ids, num_trained), kl = of_trained(of_all), np.zeros_like(of_all.rewards)
+        kl[ids] = np.frombuffer(b"".join(parts), np.float64)
         penalties = loss.kl_coef * kl
         penalised = (of_all.rewards - penalties).reshape(max(len(of_all.positions), 1), -1)  # there may be no group
         advantages = advantages_of(penalised, advantage)
-        metrics = of_all.metrics | {"reward/kl_penalty_mean": sum(penalties.tolist()) / max(len(penalties), 1)}
+        metrics = of_all.metrics | {"reward/kl_penalty_mean": sum(penalties.data) / max(len(penalties), 1)}
         decided.append(dataclasses.replace(of_all, advantages=advantages, metrics=metrics))
-        sampled = [sampled_ids(slots, group_size_of(of_all)) for slots in of_all.slots]
-        return [advantages[np.append(*both)].tobytes() for both in zip(sampled, ids, strict=True)]
+        of_ranks = cut(*of_sampled(of_all, advantages)), cut(advantages[ids], num_trained)
+        return [sampled + trained for sampled, trained in zip(*of_ranks, strict=True)]
 
     values = np.frombuffer(shares_of_rank0(decide, local_kl.tobytes()), np.float32).tolist()
-    of_sampled = dict(zip(decision.advantages, values, strict=False))
-    of_trained = dict(zip(trained, values[len(of_sampled) :], strict=True))
+    own = dict(zip(decision.advantages, values, strict=False))
+    of_rows = dict(zip(trained, values[len(own) :], strict=True))
     for micro_batch in batch.micro_batches:
         if micro_batch.rollout_ids:
-            own = torch.tensor([of_trained[i] for i in micro_batch.rollout_ids], dtype=torch.float32)
-            micro_batch.advantages = own.to(micro_batch.advantages.device)[micro_batch.sequence_index]
-    return dataclasses.replace(decision, advantages=of_sampled, of_all=next(iter(decided), None))
+            advantages = torch.tensor([of_rows[i] for i in micro_batch.rollout_ids], dtype=torch.float32)
+            micro_batch.advantages = advantages.to(micro_batch.advantages.device)[micro_batch.sequence_index]
+    return dataclasses.replace(decision, advantages=own, of_all=next(iter(decided), None))

@@ -49,6 +49,8 @@ def judge(
 
 
 def joined(rounds: Sequence[JudgedGroups]) -> JudgedGroups:
+    if len(rounds) == 1:
+        return rounds[0]
     columns = zip(*(vars(groups).values() for groups in rounds), strict=True)
     return JudgedGroups(*(np.concatenate(column) for column in columns))
 
@@ -72,7 +74,7 @@ def group_metrics(
     }
     if advantage.overlong_buffer_tokens:
         # One by one, as a plain sum adds them: numpy's adds pairs.
-        metrics["reward/overlong_penalty_mean"] = sum(groups.overlong.ravel().tolist()) / size
+        metrics["reward/overlong_penalty_mean"] = sum(groups.overlong.ravel().data) / size
     metrics |= mean_metrics(logged)
     for number, name in enumerate(names):
         values = grid(facts["by_name"][:, number])

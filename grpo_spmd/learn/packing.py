@@ -18,12 +18,12 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
     with_tokens = [rollout.rollout_id for rollout in rollouts if len(rollout.completion_ids)]
     if not with_tokens:  # the backward pass needs at least one logprob to start from
         rollouts = [Rollout(-1, 0.0, False, [0], [0], [0.0])]
-    num_prompt = np.array([len(rollout.prompt_ids) for rollout in rollouts])
     num_completion = np.array([len(rollout.completion_ids) for rollout in rollouts])
-    lengths = num_prompt + num_completion
-    input_ids = _join((ids for rollout in rollouts for ids in (rollout.prompt_ids, rollout.completion_ids)), np.int64)
+    lengths, input_ids, is_sampled = _row(rollouts)
     position_ids = np.arange(len(input_ids)) - np.repeat(lengths.cumsum() - lengths, lengths)
-    completion_places = np.flatnonzero(position_ids >= np.repeat(num_prompt, lengths))
+    completion_places = np.flatnonzero(is_sampled)
+    assert len(completion_places) == num_completion.sum(), (len(completion_places), num_completion.sum())
+    assert position_ids[completion_places].all(), "the first token of a sequence has nothing to predict it"
 
     def on_device(values: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(device)
@@ -45,6 +45,23 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
         sequence_index=on_device(np.repeat((num_completion > 0).cumsum() - 1, num_completion)),
         rollout_ids=with_tokens,
     )
+
+
+def _row(rollouts: Sequence[Rollout]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """The sequences of a row: their lengths, their tokens, and which of these the policy sampled. A rollout is one
+    sequence; of an episode each segment is."""
+    lengths, ids, sampled = list[int](), list[list[int] | npt.NDArray[np.int32]](), list[npt.NDArray[np.bool_]]()
+    for rollout in rollouts:
+        if rollout.segments:
+            lengths += [len(segment.token_ids) for segment in rollout.segments]
+            ids += [segment.token_ids for segment in rollout.segments]
+            sampled += [segment.sampled for segment in rollout.segments]
+        else:
+            prompt, completion = rollout.prompt_ids, rollout.completion_ids
+            lengths.append(len(prompt) + len(completion))
+            ids += [prompt, completion]
+            sampled += [np.zeros(len(prompt), np.bool_), np.ones(len(completion), np.bool_)]
+    return np.array(lengths), _join(ids, np.int64), np.concatenate(sampled)
 
 
 def _join(parts: Iterable[list[int] | list[float] | npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:

@@ -14,7 +14,8 @@ from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, 
 from grpo_spmd.distributed.collectives import on_rank0_of_bytes, shares_of_rank0
 from grpo_spmd.learn.advantages import compute_advantages
 from grpo_spmd.learn.balance import plan_batch, plan_metrics, split_groups
-from grpo_spmd.learn.facts import Tally, decode_facts, encode_facts
+from grpo_spmd.learn.episode_facts import check_environment_errors, episode_metrics
+from grpo_spmd.learn.facts import Tally, decode_facts, encode_facts, rollout_tokens
 from grpo_spmd.learn.judged_groups import JudgedGroups, group_metrics, joined, judge, refill_metrics
 from grpo_spmd.learn.shares import decode_share, encode_shares
 from grpo_spmd.records import Decision, RolloutGroup, ScoredRollouts, StepDecision
@@ -36,6 +37,7 @@ class StepRules:
     max_error_frac: float  # share of completions without a usable reward at which the run stops
     num_ranks: int
     attention_cost_ratio: float = 0.0  # what a rollout costs beside its tokens, see balance.py
+    discount: float | None = None  # environment.discount, see turn_credit.py
 
 
 class SampledStep:
@@ -46,7 +48,7 @@ class SampledStep:
     """
 
     def __init__(self, rules: StepRules) -> None:
-        self._group_size = rules.rollout.group_size
+        self.rules, self._group_size = rules, rules.rollout.group_size
         self.num_missing = rules.rollout.num_prompts_per_step  # prompts to draw next; 0: the step is complete
         self.groups: list[RolloutGroup] = []  # this rank's, of all rounds
         self.scored = ScoredRollouts()  # aligned with them
@@ -80,7 +82,7 @@ class _Decider:
     def __init__(self, rules: StepRules) -> None:
         self._rules = rules
         self._rounds: list[JudgedGroups] = []
-        self._kept: list[int] = []  # positions
+        self._kept = np.empty(0, np.int64)  # positions
         self._num_groups = np.zeros(rules.num_ranks, np.int64)  # of each rank
         self._names: list[str] = []  # of the reward functions
         self._tally = Tally()
@@ -104,10 +106,11 @@ class _Decider:
         self._tally.add(tally)
         so_far = sum(map(len, self._rounds))
         counted, first_errors = self._tally.statuses, self._tally.first_errors
+        check_environment_errors(facts, first_errors, self._rules.max_error_frac)
         self._error_rates = check_error_rate([counted], first_errors, self._rules.max_error_frac)
         self._error_rates |= retried_fracs(counted, self._tally.retried, so_far, first_errors)
         dropped = judged.without_spread & rollout.dynamic_sampling
-        self._kept += positions[~dropped].tolist()
+        self._kept = np.append(self._kept, positions[~dropped])
         missing = rollout.num_prompts_per_step - len(self._kept)
         if missing <= 0 or not rollout.dynamic_sampling or len(self._rounds) == rollout.dynamic_sampling_max_rounds:
             return 0
@@ -115,53 +118,63 @@ class _Decider:
         return min(rollout.num_prompts_per_step, math.ceil(missing / max(kept_frac, _LOWEST_KEPT_FRAC)))
 
     def decide(self) -> StepDecision:
-        rules, group_size, groups = self._rules, self._rules.rollout.group_size, joined(self._rounds)
+        rules, group_size = self._rules, self._rules.rollout.group_size
+        num_rounds, groups = len(self._rounds), joined(self._rounds)
+        self._rounds.clear()  # a step of 100,000 rollouts has 6 MB of them, and lasts
         if np.isnan(groups.facts["rewards"]).all():
             raise RewardError(
                 f"none of the {len(groups) * group_size} completions of this step has a usable reward: every "
                 "value was None, NaN or not a number; see the module docstring of grpo_spmd.rewards for what these mean"
             )
-        positions = np.array(sorted(self._kept)[: rules.rollout.num_prompts_per_step], np.int64)
+        positions = np.sort(self._kept)[: rules.rollout.num_prompts_per_step]
         in_order = np.argsort(groups.facts["position"])
         used = in_order[np.searchsorted(groups.facts["position"], positions, sorter=in_order)]
         facts, rewards = groups.facts[used], groups.penalised[used]
         completion_tokens = facts["completion_tokens"].astype(np.int64)
+        num_tokens = rollout_tokens(facts).ravel()
         in_loss = ~(np.isnan(rewards) | (facts["truncated"] & rules.loss.mask_truncated))
-        num_tokens = (facts["prompt_tokens"][:, None] + completion_tokens).ravel()
-        costs = (num_tokens + rules.attention_cost_ratio * num_tokens * num_tokens).tolist()
         sizes = [n * group_size for n in split_groups(len(used), rules.training.num_mini_batches)]
-        ranks, longest, lengths = rules.num_ranks, rules.training.max_tokens_per_micro_batch, num_tokens.tolist()
-        plan = plan_batch(lengths, num_ranks=ranks, mini_batch_sizes=sizes, max_tokens=longest, costs=costs)
-        num_rounds = len(self._rounds)
-        self._rounds.clear()  # a step of 100,000 rollouts has 6 MB of them, and lasts
+        blocks = np.split(np.where(in_loss, completion_tokens, 0).ravel(), np.cumsum(sizes)[:-1])
+        num_loss_tokens, num_loss_sequences = [int(b.sum()) for b in blocks], [int((b > 0).sum()) for b in blocks]
         metrics = group_metrics(groups, self._names, self._tally.logged, rules.advantage) | self._error_rates
+        metrics |= episode_metrics(groups.facts, self._tally.calls_s)
         if rules.rollout.dynamic_sampling:
             wanted = rules.rollout.num_prompts_per_step
             metrics |= refill_metrics(groups, num_rounds, len(used), wanted)
-        metrics |= {f"batching/{name}": value for name, value in plan_metrics(plan, lengths, costs).items()}
-        loss_tokens = np.where(in_loss, completion_tokens, 0).ravel()
-        blocks = np.split(loss_tokens, np.cumsum(sizes)[:-1])
+        num_sampled_tokens, slots = int(groups.facts["completion_tokens"].sum(dtype=np.int64)), _slots(groups, used)
+        del groups, facts, completion_tokens, blocks  # rank 0 never holds them and a plan in the making
+        costs = num_tokens + rules.attention_cost_ratio * num_tokens * num_tokens
+        plan = plan_batch(
+            num_tokens,
+            num_ranks=rules.num_ranks,
+            mini_batch_sizes=sizes,
+            max_tokens=rules.training.max_tokens_per_micro_batch,
+            costs=costs,
+        )
+        metrics |= {f"batching/{name}": value for name, value in plan_metrics(plan, num_tokens, costs).items()}
         self.decided = StepDecision(
             positions=positions,
             rewards=rewards.ravel(),
             advantages=advantages_of(rewards, rules.advantage),
             in_loss=in_loss.ravel(),
             plan=plan,
-            slots=self._slots(groups, used),
-            num_loss_tokens=[int(block.sum()) for block in blocks],
-            num_loss_sequences=[int((block > 0).sum()) for block in blocks],
+            num_groups=self._num_groups,
+            slots=slots,
+            num_loss_tokens=num_loss_tokens,
+            num_loss_sequences=num_loss_sequences,
             num_tokens=int(num_tokens.sum()),
-            num_sampled_tokens=int(groups.facts["completion_tokens"].sum(dtype=np.int64)),
+            num_sampled_tokens=num_sampled_tokens,
             metrics=metrics,
         )
         return self.decided
 
-    def _slots(self, groups: JudgedGroups, used: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int32]]:
-        """As StepDecision has them; `used`: the groups that are trained on."""
-        slots = np.full(len(groups), -1, np.int32)
-        slots[used] = np.arange(len(used))
-        as_sampled = slots[np.lexsort((groups.places, groups.ranks))]
-        return np.split(as_sampled, np.cumsum(self._num_groups)[:-1])
+
+def _slots(groups: JudgedGroups, used: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """As StepDecision has them; `used`: the groups that are trained on."""
+    slots = np.full(len(groups), -1, np.int32)
+    slots[used] = np.arange(len(used))
+    as_sampled: npt.NDArray[np.int32] = slots[np.lexsort((groups.places, groups.ranks))]
+    return as_sampled
 
 
 def advantages_of(rewards: npt.NDArray[np.float64], advantage: AdvantageConfig) -> npt.NDArray[np.float32]:

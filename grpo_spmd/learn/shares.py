@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -16,22 +17,19 @@ _MOST_RANKS = 1 << 16  # a rank's number takes two bytes
 def encode_shares(step: StepDecision) -> list[bytes]:
     """One for each rank. Bytes: 7 for each rollout that it sampled and 4 for each group, 4 for each rollout that it
     trains on and 4 for each row, and about 60."""
-    assert len(step.slots) <= _MOST_RANKS, len(step.slots)
-    trained_by = np.zeros(len(step.rewards), np.uint16)
-    shares = []
-    rows_of_ranks = [[ranks[rank] for ranks in step.plan] for rank in range(len(step.slots))]
-    ids_of_ranks = [_flat(rows) for rows in rows_of_ranks]
-    for rank, ids in enumerate(ids_of_ranks):
-        trained_by[ids] = rank
-    num_rows = [len(ranks[0]) for ranks in step.plan]
+    assert len(step.num_groups) <= _MOST_RANKS, len(step.num_groups)
+    trained_by, lengths = np.zeros(len(step.rewards), np.uint16), np.hstack(step.plan.lengths)
+    trained_by[step.plan.ids] = _trainers(step)
     counts = len(step.rewards), step.num_tokens, step.num_sampled_tokens
+    num_rows = [of_ranks.shape[1] for of_ranks in step.plan.lengths]
     header = pack([*counts, step.num_loss_tokens, step.num_loss_sequences, num_rows])  # of all ranks
-    for slots, rows, ids in zip(step.slots, rows_of_ranks, ids_of_ranks, strict=True):
-        sampled = sampled_ids(slots, group_size_of(step))
-        lengths = np.array([len(row) for of_mini_batch in rows for row in of_mini_batch], np.int32)
-        arrays = slots, trained_by[sampled], step.advantages[sampled], step.in_loss[sampled], lengths, ids
-        shares.append(b"".join([header, *(array.tobytes() for array in arrays)]))
-    return shares
+    columns = [
+        cut(step.slots, step.num_groups),
+        *(cut(*of_sampled(step, values)) for values in (trained_by, step.advantages, step.in_loss)),
+        cut(lengths.ravel(), np.full(len(lengths), lengths.shape[1])),
+        cut(*of_trained(step)),
+    ]
+    return [b"".join([header, *parts]) for parts in zip(*columns, strict=True)]
 
 
 def decode_share(
@@ -42,8 +40,8 @@ def decode_share(
     num_rollouts, num_tokens, num_sampled_tokens, num_loss_tokens, num_loss_sequences, num_rows = share.header
     slots = share.array(np.int32, len(groups))
     ids = sampled_ids(slots, group_size)
-    of_sampled = (share.array(kind, len(ids)).tolist() for kind in (np.uint16, np.float32, np.bool_))
-    trained_by, advantages, in_loss = (dict(zip(ids.tolist(), values, strict=True)) for values in of_sampled)
+    columns = (share.array(kind, len(ids)).tolist() for kind in (np.uint16, np.float32, np.bool_))
+    trained_by, advantages, in_loss = (dict(zip(ids.tolist(), values, strict=True)) for values in columns)
     lengths = share.array(np.int32, sum(num_rows)).tolist()
     trained, of_rows = iter(share.array(np.int32, sum(lengths)).tolist()), iter(lengths)
     assert not share.rest(), (len(payload), len(groups), num_rows)
@@ -62,22 +60,32 @@ def decode_share(
     )
 
 
-def trained_ids(step: StepDecision, rank: int) -> Array:
-    """Of the rollouts that a rank trains on, in the order of its rows."""
-    return _flat([ranks[rank] for ranks in step.plan])
+def sampled_ids(slots: npt.NDArray[np.int32], group_size: int) -> npt.NDArray[np.int32]:
+    """Of the rollouts that are trained on, whoever does, of groups with these slots."""
+    used = slots[slots >= 0]
+    return (used[:, None] * group_size + np.arange(group_size, dtype=np.int32)).ravel()
 
 
-def sampled_ids(slots: npt.NDArray[np.int32], group_size: int) -> Array:
-    """Of the rollouts that are trained on, whoever does, of a rank's groups with these slots."""
-    used = slots[slots >= 0].astype(np.int64)
-    ids: Array = (used[:, None] * group_size + np.arange(group_size)).ravel()
-    return ids
+def of_sampled(step: StepDecision, values: Array) -> tuple[Array, Array]:
+    """Of `values` [B] those of what ranks sampled, in their order, rank behind rank; and how many are each's."""
+    group_size, ranks = len(step.rewards) // max(len(step.positions), 1), np.arange(len(step.num_groups))
+    used = np.repeat(ranks, step.num_groups)[step.slots >= 0]
+    return values[sampled_ids(step.slots, group_size)], np.bincount(used, minlength=len(ranks)) * group_size
 
 
-def group_size_of(step: StepDecision) -> int:
-    return len(step.rewards) // max(len(step.positions), 1)
+def of_trained(step: StepDecision) -> tuple[npt.NDArray[np.int32], Array]:
+    """The ids of what ranks train on, in the order of their rows, rank behind rank; and how many are each's."""
+    trainers = _trainers(step)
+    return step.plan.ids[np.argsort(trainers, kind="stable")], np.bincount(trainers, minlength=len(step.num_groups))
 
 
-def _flat(rows: Sequence[Sequence[Sequence[int]]]) -> Array:
-    ids = [i for of_mini_batch in rows for row in of_mini_batch for i in row]
-    return np.array(ids, np.int32)
+def cut(values: Array, counts: Array) -> list[bytes]:
+    """Each rank's of `values`, of which `counts` says how many they are."""
+    data, ends = values.tobytes(), np.cumsum(counts) * values.itemsize
+    return [data[begin:end] for begin, end in pairwise([0, *ends.tolist()])]
+
+
+def _trainers(step: StepDecision) -> npt.NDArray[np.uint16]:
+    """The rank that trains on each of the plan's ids."""
+    ranks = np.arange(len(step.num_groups), dtype=np.uint16)
+    return np.concatenate([np.repeat(ranks, lengths.sum(axis=1)) for lengths in step.plan.lengths])

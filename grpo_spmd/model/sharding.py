@@ -39,9 +39,10 @@ def num_shards(parameter: DTensor) -> int:
     return dist.get_world_size(shard_group(parameter))
 
 
-def rows_per_rank(parameter: DTensor) -> int:
-    """Rows of a full shard, ceil(rows / ranks of a replica)."""
-    return -(-parameter.shape[0] // num_shards(parameter))
+def rows_per_rank(parameter: DTensor, ranks: int | None = None) -> int:
+    """Rows of a full shard, ceil(rows / ranks of a replica). `ranks`, where they are known: to ask the parameter's mesh
+    takes longer than to copy a small tensor."""
+    return -(-parameter.shape[0] // (ranks or num_shards(parameter)))
 
 
 def first_row(parameter: DTensor) -> int:

@@ -55,7 +55,8 @@ def banner(
     yield f"model: {model.path}, {model.dtype}" + (f", LoRA of rank {model.lora.rank}" if model.lora.rank else "")
     yield f"data: {data.train}"
     named = [(reward.name or str(reward.function).rpartition(":")[2], reward.weight) for reward in rewards]
-    yield "rewards: " + ", ".join(name if weight == 1 else f"{name} x {weight:g}" for name, weight in named)
+    if named:  # an environment may give the only one
+        yield "rewards: " + ", ".join(name if weight == 1 else f"{name} x {weight:g}" for name, weight in named)
     prompts, size = rollout.num_prompts_per_step, rollout.group_size
     most = prompts * size * rollout.max_completion_tokens
     yield f"{num_steps} steps of {prompts} prompts x {size} completions: at most {most:,} sampled tokens each"

@@ -10,6 +10,7 @@ from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.observe.columns import bounded
 from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
+from grpo_spmd.observe.rollout_turns import shown_fields
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.records import Decision
 
@@ -75,4 +76,5 @@ def records_of(sampled: SampledStep, decision: Decision | None) -> Iterator[Roll
             rollout_logprobs=completion.logprobs,
             num_rollouts=None if decision is None else sampled.num_completions,
             extra=scored.notes.get(number, {}).get("extra", {}),
+            **(shown_fields(completion.episode) if completion.episode is not None else {}),
         )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PLAIN, PACKED = ".jsonl", ".jsonl.gz"
+_NAME = re.compile(r"(.+?)(?:\.node_([1-9]\d{0,8}))?\.jsonl(?:\.gz)?")  # stem and node
 
 
 def part_name(stem: str, node: int) -> str:
@@ -50,5 +51,12 @@ def step_of(stem: str) -> int | None:
 def files_there(folder: Path) -> Iterator[tuple[str, int]]:
     """(stem, node) of each dump of `folder`, twice where it is there in both forms."""
     for path in folder.iterdir() if folder.is_dir() else ():
-        if found := re.fullmatch(r"(.+?)(?:\.node_([1-9]\d{0,8}))?\.jsonl(?:\.gz)?", path.name):
+        if found := _NAME.fullmatch(path.name):
             yield found[1], int(found[2] or 0)
+
+
+def begun_there(folder: Path) -> Iterator[tuple[Path, int]]:
+    """(path, node) of each file of `folder` that some process was writing, or still is."""
+    for path in folder.glob("*.tmp"):
+        if found := _NAME.fullmatch(path.stem):
+            yield path, int(found[2] or 0)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.observe.rollout_record import RolloutRecord
+from grpo_spmd.observe.rollout_record import OF_EPISODES, RolloutRecord
+from grpo_spmd.observe.rollout_turns import read_episode
 from grpo_spmd.untrusted import open_regular
 
 
@@ -40,7 +41,7 @@ def read_rollout(line: bytes, where: str) -> RolloutRecord:
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: expected a JSON object, got {type(values).__name__}")
-    values = {"columns": {}, "num_rollouts": None, "extra": {}, **values}
+    values = {**_LATER, **values}
     for name, kinds in _KINDS.items():
         if name not in values or not isinstance(values[name], kinds) or isinstance(values[name], bool):
             found = f"{values[name]!r:.80}" if name in values else "missing"
@@ -59,6 +60,11 @@ def read_rollout(line: bytes, where: str) -> RolloutRecord:
     record = RolloutRecord(**{name: values[name] for name in _KINDS})
     if (tokens := len(record.completion_ids)) != (logprobs := len(record.rollout_logprobs)):
         raise ConfigError(f"{where}: {tokens} completion_ids, but {logprobs} rollout_logprobs")
+    if any(values[name] != _LATER[name] for name in OF_EPISODES):
+        try:
+            read_episode(values, record.completion_ids)
+        except ValueError as error:
+            raise ConfigError(f"{where}: an episode: {error}; this is no rollout dump") from None
     return record
 
 
@@ -80,5 +86,7 @@ def _kinds_of(hint: Any) -> tuple[type, ...]:
 
 _KINDS = {name: _kinds_of(hint) for name, hint in typing.get_type_hints(RolloutRecord).items()}
 _KINDS["rollout_logprobs"] = str, list
+_LATER: dict[str, Any] = {"columns": {}, "num_rollouts": None, "extra": {}, "status": None}  # what lines may lack
+_LATER |= {"turns": [], "messages": [], "environment": {}}
 _NUMBERS = "row", "position", "sample", "prompt_ids", "completion_ids"  # from 0 on
 _ITEMS: dict[str, tuple[type, ...]] = {"rewards": (int, float, type(None)), "statuses": (str,)}

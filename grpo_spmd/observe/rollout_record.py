@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+OF_EPISODES = "status", "turns", "messages", "environment"
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -34,6 +35,10 @@ class RolloutRecord:
     rollout_logprobs: list[float]  # by the engine, of each completion token; in the file base64 of float32
     num_rollouts: int | None = None  # of the step in all its files; None in dumps of earlier versions or a refused step
     extra: dict[str, Any] = field(default_factory=dict)  # what rewards logged of it, {reward: {column: value}}
+    status: str | None = None  # how an episode ended; None: it was a single turn, and lacks what follows
+    turns: list[Any] = field(default_factory=list)  # its tokens, sampled and given; rollout_turns.py has the fields
+    messages: list[Any] = field(default_factory=list)  # behind the prompt
+    environment: dict[str, Any] = field(default_factory=dict)  # what it gave, how long its calls took, why it failed
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,9 @@ def to_line(record: RolloutRecord | EvalRecord) -> bytes:
     if not record.extra:
         del values["extra"]
     if isinstance(record, RolloutRecord):
+        if record.status is None:
+            for name in OF_EPISODES:
+                del values[name]
         logprobs = record.rollout_logprobs
         packed = struct.pack(f"<{len(logprobs)}f", *logprobs)
         values["rollout_logprobs"] = binascii.b2a_base64(packed, newline=False).decode("ascii")

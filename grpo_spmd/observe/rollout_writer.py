@@ -17,7 +17,7 @@ from pathlib import Path
 from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.distributed.collectives import all_gather_numbers
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.observe.rollout_files import PACKED, PLAIN, files_there, part_name, step_of, step_stem
+from grpo_spmd.observe.rollout_files import PACKED, PLAIN, begun_there, files_there, part_name, step_of, step_stem
 
 _log = logging.getLogger("grpo_spmd")
 _LEVEL = 1  # of gzip: 6 takes four times as long for a tenth less
@@ -99,10 +99,18 @@ class RolloutWriter:
             with suppress(OSError):
                 for known, node in files_there(self._folder):
                     self._there.setdefault(known, set()).add(node)
+                self._sweep()
         self._remove(stem)
         self._there.pop(stem, None)
         if written:
             self._there[stem] = written
+
+    def _sweep(self) -> None:
+        """Remove what killed processes had begun, as far as none of another node can be at it now."""
+        for path, node in [*begun_there(self._folder)]:
+            if node == self._nodes().own or node >= len(self._nodes().ranks):
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
 
     def _remove(self, stem: str, also: int | None = None) -> None:
         """Files of `stem`: those of nodes that there are no more, and of the node `also`."""

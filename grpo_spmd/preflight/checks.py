@@ -24,7 +24,7 @@ from grpo_spmd.preflight.idle_keys import check_idle_keys
 from grpo_spmd.preflight.installed import check_disk, check_packages
 from grpo_spmd.preflight.model_folder import check_model, num_embeddings
 from grpo_spmd.rewards.early import check_gold
-from grpo_spmd.rewards.pool.pool import allow_workers
+from grpo_spmd.rewards.pool.processes import allow_workers
 from grpo_spmd.rewards.protocol import Reward, load_rewards
 from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
 
@@ -33,6 +33,7 @@ from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
 class Inputs:
     rows: Sequence[PromptRow]
     eval_rows: dict[str, Sequence[PromptRow]]  # by the set's name; none where eval.every_steps is 0
+    rewards: Sequence[Reward] = ()  # as the config lists them
     began: float = field(default_factory=time.monotonic)  # when they had been read: the run begins
 
     @property
@@ -59,11 +60,15 @@ def check_inputs(
     folder = check_model(config, to_run=to_run)
     check_engine_keys(config.rollout.engine)
     rewards = load_rewards(config.rewards)
-    allow_workers(config.reward_pool.num_workers)
+    if config.environment.is_on:
+        from grpo_spmd.rollout.environments.early import check_environment_early
+
+        check_environment_early(config.environment)
+    allow_workers(config.reward_pool.num_workers, "reward_pool.num_workers")
     _check_code_time(config)
     rows = _read_and_check(config, rewards, folder)
     eval_sets = config.data.eval_sets if config.eval.every_steps else ()
-    inputs = Inputs(rows, {name: _read_and_check(config, rewards, folder, name) for name in eval_sets})
+    inputs = Inputs(rows, {name: _read_and_check(config, rewards, folder, name) for name in eval_sets}, rewards)
     odd = [line for rows in (inputs.rows, *inputs.eval_rows.values()) for line in _gold(config, rows, inputs)]
     if to_run:  # last: what is wrong with the config itself is the same on every machine
         check_disk(config)

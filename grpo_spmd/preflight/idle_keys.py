@@ -9,8 +9,8 @@ from grpo_spmd.config.schema import Config
 
 # First parts of the metrics' names.
 _METRICS = (
-    "batching", "completion", "dynamic_sampling", "eval", "loss", "memory", "optim", "process", "progress", "reward",
-    "rollout", "rollout_correction", "throughput", "time", "weight_sync",
+    "batching", "completion", "dynamic_sampling", "environment", "episode", "eval", "loss", "memory", "optim",
+    "process", "progress", "reward", "rollout", "rollout_correction", "throughput", "time", "weight_sync",
 )  # fmt: skip
 
 

@@ -57,10 +57,13 @@ def sync_buffers(config: Config, model: ModelFacts, num_ranks: int, bucket_bytes
         found["adapters, whole"] = 4 * sum(math.prod(s) for name, s in adapters.items() if name.endswith(".lora_A"))
         adapted = {name.removesuffix(".lora_B") for name in adapters if name.endswith(".lora_B")}
         merged |= {name: _shard(shapes[name], ranks) * (4 if itemsize == 4 else 8) for name in adapted}
+    if ranks == 1:  # no bucket: a tensor is rounded, or W + BA is, on its way to its place (16 MiB at a time are named)
+        largest = (max(of, whole[name] + min(of, 4 * math.prod(shapes[name]))) for name, of in merged.items())
+        return found | {"largest tensor": max(largest)}
     row = arithmetic.shard_numel(shapes, ranks)
     room = min(max(1, bucket_bytes // (ranks * itemsize)), row)
     num_pieces = -(-row // room)
-    found["buckets"] = min(2 if ranks > 1 else 1, num_pieces) * ranks * room * itemsize
+    found["buckets"] = min(2, num_pieces) * ranks * room * itemsize
     # Where there is a next bucket, it is filled while a tensor of this one is put together.
     both = max(whole.values()), max(merged.values())
     return found | {"largest tensor": sum(both) if num_pieces > 1 else max(both)}

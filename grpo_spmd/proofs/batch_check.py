@@ -8,19 +8,23 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RewardConfig, RolloutConfig
-from grpo_spmd.distributed.collectives import on_rank0
+from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig
+from grpo_spmd.distributed.collectives import on_rank0, on_rank0_of_bytes, shares_of_rank0
+from grpo_spmd.distributed.packed import pack
+from grpo_spmd.learn.contexts import broken_rule, completion_contexts, turns_of
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.proofs.decision_check import misplaced, moments, moments_of_all, same
+from grpo_spmd.learn.turn_credit import Credit, turn_advantages
+from grpo_spmd.proofs.decision_check import NOTHING, kl_shares, misplaced, moments, moments_of_all, same, told
 from grpo_spmd.proofs.gradient_check import Found
-from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
+from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch, RolloutGroup, Turn
 
 _LEAST_CHANCE = -40.0  # nats, that samples which do not know of each other are alike
 _ALIKE = 1e-6  # rewards of a group that differ by less have no spread
@@ -32,19 +36,23 @@ class BatchCheck:
         rollout: RolloutConfig,
         advantage: AdvantageConfig,
         loss: LossConfig,
-        rewards: Sequence[RewardConfig],
+        weights: Sequence[float],
         stop_ids: Collection[int],
+        is_agent: bool,
     ) -> None:
-        """`stop_ids`: tokens that end a completion."""
+        """`weights` of the rewards, in their order. `stop_ids`: tokens that end a completion, or a turn. `is_agent`:
+        one who asks for turns may go on after one that was cut off."""
         self._rollout, self._advantage, self._loss = rollout, advantage, loss
-        self._weights, self._stop_ids = [reward.weight for reward in rewards], set(stop_ids)
+        self._weights, self._stop_ids, self._is_agent = weights, set(stop_ids), is_agent
 
     def run(self, sampled: SampledStep, batch: RolloutBatch, decision: Decision) -> Found:
         """Collective."""
         found, size = Found(), self._rollout.group_size
         self._check_completions(found, sampled)
         rewards, slots = self._rewards(sampled), decision.slots
-        kl = _kl_penalties(batch, self._loss)
+        kl = _kl_penalties(
+            batch, [i for g in sampled.groups for i in _ids(slots.get(g.prompt.position), size)], self._loss
+        )
         shorter: dict[int, float] = {}  # rewards without the penalty for their length
         dropped: list[int] = []  # positions of groups with a spread that are not trained on
         for number, group in enumerate(sampled.groups):
@@ -59,29 +67,47 @@ class BatchCheck:
             for i, completion, reward in zip(_ids(slot, size), group.completions, own, strict=True):
                 shorter[i] = math.nan if reward is None else reward - self._penalty(len(completion.token_ids))
         penalised = {i: reward - kl.get(i, 0.0) for i, reward in shorter.items()}
-        whole = on_rank0(moments_of_all, [r for r in penalised.values() if not math.isnan(r)])
+        known = np.array([r for r in penalised.values() if not math.isnan(r)], np.float64)
+        whole = on_rank0_of_bytes(moments_of_all, known.tobytes())
         mine: list[tuple[int, int, float]] = []
+        discount = sampled.rules.discount
         for group in sampled.groups:
             ids = _ids(slots.get(group.prompt.position), size)
-            advantages = self._advantages([penalised[i] for i in ids], *whole)
-            for i, completion, expected in zip(ids, group.completions if ids else (), advantages, strict=True):
+            (center, divisor), of_group = self._line([penalised[i] for i in ids], *whole), [penalised[i] for i in ids]
+            advantages = [0.0 if math.isnan(r) or math.isinf(divisor) else (r - center) / divisor for r in of_group]
+            scored = [n for n, r in enumerate(of_group) if not math.isnan(r)]
+            # Where whole returns are alike, no line through them says what those of turns are worth.
+            has_line = moments([of_group[n] for n in scored])[1] >= _ALIKE
+            credit = partial(_credit, group, scored, divisor if has_line else math.inf)
+            credited: Sequence[Credit] = ()
+            if ids and discount is not None:
+                of_turns = [one.episode for one in group.completions]
+                credited = turn_advantages(
+                    [decision.advantages[i] for i in ids], [penalised[i] for i in ids], of_turns, discount
+                )
+            entries = zip(ids, group.completions if ids else (), advantages, strict=True)
+            for number, (i, completion, expected) in enumerate(entries):
                 if not same(given := decision.advantages[i], expected):
                     found.wrong.append(f"rollout {i} has the advantage {given:.6g}, not {expected:.6g}")
                 is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
                 if decision.in_loss[i] != (not math.isnan(shorter[i]) and not is_cut):
                     found.wrong.append(f"rollout {i} is {'' if decision.in_loss[i] else 'not '}in the loss")
                 count = len(completion.token_ids)
-                name = _name(
-                    [*group.prompt.token_ids, -1, *completion.token_ids], completion.logprobs,
-                    [given] * count, [decision.in_loss[i]] * count,
-                )  # fmt: skip
+                contexts = completion_contexts(group.prompt.token_ids, completion)
+                tokens = [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts]
+                of_tokens = np.full(count, given) if discount is None else np.broadcast_to(credited[number], count)
+                if discount is not None and not math.isnan(shorter[i]):
+                    above = [given + over for over in credit(completion, discount)]
+                    if not np.allclose(of_tokens, above, rtol=1e-4, atol=1e-5):
+                        found.wrong.append(f"rollout {i} has other advantages of its turns than their returns say")
+                name = _name(tokens, completion.logprobs, of_tokens, [decision.in_loss[i]] * count)
                 mine.append((i, name, shorter[i]))
         found.measured["advantages"] = float(len(mine))
         trained = [pair for micro_batch in batch.micro_batches for pair in _named_rollouts(micro_batch)]
         # With so many groups in the step those of later positions are surplus.
         wanted = self._rollout.num_prompts_per_step if self._rollout.dynamic_sampling else math.inf
         judge = partial(misplaced, of_all=decision.of_all, wanted=wanted)
-        found.wrong.extend(on_rank0(judge, [mine, trained, dropped]))
+        found.wrong.extend(on_rank0_of_bytes(judge, told(mine, trained, dropped)))
         self._check_denominators(found, batch)
         return found
 
@@ -99,7 +125,8 @@ class BatchCheck:
         over = num_tokens - (longest - buffer)
         return self._advantage.overlong_penalty * min(over, buffer) / buffer if buffer and over > 0 else 0.0
 
-    def _advantages(self, group: Sequence[float], mean_of_all: float, deviation_of_all: float) -> list[float]:
+    def _line(self, group: Sequence[float], mean_of_all: float, deviation_of_all: float) -> tuple[float, float]:
+        """An advantage is (reward - the first) / the second; infinite where there is nothing to learn."""
         known, kind = [r for r in group if not math.isnan(r)], self._advantage.estimator
         center, deviation = moments(known)
         divisor, usable = 1.0, deviation >= _ALIKE
@@ -110,7 +137,7 @@ class BatchCheck:
         elif kind == "grpo":
             by = {"group": deviation, "batch": max(deviation_of_all, _ALIKE), "none": 1.0}
             divisor = by[self._advantage.normalize_std]
-        return [0.0 if math.isnan(r) or not usable else (r - center) / divisor for r in group]
+        return center, divisor if usable else math.inf
 
     def _check_completions(self, found: Found, sampled: SampledStep) -> None:
         """A completion ends at its first stop token, or at the longest length; a group's were drawn one by one."""
@@ -123,13 +150,23 @@ class BatchCheck:
                 if chance < _LEAST_CHANCE:
                     found.wrong.append(f"{more + 1} completions of a group are one: a chance of e{chance:.0f}")
         for completion in (c for group in sampled.groups for c in group.completions):
-            *before, last = completion.token_ids or [-1]
-            is_stopped = completion.finish_reason == "stop"
-            if self._stop_ids.intersection(before):
-                found.wrong.append("a completion goes on after a token that ends it (generation_config's eos_token_id)")
-            elif last not in self._stop_ids if is_stopped else len(before) + 1 != longest:
-                reason, count = completion.finish_reason, len(completion.token_ids)
-                found.wrong.append(f"a completion of {count} tokens that ends with {last} has finish_reason {reason!r}")
+            episode, turns = completion.episode, turns_of(completion)
+            if episode is not None and (why := broken_rule(completion.token_ids, episode)):
+                found.wrong.append(f"an episode is none: {why}")
+            if not self._is_agent and any(reason == "length" for _, reason in turns[:-1]):
+                found.wrong.append("an episode goes on after a turn that was cut off")
+            for said, reason in turns:
+                *before, last = said or [-1]
+                # In an episode a turn may have less room.
+                is_cut = len(said) == longest if episode is None else 0 < len(said) <= longest
+                what = "completion" if episode is None else "turn"
+                if self._stop_ids.intersection(before):
+                    found.wrong.append(
+                        f"a {what} goes on after a token that ends it (generation_config's eos_token_id)"
+                    )
+                elif last not in self._stop_ids if reason == "stop" else not is_cut:
+                    ending = f"{len(said)} tokens that ends with {last} has finish_reason {reason!r}"
+                    found.wrong.append(f"a {what} of {ending}")
 
     def _check_denominators(self, found: Found, batch: RolloutBatch) -> None:
         """Collective."""
@@ -148,18 +185,38 @@ def _ids(slot: int | None, group_size: int) -> range:
     return range(0) if slot is None else range(slot * group_size, (slot + 1) * group_size)
 
 
-def _kl_penalties(batch: RolloutBatch, loss: LossConfig) -> dict[int, float]:
-    """Collective, with `loss.kl_in: reward`. What is taken off the rewards, of all ranks' rollouts; else nothing."""
+def _kl_penalties(batch: RolloutBatch, sampled: Sequence[int], loss: LossConfig) -> dict[int, float]:
+    """Collective, with `loss.kl_in: reward`. What is taken off the rewards of the rollouts `sampled`; else nothing."""
     if loss.kl_in != "reward" or not loss.kl_coef:
         return {}
-    own: list[tuple[int, float]] = []
+    own: dict[int, float] = {}
     for row in batch.micro_batches:
         for place, i in enumerate(row.rollout_ids):
             p, ref = (cast(Tensor, x)[row.sequence_index == place] for x in (row.old_logprobs, row.ref_logprobs))
             # In float32 as the trainer's: where nothing else tells the rewards of a group apart, its rounding shows.
             terms = {"k1": p - ref, "k2": (p - ref) ** 2 / 2, "k3": torch.expm1(ref - p) - (ref - p)}
-            own.append((i, loss.kl_coef * float(terms[loss.kl_estimator].double().sum())))
-    return {i: value for part in on_rank0(list, own) for i, value in part}
+            own[i] = loss.kl_coef * float(terms[loss.kl_estimator].double().sum())
+    arrays = np.array([*own], np.int32), np.array([*own.values()], np.float64), np.array(sampled, np.int32)
+    share = shares_of_rank0(kl_shares, pack([len(own), len(sampled)], arrays))
+    return dict(zip(sampled, np.frombuffer(share).tolist(), strict=True))
+
+
+def _credit(
+    group: RolloutGroup, known: Sequence[int], divisor: float, completion: Completion, discount: float
+) -> list[float]:
+    """What each token of an episode has over its rollout's advantage: by how much the return from its turn on, less
+    the whole one, is above the mean of that over the group."""
+
+    def over(own: Sequence[Turn], first: int) -> float:
+        rewards = [(n, turn.reward or 0.0) for n, turn in enumerate(own)]
+        return sum(r * discount ** (n - first) for n, r in rewards[first:]) - sum(r * discount**n for n, r in rewards)
+
+    turns = [one.episode.turns if one.episode is not None else () for one in group.completions]
+    own = completion.episode.turns if completion.episode is not None else ()
+    means = [sum(over(turns[n], first) for n in known) / len(known) for first in range(len(own))]
+    return [
+        (over(own, first) - means[first]) / divisor for first, turn in enumerate(own) for _ in range(turn.num_tokens)
+    ]
 
 
 def _named_rollouts(row: MicroBatch) -> list[tuple[int, int]]:
@@ -171,19 +228,28 @@ def _named_rollouts(row: MicroBatch) -> list[tuple[int, int]]:
     )
     starts, order, found = np.flatnonzero(positions == 0), np.argsort(index, kind="stable"), []
     bounds = np.searchsorted(index[order], np.arange(len(row.rollout_ids) + 1))
-    following = np.append(ids[1:], -1)
+    following, sequences = np.append(ids[1:], -1), np.searchsorted(starts, predict, "right") - 1
     for place, i in enumerate(row.rollout_ids):
         own = order[bounds[place] : bounds[place + 1]]
         if not len(own) or not np.array_equal(targets[own], following[predict[own]]):
             found.append((i, -1))
             continue
-        first = predict[own[0]]
-        start = starts[np.searchsorted(starts, first, "right") - 1]
-        tokens = np.concatenate([ids[start : first + 1], [-1], targets[own]])
+        of_own, places = sequences[own], predict[own] + 1
+        tokens = [(ids[start:], places[of_own == n] - start) for n, start in enumerate(starts) if n in of_own]
         found.append((i, _name(tokens, logprobs[own], advantages[own], mask[own])))
     return found
 
 
-def _name(ids: ArrayLike, logprobs: ArrayLike, advantages: ArrayLike, mask: ArrayLike) -> int:
-    numbers = (np.asarray(x, np.float32).tobytes() for x in (logprobs, advantages, mask))
-    return zlib.crc32(np.asarray(ids, np.int64).tobytes() + b"".join(numbers))
+def _name(
+    tokens: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
+    logprobs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+) -> int:
+    """Of a rollout: its contexts, each with the places of what was sampled in it, behind which nothing counts."""
+    contexts = (
+        np.concatenate([ids[: places[-1] + 1], [-1], places]).astype(np.int64) for ids, places in tokens if len(places)
+    )
+    numbers = (np.asarray(x, np.float32) for x in (logprobs, advantages, mask))
+    parts = [array.tobytes() for arrays in (contexts, numbers) for array in arrays]
+    return zlib.crc32(b"".join(parts)) if any(parts) else NOTHING

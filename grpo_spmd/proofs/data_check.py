@@ -41,8 +41,12 @@ def check_data(groups: Sequence[RolloutGroup], scored: ScoredRollouts, tokenizer
         expected = {name: value for name, value in row.items() if name != own} | {"prompts": prompt.text}
         first = number * len(group.completions)
         for completion, given in zip(group.completions, scored.given[first:], strict=False):
+            if completion.episode is not None and not completion.episode.turns:
+                continue  # no function was given it
             text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
             said = text if isinstance(prompt.text, str) else [{"role": "assistant", "content": text}]
+            if completion.episode is not None:
+                said = completion.episode.messages
             expected |= {"completions": said, "completion_ids": completion.token_ids}
             if wrong := [name for name, value in expected.items() if repr(given.get(name)) != repr(value)]:
                 what = f"the reward functions were given another {wrong[0]!r} for a completion of {where}"
@@ -64,6 +68,7 @@ def check_stop_ids(path: Path, tokenizer: Any, used: Collection[int]) -> Found:
 
 def _rows(source: str, wanted: Collection[int]) -> dict[int, _Row]:
     """These rows of a data set, by number."""
+    found, number, last = dict[int, _Row](), 0, max(wanted, default=-1)
     if source.startswith("hub:"):
         import datasets
 
@@ -73,9 +78,16 @@ def _rows(source: str, wanted: Collection[int]) -> dict[int, _Row]:
     if source.endswith(".parquet"):
         import pyarrow.parquet
 
-        table = pyarrow.parquet.read_table(source, memory_map=True)
-        return {number: table.slice(number, 1).to_pylist()[0] for number in wanted}
-    found, number, last = dict[int, _Row](), 0, max(wanted, default=-1)
+        if Path(source).is_dir():
+            table = pyarrow.parquet.read_table(source, memory_map=True)
+            return {number: table.slice(number, 1).to_pylist()[0] for number in wanted}
+        file = pyarrow.parquet.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20)
+        for batch in file.iter_batches(4096, use_threads=False):  # each rank does this: not all of it in memory
+            if number > last:
+                break
+            found |= {n: batch.slice(n - number, 1).to_pylist()[0] for n in wanted if 0 <= n - number < len(batch)}
+            number += len(batch)
+        return found
     with Path(source).open("rb") as lines:
         for line in lines:
             if number > last:

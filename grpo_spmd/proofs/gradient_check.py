@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import LossConfig
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
+from grpo_spmd.learn.contexts import contexts_of, shortened
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.families.build import decoder_layers
@@ -279,17 +280,19 @@ def _plain_scores(
     policy: Policy, rollouts: Sequence[Rollout], temperature: float, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Collective. Logprobs and entropies [tokens], float64, a 0 that hangs on the whole model, and the size of a row's
-    largest logit. Rows are filled up on the right: what comes later is not seen."""
-    ids = [[*r.prompt_ids, *r.completion_ids] for r in rollouts] or [[0, 0]]
+    largest logit. Rows, of which a rollout of several contexts has several, are filled up on the right: what comes
+    later is not seen."""
+    contexts = [c for r in rollouts for c in contexts_of(r.prompt_ids, r.completion_ids, r.segments)]
+    ids = [context.token_ids.tolist() for context in contexts] or [[0, 0]]
     longest = max(map(len, ids))
     row = torch.tensor([[*each, *[0] * (longest - len(each))] for each in ids], device=device)
     logits = policy.plain_logits(row).float() / temperature
     touch = (logits.sum() * 0.0).double()
     logprobs, entropy = [], []
-    for number, rollout in enumerate(rollouts):
-        places = slice(len(rollout.prompt_ids) - 1, len(ids[number]) - 1)
-        log_p = logits[number, places].log_softmax(-1)
-        targets = row[number, len(rollout.prompt_ids) : len(ids[number])]
+    for number, context in enumerate(contexts):
+        places = torch.from_numpy(np.flatnonzero(context.sampled)).to(device)
+        log_p = logits[number, places - 1].log_softmax(-1)
+        targets = row[number, places]
         logprobs.append(log_p.gather(-1, targets[:, None])[:, 0].double())
         entropy.append(-(log_p.exp() * log_p).sum(-1).double())
     nothing = touch[None][:0]
@@ -315,17 +318,22 @@ def _plain_layers(model: Any) -> Iterator[None]:
 
 def _short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
     """Up to 6 short ones of this rank's rollouts, good and bad by turns, one token of each third left out."""
-    pairs = [(g.prompt.token_ids, c.token_ids) for g in groups[:_NUM_SEQUENCES] for c in g.completions if c.token_ids]
+    pairs = [(g.prompt.token_ids, c) for g in groups[:_NUM_SEQUENCES] for c in g.completions if c.token_ids]
     step = max(1, len(pairs) // _NUM_SEQUENCES)
     rollouts = []
     for number, (prompt, completion) in enumerate(pairs[::step][:_NUM_SEQUENCES]):
-        ids = completion[:_COMPLETION_TOKENS]
+        segments = (
+            shortened(completion.episode.segments, _PROMPT_TOKENS, _COMPLETION_TOKENS) if completion.episode else ()
+        )
+        ids = completion.token_ids[:_COMPLETION_TOKENS]
+        if segments:
+            ids = [token for segment in segments for token in segment.token_ids[segment.sampled].tolist()]
         mask = np.ones(len(ids), np.bool_)
         if number % 3 == 1 and len(ids) > 1:
             mask[len(ids) // 2] = False
         advantage = (0.7 + 0.1 * number) * (1 if number % 2 == 0 else -1)
         start = [*prompt[:1], *prompt[1:][1 - _PROMPT_TOKENS :]]  # without its first token a model may make no sense
-        rollouts.append(Rollout(number, advantage, mask, start, ids, [0.0] * len(ids)))
+        rollouts.append(Rollout(number, advantage, mask, start, ids, [0.0] * len(ids), segments))
     return rollouts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -19,7 +19,6 @@ from grpo_spmd.config.schema import (
     DataConfig,
     LossConfig,
     OptimizerConfig,
-    RewardConfig,
     RolloutConfig,
     TrainingConfig,
 )
@@ -64,19 +63,22 @@ class UpdateCheck:
         stop_ids: set[int],
         data: DataConfig,
         rollout: RolloutConfig,
-        rewards: tuple[RewardConfig, ...],
+        weights: Sequence[float],
         advantage: AdvantageConfig,
         loss: LossConfig,
         optimizer: OptimizerConfig,
         training: TrainingConfig,
+        *,
+        is_agent: bool = False,
     ) -> None:
-        """`every_steps` 0: only at the first step. `model`: its path and compute dtype; `stop_ids`: the engine's."""
+        """`every_steps` 0: only at the first step. `model`: its path and compute dtype; `stop_ids`: the engine's;
+        `weights` of the rewards; `is_agent`: episodes are those of `environment.agent`."""
         self._every_steps, self._session, self._policy, self._reference = every_steps, session, policy, reference
         self._updater, self._tokenizer, self._data, self._loss = updater, tokenizer, data, loss
         # Now: later the folder may be gone, and a hub id stand for other files.
         self._folder, self._stop_ids = checkpoint_folder(model[0]), stop_ids
         self._stored: dict[str, Tensor] = {}  # rows of the reference as the files have them
-        self._batch_check = BatchCheck(rollout, advantage, loss, rewards, stop_ids)
+        self._batch_check = BatchCheck(rollout, advantage, loss, weights, stop_ids, is_agent)
         longest = rollout.max_completion_tokens
         self._gradients = GradientCheck(policy, updater, loss, rollout.temperature, longest, model[1])
         self._adamw = AdamwCheck(policy, updater, optimizer, training.num_run_optimizer_steps)

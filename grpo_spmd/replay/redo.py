@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.rollout_record import RolloutRecord
-from grpo_spmd.records import Completion, Decision, Prompt, RolloutGroup, ScoredRollouts
+from grpo_spmd.records import Decision, Prompt, RolloutGroup, ScoredRollouts
+from grpo_spmd.replay.episodes import completion_of, given_rewards, own_rewards, weights_of
 from grpo_spmd.replay.read import RecordedStep, Replay, ReplayedRollout
 from grpo_spmd.rewards.pool.pool import RewardPool
-from grpo_spmd.rewards.protocol import load_rewards, weighted_sum
+from grpo_spmd.rewards.protocol import weighted_sum
 from grpo_spmd.rewards.trl import TrainerState
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def replay(recorded: RecordedStep, checkpoint: Path | None = None) -> Replay:
     with tempfile.NamedTemporaryFile(prefix="rewards_", suffix=".log", delete=False) as log:
         log_file = Path(log.name)
     config, columns = recorded.config, recorded.all_columns
-    with RewardPool(config.rewards, config.reward_pool, log_file, columns=columns) as pool:
+    with RewardPool(own_rewards(recorded), config.reward_pool, log_file, columns=columns) as pool:
         # From here on, before torch looks: a reward may have a model on the GPU, the replay has none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         from grpo_spmd.distributed.session import end_session, start_session
@@ -57,13 +58,18 @@ def _replay(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool, s
     recorded = dataclasses.replace(recorded, notes=list(recorded.notes))  # its caller's list stays as it is
     config, notes = recorded.config, recorded.notes
     sections = config.rollout, config.advantage, config.loss, config.training
-    sampled = SampledStep(StepRules(*sections, config.reward_pool.max_error_frac, num_ranks=1))
+    rules = StepRules(*sections, config.reward_pool.max_error_frac, 1, discount=config.environment.discount)
+    sampled = SampledStep(rules)
     pool.begin_step(TrainerState(recorded.step - 1, config.training.num_steps, recorded.epoch))
     waiting, texts = _groups(recorded), _RecordedTexts(recorded.rollouts)
+    if given := given_rewards(recorded):
+        notes.append(
+            f"rewards are those that the run recorded: environments, which are not here, gave {', '.join(given)}"
+        )
     try:
         while sampled.num_missing and waiting:  # once, unless dynamic sampling refilled the step
             groups, waiting = waiting[: sampled.num_missing], waiting[sampled.num_missing :]
-            has_data = recorded.columns is not None
+            has_data = recorded.columns is not None and not given
             scored = pool.score(groups, texts) if has_data else _recorded_scores(groups, recorded)
             sampled.add(groups, scored, num_groups=len(groups))
         if missing := sampled.num_missing:
@@ -97,14 +103,14 @@ def _groups(recorded: RecordedStep) -> list[RolloutGroup]:
         first = records[0]
         columns = recorded.columns[slot] if recorded.columns is not None else {}
         prompt = Prompt(first.position, first.row, first.prompt_ids, first.prompt, columns)
-        completions = [Completion(r.completion_ids, r.rollout_logprobs, r.finish_reason) for r in records]
+        completions = [completion_of(record) for record in records]
         groups.append(RolloutGroup(slot, prompt, completions))
     return groups
 
 
 def _recorded_scores(groups: Sequence[RolloutGroup], recorded: RecordedStep) -> ScoredRollouts:
     """What the run scored, under the weights of the config."""
-    weights = {reward.name: reward.weight for reward in load_rewards(recorded.config.rewards)}
+    weights = weights_of(recorded)
     scored = ScoredRollouts()
     for record in (record for group in groups for record in recorded.rollouts[group.slot]):
         if weights.keys() != record.rewards.keys():

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from grpo_spmd.observe.columns import gold
+from grpo_spmd.replay.episodes import shown_episodes
 from grpo_spmd.replay.read import RecordedStep, Replay, ReplayedRollout
 
 _SAME = 1e-6  # differences up to this are rounding: float32, summed in another order
@@ -31,7 +32,8 @@ def report(recorded: RecordedStep, found: Replay, top: int) -> list[str]:
     far = [(max(abs(a - b) for a, b in logprobs), r) for r, logprobs in pairs]
     lines += _listed("furthest from the engine, largest |policy - engine| of a token", far, top)
     broken = [(1.0, r) for r in rollouts if not _is_finite(r)]
-    return lines + _listed(f"{len(broken)} rollouts with a logprob that is not finite", broken, top)
+    lines += _listed(f"{len(broken)} rollouts with a logprob that is not finite", broken, top)
+    return lines + shown_episodes(rollouts, top)
 
 
 def _differences(rollouts: Sequence[ReplayedRollout], top: int) -> list[str]:

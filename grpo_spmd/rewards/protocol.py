@@ -25,24 +25,17 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import re
-import sys
-import traceback
-import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import machinery, util
-from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.callables import MARK, given_function
-from grpo_spmd.rewards.early import check_callable, lacking_module
-from grpo_spmd.rewards.imported import as_its_own_program
+from grpo_spmd.rewards.early import check_callable
+from grpo_spmd.rewards.named import Modules, load_named
 from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
 from grpo_spmd.rewards.trl import GIVEN, RewardError, callable_name, check_args, taken
 from grpo_spmd.rewards.verifiers import SHIPPED, matches_format, run_tests
@@ -62,17 +55,20 @@ class RewardFacts:
 @dataclass(frozen=True, kw_only=True)
 class Reward(RewardFacts):
     function: Callable[..., Any]
+    looks_at_environments: bool = False  # and is called where they are
 
 
-def load_rewards(configs: Sequence[RewardConfig], timeout_s: float = math.inf) -> list[Reward]:
+def load_rewards(
+    configs: Sequence[RewardConfig], timeout_s: float = math.inf, modules: Modules | None = None
+) -> list[Reward]:
     """The functions that the config names. ConfigError for one that is not there, wrong arguments, or a name twice.
-    `timeout_s`: after which whoever calls them would end a call."""
+    `timeout_s`: after which whoever calls them would end a call; `modules` as in load_named."""
     rewards: list[Reward] = []
     for index, config in enumerate(configs):
         where, name = f"rewards.{index}", str(config.name)
         if config.function is not None:
-            is_given = config.function.startswith(MARK)
-            function = (given_function if is_given else _load_function)(config.function, where)
+            is_given, spec = config.function.startswith(MARK), config.function
+            function = given_function(spec, where) if is_given else _load_function(spec, where, modules)
             name = config.name or config.function.rpartition(":")[2]
         elif name in SHIPPED:
             function = SHIPPED[name]
@@ -118,45 +114,12 @@ def weighted_sum(parts: Sequence[tuple[float, float | None]]) -> float | None:
     return total if products and math.isfinite(total) else None
 
 
-def _load_function(spec: str, where: str) -> Callable[..., Any]:
-    file, colon, name = spec.rpartition(":")
-    if not colon or not file.endswith(".py"):
-        raise ConfigError(f'{where}.function must be "file.py:function"; got {spec!r}')
-    path = Path(file)
-    if not path.is_file():
-        raise ConfigError(f"{where}.function: there is no file {file}{looked_for(path)}")
-    loader = _UncachedLoader(f"reward_{path.stem}", os.path.abspath(path))
-    module_spec = util.spec_from_file_location(loader.name, path, loader=loader)
-    assert module_spec is not None, path
-    module = util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and pickling look their module up there
-    try:
-        with as_its_own_program(file):
-            loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        place, what = f"{file}{_line_in(error, os.path.abspath(path))}", f"{type(error).__name__}: {error}"
-        what += lacking_module(error, path.parent)
-        raise ConfigError(f"{where}.function: {place} cannot be imported: {what}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"{where}.function: {file} has no function {name!r}")
+def _load_function(spec: str, where: str, modules: Modules | None) -> Callable[..., Any]:
+    function = load_named(spec, f"{where}.function", "function", modules)
     if inspect.isclass(function):
+        file, _, name = spec.rpartition(":")
         raise ConfigError(f"{where}.function: {name} is a class; make an object of it in {file}, and name that")
-    return function  # type: ignore[no-any-return]
-
-
-class _UncachedLoader(machinery.SourceFileLoader):
-    """Leaves no __pycache__ beside the user's file, and never runs an older version of it from there."""
-
-    def get_code(self, fullname: str) -> types.CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
-def _line_in(error: BaseException, path: str) -> str:
-    if isinstance(error, SyntaxError) and error.filename == path and error.lineno:
-        return f":{error.lineno}"
-    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
-    return f":{lines[-1]}" if lines else ""
+    return function
 
 
 def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, where: str, timeout_s: float) -> Reward:
@@ -194,7 +157,11 @@ def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, wh
 
     # Each run of model-written code may take its whole time: a call for the group would need the sum of them.
     alone = function is run_tests
-    return Reward(name=name, weight=config.weight, needs=needs, takes=trl, one_at_a_time=alone, function=call)
+    looks = "environments" in parameters
+    return Reward(
+        name=name, weight=config.weight, needs=needs, takes=trl, one_at_a_time=alone, function=call,
+        looks_at_environments=looks,
+    )  # fmt: skip
 
 
 def _check_sandbox(args: Mapping[str, Any], where: str) -> None:

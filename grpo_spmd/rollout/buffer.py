@@ -39,7 +39,8 @@ _FOLDER = "rollout_buffer"
 _FINISH_REASONS = ("stop", "length")
 _WRITE_EVERY_S = 60.0  # what a kill that gives no warning may lose
 Key = tuple[int, int, str]  # position in the prompt stream, sample, digest of the prompt's tokens
-Place = tuple[str, int, int, int]  # file name, first token in it, number of tokens, finish reason
+Place = tuple[str, int, int, int, *tuple[int, ...]]  # file name, first token in it, number of tokens, finish reason
+Kept = tuple[Prompt, int, Completion]  # and the sample in the middle
 Slot = tuple[int, int]  # of the step: slot of the prompt, sample
 
 
@@ -56,7 +57,7 @@ class RolloutBuffer:
         self._step, self._weights_id = -1, ""
         self._found: dict[Key, Place] = {}  # of this step, equal on all ranks
         self._files: dict[str, tuple[Any, Any]] = {}  # token ids and logprobs of those that were opened
-        self._pending: list[tuple[Prompt, int, Completion]] = []
+        self._pending: list[Kept] = []
         self._last_write = time.monotonic()
         self._steps_on_disk: set[int] = set(on_rank0(lambda _: steps_on_disk(run_dir), None))
 
@@ -79,7 +80,7 @@ class RolloutBuffer:
 
     def read(self, place: Place) -> Completion:
         """One that `find` found."""
-        name, start, num_tokens, finish_reason = place
+        name, start, num_tokens, finish_reason, *_ = place
         if name not in self._files:
             file = safe_open(self._step_folder / name, "np")
             self._files[name] = (file.get_slice("token_ids"), file.get_slice("logprobs"))
@@ -97,7 +98,7 @@ class RolloutBuffer:
         pending, self._pending, self._last_write = self._pending, [], time.monotonic()
         if not pending:
             return
-        payload = save(_pack(pending), self._metadata())
+        payload = save(self._packed(pending), self._metadata())
         name = f"{hashlib.sha256(payload).hexdigest()}.safetensors"
         temporary = self._step_folder / f"{name}.tmp"
         try:
@@ -110,6 +111,9 @@ class RolloutBuffer:
             with suppress(OSError):
                 temporary.unlink()
             _log.warning("step %d: %d completions are not kept on disk (%s)", self._step, len(pending), error)
+
+    def _packed(self, completions: Sequence[Kept]) -> dict[str, npt.NDArray[Any]]:
+        return _pack(completions)
 
     @property
     def _step_folder(self) -> Path:
@@ -176,7 +180,7 @@ def prompt_digest(prompt: Prompt) -> str:
     return hashlib.blake2b(np.asarray(prompt.token_ids, np.int32).tobytes(), digest_size=16).hexdigest()
 
 
-def _pack(completions: Sequence[tuple[Prompt, int, Completion]]) -> dict[str, npt.NDArray[Any]]:
+def _pack(completions: Sequence[Kept]) -> dict[str, npt.NDArray[Any]]:
     """Tokens one completion after the other; for each a row (position, sample, number of tokens, finish reason) in
     `rows` and a digest in `prompts`."""
     token_ids, logprobs = array("i"), array("d")

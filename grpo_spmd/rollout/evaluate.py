@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from grpo_spmd.config.schema import EvalConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import Request
+from grpo_spmd.engine.requests import Place, Request, Task
 from grpo_spmd.observe.columns import bounded
 from grpo_spmd.observe.rollout_record import EvalRecord, to_line
 from grpo_spmd.observe.rollout_writer import RolloutWriter
@@ -23,6 +24,9 @@ from grpo_spmd.rewards.answers import final_answer
 from grpo_spmd.rewards.logged import logged_in, mean_metrics
 from grpo_spmd.rewards.protocol import check_error_rate
 from grpo_spmd.rollout.measures import Outcome, outcomes, summarise
+
+if TYPE_CHECKING:  # off by default, and then not even imported
+    from grpo_spmd.rollout.environments.environments import Environments
 
 _log = logging.getLogger("grpo_spmd")
 HeldOut = Mapping[str, Sequence[Prompt]]  # the prompts of each set, equal on all ranks
@@ -39,11 +43,13 @@ class Evaluator:
         seed: int,
         max_error_frac: float,
         writer: RolloutWriter | None,
+        environments: Environments | None = None,
     ) -> None:
         """`score` scores on this rank alone; here a group is one completion, its slot the number over all sets.
         `max_error_frac`: of `reward_pool`. `writer` makes eval_<set>_step_<step>.jsonl; None: no dump."""
         self._held_out, self._engine, self._score, self._config = held_out, engine, score, config
         self._seed, self._max_error_frac, self._writer = seed, max_error_frac, writer
+        self._environments = environments
         samples = range(config.num_samples)
         self._wanted = [(name, place, n) for name in held_out for place in range(len(held_out[name])) for n in samples]
 
@@ -60,15 +66,24 @@ class Evaluator:
         `reward_pool.max_error_frac` of the completions."""
         engine = self._engine
         version = step + 1  # the weights are there for the next step
-        made = engine.generate_shared([1] * len(self._wanted), self._request, policy_version=version)
+        sizes = [1] * len(self._wanted)
+        if self._environments is None:
+            made = engine.generate_shared(sizes, self._request, policy_version=version)
+        else:
+            temperature = self._config.temperature
+            made = self._environments.generate(engine, sizes, self._task, version, temperature=temperature)
         # A training prompt that finds its prefix computed is computed in other pieces, which rounds differently.
         engine.reset_prefix_cache()
         groups = [RolloutGroup(number, self._prompt(number), turns) for number, [turns] in made.items()]
-        groups = groups[engine.tp_rank :: engine.tp_size]
+        if self._environments is None:  # else the first rank of an engine has them all
+            groups = groups[engine.tp_rank :: engine.tp_size]
         scored = self._score(groups, num_step_completions=len(self._wanted))
         found = outcomes(groups, scored)
         notes = {groups[i].slot: {"logged": note["logged"]} for i, note in scored.notes.items() if "logged" in note}
-        mine = {"outcomes": found, "statuses": scored.num_statuses(), "first_error": scored.first_error, "notes": notes}
+        statuses = scored.num_statuses()
+        if self._environments is not None:
+            statuses |= self._environments.statuses(groups)
+        mine = {"outcomes": found, "statuses": statuses, "first_error": scored.first_error, "notes": notes}
         metrics: dict[str, dict[str, float | None]] = on_rank0(self._summarise_sets, mine)
         for name, of_set in metrics.items():
             if self._writer is not None:
@@ -81,9 +96,12 @@ class Evaluator:
     def _request(self, number: int, _: int, turns: Sequence[Completion]) -> Request | None:
         if turns:
             return None
-        (name, _, sample), prompt = self._wanted[number], self._prompt(number)
-        seed = rollout_seed(self._seed, f"eval/{name}", prompt.row, sample)
-        return Request(prompt.token_ids, seed, self._config.temperature)
+        prompt, seed = self._task((number, 0))
+        return Request(prompt.token_ids, seed(), self._config.temperature)
+
+    def _task(self, place: Place) -> Task:
+        (name, _, sample), prompt = self._wanted[place[0]], self._prompt(place[0])
+        return prompt, partial(rollout_seed, self._seed, f"eval/{name}", prompt.row, sample)
 
     def _prompt(self, number: int) -> Prompt:
         return self._held_out[self._wanted[number][0]][self._wanted[number][1]]  # perhaps out of a file

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import Request
+from grpo_spmd.engine.requests import Place, Request, Task
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, rollout_seed
 from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.expected import ExpectedLengths
 
 if TYPE_CHECKING:  # off by default, and then not even imported
+    from grpo_spmd.rollout.environments.environments import Environments
     from grpo_spmd.rollout.tail import TailBatching
 
 
 class Sampler:
     """Samples groups with the engine; `buffer` keeps what is finished, and has what a run that was stopped had. With
     `lengths` the groups expected to take longest are begun first, with `tail` a short round ends when the step is full.
+    With `environments` a completion is an episode, which the first rank of its engine has.
     """
 
     def __init__(
@@ -29,9 +32,10 @@ class Sampler:
         buffer: RolloutBuffer | None = None,
         lengths: ExpectedLengths | None = None,
         tail: TailBatching | None = None,
+        environments: Environments | None = None,
     ) -> None:
         self._engine, self._group_size, self._seed = engine, group_size, seed
-        self._buffer, self._lengths, self._tail = buffer, lengths, tail
+        self._buffer, self._lengths, self._tail, self._environments = buffer, lengths, tail, environments
 
     def sample(self, prompts: Sequence[Prompt], step: int, weights_id: str) -> tuple[list[RolloutGroup], float]:
         """Collective. The groups that this rank scores, in the order of slots, and its seconds of generation.
@@ -53,12 +57,16 @@ class Sampler:
             of_kept = [(slot, place[2]) for (slot, _), place in kept.items()]
             race = self._tail.begin(missing, of_kept, is_first=engine.tp_rank == 0)
 
+        def task(place: Place) -> Task:
+            prompt, sample = prompts[jobs[place[0]]], missing[jobs[place[0]]][place[1]]
+            place_of = self._seed, step - 1, prompt.position, sample  # by the steps before it
+            return prompt, partial(rollout_seed, *place_of)
+
         def request(job: int, number: int, turns: Sequence[Completion]) -> Request | None:
             if turns:
                 return None
-            prompt, sample = prompts[jobs[job]], missing[jobs[job]][number]
-            seed = rollout_seed(self._seed, step - 1, prompt.position, sample)  # by the steps before it
-            return Request(prompt.token_ids, seed)
+            prompt, seed = task((job, number))
+            return Request(prompt.token_ids, seed())
 
         def keep(job: int, number: int, completion: Completion) -> None:
             if buffer is not None and engine.tp_rank == 0:  # all ranks of an engine have the same
@@ -69,16 +77,22 @@ class Sampler:
         start = time.perf_counter()
         try:
             sizes = [len(missing[slot]) for slot in jobs]
-            sampled = engine.generate_shared(sizes, request, step, keep, expected, race)
+            if self._environments is None:
+                sampled = engine.generate_shared(sizes, request, step, keep, expected, race)
+            else:
+                sampled = self._environments.generate(engine, sizes, task, step, finished=keep, expected=expected)
         finally:
             if buffer is not None:
                 buffer.write()
         seconds = time.perf_counter() - start
         used = self._tail.settle(race, prompts) if self._tail is not None and race is not None else set(missing)
         complete = [slot for slot, samples in missing.items() if not samples and slot in used]
-        rank, num_ranks = engine.engine_rank * engine.tp_size + engine.tp_rank, engine.num_engines * engine.tp_size
-        of_rank: dict[int, list[Completion]] = {slot: [] for slot in complete[rank::num_ranks]}
-        for job in [job for job in sampled if jobs[job] in used][engine.tp_rank :: engine.tp_size]:
+        # Ranks of an engine share its groups; episodes are its first one's, which has their environments.
+        sharing = engine.tp_size if self._environments is None else 1
+        rank, num_ranks = engine.engine_rank * sharing + engine.tp_rank, engine.num_engines * sharing
+        found = complete[rank::num_ranks] if engine.tp_rank < sharing else []
+        of_rank: dict[int, list[Completion]] = {slot: [] for slot in found}
+        for job in [job for job in sampled if jobs[job] in used][engine.tp_rank :: sharing]:
             of_rank[jobs[job]] = [completion for [completion] in sampled[job]]
         groups = []
         for slot, new in sorted(of_rank.items()):
@@ -86,5 +100,6 @@ class Sampler:
             completions = [buffer.read(old[n]) if buffer and n in old else next(fresh) for n in all_samples]
             groups.append(RolloutGroup(slot, prompts[slot], completions))
         if self._lengths is not None:
-            self._lengths.note(groups)
+            dropped = [prompt for slot, prompt in enumerate(prompts) if slot not in used]
+            self._lengths.note(groups, dropped[rank::num_ranks])
         return groups, seconds

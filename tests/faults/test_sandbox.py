@@ -24,7 +24,7 @@ from grpo_spmd.records import Completion, Prompt, RolloutGroup
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.sandbox import sandbox
-from grpo_spmd.rewards.sandbox.sandbox import Limits, SandboxError, _Jail, passes_program_test, passes_statements
+from grpo_spmd.rewards.sandbox.sandbox import Jail, Limits, SandboxError, passes_program_test, passes_statements
 from grpo_spmd.rewards.verifiers import run_tests
 from tests.faults.test_reward_pool import _descendants
 from tests.support.processes import ROOT
@@ -211,7 +211,7 @@ def outcomes(folder: Path) -> dict[str, Any]:
         for listener in (tcp, path, abstract):
             listener.listen()
             listener.setblocking(False)
-        with _Jail("", "program", LIMITS, stdin="") as jail:
+        with Jail("", "program", LIMITS, stdin="") as jail:
             walls = jail.walls
         facts = {
             "pid": os.getpid(), "data": str(data), "code": __file__, "port": tcp.getsockname()[1],
@@ -221,7 +221,7 @@ def outcomes(folder: Path) -> dict[str, Any]:
         found: dict[str, Any] = {"walls": walls}
         for name, code in HOSTILE.items():
             program = PRELUDE.replace("{facts}", repr(facts)) + code + "\nprint('tried it all')\n"
-            with _Jail(program, "program", LIMITS, stdin="") as jail:
+            with Jail(program, "program", LIMITS, stdin="") as jail:
                 output = jail.output()
                 found[name] = f"ended with {jail._process.returncode}" if output is None else output.decode()
         for listener in (tcp, path, abstract):
@@ -281,7 +281,7 @@ def test_the_attacks_work_where_there_is_no_wall() -> None:
         seen = {}
         for name in ("environment", "files", "damage", "network"):
             program = PRELUDE.replace("{facts}", repr(facts | {"namespaces": False})) + HOSTILE[name]
-            with _Jail(
+            with Jail(
                 program.replace("/dev/shm/x", f"{folder}/shm"), "program", Limits(10.0, 1024, "none"), stdin=""
             ) as jail:
                 seen[name] = (jail.output() or b"").decode()
@@ -299,7 +299,7 @@ def test_the_attacks_work_where_there_is_no_wall() -> None:
 
 def _ends(code: str, time_s: float = 3.0) -> bytes | None:
     start = time.monotonic()
-    with _Jail(code, "program", Limits(time_s, 512, "required"), stdin="") as jail:
+    with Jail(code, "program", Limits(time_s, 512, "required"), stdin="") as jail:
         output = jail.output()
         pid = jail._process.pid
     assert time.monotonic() - start < 60
@@ -675,8 +675,9 @@ def _runs(pid: int) -> bool:
 
 
 def _command(pid: int) -> str:
+    """Of any of its threads: the first one's reads empty once it has ended, which code in a jail may do at once."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
+        return "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/cmdline"))
     except OSError:
         return ""
 

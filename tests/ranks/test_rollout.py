@@ -14,6 +14,7 @@ from grpo_spmd.config.schema import Config
 from tests.support.dumps import dumped
 from tests.support.models import write_config
 from tests.support.ranks import RanksJob
+from tests.support.workers.conversations import JOBS as LATE_JOBS
 from tests.support.workers.schedule import JOBS
 from tests.support.workers.schedule import NUM_PROMPTS as NUM_PROMPTS_OF
 from tests.support.workers.schedule import PROMPTS as PROMPTS_OF_ALL
@@ -145,6 +146,15 @@ def test_groups_are_claimed_only_by_engines_that_can_run_them(found: dict[str, F
 def test_a_request_may_be_followed_by_another(found: dict[str, Found], layout: str) -> None:
     # The worker compares each turn with its request alone, and ends conversations in their middle.
     assert found[layout]["turns"] == [[job, *((job + n) % 3 + 1 for n in range(size))] for job, size in enumerate(JOBS)]
+
+
+@pytest.mark.parametrize("layout", RANKS)
+def test_answers_may_come_late_and_in_any_order(found: dict[str, Found], layout: str) -> None:
+    # The worker compares each turn with its whole context alone, over two orders of answers.
+    later = found[layout]["later"]
+    assert later == found["tp2" if RANKS[layout][1] > 1 else "one"]["later"]  # bit by bit
+    num_turns = [[(job + number) % 4 + 1 for number in range(size)] for job, size in enumerate(LATE_JOBS)]
+    assert [[len(turns) for turns in conversations] for _, conversations in later] == num_turns
 
 
 @pytest.mark.parametrize("layout", RANKS)

@@ -18,7 +18,7 @@ import pytest
 import transformers
 import yaml
 
-from grpo_spmd.demo import make_demo
+from grpo_spmd.demo.countdown import make_demo
 from tests.support.dumps import dumped, logprobs_of
 from tests.support.models import make_model, write_config
 from tests.support.processes import ROOT, Job, torchrun

@@ -11,7 +11,7 @@ import transformers
 import yaml
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from grpo_spmd.demo import make_tokenizer
+from grpo_spmd.demo.countdown import make_tokenizer
 
 FAMILIES = ("qwen2", "qwen3", "llama", "granite")
 # What sets these apart, where it bites: windows and caps are small, scales away from 1.

@@ -15,4 +15,4 @@ def name_of_weights(policy: Policy) -> str:
     for name, parameter in policy.model.named_parameters():
         assert isinstance(parameter, DTensor), name
         digest.add_shard(name, parameter, parameter.to_local())
-    return on_rank0(weights_id, digest.total())
+    return on_rank0(weights_id, digest.totals())

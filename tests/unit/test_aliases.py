@@ -231,7 +231,9 @@ def test_a_value_is_copied_only_where_one_key_means_the_same_in_all(trainer: str
 def test_each_command_says_a_mistake_in_one_line(
     command: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = importlib.import_module({"replay": "grpo_spmd.replay.__main__"}.get(command, f"grpo_spmd.{command}"))
+    module = importlib.import_module(
+        {name: f"grpo_spmd.{name}.__main__" for name in ("replay", "demo")}.get(command, f"grpo_spmd.{command}")
+    )
     monkeypatch.setattr(sys, "argv", [command, *(words or "--zz").split()])
     with pytest.raises(SystemExit) as stop:
         module.main()

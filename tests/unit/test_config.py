@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from grpo_spmd.config import devices
@@ -500,9 +503,31 @@ def test_micro_batches_fit_a_cpu_where_the_config_does_not_say(tmp_path: Path, s
 def test_hidden_gpus_and_none_are_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices, "num_gpus", lambda: 8)
+    assert devices.trains_on_cpu() == (torch.version.cuda is None)  # a build for the CPU cannot use them
+    monkeypatch.setattr(devices, "is_built_for_cpu", lambda _: False)
     assert not devices.trains_on_cpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert devices.trains_on_cpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(devices, "num_gpus", lambda: 0)
     assert devices.trains_on_cpu()
+
+
+def test_a_build_of_torch_says_what_it_is_for_without_being_imported(tmp_path: Path) -> None:
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    assert not devices.is_built_for_cpu(spec)  # a torch that says nothing
+    for said, is_for_cpu in [("cuda: Optional[str] = None", True), ("cuda = None", True), ("cuda = '12.8'", False)]:
+        (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{said}\nhip: Optional[str] = None\n")
+        assert devices.is_built_for_cpu(spec) == is_for_cpu
+    assert devices.is_built_for_cpu(find_spec("torch")) == (torch.version.cuda is None)
+
+
+def test_windows_shows_one_device_where_nvidia_s_driver_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(devices, "Path", lambda _: tmp_path)  # no /dev/nvidia0
+    monkeypatch.setattr(devices, "_WSL_DEVICE", tmp_path / "dxg")
+    monkeypatch.setattr(devices, "_WSL_CUDA", tmp_path / "libcuda.so.1")
+    assert devices.num_gpus() == 0
+    (tmp_path / "dxg").touch()
+    assert devices.num_gpus() == 0  # another maker's
+    (tmp_path / "libcuda.so.1").touch()
+    assert devices.num_gpus() == 1

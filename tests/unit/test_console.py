@@ -141,12 +141,15 @@ def test_the_banner() -> None:
     rewards = [RewardConfig(name="math"), RewardConfig(function="a/b.py:short", weight=0.1)]
     model = ModelConfig(path="Qwen/Qwen3-0.6B", lora=LoraConfig(rank=8))
     rollout = RolloutConfig(num_prompts_per_step=16, group_size=8, max_completion_tokens=1024)
-    assert list(banner(model, DataConfig(train="train.jsonl"), rollout, rewards, 80)) == [
+    lines = list(banner(model, DataConfig(train="train.jsonl"), rollout, rewards, 80))
+    assert lines == [
         "model: Qwen/Qwen3-0.6B, bfloat16, LoRA of rank 8",
         "data: train.jsonl",
         "rewards: math, short x 0.1",
         "80 steps of 16 prompts x 8 completions: at most 131,072 sampled tokens each",
     ]
+    without = list(banner(model, DataConfig(train="train.jsonl"), rollout, [], 80))
+    assert without == [*lines[:2], lines[3]]
 
 
 def through_terminal(stream: Any, *messages: str) -> None:

@@ -19,6 +19,7 @@ from grpo_spmd.data.prompts import PromptStream
 from grpo_spmd.data.rows import check_enough_rows, read_rows
 from grpo_spmd.data.table import PromptRow
 from grpo_spmd.data.tokens import build_prompts
+from grpo_spmd.proofs import data_check
 from grpo_spmd.records import Prompt
 
 ROLES = (
@@ -121,6 +122,21 @@ def test_parquet_and_jsonl_of_the_same_records_read_alike(tmp_path: Path) -> Non
     )
     assert [(r.prompt, r.columns) for r in from_parquet] == [(r.prompt, r.columns) for r in from_jsonl]
     assert [r.where for r in from_parquet] == [f"{parquet}:row 0", f"{parquet}:row 1"]
+
+
+def test_a_folder_of_parquet_files_is_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    """By the loader and by the proof, which reads it again for itself."""
+    folder = tmp_path / "train.parquet"
+    folder.mkdir()
+    for name, start in (("1.parquet", 3), ("0.parquet", 0)):
+        records = [{"prompt": f"p{start + number}", "answer": start + number} for number in range(3)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), folder / name, row_group_size=2)
+    rows = read_rows(DataConfig(train=str(folder)))
+    assert [(row.prompt, row.columns["answer"]) for row in rows] == [(f"p{number}", number) for number in range(6)]
+    proved = data_check._rows(str(folder), [4, 1])
+    assert {number: row["prompt"] for number, row in proved.items()} == {4: "p4", 1: "p1"}
+    alone = data_check._rows(str(folder / "0.parquet"), [2, 0])
+    assert {number: row["prompt"] for number, row in alone.items()} == {2: "p2", 0: "p0"}
 
 
 def test_parquet_chat_messages(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import decimal
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from grpo_spmd.data.rows import read_rows
 from grpo_spmd.data.table import PromptRow, Rows
 from grpo_spmd.data.tokens import Prompts, build_prompts, digests_of
 from grpo_spmd.preflight import checks
+from grpo_spmd.proofs import data_check
 from grpo_spmd.records import Prompt
 from tests.unit.test_data import ROLES, _raw_tokenizer, _tokenizer
 
@@ -133,6 +135,45 @@ def test_parquet_rows_that_are_no_json_come_back_as_they_are(tmp_path: Path, fol
     assert len(_entries(folder, "rows")) == len(values)  # all but the last say that they hold none
     (row,) = read_rows(DataConfig(train=str(tmp_path / "t.parquet")))
     assert row.columns == {"value": None}
+
+
+def test_a_parquet_file_is_read_a_few_rows_at_a_time(tmp_path: Path, folder: Path, monkeypatch: Any) -> None:
+    held = list[int]()
+    batches = pyarrow.parquet.ParquetFile.iter_batches
+
+    def counting(*given: Any, **options: Any) -> Any:
+        for batch in batches(*given, **options):
+            held.append(len(batch))
+            yield batch
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", counting)
+    table = pyarrow.table({"prompt": [f"a {n}" for n in range(5000)], "answer": [*range(5000)]})
+    path = tmp_path / "t.parquet"
+    pyarrow.parquet.write_table(table, path, row_group_size=3000)
+    found = read_rows(DataConfig(train=str(path)))
+    assert [(row.prompt, row.columns, row.where) for row in found] == [
+        (f"a {n}", {"answer": n}, f"{path}:row {n}") for n in range(5000)
+    ]
+    assert sum(held) == 5000
+    assert max(held) <= 1024  # though a group holds three times as many
+    assert [*found] == [found[n] for n in range(5000)] == found[:]
+    assert found[4998:2:-511] == [found[n] for n in range(4998, 2, -511)]
+    assert found[7:3] == []
+
+
+def test_a_parquet_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, names=["prompt", "x", "x"])
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(ConfigError, match=r"t\.parquet cannot be read as parquet: the column 'x' is there twice"):
+        read_rows(DataConfig(train=str(tmp_path / "t.parquet")))
+
+
+def test_the_proof_reads_the_same_parquet_rows(tmp_path: Path) -> None:
+    table = pyarrow.table({"prompt": [f"a {n}" for n in range(9000)]})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet", row_group_size=5000)
+    wanted = {0, 4095, 4096, 4999, 5000, 8999}
+    found = data_check._rows(str(tmp_path / "t.parquet"), wanted)
+    assert found == {n: {"prompt": f"a {n}"} for n in wanted}
 
 
 def test_hub_rows_are_kept_under_the_content_of_their_files(tmp_path: Path, folder: Path, monkeypatch: Any) -> None:
@@ -266,6 +307,29 @@ def test_what_one_rank_finds_wrong_all_say_and_it_is_read_once(tmp_path: Path, f
         read_rows(DataConfig(train=train))
     _lines(tmp_path / "t.jsonl", '{"prompt": "a", "answer": 1}')
     assert len(read_rows(DataConfig(train=train))) == 1
+
+
+def test_an_error_of_another_file_of_that_content_is_not_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two jobs on one node, each with a copy of the file: who waited says what is wrong with its own."""
+
+    @contextlib.contextmanager
+    def waiting(_: str) -> Iterator[bool]:
+        yield True
+
+    def refusing(of: str) -> cache.Make:
+        def make(_: cache.Maker) -> None:
+            made.append(of)
+            raise ConfigError(f"{of}2: wrong")
+
+        return make
+
+    made = list[str]()
+    monkeypatch.setattr(cache, "_alone", waiting)
+    monkeypatch.setattr(cache.time, "time_ns", lambda: 0)  # asked before the other was done
+    for of in ("a.jsonl:", "b.jsonl:", "a.jsonl:"):
+        with pytest.raises(ConfigError, match=f"^{of}2: wrong$"):
+            cache.obtain("rows", ["content"], 9, refusing(of), of)
+    assert made == ["a.jsonl:", "b.jsonl:"]
 
 
 def test_a_killed_maker_leaves_the_work_to_the_next(tmp_path: Path, folder: Path) -> None:

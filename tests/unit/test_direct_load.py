@@ -57,6 +57,19 @@ def test_any_cut_fills_any_slice_of_rows_and_columns() -> None:
             matrix.end()
 
 
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_what_comes_unrounded_is_rounded_to_the_engines_format_however_it_is_kept(kept: torch.dtype) -> None:
+    """From one rank's parameters; some layers of a bfloat16 engine keep their bias in float32."""
+    bias, out = torch.randn(1, 9), torch.zeros(9, dtype=kept)
+    parts = (TensorPart("a", 9, 0, 0, 9),)
+    matrix = _Matrix(EngineTensor("x", parts, out, layer=nn.Module()), torch.bfloat16)
+    matrix.begin()
+    matrix.copy(parts[0], bias, 0, (9, 1))
+    matrix.end()
+    assert torch.equal(out, bias[0].bfloat16().to(kept))
+    assert not torch.equal(out.float(), bias[0])
+
+
 class Copies(TorchDispatchMode):
     """Launches on a device: copies and what else writes; and what was allocated."""
 
@@ -69,7 +82,7 @@ class Copies(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def test_ranks_cost_no_copies_and_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_cost_no_copies_and_nothing_is_allocated() -> None:
     """64 ranks, a layer of 3 fused tensors and a norm, in pieces of a third of a block: one copy for each piece of a
     tensor that this rank of 2 holds half of, and one for the rank in the middle of which its half ends."""
     layer, rows, columns = nn.Module(), 4 * 66, 8
@@ -90,7 +103,6 @@ def test_ranks_cost_no_copies_and_nothing_is_allocated(monkeypatch: pytest.Monke
         third = -(-given.shape[1] // 3)
         pieces += [((name, tensor, None), low, given[:, low : low + third]) for low in range(0, given.shape[1], third)]
     assert block == 5
-    monkeypatch.setattr("grpo_spmd.engine.direct_load.rows_per_rank", lambda parameter: 5)  # of a DTensor's mesh
     with found:
         direct(pieces)
     expected = torch.cat([whole[name][: rows // 2] for name in names])
@@ -106,7 +118,9 @@ def test_ranks_cost_no_copies_and_nothing_is_allocated(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_name_does_not_depend_on_the_cut_and_does_on_every_bit_and_place(dtype: torch.dtype) -> None:
-    chance, tensors = random.Random(1), {"a": torch.randn(3 * 2**15 + 7).to(dtype), "b": torch.randn(5).to(dtype)}
+    stretch = WeightDigest(torch.device("cpu")).stretch(dtype.itemsize)  # 2^17 words
+    assert stretch == 2**20 // dtype.itemsize
+    chance, tensors = random.Random(1), {"a": torch.randn(2 * stretch + 7).to(dtype), "b": torch.randn(5).to(dtype)}
 
     def named(given: dict[str, Tensor], num_ranks: int) -> str:
         """In pieces of any size and alignment, in any order, over so many ranks."""
@@ -115,19 +129,47 @@ def test_the_name_does_not_depend_on_the_cut_and_does_on_every_bit_and_place(dty
         chance.shuffle(pieces)
         for name, low, high in pieces:
             chance.choice(digests).add(name, low, given[name][low:high])
-        return weights_id([digest.total() for digest in digests])
+        return weights_id([digest.totals() for digest in digests])
 
     names = {named(tensors, ranks) for ranks in (1, 1, 2, 5)}
     assert len(names) == 1
-    for place in (0, 1, 2**15 + 3, len(tensors["a"]) - 1):
-        changed = tensors["a"].clone()
-        changed.view(torch.int32 if dtype == torch.float32 else torch.int16)[place] ^= 1
+    a, bits = tensors["a"], torch.int32 if dtype == torch.float32 else torch.int16
+    for bit, place in itertools.product((0, 8, 8 * dtype.itemsize - 1), (0, 1, 3, stretch + 3, len(a) - 1)):
+        changed = a.clone()
+        changed.view(bits)[place] ^= -1 << bit if bit == 8 * dtype.itemsize - 1 else 1 << bit
         names.add(named({**tensors, "a": changed}, 2))
-    a = tensors["a"]
     names.add(named({**tensors, "a": a.roll(1)}, 1))
-    names.add(named({**tensors, "a": torch.cat([a[2**15 :], a[: 2**15]])}, 1))  # by a stretch
+    names.add(named({**tensors, "a": torch.cat([a[stretch:], a[:stretch]])}, 1))  # by a stretch
+    in_rows = 1024 // dtype.itemsize  # elements of a row of the sums
+    names.add(named({**tensors, "a": torch.cat([a[in_rows : 2 * in_rows], a[:in_rows], a[2 * in_rows :]])}, 1))
     swapped = a.clone()
     swapped[:5] = tensors["b"]
     names.add(named({"a": swapped, "b": a[:5]}, 1))
     names.add(named({"a": a, "c": tensors["b"]}, 1))
-    assert len(names) == 1 + 4 + 4
+    assert len(names) == 1 + 15 + 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_signs_of_two_weights_show_in_the_name(dtype: torch.dtype) -> None:
+    """They are the highest bits of words, which any product of words with odd numbers would lose in pairs."""
+    chance, per_word = random.Random(2), 8 // dtype.itemsize
+    tensor = torch.randn(1 << 19).to(dtype)
+    num_words = len(tensor) // per_word
+
+    def name(*words: int) -> str:
+        """Of the weights with the signs of the last elements of these words turned."""
+        changed = tensor.clone()
+        changed[[word * per_word + per_word - 1 for word in words]] *= -1
+        digest = WeightDigest(torch.device("cpu"))
+        digest.add("a", 0, changed)
+        return weights_id([digest.totals()])
+
+    pairs = [chance.sample(range(num_words), 2) for _ in range(40)]
+    pairs += [[0, 1], [0, 128], [5, 5 + (1 << 17)] if num_words > 1 << 17 else [5, 6]]  # a row, a column, a place
+    names = {
+        name(),
+        *(name(*pair) for pair in pairs),
+        name(0, 1, 128, 130),
+        name(*chance.sample(range(num_words), 1000)),
+    }
+    assert len(names) == 1 + len(pairs) + 2

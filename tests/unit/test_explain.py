@@ -445,9 +445,9 @@ def test_lora_offload_and_replicas_change_what_a_rank_holds(tmp_path: Path) -> N
     assert values["master parameters"] == values["gradients"] == "112 B"  # (12 + 16) x 4
     assert values["of it in host memory"] == values["state between updates"] == "564 B"  # 228 + 112 + 224
     assert "reference" not in values
-    # one rank of a shard: W + BA of the 8 x 6 product, and W, in float32; A whole (2 x 6); a bucket of all 114; the
-    # lm_head's 60 x 2 come out of it later, when W + BA is gone
-    assert values["buffers of the weight sync"] == "660 B"  # 48 x 8 + 12 x 4 + 114 x 2
+    # one rank of a shard, which needs no bucket: W + BA of the 8 x 6 product, and W, in float32; A whole (2 x 6). W
+    # rounded, 48 x 2, comes when the W in float32 is gone, the lm_head's 60 x 2 when W + BA is
+    assert values["buffers of the weight sync"] == "432 B"  # 48 x 8 + 12 x 4
     config = load_config(write_config(tmp_path, tmp_path), [*overrides, "model.lora.sync=adapter"])
     assert {name: value for name, value, _ in explain._sync_rows(config, model, 2)}[
         "bytes of a later sync"

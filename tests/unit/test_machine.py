@@ -18,6 +18,7 @@ from torch.distributed import HashStore, distributed_c10d
 from grpo_spmd.config import devices
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RolloutConfig, WatchdogConfig
+from grpo_spmd.data.cache import is_of_this_host
 from grpo_spmd.distributed import doctor, machine
 from grpo_spmd.engine import gpu
 
@@ -210,33 +211,101 @@ def test_v1s_loop_over_seeds_is_said(monkeypatch: pytest.MonkeyPatch, caplog: py
 # E8: caches and the start at scale
 
 
-def test_caches_lie_on_the_node_where_there_are_several(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+
+
+@pytest.fixture
+def shared_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A home that all nodes mount, beside a temporary folder of this node; no cache has a place."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setattr(gpu, "is_of_this_host", lambda place: home not in (place, *place.parents))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setenv("VLLM_CACHE_ROOT", "")  # as not set; and put back after the test
-    gpu.keep_caches_on_node(8)
-    assert os.environ["VLLM_CACHE_ROOT"] == ""
-    gpu.keep_caches_on_node(16)
-    own = tmp_path / f"vllm-{os.getuid()}"
-    assert os.environ["VLLM_CACHE_ROOT"] == str(own)
+    monkeypatch.setenv("HOME", str(home))
+    for name in (*CACHES, "XDG_CACHE_HOME", "TRITON_HOME", "FLASHINFER_CUBIN_DIR"):
+        monkeypatch.setenv(name, "")  # put back after the test
+        if name == "FLASHINFER_CUBIN_DIR":
+            monkeypatch.delenv(name)
+    return home
+
+
+def caches() -> list[str]:
+    return [os.environ[name] for name in CACHES]
+
+
+def test_caches_lie_on_the_node_where_the_home_does_not(shared_home: Path, tmp_path: Path) -> None:
+    gpu.keep_caches_on_node()
+    own = tmp_path / f"vllm-{os.geteuid()}"
+    assert caches() == [str(own), str(own / "triton"), str(own)]
     assert own.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setenv("VLLM_CACHE_ROOT", "")
-    gpu.keep_caches_on_node(16)  # the node's next rank
-    assert os.environ["VLLM_CACHE_ROOT"] == str(own)
-    monkeypatch.setenv("VLLM_CACHE_ROOT", "/elsewhere")
-    gpu.keep_caches_on_node(16)
-    assert os.environ["VLLM_CACHE_ROOT"] == "/elsewhere"
+    assert "FLASHINFER_CUBIN_DIR" not in os.environ
+    for name in CACHES:
+        os.environ[name] = ""
+    gpu.keep_caches_on_node()  # the node's next rank
+    assert caches() == [str(own), str(own / "triton"), str(own)]
 
 
-@pytest.mark.parametrize("trap", ["open to all", "a link", "a file"])
+def test_a_place_that_is_given_or_on_the_node_stays(
+    shared_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "local"))  # where vLLM looks by itself
+    (shared_home / ".cache/flashinfer/cubins").mkdir(parents=True)  # prefetched, and not to be had again
+    gpu.keep_caches_on_node()
+    assert caches() == ["", "/elsewhere", str(tmp_path / f"vllm-{os.geteuid()}")]
+    assert os.environ["FLASHINFER_CUBIN_DIR"] == str(shared_home / ".cache/flashinfer/cubins")
+    monkeypatch.setenv("HOME", str(tmp_path / "own_home"))
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", "")
+    gpu.keep_caches_on_node()
+    assert caches() == ["", "/elsewhere", ""]
+
+
+def test_the_file_systems_of_clusters_are_of_another_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for kind in ("ext4", "xfs", "overlay", "tmpfs"):
+        monkeypatch.setattr("grpo_spmd.data.cache._file_system_of", lambda _, kind=kind: kind)
+        assert is_of_this_host(tmp_path)
+    for kind in ("nfs4", "lustre", "fuse.wekafs", "unknown"):
+        monkeypatch.setattr("grpo_spmd.data.cache._file_system_of", lambda _, kind=kind: kind)
+        assert not is_of_this_host(tmp_path)
+
+
+def test_caches_stay_where_the_temporary_folder_is_no_better(
+    shared_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("os.statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NOSUID))
+        gpu.keep_caches_on_node()
+    monkeypatch.setattr(gpu, "is_of_this_host", lambda _: False)
+    gpu.keep_caches_on_node()
+    assert caches() == ["", "", ""]
+    assert sorted(tmp_path.iterdir()) == [shared_home]
+
+
+def test_a_cache_that_is_linked_to_a_disk_of_the_node_stays(
+    shared_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folders themselves are asked about, not the home that they are below."""
+    asked = list[Path]()
+
+    def is_of_this_host(place: Path) -> bool:
+        asked.append(place)
+        return True
+
+    monkeypatch.setattr(gpu, "is_of_this_host", is_of_this_host)
+    gpu.keep_caches_on_node()
+    assert asked == [shared_home / ".cache/vllm", shared_home / ".triton", shared_home / ".cache/flashinfer"]
+    assert caches() == ["", "", ""]
+
+
+@pytest.mark.parametrize("trap", ["open to all", "open to a group", "another user's", "a link", "a file"])
 def test_a_cache_that_others_can_write_to_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trap: str
+    shared_home: Path, tmp_path: Path, trap: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM runs the code that it finds there."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setenv("VLLM_CACHE_ROOT", "")  # as not set; and put back after the test
-    planted = tmp_path / f"vllm-{os.getuid()}"
+    if trap == "another user's":
+        other = os.geteuid() + 1
+        monkeypatch.setattr("os.geteuid", lambda: other)
+    planted = tmp_path / f"vllm-{os.geteuid()}"
     if trap == "a link":
         (tmp_path / "theirs").mkdir()
         planted.symlink_to(tmp_path / "theirs")
@@ -244,8 +313,9 @@ def test_a_cache_that_others_can_write_to_is_not_used(
         planted.write_text("")
     else:
         planted.mkdir()
-        planted.chmod(0o777)
-    gpu.keep_caches_on_node(16)
+        planted.chmod({"open to all": 0o777, "open to a group": 0o775}.get(trap, 0o700))
+    gpu.keep_caches_on_node()
+    assert str(planted) in caplog.text
     used = Path(os.environ["VLLM_CACHE_ROOT"])
     assert used != planted
     assert used.stat().st_mode & 0o777 == 0o700

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import random
 import resource
 import signal
 from pathlib import Path
@@ -102,6 +103,28 @@ def test_what_is_on_the_device_merges_there_and_survives_the_way_to_rank_0() -> 
     }
     assert merge_bytes([to_bytes(on_host)]) == expected
     assert math.isnan(Max(torch.tensor(1.0)).merge(Max(torch.tensor(math.nan))).value)
+
+
+def test_histograms_travel_without_their_empty_bins_and_to_the_bit() -> None:
+    rng = random.Random(0)
+    ranks: list[Reductions] = []
+    for rank in range(40):
+        counts = [rng.choice([0.0, 0.0, 0.0, 1.0, rng.random(), 1e16]) for _ in range(401)]
+        number = Sum(rng.random()) if rank % 3 else Max()
+        ranks.append(
+            {"a": number, "hist": Histogram(counts if rank % 5 else []), "none": Histogram([0.0] * 9), "b": Ids([rank])}
+        )
+        filled = sum(count > 0 for count in counts) if rank % 5 else 0
+        assert len(to_bytes(ranks[-1])) <= 8 * filled + 51 + 2 + 160  # a bit for a bin, and a header
+    expected = [0.0] * 401
+    for each in ranks:
+        expected = [x + y for x, y in zip(expected, each["hist"].value or [0.0] * 401, strict=True)]
+    merged = merge_bytes(map(to_bytes, ranks))
+    assert merged["hist"] == Histogram(expected)
+    assert merged["none"] == Histogram([0.0] * 9)
+    assert merged["b"] == Ids(list(range(40)))
+    unknown = merge_bytes([to_bytes({"hist": Histogram([math.nan, 0.0, 2.0])})])["hist"].value
+    assert (math.isnan(unknown[0]), unknown[1:]) == (True, [0.0, 2.0])
 
 
 def test_a_token_lost_or_doubled_on_the_way_is_an_error() -> None:

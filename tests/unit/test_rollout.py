@@ -11,7 +11,7 @@ from benchmarks.speed.rollout_replay import play, play_epoch
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RolloutConfig
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import NextRequest, Place
+from grpo_spmd.engine.requests import NextRequest, Place, Request
 from grpo_spmd.observe.derive import tail_waste_frac
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
 from grpo_spmd.rollout.sample import Sampler
@@ -42,7 +42,7 @@ class Recorder:
         made: dict[Place, list[Completion]] = {}
         for place in places:
             turns = made.setdefault(place, [])
-            while request := next_request(*place, turns):
+            while isinstance(request := next_request(*place, turns), Request):
                 turns.append(Completion([*request.prompt_ids, request.seed], [policy_version, 0.0, 0.0], "stop"))
         return made
 

@@ -21,7 +21,7 @@ from grpo_spmd.observe.rollout_files import dumped_steps, rollouts_file, rollout
 from grpo_spmd.observe.rollout_reader import read_lines_of
 from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
 from grpo_spmd.observe.rollout_step import read_rollouts
-from grpo_spmd.observe.rollout_writer import RolloutWriter
+from grpo_spmd.observe.rollout_writer import RolloutWriter, _Nodes
 
 LINES = [b'{"a": 1}', '{"b": "häh\u2028"}'.encode(), b'{"c": "\\n"}']
 TEXT = b"".join(line + b"\n" for line in LINES)
@@ -83,6 +83,27 @@ def test_of_two_forms_that_a_kill_left_the_newer_is_read(tmp_path: Path) -> None
     assert dumped_steps(tmp_path) == [3]
     files(tmp_path).write_step(4, LINES)
     assert rollouts_file(tmp_path, 4).read_bytes() == TEXT  # without the end of what a killed process had begun
+
+
+def test_what_killed_processes_had_begun_goes_but_not_what_another_node_may_be_at(tmp_path: Path) -> None:
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    left = [
+        "step_000007.jsonl",
+        "eval_held_step_000002.jsonl.gz",
+        "step_000001.node_1.jsonl",
+        "step_000002.node_3.jsonl.gz",
+    ]
+    for name in (*left, "step_000009.jsonl.bak", "notes"):
+        (folder / f"{name}.tmp").touch()
+    (folder / "step_000008.jsonl.tmp").mkdir()
+    two_nodes = files(tmp_path)
+    two_nodes._known_nodes = _Nodes([range(1), range(1, 2)], 0, 0)
+    two_nodes._finish("step_000003", folder / "step_000003.jsonl.tmp", [0, 0])
+    others = ["notes.tmp", "step_000008.jsonl.tmp", "step_000009.jsonl.bak.tmp"]
+    assert names(tmp_path) == [others[0], "step_000001.node_1.jsonl.tmp", *others[1:]]
+    files(tmp_path).write_step(3, LINES)  # there is no other node
+    assert names(tmp_path) == [others[0], "step_000003.jsonl", *others[1:]]
 
 
 def test_the_newest_stay_and_nothing_else_goes(tmp_path: Path) -> None:

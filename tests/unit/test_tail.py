@@ -15,8 +15,9 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import RolloutConfig
 from grpo_spmd.data.prompts import PromptStream
 from grpo_spmd.data.tail import TailStream, check_enough_to_launch
-from grpo_spmd.records import Prompt
-from grpo_spmd.rollout import tail
+from grpo_spmd.records import Completion, Prompt, RolloutGroup
+from grpo_spmd.rollout import expected, tail
+from grpo_spmd.rollout.expected import ExpectedLengths
 from grpo_spmd.rollout.tail import TailBatching, TailRace, open_tail
 from grpo_spmd.untrusted import TRAINER
 from tests.support.models import write_config
@@ -56,6 +57,30 @@ class Runs:
     def start(self, position: int, state: dict[str, Any]) -> None:
         start = Start(trainer={"position": position, **state})
         self.stream = stream_of(self.num_rows, self.num_launched, start.position, start.waiting)
+
+
+def test_a_dropped_prompt_is_expected_to_be_as_long_as_the_longest_that_it_ran_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def prompt(row: int) -> Prompt:
+        return Prompt(row, row, [1], "", {})
+
+    def group(row: int, *lengths: int) -> RolloutGroup:
+        completions = [Completion([1] * length, [0.0] * length, "stop") for length in lengths]
+        return RolloutGroup(0, prompt(row), completions)
+
+    other = ExpectedLengths(), [group(4, 1, 3)], [prompt(3)]  # of a rank whose one group was short
+    told = list[Any]()
+    monkeypatch.setattr(expected, "on_rank0", lambda fn, value: fn([*told, value]))
+    prompts, lengths = [prompt(row) for row in range(6)], ExpectedLengths()
+    other[0].note(*other[1:])
+    told.append((other[0]._to_note, other[0]._to_guess))
+    lengths.note([group(0, 2, 4), group(1, 9, 1)], [prompts[2]])
+    # Means of 3, 5 and 2, and 9 where it was not done; of a prompt that nobody sampled the mean of the three.
+    assert lengths.of(prompts, {}) == [3.0, 5.0, 9.0, 9.0, 2.0, 3.3]
+    told.clear()
+    lengths.note([], [prompts[3]])  # beside nothing that is known
+    assert lengths.of(prompts, {}) == [3.0, 5.0, 9.0, 9.0, 2.0, 3.3]
 
 
 @pytest.mark.parametrize("seed", range(60))

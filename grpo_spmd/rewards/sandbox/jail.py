@@ -329,6 +329,8 @@ def _main(fd: int) -> None:
     sys.dont_write_bytecode = True
     if job["mode"] == "statements":
         _run_statements(job["code"], read, write)
+    if job["mode"] == "cells":  # our own code, which has the connection
+        _run_module("cells", job["code"])["run_cells"](read, write)
     lines.close()
     connection.close()
     _run_module("__main__", job["code"])

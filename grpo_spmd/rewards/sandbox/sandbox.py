@@ -66,7 +66,7 @@ class _Statement:
 
 def check_isolation() -> list[str]:
     """The walls that this machine gives, by name. Raises SandboxError with the reason where they are not enough."""
-    with _Jail("print(1)", "program", Limits(10.0, 1024, "required"), stdin="") as jail:
+    with Jail("print(1)", "program", Limits(10.0, 1024, "required"), stdin="") as jail:
         if jail.output() != b"1\n":
             raise SandboxError("a program that prints 1 does not run in the sandbox")
         return jail.walls
@@ -74,7 +74,7 @@ def check_isolation() -> list[str]:
 
 def passes_program_test(code: str, stdin: str, expected: str, limits: Limits) -> bool:
     """Whether the program, given `stdin`, ends with code 0 and prints `expected`, white space at line ends aside."""
-    with _Jail(code, "program", limits, stdin) as jail:
+    with Jail(code, "program", limits, stdin) as jail:
         output = jail.output()
     said, end = (output or b"").decode(errors="replace").rstrip(), expected.rstrip()
     return output is not None and said.count("\n") == end.count("\n") and _lines(said) == _lines(end)
@@ -85,7 +85,7 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
     parsed = [_parse(test) for test in tests]
     flat = [(statement, secrets.token_hex(16)) for statements in parsed for statement in statements]
     verdicts = [False] * len(flat)
-    with _Jail(code, "statements", limits, stdin="") as jail:
+    with Jail(code, "statements", limits, stdin="") as jail:
         if jail.read() == {"loaded": True}:
             jail.write([{"value": s.source} if s.is_compared_here else {"run": s.source, "secret": x} for s, x in flat])
             for number, (statement, secret) in enumerate(flat):
@@ -186,7 +186,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-class _Jail(AbstractContextManager["_Jail"]):
+class Jail(AbstractContextManager["Jail"]):
     """One limited process over one piece of code, killed at the end of the block at the latest."""
 
     def __init__(self, code: str, mode: str, limits: Limits, stdin: str) -> None:

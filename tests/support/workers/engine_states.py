@@ -21,6 +21,7 @@ from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.policy import build_policy
+from tests.support.workers.conversations import converse_later, race_while_some_wait
 from tests.support.workers.sync import refuses
 
 REQUESTS = [Request([i + 1, 5, 7], seed=i) for i in range(6)]
@@ -39,7 +40,7 @@ def main() -> None:
     torch.set_num_threads(1)
     core = engine._llm.llm_engine.engine_core.engine_core
     assert (core.batch_queue is not None) == (how == "async"), core.batch_queue
-    weight_sync = WeightSync(build_policy(config.model, config.rollout.temperature, session), engine, 1)
+    weight_sync = WeightSync(build_policy(config.model, config.rollout.temperature, session), engine, 1 << 20)
     found: dict[str, Any] = {"states": [state(engine)]}
     for level in (2, 1):
         with patch.object(engine, "_sleep_level", level), told(engine) as calls:
@@ -48,11 +49,13 @@ def main() -> None:
             abort(engine, level)
             again = [[c.token_ids, c.logprobs] for c in engine.generate(REQUESTS, level)]
             assert made == again, "an abort left something behind"
+            conversations = converse_later(engine, level)
+            race_while_some_wait(engine, level)
             states = [state(engine)]
             engine.sleep()
             engine.sleep()  # as when a preempted run saves
         after_sleep(engine, level)
-        found[f"level {level}"] = {"calls": calls, "made": made, "states": [*states, state(engine)]}
+        found[f"level {level}"] = {"calls": calls, "made": [made, conversations], "states": [*states, state(engine)]}
     engine.wake_weights()
     found["states"].append(state(engine))
     engine.wake_kv_cache()

@@ -52,7 +52,7 @@ def main() -> None:
         config.model, config.rollout, config.max_rollout_tokens, session, stop_token_ids(config.model.path, tokenizer)
     )
     policy = build_policy(config.model, config.rollout.temperature, session)
-    weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib)
+    weight_sync = WeightSync(policy, engine, config.rollout.sync_bucket_bytes(session.device.type))
 
     def evaluator(held_out: HeldOut, section: EvalConfig) -> Evaluator:
         writer = RolloutWriter(Path(config.run_dir), config.logging, session)

@@ -62,7 +62,7 @@ class Trials:
         )
         assert torch.equal(random_state, torch.get_rng_state())
         self.optimizer, _ = build_optimizer(self.policy, self.config.optimizer)
-        self.weight_sync = WeightSync(self.policy, self.engine, 1, prove_every_steps=1)
+        self.weight_sync = WeightSync(self.policy, self.engine, 1 << 20, prove_every_steps=1)
         self.base = self.base_bytes()
         self.step = 0
 

@@ -52,7 +52,7 @@ class Engine:
             lambda: self.preemption.should_abort(),
         )  # fmt: skip
         policy = build_policy(config.model, config.rollout.temperature, self.session)
-        self.weights_id = WeightSync(policy, self.engine, config.rollout.weight_sync_bucket_mib).sync(STEP).weights_id
+        self.weights_id = WeightSync(policy, self.engine, 1 << 20, is_named=True).sync(STEP).weights_id
         self.num_sent = self.num_aborted = self.round = self.num_done = 0
         add_request = self.engine._engine.add_request
 
@@ -174,7 +174,7 @@ def main() -> None:
             engine.engine.reset_prefix_cache()
             engine.engine.sleep()
             policy = build_policy(config.model, config.rollout.temperature, engine.session)
-            WeightSync(policy, engine.engine, config.rollout.weight_sync_bucket_mib).sync(STEP)
+            WeightSync(policy, engine.engine, 1 << 20).sync(STEP)
             found[f"{name}, gone on"] = engine.step(engine.job(f"{run_dir}/{name}"))
             found[f"{name}, once more"] = engine.step(engine.job(f"{run_dir}/{name}"))
         engine.job(run_dir)

@@ -37,7 +37,7 @@ from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import build_policy, hf_named_parameters
 from grpo_spmd.parts import open_log, open_run_dir
 from grpo_spmd.proofs.logprob_check import LogprobCheck
-from grpo_spmd.records import Decision, Rollout, StepDecision, SyncStats
+from grpo_spmd.records import Decision, Plan, Rollout, StepDecision, SyncStats
 from tests.support.learn import merged_on_all
 from tests.support.workers.sync import disturb
 
@@ -59,7 +59,7 @@ class Trials:
             self.config.model, self.config.rollout, self.config.max_rollout_tokens, self.session, [0]
         )
         self.policy = build_policy(self.config.model, self.config.rollout.temperature, self.session)
-        self.weight_sync = WeightSync(self.policy, self.engine, BUCKET_MIB)
+        self.weight_sync = WeightSync(self.policy, self.engine, BUCKET_MIB << 20)
         self.optimizer, _ = build_optimizer(self.policy, self.config.optimizer)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in hf_named_parameters(self.policy)}
         self.tied = HEAD not in self.shapes
@@ -300,7 +300,7 @@ class Trials:
         _, log = open_log(self.config, self.session, time.monotonic(), 0, check)
         nothing = no_update(self.config.loss)
         none: Any = np.zeros(0)
-        step = StepDecision(none, none, none, none, [], [], [], [], 0, 0, {"reward/mean": 0.0})
+        step = StepDecision(none, none, none, none, Plan(none, []), none, none, [], [], 0, 0, {"reward/mean": 0.0})
         decision = Decision({}, {}, {}, {}, [], 0, [], [], 0, 0, step if self.session.is_rank0 else None)
         local = nothing | sums if self.session.is_rank0 else nothing
         try:

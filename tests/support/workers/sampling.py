@@ -135,7 +135,7 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
 
 def _whole(step: StepDecision | None) -> dict[str, Any]:
     assert step is not None
-    values = {name: getattr(step, name) for name in vars(step) if name not in ("plan", "slots")}
+    values = {name: getattr(step, name) for name in vars(step) if name not in ("plan", "num_groups", "slots")}
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
 
 

@@ -33,6 +33,7 @@ from grpo_spmd.records import Completion, Prompt, RolloutGroup
 from grpo_spmd.rollout.expected import ExpectedLengths
 from grpo_spmd.rollout.sample import Sampler
 from grpo_spmd.rollout.tail import TailBatching
+from tests.support.workers.conversations import converse_later, end_while_all_wait
 
 # for 2 engines: one of them gets nothing, one more than the other, a long queue
 NUM_PROMPTS = {"none": 0, "one": 1, "odd": 7, "many": 24}
@@ -47,7 +48,7 @@ def main() -> None:
     session = start_session(tensor_parallel_size=config.rollout.tensor_parallel_size)
     engine = RolloutEngine(config.model, config.rollout, config.max_rollout_tokens, session, [0])
     policy = build_policy(config.model, config.rollout.temperature, session)
-    WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib).sync(0)
+    WeightSync(policy, engine, config.rollout.sync_bucket_bytes(session.device.type)).sync(0)
     sampler, busy_s = Sampler(engine, config.rollout.group_size, config.seed), []
 
     def sample(num_prompts: int) -> list[RolloutGroup]:
@@ -83,6 +84,8 @@ def main() -> None:
     found["busy_s"] = on_rank0(list, busy_s)
     found["turns"] = converse(engine)
     end_conversations_early(engine)
+    found["later"] = converse_later(engine)
+    end_while_all_wait(engine)
     barrier()
     found["new_keys"] = (store._store.num_keys() if store._store else 0) - num_keys
     if session.is_rank0:

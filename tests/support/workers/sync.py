@@ -27,6 +27,12 @@ from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
 from grpo_spmd.preflight.arithmetic import kv_bytes_per_token
 from grpo_spmd.preflight.model_facts import read_model
 from grpo_spmd.records import Completion, Rollout
+from tests.support.workers.conversations import (
+    converse_later,
+    end_while_all_wait,
+    fail_while_all_wait,
+    stale_cache_shows,
+)
 
 
 def main() -> None:
@@ -38,7 +44,7 @@ def main() -> None:
     kv_cache_is_as_explained(engine, config)
     policy = build_policy(config.model, config.rollout.temperature, session)
     optimizer, _ = build_optimizer(policy, config.optimizer)
-    weight_sync = WeightSync(policy, engine, config.rollout.weight_sync_bucket_mib)
+    weight_sync = WeightSync(policy, engine, config.rollout.sync_bucket_bytes(session.device.type))
     plain = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
 
     worst = 0.0
@@ -61,6 +67,11 @@ def main() -> None:
         for request, completion in zip(requests, engine.generate(requests, step), strict=True):
             worst = max(worst, difference(plain, request.prompt_ids, completion, config.rollout.temperature))
         engine.sleep()
+    stale_cache_shows(engine, weight_sync.sync, lambda: disturb(policy, optimizer, num_steps))
+    converse_later(engine, 2)
+    end_while_all_wait(engine, 2)
+    fail_while_all_wait(engine, 2)
+    engine.sleep()
     engine.wake_weights()
     refuses(lambda: engine.load_weights(all_but_one(full), 99), "not covered")
     refuses(lambda: engine.generate([Request([1], 0)], 99), "asleep")

@@ -17,6 +17,7 @@ import torch
 import torch._dynamo.utils
 
 import grpo_spmd.learn.sampled_step
+from benchmarks.speed.balance import plan_of
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.collectives import on_rank0
@@ -134,7 +135,9 @@ def deal(groups: list[RolloutGroup], how: str, session: Session) -> list[Rollout
 def plan_unpacked(*args: Any, **kwargs: Any) -> Plan:
     """The plan with every rollout in a row of its own."""
     plan = [[[[i] for row in rank for i in row] for rank in mini_batch] for mini_batch in plan_batch(*args, **kwargs)]
-    return [[rank + [[]] * (max(map(len, mini_batch)) - len(rank)) for rank in mini_batch] for mini_batch in plan]
+    return plan_of(
+        [[rank + [[]] * (max(map(len, mini_batch)) - len(rank)) for rank in mini_batch] for mini_batch in plan]
+    )
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from grpo_spmd.distributed.errors import Rank0Error
 from grpo_spmd.distributed.session import end_session, policy_mesh, start_session
 from grpo_spmd.learn import assemble, losses, sampled_step
 from grpo_spmd.learn import update as learn_update
+from grpo_spmd.learn.exchange import rollout_of
 from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
@@ -35,7 +36,7 @@ from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters
 from grpo_spmd.proofs.gradient_check import GradientCheck
 from grpo_spmd.proofs.update_check import UpdateCheck
-from grpo_spmd.records import Completion, Rollout, RolloutGroup, ScoredRollouts
+from grpo_spmd.records import Completion, Episode, Rollout, RolloutGroup, ScoredRollouts, Segment, Turn
 from tests.support.learn import sampled_step_of, updater_of
 from tests.support.workers.update import GROUP_SIZE, SETTINGS, fixed_groups, fixed_reward, with_setting
 
@@ -49,6 +50,7 @@ class Trials:
         self.tokenizer = load_tokenizer(self.config.model.path)
         self.prompts = build_prompts(read_rows(self.config.data), self.tokenizer, self.config.data, 1)
         self.policy = self.build(self.config)
+        self.are_episodes = False
         self.reference = build_reference(
             self.policy, self.config.model, self.config.rollout.temperature, 1.0, self.session
         )
@@ -68,6 +70,8 @@ class Trials:
                 ids = c.token_ids if c.finish_reason == "length" else [*c.token_ids[: 27 - 1], STOP_ID]
                 logprobs = [-0.3 * t for t in range(len(ids))]
                 completions.append(Completion(ids, logprobs, c.finish_reason))
+            if self.are_episodes:
+                completions = [as_episode(prompt.token_ids, c, kind) for kind, c in enumerate(completions)]
             groups.append(RolloutGroup(group.slot, prompt, completions))
         return groups
 
@@ -75,9 +79,14 @@ class Trials:
         scored = ScoredRollouts()
         for group in groups:
             for sample, completion in enumerate(group.completions):
-                scored.rewards.append(fixed_reward(group.slot, sample))
-                text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-                given = {"prompts": group.prompt.text, "completions": text, "completion_ids": completion.token_ids}
+                episode = completion.episode
+                has_failed = episode is not None and not episode.segments
+                scored.rewards.append(None if has_failed else fixed_reward(group.slot, sample))
+                text: Any = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+                said = text if episode is None else episode.messages
+                given = {"prompts": group.prompt.text, "completions": said, "completion_ids": completion.token_ids}
+                if has_failed:
+                    given = {}
                 scored.given.append({**group.prompt.columns, **given})
         scored.by_name = {"fixed": list(scored.rewards)}
         return scored
@@ -111,7 +120,8 @@ class Trials:
         model = config.model.path, config.model.dtype
         check = UpdateCheck(
             1, self.session, policy, reference, updater, self.tokenizer, model, set(stop_ids), config.data,
-            config.rollout, config.rewards, config.advantage, config.loss, config.optimizer, config.training,
+            config.rollout, [reward.weight for reward in config.rewards], config.advantage, config.loss,
+            config.optimizer, config.training,
         )  # fmt: skip
         for step in range(NUM_STEPS):
             groups, sampled = self.groups(), sampled_step_of(config, self.session)
@@ -140,6 +150,36 @@ class Trials:
             raise AssertionError(f"was not seen: {expected}")
 
 
+def as_episode(prompt_ids: list[int], completion: Completion, kind: int) -> Completion:
+    """The completion in two turns, between which something is given to it: one behind the other; the second in a
+    segment of its own; or in one turn alone. One of a group failed."""
+    token_ids = completion.token_ids
+    if kind == 3:
+        return Completion([], [], "stop", Episode("env_error", (), (), [], {}, [0.5], "environment: it raised"))
+    first, given = [*token_ids[: len(token_ids) // 2], STOP_ID], [7, 8, 9]
+    second = token_ids[len(first) :] if len(token_ids) > len(first) else []
+    if kind % 3 == 2 or not second:
+        parts, said = [[(prompt_ids, False), (token_ids, True)]], [token_ids]
+    elif kind % 3 == 0:
+        parts, said = [[(prompt_ids, False), (first, True), (given, False), (second, True)]], [first, second]
+    else:
+        again = [*prompt_ids, *first[:2], *given]
+        parts, said = [[(prompt_ids, False), (first, True)], [(again, False), (second, True)]], [first, second]
+    segments = tuple(
+        Segment(
+            np.array([token for ids, _ in segment for token in ids], np.int32),
+            np.repeat([own for _, own in segment], [len(ids) for ids, _ in segment]),
+        )
+        for segment in parts
+    )
+    *stopped, last = said
+    turns = (*(Turn(len(ids), "stop") for ids in stopped), Turn(len(last), completion.finish_reason))
+    messages = [{"role": "assistant", "content": str(kind)} for _ in turns]
+    all_said = [token for ids in said for token in ids]
+    logprobs = [-0.3 * t for t in range(len(all_said))]
+    return Completion(all_said, logprobs, completion.finish_reason, Episode("ok", segments, turns, messages, {}, [0.5]))
+
+
 def clean_updates(trials: Trials) -> int:
     """Every kind of loss and estimator, both dtypes, recomputation, replicas, adapters: none is refused,
     and no bit of a parameter is another than without the check."""
@@ -162,7 +202,14 @@ def clean_updates(trials: Trials) -> int:
     endless = _with(config, "loss", clip_ratio_high=1e9, dual_clip=None, rollout_correction_cap=1e9)
     for number, of_few in enumerate((config, config, endless)):
         few_rollouts(trials, of_few, number)
-    return done + 10
+    trials.are_episodes = True
+    for of_episodes in (config, _with(config, "loss", policy="gspo", aggregation="sequence")):
+        checked, plain = (trials.run(of_episodes, is_checked=is_checked) for is_checked in (True, False))
+        assert all(torch.equal(value, plain[name]) for name, value in checked.items())
+    for number in range(2):
+        few_rollouts(trials, config, number)
+    trials.are_episodes = False
+    return done + 14
 
 
 def few_rollouts(trials: Trials, config: Config, number: int) -> None:
@@ -290,9 +337,94 @@ def faults(trials: Trials) -> int:
     return done
 
 
+def faults_of_episodes(trials: Trials) -> int:
+    """As `faults`, where rollouts have turns."""
+    trials.are_episodes, done = True, 0
+    decode, other = assemble.decode_rollouts, "with other tokens, logprobs or advantages"
+
+    def sees(expected: str, **changes: Any) -> None:
+        nonlocal done
+        trials.sees(expected, **changes)
+        done += 1
+
+    def arrives(change: Callable[[Rollout], tuple[Segment, ...]]) -> Any:
+        def changed(payload: bytes) -> list[Rollout]:
+            rollouts = [(r, change(r)) for r in decode(payload)]
+            return [
+                rollout_of(r.rollout_id, r.advantages, r.loss_mask, segments, r.rollout_logprobs) if segments else r
+                for r, segments in rollouts
+            ]
+
+        return patch.object(assemble, "decode_rollouts", changed)
+
+    def late(rollout: Rollout) -> tuple[Segment, ...]:
+        """A turn without its first token, with one that was given behind it."""
+        found = []
+        for segment in rollout.segments:
+            sampled, ends = segment.sampled.copy(), np.flatnonzero(segment.sampled[:-1] & ~segment.sampled[1:])
+            for end in ends[:1]:
+                sampled[[int(sampled.argmax()), end + 1]] = [False, True]
+            found.append(Segment(segment.token_ids, sampled))
+        return tuple(found)
+
+    def other_answer(rollout: Rollout) -> tuple[Segment, ...]:
+        """What was given between the turns is another's."""
+        found = []
+        for segment in rollout.segments:
+            ids = segment.token_ids.copy()
+            ids[~segment.sampled & (np.cumsum(segment.sampled) > 0)] = 11
+            found.append(Segment(ids, segment.sampled))
+        return tuple(found)
+
+    sees(other, within=arrives(late))
+    sees(other, within=arrives(other_answer))
+    sees(other, within=arrives(lambda rollout: rollout.segments[::-1]))
+
+    def swapped(payload: bytes) -> list[Rollout]:
+        rollouts = decode(payload)
+        return [
+            dataclasses.replace(r, segments=s.segments, completion_ids=s.completion_ids,
+                                rollout_logprobs=s.rollout_logprobs, prompt_ids=s.prompt_ids)
+            for r, s in zip(rollouts, [*rollouts[1:], *rollouts[:1]], strict=True)
+        ]  # fmt: skip
+
+    sees(other, within=patch.object(assemble, "decode_rollouts", swapped))
+    neighbours = patch.object(model_policy, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest))
+    sees("the logprob of a token", within=neighbours)
+
+    def turned(change: Callable[[Episode], Episode]) -> Callable[[list[RolloutGroup]], list[RolloutGroup]]:
+        def of_groups(groups: list[RolloutGroup]) -> list[RolloutGroup]:
+            return [
+                dataclasses.replace(g, completions=[
+                    dataclasses.replace(c, episode=change(c.episode)) if c.episode and len(c.episode.turns) == 2 else c
+                    for c in g.completions
+                ]) for g in groups
+            ]  # fmt: skip
+
+        return of_groups
+
+    def cut(episode: Episode) -> Episode:
+        first, second = episode.turns
+        return dataclasses.replace(episode, turns=(Turn(first.num_tokens, "length"), second))
+
+    def longer(episode: Episode) -> Episode:
+        first, second = episode.turns
+        turns = Turn(first.num_tokens + 1, "stop"), Turn(second.num_tokens - 1, second.finish_reason)
+        return dataclasses.replace(episode, turns=turns)
+
+    sees("an episode goes on after a turn that was cut off", change_groups=turned(cut))
+    sees("an episode is none: a turn has tokens before and behind one that was given", change_groups=turned(longer))
+
+    def as_text(scored: ScoredRollouts) -> None:
+        scored.given = [given | {"completions": "4"} if given else given for given in scored.given]
+
+    sees("the reward functions were given another 'completions'", change_scored=as_text)
+    return done
+
+
 def main() -> None:
     trials = Trials(sys.argv[1])
-    num_clean, num_seen = clean_updates(trials), faults(trials)
+    num_clean, num_seen = clean_updates(trials), faults(trials) + faults_of_episodes(trials)
     print(f"rank {trials.session.rank}: {num_clean} clean updates pass, {num_seen} faults seen", flush=True)
     end_session()
 

@@ -1,0 +1,290 @@
+"""What the README's table says of the rows of `agreement/`, `survival/` and `gpu_day/`, and the larger tables made of
+them. Where trials stand each by itself, a row is replaced by a newer one of the same trial alone; rows of faults that
+were tried again on one commit add up."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from benchmarks.agreement.mutations_faults import FAULTS
+from benchmarks.support.record import Line, Record, RecordedRow, Rows, figure, listed, span, spread, taken_on
+
+
+def learning(record: Record) -> Iterator[Line]:
+    rows = record.run("learning", "variant")
+    if rows:
+        missed = [f"{row['variant']} ({figure(row.number('last ten'))})" for row in rows if not row["reached"]]
+        parts = [f"{len(rows) - len(missed)} of {len(rows)} variants reach their goal"]
+        parts += [f"not: {', '.join(missed)}"] if missed else []
+        parts += [
+            f"{goal}: {span(row.number('last ten') for row in rows if row['goal'] == goal)}, from "
+            f"{span(row.number('first ten') for row in rows if row['goal'] == goal)} over the first ten"
+            for goal in dict.fromkeys(row["goal"] for row in rows)
+        ]
+        yield Line("mean reward of the last ten steps, under each algorithm", "; ".join(parts), rows)
+
+
+def trl_loss(record: Record) -> Iterator[Line]:
+    rows = record.run("trl_loss", "variant")
+    if rows:
+        verdicts = Counter(row["verdict"].partition(" ")[0] for row in rows)
+        same = [row for row in rows if row["verdict"] == "same"]
+        failed = [row["variant"] for row in rows if row["verdict"] == "FAILED"]
+        figures = (
+            f"{verdicts['same']} of {verdicts['same'] + verdicts['FAILED']} that should be are the same"
+            + (f" (not: {', '.join(failed)})" if failed else "")
+            + f": losses within {figure(max(row.number('loss off by') for row in same))}, gradients within "
+            f"{figure(max(row.number('gradients off by') for row in same))}, where the nearest other variant is "
+            f"{figure(min(row.number('next variant') for row in same))} away; {verdicts['differs']} differ on purpose"
+        )
+        yield Line(f"losses and gradients beside TRL {rows[0]['TRL version']}'s", figures, rows)
+
+
+def families(record: Record) -> Iterator[Line]:
+    for ranks in sorted({_ranks(row) for row in record.all("families")}):
+        by_outcome = _families(record, ranks)
+        figures = ", ".join(f"{len(types)} {_OUTCOMES.get(outcome, outcome)}" for outcome, types in by_outcome.items())
+        rows = [row for types in by_outcome.values() for rows in types.values() for row in rows]
+        what = "model types that transformers and vLLM both know"
+        yield Line(f"{what}, {ranks} ranks sharing an engine" if ranks > 1 else what, figures, rows)
+
+
+def _ranks(row: RecordedRow) -> int:
+    """Older rows are of one."""
+    return int(row.get("ranks", 1))
+
+
+_OUTCOMES = {"trains": "train", "refused": "are refused in one line", "not made": "transformers cannot make tiny"}
+
+
+def _families(record: Record, ranks: int = 1) -> dict[str, dict[str, Rows]]:
+    """{outcome: {model type: its rows}}; what trains comes first."""
+    of_type: dict[str, dict[str, RecordedRow]] = {}
+    for row in (row for row in record.all("families") if _ranks(row) == ranks):
+        kept = of_type.get(row["family"], {})
+        if any(other["commit"] != row["commit"] for other in kept.values()):
+            kept = {}
+        of_type[row["family"]] = kept | {row["dtype"]: row}
+    found: dict[str, dict[str, Rows]] = {"trains": {}}
+    for name, rows in sorted(of_type.items()):
+        outcome = ", ".join(dict.fromkeys(row["outcome"] for row in rows.values()))
+        found.setdefault(outcome, {})[name] = list(rows.values())
+    return {outcome: types for outcome, types in found.items() if types}
+
+
+def families_table(record: Record) -> Iterator[str]:
+    by_outcome = _families(record)
+    yield "| | number | mean difference of policy and engine, nats a token, of the worst step | model types |"
+    yield "|---|---|---|---|"
+    for outcome, types in by_outcome.items():
+        rows = [row for of_type in types.values() for row in of_type]
+        worst = {
+            dtype: max(row.number("mismatch") for row in rows if row["dtype"] == dtype and row["mismatch"] != "")
+            for dtype in dict.fromkeys(row["dtype"] for row in rows if row["mismatch"] != "")
+        }
+        unproved = [row["family"] for row in rows if outcome == "trains" and not _is_whole(row["proved"])]
+        said = ", ".join(f"at most {figure(most)} in {dtype}" for dtype, most in worst.items()) or "-"
+        if outcome == "trains":
+            said += f"; proved in part: {listed(unproved)}" if unproved else "; all tensors proved"
+            if copied := {row["family"]: row["direct"] for row in rows if "direct" in row}:
+                part = [family for family, direct in copied.items() if not _is_whole(direct)]
+                said += f"; copied directly as the loader does to the bit, in part: {listed(part) or 'none'}"
+                missing = dict.fromkeys(row["family"] for row in rows if row["family"] not in copied)
+                said += f"; not compared: {listed(missing)}" if missing else ""
+        yield f"| {outcome} | {len(types)} | {said} | {', '.join(types)} |"
+
+
+def _is_whole(covered: str) -> bool:
+    """ "25 of 24": a tied head, which no checkpoint has, is proved by itself."""
+    part, _, whole = covered.partition(" of ")
+    return int(part) >= int(whole)
+
+
+def plan(record: Record) -> Iterator[Line]:
+    rows = record.newest("plan_cpu", "model", "ranks", "variant", "bytes")
+    if rows:
+        variants = {(row["model"], row["ranks"], row["variant"]) for row in rows}
+        off = max(abs(row.number("off_percent")) for row in rows)
+        figures = f"all {len(rows)} figures of {len(variants)} runs within {figure(off)} %"
+        yield Line("the planner's live bytes beside those of a real CPU rank without its peers", figures, rows)
+    rows = record.newest("plan_published", *_PUBLISHED)
+    if rows:
+        parts = [
+            f"{which} {span(row.number('off_percent') for row in rows if row['which_is'] == which)} %"
+            for which in dict.fromkeys(row["which_is"] for row in rows)
+        ]
+        figures = f"{'; '.join(parts)}"
+        yield Line("the planner beside memory that others published of FSDP2 runs", figures, rows)
+
+
+_PUBLISHED = "model", "ranks", "tokens", "recomputed", "which_is"
+
+
+def plan_table(record: Record) -> Iterator[str]:
+    yield "| | recomputed | predicted, GiB | published, GiB | difference | source |"
+    yield "|---|---|---|---|---|---|"
+    for row in record.newest("plan_published", *_PUBLISHED):
+        sizes = f"{figure(row.number('predicted_gib'))} | {figure(row.number('published_gib'))}, {row['which_is']}"
+        ran = f"{row['model']} on {row['ranks']} ranks, {row['tokens']:,} tokens each | {row['recomputed']}"
+        yield f"| {ran} | {sizes} | {row.number('off_percent'):+.1f} % | {row['source']} |"
+
+
+def predictions_table(record: Record) -> Iterator[str]:
+    """Of configs/README.md; what nobody has measured."""
+    columns = "config", "on", "margin", "tightest", "weight sync", "rollout", "update", _SEQUENCES, "step, s"
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
+    for row in record.newest("plan_predictions", "config", "on"):
+        gib = [f"{row.number(f'{what}_gib'):.1f}" for what in ("margin", "weight_sync", "rollout", "update")]
+        tightest = row["tightest"].replace("_", " ") if row["fits"] else "does not fit"
+        cells = [
+            row["config"],
+            row["on"],
+            gib[0],
+            tightest,
+            *gib[1:],
+            row["kv_sequences"],
+            f"{row.number('step_s'):.0f}",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+_SEQUENCES = "full-length sequences at one time"
+
+
+def mutations(record: Record) -> Iterator[Line]:
+    rows, untried = _mutations(record)
+    if rows:
+        parts = [f"the running proofs stop {len(rows) - len(_unseen(rows, 'running proofs'))}"]
+        parts.append(f"the tests see {len(rows) - len(_unseen(rows, 'tests'))}")
+        neither = [row["fault"] for row in rows if not row["as it should be"]]
+        parts.append(f"unseen or broken: {'; '.join(neither) or 'none'}")
+        parts += [f"not tried yet: {len(untried)}"] if untried else []
+        yield Line(f"{len(rows)} faults planted in a copy of this repository", "; ".join(parts), rows)
+
+
+def _mutations(record: Record) -> tuple[Rows, list[str]]:
+    """Rows of the faults that there are now, and the names of those without one."""
+    found = {row["fault"]: row for row in record.newest("mutations", "fault")}
+    names = [fault.name for fault in FAULTS]
+    return [found[name] for name in names if name in found], [name for name in names if name not in found]
+
+
+def _unseen(rows: Rows, by: str) -> list[str]:
+    return [row["fault"] for row in rows if row[by] in ("not seen", "passes", "-") or row[by].startswith("broken")]
+
+
+def mutations_table(record: Record) -> Iterator[str]:
+    rows, untried = _mutations(record)
+    yield "| of the faults of `mutations` | |"
+    yield "|---|---|"
+    yield f"| seen by tests alone | {_or_none(_unseen(rows, 'running proofs'))} |"
+    yield f"| seen by running proofs alone | {_or_none(_unseen(rows, 'tests'))} |"
+    yield f"| not tried yet | {_or_none(untried)} |"
+
+
+def _or_none(names: Iterable[str]) -> str:
+    return "; ".join(names) or "none"
+
+
+def contract(record: Record) -> Iterator[Line]:
+    rows = record.newest("contract", "vllm")
+    if rows:
+        parts = [
+            f"vLLM {row['vllm']} with torch {row['its torch']} keeps {row['kept']} of {row['rows']}, breaks "
+            f"{row['broken']}, lacks {row['absent_as_allowed']} as allowed"
+            for row in rows
+        ]
+        parts += [f"imported: {said}" for said in dict.fromkeys(row["imported"] for row in rows)]
+        yield Line("what `engine/` relies on, held against vLLM's GPU wheels", "; ".join(parts), rows)
+
+
+def slurm_trial(record: Record) -> Iterator[Line]:
+    rows = record.newest("slurm_trial", "tried")
+    if rows:
+        wrong = [f"{row['tried']}: {row['outcome']}" for row in rows if row["outcome"] != "ok"]
+        leaving = [row.number("to_leave_s") for row in rows if row["to_leave_s"] != "-"]
+        parts = [f"{len(rows) - len(wrong)} of {len(rows)} trials ended as they should", *wrong]
+        parts += [f"a job was out within {figure(max(leaving))} s"] if leaving else []
+        parts.append(f"{sum(row['left_behind'] for row in rows)} processes left behind")
+        yield Line("`launch/slurm.sbatch` on a real Slurm of two nodes", "; ".join(parts), rows)
+
+
+def faults(record: Record) -> Iterator[Line]:
+    rows = record.newest_commit("faults", "fault")
+    if rows:
+        tried, survived = (sum(row[column] for row in rows) for column in ("tried", "survived"))
+        lost = [f"{row['fault']}: {row['lost']}" for row in rows if row["lost"]]
+        figures = f"{tried:,} tried, {survived:,} survived; lost: {', '.join(lost) or 'none'}"
+        yield Line(
+            f"{len({row['fault'] for row in rows})} kinds of kills, damage, full disks, hangs and signals",
+            figures,
+            rows,
+        )
+
+
+# What begins a fault's name, and what a table says of all of these; others have a line of their own.
+_KINDS = (
+    ("SIGKILL of a random rank", "SIGKILL of a random rank at a random time; torchrun starts the ranks again"),
+    ("SIGKILL of torchrun and all ranks", "SIGKILL of torchrun and all ranks, `resume: auto`"),
+    ("SIGKILL of a rank, write: ", "SIGKILL of a rank at each place of a write"),
+    ("SIGKILL of a rank, ", "SIGKILL of a rank in each phase"),
+    ("SIGKILL of a whole tree", "SIGKILL of torchrun, ranks, reward workers and sandboxes at once, at random times"),
+    ("SIGSTOP of a rank, ", "SIGSTOP of a rank in odd places: engine start, model build, evaluation, a save, the end"),
+    ("checkpoint: a file ", "a file of a checkpoint cut short, emptied, removed or added, with a bit flipped, zeroed"),
+    ("newest checkpoint damaged", "the newest checkpoint damaged, real starts"),
+    ("no usable checkpoint", "no checkpoint that can be used, real starts"),
+    ("disk ", "disk full before, in and during a save"),
+    ("folder read-only", "a folder that is read-only"),
+    ("save of 1 M ", "training waits 5 times less for a save than a save takes, 1M parameters"),
+    ("save of ", "the same, larger models"),
+    ("SIG", "a signal to torchrun: saved, gone, no orphans"),
+)
+
+
+def faults_table(record: Record) -> Iterator[str]:
+    kinds: dict[str, Rows] = {said: [] for _, said in _KINDS}
+    for row in record.newest_commit("faults", "fault"):
+        kind = next((said for begin, said in _KINDS if row["fault"].startswith(begin)), row["fault"])
+        kinds.setdefault(kind, []).append(row)
+    yield "| | tried | survived | lost | worst | commit, date |"
+    yield "|---|---|---|---|---|---|"
+    for kind, rows in ((kind, rows) for kind, rows in kinds.items() if rows):
+        sums = [f"{sum(row[column] for row in rows):,}" for column in ("tried", "survived", "lost")]
+        yield f"| {kind} | {' | '.join(sums)} | {_worst(rows)} | {taken_on(rows)} |"
+
+
+def _worst(rows: Rows) -> str:
+    """The row's own words with the largest number that begins them; of "times less" the smallest."""
+    said = [str(row["worst"]) for row in rows]
+    numbered = [(float(found[0]), text) for text in said if (found := re.search(r"-?\d+(\.\d+)?(e-?\d+)?", text))]
+    if not numbered:
+        return said[0]
+    return (min if any(" x less" in text for text in said) else max)(numbered)[1]
+
+
+def gpu_day(record: Record) -> Iterator[Line]:
+    rows = record.run("gpu_day_proofs", "what")
+    if rows:
+        parts = [f"{row['what']} {spread(row, 'median')} {row['unit']}" for row in rows if row["median"] != "-"]
+        held = "all proofs held" if all(row["all proofs held"] for row in rows) else "NOT all proofs held"
+        yield Line(f"a run whose every sync and update is proved, on a GPU: {held}", "; ".join(parts), rows)
+    rows = record.run("gpu_day_tests", "tests")
+    if rows:
+        figures = f"{rows[0]['passed']} passed, {rows[0]['failed']} failed, {rows[0].get('skipped', '-')} skipped"
+        yield Line("the tests that need a GPU", figures, rows)
+    rows = record.run("gpu_day_trl", "side", "micro_batch")
+    theirs = [row for row in rows if row["side"] != "ours"]
+    if theirs:
+        parts = [
+            f"at its micro-batch {row['micro_batch']} a step takes {figure(row.number('step_to_ours'))} times ours, an "
+            f"update {figure(row.number('update_to_ours'))}"
+            for row in theirs
+        ]
+        yield Line(f"a step beside TRL's on a GPU, {theirs[0]['model']}", "; ".join(parts), rows)
+    rows = record.run("gpu_day_crash", "model")
+    if rows:
+        figures = f"went on at step {rows[0]['went_on_at_step']}; problems: {rows[0]['problems']}"
+        yield Line("all processes killed on a GPU, the same command again", figures, rows)

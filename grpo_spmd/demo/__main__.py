@@ -1,0 +1,44 @@
+"""Makes what a demo trains, from a seed and without a download.
+
+python -m grpo_spmd.demo [countdown|tools] [--out .demo] [--seed 0] [--numbers 2|3-4]
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from grpo_spmd.config.command_line import OneLineParser
+from grpo_spmd.demo.countdown import make_demo
+from grpo_spmd.demo.making import temporary_folder
+from grpo_spmd.demo.tools import make_tools_demo
+from grpo_spmd.distributed import interrupt
+
+_FOLDERS = {"countdown": Path(".demo"), "tools": Path(".demo-tools")}
+
+
+def main() -> None:
+    parser = OneLineParser(prog="python -m grpo_spmd.demo", description="Make a demo's model and prompts.")
+    parser.add_argument("name", nargs="?", choices=tuple(_FOLDERS), default="countdown")
+    parser.add_argument("--out", type=Path, help="the folder; default: .demo, of another than countdown .demo-NAME")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--numbers", choices=("2", "3-4"), default="2", help="how many numbers a task of countdown has")
+    args = parser.parse_args()
+    out = args.out or _FOLDERS[args.name]
+
+    def quit_cleanly(_: int) -> None:
+        interrupt.tell("demo: stopped by Ctrl-C; the demo's model is not made")
+        shutil.rmtree(temporary_folder(out), ignore_errors=True)
+        os._exit(1)
+
+    interrupt.hear(quit_cleanly)
+    os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it; on a busy machine a second thread makes it many times slower
+    if args.name == "tools":
+        make_tools_demo(out, args.seed)
+    else:
+        make_demo(out, args.seed, args.numbers)
+
+
+if __name__ == "__main__":
+    main()

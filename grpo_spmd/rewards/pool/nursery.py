@@ -1,0 +1,309 @@
+"""Processes that run users' code: a nursery without torch that loads it once, and the workers that it forks.
+
+    python -m MODULE SOCKET_FD PARENT_PID      (by processes.py; MODULE calls run_nursery)
+
+It is started by exec, so that no thread, lock or GPU of the rank comes along. The nursery adopts whatever its workers
+leave behind (child subreaper), reaps it, and kills it all when the rank goes away, however it goes. A worker serves one
+call at a time over its own socket: JSON out, JSON back. It lives in its own process group, so that one kill ends it
+together with the helpers that the user's code started.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import datetime
+import decimal
+import json
+import os
+import pdb
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from grpo_spmd.config.errors import ConfigError
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]  # a call's message to its reply
+# From what the pool sends at the start: facts for it, and what makes, in a worker, the function that answers.
+Load = Callable[[dict[str, Any]], tuple[Any, Callable[["Worker"], Answer]]]
+
+MAX_FRAME_BYTES, MAX_ERROR_CHARS = 1 << 30, 4000
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_SIGNALS = {number.value: number.name for number in signal.Signals}
+# What a data row may hold beyond JSON (parquet columns): to JSON and back.
+_BEYOND_JSON: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    decimal.Decimal: (str, decimal.Decimal),
+    datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
+    datetime.timedelta: (datetime.timedelta.total_seconds, lambda seconds: datetime.timedelta(seconds=seconds)),
+}
+_DECODERS = {kind.__name__: decode for kind, (_, decode) in _BEYOND_JSON.items()}
+_TAG = "__grpo_spmd_type__"
+
+
+def encode_frame(message: dict[str, Any], to: str = "a reward worker") -> bytes:
+    """A message as JSON behind its length. Raises TypeError for what neither JSON nor `_BEYOND_JSON` knows."""
+
+    def encode(value: Any) -> Any:
+        kind = type(value).__name__
+        if type(value) not in _BEYOND_JSON:
+            raise TypeError(f"a value of type {kind} cannot be sent to {to}; make it JSON in the data")
+        return {_TAG: kind, "value": _BEYOND_JSON[type(value)][0](value)}
+
+    payload = json.dumps(message, default=encode).encode()
+    return len(payload).to_bytes(4, "big") + payload
+
+
+def decode_frame(buffer: bytearray, most_bytes: int = MAX_FRAME_BYTES) -> dict[str, Any] | None:
+    """Take one message from the front of `buffer`; None while it is not whole. ValueError for what is no message."""
+    if len(buffer) < 4:
+        return None
+    end = 4 + int.from_bytes(buffer[:4], "big")
+    if end > most_bytes:
+        raise ValueError("not a message of a worker")
+    if len(buffer) < end:
+        return None
+    message = json.loads(
+        buffer[4:end], object_hook=lambda found: _DECODERS[found[_TAG]](found["value"]) if _TAG in found else found
+    )
+    del buffer[:end]
+    if not isinstance(message, dict):
+        raise ValueError("not a message of a worker")
+    return message
+
+
+class _Debugger(pdb.Pdb):
+    def do_EOF(self, arg: str) -> bool | None:
+        """Ctrl-D on a terminal leaves the debugger; where piped commands end, which one worker has read, go on."""
+        return super().do_EOF(arg) if sys.stdin.isatty() else self.do_continue(arg)
+
+
+class Worker:
+    """One forked process: it serves calls until its socket ends."""
+
+    def __init__(self, sock: socket.socket, terminal: tuple[int, int]) -> None:
+        self._sock, self._terminal = sock, terminal
+        self._pid = os.getpid()
+        self._buffer = bytearray()
+        self._log_fds: tuple[int, int] | None = None
+        self._stdin: TextIO | None = None
+        sys.breakpointhook = self._breakpoint
+
+    def serve(self, answer: Answer) -> None:
+        while (message := self._receive()) is not None:
+            reply = answer(message)
+            if os.getpid() != self._pid:  # a child that the user's code forked is back too: only its parent answers
+                os._exit(0)
+            with suppress(Exception):  # the user's code may have closed or replaced them
+                sys.stdout.flush()
+                sys.stderr.flush()
+            self._leave_terminal()
+            self.say(reply)
+
+    def say(self, message: dict[str, Any]) -> None:
+        """To the pool. A child that the user's code forked, and that has come back from it, says nothing and ends."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+        self._sock.sendall(encode_frame(message))
+
+    def _receive(self) -> dict[str, Any] | None:
+        while (message := decode_frame(self._buffer)) is None:
+            chunk = self._sock.recv(1 << 20)
+            if not chunk:
+                return None
+            self._buffer += chunk
+        return message
+
+    def _breakpoint(self, *_: Any, **__: Any) -> None:
+        """breakpoint() in user code: the pool stops this call's clock and lends the terminal, on which pdb runs."""
+        if os.environ.get("PYTHONBREAKPOINT") == "0" or os.getpid() != self._pid:
+            return
+        if self._log_fds is None:
+            self.say({"breakpoint": self._pid})
+            if self._receive() is None:
+                os._exit(0)
+            sys.stdout.flush()
+            self._log_fds = os.dup(0), os.dup(1)
+            for fd, terminal in enumerate(self._terminal):
+                os.dup2(terminal, fd)
+            if self._stdin is None:  # the same one ever after: it may hold piped commands for a later breakpoint
+                self._stdin = open(0, closefd=False)  # noqa: SIM115
+            sys.stdin = self._stdin
+        _Debugger().set_trace(sys._getframe(1))
+
+    def _leave_terminal(self) -> None:
+        for fd, log_fd in enumerate(self._log_fds or ()):
+            os.dup2(log_fd, fd)
+            os.close(log_fd)
+        self._log_fds = None
+
+
+def run_nursery(load: Load) -> None:
+    """Be the nursery that sys.argv tells of. Does not return."""
+    _Nursery(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), load).run()
+
+
+class _Nursery:
+    def __init__(self, rank: socket.socket, parent_pid: int, load: Load) -> None:
+        self._rank, self._load = rank, load
+        self._workers: dict[int, int] = {}  # pid to the pool's number for it
+        self._wakeup, wakeup_write = os.pipe()
+        os.set_blocking(wakeup_write, False)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._end)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent_pid:  # it died before we could ask to be told
+            os._exit(0)
+        # The terminal, for the debugger. All else that is printed here goes to the pool's file, our stderr.
+        self._terminal = os.dup(0), os.dup(1)
+        os.dup2(2, 1)
+        with open(os.devnull) as devnull:
+            os.dup2(devnull.fileno(), 0)
+
+    def run(self) -> None:
+        try:
+            with suppress(ConnectionError):  # the rank died with messages of ours unread
+                self._serve()
+        except BaseException:
+            traceback.print_exc()
+            self._end(code=1)
+        self._end()
+
+    def _serve(self) -> None:
+        setup = json.loads(self._rank.recv(1 << 20))
+        sys.path[:] = setup["sys_path"]
+        try:
+            facts, make = self._load(setup)
+        except BaseException as error:
+            text = str(error) if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
+            self._tell({"error": text[-MAX_ERROR_CHARS:]})
+            os._exit(1)
+        self._tell({"ready": facts})
+        selector = selectors.DefaultSelector()
+        selector.register(self._rank, selectors.EVENT_READ)
+        selector.register(self._wakeup, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd == self._wakeup:
+                    os.read(self._wakeup, 4096)
+                    self._reap()
+                    continue
+                payload, fds, _, _ = socket.recv_fds(self._rank, 1 << 16, 2)
+                if not payload:
+                    self._end()
+                message = json.loads(payload)
+                if "spawn" in message:
+                    self._spawn(make, message["spawn"], *fds)
+                else:
+                    for pid in [pid for pid, number in self._workers.items() if number == message["kill"]]:
+                        _kill_group(pid)
+
+    def _spawn(self, make: Callable[[Worker], Answer], number: int, sock_fd: int, log_fd: int) -> None:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                nursery_pid = os.getppid()
+                os.setpgid(0, 0)
+                signal.set_wakeup_fd(-1)
+                for number_ in (signal.SIGCHLD, signal.SIGTERM):
+                    signal.signal(number_, signal.SIG_DFL)
+                _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != nursery_pid:
+                    os._exit(0)
+                self._rank.close()
+                os.close(self._wakeup)
+                os.dup2(log_fd, 1)
+                os.dup2(log_fd, 2)
+                os.close(log_fd)
+                for stream in (sys.stdout, sys.stderr):
+                    stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+                worker = Worker(socket.socket(fileno=sock_fd), self._terminal)
+                worker.serve(make(worker))
+                status = 0
+            except OSError:  # the pool is gone, or the user's code closed our socket
+                pass
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        with suppress(OSError):  # the child does the same; whoever comes first
+            os.setpgid(pid, pid)
+        os.close(sock_fd)
+        os.close(log_fd)
+        self._workers[pid] = number  # this thread also reaps, so that it cannot have died unnoticed before this line
+
+    def _reap(self) -> None:
+        """Collect the dead. With a worker go its group, before its pid is free again, and helpers beside it."""
+        while (ended := _first_dead_child()) is not None:
+            if ended.si_pid in self._workers:
+                _kill_group(ended.si_pid)
+                os.waitpid(ended.si_pid, 0)
+                code, has_exited = ended.si_status, ended.si_code == os.CLD_EXITED
+                how = f"exited with code {code}" if has_exited else f"died of {_SIGNALS.get(code, f'signal {code}')}"
+                self._kill_adopted()
+                self._tell({"died": self._workers.pop(ended.si_pid), "how": how})
+            else:
+                os.waitpid(ended.si_pid, 0)
+
+    def _kill_adopted(self, patience_s: float = 2) -> None:
+        """Kill what was reparented to us until there is none: each kill may hand us the killed one's children."""
+        deadline = time.monotonic() + patience_s
+        while adopted := [pid for pid in _children() if pid not in self._workers]:
+            for pid in adopted:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            if time.monotonic() > deadline:  # in an uninterruptible wait, say for a dead file server
+                return
+            time.sleep(0.002)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        try:
+            self._rank.send(json.dumps(message).encode())
+        except OSError:
+            self._end()
+
+    def _end(self, *_: Any, code: int = 0) -> None:
+        """Leave nothing behind. Patient, since nobody comes after us: a machine may stall for seconds."""
+        for pid in self._workers:
+            _kill_group(pid)
+        self._workers.clear()
+        self._kill_adopted(patience_s=60)
+        os._exit(code)
+
+
+def _first_dead_child() -> Any:
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return None
+
+
+def _children() -> list[int]:
+    with suppress(OSError):  # a kernel without CONFIG_PROC_CHILDREN
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return []
+
+
+def _kill_group(pid: int) -> None:
+    for kill in (os.killpg, os.kill):  # the group may not be there yet
+        with suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    with suppress(AttributeError):  # only Linux has it
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

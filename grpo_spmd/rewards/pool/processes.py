@@ -1,0 +1,321 @@
+"""The rank's side of processes that run users' code: one call at a time in each, a deadline for it, and a hard kill.
+
+The rank starts one small nursery by exec (nursery.py), which loads the user's code once and forks workers. This side
+sends calls to them, watches the clock, lends the terminal to a debugger and bounds the file of what is printed. What a
+call is, and what becomes of its answer or failure, is the matter of whoever derives from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.distributed import doctor
+from grpo_spmd.files import hold_standard_streams
+from grpo_spmd.rewards.callables import packed
+from grpo_spmd.rewards.pool.nursery import MAX_FRAME_BYTES, decode_frame, encode_frame
+
+_START_S = 600.0  # a user's file may load a model when it is imported
+_MAX_LOG_BYTES = 16 << 20
+_GONE_GRACE_S = 1.0  # between the end of a worker's socket and the word how the worker died
+_PATIENCE_S = 0.02  # for the rest of a message of which a part is there
+_OTHER_FILES = 100  # that a rank may have open beside those of its workers
+HowItFailed = Literal["error", "timeout"]
+
+
+@dataclass(eq=False)
+class WorkerProcess:
+    """A worker as the pool knows it."""
+
+    number: int
+    sock: socket.socket
+    buffer: bytearray = field(default_factory=bytearray)
+    call: Any = None  # what it is at
+    deadline: float = math.inf
+    has_hung_up: bool = False
+    wants_terminal: bool = False
+    pid: int = 0  # known once it asks for the terminal
+
+
+def allow_workers(num_workers: int, key: str) -> None:
+    """Raise the limit of open files, of which a worker takes one here; ConfigError where it cannot be raised so far."""
+    needed, (soft, hard) = num_workers + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if needed > hard != resource.RLIM_INFINITY:
+        most = f"the limit of open files (ulimit -Hn) is {hard}: {max(hard - _OTHER_FILES, 1)} workers would do"
+        raise ConfigError(f"{key} ({num_workers}) needs {needed} open files on each rank, and {most}")
+    if needed > soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+class ProcessPool(AbstractContextManager["ProcessPool"]):
+    """Workers of one nursery, which `close()` ends. For the thread that made it alone."""
+
+    _what: str  # its workers are for, in errors
+    _max_frame_bytes = MAX_FRAME_BYTES
+
+    def __init__(
+        self,
+        module: str,
+        setup: Mapping[str, Any],
+        rewards: Sequence[RewardConfig],
+        log_file: Path,
+        *,
+        check: Callable[[], None] = lambda: None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the nursery, `python -m module`; it loads `rewards` and what `setup`, JSON, says while the caller goes
+        on. `log_file` gets what workers print; it and its folder are made with the first worker. `check` is called
+        twice a second by those who wait; what it raises ends that. `variables` go into the nursery's environment."""
+        hold_standard_streams()
+        functions = packed(rewards)
+        self._log_file, self._check = log_file, check
+        self._log: int | None = None
+        self._workers: dict[int, WorkerProcess] = {}
+        self._num_started = 0
+        self._debugged: WorkerProcess | None = None
+        self._selector = selectors.DefaultSelector()
+        self._nursery_says = tempfile.TemporaryFile()  # noqa: SIM115
+        self._nursery, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            fds = [theirs.fileno(), *([] if functions is None else [functions])]
+            command = [sys.executable, "-m", module, str(fds[0]), str(os.getpid())]
+            # In a process group of its own: Ctrl-C is for the rank, and the nursery ends when the rank has gone.
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=fds,
+                stderr=self._nursery_says,
+                process_group=0,
+                env={**os.environ, **(variables or {})},
+            )
+        whole = {**setup, "sys_path": sys.path, "rewards": [asdict(reward) for reward in rewards]}
+        if functions is not None:
+            whole["functions"] = functions
+            os.close(functions)
+        self._nursery.send(json.dumps(whole).encode())
+        self._selector.register(self._nursery, selectors.EVENT_READ)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes of the pool and whatever they left running."""
+        for worker in list(self._workers.values()):
+            self._forget(worker)
+        self._selector.close()
+        self._nursery.close()  # the nursery takes this for the end
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._nursery_says.close()
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+
+    # What a pool makes of its workers' words and ends
+
+    def _answered(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
+        """A worker's message about its call. Whoever takes it for the answer calls `_release`."""
+        raise NotImplementedError
+
+    def _failed(self, worker: WorkerProcess, call: Any, how: HowItFailed, why: str) -> None:
+        """A worker failed, and is gone unless it was kept; `call` is what it was at, None where it was at nothing."""
+        raise NotImplementedError
+
+    def _too_long(self, worker: WorkerProcess) -> str:
+        """What to say of a deadline that passed."""
+        raise NotImplementedError
+
+    def _ended(self, why: str) -> Exception:
+        """The nursery ended, or cannot load what it should."""
+        raise NotImplementedError
+
+    # How it gets there
+
+    def _listen(self, most_s: float) -> None:
+        """One look at all that workers and the nursery have said by now, or say within `most_s`, then at the clock."""
+        next_deadline = min((worker.deadline for worker in self._workers.values()), default=math.inf)
+        for key, _ in self._selector.select(min(max(next_deadline - time.monotonic(), 0.0), most_s)):
+            if key.fileobj is self._nursery:
+                message = self._hear_nursery()
+                if (worker := self._workers.get(message.get("died", -1))) is not None:
+                    if not worker.has_hung_up:
+                        self._hear(worker)  # what it said before it died
+                    if worker.number in self._workers:
+                        self._fail(worker, "error", message["how"])
+            elif isinstance(key.data, WorkerProcess) and key.data.number in self._workers:
+                self._hear(key.data)
+        for worker in list(self._workers.values()):
+            if worker.deadline <= time.monotonic():
+                if worker.has_hung_up:
+                    self._fail(worker, "error", "closed the worker's connection to the pool")
+                else:
+                    self._fail(worker, "timeout", self._too_long(worker))
+        self._bound_log()
+
+    def _take_on(self, worker: WorkerProcess, call: Any, seconds: float) -> None:
+        worker.call, worker.deadline = call, time.monotonic() + seconds
+
+    def _hear(self, worker: WorkerProcess) -> None:
+        """Take what it has said; where that is a part of a message, wait a moment for the rest."""
+        until = time.monotonic() + _PATIENCE_S
+        while worker.number in self._workers:
+            chunk = b""
+            try:
+                reply = decode_frame(worker.buffer, self._max_frame_bytes)
+                if reply is None:
+                    if (left := until - time.monotonic()) <= 0:
+                        return
+                    worker.sock.settimeout(left if worker.buffer else 0.0)
+                    chunk = worker.sock.recv(1 << 20)
+                    worker.buffer += chunk
+            except (BlockingIOError, TimeoutError):
+                return
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                reply = None
+            if reply is not None:
+                self._take(worker, reply)
+            elif not chunk:  # most likely it is dead, and the nursery will say in a moment how it died
+                self._selector.unregister(worker.sock)
+                worker.has_hung_up, worker.deadline = True, min(worker.deadline, time.monotonic() + _GONE_GRACE_S)
+                return
+
+    def _take(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
+        if isinstance(pid := reply.get("breakpoint"), int):
+            worker.pid, worker.wants_terminal, worker.deadline = pid, True, math.inf
+            self._lend_terminal()
+        elif worker.call is None:
+            self._fail(worker, "error", "spoke when nobody had asked")
+        else:
+            self._answered(worker, reply)
+
+    def _fail(self, worker: WorkerProcess, how: HowItFailed, why: str, *, keep: bool = False) -> None:
+        call = worker.call
+        if keep:
+            self._release(worker)
+        else:
+            self._discard(worker)
+        self._failed(worker, call, how, why)
+
+    def _give(self, worker: WorkerProcess, call: Any, frame: bytes, seconds: float) -> None:
+        """Have it begin with a call, whose clock starts. Raises OSError: it died, or was stopped, between two calls."""
+        self._take_on(worker, call, seconds)
+        worker.sock.settimeout(seconds)
+        worker.sock.sendall(frame)
+
+    def _open_log(self) -> None:
+        if self._log is None:
+            self._log_file.parent.mkdir(parents=True, exist_ok=True)
+            self._log = os.open(self._log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def _spawn(self) -> WorkerProcess:
+        self._open_log()
+        assert self._log is not None
+        ours, theirs = socket.socketpair()
+        order = json.dumps({"spawn": self._num_started}).encode()
+        with theirs:
+            try:
+                socket.send_fds(self._nursery, [order], [theirs.fileno(), self._log])
+            except OSError:
+                raise self._nursery_ended() from None
+        worker = self._workers[self._num_started] = WorkerProcess(self._num_started, ours)
+        self._num_started += 1
+        self._selector.register(ours, selectors.EVENT_READ, worker)
+        return worker
+
+    def _discard(self, worker: WorkerProcess) -> None:
+        """Have it killed, with its group. Its place is free at once, even if it waits for a disk and cannot die."""
+        with suppress(OSError):
+            self._nursery.send(json.dumps({"kill": worker.number}).encode())
+        self._forget(worker)
+
+    def _forget(self, worker: WorkerProcess) -> None:
+        self._release(worker)
+        del self._workers[worker.number]
+        if not worker.has_hung_up:
+            self._selector.unregister(worker.sock)
+        worker.sock.close()
+
+    def _release(self, worker: WorkerProcess) -> None:
+        worker.call, worker.deadline, worker.wants_terminal = None, math.inf, False
+        if worker is self._debugged:
+            self._debugged = None
+            doctor.note_debugger(is_open=False)
+            _give_terminal_to(os.getpgrp())
+            self._lend_terminal()
+
+    def _lend_terminal(self) -> None:
+        """To one worker at a time; the others wait at their breakpoints with their clocks stopped."""
+        waiting = [worker for worker in self._workers.values() if worker.wants_terminal]
+        if self._debugged is None and waiting:
+            self._debugged, waiting[0].wants_terminal = waiting[0], False
+            doctor.note_debugger(is_open=True)
+            _give_terminal_to(waiting[0].pid)
+            with suppress(OSError):  # it is dead, and the nursery says so
+                waiting[0].sock.sendall(encode_frame({"go": True}))
+
+    def _wait_until_ready(self) -> Any:
+        """What the nursery tells of the user's code once it has loaded it. Raises what `_ended` makes of the reason."""
+        deadline = time.monotonic() + _START_S
+        while True:
+            self._check()
+            if any(key.fileobj is self._nursery for key, _ in self._selector.select(0.5)):
+                message = self._hear_nursery()
+                if "error" in message:
+                    raise self._ended(
+                        f"the {self._what}s cannot be imported in the {self._what} pool: {message['error']}"
+                    )
+                return message["ready"]
+            if time.monotonic() > deadline:
+                raise self._ended(f"importing the {self._what}s took longer than {_START_S:.0f} s")
+
+    def _hear_nursery(self) -> dict[str, Any]:
+        try:
+            payload = self._nursery.recv(1 << 16)
+        except OSError:
+            payload = b""
+        if not payload:
+            raise self._nursery_ended()
+        return dict(json.loads(payload))
+
+    def _nursery_ended(self) -> Exception:
+        code = self._process.wait(10)
+        self._nursery_says.seek(0)
+        said = self._nursery_says.read().decode(errors="replace")[-4000:]
+        return self._ended(f"the process that starts the {self._what} workers ended with code {code} {said}".strip())
+
+    def _bound_log(self) -> None:
+        if self._log is not None and os.fstat(self._log).st_size > _MAX_LOG_BYTES:
+            os.ftruncate(self._log, 0)
+            note = f"(cut here: this file is emptied when it is over {_MAX_LOG_BYTES >> 20} MiB)\n"
+            os.write(self._log, note.encode())
+
+
+def _give_terminal_to(process_group: int) -> None:
+    """Make it the foreground group of our terminal, if we have one, so that it may read and gets Ctrl-C."""
+    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # its default action stops who is in the background
+    try:
+        with suppress(OSError):
+            os.tcsetpgrp(0, process_group)
+    finally:
+        signal.signal(signal.SIGTTOU, before)

@@ -1,0 +1,74 @@
+"""Runs pieces of code one after the other in one interpreter, inside of the jail: as a notebook has them, a name that
+one piece gives is there for the next. Sent into the jail as text by session.py. Standard library alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import linecache
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+
+class Head(io.TextIOBase):
+    """Keeps the first `limit` characters of what is written, and counts the rest: printing for ever costs no memory."""
+
+    def __init__(self, limit: int) -> None:
+        self._parts, self._room, self.num_cut = list[str](), limit, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        kept = text[: self._room]
+        if kept:
+            self._parts.append(kept)
+        self._room -= len(kept)
+        self.num_cut += len(text) - len(kept)
+        return len(text)
+
+    def getvalue(self) -> str:
+        return "".join(self._parts)
+
+
+def run_cells(read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+    """Each message {"code", "number", "limit"} is answered with what the code printed, its last expression's value, as
+    in a notebook, and its error."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module  # where classes of the code say they are from
+    while True:
+        job = read()
+        out = Head(job["limit"])
+        sys.stdout = sys.stderr = out
+        error = _run(job["code"], f"<call {job['number']}>", module.__dict__)
+        limit = job["limit"] // 2
+        cut = len(error) - limit  # the end of an error says which one it is
+        error = f"... [{cut:,} characters left out]\n{error[-limit:]}" if cut > 0 else error
+        write({"number": job["number"], "printed": out.getvalue(), "num_cut": out.num_cut, "error": error})
+
+
+def _run(code: str, name: str, scope: dict[str, Any]) -> str:
+    """The error as Python would print it; "" of none."""
+    try:
+        body = ast.parse(code, name).body
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)  # lines for the traceback
+        last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+        # FunctionType runs a code object in a given scope, as exec does, and gives back an expression's value.
+        types.FunctionType(compile(ast.Module(body, []), name, "exec"), scope)()
+        if isinstance(last, ast.Expr):
+            value = types.FunctionType(compile(ast.Expression(last.value), name, "eval"), scope)()
+            if value is not None:
+                print(repr(value))
+    except BaseException as error:  # also SystemExit: the interpreter stays for the next call
+        try:
+            frames = error.__traceback__
+            while frames is not None and frames.tb_frame.f_code.co_filename != name:  # ours
+                frames = frames.tb_next
+            return "".join(traceback.format_exception(type(error), error, frames, limit=20))
+        except BaseException:  # one that cannot even be printed
+            return f"{type(error).__name__}\n"
+    return ""

@@ -1,0 +1,170 @@
+"""Episodes do not depend on who plays them, on how long their environments take, or on a kill in the middle of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tests.support.dumps import dumped, logprobs_of
+from tests.support.models import write_config
+from tests.support.played import make_caller
+from tests.support.ranks import RanksJob
+from tests.support.workers.played import GYM_STEP
+
+NUM_PROMPTS, GROUP_SIZE = 4, 4
+NUM_EPISODES = NUM_PROMPTS * GROUP_SIZE
+# FULL_MATRIX=1 tests/run.sh -k episodes    takes tensor parallelism as well.
+RANKS = {"one": (1, 1), "two": (2, 1)} | ({"tp2": (2, 2)} if os.environ.get("FULL_MATRIX") else {})
+HOW = ["", "raises", "hangs", "dies"] + 8 * ["raises"]  # of each row
+# What may differ between two runs of the same thing.
+TIMED = re.compile(r"time/|memory/|throughput/|_s$|_s_p|tokens_per_s|tail_waste")
+
+
+def start(folder: Path, model: Path, num_ranks: int, tensor_parallel: int = 1) -> RanksJob:
+    folder.mkdir(exist_ok=True)
+    config = write_config(
+        folder, model,
+        data={"train": str(model.parent / "train.jsonl"), "max_prompt_tokens": 8},
+        rollout={
+            "num_prompts_per_step": NUM_PROMPTS, "group_size": GROUP_SIZE, "max_completion_tokens": 16,
+            "tensor_parallel_size": tensor_parallel,
+        },
+        environment={
+            "factory": "tests/support/played.py:Shelf", "max_turns": 4, "max_tokens": 96, "num_workers": 2,
+            "call_timeout_s": 120,
+        },
+        rewards=[],
+        optimizer={"lr": 1e-4},
+        training={"num_steps": GYM_STEP, "max_tokens_per_micro_batch": 512},
+        checkpoint={"every_steps": 1, "resume": "auto"},
+        proofs={"every_steps": 1},
+    )  # fmt: skip
+    return RanksJob(num_ranks, "tests.support.workers.played", str(config), env={"PLAYED": str(folder)})
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not TIMED.search(name)} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_caller(tmp_path_factory.mktemp("played"))
+
+
+@pytest.fixture(scope="module")
+def played(model: Path) -> dict[str, Path]:
+    folders = {name: model.parent / name for name in RANKS}
+    jobs = [start(folders[name], model, *layout) for name, layout in RANKS.items()]
+    for job in jobs:
+        code, output = job.wait(300)
+        assert code == 0, output
+    return folders
+
+
+@pytest.fixture(scope="module")
+def killed(model: Path) -> tuple[Path, int, str]:
+    """A run that was killed in its second step, when it has been gone on with; how many episodes of this step had been
+    kept; and the output of the first launch."""
+    folder = model.parent / "killed"
+    folder.mkdir()
+    (folder / "kill").write_text(str(NUM_EPISODES + NUM_EPISODES // 2))
+    code, before = start(folder, model, 2).wait(300)
+    assert code != 0, before
+    assert (folder / "killed").exists(), before
+    num_kept = 0
+    for path in (folder / "run/rollout_buffer/step_000002").glob("*.safetensors"):
+        with safe_open(path, "np") as file:
+            num_kept += len(file.get_tensor("rows"))
+    (folder / "resets").unlink()
+    code, output = start(folder, model, 2).wait(300)
+    assert code == 0, output
+    assert "goes on from" in output
+    return folder, num_kept, before
+
+
+def test_the_episodes_are_such_as_could_differ(played: dict[str, Path]) -> None:
+    for step in (1, 2, GYM_STEP):
+        rollouts = dumped(played["one"] / "run", step)
+        assert len(rollouts) == NUM_EPISODES
+        shapes = {tuple((turn["sampled"], len(turn["token_ids"])) for turn in r["turns"]) for r in rollouts}
+        assert len(shapes) > 3
+        assert len({sum(turn["sampled"] for turn in r["turns"]) for r in rollouts}) > 1, "of several numbers of turns"
+        assert len({r["reward"] for r in rollouts}) > NUM_EPISODES // 2
+        said = [message["content"] for r in rollouts for message in r["messages"] if message["role"] != "assistant"]
+        assert len({text for text in said if text.isdigit()}) > 1, "what environments draw is told to the policy"
+    of_turns = [
+        turn["reward"] for r in dumped(played["one"] / "run", GYM_STEP) for turn in r["turns"] if turn["sampled"]
+    ]
+    assert len(set(of_turns)) > NUM_EPISODES
+
+
+@pytest.mark.parametrize("layout", [name for name in RANKS if name != "one"])
+def test_episodes_and_training_do_not_depend_on_the_ranks(played: dict[str, Path], layout: str) -> None:
+    """Tokens, turns, messages and rewards to the bit, whatever time environments took. Logprobs and what is trained at
+    rounding: 1e-6, more behind an optimizer step (test_partition.py) and where slices of a layer add up in another
+    order, of logits of around 10."""
+    for step in range(1, GYM_STEP + 1):
+        mine, alone = (dumped(played[name] / "run", step) for name in (layout, "one"))
+        bound = 1e-6 if step == 1 and RANKS[layout][1] == 1 else 1e-5
+        for ours, theirs in zip(mine, alone, strict=True):
+            assert logprobs_of(ours) == pytest.approx(logprobs_of(theirs), abs=bound)
+            assert ours["advantage"] == pytest.approx(theirs["advantage"], abs=1e-6)
+            for name in ("completion_ids", "turns", "messages", "status", "reward", "rewards", "finish_reason"):
+                assert ours[name] == theirs[name], (step, name)
+    for mine_of_step, of_one in zip(metrics(played[layout]), metrics(played["one"]), strict=True):
+        for name in ("loss/total", "loss/policy", "loss/entropy", "optim/grad_norm"):
+            assert mine_of_step[name] == pytest.approx(of_one[name], rel=1e-5, abs=1e-6), name
+        for name, value in of_one.items():
+            if name.startswith(("episode/", "reward/")):
+                assert mine_of_step[name] == value, name
+
+
+def test_a_run_killed_in_an_episode_goes_on_to_the_bit(played: dict[str, Path], killed: tuple[Path, int, str]) -> None:
+    folder, num_kept, before = killed
+    assert "in phase rollout, step 2: its process is gone" in before
+    assert metrics(folder) == metrics(played["two"])
+    assert [line["step"] for line in metrics(folder)] == [1, 2, GYM_STEP]
+    for step in range(1, GYM_STEP + 1):
+        assert without_times(folder, step) == without_times(played["two"], step), step
+    # Every episode that had been kept is used, and no other is begun twice.
+    assert 0 < num_kept < NUM_EPISODES
+    assert (folder / "resets").stat().st_size == NUM_EPISODES - num_kept
+
+
+def without_times(folder: Path, step: int) -> list[dict[str, Any]]:
+    rollouts = dumped(folder / "run", step)
+    return [{**r, "environment": {**r["environment"], "calls_s": len(r["environment"]["calls_s"])}} for r in rollouts]
+
+
+def test_failures_are_counted_to_the_last_and_too_many_end_the_run(model: Path, tmp_path: Path) -> None:
+    """In the first step an environment of each four raises, hangs, dies, all by their rows; in the second all raise."""
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "how": how} for how in HOW]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"gym": "tests/support/played.py:Rough", "max_tokens": 96, "num_workers": 8, "call_timeout_s": 5}
+    config = write_config(
+        tmp_path, model,
+        data={"max_prompt_tokens": 8, "shuffle": False}, environment=settings, rewards=[],
+        rollout={"num_prompts_per_step": NUM_PROMPTS, "group_size": GROUP_SIZE},
+        training={"num_steps": 3, "max_tokens_per_micro_batch": 512}, reward_pool={"max_error_frac": 0.8},
+    )  # fmt: skip
+    code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config)).wait(300)
+    assert code == 1, output
+    (line,) = metrics(tmp_path)
+    assert (line["episode/env_error_frac"], line["episode/env_timeout_frac"]) == (8 / 16, 4 / 16)
+    assert (line["episode/ok_frac"], line["reward/unscored_frac"]) == (4 / 16, 12 / 16)
+    assert line["reward/zero_std_groups_frac"] == 3 / 4
+    statuses = [r["status"] for r in dumped(tmp_path / "run", 1)]
+    expected = {"": "ok", "raises": "env_error", "hangs": "env_timeout", "dies": "env_error"}
+    assert statuses == [expected[how] for how in HOW[:NUM_PROMPTS] for _ in range(GROUP_SIZE)]
+    why = "the environment failed in 16 of 16 episodes (16 env_error, 0 env_timeout), each tried twice: 1 is not under"
+    [report] = [text for text in output.splitlines() if "failed first" in text]
+    assert report.startswith("rank 0 failed first, in phase reward, step 2: RewardError: " + why)
+    assert output.count("environment (row 4, sample 0): reset() raised KeyError: 'gone'") == 1, output
+    assert output.splitlines()[-1] == "all ranks stop with exit code 1"

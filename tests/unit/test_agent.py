@@ -1,0 +1,210 @@
+"""An agent's coroutine, from its row to what is trained on, with the stock client and a policy of a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.records import Completion
+from grpo_spmd.rewards.trl import BrokenContractError
+from grpo_spmd.rollout.environments.agent import AgentDriver
+from grpo_spmd.rollout.environments.contexts import Contexts
+from grpo_spmd.rollout.environments.endpoint import Call, Endpoint
+from grpo_spmd.rollout.environments.wire import WireError
+from tests.support.agents import Bytes, answered
+
+EXTRA = {"base_url": "", "api_key": "", "model": "policy"}
+CHAT = Bytes()
+
+
+@pytest.fixture(autouse=True)
+def _proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.setenv("no_proxy", "")
+
+
+@contextmanager
+def _session(policy: Callable[[Call], str], **limits: int) -> Iterator[tuple[dict[str, str], Contexts]]:
+    """A session that is answered as the rank does it, but for the engine."""
+    most = {"max_turns": 10, "max_tokens": 2000, "max_model_len": 3000, "max_all_tokens": 10_000}
+    contexts = Contexts(CHAT, **most | limits)
+
+    def answer(endpoint: Endpoint, call: Call) -> None:
+        try:
+            wanted = contexts.begin(call.messages, call.tools, call.options.max_tokens)
+        except WireError as error:
+            endpoint.refuse(call, error.status, str(error), error.code)
+            return
+        ids = CHAT.sampled(policy(call))
+        reason = "stop" if len(ids) <= wanted.max_tokens else "length"
+        ids = ids[: wanted.max_tokens]
+        answered = contexts.finish(wanted.number, Completion(ids, [-0.5] * len(ids), reason))
+        endpoint.answer(call, answered.message, answered.finish_reason, answered.usage)
+
+    with Endpoint() as endpoint, answered(endpoint, answer):
+        yield endpoint.open((0, 0)), contexts
+
+
+async def _adds(task: dict[str, Any], base_url: str, api_key: str, model: str) -> dict[str, float]:
+    """A tool loop as people write it: the client's own message goes back into the list."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages: list[Any] = [{"role": "user", "content": task["prompt"]}]
+        tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+        while True:
+            said = await client.chat.completions.create(model=model, messages=messages, tools=tools)
+            messages.append(said.choices[0].message)
+            if said.choices[0].finish_reason != "tool_calls":
+                return {"reward": float(said.choices[0].message.content == task["answer"])}
+            for call in said.choices[0].message.tool_calls or ():
+                found = sum(json.loads(call.function.arguments)["terms"])  # type: ignore[union-attr]
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(found)})
+
+
+def _adding_policy(call: Call) -> str:
+    results = [message["content"] for message in call.messages if message["role"] == "tool"]
+    return results[-1] if len(results) > 1 else '\n!add {"terms": [1, 2]}\n!add {"terms": [30, 1]}'
+
+
+def test_a_tool_loop_is_one_segment_of_the_tokens_that_were_sampled() -> None:
+    with _session(_adding_policy) as (opened, contexts):
+        assert AgentDriver(_adds).begin({"prompt": "sum", "answer": "31"}, opened) == {"rewards": {"agent": 1.0}}
+    found = contexts.record()
+    (segment,) = found.segments
+    turns = [CHAT.sampled('\n!add {"terms": [1, 2]}\n!add {"terms": [30, 1]}'), CHAT.sampled("31")]
+    results = [259, *b"3", 260, 259, *b"31", 260, 258]
+    assert segment.token_ids.tolist() == [ord("T"), 257, *b"sum", 260, 258, *turns[0], *results, *turns[1]]
+    assert segment.token_ids[segment.sampled].tolist() == found.token_ids == turns[0] + turns[1]
+    assert [message["role"] for message in found.messages] == ["assistant", "tool", "tool", "assistant"]
+    assert contexts.status == "ok"
+
+
+async def _asks_three_at_once(task: Any, base_url: str, api_key: str, model: str) -> float:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+
+        async def ask(text: str, before: list[Any]) -> tuple[list[Any], str]:
+            messages: list[Any] = [*before, {"role": "user", "content": text}]
+            said = (await client.chat.completions.create(model=model, messages=messages)).choices[0].message
+            return [*messages, said], str(said.content)
+
+        first, _ = await ask("plan", [])
+        ways = await asyncio.gather(*(ask(f"way {number}", first) for number in range(3)))
+        return float(len({said for _, said in ways}))
+
+
+def test_requests_at_once_are_all_served_and_go_on_from_the_same_tokens() -> None:
+    with _session(lambda call: f"to {call.messages[-1]['content']}") as (opened, contexts):
+        assert AgentDriver(_asks_three_at_once).begin({}, opened) == {"rewards": {"agent": 3.0}}
+    found = contexts.record()
+    plan = [257, *b"plan", 260, 258, *CHAT.sampled("to plan")]
+    assert [segment.token_ids.tolist() for segment in found.segments] == [
+        [*plan, 257, *f"way {number}".encode(), 260, 258, *CHAT.sampled(f"to way {number}")] for number in range(3)
+    ]
+    assert [int(segment.sampled.sum()) for segment in found.segments] == [8 + 9, 9, 9]
+
+
+@pytest.mark.parametrize(
+    ("limits", "code", "status"),
+    [
+        ({"max_turns": 1}, "episode_max_turns", "max_turns"),
+        ({"max_tokens": 50}, "episode_max_tokens", "max_tokens"),
+        ({"max_model_len": 58}, "context_length_exceeded", "context_overflow"),
+    ],
+)
+def test_an_agent_that_a_limit_stops_has_no_reward_unless_it_says_so(
+    limits: dict[str, int], code: str, status: str
+) -> None:
+    """And it is no failure of the environment, which would be tried again and end in the same way."""
+
+    async def gives_up(**given: Any) -> float:
+        try:
+            await _adds(**given)
+        except openai.BadRequestError as error:
+            return 0.25 if error.code == code else 0.0
+        return 1.0
+
+    for rollout, wanted in ((_adds, None), (gives_up, 0.25)):
+        with _session(_adding_policy, **limits) as (opened, contexts):
+            reward = AgentDriver(rollout).begin({"prompt": "sum", "answer": ""}, opened)["rewards"]["agent"]
+        assert contexts.status == status
+        if wanted is None:
+            assert reward == (
+                f"is unknown: rollout() was refused a turn ({code}) and raised; catch openai.BadRequestError in it and "
+                "return a reward"
+            )
+        else:
+            assert reward == wanted
+
+
+def test_episodes_share_a_loop_and_leave_nothing_running_in_it() -> None:
+    loops, left = list[Any](), list[asyncio.Task[Any]]()
+
+    async def rollout(task: Any, base_url: str, api_key: str, model: str) -> float:
+        loops.append(asyncio.get_running_loop())
+        left.append(asyncio.create_task(asyncio.sleep(1000)))
+        return 1.0
+
+    driver = AgentDriver(rollout)
+    for _ in range(2):
+        assert driver.begin({}, EXTRA) == {"rewards": {"agent": 1.0}}
+    assert loops[0] is loops[1]
+    assert not loops[0].is_closed()
+    assert all(task.cancelled() for task in left)
+
+
+def _returns(value: Any) -> Callable[..., Any]:
+    async def rollout(task: Any, base_url: str, api_key: str, model: str) -> Any:
+        return value
+
+    return rollout
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (None, None),
+        ({"reward": None}, None),
+        ({"reward": 0.5}, 0.5),
+        (float("nan"), "rollout() returned nan"),
+        (float("-inf"), "rollout() returned -inf"),
+        ("1", "rollout() returned '1', which is no number"),
+    ],
+)
+def test_a_reward_is_a_number_or_said_to_be_none(value: Any, reward: Any) -> None:
+    assert AgentDriver(_returns(value)).begin({}, EXTRA) == {"rewards": {"agent": reward}}
+
+
+def test_what_breaks_the_protocol_is_said() -> None:
+    with pytest.raises(BrokenContractError, match=r"a dict with the keys \['score'\], not `reward`"):
+        AgentDriver(_returns({"score": 1})).begin({}, EXTRA)
+    rule = r"^environment.agent: 'takes_two' must be called as rollout\(task, base_url, api_key, model\)"
+
+    def takes_two(task: Any, client: Any) -> None: ...
+
+    with pytest.raises(ConfigError, match=rule):
+        AgentDriver(takes_two)
+
+
+def test_what_an_agent_raises_is_its_callers_and_a_plain_function_will_do() -> None:
+    def raises(task: Any, **_: str) -> float:
+        error = KeyError(task["row"])
+        raise ValueError("mine") from error
+
+    with pytest.raises(ValueError, match=r"^mine$"):
+        AgentDriver(raises).begin({"row": 3}, EXTRA)
+    assert AgentDriver(lambda task, **_: task["row"]).begin({"row": 3}, EXTRA) == {"rewards": {"agent": 3.0}}
+
+
+def test_loopback_is_never_asked_of_a_proxy() -> None:
+    AgentDriver(_adds)
+    assert (os.environ["NO_PROXY"], os.environ["no_proxy"]) == ("example.org,127.0.0.1", "127.0.0.1")

@@ -1,0 +1,164 @@
+"""TRL's tools and environments, and Gym's, as a worker serves them: orders, texts and names are TRL 1.16's."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.rewards.named import Modules, load_named
+from grpo_spmd.rollout.environments.gym import GymDriver, step_of
+from grpo_spmd.rollout.environments.trl import TrlDriver
+from grpo_spmd.rollout.environments.worker import load
+
+
+def alone(text: str) -> str:
+    """
+    Echoes.
+
+    Args:
+        text: What.
+    """
+    return f"alone {text}"
+
+
+class World:
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+
+    def reset(self, **row: Any) -> str | None:
+        self.row = row
+        said: str | None = row.get("say")
+        return said
+
+    async def begin(self) -> str:
+        """Begins what another call ends."""
+        self.future: asyncio.Task[str] = asyncio.get_running_loop().create_task(asyncio.sleep(0.01, "from the task"))
+        return "begun"
+
+    async def finish(self) -> str:
+        """Ends it."""
+        return await self.future
+
+    def count(self, number: int) -> int:
+        """
+        Counts.
+
+        Args:
+            number: From.
+        """
+        if number < 0:
+            raise ValueError("below 0")
+        return number + 1
+
+    def _hidden(self) -> None: ...
+
+    async def get_reward(self) -> float:
+        return 0.5
+
+
+class Other(World):
+    pass
+
+
+def _calls(*calls: tuple[str, Any]) -> dict[str, Any]:
+    return {"tool_calls": [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls]}
+
+
+def test_tools_in_trls_order_and_one_loop_for_all_calls() -> None:
+    driver = TrlDriver({"alone": alone}, [], {"": World}, False)
+    begun = driver.begin({"say": "hello", "environment": "a column like others"})
+    assert begun["messages"] == "hello"
+    assert driver.environment.row == {"say": "hello", "environment": "a column like others"}
+    assert [tool["function"]["name"] for tool in begun["tools"]] == ["alone", "begin", "count", "finish"]
+    # What an async call leaves running goes on, and another one may await it.
+    assert driver.act(_calls(("begin", {})))["messages"] == [{"role": "tool", "name": "begin", "content": "begun"}]
+    calls: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("finish", {}),
+        ("count", {"number": 1}),
+        ("nothing", {}),
+        ("count", {"number": -1}),
+        ("count", {"a": 1}),
+    )
+    found = driver.act(_calls(*calls))
+    assert [(message["name"], message["content"]) for message in found["messages"]] == [
+        ("count", "2"),
+        ("nothing", "{'error': 'Tool nothing not found.'}"),
+        ("count", "{'error': 'below 0'}"),
+        ("count", "{'error': \"World.count() got an unexpected keyword argument 'a'\"}"),
+        ("finish", "from the task"),  # async ones come behind
+    ]
+    assert (found["num_calls"], found["num_invalid"]) == (5, 2)
+    assert driver.end() == {"World": 0.5}
+
+
+def test_the_column_chooses_one_of_several_which_are_made_once() -> None:
+    World.made = Other.made = 0
+    driver = TrlDriver({}, [], {"a": World, "b": Other}, True)
+    for name, reward in (("a", "World"), ("b", "Other"), ("a", "World")):
+        driver.begin({"environment": name, "x": 1})
+        assert driver.environment.row == {"x": 1}
+        assert driver.end() == {reward: 0.5}
+    assert (World.made, Other.made) == (1, 1)
+    with pytest.raises(ValueError, match=r"is 'c', and environment\.factory has a, b"):
+        driver.begin({"environment": "c"})
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        ("seen", 0.5, False, True, {}),
+        ("seen", 0.5, True, {}),
+        {"observations": [{"role": "user", "content": "seen"}], "reward": 0.5, "done": True, "metadata": {}},
+        SimpleNamespace(observation="seen", reward=0.5, done=True),
+    ],
+)
+def test_what_a_step_may_give(found: Any) -> None:
+    expected = {"messages": [{"role": "user", "content": "seen"}], "reward": 0.5, "done": True}
+    assert step_of(found) == expected
+
+
+def test_an_async_gym_keeps_its_loop() -> None:
+    class Client:
+        async def reset(self, **row: Any) -> Any:
+            self.loop = asyncio.get_running_loop()
+            return SimpleNamespace(observation=f"row {row['x']}", reward=None, done=False)
+
+        async def step(self, action: str) -> Any:
+            assert self.loop is asyncio.get_running_loop()
+            return SimpleNamespace(observation=action.upper(), reward=1, done=True)
+
+    driver = GymDriver(Client)
+    assert driver.begin({"prompt": "p", "x": 3})["messages"] == [{"role": "user", "content": "row 3"}]
+    found = driver.act({"role": "assistant", "content": "go"})
+    assert (found["messages"][0]["content"], found["reward"], found["done"]) == ("GO", 1.0, True)
+
+
+def test_a_reward_that_looks_at_environments_has_none_to_look_at_with_an_agent(tmp_path: Path) -> None:
+    """It would never be called, and the rewards be others than the config says."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "async def rollout(task, base_url, api_key, model): return 1.0\n"
+        "def judge(completions, environments): return []\n"
+    )
+    setup = {
+        "environment": {"agent": f"{file}:rollout"}, "rewards": [{"function": f"{file}:judge"}], "max_chars": 9,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"environment.agent: reward 'judge' takes `environments`, and an agent has"):
+        load(setup)
+    assert load({**setup, "rewards": []})[0]["kind"] == "agent"
+
+
+def test_a_file_that_is_named_twice_is_run_once_so_that_its_classes_are_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("class World:\n    pass\ndef looks(environments, **_):\n    return [World]\n")
+    modules: Modules = {}
+    world = load_named(f"{file}:World", "environment.factory", "Class", modules)
+    assert load_named(f"{file}:looks", "rewards.0", "function", modules)([]) == [world]
+    assert load_named(f"{file}:World", "environment.factory", "Class") is not world

@@ -1,0 +1,475 @@
+"""Episodes between a scripted engine and real processes of environments: what comes of them, worked out by hand.
+
+The engine's side is the protocol of engine/requests.py, played by a loop; the pool, the chat format and the tokenizer
+are those of the tools demo.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from grpo_spmd.config.environment import EnvironmentConfig
+from grpo_spmd.demo.tools import make_tokenizer
+from grpo_spmd.engine.requests import Later, Place, Request
+from grpo_spmd.learn.contexts import broken_rule
+from grpo_spmd.records import Completion, Episode, Prompt, RolloutGroup, ScoredRollouts, Segment, Turn, rollout_seed
+from grpo_spmd.rollout.environments.chat_format import ChatFormat
+from grpo_spmd.rollout.environments.episodes import Episodes
+from grpo_spmd.rollout.environments.open_episode import Limits
+from grpo_spmd.rollout.environments.pool import EnvironmentPool
+from grpo_spmd.rollout.environments.scores import EpisodeScores
+
+ENVIRONMENTS = '''
+import os, random, time
+
+class Bench:
+    def reset(self, log, how="", **row):
+        self.log, self.how = log, how
+        self._note("reset %d" % random.randrange(10**6))
+        if how == "no reset": raise KeyError("gone")
+        return row.get("begins")
+
+    def _note(self, what):
+        with open(self.log, "a") as file: file.write(what + "\\n")
+
+    def say(self, text: str, times: int = 1) -> str:
+        """
+        Say it.
+
+        Args:
+            text: What.
+            times: How often.
+        """
+        self._note("say " + text)
+        num_resets = open(self.log).read().count("reset")
+        if self.how == "dies once" and num_resets == 1: os._exit(3)
+        if self.how == "dies": os._exit(3)
+        if self.how == "hangs": time.sleep(1000)
+        return text * times
+
+    def get_reward(self) -> float:
+        if self.how == "no reward": raise ValueError("none")
+        return float(open(self.log).read().count("say"))
+
+class Talk:
+    """Its row has what each step gives: [observation, reward, done]."""
+
+    def reset(self, steps, log, **row):
+        self.steps, self.log = list(steps), log
+        return row.get("begins")
+
+    def step(self, action):
+        with open(self.log, "a") as file: file.write(action + "\\n")
+        return (*self.steps.pop(0), {})
+'''
+WIDE = Limits(max_turns=8, max_tokens=10_000, max_turn_tokens=10_000, max_model_len=10_000, max_all_tokens=10_000)
+Script = dict[Place, Sequence[str]]
+
+
+class Bed:
+    """A pool and its chat format, and the loop that plays an engine."""
+
+    def __init__(self, pool: EnvironmentPool, tokenizer: Any) -> None:
+        self.pool, self.tokenizer = pool, tokenizer
+        kind = pool.facts.kind
+        self.chat = ChatFormat(
+            tokenizer, "append", pool.facts.tools, has_user_turns=kind == "gym", has_tool_results=kind == "tools"
+        )
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text))
+
+    def episodes(self, row: Callable[[Place], dict[str, Any]], limits: Limits, discount: float | None) -> Episodes:
+        def task(place: Place) -> tuple[Prompt, Callable[..., int]]:
+            chat = [{"role": "user", "content": "go"}]
+            return Prompt(7, 3, [1], chat, row(place)), partial(rollout_seed, 5, 2, 7, place[1])
+
+        return Episodes(self.pool, self.chat, limits, task, temperature=0.7, discount=discount)
+
+    def play(
+        self,
+        says: Script,
+        row: Callable[[Place], dict[str, Any]],
+        limits: Limits = WIDE,
+        *,
+        discount: float | None = None,
+        num_turns: int = 10_000,
+    ) -> tuple[dict[Place, Completion], list[tuple[Place, Request]]]:
+        """What comes of each place, whose n-th turn is the n-th text of `says` however long a try of it took, and all
+        that was requested. After `num_turns` the generation is stopped."""
+        talks, asked = self.episodes(row, limits, discount), list[tuple[Place, Request]]()
+        turns: dict[Place, list[Completion]] = {place: [] for place in says}
+        is_open, deadline = set(says), time.monotonic() + 120
+        for place in says:
+            assert isinstance(talks.next_request(*place, []), Later)
+        while is_open and len(asked) < num_turns:
+            assert time.monotonic() < deadline, f"{is_open} are still open; {self.pool.where()}"
+            for place, request in talks.ready(0.2):
+                if request is None:
+                    is_open.remove(place)
+                    continue
+                number = next(n for n in range(20) if rollout_seed(5, 2, 7, place[1], n) == request.seed)
+                asked.append((place, request))
+                turns[place].append(self.sampled(says[place][number], number, request.max_tokens))
+                assert isinstance(talks.next_request(*place, turns[place]), Later)
+        talks.close()
+        return talks.completions, asked
+
+    def sampled(self, text: str, number: int, max_tokens: int | None) -> Completion:
+        assert max_tokens is not None
+        assert max_tokens >= 1, "an engine samples at least a token"
+        whole = self.ids(text)
+        ids = whole[:max_tokens]
+        return Completion(
+            ids, [-(number + 1.0) - i / 256 for i in range(len(ids))], "stop" if ids == whole else "length"
+        )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("user") / "environments.py"
+    path.write_text(ENVIRONMENTS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tools(file: Path, tokenizer: Any) -> Iterator[Bed]:
+    config = EnvironmentConfig(factory=f"{file}:Bench", num_workers=3, call_timeout_s=4)
+    with EnvironmentPool(config, (), file.with_suffix(".log"), max_chars=200_000) as pool:
+        yield Bed(pool, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def gym(file: Path, tokenizer: Any) -> Iterator[Bed]:
+    config = EnvironmentConfig(gym=f"{file}:Talk", num_workers=3)
+    with EnvironmentPool(config, (), file.with_suffix(".gym.log")) as pool:
+        yield Bed(pool, tokenizer)
+
+
+def call(text: str, times: int = 1, name: str = "say") -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {{"text": "{text}", "times": {times}}}}}</tool_call>'
+
+
+def row_of(log: Path | str, **columns: Any) -> Callable[[Place], dict[str, Any]]:
+    return lambda place: {"log": str(log), **columns}
+
+
+def only(found: dict[Place, Completion]) -> tuple[Completion, Episode]:
+    (completion,) = found.values()
+    assert completion.episode is not None
+    assert broken_rule(completion.token_ids, completion.episode) is None
+    return completion, completion.episode
+
+
+def said(path: Path) -> list[str]:
+    """What was executed."""
+    return [line[4:] for line in path.read_text().splitlines() if line.startswith("say ")] if path.exists() else []
+
+
+PROMPT, ANSWER = "<|user|>go<|end|><|assistant|>", "fine<|end|>"
+TWO = call("ab") + call("c", 3) + "<|end|>"
+TOLD = "<|tool|>ab<|end|><|tool|>ccc<|end|><|assistant|>"
+ONE, RESULT = call("ab") + "<|end|>", "<|tool|>ab<|end|><|assistant|>"
+
+
+def test_an_episode_is_token_by_token_what_was_given_and_sampled(tools: Bed, tmp_path: Path) -> None:
+    """Two calls side by side, one more, and an answer."""
+    ids, log = tools.ids, tmp_path / "log"
+    found, asked = tools.play({(0, 1): [TWO, ONE, ANSWER]}, row_of(log))
+    completion, episode = only(found)
+    parts = [PROMPT, TWO, TOLD, ONE, RESULT, ANSWER]
+    lengths = [len(ids(part)) for part in parts]
+    # Bytes without merges: the tokens of a text are those of its parts, one behind the other.
+    (segment,) = episode.segments
+    assert segment.token_ids.tolist() == ids("".join(parts))
+    assert segment.sampled.tolist() == np.repeat([False, True] * 3, lengths).tolist()
+    assert completion.token_ids == ids(TWO + ONE + ANSWER)
+    turns = [tools.sampled(text, number, 10_000) for number, text in enumerate((TWO, ONE, ANSWER))]
+    assert completion.logprobs == [value for turn in turns for value in turn.logprobs]
+    assert episode.turns == tuple(Turn(length, "stop") for length in lengths[1::2])
+    contexts = [ids("".join(parts[: 2 * n + 1])) for n in range(3)]
+    rooms = [10_000 - len(context) for context in contexts]  # the narrowest limit is that of the whole context
+    seeds = [rollout_seed(5, 2, 7, 1, turn) for turn in range(3)]
+    wanted = [Request(*each) for each in zip(contexts, seeds, [0.7] * 3, rooms, strict=True)]
+    assert asked == [((0, 1), request) for request in wanted]
+    assert [message["role"] for message in episode.messages] == [
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert [message["content"] for message in episode.messages] == ["", "ab", "ccc", "", "ab", "fine"]
+    assert (episode.status, completion.finish_reason, episode.rewards) == ("ok", "stop", {"Bench": 3.0})
+    assert said(log) == ["ab", "c", "ab"]
+    assert len(episode.calls_s) == 4  # reset, two turns' calls, get_reward
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_model_len", "max_all_tokens"])
+def test_every_limit_of_tokens_at_its_edge_and_one_past_it(tools: Bed, tmp_path: Path, limit: str) -> None:
+    num_prompt, num_call, num_result, num_answer = (len(tools.ids(text)) for text in (PROMPT, ONE, RESULT, ANSWER))
+    before = 0 if limit == "max_tokens" else num_prompt
+    given = num_call + num_result
+    full = "max_tokens" if limit == "max_tokens" else "context_overflow"
+    cases = [  # room behind the prompt; how it ends, tokens sampled, whether the tool ran
+        (given + num_answer, "ok", num_call + num_answer, True),
+        (given + num_answer - 1, "truncated", num_call + num_answer - 1, True),
+        (given + 1, "truncated", num_call + 1, True),
+        (given, full, num_call, True),  # a context without room for a token is not asked for
+        (given - 1, full, num_call, True),
+        (num_call, full, num_call, True),
+        (num_call - 1, "truncated", num_call - 1, False),  # all but the token that ends the turn: not to be run
+        (1, "truncated", 1, False),
+        (0, full, 0, False),
+    ]
+    for room, status, num_sampled, ran in cases[:-1] if limit == "max_tokens" else cases:  # the config has it at 1
+        log = tmp_path / f"{room}"
+        limits = replace(WIDE, **{limit: before + room})
+        completion, episode = only(tools.play({(0, 0): [ONE, ANSWER]}, row_of(log), limits)[0])
+        found = episode.status, len(completion.token_ids), said(log) == ["ab"]
+        assert found == (status, num_sampled, ran), (limit, room)
+        num_context = sum(len(segment.token_ids) for segment in episode.segments)
+        assert num_context <= before + room + (num_prompt if limit == "max_tokens" else 0)
+        assert completion.finish_reason == ("stop" if status == "ok" else "length")
+        # What had no room is in no segment, and no message of it is shown to rewards.
+        has_result = any(message["role"] == "tool" for message in episode.messages)
+        assert has_result == (room > given)
+        assert num_context == (num_sampled and num_prompt + num_sampled + has_result * num_result)
+        assert episode.rewards == {"Bench": float(ran) if num_sampled else None}
+
+
+def test_the_limit_of_turns_and_of_a_turns_tokens(tools: Bed, tmp_path: Path) -> None:
+    num_call = len(tools.ids(ONE))
+    for number, (limits, status, calls, num_turns) in enumerate([
+        (replace(WIDE, max_turns=3), "ok", ["ab", "ab"], 3),
+        (replace(WIDE, max_turns=2), "max_turns", ["ab", "ab"], 2),
+        (replace(WIDE, max_turns=1), "max_turns", ["ab"], 1),
+        (replace(WIDE, max_turn_tokens=num_call), "ok", ["ab", "ab"], 3),
+        (replace(WIDE, max_turn_tokens=num_call - 1), "truncated", [], 1),
+    ]):  # fmt: skip
+        log = tmp_path / str(number)
+        completion, episode = only(tools.play({(0, 0): [ONE, ONE, ANSWER]}, row_of(log), limits)[0])
+        assert (episode.status, said(log), len(episode.turns)) == (status, calls, num_turns)
+        assert completion.finish_reason == ("length" if status == "truncated" else "stop")
+
+
+def test_a_failure_is_tried_again_from_the_start_and_then_left_out(tools: Bed, tmp_path: Path) -> None:
+    hows = ["", "dies once", "dies", "no reset", "no reward", "hangs"]
+    says: Script = {(job, 0): [ONE, ANSWER] for job in range(len(hows))}
+    logs = [tmp_path / str(job) for job in range(len(hows))]
+    found, asked = tools.play(says, lambda place: {"log": str(logs[place[0]]), "how": hows[place[0]]})
+    episodes = {how: found[job, 0].episode for job, how in enumerate(hows)}
+    whole, again = episodes[""], episodes["dies once"]
+    assert whole is not None
+    assert again is not None
+    assert (again.status, again.turns, again.messages) == ("ok", whole.turns, whole.messages)
+    assert again.segments[0].token_ids.tolist() == whole.segments[0].token_ids.tolist()
+    assert found[1, 0].token_ids == found[0, 0].token_ids
+    assert found[1, 0].logprobs == found[0, 0].logprobs
+    requests = [[request for place, request in asked if place == (job, 0)] for job in range(len(hows))]
+    assert requests[1] == [requests[0][0], *requests[0]]  # the first try's turn, and all of it again
+    for job, path in enumerate(logs):
+        resets = [line for line in path.read_text().splitlines() if line.startswith("reset")]
+        assert len(resets) == (1 if job == 0 else 2)
+        assert len({*resets}) == 1, "a try has the seeds of the one before"
+    statuses = {how: "env_timeout" if how == "hangs" else "env_error" for how in hows[2:]}
+    for how, status in statuses.items():
+        failed, number = episodes[how], hows.index(how)
+        assert failed is not None
+        assert failed.status == status, how
+        assert failed == Episode(status, (), (), [], {}, failed.calls_s, failed.error)
+        assert (found[number, 0].token_ids, found[number, 0].logprobs, found[number, 0].finish_reason) == (
+            [],
+            [],
+            "stop",
+        )
+        assert failed.error is not None
+        assert failed.error.startswith("environment (row 3, sample 0): ")
+
+
+def test_what_is_no_call_is_not_run_and_ends_the_episode_where_nothing_else_comes(tools: Bed, tmp_path: Path) -> None:
+    none, unknown = "<tool_call>{nothing</tool_call><|end|>", call("x", name="sing") + "<|end|>"
+    unfit = '<tool_call>{"name": "say", "arguments": {"loud": 1}}</tool_call><|end|>'
+    half = call("ab") + "<tool_call>{half</tool_call><|end|>"
+    for number, (says, status, calls, num_turns) in enumerate([
+        ([none, ANSWER], "invalid_calls", [], 1),
+        ([half, ANSWER], "ok", ["ab"], 2),
+        ([unknown, unfit, unknown, ANSWER], "invalid_calls", [], 3),
+        ([unknown, unfit, ONE, unknown, unfit, ANSWER], "ok", ["ab"], 6),
+    ]):  # fmt: skip
+        log = tmp_path / str(number)
+        _, episode = only(tools.play({(0, 0): says}, row_of(log))[0])
+        assert (episode.status, said(log), len(episode.turns)) == (status, calls, num_turns), number
+
+
+def test_a_result_that_cannot_fit_is_not_even_tokenized(tools: Bed, tmp_path: Path, monkeypatch: Any) -> None:
+    suffixes: list[int] = []
+    real = tools.chat.next_ids
+
+    def next_ids(*args: Any) -> Any:
+        suffixes.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(tools.chat, "next_ids", next_ids)
+    limits = replace(WIDE, max_tokens=600)
+    for times, status, num_tried in (
+        (100, "ok", 1),
+        (700, "max_tokens", 1),
+        (150_000, "max_tokens", 0),
+        (300_000, "max_tokens", 0),
+    ):
+        suffixes.clear()
+        log = tmp_path / str(times)
+        says: Script = {(0, 0): [call("x", times) + "<|end|>", ANSWER]}
+        _, episode = only(tools.play(says, row_of(log), limits)[0])
+        assert (episode.status, len(suffixes), len(episode.turns)) == (status, num_tried, 1 + (status == "ok")), times
+
+
+def test_what_an_environment_adds_to_the_prompt_counts_as_prompt(tools: Bed, tmp_path: Path) -> None:
+    row = {"log": str(tmp_path / "log"), "begins": ", now"}
+    limits = replace(WIDE, max_tokens=len(tools.ids(ANSWER)))
+    _, episode = only(tools.play({(0, 0): [ANSWER]}, row_of(**row), limits)[0])
+    prompt = tools.ids("<|user|>go, now<|end|><|assistant|>")
+    assert episode.segments[0].token_ids.tolist() == prompt + tools.ids(ANSWER)
+    assert (episode.status, episode.segments[0].sampled.sum()) == ("ok", len(tools.ids(ANSWER)))
+
+
+def test_a_generation_that_was_stopped_leaves_nothing_to_the_next(tools: Bed, tmp_path: Path) -> None:
+    """The same places again, while some of the old ones were at a call, at a reset, in the engine or in the queue."""
+    for stop_after in (0, 1, 3, 6):
+        says: Script = {(job, n): [call(f"{job}{n}") + "<|end|>", ANSWER] for job in range(3) for n in range(2)}
+
+        def row(place: Place, stop_after: int = stop_after) -> dict[str, Any]:
+            return {"log": str(tmp_path / f"{stop_after} {place}")}
+
+        tools.play(says, row, num_turns=stop_after)
+        found, _ = tools.play(says, lambda place: {"log": row(place)["log"] + " again"})
+        for place, completion in found.items():
+            assert completion.episode is not None
+            assert completion.episode.status == "ok"
+            assert completion.episode.messages[1]["content"] == f"{place[0]}{place[1]}"
+            assert said(tmp_path / f"{stop_after} {place} again") == [f"{place[0]}{place[1]}"]
+        assert len(found) == 6
+
+
+def test_rewards_of_turns_are_summed_or_discounted(gym: Bed, tmp_path: Path) -> None:
+    steps = [["a", 1.0, False], ["b", None, False], ["c", 4.0, True]]
+    for discount, wanted in ((None, 5.0), (1.0, 5.0), (0.5, 2.0), (0.0, 1.0)):  # 1 + 4 * discount ** 2
+        row: dict[str, Any] = {"log": str(tmp_path / "log"), "steps": steps}
+        _, episode = only(gym.play({(0, 0): ["1<|end|>", "2<|end|>", "3<|end|>"]}, row_of(**row), discount=discount)[0])
+        assert (episode.rewards, episode.status) == ({"environment": wanted}, "ok")
+        assert [turn.reward for turn in episode.turns] == [1.0, None, 4.0]
+        assert [message["content"] for message in episode.messages] == ["1", "a", "2", "b", "3"]
+    row["steps"] = [["a", None, True]]
+    _, episode = only(gym.play({(0, 0): ["1<|end|>"]}, row_of(**row))[0])
+    assert episode.rewards == {"environment": None}  # no reward is not a reward of 0
+
+
+def test_an_action_is_text_also_where_it_looks_like_a_call(gym: Bed, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    says = [call("ab") + "<|end|>", "<tool_call>{half<|end|>", "so <tool_call></tool_call><|end|>"]
+    steps = [["go on", 0.0, False], ["go on", 0.0, False], ["", 1.0, True]]
+    _, episode = only(gym.play({(0, 0): says}, row_of(log, steps=steps))[0])
+    assert log.read_text().splitlines() == [text.removesuffix("<|end|>") for text in says]
+    assert (episode.status, len(episode.turns)) == ("ok", 3)
+
+
+@pytest.mark.parametrize("observation", [
+    None, [], {"role": "user", "content": 0}, {"role": "user", "content": "x", "tool_calls": 5},
+    {"role": "user", "content": {"a": 1}}, [{"role": "user", "content": "\ud800"}, {"role": 3, "content": ""}],
+])  # fmt: skip
+def test_an_observation_that_is_none_fails_its_episode_alone(gym: Bed, tmp_path: Path, observation: Any) -> None:
+    rows = [[[observation, 1.0, False]], [["a", 1.0, True]]]
+    says: Script = {(0, n): ["1<|end|>", "2<|end|>"] for n in range(2)}
+    found, _ = gym.play(says, lambda place: {"log": str(tmp_path / "log"), "steps": rows[place[1]]})
+    statuses = [found[0, n].episode.status for n in range(2)]  # type: ignore[union-attr]
+    assert statuses == ["env_error", "ok"]
+
+
+@pytest.mark.parametrize("begins", ["\ud800", [{"role": "user", "content": "\ud800x"}]])
+def test_whatever_reset_gives_the_run_goes_on(gym: Bed, tmp_path: Path, begins: Any) -> None:
+    row = {"log": str(tmp_path / "log"), "steps": [["a", 1.0, True]], "begins": begins}
+    found, _ = gym.play({(0, 0): ["1<|end|>"]}, row_of(**row))
+    episode = found[0, 0].episode
+    assert episode is not None
+    assert (episode.status, len(episode.turns)) == ("ok", 1)
+
+
+def _scored(groups: Sequence[RolloutGroup], **more: Any) -> ScoredRollouts:
+    """As a reward pool of two functions: the length, and nothing for odd ones; with notes on the first of a group."""
+    lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
+    if not lengths:
+        return ScoredRollouts()
+    odd = [None if length % 2 else 1.0 for length in lengths]
+    return ScoredRollouts(
+        [0.0] * len(lengths), {"odd": odd, "length": [*map(float, lengths)]},
+        {"odd": ["ok" if value else "not_applicable" for value in odd], "length": ["ok"] * len(lengths)},
+        "reward 'odd' raised", [f"text {length}" for length in lengths], [{"n": length} for length in lengths],
+        {number: {"extra": length} for number, length in enumerate(lengths)},
+    )  # fmt: skip
+
+
+def _of(length: int, status: str = "ok", reward: Any = None) -> Completion:
+    if not length:
+        return Completion([], [], "stop", Episode(status, (), (), [], {"given": 9.0}, [], "environment: gone"))
+    segment = Segment(np.arange(length + 1, dtype=np.int32), np.arange(length + 1) > 0)
+    episode = Episode(status, (segment,), (Turn(length, "stop"),), [], {"given": reward}, [])
+    return Completion([*range(1, length + 1)], [0.0] * length, "stop", episode)
+
+
+def test_scores_keep_their_places_beside_failed_episodes() -> None:
+    prompt = Prompt(0, 0, [1], "x", {})
+    groups = [
+        RolloutGroup(0, prompt, [_of(0, "env_error"), _of(2, reward=0.5)]),
+        RolloutGroup(1, prompt, [_of(0, "env_timeout"), _of(0, "context_overflow")]),  # none of it has a turn
+        RolloutGroup(2, prompt, [_of(3, reward="is nan"), _of(5, reward=None)]),
+    ]
+    scores = EpisodeScores(_scored, {"length": 1.0, "given": 10.0, "odd": 100.0}, ["given"])
+    found = scores(groups)
+    # length + 10 * given + 100 * odd; what is unusable makes the sum unknown, what does not apply is left out of it
+    assert found.rewards == [None, 107.0, None, None, None, 5.0]
+    assert list(found.by_name) == list(found.statuses) == ["length", "given", "odd"]
+    assert found.by_name["length"] == [None, 2.0, None, None, 3.0, 5.0]
+    assert found.by_name["odd"] == [None, 1.0, None, None, None, None]
+    given = found.by_name["given"]
+    assert repr(given) == "[None, 0.5, None, None, nan, None]"
+    assert found.statuses["given"] == [
+        "not_applicable",
+        "ok",
+        "not_applicable",
+        "not_applicable",
+        "error",
+        "not_applicable",
+    ]
+    assert found.texts == ["", "text 2", "", "", "text 3", "text 5"]
+    assert found.given == [{}, {"n": 2}, {}, {}, {"n": 3}, {"n": 5}]
+    assert found.notes == {1: {"extra": 2}, 4: {"extra": 3}, 5: {"extra": 5}}
+    assert found.first_error == "environment: gone\nreward 'odd' raised"
+
+
+def test_where_all_episodes_failed_every_reward_is_named_and_none_known() -> None:
+    """Ranks tell rank 0 their rewards by name, and rounds of a step are put behind each other."""
+    scores = EpisodeScores(_scored, {"odd": 1.0, "length": 1.0, "given": 1.0}, ["given"])
+    group = RolloutGroup(0, Prompt(0, 0, [1], "x", {}), [_of(0, "env_error"), _of(0, "env_error")])
+    found = scores([group])
+    assert found.by_name == {name: [None, None] for name in ("odd", "length", "given")}
+    assert found.num_statuses() == {name: {"not_applicable": 2} for name in ("odd", "length", "given")}
+    assert found.rewards == [None, None]
+    assert scores([]) == ScoredRollouts()

@@ -1,0 +1,204 @@
+"""Episodes in the rollout buffer: they come back whole, for the same environment alone, and forged ones do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from grpo_spmd.config.environment import EnvironmentConfig
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config, RewardConfig
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.records import FAILED_STATUSES, Completion, Prompt
+from grpo_spmd.rollout.buffer import RolloutBuffer
+from grpo_spmd.rollout.kept_episodes import EpisodeBuffer, encode_episode, environment_id
+from tests.support.episodes import made_up_episode, same_episode
+from tests.support.models import write_config
+
+PROMPT, NUM = Prompt(7, 0, [1, 2, 3], "", {}), 200
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    yield start_session()
+    end_session()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    (tmp_path / "tools.py").write_text("def add(a: int, b: int) -> int: ...")
+    (tmp_path / "looks.py").write_text("def looks(environments, **_): ...")
+    return load_config(write_config(tmp_path, tmp_path / "model"))
+
+
+def environment(config: Config, **changes: Any) -> EnvironmentConfig:
+    return EnvironmentConfig(tools=(f"{Path(config.run_dir).parent}/tools.py:add",), **changes)
+
+
+def open_buffer(config: Config, session: Session, **changes: Any) -> EpisodeBuffer:
+    looks = RewardConfig(function=f"{Path(config.run_dir).parent}/looks.py:looks", weight=changes.pop("weight", 1.0))
+    parts = config.run_dir, config.seed, config.model, config.rollout, session
+    return EpisodeBuffer(*parts, environment(config, **changes), (looks,))
+
+
+def read_back(config: Config, session: Session, **changes: Any) -> dict[tuple[int, int], Completion]:
+    buffer = open_buffer(config, session, **changes)
+    return {slot: buffer.read(place) for slot, place in buffer.find(3, "these", [PROMPT], NUM).items()}
+
+
+@pytest.fixture
+def episodes() -> list[Completion]:
+    draw = random.Random(0)
+    return [made_up_episode(draw) for _ in range(NUM)]
+
+
+@pytest.fixture
+def written(config: Config, session: Session, episodes: list[Completion]) -> Path:
+    """The one file of step 3."""
+    buffer = open_buffer(config, session)
+    assert buffer.find(3, "these", [PROMPT], NUM) == {}
+    for sample, completion in enumerate(episodes):
+        buffer.keep(PROMPT, sample, completion)
+    buffer.write()
+    [path] = Path(config.run_dir).rglob("*.*")
+    return path
+
+
+def test_whole_episodes_come_back_and_failed_ones_do_not(
+    written: Path, config: Config, session: Session, episodes: list[Completion]
+) -> None:
+    found = read_back(config, session)
+    statuses = {sample: c.episode.status for sample, c in enumerate(episodes) if c.episode is not None}
+    assert set(found) == {(0, sample) for sample, status in statuses.items() if status not in FAILED_STATUSES}
+    assert len(found) < NUM
+    assert sum(not completion.token_ids for completion in found.values()) > 5  # among them some without a token
+    for (_, sample), completion in found.items():
+        made = episodes[sample]
+        assert (completion.token_ids, completion.logprobs) == (made.token_ids, made.logprobs)
+        assert completion.finish_reason == made.finish_reason
+        assert completion.episode is not None
+        assert made.episode is not None
+        assert same_episode(completion.episode, made.episode)
+    with safe_open(written, "np") as file:
+        assert file.metadata()["format"] == "2"
+
+
+def test_each_of_what_makes_an_episode_must_match(written: Path, config: Config, session: Session) -> None:
+    num_kept = len(read_back(config, session))
+    for change in ({"max_turns": 3}, {"max_tokens": 99}, {"history": "fork"}, {"weight": 0.5}):
+        assert read_back(config, session, **change) == {}, change
+    for change in ({"timeout_s": 5.0}, {"call_timeout_s": 5.0}, {"num_workers": 3}):
+        assert len(read_back(config, session, **change)) == num_kept, change
+    for name in ("tools.py", "looks.py"):
+        path = Path(config.run_dir).parent / name
+        text = path.read_text()
+        path.write_text(text + "\n")
+        assert read_back(config, session) == {}, name
+        path.write_text(text)
+    assert len(read_back(config, session)) == num_kept
+    parts = config.run_dir, config.seed, config.model, config.rollout, session
+    assert RolloutBuffer(*parts).find(3, "these", [PROMPT], NUM) == {}  # a run without environments
+
+
+def test_a_buffer_of_single_turns_is_what_it_was(config: Config, session: Session) -> None:
+    """As files said and held it before there were episodes: old ones stay of use."""
+    parts = config.run_dir, 0, dataclasses.replace(config.model, path="model"), config.rollout, session
+    buffer = RolloutBuffer(*parts)
+    buffer.find(3, "these", [PROMPT], 4)
+    for sample in range(2):
+        buffer.keep(PROMPT, sample, Completion([5, 6 + sample, 0], [-0.1, -1 / 3, -sample / 7], "stop"))
+    buffer.write()
+    [path] = Path(config.run_dir).rglob("*.*")
+    with safe_open(path, "np") as file:
+        sampling_id = "dc72d6e3a5a1b599250c0111dfb5a648"
+        assert file.metadata() == {"format": "1", "step": "3", "weights_id": "these", "sampling_id": sampling_id}
+        assert set(file.keys()) == {"logprobs", "prompts", "rows", "token_ids"}
+        assert file.get_tensor("rows").tolist() == [[7, 0, 3, 0], [7, 1, 3, 0]]
+
+
+@pytest.mark.parametrize("odd", [float("nan"), {"a": {1: 2}}, {1, 2}, ("a",)], ids=["nan", "key", "set", "tuple"])
+def test_what_is_no_json_is_not_kept(odd: Any, episodes: list[Completion]) -> None:
+    made = next(c for c in episodes if c.episode is not None and c.episode.status == "ok")
+    assert made.episode is not None
+    for messages, is_kept in (([{"content": "4"}], True), ([{"content": odd}], False)):
+        episode = dataclasses.replace(made.episode, messages=messages)
+        assert (encode_episode(dataclasses.replace(made, episode=episode)) is not None) == is_kept
+
+
+def forged(written: Path, change: dict[str, npt.NDArray[Any]]) -> None:
+    with safe_open(written, "np") as file:
+        metadata, arrays = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    payload = save(arrays | change, metadata)
+    written.unlink()
+    written.with_name(f"{hashlib.sha256(payload).hexdigest()}.safetensors").write_bytes(payload)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "an id",
+        "a status",
+        "a failed one",
+        "no object",
+        "deep",
+        "negative",
+        "long",
+        "short",
+        "shape",
+        "dtype",
+        "swapped",
+    ],
+)
+def test_a_forged_file_is_left_out(
+    what: str, written: Path, config: Config, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its name goes with its contents, as anybody can make it."""
+    with safe_open(written, "np") as file:
+        episodes, sizes = file.get_tensor("episodes"), file.get_tensor("episode_bytes")
+    starts = [0, *np.cumsum(sizes).tolist()]
+    parts = [episodes[a:b].tobytes() for a, b in itertools.pairwise(starts)]
+    number = next(n for n, part in enumerate(parts) if json.loads(part)["turns"][1:] and b'"sampled":true' in part)
+    fields = json.loads(parts[number])
+    if what == "an id":
+        own = next(turn for turn in fields["turns"] if turn["sampled"] and turn["token_ids"])
+        own["token_ids"][0] ^= 1
+    fields |= {"a status": {"status": "fine"}, "a failed one": {"status": "env_error"}}.get(what, {})
+    parts[number] = json.dumps(fields).encode()
+    if what in ("no object", "deep"):
+        parts[number] = b"[]" if what == "no object" else b"[" * 100_000
+    if what == "swapped":
+        other = next(n for n in range(number + 1, len(parts)) if b'"sampled":true' in parts[n])
+        parts[number], parts[other] = parts[other], parts[number]
+    episodes, sizes = np.frombuffer(b"".join(parts), np.uint8), np.array([len(part) for part in parts])
+    moved = {"negative": -1, "long": 1 << 40, "short": -2}.get(what, 0)
+    sizes[0] = moved if what == "negative" else sizes[0] + moved
+    odd = {"shape": sizes[:, None], "dtype": sizes.astype(np.float64)}.get(what, sizes)
+    forged(written, {"episodes": episodes, "episode_bytes": odd})
+    assert read_back(config, session) == {}
+    assert caplog.text.count("is not used: ") == 1
+
+
+def test_files_are_found_wherever_the_config_names_them(tmp_path: Path) -> None:
+    names = [f"{tmp_path}/{name}.py" for name in "abcd"]
+    for name in names:
+        Path(name).write_text(name)
+    a, b, c, d = names
+    several = EnvironmentConfig(tools=(f"{a}:f", "python"), factory={"x": f"{b}:X", "y": "countdown"})
+    reward = RewardConfig(function=f"{c}:f", args={"other": [f"{d}:g"]})
+    digests = environment_id(several, [reward])[-1]
+    assert digests == {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
+    assert environment_id(EnvironmentConfig(gym=f"{tmp_path}/none.py:X"))[-1] == {
+        f"{tmp_path}/none.py": "No such file or directory"
+    }

@@ -1,0 +1,271 @@
+"""Episodes as dumps and the rollout buffer have them: what is written comes back, what cannot be is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.learn.contexts import broken_rule, completion_contexts, contexts_of, shortened, turns_of
+from grpo_spmd.learn.exchange import decode_rollouts, encode_rollouts, rollout_of
+from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.observe.rollout_reader import read_rollout
+from grpo_spmd.observe.rollout_record import to_line
+from grpo_spmd.observe.rollout_turns import episode_fields, read_episode, shown_fields
+from grpo_spmd.proofs.batch_check import _name, _named_rollouts
+from grpo_spmd.proofs.decision_check import NOTHING
+from grpo_spmd.records import EPISODE_STATUSES, FAILED_STATUSES, Completion, Episode, Rollout, Segment, Turn
+from tests.support.episodes import made_up_episode, same_episode, segment
+from tests.unit.test_rollout_record import RECORD
+
+# Two turns around a tool's answer, and a fork: `3 4` and `8 9`, then `6` in a segment of its own.
+EPISODE = Episode(
+    "ok",
+    (segment([1, 2, 3, 4, 7, 8, 9], [2, 3, 5, 6]), segment([1, 5, 6], [2])),
+    (Turn(2, "stop"), Turn(2, "stop", 0.5), Turn(1, "length")),
+    [{"role": "assistant", "content": "a"}, {"role": "tool", "name": "t", "content": "7"}],
+    {"countdown": 1.0, "style": None},
+    [0.25],
+)
+TOKENS = [3, 4, 8, 9, 6]
+# As the version before there were episodes wrote it.
+RECORDED_LINE = (
+    '{"rollout_id":null,"row":3,"position":7,"sample":1,"prompt":[{"role":"user","content":"h\u00e4h?"}],'
+    '"columns":{"answer":"ja","nums":[1,2]},"completion":"ja","reward":null,"rewards":{"exact":null,"format":0.5},'
+    '"statuses":{"exact":"error","format":"ok"},"advantage":-0.25,"finish_reason":"stop","prompt_ids":[1,2],'
+    '"completion_ids":[3,4],"rollout_logprobs":"AAAAvwAAgD8=","num_rollouts":16}'
+)
+
+
+def line_of(completion: Completion) -> bytes:
+    assert completion.episode is not None
+    tokens: dict[str, Any] = {"completion_ids": completion.token_ids, "rollout_logprobs": completion.logprobs}
+    return to_line(dataclasses.replace(RECORD, **tokens, **shown_fields(completion.episode)))
+
+
+def test_contexts_by_hand() -> None:
+    [single] = contexts_of([1, 2], [3])
+    assert (single.token_ids.tolist(), single.sampled.tolist()) == ([1, 2, 3], [False, False, True])
+    assert single.token_ids.dtype == np.int32
+    [alone] = contexts_of([1, 2], [])
+    assert (alone.token_ids.tolist(), alone.sampled.tolist()) == ([1, 2], [False, False])
+    assert contexts_of([1, 2], TOKENS, EPISODE.segments) is EPISODE.segments
+
+
+def test_turns_by_hand() -> None:
+    assert turns_of(Completion([3, 4], [0.0] * 2, "length")) == [([3, 4], "length")]
+    made = Completion(TOKENS, [0.0] * 5, "length", EPISODE)
+    assert turns_of(made) == [([3, 4], "stop"), ([8, 9], "stop"), ([6], "length")]
+    assert completion_contexts([1], made) is EPISODE.segments
+    failed = Episode("env_error", (), (), [], {}, [])
+    assert turns_of(Completion([], [], "stop", failed)) == []
+    [alone] = completion_contexts([1, 2], Completion([], [], "stop", failed))
+    assert (alone.token_ids.tolist(), alone.sampled.tolist()) == ([1, 2], [False, False])
+
+
+def test_a_short_look_at_an_episode_by_hand() -> None:
+    """Given 2 tokens of a stretch at most, sampled 4 in all and 2 of a stretch."""
+    long = segment([*range(10, 30)], [4, 5, 6, 10, 11, 12, 18])  # 10-13 | 14-16 | 17-19 | 20-22 | 23-27 | 28 | 29
+    [short] = shortened([long, EPISODE.segments[1]], 2, 4)
+    assert short.token_ids.tolist() == [10, 13, 14, 15, 17, 19, 20, 21]
+    assert np.flatnonzero(short.sampled).tolist() == [2, 3, 6, 7]
+    first, second = shortened(EPISODE.segments, 16, 12)
+    assert [first.token_ids.tolist(), second.token_ids.tolist()] == [[1, 2, 3, 4, 7, 8, 9], [1, 5, 6]]
+    assert [first.sampled.tolist(), second.sampled.tolist()] == [s.sampled.tolist() for s in EPISODE.segments]
+
+
+def test_a_single_turns_line_is_what_it_was() -> None:
+    assert to_line(RECORD).decode() == RECORDED_LINE
+    assert read_rollout(RECORDED_LINE.encode(), "f:1") == RECORD
+
+
+def test_an_episodes_line_by_hand() -> None:
+    values = json.loads(line_of(Completion(TOKENS, [0.0] * 5, "length", EPISODE)))
+    assert {name: values[name] for name in values.keys() - json.loads(RECORDED_LINE).keys()} == {
+        "status": "ok",
+        "turns": [
+            {"segment": 0, "sampled": False, "token_ids": [1, 2]},
+            {"segment": 0, "sampled": True, "token_ids": [3, 4], "finish_reason": "stop"},
+            {"segment": 0, "sampled": False, "token_ids": [7]},
+            {"segment": 0, "sampled": True, "token_ids": [8, 9], "finish_reason": "stop", "reward": 0.5},
+            {"segment": 1, "sampled": False, "token_ids": [1, 5]},
+            {"segment": 1, "sampled": True, "token_ids": [6], "finish_reason": "length"},
+        ],
+        "messages": EPISODE.messages,
+        "environment": {"rewards": {"countdown": 1.0, "style": None}, "calls_s": [0.25], "error": None},
+    }
+
+
+def test_thousands_of_episodes_come_back() -> None:
+    """With forks, turns of no token, turns one behind the other, unicode, half surrogates, failures."""
+    seen, draw = set[Any](), random.Random(0)
+    for number in range(3000):
+        made = made_up_episode(draw)
+        assert made.episode is not None
+        assert broken_rule(made.token_ids, made.episode) is None, number
+        record = read_rollout(line_of(made), "f:1")
+        episode = read_episode(vars(record), record.completion_ids)
+        assert same_episode(episode, made.episode), number
+        assert (record.completion_ids, record.status) == (made.token_ids, made.episode.status)
+        seen |= {made.episode.status, ("segments", len(made.episode.segments)), ("turns", len(made.episode.turns))}
+        seen |= {("empty turn", any(not turn.num_tokens for turn in made.episode.turns))}
+    assert seen >= {
+        *EPISODE_STATUSES,
+        ("segments", 0),
+        ("segments", 3),
+        ("turns", 0),
+        ("turns", 6),
+        ("empty turn", True),
+    }
+
+
+def test_a_token_moved_anywhere_is_seen() -> None:
+    """One place of the mask flipped, alone and with the tokens that it then calls sampled; two segments exchanged."""
+    draw, num_seen = random.Random(1), 0
+    for _ in range(300):
+        made, sibling = made_up_episode(draw), made_up_episode(draw)
+        assert made.episode is not None
+        for number, (own, changed) in enumerate((s, s.sampled.copy()) for s in made.episode.segments):
+            place = draw.randrange(len(changed))
+            changed[place] = not changed[place]
+            segments = [*made.episode.segments]
+            segments[number] = Segment(own.token_ids, changed)
+            episode = dataclasses.replace(made.episode, segments=tuple(segments))
+            sampled = [token for s in segments for token in s.token_ids[s.sampled].tolist()]
+            assert broken_rule(made.token_ids, episode) is not None
+            assert broken_rule(sampled, episode) is not None
+            num_seen += 1
+        if sibling.episode is not None and sibling.token_ids != made.token_ids:
+            swapped = dataclasses.replace(made.episode, segments=sibling.episode.segments)
+            assert broken_rule(made.token_ids, swapped) is not None
+            num_seen += 1
+    assert num_seen > 500
+
+
+def test_a_mask_that_ends_a_turn_early_or_late_is_seen_by_hand() -> None:
+    first, fork = EPISODE.segments
+    for places, expected in (
+        ([2, 5, 6], "the tokens that its segments have as sampled"),
+        ([2, 3, 4, 5, 6], "the tokens that its segments have as sampled"),
+        ([2, 3, 4, 6], "the tokens that its segments have as sampled"),
+    ):
+        episode = dataclasses.replace(EPISODE, segments=(segment(first.token_ids.tolist(), places), fork))
+        assert str(broken_rule(TOKENS, episode)).startswith(expected)
+    # The same ids by chance: 7 where 8 was sampled. The turns say it.
+    alike = dataclasses.replace(EPISODE, segments=(segment([1, 2, 3, 4, 8, 8, 9], [2, 3, 4, 6]), fork))
+    assert broken_rule(TOKENS, alike) == "a turn has tokens before and behind one that was given"
+    longer = dataclasses.replace(EPISODE, turns=(Turn(2, "stop"), Turn(3, "stop"), Turn(1, "length")))
+    assert broken_rule(TOKENS, longer) == "its turns have 6 tokens, and 5 were sampled"
+
+
+DEEP: list[Any] = []
+for _ in range(70):
+    DEEP = [DEEP]
+GIVEN = {"segment": 0, "sampled": False, "token_ids": [1, 2]}
+SAMPLED = {"segment": 0, "sampled": True, "token_ids": TOKENS, "finish_reason": "stop"}
+HOSTILE: list[tuple[dict[str, Any], str]] = [
+    ({"status": None}, "status is None"),
+    ({"status": "fine"}, "its status is 'fine'"),
+    ({"status": 3}, "status is 3; this"),
+    ({"status": "env_error"}, "its status is 'env_error', and it has tokens"),
+    ({"turns": []}, "the tokens that its segments have as sampled are not those of the completion"),
+    ({"turns": {}}, "turns is {}"),
+    ({"turns": [3]}, r"turns are \[3\]"),
+    ({"turns": [SAMPLED]}, "segment 0 begins with no token that was given"),
+    ({"turns": [GIVEN, SAMPLED | {"token_ids": TOKENS[:4]}]}, "the tokens that its segments have as sampled are not"),
+    ({"turns": [GIVEN, SAMPLED | {"token_ids": [*TOKENS[:4], 2**31]}]}, "a turn's token_ids are"),
+    ({"turns": [GIVEN, SAMPLED | {"token_ids": [*TOKENS[:4], -1]}]}, "a turn's token_ids are"),
+    ({"turns": [GIVEN, SAMPLED | {"token_ids": [*TOKENS[:4], True]}]}, "a turn's token_ids are"),
+    ({"turns": [GIVEN, SAMPLED | {"token_ids": "34896"}]}, "a turn's token_ids are '34896'"),
+    ({"turns": [GIVEN, SAMPLED | {"sampled": 1}]}, "a turn's sampled is 1"),
+    ({"turns": [GIVEN, SAMPLED | {"segment": 2}]}, "a turn's segment is 2, behind 1 of them"),
+    ({"turns": [GIVEN, SAMPLED | {"segment": -1}]}, "a turn's segment is -1"),
+    ({"turns": [GIVEN | {"segment": -1}, SAMPLED]}, "a turn's segment is -1"),
+    ({"turns": [GIVEN, SAMPLED | {"segment": 0.0}]}, r"a turn's segment is 0\.0"),
+    ({"turns": [GIVEN, SAMPLED | {"finish_reason": "eos"}]}, "a turn's finish_reason is 'eos'"),
+    ({"turns": [GIVEN, SAMPLED | {"finish_reason": None}]}, "a turn's finish_reason is None"),
+    ({"turns": [GIVEN | {"reward": 1.0}, SAMPLED]}, r"a turn's finish_reason is None, its reward 1\.0"),
+    ({"turns": [GIVEN, SAMPLED | {"reward": "1"}]}, ".*its reward '1'"),
+    ({"turns": [GIVEN, SAMPLED | {"reward": 1e999}]}, ".*its reward inf"),
+    ({"turns": [GIVEN, SAMPLED | {"reward": True}]}, ".*its reward True"),
+    ({"messages": ["hello"]}, r"messages are \['hello'\]"),
+    ({"messages": [{"role": "tool", "content": DEEP}]}, "messages are nested more than 64 deep"),
+    ({"environment": {}}, "environment.rewards are None"),
+    ({"environment": {"rewards": {"r": [1]}, "calls_s": [], "error": None}}, r"environment.rewards are {'r': \[1\]}"),
+    ({"environment": {"rewards": {"r": 10**400}, "calls_s": [], "error": None}}, "environment.rewards are"),
+    ({"environment": {"rewards": {}, "calls_s": [-1], "error": None}}, r"environment.calls_s are \[-1\]"),
+    ({"environment": {"rewards": {}, "calls_s": [], "error": 3}}, "environment.error is 3"),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), HOSTILE)
+def test_a_hostile_line_is_refused_in_one_line(change: dict[str, Any], expected: str) -> None:
+    values = json.loads(line_of(Completion(TOKENS, [0.0] * 5, "length", EPISODE)))
+    with pytest.raises(ConfigError, match=f"^f:1: (an episode: )?{expected}") as refused:
+        read_rollout(json.dumps(values | change).encode(), "f:1")
+    assert str(refused.value).endswith("; this is no rollout dump")
+    assert len(str(refused.value)) < 300
+    assert "\n" not in str(refused.value)
+
+
+def test_what_a_policy_writes_into_a_call_is_dumped_whatever_it_is() -> None:
+    arguments = {"deep": DEEP, "nan": float("nan"), "half": "\ud800", "large": 10**400, "odd": {1: {2}}}
+    said = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "t", "arguments": arguments}}]}
+    episode = dataclasses.replace(EPISODE, messages=[said], rewards={"r": float("inf")}, error=None)
+    record = read_rollout(line_of(Completion(TOKENS, [0.0] * 5, "stop", episode)), "f:1")
+    shown = record.messages[0]["tool_calls"][0]["function"]["arguments"]
+    assert (shown["nan"], shown["half"], shown["odd"]) == ("nan", "\ud800", {"1": "{2}"})
+    assert json.dumps(shown["deep"]).strip("[]") == '"..."'
+    assert record.environment["rewards"] == {"r": "inf"}  # unusable, and not missing
+
+
+def test_a_failed_episode_has_no_token() -> None:
+    for status in FAILED_STATUSES:
+        failed = Episode(status, (), (), [], {}, [1.5], "it raised")
+        record = read_rollout(line_of(Completion([], [], "stop", failed)), "f:1")
+        assert (record.status, record.turns, record.environment["error"]) == (status, [], "it raised")
+        assert same_episode(read_episode(vars(record), []), failed)
+    assert episode_fields(EPISODE)["messages"] is EPISODE.messages
+
+
+def test_what_arrives_of_thousands_of_episodes_has_the_name_of_what_was_sampled() -> None:
+    """Over the bytes between ranks and the packing of rows; and another name with one place of the mask moved."""
+    draw, num_moved = random.Random(2), 0
+    for first in range(0, 3000, 20):
+        made = [made_up_episode(draw) for _ in range(20)]
+        made[3] = Completion([5, 6], [-0.5, -0.25], "stop")  # a single turn among them
+        rollouts, names = list[Rollout](), dict[int, int]()
+        for i, completion in enumerate(made, start=first):
+            contexts = completion_contexts([1, 2], completion)
+            count, segments = len(completion.token_ids), completion.episode.segments if completion.episode else ()
+            tokens = [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts]
+            names[i] = _name(tokens, completion.logprobs, [0.5] * count, [True] * count)
+            if segments:
+                rollouts.append(rollout_of(i, 0.5, True, segments, completion.logprobs))
+            else:
+                rollouts.append(Rollout(i, 0.5, True, [1, 2], completion.token_ids, completion.logprobs))
+        arrived = decode_rollouts(encode_rollouts(rollouts))
+        row = pack_rollouts(arrived, torch.device("cpu"))
+        assert dict(_named_rollouts(row)) == {i: name for i, name in names.items() if name != NOTHING}
+        assert {i for i, name in names.items() if name == NOTHING} == {
+            i for i, completion in enumerate(made, start=first) if not completion.token_ids
+        }
+        for rollout in arrived:
+            for number, segment_ in enumerate(rollout.segments):
+                places, free = np.flatnonzero(segment_.sampled), np.flatnonzero(~segment_.sampled)[1:]
+                if len(places) and len(free):
+                    mask = segment_.sampled.copy()
+                    mask[[draw.choice(places.tolist()), draw.choice(free.tolist())]] = [False, True]
+                    parts = [*rollout.segments]
+                    parts[number] = Segment(segment_.token_ids, mask)
+                    moved = rollout_of(rollout.rollout_id, 0.5, True, tuple(parts), rollout.rollout_logprobs)
+                    [(_, name)] = _named_rollouts(pack_rollouts([moved], torch.device("cpu")))
+                    assert name != names[rollout.rollout_id]
+                    num_moved += 1
+    assert num_moved > 1000
