@@ -117,7 +117,7 @@ class Console:
 
     def warnings(self, metrics: Metrics) -> Iterator[str]:
         """What is wrong with the step in words, each once in the life of the process."""
-        for name, text in _alarms(metrics):
+        for name, text in alarms(metrics):
             if name not in self._warned:
                 self._warned.add(name)
                 yield f"step {int(metrics['step'] or 0)}: {text}"
@@ -159,7 +159,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f}h" if seconds < 99.5 * 3600 else f"{seconds / 86400:.0f}d"
 
 
-def _alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
+def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
+    """(name, text) of what is wrong with a step."""
     step, mean = int(metrics["step"] or 0), metrics.get("reward/mean")
     dump = f"rollouts/step_{step:06d}.jsonl"
     if not metrics["optim/updates"] and not metrics["optim/skipped_updates"]:

@@ -28,6 +28,14 @@ _CAUSES_LATER = (
 )
 
 
+def bounds_of(dtype: str, max_mismatch: float | None, first_mean: float | None) -> tuple[float, float]:
+    """Of a step's mean and largest |policy - engine|; `first_mean`: that of the run's first step, None at that step."""
+    if max_mismatch is not None:
+        return max_mismatch, math.inf
+    most_first, least, most, largest, _ = _BOUNDS[dtype]
+    return most_first if first_mean is None else min(max(4 * first_mean, least), most), largest
+
+
 class LogprobCheck:
     """Stops a run whose engine and policy differ by more than rounding, in nats a sampled token. On rank 0.
 
@@ -50,8 +58,7 @@ class LogprobCheck:
 
     def __init__(self, dtype: str, max_mismatch: float | None) -> None:
         """`max_mismatch`, where set, bounds the mean of every step, and nothing else is bounded."""
-        self._first_mean, self._least_mean, self._most_mean, self._largest, self._most_tilt = _BOUNDS[dtype]
-        self._max_mismatch = max_mismatch
+        self._dtype, self._max_mismatch, self._most_tilt = dtype, max_mismatch, _BOUNDS[dtype][-1]
         self.measured: tuple[float, float] | None = None  # mean and largest of the first step
         self._tilt_sums = [0.0, 0.0, 0.0]
 
@@ -71,7 +78,8 @@ class LogprobCheck:
         `losses.TILT_SUMS`. Raises MismatchError."""
         if mean is None or largest is None:
             return
-        mean_bound, largest_bound = self._bounds()
+        first_mean = self.measured[0] if self.measured is not None else None
+        mean_bound, largest_bound = bounds_of(self._dtype, self._max_mismatch, first_mean)
         causes = _CAUSES_FROM_THE_START if self.measured is None else _CAUSES_LATER
         if not (mean <= mean_bound and largest <= largest_bound):
             raise MismatchError(
@@ -88,13 +96,6 @@ class LogprobCheck:
                 f"in the engine. Likely, in this order: {causes}"
             )
         self.measured = self.measured or (mean, largest)
-
-    def _bounds(self) -> tuple[float, float]:
-        if self._max_mismatch is not None:
-            return self._max_mismatch, math.inf
-        if self.measured is None:
-            return self._first_mean, self._largest
-        return min(max(4 * self.measured[0], self._least_mean), self._most_mean), self._largest
 
     def _tilt(self, sums: Sequence[float] | None) -> tuple[float, float]:
         """The slope over this step and, with falling weights, those before it; its standard error."""
