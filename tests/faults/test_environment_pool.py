@@ -317,7 +317,10 @@ def test_a_worker_that_dies_between_calls(pools: Pools) -> None:
     _wait_until_gone({worker})
     assert pool.poll(0.3) == []
     pool.act((0, 1), _call("fine"))
-    assert _failure(_next(pool)[0, 1]) == ("env_error", "its process ended between two calls: died of SIGKILL")
+    status, why = _failure(_next(pool)[0, 1])
+    assert status == "env_error"
+    early = "tool 'do' does not take a call: its process has ended, or is stopped"  # before the nursery has said of what
+    assert why in (early, "its process ended between two calls: died of SIGKILL")
     assert isinstance(_played(pool, (0, 1), {}), Reply)
 
 
