@@ -319,7 +319,7 @@ def test_a_worker_that_dies_between_calls(pools: Pools) -> None:
     pool.act((0, 1), _call("fine"))
     status, why = _failure(_next(pool)[0, 1])
     assert status == "env_error"
-    early = "tool 'do' does not take a call: its process has ended, or is stopped"  # before the nursery has said of what
+    early = "tool 'do' does not take a call: its process has ended, or is stopped"  # the nursery has not said yet
     assert why in (early, "its process ended between two calls: died of SIGKILL")
     assert isinstance(_played(pool, (0, 1), {}), Reply)
 
