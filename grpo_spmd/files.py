@@ -55,6 +55,7 @@ def sync_to_disk(folder: Path) -> None:
 def write_durably(path: Path, content: bytes) -> None:
     """Put a file in the place of another: after a kill, a full disk or a power cut it is the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # it may lead elsewhere, or wait for a reader
     temporary.write_bytes(content)
     sync_path(temporary)
     temporary.replace(path)

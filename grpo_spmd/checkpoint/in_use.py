@@ -33,7 +33,8 @@ def refuse_in_use(run_dir: Path) -> None:
 
 def set_attempt_aside(run_dir: Path) -> None:
     """Keep what an attempt left that failed before its first step's end; its logs stay, and are written on."""
-    left = [path for name in ("config.yaml", "rollouts", "rollout_buffer") if (path := run_dir / name).exists()]
+    names = "config.yaml", "rollouts", "rollout_buffer", "timeline.jsonl", "token_scores", "tokenizer.json"
+    left = [path for name in names if (path := run_dir / name).exists()]
     if left:
         number = next(n for n in itertools.count(1) if not (run_dir / f"failed_{n}").exists())
         (run_dir / f"failed_{number}").mkdir()

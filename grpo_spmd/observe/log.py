@@ -23,6 +23,7 @@ from grpo_spmd.observe.metrics_file import LineFile, is_evaluation, lines_from_e
 from grpo_spmd.observe.phase_timer import PhaseTimer
 from grpo_spmd.observe.progress import WallClock
 from grpo_spmd.observe.rollout_files import rollouts_file
+from grpo_spmd.observe.timeline import TimelineFile, pack_spans, unpack_spans
 from grpo_spmd.observe.wandb_feed import WandbFeed
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import Decision, SyncStats
@@ -48,6 +49,7 @@ class MetricsLog:
         self._loss, self._training, self._num_parameters, self._wandb = loss, training, num_parameters, wandb
         self._path = run_dir / "metrics.jsonl"
         self._largest: dict[str, float] = {}
+        self._generation_s: list[float] = []  # of this rank, in the step
         self._rank0_metrics: Metrics = {}  # of the step, as far as they are known
         # of the run so far, which may have begun in another process
         steps = (line.metrics for line in read_lines(self._path) if not is_evaluation(line.metrics))
@@ -60,6 +62,7 @@ class MetricsLog:
         self._num_own_steps, self._has_ended = 0, False
         self._run_start, self._console = time.perf_counter(), Console(training.num_steps)
         self._file = LineFile(self._path) if session.is_rank0 else None
+        self._timeline = TimelineFile(run_dir) if session.is_rank0 else None
 
     def write_evaluation(self, step: int, metrics: Metrics) -> None:
         """A line of its own for what an evaluation of the policy after `step` found; none where there was none."""
@@ -90,14 +93,15 @@ class MetricsLog:
                 _check_skipped(step, sums, self._training.max_nonfinite_in_a_row, rollouts_file(self._run_dir, step))
                 _check_trained(step, sums, self._training.num_epochs * sum(decision.num_loss_tokens))
             except Exception:
-                self._write_step(step, decision, [self._local_largest()])
+                self._write_step(step, decision, [self._of_rank()])
                 raise
 
+        self._generation_s = local_generation_s
         on_rank0_of_bytes(judge, pack(local_generation_s) + to_bytes(local_sums))
 
     def end_step(self, step: int, decision: Decision) -> None:
         """Collective. Bring the ranks' times together and write the step."""
-        on_rank0_of_bytes(lambda parts: self._write_step(step, decision, parts), self._local_largest())
+        on_rank0_of_bytes(lambda parts: self._write_step(step, decision, parts), self._of_rank())
         self._largest.clear()
         self._timer.end_step()
 
@@ -118,21 +122,28 @@ class MetricsLog:
 
     def close(self) -> None:
         """No line comes any more. W&B gets its time to end, or 5 s where the run was preempted and has no time."""
-        if self._file is not None:
-            self._file.close()
+        for file in (self._file, self._timeline):
+            if file is not None:
+                file.close()
         if self._wandb is not None:
             self._wandb.finish(None if self._has_ended else 5.0)
 
-    def _local_largest(self) -> bytes:
-        return to_bytes({name: Max(value) for name, value in (self._timer.metrics() | self._largest).items()})
+    def _of_rank(self) -> bytes:
+        """What rank 0 needs of each: its spans, and what the largest is written of."""
+        largest: Reductions = {name: Max(value) for name, value in (self._timer.metrics() | self._largest).items()}
+        return pack_spans(self._timer.spans, self._generation_s) + to_bytes(largest)
 
     def _write_step(self, step: int, decision: Decision, parts: list[bytes]) -> None:
-        largest, world_size = metric_values(merge_bytes(parts)), self._session.world_size
+        told, world_size = [Unpacked(part) for part in parts], self._session.world_size
+        spans = [unpack_spans(of_rank) for of_rank in told]
+        largest = metric_values(merge_bytes(of_rank.rest() for of_rank in told))
         metrics = {"step": step, **self._rank0_metrics, **largest, **throughput(decision, largest, world_size)}
         if self._session.device.type == "cuda":
             num_tokens, update_s = decision.num_tokens * self._training.num_epochs, largest["time/update_s"] or 0.0
             device = torch.cuda.get_device_name()
             metrics["throughput/mfu"] = mfu(self._num_parameters, num_tokens, update_s, world_size, device)
+        if self._timeline is not None:  # before it: who follows metrics.jsonl finds it
+            self._timeline.write(step, self._timer.step_unix_s, world_size, spans)
         self._write(metrics)
         reward = metrics["reward/mean"] or 0.0
         self._rewards += [reward] if self._rewards else [reward, reward]

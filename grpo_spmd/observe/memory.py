@@ -74,6 +74,7 @@ class MemoryLedger:
         self._device, self._pool_bytes, self._remedies = device, pool_bytes, remedies
         self._step: dict[str, MemoryUse] = {}
         self._before: dict[str, MemoryUse] = {}  # of earlier steps, for phases that this step has not come to
+        self.last_peak_gib = 0.0  # of the phase that ended last, this time
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -86,6 +87,7 @@ class MemoryLedger:
                 error.add_note(self.explain(name))
             raise
         now = measure(self._device, self._pool_bytes())
+        self.last_peak_gib = now.peak / _GIB
         self._step[name] = MemoryUse(*map(max, vars(self._step.get(name, now)).values(), vars(now).values()))
 
     def metrics(self) -> dict[str, float]:

@@ -11,6 +11,7 @@ import torch
 from grpo_spmd.config.schema import PHASES
 from grpo_spmd.distributed import doctor
 from grpo_spmd.observe.memory import MemoryLedger
+from grpo_spmd.observe.timeline import Span
 
 
 class PhaseTimer:
@@ -19,7 +20,8 @@ class PhaseTimer:
     def __init__(self, device: torch.device, memory: MemoryLedger, first_step: int) -> None:
         self._device, self._memory, self._step = device, memory, first_step
         self._seconds: dict[str, float] = {}
-        self._step_start = time.perf_counter()
+        self.spans: list[Span] = []  # of this step so far
+        self._step_start, self.step_unix_s = time.perf_counter(), time.time()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -31,7 +33,10 @@ class PhaseTimer:
             yield
             if self._device.type == "cuda":
                 torch.cuda.synchronize()  # kernels run on: without this their time would be counted in a later phase
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            end = time.perf_counter()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+        since = start - self._step_start, end - self._step_start
+        self.spans.append(Span(name, *since, self._memory.last_peak_gib, None))
         doctor.enter_phase(f"after {name}", self._step)  # what comes between phases hangs too, and has its own limit
 
     def metrics(self) -> dict[str, float]:
@@ -41,5 +46,6 @@ class PhaseTimer:
 
     def end_step(self) -> None:
         self._seconds.clear()
+        self.spans.clear()
         self._memory.end_step()
-        self._step, self._step_start = self._step + 1, time.perf_counter()
+        self._step, self._step_start, self.step_unix_s = self._step + 1, time.perf_counter(), time.time()

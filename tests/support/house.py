@@ -51,7 +51,7 @@ TRAINER = {
 }
 OPERATIONS = {
     "distributed": 1090,
-    "observe": 845,
+    "observe": 870,
     "checkpoint": 1060,
     "preflight": 745,
     "replay": 555,
@@ -165,7 +165,7 @@ EPISODES = {
 }
 # What shows a run: what it records for it, one page, a terminal, trackers; and whether a machine is fit.
 LOOKING = {
-    "observe/timeline.py": 150,
+    "observe/timeline.py": 165,
     "observe/token_scores.py": 250,
     "observe/trackers": 600,
     "report": 2000,
