@@ -36,7 +36,7 @@ def check_reachable(kind: Literal["models", "datasets"], name: str, key: str) ->
         raise ConfigError(f"{key}: HF_ENDPOINT must begin with https://; got {endpoint!r}")
     _token()  # before the thread that asks
     path = f"{name}/resolve/main/config.json" if kind == "models" else f"datasets/{name}/resolve/main/README.md"
-    status, said = _ask(f"{endpoint}/{path}")
+    status, said = ask(f"{endpoint}/{path}")
     page = f"{endpoint}/{path.split('/resolve')[0]}"
     if status is None:
         raise ConfigError(f"{key}: {name} is not in the local cache, and {endpoint} gives no answer ({said}); {remedy}")
@@ -50,7 +50,7 @@ def check_reachable(kind: Literal["models", "datasets"], name: str, key: str) ->
         raise ConfigError(f"{key}: there is no {page}, or it is private; check the name ({who}), or {remedy}")
 
 
-def _ask(url: str) -> tuple[int | None, str]:
+def ask(url: str) -> tuple[int | None, str]:
     """Status and the hub's own error code; None and the reason where there is no answer. Names are resolved without a
     limit of time, so that a thread asks."""
     found: list[tuple[int | None, str]] = []

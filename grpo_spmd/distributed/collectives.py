@@ -146,6 +146,11 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     return bool(found)
 
 
+def sum_in_place(values: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Collective. Over `group`, or all ranks."""
+    dist.all_reduce(values, group=group)
+
+
 def of_first_in_group(make: Callable[[], T], group: dist.ProcessGroup) -> T:
     """Collective over `group`. What `make` returns on its first rank; it must survive JSON. Errors as by `on_rank0`."""
     payloads = [b""] if dist.get_rank(group) == 0 else None
