@@ -1,0 +1,162 @@
+"use strict";
+// What every view uses: elements, text that others wrote, numbers, and the chunks of the file.
+
+const FORMAT = 1; // of the data that these scripts show
+
+/** An element. Of `given`: functions are listeners, `style` an object of properties, null and false leave out. */
+function el(tag, given = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(given)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (typeof value === "function") made.addEventListener(name, value);
+    else if (name === "style") for (const [key, text] of Object.entries(value)) made.style.setProperty(key, text);
+    else if (name === "class") made.className = value;
+    else made.setAttribute(name, value === true ? "" : value);
+  }
+  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return made;
+}
+
+const byId = (id) => document.getElementById(id);
+
+/** An own field of an object that was parsed: a reward may be named "constructor". */
+const own = (object, key) => (object && Object.hasOwn(object, key) ? object[key] : undefined);
+
+// Controls, what turns the direction of text, what is invisible, halves of surrogate pairs (with the flag u, only halves).
+const ODD = /[\0-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\ufff9-\ufffb\ud800-\udfff\u{e0000}-\u{e007f}]/gu;
+
+function oddMark(character) {
+  const code = character.codePointAt(0);
+  const name = "U+" + code.toString(16).toUpperCase().padStart(4, "0");
+  const isHalf = code >= 0xd800 && code <= 0xdfff;
+  const picture = code < 0x20 ? String.fromCharCode(0x2400 + code) : code === 0x7f ? "\u2421" : isHalf ? "\ufffd" : name;
+  return el("span", { class: "odd", title: isHalf ? name + ", half a surrogate pair" : name }, picture);
+}
+
+/** Text of others as nodes: what is odd in it is shown as a mark, and nothing of it is ever read as HTML. */
+function shown(text) {
+  const all = document.createDocumentFragment();
+  let from = 0;
+  for (const match of text.matchAll(ODD)) {
+    if (match.index > from) all.append(text.slice(from, match.index));
+    all.append(oddMark(match[0]));
+    from = match.index + match[0].length;
+  }
+  if (from < text.length) all.append(text.slice(from));
+  return all;
+}
+
+const asText = (value) =>
+  value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);
+
+/** A block of somebody's text, which neither leaves its box nor turns what stands beside it. */
+const textBlock = (text, name = "") => el("div", { class: "text " + name }, shown(text));
+
+const clip = (text, most) => (text.length > most ? text.slice(0, most) + " \u2026" : text);
+
+/** A number for people: `digits` significant ones. */
+function num(value, digits = 4) {
+  if (value === null || value === undefined) return "\u2013";
+  if (typeof value !== "number") return String(value);
+  const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e7) return String(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(Math.max(0, digits - 2));
+  return String(Number(value.toPrecision(digits)));
+}
+
+/** The same in an element that has the exact value as its title. */
+const figure = (value, digits) => el("span", { class: "num", title: asText(value) || null }, num(value, digits));
+const signed = (value, digits) => (value > 0 ? "+" : "") + num(value, digits);
+const percent = (part) => num(100 * part, 3) + " %";
+
+function seconds(value) {
+  if (value === null || value === undefined) return "\u2013";
+  if (value < 60) return num(value, 3) + " s";
+  const minutes = Math.round(value / 60);
+  if (minutes < 60) return Math.floor(value / 60) + " min " + Math.floor(value % 60) + " s";
+  return Math.floor(minutes / 60) + " h " + (minutes % 60) + " min";
+}
+
+const known = (values) => values.filter((value) => value !== null && value !== undefined);
+const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
+const largest = (values) => values.reduce((most, value) => (most === null || value > most ? value : most), null);
+const smallest = (values) => values.reduce((least, value) => (least === null || value < least ? value : least), null);
+
+/** Of ascending `values` the place of the one that is nearest to `wanted`; -1 where there is none. */
+function nearest(values, wanted) {
+  let best = -1;
+  for (let i = 0; i < values.length; i++)
+    if (best < 0 || Math.abs(values[i] - wanted) < Math.abs(values[best] - wanted)) best = i;
+  return best;
+}
+
+/** A table: `heads` are texts or elements, `rows` lists of what a cell has. */
+function table(heads, rows, given = {}) {
+  const cells = (row) => row.map((cell) => (cell instanceof HTMLTableCellElement ? cell : el("td", {}, cell)));
+  return el("div", { class: "wide" },
+    el("table", given,
+      el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
+      el("tbody", {}, rows.map((row) => el("tr", {}, cells(row))))));
+}
+
+const panel = (title, ...children) => el("section", { class: "panel" }, title && el("h2", {}, title), children);
+
+/** A colour of the style sheet as a canvas takes it, in the theme of the moment. */
+function colour(name) {
+  const probe = byId("end");
+  probe.style.color = `var(--${name})`;
+  return getComputedStyle(probe).color;
+}
+
+/** One of the eight colours that colour-blind people tell apart, for the i-th line of a chart. */
+const lineColour = (i) => "c" + (i % 8);
+
+/** Drawn lines of 100 x 20 for a table's cell; null values are gaps. */
+function spark(values, low = smallest(known(values)), high = largest(known(values))) {
+  const drawing = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  drawing.setAttribute("viewBox", "0 0 100 20");
+  drawing.setAttribute("class", "spark");
+  drawing.setAttribute("aria-hidden", "true");
+  const y = (value) => (high > low ? 18 - (16 * (value - low)) / (high - low) : 10);
+  const x = (i) => (values.length > 1 ? (98 * i) / (values.length - 1) + 1 : 50);
+  let path = "", isDrawing = false;
+  values.forEach((value, i) => {
+    if (value === null) return void (isDrawing = false);
+    path += `${isDrawing ? "L" : "M"}${x(i).toFixed(1)} ${y(value).toFixed(1)}`;
+    isDrawing = true;
+  });
+  const line = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  line.setAttribute("d", path.includes("L") ? path : path + "h.01");
+  drawing.append(line);
+  return drawing;
+}
+
+// ---- chunks: each a block of base64 of raw deflate of JSON, unpacked when it is first looked at
+
+const unpacked = new Map(); // the newest few, in the order of their use
+const MOST_UNPACKED = 12;
+
+const chunkElement = (name) => document.querySelector(`script[data-chunk="${name}"]`);
+
+async function chunk(name) {
+  if (unpacked.has(name)) {
+    const value = unpacked.get(name);
+    unpacked.delete(name);
+    unpacked.set(name, value);
+    return value;
+  }
+  const value = await unpack(name);
+  if (name !== "main") unpacked.set(name, value);
+  if (unpacked.size > MOST_UNPACKED) unpacked.delete(unpacked.keys().next().value);
+  return value;
+}
+
+/** The same without a place among the newest: a search reads them all. */
+async function unpack(name) {
+  const element = chunkElement(name);
+  if (!element) throw new Error(`the file has no part ${name}`);
+  const packed = element.textContent;
+  const bytes = Uint8Array.fromBase64 ? Uint8Array.fromBase64(packed) : Uint8Array.from(atob(packed), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
+  return JSON.parse(await new Response(stream).text());
+}

@@ -1,0 +1,261 @@
+"use strict";
+// Curves over steps, drawn by uPlot. All share the cursor and the zoom; a click opens the step. The first run is drawn
+// solid, further ones dashed.
+
+const PHASES = ["weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint"];
+const phaseColour = (phase) => "c" + (PHASES.includes(phase) ? PHASES.indexOf(phase) : 7);
+// {title, keys: names or a pattern, log, stacked, evaluation}. A metric is shown by the first chart that names it.
+const CHARTS = [
+  { title: "reward", keys: ["reward/mean"] },
+  { title: "rewards by name", keys: /^reward\/.+\/mean$/ },
+  { title: "spread of rewards", keys: /^reward\/(.+\/)?std$/ },
+  { title: "evaluation", keys: /^eval\/.+\/(mean|pass_at_\d+|maj_at_\d+)$/, evaluation: true },
+  { title: "groups without spread, unscored", keys: ["reward/zero_std_groups_frac", "reward/unscored_frac"] },
+  { title: "errors of rewards", keys: /^reward\/.+\/(error|timeout|not_applicable|retried)_frac$/ },
+  { title: "tokens of a completion", keys: /^completion\/tokens_/ },
+  { title: "truncated", keys: ["completion/truncated_frac"] },
+  { title: "entropy", keys: ["loss/entropy"] },
+  { title: "KL", keys: ["loss/kl", "reward/kl_penalty_mean"] },
+  { title: "clipped", keys: ["loss/clip_frac"] },
+  { title: "loss", keys: ["loss/total", "loss/policy"] },
+  { title: "gradient norm", keys: ["optim/grad_norm"], log: true },
+  { title: "learning rate", keys: ["optim/lr"] },
+  { title: "engine against policy", keys: /^weight_sync\/mismatch_/, log: true },
+  { title: "rollout correction", keys: /^rollout_correction\// },
+  { title: "seconds by phase", keys: /^time\/(?!step_s|wall_s|unix_s).+_s$/, stacked: true },
+  { title: "seconds of a step", keys: ["time/step_s"] },
+  { title: "throughput", keys: ["rollout/tokens_per_s", "throughput/tokens_per_s_per_rank"] },
+  { title: "samples a second", keys: ["throughput/samples_per_s"] },
+  { title: "waiting for the slowest", keys: ["rollout/tail_waste_frac", "batching/rank_cost_spread_frac"] },
+  { title: "memory by phase, peak GiB", keys: /^memory\/.+\/peak_gib$/ },
+  { title: "memory after the engine's sleep, GiB", keys: /^memory\/(sleep|host)\// },
+  { title: "how episodes ended", keys: /^episode\/.+_frac$/ },
+  { title: "turns of an episode", keys: /^episode\/(turns|segments)_mean$/ },
+  { title: "groups of dynamic sampling", keys: /^dynamic_sampling\// },
+  { title: "calls of an environment, s", keys: /^environment\/call_s/ },
+  { title: "updates", keys: ["optim/updates", "optim/skipped_updates"] },
+];
+const phaseOrder = (key) => (PHASES.indexOf(key.slice(5, -2)) + 8) % 8;
+const MAIN_CHARTS = ["reward", "tokens of a completion", "engine against policy", "seconds by phase"];
+const HIDDEN = /^(time\/(unix_s|wall_s)|step$)/;
+
+let charts = []; // of the view: {host, keys, plot, whole: its lines as they are without smoothing}
+
+/** The chart of each metric that a run has; what no chart names stands at the end, by its first word. */
+function chartsOf(titles) {
+  const trained = new Set(main.runs.flatMap((run) => Object.keys(run.metrics)));
+  const evaluated = new Set(main.runs.flatMap((run) => Object.keys(run.evaluations?.metrics ?? {})));
+  const found = [];
+  for (const chart of CHARTS) {
+    const there = chart.evaluation ? evaluated : trained;
+    const keys = [...there].filter((key) => (Array.isArray(chart.keys) ? chart.keys.includes(key) : chart.keys.test(key)));
+    keys.forEach((key) => there.delete(key));
+    if (chart.stacked) keys.sort((a, b) => phaseOrder(a) - phaseOrder(b));
+    if (keys.length && (!titles || titles.includes(chart.title))) found.push({ ...chart, keys });
+  }
+  if (titles) return found;
+  for (const [there, evaluation] of [[trained, false], [evaluated, true]]) {
+    const others = Map.groupBy([...there].filter((key) => !HIDDEN.test(key)), (key) => key.split("/")[0]);
+    for (const [word, keys] of others)
+      for (let from = 0; from < keys.length; from += 8)
+        found.push({ title: `${word}, further`, keys: keys.slice(from, from + 8), evaluation });
+  }
+  return found;
+}
+
+async function showCurves(content, before, isCurrent) {
+  if (!content.querySelector("#curves")) {
+    const host = el("div", { class: "charts", id: "curves" });
+    const find = el("input", { type: "search", placeholder: "metric", "aria-label": "show charts of metrics that contain", input: () => {
+      for (const { host: card, keys } of charts) card.hidden = !keys.some((key) => key.includes(find.value));
+    } });
+    const smooth = el("input", { type: "checkbox", change: () => smoothCharts(smooth.checked) });
+    content.append(el("p", { class: "bar" }, find, el("label", {}, smooth, " smooth"),
+      el("span", { class: "note" }, "click: open the step; drag: zoom; double click: all. ", runOf().thinned ? `Of ${runOf().thinned} steps every so many are drawn.` : "")), host);
+    if (main.runs.length > 1) content.append(differences());
+    await fillCharts(host, null, isCurrent);
+  }
+  if (!isCurrent()) return;
+  markStep();
+  const wanted = state.metric && charts.find(({ keys }) => keys.includes(state.metric));
+  if (wanted && (before.metric !== state.metric || before.view !== "curves")) {
+    wanted.host.scrollIntoView({ block: "center" });
+    wanted.host.classList.add("wanted");
+  }
+}
+
+/** One chart a frame, so that the page answers meanwhile. */
+async function fillCharts(host, titles, isCurrent = () => true) {
+  charts = [];
+  whenClosed(() => { charts.forEach(({ plot }) => plot.destroy()); charts = []; watch.disconnect(); });
+  const watch = new ResizeObserver(() => charts.forEach(({ plot, host: card }) => fit(plot, card)));
+  for (const chart of chartsOf(titles)) {
+    const card = el("section", { class: "panel chart" }, el("h2", {}, chart.title));
+    host.append(card);
+    charts.push({ host: card, keys: chart.keys, ...draw(card, chart) });
+    if (!titles) await new Promise((done) => setTimeout(done));
+    if (!isCurrent()) return;
+  }
+  watch.observe(host);
+  if (!charts.length) host.append(el("p", { class: "note" }, "No step has been recorded."));
+  markStep();
+}
+
+const HEIGHT = 150;
+function fit(plot, card) {
+  const width = card.clientWidth - 16;
+  if (width > 0 && width !== plot.width) plot.setSize({ width, height: HEIGHT });
+}
+
+/** [steps, values of each key of each run], with undefined where only another run has a step. */
+function linesOf(chart) {
+  const of = (run) => (chart.evaluation ? run.evaluations ?? { steps: [], metrics: {} } : run);
+  const runs = chart.stacked ? [runOf()] : main.runs;
+  const lines = [], tables = [];
+  for (const run of runs) {
+    const there = chart.keys.filter((key) => own(of(run).metrics, key));
+    if (!there.length) continue;
+    const i = main.runs.indexOf(run);
+    there.forEach((key) => lines.push({ key, run: i, colour: runs.length > 1 && chart.keys.length === 1 ? lineColour(i) : lineColour(chart.keys.indexOf(key)) }));
+    tables.push([of(run).steps, ...there.map((key) => of(run).metrics[key])]);
+  }
+  return { lines, data: tables.length > 1 ? uPlot.join(tables) : tables[0] ?? [[]] };
+}
+
+function draw(card, chart) {
+  const { lines, data } = linesOf(chart);
+  const isLog = chart.log && data.slice(1).some((values) => values.some((value) => value > 0));
+  const raw = data.slice(1);
+  let drawn = isLog ? raw.map((values) => values.map((value) => (value === undefined ? value : value > 0 ? value : null))) : raw;
+  if (chart.stacked) drawn = stack(raw);
+  const names = shortNames(chart.keys);
+  const colourOf = (line) => (chart.stacked ? phaseColour(line.key.slice(5, -2)) : line.colour);
+  const mark = (plot, i) => `var(--${colourOf(lines[i - 1])})`;
+  const serie = (line, i) => ({
+    label: names[chart.keys.indexOf(line.key)] + (main.runs.length > 1 && !chart.stacked ? ` (${clip(main.runs[line.run].name, 16)})` : ""),
+    stroke: () => colour(colourOf(line)), fill: chart.stacked ? () => colour(colourOf(line)) : undefined,
+    width: chart.stacked ? 0 : 1.25, dash: line.run ? [5, 3] : undefined, points: { show: data[0].length < 40 || chart.evaluation, size: 4 },
+    value: (plot, value, series, at) => (at === null || at === undefined ? "" : num(raw[i][at])),
+  });
+  const axis = { stroke: () => colour("muted"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+  const plot = new uPlot({
+    width: Math.max(200, card.clientWidth - 16), height: HEIGHT,
+    scales: { x: { time: false, range: () => zoomed ?? wholeRange() }, y: isLog ? { distr: 3 } : { range: rangeOf(chart) } },
+    axes: [{ ...axis, size: 22, space: 60 }, { ...axis, size: 54, values: (p, splits) => splits.map((value) => (value === null ? "" : num(value, 3))), ...(isLog ? decades(data) : {}) }],
+    series: [{ label: "step" }, ...lines.map(serie)],
+    bands: chart.stacked ? lines.slice(1).map((line, i) => ({ series: [i + 1, i + 2] })) : undefined,
+    cursor: { sync: { key: "steps" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, y: false, bind: { dblclick: () => () => zoomTo(null) } },
+    legend: { markers: { width: 2, stroke: mark, fill: (p, i) => (lines[i - 1].run ? "transparent" : mark(p, i)) } },
+    hooks: { draw: [drawStep], setSelect: [zoomToSelection] },
+  }, [data[0], ...drawn], card);
+  let pressedAt = 0;
+  plot.over.addEventListener("mousedown", (event) => (pressedAt = event.clientX));
+  plot.over.addEventListener("click", (event) => {
+    if (Math.abs(event.clientX - pressedAt) > 4) return; // a zoom, not a click
+    const left = event.clientX - plot.over.getBoundingClientRect().left;
+    const step = plot.data[0][plot.posToIdx(left)];
+    if (step > 0) go({ view: "rollouts", step, rollout: null, metric: null });
+  });
+  return { plot, whole: drawn };
+}
+
+/** On a scale of many decades, lines and figures at its decades alone. */
+const decades = (data) => {
+  const all = data.slice(1).flat().filter((value) => value > 0);
+  if (largest(all) / smallest(all) < 100) return {};
+  const filter = (plot, splits) => splits.map((value) => (Number.isInteger(Math.round(1e6 * Math.log10(value)) / 1e6) ? value : null));
+  return { filter, grid: { stroke: () => colour("line"), width: 1, filter } };
+};
+
+/** Names without what they have in common. */
+function shortNames(keys) {
+  if (keys.length < 2) return keys;
+  const parts = keys.map((key) => key.split("/"));
+  let head = 0, tail = 0;
+  const shortest = Math.min(...parts.map((part) => part.length)) - 1;
+  while (head < shortest && parts.every((part) => part[head] === parts[0][head])) head++;
+  while (tail < shortest - head && parts.every((part) => part.at(-1 - tail) === parts[0].at(-1 - tail))) tail++;
+  return parts.map((part) => part.slice(head, part.length - tail).join("/"));
+}
+
+/** The sum of a line and those behind it, so that the first stands on top: bands reach from one to the next. */
+function stack(values) {
+  const sums = [];
+  for (let i = values.length - 1; i >= 0; i--)
+    sums[i] = values[i].map((value, at) => (value ?? 0) + (sums[i + 1] ? sums[i + 1][at] : 0));
+  return sums;
+}
+
+/** From 0 where all is above and 0 is near; never without height. */
+const rangeOf = (chart) => (plot, low, high) => {
+  if (low === null) return [0, 1];
+  if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 10, high + Math.abs(high) / 10];
+  const room = (high - low) * 0.06;
+  const fromZero = chart.stacked || chart.keys.some((key) => key.endsWith("_frac")) || (low >= 0 && low < (high - low) / 2);
+  return [fromZero && low >= 0 ? 0 : low - room, high + room];
+};
+
+/** The step of the address, as a line. */
+function drawStep(plot) {
+  const { min, max } = plot.scales.x;
+  if (state.step === null || min === null || state.step < min || state.step > max) return;
+  const x = Math.round(plot.valToPos(state.step, "x", true));
+  const { ctx, bbox } = plot;
+  ctx.save();
+  ctx.strokeStyle = colour("accent");
+  ctx.globalAlpha = 0.5;
+  ctx.beginPath();
+  ctx.moveTo(x, bbox.top);
+  ctx.lineTo(x, bbox.top + bbox.height);
+  ctx.stroke();
+  ctx.restore();
+}
+
+/** The cursor of all charts at the address's step, so that their legends say its figures. */
+function markStep() {
+  for (const { plot } of charts) {
+    plot.redraw(false);
+    const at = plot.data[0].indexOf(state.step);
+    if (at >= 0) plot.setCursor({ left: plot.valToPos(state.step, "x"), top: 20 }, false);
+    if (at >= 0) plot.setLegend({ idx: at });
+  }
+}
+
+// ---- zoom: one range of steps for all charts
+
+let zoomed = null; // [first, last], or null for all steps
+function wholeRange() {
+  const all = main.runs.flatMap((run) => [run.steps, run.evaluations?.steps ?? []]).flatMap((steps) => (steps.length ? [steps[0], steps.at(-1)] : []));
+  const [low, high] = [smallest(all) ?? 0, largest(all) ?? 1];
+  return low < high ? [low, high] : [low - 0.5, high + 0.5];
+}
+
+function zoomTo(range) {
+  zoomed = range;
+  const [min, max] = zoomed ?? wholeRange();
+  for (const { plot } of charts) plot.setScale("x", { min, max });
+}
+
+function zoomToSelection(plot) {
+  const { left, width } = plot.select;
+  if (width > 4) zoomTo([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
+  plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+}
+
+/** Each line as its running mean, which forgets with the same speed on every width of the data. */
+function smoothCharts(isSmooth) {
+  for (const { plot, whole } of charts) {
+    if (plot.bands?.length) continue;
+    const weight = Math.min(1, 20 / plot.data[0].length);
+    const smoothed = (values) => {
+      let last = null;
+      return values.map((value) => (value === null || value === undefined ? value : (last = last === null ? value : last + weight * (value - last))));
+    };
+    plot.setData([plot.data[0], ...(isSmooth ? whole.map(smoothed) : whole)]);
+  }
+  markStep();
+}
+
+function redrawCharts() {
+  charts.forEach(({ plot }) => plot.redraw(false, true)); // colours are asked for again; the legend's are the style sheet's
+}

@@ -1,0 +1,179 @@
+"use strict";
+// A completion: its tokens coloured by a figure of each, the exact figures of one, turns of an episode, the row's columns.
+
+// name: [head, what it is]. The scale's ends are those of the step where they can be, so that completions compare.
+const COLOURINGS = {
+  difference: ["engine / policy", "policy's logprob before the update less the engine's when it sampled: rounding, or something is wrong"],
+  advantage: ["advantage", "what the loss multiplies"],
+  logprob: ["logprob", "by the engine: the darker, the less likely the token was"],
+  entropy: ["entropy", "of the policy's distribution over the next token, in nats"],
+  mask: ["mask", "tokens that do not count in the loss are struck"],
+  none: ["plain", "no colours"],
+};
+const WHYS = {
+  best: "In this page as one of the step's best", worst: "In this page as one of the step's worst",
+  failed: "In this page since it failed", mismatched: "In this page since engine and policy differ most on it",
+  group: "In this page with its whole group", sampled: "In this page as one of those taken evenly",
+};
+const BINS = 5; // shades of one direction
+const FIRST_TOKENS = 3000; // drawn at once; more on demand
+let colouring = "difference"; // stays from one completion to the next
+
+function valuesOf(name, rollout) {
+  const tokens = rollout.tokens;
+  if (!tokens || name === "none") return null;
+  if (name === "advantage") return tokens.advantage ?? (rollout.advantage === null ? null : tokens.ids.map(() => rollout.advantage));
+  if (name === "mask") return tokens.mask ?? tokens.ids.map(() => 1);
+  return tokens[name] ?? null;
+}
+
+/** Where a shade is full. */
+function limitOf(name, data, values) {
+  const size = (list) => largest(known(list).map(Math.abs)) || 0;
+  if (name === "logprob") return 5;
+  if (name === "entropy") return Math.max(1, size(values));
+  if (name === "advantage") return Math.max(size(data.table.advantage), size(values));
+  return Math.max(size(data.table.mismatch), size(values));
+}
+
+function shadeOf(name, value, limit) {
+  if (value === null || value === undefined || name === "none") return "";
+  if (name === "mask") return value ? "" : "masked";
+  const size = limit ? Math.min(BINS, Math.ceil((BINS * Math.abs(value)) / limit - 0.5)) : 0;
+  return size > 0 ? (value < 0 && name !== "logprob" ? "minus" : "plus") + size : "";
+}
+
+function legendOf(name, limit, numKnown) {
+  if (name === "none") return el("p", { class: "legend" });
+  if (!numKnown) return el("p", { class: "legend" }, "Not recorded for this rollout: ", COLOURINGS[name][1], ".");
+  const swatch = (shade) => el("i", { class: "swatch " + shade });
+  const range = Array.from({ length: BINS }, (_, i) => i + 1);
+  const end = (value) => el("span", { class: "num", title: String(value) }, num(value, 3));
+  const scale = name === "mask" ? [el("span", { class: "masked" }, "struck"), " does not count"] :
+    name === "logprob" ? [end(0), swatch(""), range.map((i) => swatch("plus" + i)), "\u2264 ", end(-limit)] :
+    name === "entropy" ? [end(0), swatch(""), range.map((i) => swatch("plus" + i)), end(limit)] :
+    [end(-limit), range.toReversed().map((i) => swatch("minus" + i)), swatch(""), range.map((i) => swatch("plus" + i)), "+", end(limit)];
+  return el("p", { class: "legend" }, el("span", { class: "scale" }, scale), el("span", { class: "muted" }, COLOURINGS[name][1]),
+    ["difference", "advantage"].includes(name) && el("span", { class: "muted" }, "Full colour: the largest of the step."));
+}
+
+function completionPanel(data, i, rollout) {
+  const body = el("div", { id: "tokens" });
+  const said = el("p", { class: "said", id: "said", "aria-live": "polite" });
+  const legend = el("div", { id: "legend" });
+  const choose = (name) => {
+    colouring = name;
+    drawTokens(data, rollout, body, legend, said);
+    buttons.querySelectorAll("button").forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.name === name)));
+  };
+  const buttons = el("div", { class: "bar", role: "group", "aria-label": "colour tokens by", id: "colourings" }, "colour by ",
+    Object.entries(COLOURINGS).map(([name, [head, what]]) => el("button", { "data-name": name, title: what, "aria-pressed": String(name === colouring), click: () => choose(name) }, head)));
+  const prompt = asText(data.prompts[data.table.prompt[i]]);
+  const result = panel(titleOf(data, i), figuresOf(data, i),
+    el("p", { class: "note" }, shown(own(WHYS, rollout.why) ?? asText(rollout.why)), ". ", linkTo({ view: "prompts", row: data.table.row[i], rollout: null }, "all steps of this prompt")),
+    el("div", { class: "completion" },
+      el("div", {}, el("details", { open: prompt.length < 1200 }, el("summary", {}, "prompt"), textBlock(prompt)),
+        rollout.tokens ? [buttons, legend, said] : el("p", { class: "note" }, "There are no tokens of this rollout."), body,
+        rollout.cut > 0 && el("p", { class: "note" }, `${num(rollout.cut)} further characters are not in this page.`), messagesOf(rollout)),
+      el("aside", {}, rewardsOf(rollout), columnsOf("columns of the row", rollout.columns), columnsOf("logged by rewards", rollout.extra), columnsOf("environment", rollout.environment))));
+  drawTokens(data, rollout, body, legend, said);
+  return result;
+}
+
+function nextColouring() {
+  const names = Object.keys(COLOURINGS);
+  document.querySelector(`#colourings [data-name=${names[(names.indexOf(colouring) + 1) % names.length]}]`)?.click();
+}
+
+/** The tokens, or the plain text where pieces are not known; of an episode turn by turn. */
+function drawTokens(data, rollout, body, legend, said) {
+  const values = valuesOf(colouring, rollout);
+  const limit = values ? limitOf(colouring, data, values) : 0;
+  legend.replaceChildren(legendOf(colouring, limit, values ? known(values).length : 0));
+  said.replaceChildren("Point at a token, or step through them with the arrow keys: its figures are said here.");
+  const boxOf = (pieces, from) => tokenBox(rollout, pieces, from, values, limit, said);
+  if (!rollout.turns?.length) {
+    const isPlain = !hasPieces(rollout);
+    return void body.replaceChildren(isPlain ? textBlock(asText(rollout.completion)) : boxOf(rollout.tokens.pieces, 0));
+  }
+  let at = 0, number = 0, segment = rollout.turns[0].segment;
+  const turns = rollout.turns.flatMap((turn) => {
+    const from = at;
+    if (turn.sampled) { at += turn.num_tokens; number += 1; }
+    const head = turn.sampled ? [`turn ${number}, sampled: ${num(turn.num_tokens)} tokens`, turn.reward === null || turn.reward === undefined ? null : [", reward ", figure(turn.reward)]] :
+      [`given: ${num(turn.num_tokens)} tokens`];
+    const text = turn.sampled && turn.pieces && rollout.tokens ? boxOf(turn.pieces, from) : textBlock(turn.pieces ? turn.pieces.join("") : asText(turn.text));
+    const cut = turn.segment === segment ? null : el("p", { class: "cut" }, `a new context begins (segment ${turn.segment + 1})`);
+    segment = turn.segment;
+    return [cut, el("div", { class: "turn " + (turn.sampled ? "sampled" : "given") }, el("p", { class: "turn-head" }, head), text)];
+  });
+  body.replaceChildren(...turns.filter(Boolean));
+}
+
+/** Tokens as one stop of the Tab key, through which the arrow keys lead. `from`: the place of the first among all. */
+function tokenBox(rollout, pieces, from, values, limit, said) {
+  const box = el("div", { class: "text tokens", tabindex: 0, role: "group", "aria-label": "tokens; the arrow keys lead through them" });
+  const add = (first, last) => {
+    for (let i = first; i < last; i++) {
+      const piece = el("span", { class: "t " + shadeOf(colouring, values?.[from + i], limit) + (pieces[i] === "" ? " nothing" : "") }, shown(pieces[i]));
+      piece.dataset.at = from + i;
+      box.append(piece);
+    }
+    if (last < pieces.length) {
+      const more = el("button", { click: () => { more.remove(); add(last, pieces.length); } }, `show ${num(pieces.length - last)} further tokens`);
+      box.append(more);
+    }
+  };
+  add(0, Math.min(pieces.length, FIRST_TOKENS));
+  let chosen = null;
+  const choose = (piece) => {
+    if (!piece) return;
+    chosen?.classList.remove("chosen");
+    chosen = piece;
+    chosen.classList.add("chosen");
+    const at = Number(piece.dataset.at);
+    said.replaceChildren(figuresOfToken(rollout, at, pieces[at - from]));
+  };
+  box.addEventListener("mouseover", (event) => choose(event.target.closest(".t")));
+  box.addEventListener("click", (event) => choose(event.target.closest(".t")));
+  box.addEventListener("focus", () => box.matches(":focus-visible") && choose(chosen ?? box.querySelector(".t")));
+  box.addEventListener("keydown", (event) => {
+    const by = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
+    if (!by || !chosen) return;
+    event.preventDefault(); // and so no step is changed
+    const next = chosen[by];
+    if (next?.matches(".t")) choose(next);
+    chosen.scrollIntoView({ block: "nearest" });
+  });
+  return box;
+}
+
+function figuresOfToken(rollout, at, piece) {
+  const { ids, logprob } = rollout.tokens;
+  const exact = (name, value) => (value === null || value === undefined ? null : el("span", {}, name + " ", el("b", { class: "num", "data-figure": name }, String(value))));
+  const of = (name) => valuesOf(name, rollout)?.[at];
+  return el("span", { class: "figures-of-token" }, el("span", {}, `token ${at + 1} of ${ids.length} `, el("code", {}, shown(JSON.stringify(clip(piece, 40))))), exact("id", ids[at]), exact("logprob", logprob?.[at]),
+    logprob?.[at] === undefined || logprob[at] === null ? null : exact("probability", num(Math.exp(logprob[at]), 3)),
+    exact("difference", of("difference")), exact("advantage", of("advantage")), exact("entropy", of("entropy")), of("mask") === 0 ? el("span", { class: "mark warning" }, "does not count") : null);
+}
+
+// ---- beside the text
+
+function rewardsOf(rollout) {
+  const rows = Object.entries(rollout.rewards ?? {}).map(([name, value]) => [shown(name), figure(value), statusMark(own(rollout.statuses, name) ?? "ok")]);
+  return rows.length ? [el("h3", {}, "rewards"), table(["name", "reward", "status"], rows)] : null;
+}
+
+function columnsOf(title, columns) {
+  const given = Object.entries(columns ?? {});
+  if (!given.length) return null;
+  return [el("h3", {}, title), el("dl", {}, given.flatMap(([name, value]) => [el("dt", {}, shown(name)), el("dd", {}, textBlock(typeof value === "object" && value ? JSON.stringify(value, null, 1) : asText(value)))]))];
+}
+
+/** What the environment's protocol made of it: messages by role. */
+function messagesOf(rollout) {
+  if (!rollout.messages?.length) return null;
+  const message = (one) => el("div", { class: "turn " + (one.role === "assistant" ? "sampled" : "given") }, el("p", { class: "turn-head" }, shown(asText(one.role))), textBlock(asText(one.content)),
+    Object.entries(one).filter(([name]) => !["role", "content"].includes(name)).map(([name, value]) => [el("p", { class: "turn-head" }, shown(name)), textBlock(JSON.stringify(value, null, 1))]));
+  return el("details", {}, el("summary", {}, `${rollout.messages.length} messages`), rollout.messages.map(message));
+}
