@@ -193,7 +193,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     logprob_check.restore(start.trainer)
     of_policy = policy.num_parameters, logprob_check
     phase, log = open_log(config, session, inputs.began, *of_policy, engine.pool_bytes, start.step + 1)
-    dump = RolloutDump(writer, every_steps)
+    dump = RolloutDump(writer, every_steps, RolloutWriter(run_dir, config.logging, session, "token_scores"))
     open_buffer = RolloutBuffer if environments is None else environments.buffer
     buffer = open_buffer(config.run_dir, config.seed, config.model, config.rollout, session) if keeps else None
     lengths = ExpectedLengths() if config.rollout.schedule == "shared_queue" else None

@@ -22,6 +22,7 @@ from grpo_spmd.records import MicroBatch, RolloutBatch
 
 Reference = Callable[[MicroBatch], Scores]
 Check = Callable[[bool], None]  # collective, between micro-batches; True: from here on the policy changes
+Keep = Callable[[MicroBatch, Tensor, Tensor], None]  # what the policy's logprobs and entropy [C] are kept with
 Suspects = list[tuple[MicroBatch, Tensor]]  # which places [C] count and have a score that is not finite
 
 
@@ -41,10 +42,11 @@ def attach_logprobs(
     loss: LossConfig,
     num_optimizer_steps: int,
     check: Check | None = None,
+    keep: Keep | None = None,
 ) -> None:
     """Collective. Fill `old_logprobs` and `ref_logprobs` of every micro-batch where the loss needs them. With one
     optimizer step a rollout the old ones are those of the update itself: no pass is made for them. What `check` raises
-    on all ranks alike, asked before each micro-batch, leaves the policy as it was."""
+    on all ranks alike, asked before each micro-batch, leaves the policy as it was. `keep` gets the policy's scores."""
     needs_old = (num_optimizer_steps > 1 or loss.kl_in == "reward") and loss.old_logprobs != "engine"
     try:
         for micro_batch in batch.micro_batches:
@@ -53,7 +55,9 @@ def attach_logprobs(
             if loss.old_logprobs == "engine":
                 micro_batch.old_logprobs = micro_batch.rollout_logprobs
             elif needs_old:
-                micro_batch.old_logprobs, _ = policy(micro_batch)
+                micro_batch.old_logprobs, entropy = policy(micro_batch)
+                if keep is not None:
+                    keep(micro_batch, micro_batch.old_logprobs, entropy)
             if reference is not None:
                 micro_batch.ref_logprobs, _ = reference(micro_batch)
     finally:
@@ -78,6 +82,7 @@ class PolicyUpdater:
         self.optimizer, self._schedule = build_optimizer(policy, optimizer, training.num_run_optimizer_steps)
         self._num_updates = self._skipped_in_a_row = 0
         self._check: Check | None = None
+        self._keep: Keep | None = None
 
     def state(self) -> dict[str, int]:
         """What a checkpoint must hold beside the optimizer's moments; the schedule follows from `num_updates`."""
@@ -92,16 +97,18 @@ class PolicyUpdater:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def update(self, batch: RolloutBatch, watch: Watch | None = None, check: Check | None = None) -> Reductions:
+    def update(
+        self, batch: RolloutBatch, watch: Watch | None = None, check: Check | None = None, keep: Keep | None = None
+    ) -> Reductions:
         """Collective. One optimizer step for each mini-batch of each epoch; returns what this rank adds to the metrics.
 
         Gradients are sums over ranks of token sums over one global denominator, so they do not depend on how rollouts
         were split over ranks and micro-batches. A mini-batch whose loss or gradient is not finite on any rank changes
         nothing on all ranks: "skipped_in_a_row" counts it, and "nonfinite_rollouts" has its rollouts with a logprob or
         entropy that is not finite. The gradient norm is that before clipping. What `check` raises on all ranks alike
-        leaves the policy as it was.
+        leaves the policy as it was. `keep` gets what is known of the policy that the engine held.
         """
-        sums = no_update(self._loss)
+        sums, self._keep = no_update(self._loss), keep
         num_updates = num_skipped = 0
         for epoch in range(self._num_epochs):
             for number, mini_batch in enumerate(batch.mini_batches):
@@ -117,6 +124,7 @@ class PolicyUpdater:
                     watch.end(is_made)
                 num_updates, num_skipped = num_updates + is_made, num_skipped + (not is_made)
                 sums = merge([sums, of_step])
+        self._keep = None
         return sums | {"optim/updates": Max(float(num_updates)), "optim/skipped_updates": Max(float(num_skipped))}
 
     def accumulate(
@@ -178,6 +186,8 @@ class PolicyUpdater:
         if is_synced:
             before = logprobs if loss.old_logprobs == "engine" else old_logprobs
             sums |= mismatch_sums(before, rollout_logprobs, mask, entropy)
+            if self._keep is not None:
+                self._keep(micro_batch, before, entropy)
         finite = torch.stack([score.isfinite() for score in (*scores, rollout_logprobs) if score is not None]).all(0)
         return sums, mask & ~finite
 

@@ -4,30 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from grpo_spmd.distributed.errors import Rank0Error
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.observe.columns import bounded
+from grpo_spmd.observe.rollout_files import step_stem
 from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
 from grpo_spmd.observe.rollout_turns import shown_fields
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.records import Decision
 
+if TYPE_CHECKING:  # of the steps that are dumped; and until then not even imported
+    from grpo_spmd.observe.token_scores import KeptScores
+
 
 class RolloutDump:
     """Dumps the rollouts of each `every_steps`-th step (0: of none), and of steps that went wrong."""
 
-    def __init__(self, writer: RolloutWriter, every_steps: int) -> None:
-        self._writer, self._every_steps = writer, every_steps
+    def __init__(self, writer: RolloutWriter, every_steps: int, of_scores: RolloutWriter | None = None) -> None:
+        """`of_scores` writes the scores of a dump's tokens beside it."""
+        self._writer, self._every_steps, self._of_scores = writer, every_steps, of_scores
 
     def write_if_due(self, step: int, sampled: SampledStep, decision: Decision) -> None:
         """Collective."""
         if self._is_due(step):
             self._write(step, sampled, decision)
 
-    def write_if_skipped(self, step: int, sampled: SampledStep, decision: Decision, sums: Reductions) -> None:
-        """Collective. Where an update was skipped (on all ranks alike), and the file is not there yet."""
+    def keep_scores_if_due(self, step: int) -> KeptScores | None:
+        """What takes the scores of the step's tokens; None where nobody is to see them."""
+        if self._of_scores is None or not self._is_due(step):
+            return None
+        from grpo_spmd.observe.token_scores import KeptScores
+
+        return KeptScores()
+
+    def write_updated(
+        self, step: int, sampled: SampledStep, decision: Decision, sums: Reductions, scores: KeptScores | None
+    ) -> None:
+        """Collective. After the updates: the `scores`; and the rollouts, where an update was skipped (on all ranks
+        alike) and the file is not there yet."""
+        if scores is not None and self._of_scores is not None:
+            self._of_scores.write(step_stem(step), scores.lines())
         if sums["optim/skipped_updates"].value and not self._is_due(step):
             self._write(step, sampled, decision)
 

@@ -5,6 +5,7 @@ same with .gz."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,18 +23,18 @@ def step_stem(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def rollouts_file(run_dir: Path, step: int, node: int = 0) -> Path:
+def rollouts_file(run_dir: Path, step: int, node: int = 0, folder: str = "rollouts") -> Path:
     """A node's part of a dump in the form that is there; where there is none, as text. Of two the newer one: a kill can
     come between the writing of the one and the removal of the other."""
     stem = part_name(step_stem(step), node)
-    there = [path for ending in (PLAIN, PACKED) if (path := run_dir / "rollouts" / f"{stem}{ending}").is_file()]
-    return max(there, key=lambda path: path.stat().st_mtime_ns, default=run_dir / "rollouts" / f"{stem}{PLAIN}")
+    there = [path for ending in (PLAIN, PACKED) if (path := run_dir / folder / f"{stem}{ending}").is_file()]
+    return max(there, key=lambda path: path.stat().st_mtime_ns, default=run_dir / folder / f"{stem}{PLAIN}")
 
 
-def rollouts_parts(run_dir: Path, step: int) -> dict[int, Path]:
+def rollouts_parts(run_dir: Path, step: int, folder: str = "rollouts") -> dict[int, Path]:
     """The files of a dump that are there, by node in order."""
-    own = {node for stem, node in files_there(run_dir / "rollouts") if stem == step_stem(step)}
-    return {node: rollouts_file(run_dir, step, node) for node in sorted(own)}
+    own = {node for stem, node in files_there(run_dir / folder, step_stem(step)) if stem == step_stem(step)}
+    return {node: rollouts_file(run_dir, step, node, folder) for node in sorted(own)}
 
 
 def dumped_steps(run_dir: Path) -> list[int]:
@@ -48,10 +49,10 @@ def step_of(stem: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def files_there(folder: Path) -> Iterator[tuple[str, int]]:
-    """(stem, node) of each dump of `folder`, twice where it is there in both forms."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if found := _NAME.fullmatch(path.name):
+def files_there(folder: Path, begin: str = "") -> Iterator[tuple[str, int]]:
+    """(stem, node) of each dump of `folder` whose name begins with `begin`, twice where it is there in both forms."""
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        if name.startswith(begin) and (found := _NAME.fullmatch(name)):  # a run may come to have very many
             yield found[1], int(found[2] or 0)
 
 

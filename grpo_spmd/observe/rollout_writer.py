@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 from grpo_spmd.config.schema import LoggingConfig
@@ -40,10 +40,12 @@ class _Nodes:
 
 
 class RolloutWriter:
-    """Writes the dumps of a run. They are for people: a full disk costs the files that it hits, and a warning."""
+    """Writes the dumps of a run. They are for people: a full disk costs the files that it hits, and a warning.
+    With a file of rollouts/ goes what token_scores/ has of the same name: it is of another attempt."""
 
-    def __init__(self, run_dir: Path, options: LoggingConfig, session: Session) -> None:
-        self._folder, self._session = run_dir / "rollouts", session
+    def __init__(self, run_dir: Path, options: LoggingConfig, session: Session, folder: str = "rollouts") -> None:
+        self._folder, self._session = run_dir / folder, session
+        self._scores = run_dir / "token_scores" if folder == "rollouts" else self._folder
         self._is_packed, self._keep = options.rollouts_compression == "gzip", options.rollouts_keep
         self._ending, self._other_ending = (PACKED, PLAIN) if self._is_packed else (PLAIN, PACKED)
         self._known_nodes: _Nodes | None = None
@@ -91,6 +93,8 @@ class RolloutWriter:
             written.remove(nodes.own)
             _log.warning("%s is not written: %s", path, os.strerror(error))
         stale = [path.with_name(part_name(stem, nodes.own) + self._other_ending)]
+        if self._scores != self._folder:
+            stale += [self._scores / f"{part_name(stem, nodes.own)}{ending}" for ending in (PLAIN, PACKED)]
         for left in stale if nodes.own in written else [temporary, path, *stale]:
             with suppress(OSError):
                 left.unlink(missing_ok=True)
@@ -116,8 +120,8 @@ class RolloutWriter:
         """Files of `stem`: those of nodes that there are no more, and of the node `also`."""
         nodes = {node for node in (self._there or {}).get(stem, ()) if node >= len(self._nodes().ranks)}
         for node in sorted(nodes | ({also} if also is not None else set())):
-            for ending in (PLAIN, PACKED):
-                path = self._folder / f"{part_name(stem, node)}{ending}"
+            for folder, ending in product({self._folder, self._scores}, (PLAIN, PACKED)):
+                path = folder / f"{part_name(stem, node)}{ending}"
                 try:
                     path.unlink(missing_ok=True)
                 except OSError as error:

@@ -166,7 +166,8 @@ EPISODES = {
 # What shows a run: what it records for it, one page, a terminal, trackers; and whether a machine is fit.
 LOOKING = {
     "observe/timeline.py": 165,
-    "observe/token_scores.py": 250,
+    "observe/token_scores.py": 195,
+    "observe/tokenizer_file.py": 75,
     "observe/trackers": 600,
     "report": 2000,
     "show": 900,

@@ -1,0 +1,183 @@
+"""token_scores/step_N.jsonl: of each token that was trained on, how far engine and policy were apart, and the policy's
+entropy, both before the step's first update; a line a rollout, beside its dump. Imports no torch.
+
+A line is {"rollout_id", "difference", "entropy", "difference_mean", "difference_max"}, with "advantages" where these
+differ from token to token, and "loss_mask" where a token does not count. Values of tokens are base64 of little-endian
+float16 (of the mask a byte, 0 or 1), one a sampled token, in the order of the dump's `completion_ids`. A rollout that
+was not trained on has no line, nor one that nobody scored before the first update (`loss.old_logprobs: engine`, from
+the second mini-batch on)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import gzip
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.observe.rollout_files import rollouts_parts
+from grpo_spmd.records import MicroBatch
+from grpo_spmd.untrusted import Rule, check_fields, open_regular, or_null, parse_object, text, whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FOLDER = "token_scores"
+_ENCODER = msgspec.json.Encoder()
+_LONGEST, _MOST = 1 << 26, 1 << 31  # bytes of a line, 10 million tokens; of a file, unpacked
+_BASE64 = text(r"[A-Za-z0-9+/]*={0,2}", "base64")
+_MEAN = or_null(Rule("a number from 0 on", lambda value: type(value) in (int, float) and 0 <= value < math.inf))
+_FIELDS = {
+    "rollout_id": whole(0, 2**31),
+    "difference": _BASE64,
+    "entropy": _BASE64,
+    "difference_mean": _MEAN,
+    "difference_max": _MEAN,
+    "advantages": _BASE64,
+    "loss_mask": _BASE64,
+}
+_NEEDED = "rollout_id", "difference", "entropy", "difference_mean", "difference_max"
+_Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenScores:
+    """Of one rollout. Arrays have one value a sampled token, float32 of what was rounded to float16."""
+
+    difference: _Floats
+    """The policy's logprob less the engine's."""
+    entropy: _Floats
+    """Of the policy's distribution that the token was drawn from, in nats."""
+    difference_mean: float | None
+    """Of the absolute differences, not rounded; None where one is not finite."""
+    difference_max: float | None
+    """The largest of them."""
+    advantages: _Floats | None
+    """None: all tokens have the rollout's."""
+    loss_mask: npt.NDArray[np.bool_] | None
+    """None: all tokens count."""
+
+
+class KeptScores:
+    """A step's scores on this rank, which stay on the device until the step's updates are over."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[MicroBatch, Tensor, Tensor]] = {}
+
+    def __call__(self, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> None:
+        """Keep what the policy scored; what was said of a micro-batch before stays. Waits for nothing."""
+        self._kept.setdefault(id(micro_batch), (micro_batch, logprobs.detach(), entropy.detach()))
+
+    def lines(self) -> list[bytes]:
+        """Of this rank's rollouts, in the order of their ids. Waits for the device once."""
+        import torch  # not for those who only read
+
+        kept = [each for each in self._kept.values() if each[0].rollout_ids]
+        if not kept:
+            return []
+        rows = ((s - m.rollout_logprobs, e, m.advantages, m.loss_mask, m.sequence_index) for m, s, e in kept)
+        columns = [torch.stack([each.float() for each in row]) for row in rows]
+        values = torch.cat(columns, dim=1).cpu().numpy()  # float32 has the places of 2^24 rollouts in a row
+        lines, end = dict[int, bytes](), 0
+        for micro_batch, scored, _ in kept:
+            begin, end = end, end + len(scored)
+            counts = np.bincount(values[4, begin:end].astype(np.int64), minlength=len(micro_batch.rollout_ids))
+            of_rollouts = np.split(values[:4, begin:end], counts.cumsum()[:-1], axis=1)
+            for rollout_id, of_rollout in zip(micro_batch.rollout_ids, of_rollouts, strict=True):
+                lines[rollout_id] = _line(rollout_id, *of_rollout)
+        return [lines[rollout_id] for rollout_id in sorted(lines)]
+
+
+def _line(rollout_id: int, difference: _Floats, entropy: _Floats, advantages: _Floats, loss_mask: _Floats) -> bytes:
+    size = np.abs(difference)
+    values: dict[str, Any] = {
+        "rollout_id": rollout_id,
+        "difference": _packed(difference),
+        "entropy": _packed(entropy),
+        "difference_mean": float(size.mean(dtype=np.float64)),
+        "difference_max": float(size.max()),
+    }
+    if (advantages != advantages[0]).any():
+        values["advantages"] = _packed(advantages)
+    if not loss_mask.all():
+        values["loss_mask"] = _base64(loss_mask.astype(np.uint8).tobytes())
+    return _ENCODER.encode(values)  # what is not finite becomes null
+
+
+def _packed(values: _Floats) -> str:
+    with np.errstate(over="ignore"):  # beyond 65504 it is infinite
+        return _base64(values.astype("<f2").tobytes())
+
+
+def _base64(content: bytes) -> str:
+    return binascii.b2a_base64(content, newline=False).decode("ascii")
+
+
+def read_token_scores(run_dir: Path, step: int) -> dict[int, TokenScores]:
+    """By rollout id; {} where there is none. Raises ConfigError, which names the file and the line, for one that is
+    broken."""
+    found: dict[int, TokenScores] = {}
+    for where, rollout_id, scores in each_token_scores(run_dir, step):
+        if rollout_id in found:
+            raise ConfigError(
+                f"{where}: the rollout id {rollout_id} is there twice; is one of the files another run's?"
+            )
+        found[rollout_id] = scores
+    return found
+
+
+def each_token_scores(run_dir: Path, step: int) -> Iterator[tuple[str, int, TokenScores]]:
+    """File and line, rollout id and scores, one after the other: all of a large step need not be held. As
+    `read_token_scores`, but for ids that are there twice."""
+    for path in rollouts_parts(run_dir, step, FOLDER).values():
+        for number, line in enumerate(_lines_of(path), start=1):
+            where = Path(f"{path}:{number}")
+            values = parse_object(line, where)
+            check_fields(values, _FIELDS, where, _NEEDED)
+            arrays = {name: _array(values, name, where) for name in ("difference", "entropy", "advantages")}
+            loss_mask = _array(values, "loss_mask", where, np.uint8)
+            scores = TokenScores(
+                **arrays,  # type: ignore[arg-type]
+                difference_mean=values["difference_mean"],
+                difference_max=values["difference_max"],
+                loss_mask=None if loss_mask is None else loss_mask.astype(np.bool_),
+            )
+            for name, of_tokens in vars(scores).items():
+                if isinstance(of_tokens, np.ndarray) and len(of_tokens) != len(scores.difference):
+                    raise ConfigError(f"{where}: {len(scores.difference)} differences, but {len(of_tokens)} of {name}")
+            yield str(where), values["rollout_id"], scores
+
+
+def _array(values: dict[str, Any], name: str, where: Path, kind: Any = "<f2") -> npt.NDArray[Any] | None:
+    if name not in values:
+        return None
+    try:
+        found = np.frombuffer(base64.b64decode(values[name], validate=True), kind)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {name} is no base64 of whole values: {error}") from None
+    return found if kind is np.uint8 else found.astype(np.float32)
+
+
+def _lines_of(path: Path) -> Iterator[bytes]:
+    try:
+        with open_regular(path) as file:
+            lines = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            left = _MOST
+            while line := lines.readline(_LONGEST):
+                left -= len(line)
+                if len(line) == _LONGEST or left < 0:
+                    raise ConfigError(f"{path}: larger than the scores of a step are ({_MOST >> 20} MiB)")
+                yield line
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ConfigError(f"{path}: not a whole gzip file: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
