@@ -43,6 +43,7 @@ from grpo_spmd.observe.phase_timer import PhaseTimer
 from grpo_spmd.observe.progress import Progress
 from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.observe.rollout_writer import RolloutWriter
+from grpo_spmd.observe.tokenizer_file import save_tokenizer
 from grpo_spmd.observe.wandb_feed import WandbFeed
 from grpo_spmd.preflight.checks import Inputs
 from grpo_spmd.proofs.logprob_check import LogprobCheck
@@ -187,7 +188,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     stream, tail = open_stream(config, prompts, start)
     # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
     num_dropped = inputs.num_rows - len(prompts) - sum(map(len, held_out.values()))
-    launch = open_run_dir(config, session, num_dropped, start, inputs.began)
+    launch = open_run_dir(config, session, num_dropped, start, inputs.began, tokenizer)
     set_collective_timeouts(config.watchdog)  # now that engine and policy have made their groups
     logprob_check = LogprobCheck(config.model.dtype, config.proofs.max_mismatch)
     logprob_check.restore(start.trainer)
@@ -274,9 +275,11 @@ def open_log(
     return timer, log
 
 
-def open_run_dir(config: Config, session: Session, num_dropped_prompts: int, start: Start, began: float) -> Launch:
-    """Collective. Make the run folder, with the resolved `config.yaml` and a log file of each rank; its line of
-    launches.jsonl, of a launch that `began` on the monotonic clock.
+def open_run_dir(
+    config: Config, session: Session, num_dropped_prompts: int, start: Start, began: float, tokenizer: Any = None
+) -> Launch:
+    """Collective. Make the run folder, with the resolved `config.yaml`, `tokenizer` and a log file of each rank; its
+    line of launches.jsonl, of a launch that `began` on the monotonic clock.
 
     Where a run goes on in it, its metrics are cut back to the steps before the start, as if it had never come further.
     Raises ConfigError where another run has taken the folder since it was checked.
@@ -288,6 +291,7 @@ def open_run_dir(config: Config, session: Session, num_dropped_prompts: int, sta
         cut_metrics(run_dir / "metrics.jsonl", start.step)
         text = yaml.safe_dump(config_to_dict(config), sort_keys=False)
         write_durably(run_dir / "config.yaml", text.encode("utf-8"))
+        save_tokenizer(run_dir, tokenizer)
         return begin_launch(run_dir, start.step + 1, began, places, session.is_restart)
 
     launch = Launch(run_dir, on_rank0(claim, place_of(session.device)), session.is_rank0)
