@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import binascii
 import gzip
-import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,15 +32,15 @@ if TYPE_CHECKING:
 
 FOLDER = "token_scores"
 _ENCODER = msgspec.json.Encoder()
-_LONGEST, _MOST = 1 << 26, 1 << 31  # bytes of a line, 10 million tokens; of a file, unpacked
+_LONGEST, _MOST = 1 << 24, 1 << 31  # bytes of a line, 2 million tokens; of a file, unpacked
 _BASE64 = text(r"[A-Za-z0-9+/]*={0,2}", "base64")
-_MEAN = or_null(Rule("a number from 0 on", lambda value: type(value) in (int, float) and 0 <= value < math.inf))
+_SIZE = or_null(Rule("from 0 to 1e39", lambda value: type(value) in (int, float) and 0 <= value <= 1e39))
 _FIELDS = {
     "rollout_id": whole(0, 2**31),
     "difference": _BASE64,
     "entropy": _BASE64,
-    "difference_mean": _MEAN,
-    "difference_max": _MEAN,
+    "difference_mean": _SIZE,
+    "difference_max": _SIZE,
     "advantages": _BASE64,
     "loss_mask": _BASE64,
 }

@@ -51,7 +51,7 @@ TRAINER = {
 }
 OPERATIONS = {
     "distributed": 1090,
-    "observe": 870,
+    "observe": 875,
     "checkpoint": 1060,
     "preflight": 745,
     "replay": 555,
