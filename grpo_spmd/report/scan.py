@@ -1,0 +1,276 @@
+"""Reads a step's dumps quickly: a few numbers of every rollout, and where its line is, so that only the lines that are
+shown are parsed whole. A broken line costs itself, a broken file what is behind the break."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Annotated, TypeVar
+
+import msgspec
+
+from grpo_spmd.observe.rollout_files import PACKED, PLAIN, step_stem
+from grpo_spmd.untrusted import UntrustedError, open_regular
+
+_BLOCK, _LONGEST = 1 << 25, 1 << 26  # bytes that are read at a time; that a line has
+_MOST_BYTES = 1 << 30  # of a part: what is behind is left out
+_MOST_PARTS = 4096
+_FAILURES = "error", "timeout"
+Place = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+_Line = TypeVar("_Line")
+
+
+class _Rollout(msgspec.Struct, gc=False):
+    """What of a rollout's line is wanted of all of them; the rest is skipped over."""
+
+    row: Place
+    position: Place
+    sample: Place
+    rollout_id: Place | None = None
+    reward: float | None = None
+    advantage: float | None = None
+    statuses: dict[str, str] = {}
+    finish_reason: str = "stop"
+    status: str | None = None
+    rollout_logprobs: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _Score(msgspec.Struct, gc=False):
+    rollout_id: Place
+    difference_max: float | None = None
+
+
+_ROLLOUTS, _SCORES = msgspec.json.Decoder(_Rollout), msgspec.json.Decoder(_Score)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Where a line is: in which of a step's files, and at which bytes of it when it is unpacked."""
+
+    part: int
+    start: int
+    length: int
+
+
+@dataclass
+class StepScan:
+    """All rollouts of a step in the order of the prompt stream; a list has an entry a rollout."""
+
+    step: int
+    positions: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)
+    advantages: list[float | None] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    is_cut: list[int] = field(default_factory=list)  # 1: finish_reason is "length"
+    statuses: list[str] = field(default_factory=list)  # how an episode ended, or what of a reward failed; "ok"
+    mismatches: list[float | None] = field(default_factory=list)  # largest |policy - engine| of a token
+    lines: list[Line] = field(default_factory=list)
+    score_lines: list[Line | None] = field(default_factory=list)
+    num_broken: int = 0  # lines, and files whose end is missing
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+def parts_by_step(folder: Path) -> dict[int, list[Path]]:
+    """The files of each dumped step in `folder`, those of the first node first; of two forms of one the newer."""
+    found: dict[int, dict[int, Path]] = {}
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            stem, _, ending = entry.name.partition(".")
+            if not (stem.startswith("step_") and stem[5:].isdecimal() and len(stem) <= 21) or not ending.isascii():
+                continue
+            step, node = int(stem[5:]), 0
+            if ending.startswith("node_"):
+                name, _, ending = ending.partition(".")
+                node = int(name[5:]) if name[5:].isdecimal() and len(name) < 15 else -1
+            if f".{ending}" not in (PLAIN, PACKED) or node < 0 or stem != step_stem(step):
+                continue
+            path, other = Path(entry.path), found.setdefault(step, {}).get(node)
+            if other is None or _changed(path) > _changed(other):
+                found[step][node] = path
+    return {step: [parts[node] for node in sorted(parts)][:_MOST_PARTS] for step, parts in sorted(found.items())}
+
+
+def _changed(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_mtime_ns
+    return -1
+
+
+def scan_step(step: int, parts: Sequence[Path], score_parts: Sequence[Path]) -> tuple[StepScan, Contents]:
+    """The step, and its files' contents as far as they are held for `Contents.lines`."""
+    contents = Contents(parts, score_parts)
+    found = StepScan(step)
+    scores: dict[int, tuple[float | None, Line]] = {}
+    for number in range(len(score_parts)):
+        for score, line in contents.decoded(True, number, _SCORES, found):
+            scores.setdefault(score.rollout_id, (_finite(score.difference_max), line))
+    rollouts = [pair for number in range(len(parts)) for pair in contents.decoded(False, number, _ROLLOUTS, found)]
+    rollouts.sort(key=lambda pair: (pair[0].position, pair[0].sample))
+    before = (-1, -1)
+    for rollout, line in rollouts:
+        place = rollout.position, rollout.sample
+        if place == before:
+            found.num_broken += 1  # it is there twice: one of the files is of another run
+            continue
+        before = place
+        found.positions.append(rollout.position)
+        found.samples.append(rollout.sample)
+        found.rows.append(rollout.row)
+        found.rewards.append(_finite(rollout.reward))
+        found.advantages.append(_finite(rollout.advantage))
+        found.tokens.append(_num_tokens(bytes(rollout.rollout_logprobs)))
+        found.is_cut.append(int(rollout.finish_reason == "length"))
+        found.statuses.append(_status(rollout))
+        mismatch, score_line = scores.get(-1 if rollout.rollout_id is None else rollout.rollout_id, (None, None))
+        found.mismatches.append(mismatch)
+        found.lines.append(line)
+        found.score_lines.append(score_line)
+    return found, contents
+
+
+class Contents:
+    """The files of a step, read block by block. What fits into one block is held, so that its lines need not be read
+    again."""
+
+    def __init__(self, parts: Sequence[Path], score_parts: Sequence[Path]) -> None:
+        self._parts = {False: parts, True: score_parts}
+        self._held: dict[tuple[bool, int], bytes] = {}
+
+    def decoded(
+        self, of_scores: bool, part: int, decoder: msgspec.json.Decoder[_Line], scan: StepScan
+    ) -> Iterator[tuple[_Line, Line]]:
+        """Each good line of a file; the others are counted."""
+        first = True
+        for start, block in _blocks(self._parts[of_scores][part], scan):
+            if first:
+                self._held[of_scores, part] = block
+            else:
+                self._held.pop((of_scores, part), None)
+            first = False
+            ends = [*_ends(block)]
+            starts = [0, *(end + 1 for end in ends[:-1])]
+            try:
+                values: Sequence[_Line | None] = decoder.decode_lines(block)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                values = []
+            if len(values) != len(ends):
+                values = [_decoded(block[low:high], decoder) for low, high in zip(starts, ends, strict=True)]
+            for low, high, value in zip(starts, ends, values, strict=True):
+                if value is None:
+                    scan.num_broken += 1
+                else:
+                    yield value, Line(part, start + low, high - low)
+
+    def lines(self, wanted: Mapping[int, Line], *, of_scores: bool = False) -> dict[int, bytes]:
+        """The bytes of each; without those that cannot be read any more."""
+        found: dict[int, bytes] = {}
+        by_part: dict[int, list[tuple[int, Line]]] = {}
+        for key, line in wanted.items():
+            if (held := self._held.get((of_scores, line.part))) is not None:
+                found[key] = held[line.start : line.start + line.length]
+            else:
+                by_part.setdefault(line.part, []).append((key, line))
+        for part, lines in by_part.items():
+            lines.sort(key=lambda pair: pair[1].start)
+            with suppress(OSError, UntrustedError, EOFError, zlib.error), _opened(self._parts[of_scores][part]) as file:
+                for key, line in lines:
+                    file.seek(line.start)
+                    found[key] = file.read(line.length)
+        return found
+
+
+def line_at(path: Path, line: Line) -> bytes:
+    """b"" where it cannot be read any more."""
+    with suppress(OSError, UntrustedError, EOFError, zlib.error), _opened(path) as file:
+        file.seek(line.start)
+        return file.read(line.length)
+    return b""
+
+
+def _opened(path: Path) -> IO[bytes]:
+    file = open_regular(path, follow=True)
+    return gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file  # type: ignore[return-value]
+
+
+def _blocks(path: Path, scan: StepScan) -> Iterator[tuple[int, bytes]]:
+    """(first byte, whole lines) until the file's end, or where it breaks."""
+    start, rest = 0, b""
+    try:
+        with _opened(path) as file:
+            while start < _MOST_BYTES and (block := file.read(_BLOCK)):
+                block = rest + block
+                end = block.rfind(b"\n") + 1
+                if end:
+                    yield start, block[:end] if end < len(block) else block
+                start, rest = start + end, block[end:]
+                if len(rest) > _LONGEST:
+                    raise EOFError
+            if start >= _MOST_BYTES:
+                raise EOFError
+    except (OSError, UntrustedError, EOFError, zlib.error):
+        scan.num_broken += 1
+    if rest:
+        yield start, rest  # a line without its end: whole all the same, or broken
+
+
+def _ends(block: bytes) -> Iterator[int]:
+    """Where its lines end; the last may lack its line break."""
+    end = block.find(b"\n")
+    while end >= 0:
+        yield end
+        end = block.find(b"\n", end + 1)
+    if not block.endswith(b"\n"):
+        yield len(block)
+
+
+def _decoded(line: bytes, decoder: msgspec.json.Decoder[_Line]) -> _Line | None:
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return decoder.decode(line)
+    with suppress(ValueError, RecursionError, msgspec.MsgspecError):  # half a surrogate pair, which a prompt may hold
+        values = json.loads(line)
+        if isinstance(values, dict):
+            values["rollout_logprobs"] = msgspec.Raw(json.dumps(values.get("rollout_logprobs")).encode())
+            return msgspec.convert(values, decoder.type)
+    return None
+
+
+def _status(rollout: _Rollout) -> str:
+    """A failure before how an episode ended."""
+    for status in rollout.statuses.values():
+        if status in _FAILURES:
+            return status
+    return (rollout.status or "ok")[:40]
+
+
+def _num_tokens(logprobs: bytes) -> int:
+    """From base64 of float32 in quotes, or the list of an earlier version."""
+    if logprobs[:1] == b'"':
+        text = logprobs[1:-1]
+        return (len(text) * 3 // 4 - text[-2:].count(b"=")) // 4
+    return logprobs.count(b",") + 1 if len(logprobs) > 2 else 0
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def spread_out(steps: Iterable[int]) -> list[int]:
+    """All of `steps`, the newest and the first ahead, then such that any beginning of the list is spread evenly."""
+    ordered = sorted(steps)
+    if len(ordered) < 3:
+        return ordered[::-1]
+    middle = ordered[1:-1]
+    bits = max(1, (len(middle) - 1).bit_length())
+    places = sorted(range(len(middle)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
+    return [ordered[-1], ordered[0], *(middle[i] for i in places)]

@@ -1,0 +1,215 @@
+"""A rollout as the page shows it whole: its text, its tokens with their figures, and the turns of an episode. What a
+policy or a data set wrote is bounded here."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.observe.columns import bounded
+from grpo_spmd.observe.rollout_reader import read_rollout
+from grpo_spmd.observe.rollout_record import OF_EPISODES
+from grpo_spmd.observe.rollout_turns import is_shallow
+from grpo_spmd.report.pieces import Pieces
+
+LONGEST_PROMPT = 12_000  # characters
+_MOST_TURNS, _MOST_MESSAGES, _LONGEST_MESSAGES = 200, 200, 40_000  # of an episode; characters of all its messages
+_LONGEST_GIVEN = 4_000  # characters of a turn that was not sampled
+
+
+class _Scores(msgspec.Struct):
+    difference: str
+    entropy: str
+    advantages: str | None = None
+    loss_mask: str | None = None
+
+
+class _Whole(msgspec.Struct):
+    """A line of a dump that is no episode, checked as it is decoded."""
+
+    row: int
+    position: int
+    sample: int
+    prompt: str | list[Any]
+    completion: str
+    finish_reason: str
+    completion_ids: list[int]
+    rollout_logprobs: str
+    reward: float | None = None
+    rewards: dict[str, float | None] = {}
+    statuses: dict[str, str] = {}
+    advantage: float | None = None
+    columns: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    status: str | None = None
+
+
+_WHOLE, _SCORES = msgspec.json.Decoder(_Whole), msgspec.json.Decoder(_Scores)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Its JSON in two parts, so that the second can be left out."""
+
+    text: dict[str, Any]
+    tokens: dict[str, Any] | None
+    prompt: str
+
+
+def shown(line: bytes, scores: bytes | None, pieces: Pieces | None, longest: int, why: str) -> Shown | None:
+    """None where the line is broken; `scores`: its line of token scores; `longest`: characters of a completion, in
+    whose middle further ones are left out."""
+    values = _values(line)
+    if values is None:
+        return None
+    ids = np.array(values["completion_ids"], np.int64)
+    completion, cut = shortened(values["completion"], longest)
+    text = {
+        **{name: values[name] for name in ("position", "sample")},
+        "why": why,
+        "completion": completion,
+        "cut": cut,
+        **{name: values[name] for name in ("reward", "rewards", "statuses", "advantage", "finish_reason")},
+        "columns": bounded(values["columns"]),
+        "extra": bounded(values["extra"]),
+        "tokens": None,
+    }
+    texts = pieces.of(values["completion_ids"]) if pieces is not None else None
+    is_episode = values["status"] is not None
+    if is_episode:
+        text |= _episode(values, pieces, longest)
+    too_long = cut > 0 and (is_episode or texts is None)
+    tokens = None if too_long else _tokens(ids, texts, values["rollout_logprobs"], scores)
+    if tokens is not None and texts is not None and cut > 0:
+        tokens = _without_middle(tokens, texts, longest)
+    return Shown(text, tokens, prompt_text(values["prompt"]))
+
+
+def _values(line: bytes) -> dict[str, Any] | None:
+    with suppress(msgspec.MsgspecError, RecursionError, ValueError):
+        found = _WHOLE.decode(line)
+        logprobs = np.frombuffer(base64.b64decode(found.rollout_logprobs, validate=True), "<f4")
+        if (
+            found.status is None
+            and len(logprobs) == len(found.completion_ids)
+            and is_shallow([found.columns, found.prompt])
+        ):
+            return {name: getattr(found, name) for name in _Whole.__struct_fields__} | {"rollout_logprobs": logprobs}
+    with suppress(ConfigError, RecursionError, OverflowError):  # an episode, another version's, or broken
+        record = read_rollout(line, "")
+        if is_shallow([record.columns, record.prompt, record.extra, record.environment]):
+            logprobs = np.array(record.rollout_logprobs, np.float32)
+            return {**vars(record), "rollout_logprobs": logprobs}
+    return None
+
+
+def _tokens(
+    ids: npt.NDArray[np.int64], texts: list[str] | None, logprobs: npt.NDArray[np.float32], line: bytes | None
+) -> dict[str, Any]:
+    """An entry a sampled token; null: not known, and for `advantage` and `mask`: as the rollout's, all count."""
+    found: dict[str, Any] = {
+        "pieces": texts,
+        "ids": ids.tolist(),
+        "logprob": _clean(np.round(logprobs.astype(np.float64), 3)),
+        **dict.fromkeys(("difference", "entropy", "advantage", "mask")),
+    }
+    with suppress(msgspec.MsgspecError, ValueError):
+        scores = _SCORES.decode(line or b"")
+        for name, packed in (
+            ("difference", scores.difference), ("entropy", scores.entropy), ("advantage", scores.advantages)
+        ):  # fmt: skip
+            halves = np.frombuffer(base64.b64decode(packed or "", validate=True), np.uint16)
+            if len(halves) == len(ids) and packed is not None:
+                found[name] = _clean(_three_digits()[halves])
+        mask = np.frombuffer(base64.b64decode(scores.loss_mask or "", validate=True), np.uint8)
+        if scores.loss_mask is not None and len(mask) == len(ids):
+            found["mask"] = mask.tolist()
+    return found
+
+
+@cache
+def _three_digits() -> npt.NDArray[np.float64]:
+    """Of each float16, by its bits, the number of three digits that is nearest."""
+    values = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float64).tolist()
+    return np.array([float(f"{value:.3g}") for value in values])
+
+
+def _clean(values: npt.NDArray[np.floating[Any]]) -> list[float | None]:
+    """With None for what is not finite."""
+    is_finite = np.isfinite(values)
+    found: list[float | None] = values.tolist()
+    return found if is_finite.all() else [value if ok else None for value, ok in zip(found, is_finite, strict=True)]
+
+
+def _without_middle(tokens: dict[str, Any], texts: Sequence[str], longest: int) -> dict[str, Any]:
+    """The tokens at both ends that have `longest` characters, around one that says what is missing, without figures."""
+    lengths = np.cumsum([len(text) for text in texts])
+    first = int(np.searchsorted(lengths, longest // 2))
+    last = int(np.searchsorted(lengths, int(lengths[-1]) - longest // 2)) + 1
+    if first >= last:
+        return tokens
+    gone = int(lengths[last - 1] - (lengths[first - 1] if first else 0))
+    found = {}
+    for name, values in tokens.items():
+        marker = [_marker(gone)] if name == "pieces" else [None]
+        found[name] = None if values is None else [*values[:first], *marker, *values[last:]]
+    return found
+
+
+def _episode(values: dict[str, Any], pieces: Pieces | None, longest: int) -> dict[str, Any]:
+    turns = []
+    for turn in values["turns"][:_MOST_TURNS]:
+        is_sampled, ids = turn["sampled"], turn["token_ids"]
+        texts = pieces.of(ids) if pieces is not None else None
+        one = {"sampled": is_sampled, "segment": turn["segment"], "reward": turn.get("reward"), "num_tokens": len(ids)}
+        if texts is not None:
+            text, cut = shortened("".join(texts), longest if is_sampled else _LONGEST_GIVEN)
+            one["pieces"] = [text] if cut or not is_sampled else texts
+        turns.append(one)
+    messages, left = [], _LONGEST_MESSAGES
+    for message in values["messages"][:_MOST_MESSAGES]:
+        said = json.dumps(message)
+        left -= len(said)
+        if left < 0:
+            messages.append({"role": "", "content": "further messages are not in this page"})
+            break
+        messages.append(message)
+    environment = bounded(values["environment"])
+    return {name: values[name] for name in OF_EPISODES} | {
+        "turns": turns,
+        "messages": messages,
+        "environment": environment,
+    }
+
+
+def prompt_text(prompt: str | list[Any]) -> str:
+    """Of chat messages role and content, one below the other."""
+    parts = []
+    for message in [prompt] if isinstance(prompt, str) else prompt:
+        if isinstance(message, dict) and isinstance(message.get("content"), str):
+            parts.append(f"{message.get('role', '')}: {message['content']}")
+        else:
+            parts.append(message if isinstance(message, str) else json.dumps(message))
+    return shortened("\n\n".join(parts), LONGEST_PROMPT)[0]
+
+
+def shortened(text: str, longest: int) -> tuple[str, int]:
+    """`text`, in whose middle is left out what is beyond `longest` characters, and how many these are."""
+    if len(text) <= longest + 100:  # the mark has some itself
+        return text, 0
+    gone = len(text) - longest
+    return text[: longest // 2] + _marker(gone) + text[longest // 2 + gone :], gone
+
+
+def _marker(gone: int) -> str:
+    return f"\n[... {gone:,} characters ...]\n"
