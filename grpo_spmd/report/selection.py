@@ -76,7 +76,7 @@ class _Room:
         if shown is None:
             self._broken.add(place)
             return True
-        cost = _size([shown.text, shown.prompt if why != "group" else ""])
+        cost = size_of([shown.text, shown.prompt if why != "group" else ""])
         if cost > self._left:
             return False
         self._left -= cost
@@ -87,30 +87,28 @@ class _Room:
         shown = self._into.rollouts.get(place)
         if shown is None or shown.tokens is None or place in self._into.with_tokens:
             return True
-        if self._left <= 0 or (cost := _size(shown.tokens)) > self._left:
+        if self._left <= 0 or (cost := size_of(shown.tokens)) > self._left:
             return False
         self._left -= cost
         self._into.with_tokens.add(place)
         return True
 
 
-def _size(value: object) -> float:
+def size_of(value: object) -> float:
+    """Bytes of it in the page, compressed."""
     return _PACKED * len(zlib.compress(json_bytes(value), 1))
 
 
 def _wanted(scan: StepScan) -> Iterator[tuple[int, str]]:
-    """Of several that are equal the longest, and then the first."""
+    """Of several that are equal the first."""
     places = range(len(scan))
     known = [place for place in places if scan.rewards[place] is not None]
     if mismatched := [place for place in places if scan.mismatches[place] is not None]:
         yield max(mismatched, key=lambda place: scan.mismatches[place] or 0.0), "mismatched"
     if known:
-        yield (
-            max(known, key=lambda place: (scan.rewards[place], scan.advantages[place] or 0.0, scan.tokens[place])),
-            "best",
-        )
-        worst = min(known, key=lambda place: (scan.rewards[place], scan.advantages[place] or 0.0, -scan.tokens[place]))
-        yield worst, "worst"
+        rank = [(scan.rewards[place] or 0.0, scan.advantages[place] or 0.0) for place in places]
+        yield max(known, key=rank.__getitem__), "best"
+        yield min(known, key=rank.__getitem__), "worst"
     yield from ((place, "failed") for place in places if scan.statuses[place] in _FAILED)
 
 

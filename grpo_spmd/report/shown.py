@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import msgspec
@@ -57,22 +57,25 @@ class _Whole(msgspec.Struct):
 _WHOLE, _SCORES = msgspec.json.Decoder(_Whole), msgspec.json.Decoder(_Scores)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Shown:
     """Its JSON in two parts, so that the second can be left out."""
 
     text: dict[str, Any]
-    tokens: dict[str, Any] | None
     prompt: str
+    make_tokens: Callable[[], dict[str, Any] | None]
+
+    @cached_property
+    def tokens(self) -> dict[str, Any] | None:
+        return self.make_tokens()
 
 
 def shown(line: bytes, scores: bytes | None, pieces: Pieces | None, longest: int, why: str) -> Shown | None:
     """None where the line is broken; `scores`: its line of token scores; `longest`: characters of a completion, in
     whose middle further ones are left out."""
-    values = _values(line)
+    values = whole_line(line)
     if values is None:
         return None
-    ids = np.array(values["completion_ids"], np.int64)
     completion, cut = shortened(values["completion"], longest)
     text = {
         **{name: values[name] for name in ("position", "sample")},
@@ -84,18 +87,21 @@ def shown(line: bytes, scores: bytes | None, pieces: Pieces | None, longest: int
         "extra": bounded(values["extra"]),
         "tokens": None,
     }
-    texts = pieces.of(values["completion_ids"]) if pieces is not None else None
-    is_episode = values["status"] is not None
-    if is_episode:
+    if values["status"] is not None:
         text |= _episode(values, pieces, longest)
-    too_long = cut > 0 and (is_episode or texts is None)
-    tokens = None if too_long else _tokens(ids, texts, values["rollout_logprobs"], scores)
-    if tokens is not None and texts is not None and cut > 0:
-        tokens = _without_middle(tokens, texts, longest)
-    return Shown(text, tokens, prompt_text(values["prompt"]))
+
+    def make_tokens() -> dict[str, Any] | None:
+        if cut and (values["status"] is not None or pieces is None):
+            return None  # turns count on all of them; without their texts nobody sees where the middle is
+        texts = pieces.of(values["completion_ids"]) if pieces is not None else None
+        tokens = _tokens(values["completion_ids"], texts, values["rollout_logprobs"], scores)
+        return _without_middle(tokens, texts, longest) if cut and texts is not None else tokens
+
+    return Shown(text, prompt_text(values["prompt"]), make_tokens)
 
 
-def _values(line: bytes) -> dict[str, Any] | None:
+def whole_line(line: bytes) -> dict[str, Any] | None:
+    """Its fields, checked, with logprobs as an array; None where it is broken."""
     with suppress(msgspec.MsgspecError, RecursionError, ValueError):
         found = _WHOLE.decode(line)
         logprobs = np.frombuffer(base64.b64decode(found.rollout_logprobs, validate=True), "<f4")
@@ -114,12 +120,12 @@ def _values(line: bytes) -> dict[str, Any] | None:
 
 
 def _tokens(
-    ids: npt.NDArray[np.int64], texts: list[str] | None, logprobs: npt.NDArray[np.float32], line: bytes | None
+    ids: list[int], texts: list[str] | None, logprobs: npt.NDArray[np.float32], line: bytes | None
 ) -> dict[str, Any]:
     """An entry a sampled token; null: not known, and for `advantage` and `mask`: as the rollout's, all count."""
     found: dict[str, Any] = {
         "pieces": texts,
-        "ids": ids.tolist(),
+        "ids": ids,
         "logprob": _clean(np.round(logprobs.astype(np.float64), 3)),
         **dict.fromkeys(("difference", "entropy", "advantage", "mask")),
     }

@@ -3,6 +3,7 @@ some of them whole."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from grpo_spmd.report.json_text import json_bytes
 from grpo_spmd.report.pieces import Pieces, read_pieces
 from grpo_spmd.report.scan import Contents, Line, StepScan, scan_step
-from grpo_spmd.report.selection import Selection, select
+from grpo_spmd.report.selection import Selection, select, size_of
 from grpo_spmd.report.shown import Shown, shown
 
 _LEAST_CUT, _MOST_CUT = 2_000, 60_000  # characters of a completion that is shown whole
@@ -46,6 +47,26 @@ class StepResult:
     first_lines: list[Line]  # one of each group
     lowest: float | None  # reward of the step
     highest: float | None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes in the page, compressed: of the figures of all rollouts of a step; of one rollout's text; of its tokens."""
+
+    table: float
+    text: float
+    tokens: float
+
+
+def cost_of(task: StepTask) -> Cost:
+    """Of this step, by some of its rollouts."""
+    scan, contents = scan_step(task.step, task.parts, task.score_parts)
+    reader = _Reader(scan, contents, _pieces_of(task.run_dir), _MOST_CUT)
+    places = {round(place) for place in np.linspace(0, len(scan) - 1, 8).tolist()} if len(scan) else set()
+    some = [made for place in sorted(places) if (made := reader.make(place, "sampled")) is not None]
+    texts, tokens = ([size_of(getattr(made, name)) for made in some] for name in ("text", "tokens"))
+    table = len(zlib.compress(_chunk(scan, Selection({}, set()))))
+    return Cost(table, float(np.mean(texts or [0.0])), float(np.mean(tokens or [0.0])))
 
 
 def make_step(task: StepTask) -> StepResult:

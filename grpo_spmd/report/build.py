@@ -1,0 +1,154 @@
+"""Builds the page of one run or several, within bounds of size, time and memory: dumps of a long run are larger than
+any page, and than what can be read while somebody waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import grpo_spmd
+from grpo_spmd.observe.token_scores import FOLDER as SCORES
+from grpo_spmd.report.json_text import json_bytes
+from grpo_spmd.report.overview import overview
+from grpo_spmd.report.page import FORMAT, write_page
+from grpo_spmd.report.prompts import prompts_of
+from grpo_spmd.report.run import RecordedRun
+from grpo_spmd.report.scan import parts_by_step, spread_out
+from grpo_spmd.report.settings import config_differences
+from grpo_spmd.report.steps import Cost, StepResult, StepTask, cost_of, make_step
+
+_PAGE_BYTES = 18_500_000  # of the file
+_READING_S, _PATIENT_S = 13.0, 60.0  # of all dumps; of a process that was asked to be nice, for which nobody waits
+_SHELL_BYTES, _PROMPTS_BYTES = 250_000, 150_000
+_MOST_ROOM = 1_500_000  # bytes of the rollouts of a step, compressed
+_WANTED, _RICH_TEXTS, _RICH_TOKENS = 4, 12, 6  # rollouts: of a step at the least; of a step that has room for groups
+_PROCESSES, _POOL_BYTES = 4, 50_000_000  # the most; bytes of dumps from which on they are worth their start
+_NICE, _IS_NICE = 5, 10  # of what this process starts; of a process itself, from which on it takes one core alone
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which steps are read, and how much of each is shown."""
+
+    tasks: list[StepTask]  # in the order in which they are made
+    num_dumped: int
+    parts: Mapping[int, Sequence[Path]]
+
+
+def build_page(runs: Sequence[RecordedRun], out: Path) -> None:
+    """Write the page, whole or not at all. Raises OSError where it cannot be written."""
+    title = " and ".join(run.name for run in runs) + " - grpo_spmd"
+    write_page(out, title, _chunks(runs))
+
+
+def _chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
+    """The steps of each run as they come, and what is known of all of them last."""
+    overviews = [overview(run) for run in runs]
+    sizes = [len(zlib.compress(json_bytes(of_run), 1)) for of_run in overviews]
+    left = _PAGE_BYTES * 3 // 4 - _SHELL_BYTES - sum(sizes) - _PROMPTS_BYTES * len(runs)
+    for number, (run, of_run) in enumerate(zip(runs, overviews, strict=True)):
+        plan = plan_of(run, max(0, left) // len(runs))
+        results = []
+        for result in _made(plan.tasks, len(runs)):
+            if result.num_rollouts:
+                yield f"{number}/{result.step}", result.content
+            results.append(StepResult(**{**vars(result), "content": b""}))
+        of_run |= prompts_of(results, plan.parts)
+        of_run["rollouts"] = _summary(plan, results)
+    main = {"format": FORMAT, "made_unix_s": round(time.time(), 3), "version": grpo_spmd.__version__}
+    yield "main", json_bytes({**main, "runs": overviews, "differences": config_differences(runs)})
+
+
+def plan_of(run: RecordedRun, num_bytes: int) -> Plan:
+    """For `num_bytes` of the page, compressed. All steps get the same room where that is enough for tokens; else some,
+    at even distances, get more, and where even the figures of all steps are too much, some are left out."""
+    parts, scores = parts_by_step(run.folder / "rollouts"), parts_by_step(run.folder / SCORES)
+
+    def task(step: int, room: float) -> StepTask:
+        return StepTask(run.folder, step, parts[step], scores.get(step, ()), int(min(room, _MOST_ROOM)))
+
+    order = spread_out(parts)
+    if not order:
+        return Plan([], 0, parts)
+    costs = [cost_of(task(step, 0)) for step in dict.fromkeys((order[0], order[1 % len(order)], order[2 % len(order)]))]
+    table, text, tokens = (max(getattr(cost, name) for cost in costs) for name in Cost.__dataclass_fields__)
+    least = _WANTED * text
+    most = max(1, int(num_bytes / max(table + least, 1)))
+    order = order[:most]
+    room = num_bytes / len(order) - table
+    rich = _RICH_TEXTS * text + _RICH_TOKENS * tokens
+    rooms = dict.fromkeys(order, room)
+    if room < rich:
+        num_rich = int((room - least) * len(order) / max(rich - least, 1))
+        rooms = {step: rich if i < num_rich else least for i, step in enumerate(order)}
+    return Plan([task(step, rooms[step]) for step in order], len(parts), parts)
+
+
+def _made(tasks: Sequence[StepTask], num_runs: int) -> Iterator[StepResult]:
+    """What there is time for, the first tasks at least, as they are done."""
+    is_nice = os.nice(0) >= _IS_NICE
+    until = time.monotonic() + (_PATIENT_S if is_nice else _READING_S) / num_runs
+    num_processes = min(len(os.sched_getaffinity(0)), _PROCESSES)
+    sizes = sum(_size(path) for task in tasks for path in (*task.parts, *task.score_parts))
+    if num_processes < 2 or sizes < _POOL_BYTES or is_nice:
+        for number, task in enumerate(tasks):
+            if number and time.monotonic() > until:
+                return
+            yield make_step(task)
+        return
+    with ProcessPoolExecutor(num_processes, get_context("spawn"), _be_quiet, (os.getpid(),)) as pool:
+        waiting = iter(tasks)
+        running: set[Future[StepResult]] = {pool.submit(make_step, task) for task in islice(waiting, 2 * num_processes)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            if time.monotonic() <= until:
+                running |= {pool.submit(make_step, task) for task in islice(waiting, len(done))}
+            yield from (future.result() for future in done)
+
+
+def _be_quiet(parent: int) -> None:
+    """In a process of the pool: Ctrl-C is the parent's, work gives way to others', and it ends with the parent."""
+    import ctypes
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+    os.nice(_NICE)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _summary(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
+    steps = sorted(result.step for result in results if result.num_rollouts)
+    total, shown, wanted, wanted_shown, broken = (
+        sum(getattr(result, name) for result in results)
+        for name in ("num_rollouts", "num_shown", "num_wanted", "num_wanted_shown", "num_broken")
+    )
+    notes = []
+    if len(results) < plan.num_dumped:
+        why = "of time" if len(results) < len(plan.tasks) else "of size"
+        notes.append(f"{len(results):,} of {plan.num_dumped:,} dumped steps are in this page, evenly, for want {why}")
+    if shown < total:
+        notes.append(f"of {total:,} rollouts all are in the tables, {shown:,} with their text")
+    if wanted_shown < wanted:
+        notes.append(
+            f"{wanted - wanted_shown:,} of {wanted:,} best, worst, most mismatched and failed ones are without"
+        )
+    if broken:
+        notes.append(f"{broken:,} broken lines or files of dumps are left out")
+    return {"steps": steps, "shown": shown, "total": total, "note": "; ".join(notes)}
