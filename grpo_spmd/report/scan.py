@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, TypeVar
 
@@ -59,23 +59,22 @@ class Line:
     length: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepScan:
     """All rollouts of a step in the order of the prompt stream; a list has an entry a rollout."""
 
     step: int
-    positions: list[int] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    rewards: list[float | None] = field(default_factory=list)
-    advantages: list[float | None] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    is_cut: list[int] = field(default_factory=list)  # 1: finish_reason is "length"
-    statuses: list[str] = field(default_factory=list)  # how an episode ended, or what of a reward failed; "ok"
-    mismatches: list[float | None] = field(default_factory=list)  # largest |policy - engine| of a token
-    lines: list[Line] = field(default_factory=list)
-    score_lines: list[Line | None] = field(default_factory=list)
-    num_broken: int = 0  # lines, and files whose end is missing
+    positions: list[int]
+    samples: list[int]
+    rows: list[int]
+    rewards: list[float | None]
+    advantages: list[float | None]
+    tokens: list[int]
+    is_cut: list[bool]  # finish_reason is "length"
+    statuses: list[str]  # how an episode ended, or what of a reward failed; "ok"
+    mismatches: list[float | None]  # largest |policy - engine| of a token
+    lines: list[Line]
+    score_lines: list[Line | None]
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -110,33 +109,32 @@ def _changed(path: Path) -> int:
 def scan_step(step: int, parts: Sequence[Path], score_parts: Sequence[Path]) -> tuple[StepScan, Contents]:
     """The step, and its files' contents as far as they are held for `Contents.lines`."""
     contents = Contents(parts, score_parts)
-    found = StepScan(step)
-    scores: dict[int, tuple[float | None, Line]] = {}
+    scores: dict[int | None, tuple[float | None, Line]] = {}
     for number in range(len(score_parts)):
-        for score, line in contents.decoded(True, number, _SCORES, found):
+        for score, line in contents.decoded(True, number, _SCORES):
             scores.setdefault(score.rollout_id, (_finite(score.difference_max), line))
-    rollouts = [pair for number in range(len(parts)) for pair in contents.decoded(False, number, _ROLLOUTS, found)]
-    rollouts.sort(key=lambda pair: (pair[0].position, pair[0].sample))
-    before = (-1, -1)
-    for rollout, line in rollouts:
-        place = rollout.position, rollout.sample
-        if place == before:
-            found.num_broken += 1  # it is there twice: one of the files is of another run
-            continue
-        before = place
-        found.positions.append(rollout.position)
-        found.samples.append(rollout.sample)
-        found.rows.append(rollout.row)
-        found.rewards.append(_finite(rollout.reward))
-        found.advantages.append(_finite(rollout.advantage))
-        found.tokens.append(_num_tokens(bytes(rollout.rollout_logprobs)))
-        found.is_cut.append(int(rollout.finish_reason == "length"))
-        found.statuses.append(_status(rollout))
-        mismatch, score_line = scores.get(-1 if rollout.rollout_id is None else rollout.rollout_id, (None, None))
-        found.mismatches.append(mismatch)
-        found.lines.append(line)
-        found.score_lines.append(score_line)
-    return found, contents
+    found = [pair for number in range(len(parts)) for pair in contents.decoded(False, number, _ROLLOUTS)]
+    found.sort(key=lambda pair: (pair[0].position, pair[0].sample))
+    places = [(rollout.position, rollout.sample) for rollout, _ in found]
+    is_new = [i == 0 or place != places[i - 1] for i, place in enumerate(places)]
+    contents.count_broken(is_new.count(False))  # it is there twice: one of the files is of another run
+    found = [pair for pair, new in zip(found, is_new, strict=True) if new]
+    scored = [scores.get(rollout.rollout_id, (None, None)) for rollout, _ in found]
+    scan = StepScan(
+        step=step,
+        positions=[rollout.position for rollout, _ in found],
+        samples=[rollout.sample for rollout, _ in found],
+        rows=[rollout.row for rollout, _ in found],
+        rewards=[_finite(rollout.reward) for rollout, _ in found],
+        advantages=[_finite(rollout.advantage) for rollout, _ in found],
+        tokens=[_num_tokens(bytes(rollout.rollout_logprobs)) for rollout, _ in found],
+        is_cut=[rollout.finish_reason == "length" for rollout, _ in found],
+        statuses=[_status(rollout) for rollout, _ in found],
+        mismatches=[mismatch for mismatch, _ in scored],
+        lines=[line for _, line in found],
+        score_lines=[line for _, line in scored],
+    )
+    return scan, contents
 
 
 class Contents:
@@ -146,13 +144,15 @@ class Contents:
     def __init__(self, parts: Sequence[Path], score_parts: Sequence[Path]) -> None:
         self._parts = {False: parts, True: score_parts}
         self._held: dict[tuple[bool, int], bytes] = {}
+        self.num_broken = 0  # lines, and files whose end is missing
 
-    def decoded(
-        self, of_scores: bool, part: int, decoder: msgspec.json.Decoder[_Line], scan: StepScan
-    ) -> Iterator[tuple[_Line, Line]]:
+    def count_broken(self, number: int = 1) -> None:
+        self.num_broken += number
+
+    def decoded(self, of_scores: bool, part: int, decoder: msgspec.json.Decoder[_Line]) -> Iterator[tuple[_Line, Line]]:
         """Each good line of a file; the others are counted."""
         first = True
-        for start, block in _blocks(self._parts[of_scores][part], scan):
+        for start, block in self._blocks(self._parts[of_scores][part]):
             if first:
                 self._held[of_scores, part] = block
             else:
@@ -168,7 +168,7 @@ class Contents:
                 values = [_decoded(block[low:high], decoder) for low, high in zip(starts, ends, strict=True)]
             for low, high, value in zip(starts, ends, values, strict=True):
                 if value is None:
-                    scan.num_broken += 1
+                    self.count_broken()
                 else:
                     yield value, Line(part, start + low, high - low)
 
@@ -189,6 +189,26 @@ class Contents:
                     found[key] = file.read(line.length)
         return found
 
+    def _blocks(self, path: Path) -> Iterator[tuple[int, bytes]]:
+        """(first byte, whole lines) until the file's end, or where it breaks."""
+        start, rest = 0, b""
+        try:
+            with _opened(path) as file:
+                while start < _MOST_BYTES and (block := file.read(_BLOCK)):
+                    block = rest + block
+                    end = block.rfind(b"\n") + 1
+                    if end:
+                        yield start, block[:end] if end < len(block) else block
+                    start, rest = start + end, block[end:]
+                    if len(rest) > _LONGEST:
+                        raise EOFError
+                if start >= _MOST_BYTES:
+                    raise EOFError
+        except (OSError, UntrustedError, EOFError, zlib.error):
+            self.count_broken()
+        if rest:
+            yield start, rest  # a line without its end: whole all the same, or broken
+
 
 def line_at(path: Path, line: Line) -> bytes:
     """b"" where it cannot be read any more."""
@@ -201,27 +221,6 @@ def line_at(path: Path, line: Line) -> bytes:
 def _opened(path: Path) -> IO[bytes]:
     file = open_regular(path, follow=True)
     return gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file  # type: ignore[return-value]
-
-
-def _blocks(path: Path, scan: StepScan) -> Iterator[tuple[int, bytes]]:
-    """(first byte, whole lines) until the file's end, or where it breaks."""
-    start, rest = 0, b""
-    try:
-        with _opened(path) as file:
-            while start < _MOST_BYTES and (block := file.read(_BLOCK)):
-                block = rest + block
-                end = block.rfind(b"\n") + 1
-                if end:
-                    yield start, block[:end] if end < len(block) else block
-                start, rest = start + end, block[end:]
-                if len(rest) > _LONGEST:
-                    raise EOFError
-            if start >= _MOST_BYTES:
-                raise EOFError
-    except (OSError, UntrustedError, EOFError, zlib.error):
-        scan.num_broken += 1
-    if rest:
-        yield start, rest  # a line without its end: whole all the same, or broken
 
 
 def _ends(block: bytes) -> Iterator[int]:

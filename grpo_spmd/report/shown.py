@@ -7,7 +7,7 @@ import base64
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
@@ -27,14 +27,16 @@ _MOST_TURNS, _MOST_MESSAGES, _LONGEST_MESSAGES = 200, 200, 40_000  # of an episo
 _LONGEST_GIVEN = 4_000  # characters of a turn that was not sampled
 
 
-class _Scores(msgspec.Struct):
+@dataclass(frozen=True)
+class _Scores:
     difference: str
     entropy: str
     advantages: str | None = None
     loss_mask: str | None = None
 
 
-class _Whole(msgspec.Struct):
+@dataclass(frozen=True)
+class _Whole:
     """A line of a dump that is no episode, checked as it is decoded."""
 
     row: int
@@ -46,11 +48,11 @@ class _Whole(msgspec.Struct):
     completion_ids: list[int]
     rollout_logprobs: str
     reward: float | None = None
-    rewards: dict[str, float | None] = {}
-    statuses: dict[str, str] = {}
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    statuses: dict[str, str] = field(default_factory=dict)
     advantage: float | None = None
-    columns: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
+    columns: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     status: str | None = None
 
 
@@ -110,7 +112,7 @@ def whole_line(line: bytes) -> dict[str, Any] | None:
             and len(logprobs) == len(found.completion_ids)
             and is_shallow([found.columns, found.prompt])
         ):
-            return {name: getattr(found, name) for name in _Whole.__struct_fields__} | {"rollout_logprobs": logprobs}
+            return {**vars(found), "rollout_logprobs": logprobs}
     with suppress(ConfigError, RecursionError, OverflowError):  # an episode, another version's, or broken
         record = read_rollout(line, "")
         if is_shallow([record.columns, record.prompt, record.extra, record.environment]):

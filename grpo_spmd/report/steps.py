@@ -83,7 +83,7 @@ def make_step(task: StepTask) -> StepResult:
         num_shown=len(chosen.rollouts),
         num_wanted=chosen.num_wanted,
         num_wanted_shown=chosen.num_wanted_shown,
-        num_broken=scan.num_broken,
+        num_broken=contents.num_broken,
         rows=rows,
         means=means,
         first_lines=firsts,
@@ -107,7 +107,7 @@ class _Reader:
         scores = self._contents.lines({0: where}, of_scores=True).get(0) if where is not None else None
         made = shown(line, scores, self._pieces, self._longest, why)
         if made is None:
-            self._scan.num_broken += 1
+            self._contents.count_broken()
         return made
 
 
@@ -147,7 +147,7 @@ def _chunk(scan: StepScan, chosen: Selection) -> bytes:
         "reward": [_rounded(value, 6) for value in scan.rewards],
         "advantage": [_rounded(value, 4) for value in scan.advantages],
         "tokens": scan.tokens,
-        "finish": scan.is_cut,
+        "finish": [int(is_cut) for is_cut in scan.is_cut],
         "status": [numbers[status] for status in scan.statuses],
         "mismatch": [_rounded(value, 3) for value in scan.mismatches],
         "shown": [shown_at.get(place, -1) for place in range(len(scan))],
