@@ -35,6 +35,7 @@ from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, Scores, build_policy, build_reference
 from grpo_spmd.observe.console import banner, log_to_file, log_to_terminal
+from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.launches import Launch, begin_launch, place_of
 from grpo_spmd.observe.log import MetricsLog
 from grpo_spmd.observe.memory import MemoryLedger, remedies
@@ -44,7 +45,6 @@ from grpo_spmd.observe.progress import Progress
 from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.observe.tokenizer_file import save_tokenizer
-from grpo_spmd.observe.wandb_feed import WandbFeed
 from grpo_spmd.preflight.checks import Inputs
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.proofs.update_check import UpdateCheck
@@ -269,10 +269,9 @@ def open_log(
     run_dir, num_workers = Path(config.run_dir), config.reward_pool.num_workers
     may_help = remedies(config.model, config.rollout, config.training, config.max_rollout_tokens, num_workers)
     timer = PhaseTimer(session.device, MemoryLedger(session.device, pool_bytes, may_help), first_step)
-    has_wandb = session.is_rank0 and config.logging.wandb
-    wandb = WandbFeed(run_dir, config.logging, config_to_dict(config)) if has_wandb else None
-    log = MetricsLog(run_dir, session, timer, logprob_check, config.loss, config.training, num_parameters, wandb, began)
-    return timer, log
+    followers = open_followers(run_dir, config.logging, config_to_dict(config)) if session.is_rank0 else None
+    of_loss = logprob_check, config.loss, config.training
+    return timer, MetricsLog(run_dir, session, timer, *of_loss, num_parameters, followers, began)
 
 
 def open_run_dir(

@@ -74,7 +74,7 @@ save_only_model | checkpoint.export_every_steps | a number of steps
 output_dir | run_dir |
 eval_steps, eval_strategy, evaluation_strategy, do_eval | eval.every_steps | with data.eval
 eval_on_start | eval.every_steps | an evaluation before training is always made
-report_to | logging.wandb | true, online or offline
+report_to | logging.trackers | wandb, tensorboard, trackio; offline: logging.wandb
 run_name, logging_dir | run_dir | W&B's run is named after it
 project | logging.wandb_project |
 logging_steps, logging_strategy | | each step is one line of metrics.jsonl
@@ -197,7 +197,7 @@ max_actor_ckpt_to_keep | checkpoint.keep | from 1 on
 resume_mode, resume_from_path | checkpoint.resume | auto, never (disable), or a checkpoint's folder
 test_freq | eval.every_steps | with data.eval
 val_before_train | eval.every_steps | an evaluation before training is always made
-trainer.logger | logging.wandb | metrics.jsonl and the console are always written
+trainer.logger | logging.trackers | metrics.jsonl and the console are always written
 trainer.project_name, project_name | logging.wandb_project |
 trainer.experiment_name, experiment_name, default_local_dir | run_dir |
 rollout_data_dir, log_val_generations | logging.rollouts_every_steps | they are written to run_dir/rollouts
@@ -281,7 +281,7 @@ max_ckpt_num, ckpt.max_num | checkpoint.keep |
 save_hf_ckpt, ckpt.save_hf | checkpoint.export_every_steps | a number of steps
 load_checkpoint, ckpt.load_enable | checkpoint.resume | auto
 use_wandb, wandb_run_name, wandb_org, wandb_group | logging.wandb | true, online or offline
-use_tensorboard | logging.wandb | no TensorBoard; metrics.jsonl has every metric
+use_tensorboard | logging.trackers | wandb, tensorboard, trackio
 """
 
 PRIME_RL = """

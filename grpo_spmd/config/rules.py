@@ -7,6 +7,7 @@ import re
 from grpo_spmd.config.coerce import REFUSED_KEYS
 from grpo_spmd.config.environment import check_environment
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.logging_keys import check_logging
 from grpo_spmd.config.schema import ADAPTER_RANKS, PHASES, Config, LossConfig, OptimizerConfig, RolloutConfig
 
 # What the trainer itself decides about the engine, where a second value would be a second truth, and where it is set.
@@ -37,6 +38,7 @@ def check_rules(config: Config) -> None:
     _check_loss(config.loss)
     _check_evaluation(config)
     _check_schedule(config.optimizer)
+    check_logging(config.logging)
     overlong = config.advantage.overlong_buffer_tokens
     check_environment(config.environment, config.rollout.tail_batching, overlong, config.loss.kl_in)
     template = config.data.prompt_template

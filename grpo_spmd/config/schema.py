@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from grpo_spmd.config.environment import EnvironmentConfig
 from grpo_spmd.config.key import key, required
+from grpo_spmd.config.logging_keys import LoggingConfig
 
 # The phases of a step, in their order: timers, metrics and limits bear these names.
 PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
@@ -231,16 +232,6 @@ class WatchdogConfig:
         "seconds in a phase after which the run is stopped with a report of where each rank is", above=0)
     phase_timeouts_s: dict[str, float] = key({},
         "limits by phase: {rollout: 3600}; that of start grows by 10 s for each rank after the 8th", above=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
-    wandb: bool | Literal["online", "offline"] = key(False, "send the metrics to Weights & Biases too")
-    wandb_project: str = key("grpo_spmd", "its project there")
-    rollouts_every_steps: int = key(1, "dump each N-th step's rollouts as jsonl; 0: never", at_least=0)
-    rollouts_compression: Literal["none", "gzip"] = key("none", "gzip: step_N.jsonl.gz, less than half the size")
-    rollouts_keep: int | None = key(None,
-        "how many of the newest steps' dumps stay on disk; null: all (evaluations' always stay)", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,12 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.losses import TILT_SUMS
 from grpo_spmd.observe.console import Console
 from grpo_spmd.observe.derive import Metrics, loss_metrics, mfu, tail_waste_frac, throughput
+from grpo_spmd.observe.followers import Followers
 from grpo_spmd.observe.metrics_file import LineFile, is_evaluation, lines_from_end, read_lines
 from grpo_spmd.observe.phase_timer import PhaseTimer
 from grpo_spmd.observe.progress import WallClock
 from grpo_spmd.observe.rollout_files import rollouts_file
 from grpo_spmd.observe.timeline import TimelineFile, pack_spans, unpack_spans
-from grpo_spmd.observe.wandb_feed import WandbFeed
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import Decision, SyncStats
 
@@ -41,12 +41,12 @@ class MetricsLog:
         loss: LossConfig,
         training: TrainingConfig,
         num_parameters: int,
-        wandb: WandbFeed | None,
+        followers: Followers | None,
         began: float,
     ) -> None:
         """`began`: the launch, on the monotonic clock."""
         self._run_dir, self._session, self._timer, self._logprob_check = run_dir, session, timer, logprob_check
-        self._loss, self._training, self._num_parameters, self._wandb = loss, training, num_parameters, wandb
+        self._loss, self._training, self._num_parameters, self._followers = loss, training, num_parameters, followers
         self._path = run_dir / "metrics.jsonl"
         self._largest: dict[str, float] = {}
         self._generation_s: list[float] = []  # of this rank, in the step
@@ -121,12 +121,12 @@ class MetricsLog:
         )
 
     def close(self) -> None:
-        """No line comes any more. W&B gets its time to end, or 5 s where the run was preempted and has no time."""
+        """No line comes any more. Trackers get their time to end, or 5 s where the run was preempted and has none."""
         for file in (self._file, self._timeline):
             if file is not None:
                 file.close()
-        if self._wandb is not None:
-            self._wandb.finish(None if self._has_ended else 5.0)
+        if self._followers is not None:
+            self._followers.finish(self._has_ended)
 
     def _of_rank(self) -> bytes:
         """What rank 0 needs of each: its spans, and what the largest is written of."""
@@ -156,8 +156,8 @@ class MetricsLog:
         clean = {name: value if value is None or math.isfinite(value) else None for name, value in metrics.items()}
         assert self._file is not None
         self._file.write(json.dumps(clean))
-        if self._wandb is not None:
-            self._wandb.line_written()
+        if self._followers is not None:
+            self._followers.line_written(int(clean["step"] or 0), is_evaluation(clean))
 
 
 def _check_skipped(step: int, sums: Reductions, max_in_a_row: int, dump: Path) -> None:

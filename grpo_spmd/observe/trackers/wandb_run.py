@@ -1,0 +1,50 @@
+"""W&B."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd.config.logging_keys import LoggingConfig
+from grpo_spmd.observe.trackers.completions import ShownRollout, as_table
+from grpo_spmd.observe.trackers.feed import Tracker
+
+_log = logging.getLogger("grpo_spmd")
+
+
+class WandbRun(Tracker):
+    """W&B refuses steps below its own counter, so that counter is left to itself, and `step` is a metric, the x-axis of
+    the others."""
+
+    name, title = "wandb", "W&B"
+
+    def __init__(self, run_dir: Path, options: LoggingConfig, config: dict[str, Any]) -> None:
+        """`config`: what W&B shows as the run's."""
+        self._run_dir, self._options, self._config = run_dir, options, config
+
+    def start(self, run_id: str, next_step: int) -> None:
+        import wandb
+
+        # A captured console would stand between the training and its terminal; logs/rank_0.log has all of it. Of W&B's
+        # own lines one is of use, the address. Without a key it may ask for one at a terminal, but not for ever.
+        settings = wandb.Settings(init_timeout=120, login_timeout=30, console="off", silent=True)
+        mode = self._options.wandb if isinstance(self._options.wandb, str) else None  # None: WANDB_MODE, else online
+        project, name, folder = self._options.wandb_project, self._run_dir.name, str(self._run_dir)
+        of_run: dict[str, Any] = {"project": project, "name": name, "dir": folder, "id": run_id, "resume": "allow"}
+        self._run = wandb.init(**of_run, mode=mode, config=self._config, settings=settings)
+        _log.info("W&B: %s", self._run.url or self._run.dir)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
+        if rollouts:
+            import wandb
+
+            columns, rows = as_table(rollouts)
+            metrics = metrics | {"rollouts": wandb.Table(columns=columns, data=rows)}
+        self._run.log(metrics)
+
+    def finish(self) -> None:
+        self._run.finish()
