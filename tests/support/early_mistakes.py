@@ -314,6 +314,18 @@ def _(patch: Patch) -> None:
     hide(patch, "wandb")
 
 
+@mistake("no tensorboard", "logging.trackers: tensorboard is not installed", "pip install 'grpo_spmd[tensorboard]'",
+         overrides=("logging.trackers=wandb,tensorboard",))  # fmt: skip
+def _(patch: Patch) -> None:
+    hide(patch, "tensorboard")
+
+
+@mistake("no trackio", "logging.trackers: trackio is not installed", "pip install 'grpo_spmd[trackio]'",
+         overrides=("logging.trackers=[trackio]",))  # fmt: skip
+def _(patch: Patch) -> None:
+    hide(patch, "trackio")
+
+
 @mistake("no datasets", "data.train: hub:openai/gsm8k:main:train needs the package datasets", "grpo_spmd[datasets]",
          overrides=("data.train=hub:openai/gsm8k:main:train",))  # fmt: skip
 def _(patch: Patch) -> None:

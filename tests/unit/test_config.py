@@ -78,6 +78,9 @@ def test_lr_written_as_1e_6_is_a_float(tmp_path: Path) -> None:
         ("rollout.engine.enforce_eager=true", "rollout", "engine", {"enforce_eager": True}),
         ("logging.wandb=true", "logging", "wandb", True),
         ("logging.wandb=offline", "logging", "wandb", "offline"),
+        ("logging.trackers=trackio", "logging", "trackers", ("trackio",)),
+        ("logging.trackers=wandb,tensorboard", "logging", "trackers", ("wandb", "tensorboard")),
+        ("logging.report_every_steps=50", "logging", "report_every_steps", 50),
     ],
 )
 def test_value_has_the_declared_type(override: str, section: str, name: str, value: Any, tmp_path: Path) -> None:
@@ -175,6 +178,12 @@ def test_unknown_key_like_none_points_to_help(tmp_path: Path) -> None:
         ("data.train=", "data.train must be text; got None"),
         ("advantage.estimator=gae", "advantage.estimator must be one of grpo, dr_grpo, rloo, reinforce_pp; got 'gae'"),
         ("rollout.sleep_level=true", "rollout.sleep_level must be one of 1, 2; got True"),
+        (
+            "logging.trackers=tensorbord",
+            "logging.trackers: no tracker 'tensorbord'; did you mean tensorboard? There are",
+        ),
+        ("logging.trackers=[mlflow]", "logging.trackers: no tracker 'mlflow'; there are wandb, tensorboard, trackio"),
+        ("logging.trackers_rollouts_every_steps=5", "logging.trackers_rollouts_every_steps (5) needs a tracker"),
         ("logging.wandb=maybe", "logging.wandb must be true or false or online|offline; got 'maybe'"),
         ("rollout=5", "rollout: expected a section (a mapping), got 5"),
         ("rewards={name: exact}", "rewards must be a list; got {'name': 'exact'}"),

@@ -7,6 +7,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ class Tracker:
 
     name = ""  # in logging.trackers, of its thread and of its state's file
     title = ""  # as people write it
+    settles_s = 0.0  # how long a kill may still take from it what it was given
 
     def start(self, run_id: str, next_step: int) -> None:
         """`next_step`: the first that it lacks, as far as our own notes tell."""
@@ -45,11 +47,12 @@ class Tracker:
 
 class TrackerFeed:
     """Follows `<run_dir>/metrics.jsonl`, which is the queue: the tracker gets each line when it has taken the one
-    before. Each tracker has a feed, and so a thread, of its own, which reads the file for itself: with one thread for
-    all of them a hanging one would hold up the others. `<run_dir>/NAME.json` keeps the tracker's id of the run and the
-    next step that it lacks: a run that goes on brings what the tracker missed, and sends steps that are run again once
-    more. An exception (no package, no key, no network, a full disk) ends the feed with a warning; a call that hangs
-    keeps a daemon thread. Rollouts are read here too, from the step's dump."""
+    before. Each tracker has a feed, and so a thread, of its own, which reads the file for itself: with one thread
+    for all of them a hanging one would hold up the others. `<run_dir>/NAME.json` keeps the tracker's id of the run
+    and the next step that it lacks: a run that goes on brings what the tracker missed, and sends steps that are run
+    again once more, and what a kill may have taken from the tracker (`settles_s`). An exception (no package, no
+    key, no network, a full disk) ends the feed with a warning; a call that hangs keeps a daemon thread. Rollouts
+    are read here too, from the step's dump."""
 
     def __init__(self, run_dir: Path, tracker: Tracker, rollouts_every_steps: int = 0) -> None:
         self._run_dir, self._tracker, self._rollouts_every_steps = run_dir, tracker, rollouts_every_steps
@@ -59,6 +62,7 @@ class TrackerFeed:
         self._known_bytes = self._metrics.stat().st_size if self._metrics.exists() else 0
         last_step = next((metrics["step"] for metrics in lines_from_end(self._metrics)), -1)
         self._next_step = min(next_step, last_step + 1)  # the file was cut back to where the run goes on
+        self._given = deque[tuple[float, int]]()  # when, and which step would be the next: what has not settled
         self._taken = self._written = 0
         self._called_at: float | None = None  # since when the tracker has been busy with a call
         self._said = False
@@ -99,10 +103,10 @@ class TrackerFeed:
                 with self._call():
                     self._tracker.log(metrics, rollouts)
                 self._taken += 1
-                self._next_step = int(metrics["step"]) + 1
-                self._save_state()
+                self._note_taken(int(metrics["step"]) + 1)
             with self._call():
                 self._tracker.finish()
+            self._note_taken(self._given[-1][1] if self._given else self._next_step, is_settled=True)
         except BaseException as error:  # whatever a tracker raises, SystemExit too, the training goes on
             what = f"{type(error).__name__}: {error}"
             said = "%s is off from here on (%s); metrics.jsonl is complete without it"
@@ -141,6 +145,13 @@ class TrackerFeed:
         except (OSError, ConfigError) as error:
             _log.warning("%s gets no rollouts of step %d: %s", self._tracker.title, step, error)
             return ()
+
+    def _note_taken(self, next_step: int, is_settled: bool = False) -> None:
+        now = time.monotonic()
+        self._given.append((now, next_step))
+        while self._given and (is_settled or now - self._given[0][0] >= self._tracker.settles_s):
+            self._next_step = self._given.popleft()[1]
+        self._save_state()
 
     def _save_state(self) -> None:
         temporary = self._state.with_name(self._state.name + ".tmp")

@@ -19,6 +19,9 @@ class WandbRun(Tracker):
     the others."""
 
     name, title = "wandb", "W&B"
+    # wandb 0.31 writes its file, and sends, every 15 s, and its process ends with ours. A line that it gets twice is
+    # drawn over itself.
+    settles_s = 45.0
 
     def __init__(self, run_dir: Path, options: LoggingConfig, config: dict[str, Any]) -> None:
         """`config`: what W&B shows as the run's."""
