@@ -121,10 +121,12 @@ def measure_within(
 ) -> Report:
     """Collective. `measure` until then; NCCL's and gloo's own limits are later, or end the process."""
     report: Report = {"rank": rank, "at": "starting"}
+    # One connection serves one call at a time: the thread's may wait for ever, and the caller speaks on over its own.
+    own = store.clone()  # type: ignore[attr-defined]
 
     def run() -> None:
         try:
-            measure(report, store, rank, nodes, local_rank)
+            measure(report, own, rank, nodes, local_rank)
         except Exception as error:  # torch's many: what it says goes to rank 0
             report["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
 

