@@ -12,7 +12,8 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.observe.rollout_files import dumped_steps
 from grpo_spmd.observe.rollout_step import read_rollouts
-from tests.support.dumps import dumped
+from grpo_spmd.observe.token_scores import read_token_scores
+from tests.support.dumps import dumped, scored
 from tests.support.ranks import RanksJob
 from tests.support.workers import dump as worker
 
@@ -38,8 +39,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def names(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / "rollouts").iterdir())
+def names(run_dir: Path, of: str = "rollouts") -> list[str]:
+    return sorted(path.name for path in (run_dir / of).iterdir())
 
 
 def lines(run_dir: Path, step: int) -> list[bytes]:
@@ -112,3 +113,23 @@ def test_a_step_written_again_on_fewer_nodes_leaves_no_old_part(folder: Path, al
     assert names(folder / "shrunk") == sorted([ONE.format(1), TWO.format(1), f"{ONE.format(2)}.gz"])
     assert lines(folder / "shrunk", 2) == lines(alone, 1)
     assert dumped_steps(folder / "shrunk") == [1, 2]
+
+
+def test_scores_of_tokens_are_beside_their_dumps_on_each_node(folder: Path) -> None:
+    """Which rank trained on a rollout is another matter than which rank sampled it."""
+    assert names(folder / "one_scored", "token_scores") == [ONE.format(step) for step in (2, 3)]
+    two = sorted(file.format(step) for step in (2, 3) for file in (ONE, TWO))
+    assert names(folder / "two_scored", "token_scores") == names(folder / "two_scored") == two
+    # a step written again on one node, in the other form
+    shrunk = sorted([ONE.format(1), TWO.format(1), f"{ONE.format(2)}.gz"])
+    assert names(folder / "shrunk_scored", "token_scores") == names(folder / "shrunk_scored") == shrunk
+    for name, step in (("one", 3), ("two", 2), ("two", 3), ("shrunk", 1), ("shrunk", 2)):
+        found = read_token_scores(folder / f"{name}_scored", step)
+        assert sorted(found) == list(range(12))
+        for rollout_id, scores in found.items():
+            assert scores.difference.tolist() == [rollout_id / 8] * (rollout_id + 1)
+            assert scores.entropy.tolist() == [step] * (rollout_id + 1)
+    for path in (folder / "two_scored/token_scores").iterdir():
+        ids = [line["rollout_id"] for line in scored(path.read_bytes().splitlines())]
+        rank = int("node_1" in path.name)
+        assert ids == [i for i in range(12) if i * 7 % 5 % 2 == rank], path

@@ -14,6 +14,7 @@ import transformers
 
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, LossConfig
+from tests.support.dumps import scored
 from tests.support.models import make_model, write_config
 from tests.support.ranks import run_worker
 from tests.support.workers.update import (
@@ -23,6 +24,7 @@ from tests.support.workers.update import (
     REPLICATED,
     SETTINGS,
     SPLITS,
+    UNSCORED,
     VARIANTS,
     fixed_groups,
     fixed_reward,
@@ -173,8 +175,54 @@ def test_the_update_moves_every_parameter(by_ranks: dict[int, Results], folder: 
         assert not torch.equal(parameter, start[name]), name
 
 
+@pytest.fixture(scope="module")
+def plain_scores(folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Difference and entropy of each completion of `fixed_groups`, by plain transformers before any update."""
+    model = load_plain(folder / "model")
+    found = []
+    for group in fixed_groups():
+        for completion in group.completions:
+            with torch.no_grad():
+                log_p, entropy = score_plain(model, group.prompt.token_ids, completion.token_ids, 0.8)
+            found.append((log_p - torch.tensor(completion.logprobs, dtype=torch.float64), entropy))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+def test_scores_of_tokens_are_those_of_plain_transformers_however_the_work_is_split(
+    by_ranks: dict[int, Results], plain_scores: list[tuple[torch.Tensor, torch.Tensor]], num_ranks: int
+) -> None:
+    """Of the policy before the first update, whatever the loss is made of, to float16; means to float32."""
+    unscored = UNSCORED[0] * GROUP_SIZE + UNSCORED[1]
+    for (setting, split), result in by_ranks[num_ranks].items():
+        lines = scored(result["scores"])
+        assert [line["rollout_id"] for line in lines] == list(range(NUM_GROUPS * GROUP_SIZE)), (setting, split)
+        for line, (difference, entropy) in zip(lines, plain_scores, strict=True):
+            assert line["difference"] == pytest.approx(difference.tolist(), rel=5e-4, abs=1e-5), (setting, split)
+            assert line["entropy"] == pytest.approx(entropy.tolist(), rel=5e-4, abs=1e-5), (setting, split)
+            assert line["difference_mean"] == pytest.approx(difference.abs().mean().item(), rel=1e-5, abs=1e-6)
+            assert line["difference_max"] == pytest.approx(difference.abs().max().item(), rel=1e-5, abs=1e-6)
+            slot, size = line["rollout_id"] // GROUP_SIZE, len(difference)
+            masked = line["rollout_id"] == unscored or (setting == "mask_truncated" and slot == 2)
+            assert line.get("loss_mask") == ([0] * size if masked else None), (setting, split)
+            assert "advantages" not in line  # a rollout's tokens have one
+
+
 def relative_difference(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result - expected).norm().detach() / expected.norm().detach())
+
+
+def load_plain(path: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+
+def score_plain(
+    of: Any, prompt: list[int], completion: list[int], temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs of a completion's tokens, and entropies."""
+    ids = torch.tensor([prompt + completion])
+    log_p = (of(ids).logits[0, len(prompt) - 1 : -1].double() / temperature).log_softmax(-1)
+    return log_p.gather(-1, ids[0, len(prompt) :, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
@@ -182,19 +230,14 @@ def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
     it, autograd through all of it, and torch's AdamW; float64 but for the models."""
     loss_config, longest = config.loss, config.rollout.max_completion_tokens
 
-    def load(path: Any) -> Any:
-        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-
-    model, reference = load(config.model.path), load(reference_model)
+    model, reference = load_plain(config.model.path), load_plain(reference_model)
     decay = [p for p in model.parameters() if p.ndim > 1]
     flat = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decay, "weight_decay": config.optimizer.weight_decay}, {"params": flat, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=config.optimizer.lr, betas=config.optimizer.betas)
 
     def scores(of: Any, prompt: list[int], completion: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.tensor([prompt + completion])
-        log_p = (of(ids).logits[0, len(prompt) - 1 : -1].double() / config.rollout.temperature).log_softmax(-1)
-        return log_p.gather(-1, ids[0, len(prompt) :, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        return score_plain(of, prompt, completion, config.rollout.temperature)
 
     def kl(log_p: torch.Tensor, log_r: torch.Tensor) -> torch.Tensor:
         assert loss_config.kl_estimator == "k2"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,22 @@ def dumped(run_dir: Path, step: int) -> list[dict[str, Any]]:
         for line in path.read_bytes().removesuffix(b"\n").split(b"\n")
     ]
     return sorted((json.loads(line) for line in lines), key=lambda r: (r["position"], r["sample"]))
+
+
+def scored(lines: Iterable[bytes | str]) -> list[dict[str, Any]]:
+    """Lines of token_scores/, by rollout id, their arrays as lists."""
+    kinds = dict.fromkeys(("difference", "entropy", "advantages"), "<f2") | {"loss_mask": "u1"}
+    found = [json.loads(line) for line in lines]
+    for values in found:
+        for name in kinds.keys() & values.keys():
+            values[name] = np.frombuffer(base64.b64decode(values[name]), kinds[name]).tolist()
+    return sorted(found, key=lambda values: values["rollout_id"])
+
+
+def scores_of(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """Of the dump's rollouts that were trained on."""
+    paths = (run_dir / "token_scores").glob(f"step_{step:06d}*.jsonl")
+    return scored(line for path in paths for line in path.read_bytes().removesuffix(b"\n").split(b"\n"))
 
 
 def logprobs_of(rollout: dict[str, Any]) -> list[float]:

@@ -3,7 +3,6 @@ tests/ranks/test_partition.py and test_episodes.py hold the values against plain
 
 from __future__ import annotations
 
-import base64
 import gzip
 import json
 import logging
@@ -42,6 +41,7 @@ from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.observe.token_scores import KeptScores, read_token_scores
 from grpo_spmd.observe.tokenizer_file import read_tokenizer, save_tokenizer
 from grpo_spmd.records import MicroBatch, Rollout, RolloutBatch
+from tests.support.dumps import scored as read
 from tests.support.models import make_model
 
 _CPU = torch.device("cpu")
@@ -96,19 +96,8 @@ def kept(*rows: tuple[MicroBatch, Tensor, Tensor]) -> KeptScores:
     return scores
 
 
-def fields(line: bytes) -> dict[str, Any]:
-    """A line as the manual says that anybody may read it."""
-    values: dict[str, Any] = json.loads(line)
-    kinds = dict.fromkeys(("difference", "entropy", "advantages"), "<f2") | {"loss_mask": "u1"}
-    return values | {
-        name: np.frombuffer(base64.b64decode(values[name]), kind).tolist()
-        for name, kind in kinds.items()
-        if name in values
-    }
-
-
 def test_a_line_a_rollout_in_the_order_of_ids_with_each_tokens_values() -> None:
-    lines = list(map(fields, kept(row_of(ROWS[0], ROWS[1]), row_of(), row_of(*ROWS[2:])).lines()))
+    lines = read(kept(row_of(ROWS[0], ROWS[1]), row_of(), row_of(*ROWS[2:])).lines())
     assert [line["rollout_id"] for line in lines] == [0, 2, 4, 9]  # 5 has no token, and the empty row no rollout
     by_id = {one.rollout.rollout_id: one for one in ROWS}
     for line in lines:
@@ -167,7 +156,7 @@ def test_what_is_not_finite_is_written_and_read() -> None:
     one = scored(3, 4)
     one.logprobs[:2] = [float("nan"), float("-inf")]
     one.entropy[2] = 1e6
-    (line,) = map(fields, kept(row_of(one)).lines())
+    (line,) = read(kept(row_of(one)).lines())
     assert (line["difference_mean"], line["difference_max"]) == (None, None)
     assert np.isnan(line["difference"][0])
     assert line["difference"][1] == float("-inf")
@@ -203,7 +192,7 @@ def test_what_was_written_is_read(tmp_path: Path, compression: str) -> None:
     assert names(tmp_path) == ["step_000012.jsonl" + ".gz" * (compression == "gzip")]
     found = read_token_scores(tmp_path, 12)
     assert list(found) == [0, 2, 4, 9]
-    lines = {line["rollout_id"]: line for line in map(fields, kept(row_of(*ROWS)).lines())}
+    lines = {line["rollout_id"]: line for line in read(kept(row_of(*ROWS)).lines())}
     for rollout_id, scores in found.items():
         line = lines[rollout_id]
         for name in ("difference", "entropy", "advantages", "loss_mask"):
@@ -354,7 +343,7 @@ def trained(policy: Policy, loss: LossConfig, num_mini_batches: int, num_epochs:
     updater.optimizer.zero_grad()
     assert sums["optim/updates"].value == num_updates
     load_weights(hf_named_parameters(policy), Path(policy.model.config._name_or_path))
-    return {line["rollout_id"]: line for line in map(fields, scores.lines())}
+    return {line["rollout_id"]: line for line in read(scores.lines())}
 
 
 @pytest.mark.parametrize(
@@ -390,7 +379,7 @@ def test_of_a_skipped_update_there_is_what_there_is(policy: Policy) -> None:
     updater = PolicyUpdater(policy, OptimizerConfig(), LossConfig(), TrainingConfig(), 8)
     scores = KeptScores()
     assert updater.update(batch, keep=scores)["optim/skipped_updates"].value == 1
-    first, second = map(fields, scores.lines())
+    first, second = read(scores.lines())
     assert [np.isnan(value) for value in first["difference"]] == [False, True, False, False]
     assert first["difference_max"] is None
     assert second["difference_max"] > 0

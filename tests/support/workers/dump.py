@@ -16,16 +16,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from grpo_spmd.config.schema import AdvantageConfig, LoggingConfig, LossConfig, RolloutConfig, TrainingConfig
 from grpo_spmd.distributed.collectives import barrier
 from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.reductions import Max, Reductions
 from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.observe.rollout_writer import RolloutWriter
-from grpo_spmd.records import Completion, Decision, Prompt, RolloutGroup, ScoredRollouts
+from grpo_spmd.records import Completion, Decision, Prompt, Rollout, RolloutGroup, ScoredRollouts
 
 NUM_GROUPS, GROUP_SIZE = 6, 2
 TEXTS = ["why?", "h\u00e4h \u2028 \ud800?", "line\nbreak\t\\"]  # what a line of JSON must hold, half a pair among it
@@ -39,10 +42,13 @@ def main() -> None:
         dump(folder / f"{name}_gzip", of_node, [1], compression="gzip")
         dump(folder / f"{name}_full", of_node, [1, 2, 3], full_at=2)
         dump(folder / f"{name}_keep", of_node, [1, 2, 3, 4], keep=2)
+        scored(folder / f"{name}_scored", of_node, [1, 2, 3], keep=2)
     dump(folder / "shrunk", alone, [1, 2])
     dump(folder / "shrunk", session, [2], compression="gzip")  # one node now, and the other form
     dump(folder / "shrunk_keep", alone, [1, 2])
     dump(folder / "shrunk_keep", session, [3], keep=1)
+    scored(folder / "shrunk_scored", alone, [1, 2])
+    scored(folder / "shrunk_scored", session, [2], compression="gzip")
     end_session()
 
 
@@ -71,6 +77,26 @@ def dump(
         assert counted == [("all_gather", 8)] * (2 + (step == steps[0])), counted
     assert len(os.listdir("/proc/self/fd")) == num_open
     barrier()
+
+
+def scored(run_dir: Path, session: Session, steps: list[int], **options: Any) -> None:
+    """Collective. Dump steps, and the scores of their tokens, whatever rank they were trained on: rollout i has 1 + i
+    tokens, whose difference is i / 8 and whose entropy is the step."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    files = {"rollouts_compression": options.get("compression", "none"), "rollouts_keep": options.get("keep")}
+    writers = [RolloutWriter(run_dir, LoggingConfig(**files), session, name) for name in ("rollouts", "token_scores")]
+    dump = RolloutDump(writers[0], 1, writers[1])
+    sampled, decision = sample(session)
+    for step in steps:
+        dump.write_if_due(step, sampled, decision)
+        keep = dump.keep_scores_if_due(step)
+        assert keep is not None
+        ids = [i for i in range(NUM_GROUPS * GROUP_SIZE)[::-1] if i * 7 % 5 % session.world_size == session.rank]
+        row = pack_rollouts([Rollout(i, 1.0, True, [1], [2] * (i + 1), [-1.0] * (i + 1)) for i in ids], session.device)
+        keep(row, torch.tensor(row.rollout_ids)[row.sequence_index] / 8 - 1, torch.full([len(row.target_ids)], step))
+        sums: Reductions = {"optim/skipped_updates": Max(0.0)}
+        counted = messages(partial(dump.write_updated, step, sampled, decision, sums, keep))
+        assert counted == [("all_gather", 8)] * (2 + (step == steps[0])), counted
 
 
 def sample(session: Session) -> tuple[SampledStep, Decision]:

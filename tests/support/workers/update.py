@@ -29,6 +29,7 @@ from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model.fill import load_weights
 from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters
+from grpo_spmd.observe.token_scores import KeptScores
 from grpo_spmd.records import Completion, Plan, Prompt, RolloutGroup, ScoredRollouts
 from tests.support.learn import merged_on_all, sampled_step_of, updater_of
 
@@ -193,9 +194,10 @@ def one_update(
     sampled.add(groups, score(groups))
     grpo_spmd.learn.sampled_step.plan_batch = plan_batch if packed else plan_unpacked
     batch, decision = assemble_batch(sampled, session)
-    attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
+    kept = KeptScores()
+    attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps, keep=kept)
     decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
-    sums = merged_on_all(updater.update(batch))
+    sums = merged_on_all(updater.update(batch, keep=kept))
     policy_term, kl, entropy, tokens, updates = (
         sums[name].value for name in ("policy", "kl", "entropy", "loss_tokens", "optim/updates")
     )
@@ -218,6 +220,7 @@ def one_update(
             lambda parts: [value for _, value in sorted(pair for part in parts for pair in part)],
             list(decision.advantages.items()),
         ),
+        "scores": on_rank0(lambda parts: [line for part in parts for line in part], [*map(bytes.decode, kept.lines())]),
         "rows": len(batch.mini_batches[0]),
         "gradients": gradients,
         "parameters": {name: parameter.full_tensor().clone() for name, parameter in hf_named_parameters(policy)},
