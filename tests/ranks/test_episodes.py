@@ -8,10 +8,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
-from tests.support.dumps import dumped, logprobs_of
+from grpo_spmd.checkpoint.export import export_checkpoint
+from grpo_spmd.config.schema import PHASES
+from grpo_spmd.observe.timeline import read_timeline
+from tests.support.dumps import dumped, logprobs_of, scores_of
 from tests.support.models import write_config
 from tests.support.played import make_caller
 from tests.support.ranks import RanksJob
@@ -126,6 +132,97 @@ def test_episodes_and_training_do_not_depend_on_the_ranks(played: dict[str, Path
                 assert mine_of_step[name] == value, name
 
 
+@pytest.fixture(scope="module")
+def plain(played: dict[str, Path], model: Path) -> dict[int, Any]:
+    """By step, the policy that sampled in it, as plain transformers has it."""
+    export_checkpoint(played["one"] / "run/checkpoints/step_000002", model.parent / "after_2", "float32")
+
+    def load(path: Path) -> Any:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+    return {1: load(model), GYM_STEP: load(model.parent / "after_2")}
+
+
+@pytest.mark.parametrize("layout", RANKS)
+def test_scores_of_tokens_are_those_of_plain_transformers(
+    played: dict[str, Path], plain: dict[int, Any], layout: str
+) -> None:
+    """Over each segment as the dump has it; the sampled tokens in the order of completion_ids."""
+    for step, policy in plain.items():
+        lines = {line["rollout_id"]: line for line in scores_of(played[layout] / "run", step)}
+        rollouts = dumped(played[layout] / "run", step)
+        assert sorted(lines) == list(range(NUM_EPISODES))
+        assert any(sum(turn["sampled"] for turn in r["turns"]) > 1 for r in rollouts)
+        bound = 1e-5 if step == 1 and RANKS[layout][1] == 1 else 1e-4
+        for r in rollouts:
+            line, entropies, differences = lines[r["rollout_id"]], list[float](), list[float]()
+            for segment in range(1 + max(turn["segment"] for turn in r["turns"])):
+                turns = [turn for turn in r["turns"] if turn["segment"] == segment]
+                ids = [token for turn in turns for token in turn["token_ids"]]
+                sampled = [turn["sampled"] for turn in turns for _ in turn["token_ids"]]
+                with torch.no_grad():
+                    log_p = policy(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+                for place in (place for place, is_sampled in enumerate(sampled) if is_sampled):
+                    entropies.append(-(log_p[place - 1].exp() * log_p[place - 1]).sum().item())
+                    differences.append(log_p[place - 1, ids[place]].item())
+            engine = logprobs_of(r)
+            assert len(engine) == len(line["difference"]) == len(line["entropy"]) == len(differences)
+            assert line["entropy"] == pytest.approx(entropies, rel=5e-4, abs=bound)
+            differences = [policy - its for policy, its in zip(differences, engine, strict=True)]
+            assert line["difference"] == pytest.approx(differences, abs=bound)
+            assert line["difference_max"] == pytest.approx(max(map(abs, differences)), abs=bound)
+            assert "loss_mask" not in line
+            assert step == GYM_STEP or "advantages" not in line
+
+
+def test_advantages_of_turns_are_beside_the_scores(played: dict[str, Path]) -> None:
+    """With environment.discount: a turn's return to go in the place of the whole return, on the line on which the
+    group's advantages are; all worked out from the dump."""
+    lines = {line["rollout_id"]: line for line in scores_of(played["two"] / "run", GYM_STEP)}
+    rollouts, num_unlike = dumped(played["two"] / "run", GYM_STEP), 0
+    for first in range(0, NUM_EPISODES, GROUP_SIZE):
+        group = rollouts[first : first + GROUP_SIZE]
+        sampled = [[turn for turn in r["turns"] if turn["sampled"]] for r in group]
+        longest = max(map(len, sampled))
+        to_go = np.zeros((GROUP_SIZE, longest + 1))
+        for own, turns in zip(to_go, sampled, strict=True):
+            for number, turn in reversed([*enumerate(turns)]):
+                own[number] = turn["reward"] + 0.5 * own[number + 1]
+        rewards, advantages = (np.array([r[name] for r in group]) for name in ("reward", "advantage"))
+        slope = np.ptp(advantages) / np.ptp(rewards)
+        over = to_go - to_go[:, :1]
+        of_turns = advantages[:, None] + slope * (over - over.mean(0))
+        for r, turns, values in zip(group, sampled, of_turns.tolist(), strict=True):
+            expected = [value for turn, value in zip(turns, values, strict=False) for _ in turn["token_ids"]]
+            found = lines[r["rollout_id"]].get("advantages") or [r["advantage"]] * len(expected)
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
+            num_unlike += len(set(found)) > 1
+    assert num_unlike > NUM_EPISODES // 2
+
+
+@pytest.mark.parametrize("layout", RANKS)
+def test_the_timeline_is_what_the_metrics_are_of(played: dict[str, Path], layout: str) -> None:
+    num_ranks, run_dir = RANKS[layout][0], played[layout] / "run"
+    timelines, lines = read_timeline(run_dir), (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert list(timelines) == [1, 2, GYM_STEP]
+    for line in map(json.loads, lines):
+        timeline = timelines[line["step"]]
+        assert timeline.ranks == list(range(num_ranks))
+        assert line["time/unix_s"] - timeline.unix_s == pytest.approx(line["time/step_s"], abs=0.5)
+        for name in PHASES:
+            of_ranks = [[span for span in spans if span.phase == name] for spans in timeline.spans]
+            assert all(of_ranks), name
+            seconds = max(sum(span.end_s - span.start_s for span in spans) for spans in of_ranks)
+            assert line[f"time/{name}_s"] == pytest.approx(seconds, abs=0.001 * len(of_ranks[0]))  # each to the ms
+            peak = max(span.peak_gib or 0.0 for spans in of_ranks for span in spans)
+            assert line[f"memory/{name}/peak_gib"] == pytest.approx(peak, abs=0.002)  # each to the MiB
+        busy = [[span.busy_s for span in spans if span.phase == "rollout"] for spans in timeline.spans]
+        assert [[seconds is None for seconds in of_rank] for of_rank in busy] == [[False, True]] * num_ranks
+        generation_s = [of_rank[0] or 0.0 for of_rank in busy]
+        waste = 1 - sum(generation_s) / num_ranks / max(generation_s)
+        assert line["rollout/tail_waste_frac"] == pytest.approx(waste, abs=0.02)
+
+
 def test_a_run_killed_in_an_episode_goes_on_to_the_bit(played: dict[str, Path], killed: tuple[Path, int, str]) -> None:
     folder, num_kept, before = killed
     assert "in phase rollout, step 2: its process is gone" in before
@@ -133,6 +230,10 @@ def test_a_run_killed_in_an_episode_goes_on_to_the_bit(played: dict[str, Path], 
     assert [line["step"] for line in metrics(folder)] == [1, 2, GYM_STEP]
     for step in range(1, GYM_STEP + 1):
         assert without_times(folder, step) == without_times(played["two"], step), step
+        assert scores_of(folder / "run", step) == scores_of(played["two"] / "run", step), step
+    timelines = read_timeline(folder / "run")
+    assert sorted(timelines) == [1, 2, GYM_STEP]
+    assert timelines[2].unix_s > timelines[1].unix_s + (timelines[1].spans[0][-1].end_s)
     # Every episode that had been kept is used, and no other is begun twice.
     assert 0 < num_kept < NUM_EPISODES
     assert (folder / "resets").stat().st_size == NUM_EPISODES - num_kept

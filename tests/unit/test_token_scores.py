@@ -32,6 +32,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoggingConfig, LossConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from grpo_spmd.distributed.reductions import Max, Reductions
 from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.learn.exchange import rollout_of
 from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.fill import load_weights
@@ -40,7 +41,7 @@ from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.observe.token_scores import KeptScores, read_token_scores
 from grpo_spmd.observe.tokenizer_file import read_tokenizer, save_tokenizer
-from grpo_spmd.records import MicroBatch, Rollout, RolloutBatch
+from grpo_spmd.records import MicroBatch, Rollout, RolloutBatch, Segment
 from tests.support.dumps import scored as read
 from tests.support.models import make_model
 
@@ -72,6 +73,20 @@ def scored(rollout_id: int, size: int, advantages: Any = 0.5, loss_mask: Any = T
     return Scored(Rollout(rollout_id, advantages, loss_mask, [7, 8], ids, engine), logprobs, entropy)
 
 
+def of_segments(rollout_id: int, *sampled: list[int]) -> Scored:
+    """Of an episode: in each segment these tokens are sampled, between others that were given."""
+    segments, ids = [], list[int]()
+    for of_segment in sampled:
+        token_ids = [t for token in of_segment for t in (90, token)] + [91]
+        is_sampled = [False, True] * len(of_segment) + [False]
+        segments.append(Segment(np.array(token_ids, np.int32), np.array(is_sampled)))
+        ids += of_segment
+    one = scored(rollout_id, len(ids))
+    rollout = rollout_of(rollout_id, 0.5, True, tuple(segments), one.rollout.rollout_logprobs)
+    assert list(rollout.completion_ids) == ids
+    return Scored(rollout, one.logprobs, one.entropy)
+
+
 def row_of(*rows: Scored) -> tuple[MicroBatch, Tensor, Tensor]:
     micro_batch = pack_rollouts([one.rollout for one in rows], _CPU)
     if not micro_batch.rollout_ids:  # a row that only keeps step
@@ -86,6 +101,7 @@ ROWS = [
     scored(5, 0),
     scored(4, 1, loss_mask=False),
     scored(0, 300, advantages=-2.0),
+    of_segments(3, [5, 6, 7], [8], [9, 10]),
 ]
 
 
@@ -98,7 +114,7 @@ def kept(*rows: tuple[MicroBatch, Tensor, Tensor]) -> KeptScores:
 
 def test_a_line_a_rollout_in_the_order_of_ids_with_each_tokens_values() -> None:
     lines = read(kept(row_of(ROWS[0], ROWS[1]), row_of(), row_of(*ROWS[2:])).lines())
-    assert [line["rollout_id"] for line in lines] == [0, 2, 4, 9]  # 5 has no token, and the empty row no rollout
+    assert [line["rollout_id"] for line in lines] == [0, 2, 3, 4, 9]  # 5 has no token, and the empty row no rollout
     by_id = {one.rollout.rollout_id: one for one in ROWS}
     for line in lines:
         one = by_id[line["rollout_id"]]
@@ -109,7 +125,13 @@ def test_a_line_a_rollout_in_the_order_of_ids_with_each_tokens_values() -> None:
         assert line["difference_mean"] == pytest.approx(sum(sizes) / len(sizes), rel=1e-5)  # of float32
         assert line["difference_max"] == pytest.approx(max(sizes), rel=1e-5)
     told = {line["rollout_id"]: (line.get("advantages"), line.get("loss_mask")) for line in lines}
-    assert told == {0: (None, None), 2: (None, [1, 0, 1, 0]), 4: (None, [0]), 9: ([0.5, -1.25, 3.0], None)}
+    assert told == {
+        0: (None, None),
+        2: (None, [1, 0, 1, 0]),
+        3: (None, None),
+        4: (None, [0]),
+        9: ([0.5, -1.25, 3.0], None),
+    }
 
 
 def test_of_a_micro_batch_the_first_scores_stay() -> None:
@@ -145,7 +167,7 @@ def test_to_keep_scores_waits_for_nothing_and_to_write_them_once() -> None:
         assert waits.names == []
         lines = scores.lines()
         assert waits.names == ["cpu"]
-    assert len(lines) == 4
+    assert len(lines) == 5
     row = row_of(ROWS[0])
     with_graph = row[1].requires_grad_()
     scores = kept((row[0], with_graph * 1, row[2]))
@@ -191,7 +213,7 @@ def test_what_was_written_is_read(tmp_path: Path, compression: str) -> None:
     write(dump_of(tmp_path, rollouts_compression=compression), 12)
     assert names(tmp_path) == ["step_000012.jsonl" + ".gz" * (compression == "gzip")]
     found = read_token_scores(tmp_path, 12)
-    assert list(found) == [0, 2, 4, 9]
+    assert list(found) == [0, 2, 3, 4, 9]
     lines = {line["rollout_id"]: line for line in read(kept(row_of(*ROWS)).lines())}
     for rollout_id, scores in found.items():
         line = lines[rollout_id]
@@ -454,4 +476,4 @@ def test_readers_import_no_torch(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.stdout == "4\n[]\n", done.stderr
+    assert done.stdout == "5\n[]\n", done.stderr
