@@ -335,7 +335,9 @@ def test_an_attempt_that_failed_before_its_first_step_does_not_hold_the_folder(t
     for number in (1, 2):
         begin_in(tmp_path, Start())
         (tmp_path / "rollouts").mkdir()
-        for name in ("config.yaml", "metrics.jsonl", "rollouts/step_000001.jsonl", "logs/rank_0.log"):
+        (tmp_path / "token_scores").mkdir()
+        looked_at = "timeline.jsonl", "tokenizer.json", "token_scores/step_000001.jsonl"
+        for name in ("config.yaml", "metrics.jsonl", "rollouts/step_000001.jsonl", "logs/rank_0.log", *looked_at):
             with (tmp_path / name).open("a") as file:
                 file.write(f"{number}" if name != "metrics.jsonl" else "")
     refuse_in_use(tmp_path)
@@ -346,6 +348,8 @@ def test_an_attempt_that_failed_before_its_first_step_does_not_hold_the_folder(t
         "config.yaml",
         "rollouts",
         "rollouts/step_000001.jsonl",
+        "token_scores",
+        *looked_at,
     }
     (tmp_path / "metrics.jsonl").write_text("{}\n")  # one step was trained: another run's folder
     for refused in (lambda: refuse_in_use(tmp_path), lambda: begin_in(tmp_path, Start())):
