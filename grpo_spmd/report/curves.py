@@ -88,10 +88,10 @@ def stretch(steps: npt.NDArray[np.int64], holds: Mask, least: int = LEAST_STEPS)
     return None
 
 
-def moved(of: Curve, start: float, now: float) -> Stretch | None:
-    """Since when it is a quarter of the way from `start` to `now`, or further."""
-    quarter = start + 0.25 * (now - start)
-    return stretch(of.steps, of.values >= quarter if now > start else of.values <= quarter)
+def moved(of: Curve, start: float, now: float, part: float = 0.25) -> Stretch | None:
+    """Since when it is `part` of the way from `start` to `now`, or further."""
+    there = start + part * (now - start)
+    return stretch(of.steps, of.values >= there if now > start else of.values <= there)
 
 
 def spikes(of: Curve, times: float, before: int = 20, least_before: int = 5) -> npt.NDArray[np.int64]:

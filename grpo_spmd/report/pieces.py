@@ -30,7 +30,11 @@ class Pieces:
         model = tree.get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
         if isinstance(vocabulary, list):  # Unigram: [token, score] in the order of ids
-            vocabulary = {pair[0]: i for i, pair in enumerate(vocabulary) if isinstance(pair, list) and pair}
+            vocabulary = {
+                pair[0]: i
+                for i, pair in enumerate(vocabulary)
+                if isinstance(pair, list) and pair and isinstance(pair[0], str)
+            }
         if not isinstance(vocabulary, dict) or not (kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}):
             raise ValueError("this kind of tokenizer is not known")
         self._is_byte_level = "ByteLevel" in kinds
@@ -91,8 +95,8 @@ class Pieces:
         token_text = self._tokens.get(token, "")
         text: str | None = None
         if self._is_byte_level:
-            known = all(letter in _ALPHABET for letter in token_text)
-            made = bytes(_ALPHABET[letter] for letter in token_text) if known else _encoded(token_text)
+            known = all(letter in BYTE_ALPHABET for letter in token_text)
+            made = bytes(BYTE_ALPHABET[letter] for letter in token_text) if known else _encoded(token_text)
             with suppress(UnicodeDecodeError):
                 text = made.decode("utf-8")
         elif found := _BYTE.fullmatch(token_text):
@@ -154,4 +158,4 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_ALPHABET = _byte_alphabet()
+BYTE_ALPHABET = _byte_alphabet()

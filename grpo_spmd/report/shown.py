@@ -56,6 +56,7 @@ class _Whole:
     status: str | None = None
 
 
+_FIELDS = tuple(_Whole.__dataclass_fields__)
 _WHOLE, _SCORES = msgspec.json.Decoder(_Whole), msgspec.json.Decoder(_Scores)
 
 
@@ -112,7 +113,10 @@ def whole_line(line: bytes) -> dict[str, Any] | None:
             and len(logprobs) == len(found.completion_ids)
             and is_shallow([found.columns, found.prompt])
         ):
-            return {**vars(found), "rollout_logprobs": logprobs}
+            return {
+                **{name: getattr(found, name) for name in _FIELDS},
+                "rollout_logprobs": logprobs,
+            }  # vars: no defaults
     with suppress(ConfigError, RecursionError, OverflowError):  # an episode, another version's, or broken
         record = read_rollout(line, "")
         if is_shallow([record.columns, record.prompt, record.extra, record.environment]):

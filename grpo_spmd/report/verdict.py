@@ -213,7 +213,7 @@ def _entropy(run: RecordedRun) -> Iterator[Finding]:
         yield Finding(level, "the entropy is gone", f"{_said(run, 'entropy')}.", gone.first, key)
     elif len(entropy.values) >= 6 and entropy.start > 0 and not is_solved:
         times = entropy.now / entropy.start
-        where = moved(entropy, entropy.start, entropy.now)
+        where = moved(entropy, entropy.start, entropy.now, part=0.5)  # it falls by right too
         if where is None or 0.1 < times < 3 or (times >= 3 and entropy.now < 1):
             return
         word = "collapses" if times < 1 else "explodes"
@@ -396,16 +396,18 @@ def _bounds(run: RecordedRun, place: int) -> tuple[float, float]:
 
 
 def _is_solved(run: RecordedRun, reward: Curve) -> bool:
-    """The reward has risen by half of a step's spread or more, and is where it was at its best."""
-    return reward.now - reward.start >= 0.5 * _spread(run, at_start=True) > 0 and reward.now >= 0.9 * max(
-        reward.smooth.max(), 1e-9
-    )
+    """The reward has risen by half of a step's spread or more, is where it was at its best, and hardly differs any more
+    within a step."""
+    std = curve(run.steps, "reward/std")
+    if std is None or std.now > 0.5 * std.start:
+        return False
+    return reward.now - reward.start >= 0.5 * std.start > 0 and reward.now >= 0.9 * float(reward.smooth.max())
 
 
-def _spread(run: RecordedRun, at_start: bool = False) -> float:
+def _spread(run: RecordedRun) -> float:
     """Standard deviation of the rewards of a step."""
     std = curve(run.steps, "reward/std")
-    return 0.0 if std is None else std.start if at_start else float(np.median(std.values))
+    return 0.0 if std is None else float(np.median(std.values))
 
 
 def _alarmed(run: RecordedRun, name: str) -> Stretch | None:
