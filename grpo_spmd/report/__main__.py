@@ -38,9 +38,10 @@ def main() -> None:
         out = args.out or args.runs[0] / "report.html"
         if out.is_dir():
             raise ConfigError(f"--out: {out} is a folder; name a file in it")
-        runs = _build(args.runs, out)
         if args.follow:
-            _follow(args.runs, out, runs)
+            _follow(args.runs, out)
+        else:
+            _build(args.runs, out)
     except ConfigError as error:
         refuse(error)
     except KeyboardInterrupt:
@@ -60,17 +61,16 @@ def _build(folders: Sequence[Path], out: Path) -> list[RecordedRun]:
     return runs
 
 
-def _follow(folders: Sequence[Path], out: Path, runs: list[RecordedRun]) -> None:
+def _follow(folders: Sequence[Path], out: Path) -> None:
     """Until no run goes on any more, and the page says so."""
-    took_s = 0.0
-    while any(run.state in _LIVE for run in runs):
-        seen, until = _stamps(folders), time.monotonic() + max(_EVERY_S, _TIMES * took_s)
-        patience = time.monotonic() + max(_PATIENCE_S, _TIMES * took_s)  # a killed run writes nothing
-        while time.monotonic() < until or (_stamps(folders) == seen and time.monotonic() < patience):
+    while True:
+        began, seen = time.monotonic(), _stamps(folders)
+        if not any(run.state in _LIVE for run in _build(folders, out)):
+            return
+        took_s = _TIMES * (time.monotonic() - began)
+        soon, late = began + max(_EVERY_S, took_s), began + max(_PATIENCE_S, took_s)  # a killed run writes nothing
+        while (now := time.monotonic()) < late and (now < soon or _stamps(folders) == seen):
             time.sleep(_LOOK_S)
-        began = time.monotonic()
-        runs = _build(folders, out)
-        took_s = time.monotonic() - began
 
 
 def _stamps(folders: Sequence[Path]) -> list[tuple[int, int]]:

@@ -191,20 +191,18 @@ class Contents:
 
     def _blocks(self, path: Path) -> Iterator[tuple[int, bytes]]:
         """(first byte, whole lines) until the file's end, or where it breaks."""
-        start, rest = 0, b""
-        try:
-            with _opened(path) as file:
-                while start < _MOST_BYTES and (block := file.read(_BLOCK)):
-                    block = rest + block
-                    end = block.rfind(b"\n") + 1
-                    if end:
-                        yield start, block[:end] if end < len(block) else block
-                    start, rest = start + end, block[end:]
-                    if len(rest) > _LONGEST:
-                        raise EOFError
-                if start >= _MOST_BYTES:
-                    raise EOFError
-        except (OSError, UntrustedError, EOFError, zlib.error):
+        start, rest, is_whole = 0, b"", False
+        with suppress(OSError, UntrustedError, EOFError, zlib.error), _opened(path) as file:
+            while start < _MOST_BYTES and len(rest) <= _LONGEST:
+                block = b"".join([rest, *_pieces_of(file)])
+                if len(block) == len(rest):
+                    is_whole = True
+                    break
+                end = block.rfind(b"\n") + 1
+                if end:
+                    yield start, block[:end] if end < len(block) else block
+                start, rest = start + end, block[end:]
+        if not is_whole:
             self.count_broken()
         if rest:
             yield start, rest  # a line without its end: whole all the same, or broken
@@ -221,6 +219,18 @@ def line_at(path: Path, line: Line) -> bytes:
 def _opened(path: Path) -> IO[bytes]:
     file = open_regular(path, follow=True)
     return gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file  # type: ignore[return-value]
+
+
+def _pieces_of(file: IO[bytes]) -> Iterator[bytes]:
+    """A block in one piece, or of a packed file in small ones, so that what lies before a break is had."""
+    if not isinstance(file, gzip.GzipFile):
+        yield file.read(_BLOCK)
+        return
+    size = 0
+    with suppress(EOFError, zlib.error, gzip.BadGzipFile):  # the next call says it again
+        while size < _BLOCK and (piece := file.read1(1 << 17)):
+            yield piece
+            size += len(piece)
 
 
 def _ends(block: bytes) -> Iterator[int]:

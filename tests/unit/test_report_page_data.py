@@ -1,0 +1,480 @@
+"""What is in a page, held against metrics.jsonl and the dumps, which are read here by plain JSON; and the bounds that
+it keeps whatever the folder holds."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
+from grpo_spmd.report import __main__ as command
+from grpo_spmd.report import build, steps
+from grpo_spmd.report.build import build_page
+from grpo_spmd.report.run import named_apart, read_run
+from tests.support.dumps import dumped, logprobs_of
+from tests.support.processes import ROOT
+from tests.support.reported import GROUP, byte_tokenizer, dump, healthy, make_run, record, step_of
+
+Json = dict[str, Any]
+
+
+def _chunks(path: Path) -> dict[str, Json]:
+    """As a browser unpacks them."""
+    found = re.findall(rb'data-chunk="([^"]+)">([^<]*)<', path.read_bytes())
+    unpacked = {name.decode(): zlib.decompress(base64.b64decode(text), -15) for name, text in found}
+    assert all(text.isascii() for text in unpacked.values())
+    return {name: json.loads(text, parse_constant=_refuse) for name, text in unpacked.items()}
+
+
+def _refuse(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def _page(*folders: Path) -> dict[str, Json]:
+    out = folders[0].parent / "page.html"
+    build_page(named_apart([read_run(folder) for folder in folders]), out)
+    return _chunks(out)
+
+
+def _scores(folder: Path, step: int, records: list[RolloutRecord], without: int | None = None) -> None:
+    (folder / "token_scores").mkdir(exist_ok=True)
+    lines = []
+    for number, of in enumerate(records):
+        if of.rollout_id is None or number == without:
+            continue
+        count = len(of.completion_ids)
+        difference = (np.arange(count) * 0.001 * (number + 1)).astype("<f2")
+        entropy = (np.arange(count) * 0.25).astype("<f2")
+        packed = {name: base64.b64encode(values.tobytes()).decode()
+                  for name, values in (("difference", difference), ("entropy", entropy))}  # fmt: skip
+        largest = float(difference.astype(np.float64).max(initial=0.0))
+        lines.append({"rollout_id": of.rollout_id, **packed, "difference_mean": 0.0, "difference_max": largest})
+    path = folder / "token_scores" / f"step_{step:06d}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _near(value: float | None, digits: int) -> Any:
+    return value if value is None else pytest.approx(value, rel=0.6 * 10.0 ** (1 - digits))
+
+
+def test_the_page_has_the_figures_of_the_metrics_and_of_the_dump(tmp_path: Path) -> None:
+    lines = healthy(30)
+    lines[4]["reward/mean"] = None
+    held = [{"step": step, "eval/held/mean": step / 40} for step in (0, 10, 20)]
+    folder = make_run(tmp_path / "run", [*held, *lines])
+    byte_tokenizer(folder)
+    for step in (1, 10, 30):
+        records = step_of(step)
+        dump(folder, step, records)
+        _scores(folder, step, records, without=5)
+    chunks = _page(folder)
+    main = chunks["main"]
+    (run,) = main["runs"]
+
+    written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    of_steps = [line for line in written if "eval/held/mean" not in line]
+    assert run["steps"] == [line["step"] for line in of_steps]
+    for key in of_steps[0].keys() - {"step"}:
+        assert run["metrics"][key] == [_near(line[key], 6) for line in of_steps]
+    assert run["evaluations"] == {"steps": [0, 10, 20], "metrics": {"eval/held/mean": [0, 0.25, 0.5]}}
+    assert "thinned" not in run
+    assert (run["name"], run["state"], run["last_step"], run["num_steps"]) == ("run", "done", 30, 80)
+
+    assert run["rollouts"] == {"steps": [1, 10, 30], "shown": 48, "total": 48, "note": ""}
+    for step in (1, 10, 30):
+        _check_step(chunks[f"0/{step}"], dumped(folder, step), without=5)
+    means: dict[int, list[float]] = {}
+    for step in (1, 10, 30):
+        groups: dict[tuple[int, int], list[float]] = {}
+        for rollout in dumped(folder, step):
+            groups.setdefault((rollout["row"], rollout["position"]), []).append(rollout["reward"])
+        for (row, _), rewards in groups.items():
+            means.setdefault(row, []).append(sum(rewards) / GROUP)
+    shown = {prompt["row"]: prompt for prompt in run["prompts"]}
+    assert {row: prompt["means"] for row, prompt in shown.items()} == {
+        row: [_near(mean, 4) for mean in of_row] for row, of_row in means.items()
+    }
+    assert all(prompt["steps"] == [1, 10, 30] for prompt in shown.values())
+    assert (shown[2]["prompt"], shown[2]["columns"]) == ("user: question 2", {"answer": "2"})
+    assert run["prompts_total"] == 4
+
+
+def _check_step(chunk: Json, dump_of_step: list[Json], without: int) -> None:
+    """All of a step: the table, and every rollout whole."""
+    table, rollouts = chunk["table"], chunk["rollouts"]
+    assert {name: len(column) for name, column in table.items()} == dict.fromkeys(table, len(dump_of_step))
+    for place, rollout in enumerate(dump_of_step):
+        largest = 0.001 * (place + 1) * (len(rollout["completion_ids"]) - 1)
+        expected = {name: rollout[name] for name in ("position", "sample", "row")} | {
+            "reward": _near(rollout["reward"], 6), "advantage": _near(rollout["advantage"], 4),
+            "tokens": len(rollout["completion_ids"]), "finish": int(rollout["finish_reason"] == "length"),
+            "mismatch": None if place == without else pytest.approx(largest, rel=0.01), "status": 0, "shown": place,
+        }  # fmt: skip
+        assert {name: table[name][place] for name in expected} == expected
+        assert chunk["prompts"][table["prompt"][place]] == f"user: {rollout['prompt'][0]['content']}"
+        whole = rollouts[place]
+        for name in ("position", "sample", "completion", "reward", "rewards", "statuses", "advantage", "finish_reason",
+                     "columns"):  # fmt: skip
+            assert whole[name] == rollout[name], name
+        tokens = whole["tokens"]
+        assert tokens["ids"] == rollout["completion_ids"]
+        assert "".join(tokens["pieces"]) == rollout["completion"]
+        assert tokens["logprob"] == [pytest.approx(logprob, abs=0.0006) for logprob in logprobs_of(rollout)]
+        if place == without:
+            assert (tokens["difference"], tokens["entropy"]) == (None, None)
+        else:
+            count = len(tokens["ids"])
+            differences = [pytest.approx(0.001 * (place + 1) * i, rel=0.01) for i in range(count)]
+            assert tokens["difference"] == differences
+            assert tokens["entropy"] == [pytest.approx(0.25 * i, rel=0.01) for i in range(count)]
+        assert (tokens["advantage"], tokens["mask"]) == (None, None)
+
+
+def test_best_worst_failed_and_most_mismatched_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no room for all, and each under its reason; the same ones whenever it is built."""
+    folder = make_run(tmp_path / "run", healthy(3))
+    rng = np.random.default_rng(0)
+
+    def said(*_: object) -> str:
+        return base64.b64encode(rng.bytes(600)).decode()  # which nobody compresses further
+
+    records = [*step_of(1, 20, text=said)]
+    records[7] = record(1, 1, 3, said(), reward=2.0)
+    records[33] = record(1, 8, 1, said(), reward=-2.0)
+    records[50] = record(1, 12, 2, said(), reward=None, rewards={"math": None}, statuses={"math": "timeout"})
+    dump(folder, 1, records)
+    _scores(folder, 1, records)  # most is the last one's, for its number
+    task = steps.StepTask(
+        folder, 1, [folder / "rollouts/step_000001.jsonl"], [folder / "token_scores/step_000001.jsonl"], 4_000
+    )
+    first = steps.make_step(task)
+    assert first.content == steps.make_step(task).content
+    chunk = json.loads(first.content)
+    first_ones = [rollout for rollout in chunk["rollouts"] if rollout["why"] not in ("group", "sampled")]
+    assert {rollout["why"]: (rollout["position"], rollout["sample"]) for rollout in first_ones} == {
+        "best": (1, 3), "worst": (8, 1), "failed": (12, 2), "mismatched": (19, 3)
+    }  # fmt: skip
+    assert (first.num_wanted, first.num_wanted_shown, first.num_rollouts) == (4, 4, 80)
+    assert first.num_shown == len(chunk["rollouts"]) < 8
+    assert chunk["status_names"][chunk["table"]["status"][50]] == "timeout"
+    shown = {place: number for place, number in enumerate(chunk["table"]["shown"]) if number >= 0}
+    assert {place: (place // GROUP, place % GROUP) for place in shown} == {
+        place: (chunk["rollouts"][number]["position"], chunk["rollouts"][number]["sample"])
+        for place, number in shown.items()
+    }
+    monkeypatch.setattr(build, "_PAGE_BYTES", 320_000)  # with 250,000 of the page itself
+    (run,) = _page(folder)["main"]["runs"]
+    assert "of 80 rollouts all are in the tables" in run["rollouts"]["note"]
+
+
+def test_a_page_keeps_within_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run", healthy(60))
+    rng = np.random.default_rng(0)
+    for step in range(1, 61):
+        dump(folder, step, step_of(step, 8, text=lambda *_: base64.b64encode(rng.bytes(900)).decode()))
+    shell = 4 * build._SHELL_BYTES // 3 + 4 * build._PROMPTS_BYTES // 3
+    sizes = []
+    for more in (60_000, 600_000, 1_500_000):
+        monkeypatch.setattr(build, "_PAGE_BYTES", shell + more)
+        chunks = _page(folder)
+        size = (tmp_path / "page.html").stat().st_size
+        assert size <= build._PAGE_BYTES
+        sizes.append(size)
+        (run,) = chunks["main"]["runs"]
+        steps_there = run["rollouts"]["steps"]
+        assert {1, 60} <= {*steps_there}, "the first and the newest are always there"
+        assert (len(steps_there) == 60) == (more > 200_000)
+        if more < 200_000:
+            assert f"{len(steps_there)} of 60 dumped steps" in run["rollouts"]["note"]
+            assert max(b - a for a, b in pairwise(steps_there)) <= 2 * 60 / len(steps_there)
+        shown = sum(len(chunks[f"0/{step}"]["rollouts"]) for step in steps_there)
+        assert shown == run["rollouts"]["shown"]
+    assert sizes[0] < sizes[1] < sizes[2]
+
+
+def test_what_there_is_no_time_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run", healthy(5))
+    for step in range(1, 6):
+        dump(folder, step, step_of(step))
+    monkeypatch.setattr(build, "_READING_S", -1.0)
+    (run,) = _page(folder)["main"]["runs"]
+    assert run["rollouts"]["steps"] == [5]
+    assert run["rollouts"]["note"] == "1 of 5 dumped steps are in this page, evenly, for want of time"
+
+
+def test_many_processes_make_the_page_that_one_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run", healthy(4))
+    for step in range(1, 5):
+        dump(folder, step, step_of(step))
+    alone = _page(folder)
+    monkeypatch.setattr(build, "_POOL_BYTES", 1)
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("there is one core")
+    together = _page(folder)
+    for chunks in (alone, together):
+        del chunks["main"]["made_unix_s"]
+    assert together == alone
+
+
+def test_broken_lines_cost_themselves(tmp_path: Path) -> None:
+    """And a whole rollout in an odd form none: half a surrogate pair, numbers of an earlier version, a step of several
+    nodes, packed."""
+    folder = make_run(tmp_path / "run", healthy(3))
+    records = step_of(1)
+    lines = [to_line(one) for one in records]
+    half = to_line(record(1, 0, 1, "x", completion="half \ud83d", prompt="\udc00"))
+    old = json.loads(lines[2]) | {"rollout_logprobs": logprobs_of(json.loads(lines[2]))}
+    for name in ("columns", "num_rollouts"):
+        del old[name]
+    lines[1], lines[2] = half, json.dumps(old).encode()
+    broken = [b"", b"{", b"[1]", b'{"row": 1}', lines[5][:100], lines[6].replace(b'"row":', b'"row":-'), b"\xff\xfe",
+              b"[" * 100_000, lines[7]]  # fmt: skip
+    dump(folder, 1, [])
+    (folder / "rollouts/step_000001.jsonl").write_bytes(b"\n".join([*lines[:8], *broken]) + b"\n")
+    path = folder / "rollouts/step_000001.node_1.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\n".join(lines[8:12]) + b"\n") + gzip.compress(b"\n".join(lines[12:]))[:-20])
+    chunk = (chunks := _page(folder))["0/1"]
+    assert len(chunk["table"]["row"]) >= 12
+    assert [(r["position"], r["sample"]) for r in chunk["rollouts"]][:9] == [(i // 4, i % 4) for i in range(9)]
+    assert (chunk["rollouts"][1]["completion"], chunk["prompts"][0][:1]) == ("half \ud83d", "u")
+    assert chunk["rollouts"][2]["tokens"]["logprob"] == [pytest.approx(x, abs=0.0006) for x in old["rollout_logprobs"]]
+    # the line that is empty, and that is there twice, count too
+    said = re.search(r"(\d+) broken lines", chunks["main"]["runs"][0]["rollouts"]["note"])
+    assert said is not None
+    assert int(said[1]) in (len(broken) + 1, len(broken) + 2)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "link", "empty", "noise", "zeros", "gone"])
+def test_a_dump_that_is_none_costs_its_step(kind: str, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", healthy(3))
+    dump(folder, 1, step_of(1))
+    for name in ("rollouts/step_000002.jsonl", "rollouts/step_000003.jsonl.gz", "token_scores/step_000001.jsonl"):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        if kind == "fifo":
+            os.mkfifo(path)
+        elif kind == "folder":
+            path.mkdir()
+        elif kind in ("link", "gone"):
+            path.symlink_to("/dev/zero" if kind == "link" else "nowhere")
+        else:
+            path.write_bytes({"empty": b"", "noise": os.urandom(100_000), "zeros": bytes(1 << 20)}[kind])
+    chunks = _page(folder)
+    assert chunks["main"]["runs"][0]["rollouts"]["steps"] == [1]
+    assert len(chunks["0/1"]["rollouts"]) == 16
+
+
+def test_a_long_completion_is_cut_in_its_middle(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", healthy(1))
+    byte_tokenizer(folder)
+    text = "begin" + "x" * 200_000 + "end"
+    dump(folder, 1, [record(1, 0, 0, text), record(1, 0, 1, "short")])
+    long, short = _page(folder)["0/1"]["rollouts"]
+    assert (short["cut"], short["completion"]) == (0, "short")
+    assert len(long["completion"]) < 70_000
+    assert long["completion"].startswith("beginxxx")
+    assert long["completion"].endswith("xxxend")
+    assert f"[... {long['cut']:,} characters ...]" in long["completion"]
+    assert len(text) - long["cut"] == len(long["completion"]) - len(f"\n[... {long['cut']:,} characters ...]\n")
+    pieces, ids = long["tokens"]["pieces"], long["tokens"]["ids"]
+    (place,) = (i for i, token in enumerate(ids) if token is None)
+    assert "characters ..." in pieces[place]
+    assert [pieces[i].encode() for i in (0, -1)] == [bytes([ids[0]]), bytes([ids[-1]])] == [b"b", b"d"]
+    assert {len(values) for values in long["tokens"].values() if values is not None} == {len(ids)}
+    assert long["tokens"]["logprob"][place] is None
+
+
+def test_an_episode_is_told_turn_by_turn(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", healthy(1))
+    byte_tokenizer(folder)
+    call, answer, end = (list(text.encode()) for text in ("call", "=7;", "7"))
+    turns = [
+        {"segment": 0, "sampled": False, "token_ids": [*b"ask"]},
+        {"segment": 0, "sampled": True, "token_ids": call, "finish_reason": "stop", "reward": 0.5},
+        {"segment": 0, "sampled": False, "token_ids": answer},
+        {"segment": 0, "sampled": True, "token_ids": end, "finish_reason": "stop"},
+    ]
+    took = {"rewards": {"env": 1.0}, "calls_s": [0.5], "error": None}
+    of = {
+        "status": "max_turns",
+        "turns": turns,
+        "messages": [{"role": "assistant", "content": "call"}],
+        "environment": took,
+    }
+    dump(
+        folder,
+        1,
+        [record(1, 0, 0, "call7", **of), record(1, 0, 1, "", status="env_error", environment=took | {"error": "no"})],
+    )
+    chunk = _page(folder)["0/1"]
+    assert [chunk["status_names"][i] for i in chunk["table"]["status"]] == ["max_turns", "env_error"]
+    shown, failed = chunk["rollouts"]
+    of_turns = [
+        (turn["sampled"], "".join(turn["pieces"]), turn["num_tokens"], turn["reward"]) for turn in shown["turns"]
+    ]
+    assert of_turns == [
+        (False, "ask", 3, None), (True, "call", 4, 0.5), (False, "=7;", 3, None), (True, "7", 1, None)
+    ]  # fmt: skip
+    assert "".join(shown["tokens"]["pieces"]) == "call7"
+    assert (shown["status"], shown["messages"]) == ("max_turns", [{"role": "assistant", "content": "call"}])
+    assert (failed["why"], failed["environment"]["error"]) in (("failed", "no"), ("worst", "no"), ("best", "no"))
+
+
+def test_prompts_by_how_they_did(tmp_path: Path) -> None:
+    """Rows 0 to 4: never, always, better, worse, and now and then."""
+    folder = make_run(tmp_path / "run", healthy(6))
+    solved = {0: "000000", 1: "444444", 2: "001344", 3: "443110", 4: "240242"}  # of 4 samples, step by step
+    for step in range(1, 7):
+        rewards = {row: [float(sample < int(of[step - 1])) for sample in range(GROUP)] for row, of in solved.items()}
+        dump(
+            folder, step, [record(step, row, i, "x", reward=of[i]) for row, of in rewards.items() for i in range(GROUP)]
+        )
+    (run,) = _page(folder)["main"]["runs"]
+    kinds = ["never", "always", "better", "worse", "mixed"]
+    assert {prompt["row"]: prompt["kind"] for prompt in run["prompts"]} == dict(enumerate(kinds))
+    assert run["prompt_kinds"] == dict.fromkeys(kinds, 1)
+    assert [prompt["kind"] for prompt in run["prompts"]] == ["never", "worse", "better", "mixed", "always"]
+
+
+def test_two_runs_and_where_their_configs_differ(tmp_path: Path) -> None:
+    form = "run_dir: {}\nmodel: {{path: m, dtype: bfloat16}}\nseed: {}\nloss: {{kl_coef: {}}}\n"
+    folders = []
+    for number, name in enumerate(("a", "b")):
+        command_line = ["train.py", "--config", "x.yaml", f"loss.kl_coef={number}"]
+        launch = {"launch": 1, "outcome": "done", "command": command_line, "versions": {"torch": "2"}}
+        config = form.format(name, 0, number)
+        folders.append(make_run(tmp_path / name / "run", healthy(3), launch, config))
+        dump(folders[-1], 1, step_of(1, 1 + number))
+    chunks = _page(*folders)
+    main = chunks["main"]
+    assert [run["name"] for run in main["runs"]] == ["a/run", "b/run"]
+    assert main["differences"] == [["loss.kl_coef", 0, 1]]
+    assert [len(chunks[f"{number}/1"]["table"]["row"]) for number in (0, 1)] == [4, 8]
+    sources = {key: (value, source) for key, value, source in main["runs"][1]["config"]}
+    assert sources == {
+        "run_dir": ("b", "set"), "model.path": ("m", "set"), "model.dtype": ("bfloat16", "default"),
+        "seed": (0, "default"), "loss.kl_coef": (1, "command line"),
+    }  # fmt: skip
+    assert main["runs"][0]["versions"] == {"torch": "2"}
+
+
+def test_a_long_run_has_thinner_curves(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", ({"step": step, "x": step / 7} for step in range(1, 9_001)))
+    (run,) = _page(folder)["main"]["runs"]
+    assert (run["thinned"], len(run["steps"]), run["steps"][0], run["steps"][-1]) == (9_000, 4_000, 1, 9_000)
+    assert run["metrics"]["x"] == [_near(step / 7, 6) for step in run["steps"]]
+
+
+def _run(*arguments: str, deadline_s: float = 60) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "grpo_spmd.report", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=deadline_s)
+
+
+def test_the_command_writes_one_file_and_says_it_in_one_line(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", healthy(3))
+    dump(folder, 1, step_of(1))
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    done = _run(str(folder))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(rf"{re.escape(str(folder))}/report\.html: 0\.\d MB, \d+\.\d s\n", done.stdout)
+    left = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert left.keys() - before.keys() == {folder / "report.html"}
+    assert {path: left[path] for path in before if path != folder} == {p: t for p, t in before.items() if p != folder}
+
+
+def test_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(tmp_path / "run", healthy(3))
+    for arguments, said in (
+        ((str(tmp_path / "none"),), "is no folder"),
+        ((str(folder), "--out", str(tmp_path)), "is a folder; name a file in it"),
+        ((str(folder), "--out", str(tmp_path / "no" / "page.html")), "No such file or directory"),
+        ((str(folder),) * 9, "9 runs, and a page shows 8 at most"),
+        ((), "the following arguments are required: RUN"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["report", *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            command.main()
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert said in shown.err
+        assert shown.err.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    folder = make_run(tmp_path / "run", healthy(3))
+    if os.geteuid() == 0:  # to whom modes say nothing
+
+        def refuse(*_: object) -> None:
+            raise PermissionError(13, "Permission denied", str(folder / "report.html"))
+
+        monkeypatch.setattr(command, "build_page", refuse)
+    else:
+        folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "argv", ["report", str(folder)])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    assert capsys.readouterr().err.endswith("report.html: Permission denied; name a file with --out\n")
+
+
+def test_a_follower_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes the page again when there is more to see, and a last time when the run has ended."""
+    going = {"launch": 1, "outcome": None, "host": "another", "start": "2099-01-01T00:00:00Z"}
+    folder = make_run(tmp_path / "run", healthy(2), going)
+    monkeypatch.setattr(command, "_EVERY_S", 0.0)
+    monkeypatch.setattr(command, "_LOOK_S", 0.01)
+    monkeypatch.setattr(sys, "argv", ["report", str(folder), "--follow"])
+    built: list[int] = []
+    inner: Callable[..., Any] = build_page
+
+    def watched(runs: Any, out: Path) -> None:
+        inner(runs, out)
+        built.append(len(_chunks(out)["main"]["runs"][0]["steps"]))
+        if len(built) == 2:
+            make_run(folder, healthy(5))
+
+    monkeypatch.setattr(command, "build_page", watched)
+    grown = threading.Timer(0.5, lambda: make_run(folder, healthy(3), going))
+    grown.start()
+    command.main()
+    grown.join()
+    assert built == [2, 3, 5]
+
+
+def test_the_page_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run", healthy(3))
+    dump(folder, 1, step_of(1))
+    out = tmp_path / "page.html"
+    out.write_text("before")
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(build, "make_step", fail)
+    with pytest.raises(MemoryError):
+        build_page([read_run(folder)], out)
+    assert out.read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir() if path.name != "run"] == ["page.html"]
+
+
+def test_reading_imports_no_torch() -> None:
+    large = "[m for m in ('torch', 'vllm', 'transformers') if m in sys.modules]"
+    code = f"import sys, grpo_spmd.report.__main__; print({large})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr
