@@ -95,11 +95,13 @@ def _train(config: Config) -> RunResult:
 
 
 def _release() -> None:
-    """End what a failed run has left of its engine and its process group."""
+    """End what a failed run has left of its engine, its process group and whoever followed its metrics."""
     import torch.distributed as dist
 
     from grpo_spmd.engine.leftovers import end_engines
+    from grpo_spmd.observe.followers import finish_all
 
+    finish_all()
     end_engines()
     if dist.is_initialized():
         dist.destroy_process_group()

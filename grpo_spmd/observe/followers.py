@@ -4,6 +4,7 @@ for while the run goes on."""
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,13 @@ if TYPE_CHECKING:  # where they are off they are not even imported
 FINISH_S, STOPPED_S = 60.0, 5.0  # for all of them together: at the end of a run, and where it was preempted
 
 
+_open: weakref.WeakSet[Followers] = weakref.WeakSet()
+
+
 class Followers:
     def __init__(self, feeds: Sequence[TrackerFeed], report: ReportProcess | None) -> None:
         self._feeds, self._report = feeds, report
+        _open.add(self)
 
     def line_written(self, step: int, is_evaluation: bool) -> None:
         """Takes microseconds."""
@@ -30,6 +35,7 @@ class Followers:
 
     def finish(self, has_ended: bool) -> None:
         """No line comes any more. They work side by side and have 60 s, or 5 s where the run has no time."""
+        _open.discard(self)
         until = time.monotonic() + (FINISH_S if has_ended else STOPPED_S)
         for feed in self._feeds:
             feed.end()
@@ -39,6 +45,12 @@ class Followers:
             feed.finish(until - time.monotonic())
         if self._report is not None:
             self._report.finish(until - time.monotonic())
+
+
+def finish_all() -> None:
+    """Of a run that failed in a process which goes on."""
+    for followers in list(_open):
+        followers.finish(has_ended=False)
 
 
 def open_followers(run_dir: Path, options: LoggingConfig, config: dict[str, Any]) -> Followers | None:

@@ -6,12 +6,15 @@ import json
 import math
 import os
 import re
+import sqlite3
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -229,7 +232,7 @@ def test_checkpoints_are_kept_as_configured(debugged: Run) -> None:
 @pytest.fixture(scope="module")
 def elaborate(demo: Path) -> Run:
     """The other paths: several mini-batches, a reference, tensor parallel, a temperature, bfloat16, small
-    micro-batches, W&B offline."""
+    micro-batches, all trackers, the report while it runs."""
     return train(
         demo,
         demo.parent / "elaborate",
@@ -244,9 +247,12 @@ def elaborate(demo: Path) -> Run:
         "loss.kl_coef=0.01",
         "advantage.estimator=rloo",
         "logging.wandb=offline",
+        "logging.trackers=tensorboard,trackio",
+        "logging.trackers_rollouts_every_steps=2",
+        "logging.report_every_steps=2",
         "logging.rollouts_every_steps=2",
         "logging.rollouts_compression=gzip",
-        env={"WANDB_SILENT": "true"},
+        env={"WANDB_SILENT": "true", "TRACKIO_DIR": str(demo.parent / "trackio")},
     )
 
 
@@ -272,6 +278,37 @@ def test_rollouts_are_dumped_as_often_as_configured(elaborate: Run) -> None:
 
 def test_wandb_offline_leaves_a_run(elaborate: Run) -> None:
     assert list(elaborate.folder.glob("wandb/offline-run-*/*.wandb"))
+    (table,) = elaborate.folder.glob("wandb/offline-run-*/files/media/table/rollouts_*.json")
+    assert len(json.loads(table.read_text())["data"]) == 64
+
+
+def test_tensorboard_shows_what_metrics_jsonl_says(elaborate: Run) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(elaborate.folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    told = [(name, m["step"], value) for m in elaborate.metrics for name, value in m.items() if name != "step"]
+    expected = sorted((name, step, np.float32(value)) for name, step, value in told if value is not None)
+    found = [(tag, e.step, np.float32(e.value)) for tag in events.Tags()["scalars"] for e in events.Scalars(tag)]
+    assert sorted(found) == expected
+    (table,) = events.Tensors("rollouts")
+    assert table.step == 2
+    assert table.tensor_proto.tensor_shape.dim[0].size == 65  # a line of names
+
+
+def test_trackio_has_what_metrics_jsonl_says(elaborate: Run) -> None:
+    with closing(sqlite3.connect(elaborate.folder.parent / "trackio/grpo_spmd.db")) as connection:
+        rows = connection.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+        (num_traces,) = connection.execute("SELECT count(*) FROM traces WHERE step = 2").fetchone()
+    lines = [{"step": step, **json.loads(text)} for step, text in rows]
+    assert lines == [{name: v for name, v in m.items() if v is not None} for m in elaborate.metrics]
+    assert num_traces == 64
+
+
+def test_the_report_is_written_beside_the_run_and_at_its_end(elaborate: Run) -> None:
+    assert "report.html" in (elaborate.folder / "logs/report.log").read_text()
+    assert (elaborate.folder / "report.html").stat().st_size > 10_000
+    assert "report.html is not made" not in elaborate.output
 
 
 def test_chat_messages_in_parquet_reach_an_async_reward_as_messages(tmp_path: Path) -> None:
