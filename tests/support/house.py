@@ -170,7 +170,7 @@ LOOKING = {
     "observe/tokenizer_file.py": 75,
     "observe/trackers": 600,
     "report": 2600,
-    "observe/followers.py": 80,
+    "observe/followers.py": 95,
     "observe/report_process.py": 160,
     "config/logging_keys.py": 65,
     "show": 1600,
