@@ -39,6 +39,7 @@ LINES: dict[str, Callable[[Record], Iterator[Line]]] = {
     "prompts": measured_speed.prompts,
     "rollout_dump": measured_speed.rollout_dump,
     "rollout_tail": measured_speed.rollout_tail,
+    "report": measured_speed.report,
     "learning": measured_trials.learning,
     "trl_loss": measured_trials.trl_loss,
     "families": measured_trials.families,

@@ -1,6 +1,6 @@
 """Makes a run folder as a run of many steps leaves it, and tells what a page of it costs.
 
-python -m benchmarks.speed.report_worker FOLDER STEPS ROLLOUTS      rollouts a step, of 740 tokens on average
+python -m benchmarks.speed.report_worker FOLDER STEPS ROLLOUTS      an empty folder; rollouts a step, of 740 tokens
 
 The dumps are of 50 different steps; of a longer run they are the same files again, under further names. Texts are words
 of this repository's papers in a random order, which compress worse than what a model writes; the tokenizer is made from
@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.support.ranks import tell
 from grpo_spmd.observe.rollout_files import rollouts_file
 from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
 
@@ -30,15 +32,21 @@ _PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "ch
 
 def main() -> None:
     folder, num_steps, num_rollouts = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    if not (folder / "metrics.jsonl").exists():
-        make_run(folder, num_steps, num_rollouts)
+    make_run(folder, num_steps, num_rollouts)
     out = folder / "report.html"
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "grpo_spmd.report", str(folder), "--out", str(out)], check=True)
-    seconds = time.perf_counter() - began
-    # of the largest of its processes, in KiB
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    print("figures:", json.dumps({"seconds": seconds, "mb": out.stat().st_size / 1e6, "peak_mib": peak / 1024}))
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    line = [sys.executable, "-m", "grpo_spmd.report", str(folder), "--out", str(out)]
+    subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    page = out.read_bytes()
+    figures = {
+        "seconds": seconds,
+        "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "peak_mib": after.ru_maxrss / 1024,  # of the largest process, in KiB
+        "mb": len(page) / 1e6,
+        "steps_there": len(re.findall(rb'data-chunk="0/', page)),
+    }
+    tell(figures)
 
 
 def make_run(folder: Path, num_steps: int, num_rollouts: int) -> None:

@@ -175,6 +175,17 @@ def rollout_dump(record: Record) -> Iterator[Line]:
         yield Line(what, f"{'; '.join(parts)}; {saved}", of_shape)
 
 
+def report(record: Record) -> Iterator[Line]:
+    rows = record.run("report", "steps", "rollouts")
+    for row in rows:
+        there = "all of them" if row["steps_there"] == row["steps"] else f"{row['steps_there']:,} of them"
+        figures = (
+            f"{figure(row.number('seconds'))} s, {figure(row.number('cpu_s'))} s of CPU time, "
+            f"{figure(row.number('peak_mib'))} MiB, a file of {figure(row.number('mb'))} MB with {there}"
+        )
+        yield Line(f"a page of {row['steps']:,} steps of {row['rollouts']:,} rollouts", figures, [row])
+
+
 def episodes(record: Record) -> Iterator[Line]:
     rows = record.run("episodes", "side", "beside")
     for (beside,), of_beside in _by(rows, "beside"):

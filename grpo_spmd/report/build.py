@@ -27,7 +27,7 @@ from grpo_spmd.report.settings import config_differences
 from grpo_spmd.report.steps import Cost, StepResult, StepTask, cost_of, make_step
 
 _PAGE_BYTES = 18_500_000  # of the file
-_READING_S, _PATIENT_S = 13.0, 60.0  # of all dumps; of a process that was asked to be nice, for which nobody waits
+_READING_S, _PATIENT_S = 13.0, 20.0  # of all dumps; of a process that was asked to be nice, for which nobody waits
 _SHELL_BYTES, _PROMPTS_BYTES = 250_000, 150_000
 _MOST_ROOM = 1_500_000  # bytes of the rollouts of a step, compressed
 _WANTED, _RICH_TEXTS, _RICH_TOKENS = 4, 12, 6  # rollouts: of a step at the least; of a step that has room for groups

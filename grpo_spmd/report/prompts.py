@@ -20,7 +20,7 @@ KINDS = "never", "always", "better", "worse", "mixed"
 _MOST_PROMPTS, _OF_A_KIND, _MOST_POINTS = 400, 80, 100
 _LONGEST, _LONGEST_COLUMN = 400, 80  # characters
 _NEAR, _MOVED = 0.05, 0.25  # of the distance between the lowest and the highest reward
-_READING_S = 3.0
+_READING_S = 2.0
 
 
 def prompts_of(results: Sequence[StepResult], parts: Mapping[int, Sequence[Path]]) -> dict[str, Any]:

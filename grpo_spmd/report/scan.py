@@ -194,7 +194,7 @@ class Contents:
         start, rest, is_whole = 0, b"", False
         with suppress(OSError, UntrustedError, EOFError, zlib.error), _opened(path) as file:
             while start < _MOST_BYTES and len(rest) <= _LONGEST:
-                block = b"".join([rest, *_pieces_of(file)])
+                block = b"".join([rest, *_pieces_of(file)] if rest else _pieces_of(file))
                 if len(block) == len(rest):
                     is_whole = True
                     break

@@ -31,6 +31,7 @@ _TAIL = {"source": "tail", "engines": 8, "at once": 64, "prompts": 64, "factor":
 _PLAYED = {"engines": 2, "at once": 8, "completions an engine": 64, "first": 1.1, "first min": 1.0, "first max": 1.2}
 _START = {"command": "torchrun", "ranks": 2, "rank_cpu_s": 5.0, "checks": 0.5, "imports": 2.25}
 # By benchmark; an empty line is between the lines of the table.
+_STEP = {"rollouts": 512}
 MADE: dict[str, tuple[Rows, str]] = {
     "step_vs_trl": (
         made_rows(
@@ -137,6 +138,19 @@ MADE: dict[str, tuple[Rows, str]] = {
         a rollout's line in the dump, 8,192 tokens, 256 rollouts a step | 2 ranks: 520 microseconds, 11.5 (8.10
         to 17.4) times less than through rank 0, which needs 119 KiB a rollout of the step and had needed 902;
         0.61 of the bytes
+        """,
+    ),
+    "report": (
+        made_rows(
+            "report",
+            {"steps": 100, "seconds": 3.1, "cpu_s": 4.9, "peak_mib": 250.0, "mb": 17.0, "steps_there": 100} | _STEP,
+            {"steps": 10_000, "seconds": 19.0, "cpu_s": 31.0, "peak_mib": 300.0, "mb": 15.5, "steps_there": 900}
+            | _STEP,
+        ),
+        """
+        a page of 100 steps of 512 rollouts | 3.10 s, 4.90 s of CPU time, 250 MiB, a file of 17.0 MB with all of them
+
+        a page of 10,000 steps of 512 rollouts | 19.0 s, 31.0 s of CPU time, 300 MiB, a file of 15.5 MB with 900 of them
         """,
     ),
     "rollout_tail": (

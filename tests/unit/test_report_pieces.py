@@ -101,7 +101,8 @@ def test_a_character_belongs_to_the_token_that_completes_it() -> None:
 
 def test_an_id_that_the_tokenizer_does_not_have_is_no_text() -> None:
     tokenizer = _byte_level()
-    ids = [tokenizer.token_to_id("a"), 10**9, tokenizer.token_to_id("b")]
+    vocabulary = tokenizer.get_vocab()
+    ids = [vocabulary["a"], 10**9, vocabulary["b"]]
     assert Pieces(json.loads(tokenizer.to_str())).of(ids) == ["a", "", "b"]
 
 
