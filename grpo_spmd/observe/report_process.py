@@ -1,7 +1,7 @@
 """report.html while the run goes on: `python -m grpo_spmd.report RUN` in a process of its own, which can take nothing
 from the run that it would miss, and ends with it.
 
-python -m grpo_spmd.observe.report_process PARENT_PID MODULE ARGUMENT ...      (by ReportProcess: the process itself)
+python -m grpo_spmd.observe.report_process PARENT_PID NICE MODULE ARGUMENT ...     (by ReportProcess)
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import grpo_spmd
 
 _log = logging.getLogger("grpo_spmd")
 _PR_SET_PDEATHSIG = 1
-_LONGEST_S, _LAST_S = 600.0, 30.0  # of one report; of the one at the end, for which the run waits
+_LONGEST_S, _LAST_S = 600.0, 45.0  # of one report; of the one at the end, for which the run waits
+_NICE, _LAST_NICE = 19, 5  # nobody waits for the first; of the last one the report itself sees that it is waited for
 _LOOK_S, _KILLED_S = 0.1, 5.0  # how often it is looked at; what a killed one gets to be gone
 MOST_MEMORY, MOST_FILE = 4 << 30, 1 << 28  # bytes of address space, and of a file that it writes
 # What tells a process that it is a rank, or has a GPU: a report is neither.
@@ -65,17 +66,18 @@ class ReportProcess:
             while not self._ended.is_set():
                 self._news.wait()
                 if not self._ended.is_set():
-                    self._make(_LONGEST_S, until_end=True)
+                    self._make(_LONGEST_S, is_last=False)
                     self._news.clear()
             if self._makes_last:
-                self._make(_LAST_S, until_end=False)
+                self._make(_LAST_S, is_last=True)
         except Exception as error:
             _log.warning("no report is made any more: %s: %s", type(error).__name__, error)
 
-    def _make(self, seconds: float, until_end: bool) -> None:
+    def _make(self, seconds: float, is_last: bool) -> None:
         log = self._run_dir / "logs" / "report.log"
         log.parent.mkdir(exist_ok=True)
-        command = [sys.executable, "-P", "-m", __name__, str(os.getpid()), self._module, str(self._run_dir)]
+        nice = str(_LAST_NICE if is_last else _NICE)
+        command = [sys.executable, "-P", "-m", __name__, str(os.getpid()), nice, self._module, str(self._run_dir)]
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(log, flags, 0o666), "wb") as file:
             # A group of its own: Ctrl-C at a terminal is for the run, which ends it.
@@ -89,7 +91,7 @@ class ReportProcess:
             )
         until = time.monotonic() + seconds
         while process.poll() is None and time.monotonic() < until:
-            if until_end and self._ended.is_set():
+            if not is_last and self._ended.is_set():
                 break
             time.sleep(_LOOK_S)
         how = f"exit code {process.returncode}"
@@ -98,7 +100,7 @@ class ReportProcess:
             process.kill()
             with suppress(subprocess.TimeoutExpired):  # it waits for a dead file server
                 process.wait(_KILLED_S)
-            if until_end and self._ended.is_set():
+            if not is_last and self._ended.is_set():
                 return
         if process.returncode and not self._has_failed:  # said once, until it goes well again
             _log.warning("report.html is not made (%s): see %s", how, log)
@@ -116,13 +118,13 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     return found | dict.fromkeys(_ONE_THREAD, "1") | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _be_harmless(parent_pid: int) -> None:
+def _be_harmless(parent_pid: int, nice: int) -> None:
     """End with the parent's thread, and take of the machine only what nobody else wants."""
     with suppress(AttributeError):  # only Linux has it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # it ended before we could ask to be told
         os._exit(0)
-    os.nice(19)
+    os.nice(nice)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory is short, this goes first and not the run
     for what, most in (
@@ -136,6 +138,6 @@ def _be_harmless(parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    _be_harmless(int(sys.argv[1]))
-    sys.argv[:] = sys.argv[2:]
+    _be_harmless(int(sys.argv[1]), int(sys.argv[2]))
+    sys.argv[:] = sys.argv[3:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

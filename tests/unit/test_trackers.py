@@ -257,3 +257,11 @@ def test_rollouts_are_shown_of_steps_that_are_dumped() -> None:
         rule = rf"trackers_rollouts_every_steps \(4\) must be a multiple of logging.rollouts_every_steps \({dumped}\)"
         with pytest.raises(ConfigError, match=rule):
             check_logging(LoggingConfig(wandb=True, rollouts_every_steps=dumped, trackers_rollouts_every_steps=4))
+
+
+def test_a_run_that_failed_in_somebodys_process_leaves_no_follower(tmp_path: Path) -> None:
+    followers = open_followers(tmp_path, LoggingConfig(trackers=("tensorboard",), report_every_steps=1), {})
+    assert {"tensorboard", "report"} <= {thread.name for thread in threading.enumerate()}
+    module.finish_all()
+    assert not {"tensorboard", "report"} & {thread.name for thread in threading.enumerate()}
+    assert followers is not None
