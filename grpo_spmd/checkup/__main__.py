@@ -55,7 +55,7 @@ def main() -> None:
     except ConfigError as error:
         refuse(error)
     except KeyboardInterrupt:
-        say("checkup: stopped by Ctrl-C")
+        say("checkup: stopped by a signal")
     finally:
         remove_scratch()
     leave(code)  # a check that hangs may hold a thread

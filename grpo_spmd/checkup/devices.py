@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from grpo_spmd.checkup.results import Place, Result, listed, plural
+from grpo_spmd.checkup.results import Level, Place, Result, listed, plural
 from grpo_spmd.config.devices import gpus_are_hidden
 from grpo_spmd.observe.cards import CARDS, Card
 
@@ -116,11 +116,9 @@ def _states(place: Place, gpus: Sequence[dict[str, str]]) -> Iterator[Result]:
         what = f"uncorrected memory errors on GPU {listed(failing)}"
         yield Result("ECC", "bad", what, "nvidia-smi -q -d ECC; drain the node, reset the GPU, replace it")
     if divided := [gpu["index"] for gpu in gpus if gpu.get("mig.mode.current") == "Enabled"]:
-        level = "bad" if place.local_ranks > 1 else "warning"
+        level: Level = "bad" if place.local_ranks > 1 else "warning"
         what = f"MIG is on, on GPU {listed(divided)}: NCCL joins no two instances of a GPU"
-        yield Result(
-            "MIG", "bad" if level == "bad" else "warning", what, "nvidia-smi -mig 0, by whoever administers it"
-        )
+        yield Result("MIG", level, what, "nvidia-smi -mig 0, by whoever administers it")
     if closed := [gpu["index"] for gpu in gpus if gpu.get("compute_mode") == "Prohibited"]:
         yield Result("GPUs", "bad", f"compute mode is Prohibited on GPU {listed(closed)}", "nvidia-smi -c DEFAULT")
 

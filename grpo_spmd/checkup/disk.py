@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grpo_spmd.checkup.results import Level, Place, Result, size_of
 from grpo_spmd.config.errors import ConfigError
@@ -81,14 +82,18 @@ def scratch_in(folder: Path) -> Iterator[Path]:
 def remove_scratch() -> None:
     """Also of checks that were left behind, when all is over."""
     while _scratch:
-        shutil.rmtree(_scratch.pop(), ignore_errors=True)
+        folder = _scratch.pop()
+        for _ in range(20):  # a check that was left behind may still write
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
+            time.sleep(0.05)
 
 
 def look_at_run_dir(place: Place) -> Iterator[Result]:
     there = nearest(place.run_dir)
-    where = (
-        f"{there}" if there == Path(os.path.abspath(place.run_dir)) else f"{there}, where {place.run_dir.name} will be"
-    )
+    below = Path(os.path.abspath(place.run_dir)).relative_to(there)
+    where = f"{there}" if below == Path() else f"{there}, where {below} will be"
     kind = file_system_of(place, there.resolve())
     elsewhere = "choose another run_dir, or mount its file system to be written to"
     if not there.is_dir():
@@ -181,10 +186,8 @@ def _of_several_processes(folder: Path) -> tuple[set[str], int]:
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         command = [sys.executable, "-I", "-S", "-c", _APPEND]
-        others = [
-            subprocess.Popen([*command, own, str(_LINES), str(_LINE)], cwd=folder, stdout=subprocess.PIPE, text=True)
-            for own in "ab"
-        ]
+        options: dict[str, Any] = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        others = [subprocess.Popen([*command, own, str(_LINES), str(_LINE)], **options) for own in "ab"]
         said = {other.communicate()[0].strip() or "no answer" for other in others}
     lines = (folder / "appended").read_text(encoding="utf-8").splitlines()
     return said, sum(line in ("a" * _LINE, "b" * _LINE) for line in lines)

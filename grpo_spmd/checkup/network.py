@@ -71,7 +71,7 @@ def look_at_name(place: Place) -> Iterator[Result]:
 
 def look_at_port(place: Place) -> Iterator[Result]:
     """Where ranks would meet, while there are none."""
-    if place.is_launched:
+    if place.is_launched or place.environ.get("TORCHELASTIC_RUN_ID"):  # its agent holds it
         return
     given = place.environ.get("MASTER_PORT") or place.environ.get("PET_MASTER_PORT")
     text = given or str(_DEFAULT_PORT)

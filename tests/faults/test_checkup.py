@@ -9,13 +9,19 @@ import re
 import socket
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_spmd.checkup.given import look_at_config, look_at_plan
+from grpo_spmd.config.load import load_config
+from tests.support.models import make_model, write_config
 from tests.support.processes import ROOT, Job, run_command, torchrun
 from tests.support.terminal import TerminalJob
+from tests.unit.test_checkup import H100, STATE, smi, with_smi
 
 CHECKUP = [sys.executable, "-m", "grpo_spmd.checkup"]
 LEVELS = ("ok", "warning", "bad")
@@ -146,6 +152,23 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert "all-reduce" not in levels
 
 
+def test_ranks_of_srun_speak_once(tmp_path: Path) -> None:
+    """By Slurm's variables alone, but for the port, which a test must choose."""
+    out, port, jobs = tmp_path / "lines.jsonl", free_port(), []
+    for rank in range(2):
+        step: dict[str, Any] = {"NUM_TASKS": 2, "TASKS_PER_NODE": 2, "NODELIST": "localhost", "ID": 0}
+        env = {f"SLURM_STEP_{name}": str(value) for name, value in step.items()}
+        env |= {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0", "MASTER_PORT": str(port)}
+        env |= {"PYTHONPATH": str(ROOT)} | ({"NCCL_DEBUG": "INFO"} if rank else {})
+        jobs.append(Job([*CHECKUP, "--only", "network,links", "--json", str(out)], env=env, cwd=tmp_path))
+    (code, output), (code_1, output_1) = [job.wait() for job in jobs]
+    levels, found, _ = written(out)
+    assert output_1 == ""
+    assert code == code_1 == (2 if "bad" in levels.values() else 0), output
+    assert levels["all-reduce"] == "ok"
+    assert "NCCL_DEBUG: INFO on rank 1" in found["environment"]
+
+
 # Comes, and goes to sleep when the others reduce.
 SLEEPER = """import sys, time
 from grpo_spmd.checkup.exchange import Exchange, launched
@@ -217,6 +240,46 @@ def test_two_hosts(tmp_path: Path, two_hosts: list[list[str]], sees: bool) -> No
         assert "rank 1 on node1 does not see what rank 0 writes" in found["shared run_dir"]
         assert "in memory, gone at the next start of the machine (rank 1 on node1)" in found["run_dir"]
     assert [*shared.iterdir()] == []
+
+
+def test_what_check_and_planner_say_are_lines(tmp_path: Path) -> None:
+    """The real ones, for eight GPUs of which a planted nvidia-smi tells."""
+    model = make_model(tmp_path / "model", "qwen3", tied=False)
+    config = write_config(tmp_path, model, rollout={"num_prompts_per_step": 8})
+    rows = "".join(H100.format(i, "580.95", 4) for i in range(8))
+    smi_place = with_smi(tmp_path, smi(rows, STATE.format(0, "Disabled") * 8), 8)
+    for words, planned, checked in (
+        (["rollout.gpu_memory_utilization=0.99"], "bad", "ok"),
+        (["data.train=none.jsonl"], "ok", "bad"),
+    ):
+        place = replace(
+            smi_place,
+            num_ranks=8,
+            environ={**os.environ, **smi_place.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+            config=load_config(config, words),
+            words=["--config", str(config), *words],
+        )
+        (plan,), (check,) = [*look_at_plan(place)], [*look_at_config(place)]
+        assert (plan.level, check.level) == (planned, checked), (plan, check)
+        assert "H100-80GB, 8 ranks" in plan.found
+        assert ("none.jsonl" in check.found) == (checked == "bad")
+
+
+def test_a_checkup_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:
+    """In the middle of the disk's trial, with its ranks started."""
+    job = Job([*CHECKUP, "--only", "disk,links"], env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    while not [*tmp_path.iterdir()]:
+        assert job.process.poll() is None
+        time.sleep(0.005)
+    assert len(job.survivors()) > 1
+    job.process.terminate()
+    code, output = job.wait()
+    assert (code, output.splitlines()[-1]) == (1, "checkup: stopped by a signal")
+    deadline = time.monotonic() + 60
+    while job.survivors() and time.monotonic() < deadline:  # who appends to its file ends by itself
+        time.sleep(0.05)
+    assert job.survivors() == []
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_terminal_of_80_columns_shows_colours_and_no_longer_line(tmp_path: Path) -> None:

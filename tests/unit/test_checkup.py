@@ -18,6 +18,7 @@ from grpo_spmd.checkup import devices, disk, memory, network, versions
 from grpo_spmd.checkup.page import Page
 from grpo_spmd.checkup.results import Check, Place, Result, run_check
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import load_config
 from grpo_spmd.preflight.installed import version_of
 from tests.support.fake_hub import serve
 
@@ -96,9 +97,31 @@ MEMINFO = (
 def test_memory_is_held_against_the_ranks(tmp_path: Path) -> None:
     place = Place(root=plant(tmp_path, proc__meminfo=MEMINFO), local_ranks=8)
     assert only(memory.look_at_memory(place)).level == "ok"  # 4 GiB a rank
-    assert only(memory.look_at_memory(replace(place, local_ranks=16))).level == "warning"  # 2
-    line = only(memory.look_at_memory(replace(place, local_ranks=32)))  # 1
-    assert (line.level, line.found) == ("bad", "32 GiB free of 64 GiB, for 32 ranks")
+    assert only(memory.look_at_memory(replace(place, num_gpus=8))).level == "ok"
+    assert only(memory.look_at_memory(replace(place, local_ranks=16))).level == "ok"  # 2
+    assert only(memory.look_at_memory(replace(place, local_ranks=16, num_gpus=16))).level == "warning"
+    assert only(memory.look_at_memory(replace(place, local_ranks=24))).level == "warning"  # 1.3
+    line = only(memory.look_at_memory(replace(place, local_ranks=40)))  # 0.8
+    assert (line.level, line.found) == ("bad", "32 GiB free of 64 GiB, for 40 ranks")
+    strict = replace(place, root=plant(tmp_path, proc__sys__vm__overcommit_memory="2\n"))
+    assert levels(memory.look_at_memory(strict)) == {"memory": "ok", "overcommit": "warning"}
+
+
+def test_memory_is_held_against_what_the_config_needs(tmp_path: Path) -> None:
+    """7.6 B parameters on one rank of a CPU: 12 bytes of state, 4 of gradients and 12 of the copy each, and float32
+    weights of the engine: 32 x 7.6e9 bytes are 227 GiB."""
+    (folder := tmp_path / "model").mkdir()
+    sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
+    heads = {"num_attention_heads": 28, "num_key_value_heads": 4, "model_type": "qwen2"}
+    (folder / "config.json").write_text(json.dumps(sizes | heads))
+    (file := tmp_path / "config.yaml").write_text(
+        f"run_dir: {tmp_path}\nmodel: {{path: {folder}, dtype: float32}}\n"
+        "data: {train: x.jsonl}\nrewards: [{name: countdown}]"
+    )
+    place = Place(root=plant(tmp_path, proc__meminfo=MEMINFO), config=load_config(file))
+    line = only(memory.look_at_memory(place))
+    assert line.level == "bad"
+    assert "need about 228 GiB (each: the checkpoint's copy 85 GiB" in line.found
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -129,7 +152,7 @@ def test_the_cgroups_limit_counts_wherever_it_stands_above(tmp_path: Path, versi
             for name, text in files.items():
                 (at / name).write_text(text + "\n")
     place = Place(root=tmp_path, local_ranks=4, cores=64, environ={"OMP_NUM_THREADS": "1"})
-    line = only(memory.look_at_memory(place))
+    line = only(memory.look_at_memory(replace(place, num_gpus=4)))
     assert (line.level, line.found.partition(",")[0]) == ("warning", "6.0 GiB free of 16 GiB (the cgroup's limit)")
     assert memory.cpu_quota(place) == 4.0
     assert only(memory.look_at_cores(place)).level == "ok"
@@ -246,6 +269,15 @@ def test_the_file_system_is_that_of_the_nearest_and_newest_mount(
     assert found.kind == kind
     assert disk._kind_of(path, found).level == level
     assert ("ro" in found.options) == (kind == "xfs")
+
+
+def test_a_temporary_folder_that_takes_nothing_or_runs_nothing(tmp_path: Path) -> None:
+    mounts = f"22 1 254:0 / / rw - ext4 /dev/vda rw\n23 22 0:5 / {tmp_path} rw,{{}} - xfs /dev/vdb rw\n"
+    for option, level in (("noexec", "warning"), ("relatime", "ok")):
+        root = plant(tmp_path / option, proc__self__mountinfo=mounts.format(option))
+        (line,) = disk.look_at_temporary(Place(root=root, environ={"TMPDIR": str(tmp_path)}))
+        assert (line.level, "noexec" in line.found) == (level, level == "warning")
+    assert only(disk.look_at_temporary(Place(environ={"TMPDIR": "/nowhere"}))).level == "bad"
 
 
 # Versions

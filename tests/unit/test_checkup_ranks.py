@@ -95,7 +95,8 @@ def on_h100(rate: float, ranks: int, name: str = "all") -> dict[str, Any]:
     """GB/s of the bus."""
     size = 1 << 28
     took = 2 * (ranks - 1) / ranks * size / rate / 1e9
-    return report(device="cuda", name="NVIDIA H100 80GB HBM3", gib=79.1, pinned_gb_s=50.0, **{name: [[size, took]]})
+    gpu = {"device": "cuda", "name": "NVIDIA H100 80GB HBM3", "gib": 79.1, "pinned_gb_s": 50.0}
+    return report() | gpu | {name: [[size, took]]}
 
 
 def test_a_link_is_held_against_its_cards_figure() -> None:
