@@ -12,7 +12,7 @@ from pathlib import Path
 from grpo_spmd.checkup.devices import ask_smi, card_of
 from grpo_spmd.checkup.results import Place, Result, plural
 
-CHECK_S, PLAN_S = 60.0, 60.0
+CHECK_S, PLAN_S = 120.0, 120.0
 _CORRECT = "correct it in the config, or by section.key=value"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from grpo_spmd.checkup.given import look_at_config, look_at_plan
+from grpo_spmd.checkup.results import Place
 from grpo_spmd.config.load import load_config
 from tests.support.models import make_model, write_config
 from tests.support.processes import ROOT, Job, run_command, torchrun
@@ -248,21 +249,20 @@ def test_what_check_and_planner_say_are_lines(tmp_path: Path) -> None:
     config = write_config(tmp_path, model, rollout={"num_prompts_per_step": 8})
     rows = "".join(H100.format(i, "580.95", 4) for i in range(8))
     smi_place = with_smi(tmp_path, smi(rows, STATE.format(0, "Disabled") * 8), 8)
-    for words, planned, checked in (
-        (["rollout.gpu_memory_utilization=0.99"], "bad", "ok"),
-        (["data.train=none.jsonl"], "ok", "bad"),
-    ):
-        place = replace(
-            smi_place,
-            num_ranks=8,
-            environ={**os.environ, **smi_place.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-            config=load_config(config, words),
-            words=["--config", str(config), *words],
-        )
-        (plan,), (check,) = [*look_at_plan(place)], [*look_at_config(place)]
-        assert (plan.level, check.level) == (planned, checked), (plan, check)
-        assert "H100-80GB, 8 ranks" in plan.found
-        assert ("none.jsonl" in check.found) == (checked == "bad")
+    environ = {**os.environ, **smi_place.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+    def place(*words: str) -> Place:
+        told = ["--config", str(config), *words]
+        return replace(smi_place, num_ranks=8, environ=environ, config=load_config(config, words), words=told)
+
+    (plan,) = look_at_plan(place("rollout.gpu_memory_utilization=0.99"))
+    assert plan.level == "bad"
+    assert plan.found.startswith("does not fit: margin -")
+    assert "H100-80GB, 8 ranks" in plan.found
+    (check,) = look_at_config(place())
+    assert check.level == "ok", check
+    (check,) = look_at_config(place("data.train=none.jsonl"))
+    assert (check.level, "none.jsonl" in check.found) == ("bad", True)
 
 
 def test_a_checkup_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:
