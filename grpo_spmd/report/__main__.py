@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
 
 from grpo_spmd.config.command_line import OneLineParser
-from grpo_spmd.config.errors import ConfigError, refuse
+from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.report.build import build_page
 from grpo_spmd.report.run import RecordedRun, named_apart, read_run
@@ -44,6 +45,9 @@ def main() -> None:
             _build(args.runs, out)
     except ConfigError as error:
         refuse(error)
+    except BrokenExecutor:
+        say("error: a process that reads the dumps was killed, likely for want of memory; try again")
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(0 if args.follow else 1) from None
 

@@ -29,6 +29,7 @@ from grpo_spmd.report.steps import Cost, StepResult, StepTask, cost_of, make_ste
 _PAGE_BYTES = 18_500_000  # of the file
 _READING_S, _PATIENT_S = 13.0, 20.0  # of all dumps; of a process that was asked to be nice, for which nobody waits
 _SHELL_BYTES, _PROMPTS_BYTES = 250_000, 150_000
+_PROBED = 3  # steps, for what rollouts take in the page
 _MOST_ROOM = 1_500_000  # bytes of the rollouts of a step, compressed
 _WANTED, _RICH_TEXTS, _RICH_TOKENS = 4, 12, 6  # rollouts: of a step at the least; of a step that has room for groups
 _PROCESSES, _POOL_BYTES = 4, 50_000_000  # the most; bytes of dumps from which on they are worth their start
@@ -52,13 +53,15 @@ def build_page(runs: Sequence[RecordedRun], out: Path) -> None:
 
 def _chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
     """The steps of each run as they come, and what is known of all of them last."""
+    seconds = _PATIENT_S if os.nice(0) >= _IS_NICE else _READING_S
     overviews = [overview(run) for run in runs]
     sizes = [len(zlib.compress(json_bytes(of_run), 1)) for of_run in overviews]
     left = _PAGE_BYTES * 3 // 4 - _SHELL_BYTES - sum(sizes) - _PROMPTS_BYTES * len(runs)
     for number, (run, of_run) in enumerate(zip(runs, overviews, strict=True)):
-        plan = plan_of(run, max(0, left) // len(runs))
+        until = time.monotonic() + seconds / len(runs)
+        plan = plan_of(run, max(0, left) // len(runs), until)
         results = []
-        for result in _made(plan.tasks, len(runs)):
+        for result in _made(plan.tasks, until):
             if result.num_rollouts:
                 yield f"{number}/{result.step}", result.content
             results.append(StepResult(**{**vars(result), "content": b""}))
@@ -68,7 +71,7 @@ def _chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
     yield "main", json_bytes({**main, "runs": overviews, "differences": config_differences(runs)})
 
 
-def plan_of(run: RecordedRun, num_bytes: int) -> Plan:
+def plan_of(run: RecordedRun, num_bytes: int, until: float) -> Plan:
     """For `num_bytes` of the page, compressed. All steps get the same room where that is enough for tokens; else some,
     at even distances, get more, and where even the figures of all steps are too much, some are left out."""
     parts, scores = parts_by_step(run.folder / "rollouts"), parts_by_step(run.folder / SCORES)
@@ -79,7 +82,10 @@ def plan_of(run: RecordedRun, num_bytes: int) -> Plan:
     order = spread_out(parts)
     if not order:
         return Plan([], 0, parts)
-    costs = [cost_of(task(step, 0)) for step in dict.fromkeys((order[0], order[1 % len(order)], order[2 % len(order)]))]
+    began, costs = time.monotonic(), [cost_of(task(order[0], 0))]
+    for step in order[1:_PROBED]:
+        if (time.monotonic() - began) * _PROBED < until - began:  # not where steps are very large
+            costs.append(cost_of(task(step, 0)))
     table, text, tokens = (max(getattr(cost, name) for cost in costs) for name in Cost.__dataclass_fields__)
     least = _WANTED * text
     most = max(1, int(num_bytes / max(table + least, 1)))
@@ -93,13 +99,11 @@ def plan_of(run: RecordedRun, num_bytes: int) -> Plan:
     return Plan([task(step, rooms[step]) for step in order], len(parts), parts)
 
 
-def _made(tasks: Sequence[StepTask], num_runs: int) -> Iterator[StepResult]:
-    """What there is time for, the first tasks at least, as they are done."""
-    is_nice = os.nice(0) >= _IS_NICE
-    until = time.monotonic() + (_PATIENT_S if is_nice else _READING_S) / num_runs
+def _made(tasks: Sequence[StepTask], until: float) -> Iterator[StepResult]:
+    """What there is time for, the first task at least, as they are done; `until`: on the monotonic clock."""
     num_processes = min(len(os.sched_getaffinity(0)), _PROCESSES)
     sizes = sum(_size(path) for task in tasks for path in (*task.parts, *task.score_parts))
-    if num_processes < 2 or sizes < _POOL_BYTES or is_nice:
+    if num_processes < 2 or sizes < _POOL_BYTES or os.nice(0) >= _IS_NICE:
         for number, task in enumerate(tasks):
             if number and time.monotonic() > until:
                 return

@@ -20,7 +20,7 @@ from grpo_spmd.observe.rollout_files import PACKED, PLAIN, step_stem
 from grpo_spmd.untrusted import UntrustedError, open_regular
 
 _BLOCK, _LONGEST = 1 << 25, 1 << 26  # bytes that are read at a time; that a line has
-_MOST_BYTES = 1 << 30  # of a part: what is behind is left out
+_MOST_BYTES, _MOST_LINES = 1 << 32, 1 << 18  # of a step: what is behind is left out
 _MOST_PARTS = 4096
 _FAILURES = "error", "timeout"
 Place = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -144,6 +144,7 @@ class Contents:
     def __init__(self, parts: Sequence[Path], score_parts: Sequence[Path]) -> None:
         self._parts = {False: parts, True: score_parts}
         self._held: dict[tuple[bool, int], bytes] = {}
+        self._lines_left = {False: _MOST_LINES, True: _MOST_LINES}
         self.num_broken = 0  # lines, and files whose end is missing
 
     def count_broken(self, number: int = 1) -> None:
@@ -166,6 +167,10 @@ class Contents:
                 values = []
             if len(values) != len(ends):
                 values = [_decoded(block[low:high], decoder) for low, high in zip(starts, ends, strict=True)]
+            self._lines_left[of_scores] -= len(ends)
+            if self._lines_left[of_scores] < 0:
+                self.count_broken(len(ends))
+                return
             for low, high, value in zip(starts, ends, values, strict=True):
                 if value is None:
                     self.count_broken()
@@ -202,7 +207,7 @@ class Contents:
                 if end:
                     yield start, block[:end] if end < len(block) else block
                 start, rest = start + end, block[end:]
-        if not is_whole:
+        if not is_whole and os.path.lexists(path):  # a run that goes on removes old ones (logging.rollouts_keep)
             self.count_broken()
         if rest:
             yield start, rest  # a line without its end: whole all the same, or broken

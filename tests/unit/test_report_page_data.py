@@ -14,6 +14,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -478,3 +479,18 @@ def test_reading_imports_no_torch() -> None:
     code = f"import sys, grpo_spmd.report.__main__; print({large})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_process_that_is_killed_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(tmp_path / "run", healthy(3))
+
+    def fail(*_: object) -> None:
+        raise BrokenProcessPool("A process in the process pool was terminated abruptly")
+
+    monkeypatch.setattr(command, "build_page", fail)
+    monkeypatch.setattr(sys, "argv", ["report", str(folder)])
+    with pytest.raises(SystemExit, match="1"):
+        command.main()
+    assert capsys.readouterr().err.count("\n") == 1
