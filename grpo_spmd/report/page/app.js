@@ -19,7 +19,8 @@ function addressOf(changes) {
   if (!("step" in changes) && !("run" in changes)) kept.rollout = state.view === "rollouts" ? state.rollout : null;
   const wanted = { ...kept, ...changes };
   const given = FIELDS.filter((name) => wanted[name] !== null && wanted[name] !== undefined && wanted[name] !== "");
-  return "#" + given.map((name) => name + "=" + encodeURIComponent(String(wanted[name]).toWellFormed()).replaceAll("%2F", "/")).join("&");
+  return "#" + given.map((name) => name + "=" +
+    encodeURIComponent(String(wanted[name]).toWellFormed()).replaceAll("%2F", "/")).join("&");
 }
 
 function go(changes, { replace = false } = {}) {
@@ -60,7 +61,8 @@ async function render() {
     await VIEWS[state.view](content, before, isCurrent);
   } catch (error) {
     if (!isCurrent()) return;
-    content.replaceChildren(el("p", { class: "note bad" }, "This part of the file cannot be shown: ", shown(String(error))));
+    content.replaceChildren(el("p", { class: "note bad" }, "This part of the file cannot be shown: ",
+      shown(String(error))));
     console.error(error);
   }
   if (isCurrent()) document.documentElement.dataset.ready = location.hash || "#"; // what a test waits for
@@ -146,7 +148,8 @@ function onKey(event) {
   const view = Object.keys(VIEWS)[Number(event.key) - 1];
   const isPlain = event.target.matches("body, main, a, button, [tabindex], summary");
   if (view && view !== "search") go({ view, metric: null });
-  else if (event.key === "Enter" && state.view === "curves" && event.target.matches("body, main")) go({ view: "rollouts" });
+  else if (event.key === "Enter" && state.view === "curves" &&
+    event.target.matches("body, main")) go({ view: "rollouts" });
   else if (isPlain && Object.hasOwn(KEYS, event.key)) KEYS[event.key]();
   else return;
   event.preventDefault();
@@ -161,12 +164,13 @@ function refuse(...children) {
 
 async function begin() {
   if (typeof DecompressionStream === "undefined" || !CSS.supports("color", "light-dark(red, red)"))
-    return refuse("This browser is too old to unpack the page's data: it takes a Chrome or Edge from 123 on, a Firefox from " +
-      "120 on, or a Safari from 17.5 on.");
+    return refuse("This browser is too old to unpack the page's data: it takes a Chrome or Edge from 123 on, a " +
+      "Firefox from 120 on, or a Safari from 17.5 on.");
   if (!chunkElement("main") || !document.querySelector("i#end"))
     return refuse("This file is not whole: it was cut off while it was copied or sent. Make or fetch it again.");
   const read = await unpack("main");
-  if (read.format !== FORMAT) return refuse(`This page's data has the format ${read.format}, and its scripts show ${FORMAT}.`);
+  if (read.format !== FORMAT)
+    return refuse(`This page's data has the format ${read.format}, and its scripts show ${FORMAT}.`);
   main = read;
   if (!main.runs.length) return refuse("There is no run in this file.");
   performance.mark("main read");
@@ -177,7 +181,8 @@ async function begin() {
     if (Number.isInteger(wanted) && wanted >= 0) go({ step: wanted, rollout: null });
     else showHeader();
   });
-  byId("search").addEventListener("change", (event) => event.target.value && go({ view: "search", q: event.target.value }));
+  byId("search").addEventListener("change", (event) => event.target.value &&
+    go({ view: "search", q: event.target.value }));
   byId("search").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && event.target.value) go({ view: "search", q: event.target.value });
   });

@@ -22,14 +22,23 @@ const byId = (id) => document.getElementById(id);
 /** An own field of an object that was parsed: a reward may be named "constructor". */
 const own = (object, key) => (object && Object.hasOwn(object, key) ? object[key] : undefined);
 
-// Controls, what turns the direction of text, what is invisible, halves of surrogate pairs (with the flag u, only halves).
-const ODD = /[\0-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\ufff9-\ufffb\ud800-\udfff\u{e0000}-\u{e007f}]/gu;
+// Controls, what turns the direction of text, what is invisible, halves of surrogate pairs (with the flag u, only
+// halves), and marks that are piled up on a letter until they cover the lines above.
+const ODD = new RegExp(
+  String.raw`[\0-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u115f\u1160\u180e\u200b` +
+  String.raw`\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff` +
+  String.raw`\ufff9-\ufffb\ud800-\udfff\u{e0000}-\u{e007f}]|\p{M}{7,}`, "gu");
+
+const CONTROLS = ("NUL SOH STX ETX EOT ENQ ACK BEL BS TAB LF VT FF CR SO SI " +
+  "DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC FS GS RS US")
+  .split(" ");
 
 function oddMark(character) {
   const code = character.codePointAt(0);
-  const name = "U+" + code.toString(16).toUpperCase().padStart(4, "0");
+  const times = character.length > 2 ? ` \u00d7 ${character.length}` : "";
+  const name = "U+" + code.toString(16).toUpperCase().padStart(4, "0") + times;
   const isHalf = code >= 0xd800 && code <= 0xdfff;
-  const picture = code < 0x20 ? String.fromCharCode(0x2400 + code) : code === 0x7f ? "\u2421" : isHalf ? "\ufffd" : name;
+  const picture = CONTROLS[code] ?? (code === 0x7f ? "DEL" : isHalf ? "\ufffd" : name);
   return el("span", { class: "odd", title: isHalf ? name + ", half a surrogate pair" : name }, picture);
 }
 
@@ -156,7 +165,8 @@ async function unpack(name) {
   const element = chunkElement(name);
   if (!element) throw new Error(`the file has no part ${name}`);
   const packed = element.textContent;
-  const bytes = Uint8Array.fromBase64 ? Uint8Array.fromBase64(packed) : Uint8Array.from(atob(packed), (c) => c.charCodeAt(0));
+  const bytes = Uint8Array.fromBase64 ? Uint8Array.fromBase64(packed) : Uint8Array.from(atob(packed),
+    (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
   return JSON.parse(await new Response(stream).text());
 }

@@ -48,7 +48,8 @@ function chartsOf(titles) {
   const found = [];
   for (const chart of CHARTS) {
     const there = chart.evaluation ? evaluated : trained;
-    const keys = [...there].filter((key) => (Array.isArray(chart.keys) ? chart.keys.includes(key) : chart.keys.test(key)));
+    const keys = [...there].filter((key) => (Array.isArray(chart.keys) ? chart.keys.includes(key) :
+      chart.keys.test(key)));
     keys.forEach((key) => there.delete(key));
     if (chart.stacked) keys.sort((a, b) => phaseOrder(a) - phaseOrder(b));
     if (keys.length && (!titles || titles.includes(chart.title))) found.push({ ...chart, keys });
@@ -58,7 +59,8 @@ function chartsOf(titles) {
     const others = Map.groupBy([...there].filter((key) => !HIDDEN.test(key)), (key) => key.split("/")[0]);
     for (const [word, keys] of others)
       for (let from = 0; from < keys.length; from += 8)
-        found.push({ title: `${word}, further`, keys: keys.slice(from, from + 8), evaluation });
+        found.push({ title: keys.length === 1 ? keys[0] :
+          `${word}/...`, keys: keys.slice(from, from + 8), evaluation });
   }
   return found;
 }
@@ -66,12 +68,14 @@ function chartsOf(titles) {
 async function showCurves(content, before, isCurrent) {
   if (!content.querySelector("#curves")) {
     const host = el("div", { class: "charts", id: "curves" });
-    const find = el("input", { type: "search", placeholder: "metric", "aria-label": "show charts of metrics that contain", input: () => {
+    const find = el("input", { type: "search", placeholder: "metric",
+      "aria-label": "show charts of metrics that contain", input: () => {
       for (const { host: card, keys } of charts) card.hidden = !keys.some((key) => key.includes(find.value));
     } });
     const smooth = el("input", { type: "checkbox", change: () => smoothCharts(smooth.checked) });
     content.append(el("p", { class: "bar" }, find, el("label", {}, smooth, " smooth"),
-      el("span", { class: "note" }, "click: open the step; drag: zoom; double click: all. ", runOf().thinned ? `Of ${runOf().thinned} steps every so many are drawn.` : "")), host);
+      el("span", { class: "note" }, "click: open the step; drag: zoom; double click: all. ", runOf().thinned ?
+        `Of ${runOf().thinned} steps every so many are drawn.` : "")), host);
     if (main.runs.length > 1) content.append(differences());
     await fillCharts(host, null, isCurrent);
   }
@@ -90,13 +94,14 @@ async function fillCharts(host, titles, isCurrent = () => true) {
   whenClosed(() => { charts.forEach(({ plot }) => plot.destroy()); charts = []; watch.disconnect(); });
   const watch = new ResizeObserver(() => charts.forEach(({ plot, host: card }) => fit(plot, card)));
   for (const chart of chartsOf(titles)) {
-    const card = el("section", { class: "panel chart" }, el("h2", {}, chart.title));
+    const card = el("section", { class: "panel chart" }, el("h2", {}, shown(clip(chart.title, 80))));
     host.append(card);
     charts.push({ host: card, keys: chart.keys, ...draw(card, chart) });
     if (!titles) await new Promise((done) => setTimeout(done));
     if (!isCurrent()) return;
   }
   watch.observe(host);
+  await new Promise((done) => setTimeout(done)); // until the plots know their scales
   if (!charts.length) host.append(el("p", { class: "note" }, "No step has been recorded."));
   markStep();
 }
@@ -116,7 +121,8 @@ function linesOf(chart) {
     const there = chart.keys.filter((key) => own(of(run).metrics, key));
     if (!there.length) continue;
     const i = main.runs.indexOf(run);
-    there.forEach((key) => lines.push({ key, run: i, colour: runs.length > 1 && chart.keys.length === 1 ? lineColour(i) : lineColour(chart.keys.indexOf(key)) }));
+    there.forEach((key) => lines.push({ key, run: i, colour: runs.length > 1 && chart.keys.length === 1 ?
+      lineColour(i) : lineColour(chart.keys.indexOf(key)) }));
     tables.push([of(run).steps, ...there.map((key) => of(run).metrics[key])]);
   }
   return { lines, data: tables.length > 1 ? uPlot.join(tables) : tables[0] ?? [[]] };
@@ -126,26 +132,33 @@ function draw(card, chart) {
   const { lines, data } = linesOf(chart);
   const isLog = chart.log && data.slice(1).some((values) => values.some((value) => value > 0));
   const raw = data.slice(1);
-  let drawn = isLog ? raw.map((values) => values.map((value) => (value === undefined ? value : value > 0 ? value : null))) : raw;
+  let drawn = isLog ? raw.map((values) => values.map((value) => (value === undefined ? value : value > 0 ? value :
+    null))) : raw;
   if (chart.stacked) drawn = stack(raw);
   const names = shortNames(chart.keys);
   const colourOf = (line) => (chart.stacked ? phaseColour(line.key.slice(5, -2)) : line.colour);
   const mark = (plot, i) => `var(--${colourOf(lines[i - 1])})`;
   const serie = (line, i) => ({
-    label: names[chart.keys.indexOf(line.key)] + (main.runs.length > 1 && !chart.stacked ? ` (${clip(main.runs[line.run].name, 16)})` : ""),
+    label: clip(names[chart.keys.indexOf(line.key)], 48).replace(ODD, "\ufffd") +
+      (main.runs.length > 1 && !chart.stacked ? ` (${clip(main.runs[line.run].name, 16)})` : ""),
     stroke: () => colour(colourOf(line)), fill: chart.stacked ? () => colour(colourOf(line)) : undefined,
-    width: chart.stacked ? 0 : 1.25, dash: line.run ? [5, 3] : undefined, points: { show: data[0].length < 40 || chart.evaluation, size: 4 },
+    width: chart.stacked ? 0 : 1.25, dash: line.run ? [5, 3] : undefined, points: { show: data[0].length < 40 ||
+      chart.evaluation, size: 4 },
     value: (plot, value, series, at) => (at === null || at === undefined ? "" : num(raw[i][at])),
   });
-  const axis = { stroke: () => colour("muted"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+  const axis = { stroke: () => colour("muted"), grid: { stroke: () => colour("line"), width: 1 },
+    ticks: { show: false }, font: "11px system-ui" };
   const plot = new uPlot({
     width: Math.max(200, card.clientWidth - 16), height: HEIGHT,
-    scales: { x: { time: false, range: () => zoomed ?? wholeRange() }, y: isLog ? { distr: 3 } : { range: rangeOf(chart) } },
-    axes: [{ ...axis, size: 22, space: 60 }, { ...axis, size: 54, values: (p, splits) => splits.map((value) => (value === null ? "" : num(value, 3))), ...(isLog ? decades(data) : {}) }],
+    scales: { x: { time: false, range: () => zoomed ?? wholeRange() }, y: isLog ? { distr: 3 } :
+      { range: rangeOf(chart) } },
+    axes: [{ ...axis, size: 22, space: 60 }, { ...axis, size: 54, values: (p, splits) =>
+      splits.map((value) => (value === null ? "" : num(value, 3))), ...(isLog ? decades(data) : {}) }],
     series: [{ label: "step" }, ...lines.map(serie)],
     bands: chart.stacked ? lines.slice(1).map((line, i) => ({ series: [i + 1, i + 2] })) : undefined,
-    cursor: { sync: { key: "steps" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, y: false, bind: { dblclick: () => () => zoomTo(null) } },
-    legend: { markers: { width: 2, stroke: mark, fill: (p, i) => (lines[i - 1].run ? "transparent" : mark(p, i)) } },
+    cursor: { sync: { key: "steps" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, y: false,
+      bind: { dblclick: () => () => zoomTo(null) } },
+    legend: { markers: { width: 3, stroke: mark, dash: (p, i) => (lines[i - 1].run ? "dotted" : "solid") } },
     hooks: { draw: [drawStep], setSelect: [zoomToSelection] },
   }, [data[0], ...drawn], card);
   let pressedAt = 0;
@@ -163,7 +176,8 @@ function draw(card, chart) {
 const decades = (data) => {
   const all = data.slice(1).flat().filter((value) => value > 0);
   if (largest(all) / smallest(all) < 100) return {};
-  const filter = (plot, splits) => splits.map((value) => (Number.isInteger(Math.round(1e6 * Math.log10(value)) / 1e6) ? value : null));
+  const filter = (plot, splits) => splits.map((value) => (Number.isInteger(Math.round(1e6 * Math.log10(value)) / 1e6) ?
+    value : null));
   return { filter, grid: { stroke: () => colour("line"), width: 1, filter } };
 };
 
@@ -191,7 +205,8 @@ const rangeOf = (chart) => (plot, low, high) => {
   if (low === null) return [0, 1];
   if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 10, high + Math.abs(high) / 10];
   const room = (high - low) * 0.06;
-  const fromZero = chart.stacked || chart.keys.some((key) => key.endsWith("_frac")) || (low >= 0 && low < (high - low) / 2);
+  const fromZero = chart.stacked || chart.keys.some((key) => key.endsWith("_frac")) ||
+    (low >= 0 && low < (high - low) / 2);
   return [fromZero && low >= 0 ? 0 : low - room, high + room];
 };
 
@@ -225,7 +240,8 @@ function markStep() {
 
 let zoomed = null; // [first, last], or null for all steps
 function wholeRange() {
-  const all = main.runs.flatMap((run) => [run.steps, run.evaluations?.steps ?? []]).flatMap((steps) => (steps.length ? [steps[0], steps.at(-1)] : []));
+  const all = main.runs.flatMap((run) => [run.steps, run.evaluations?.steps ?? []]).flatMap((steps) =>
+    (steps.length ? [steps[0], steps.at(-1)] : []));
   const [low, high] = [smallest(all) ?? 0, largest(all) ?? 1];
   return low < high ? [low, high] : [low - 0.5, high + 0.5];
 }
@@ -249,7 +265,8 @@ function smoothCharts(isSmooth) {
     const weight = Math.min(1, 20 / plot.data[0].length);
     const smoothed = (values) => {
       let last = null;
-      return values.map((value) => (value === null || value === undefined ? value : (last = last === null ? value : last + weight * (value - last))));
+      return values.map((value) => (value === null || value === undefined ? value : (last = last === null ? value :
+        last + weight * (value - last))));
     };
     plot.setData([plot.data[0], ...(isSmooth ? whole.map(smoothed) : whole)]);
   }
@@ -257,5 +274,6 @@ function smoothCharts(isSmooth) {
 }
 
 function redrawCharts() {
-  charts.forEach(({ plot }) => plot.redraw(false, true)); // colours are asked for again; the legend's are the style sheet's
+  charts.forEach(({ plot }) => plot.redraw(false, true));
+    // colours are asked for again; the legend's are the style sheet's
 }

@@ -5,26 +5,33 @@ const CARD_BEFORE = 80, CARD_BEHIND = 500; // characters before and behind the p
 
 /** What stands below the table: the group of the opened rollout, and the rollout itself. */
 function showDetail(host, data, id, isNew) {
-  if (!id) return void host.replaceChildren(el("p", { class: "note" }, "Open a rollout: a row of the table, a group, or n."));
+  if (!id) return void host.replaceChildren(el("p", { class: "note" },
+    "Open a rollout: a row of the table, a group, or n."));
   const [position, sample] = id.split("/").map(Number);
-  const places = [...data.table.position.keys()].filter((i) => data.table.position[i] === position).sort((a, b) => data.table.sample[a] - data.table.sample[b]);
+  const places = [...data.table.position.keys()].filter((i) => data.table.position[i] === position).sort((a, b) =>
+    data.table.sample[a] - data.table.sample[b]);
   const chosen = places.find((i) => data.table.sample[i] === sample);
-  if (chosen === undefined) return void host.replaceChildren(el("p", { class: "note" }, `Step ${opened.step} has no rollout ${id}.`));
+  if (chosen === undefined) return void host.replaceChildren(el("p", { class: "note" },
+    `Step ${opened.step} has no rollout ${id}.`));
   const rollout = rolloutAt(data, chosen);
   host.replaceChildren(groupPanel(data, places, chosen), rollout ? completionPanel(data, chosen, rollout) :
-    panel(titleOf(data, chosen), figuresOf(data, chosen), el("p", { class: "note" }, "The text of this rollout is not in this page, which keeps the best, the worst, the failed and the most " +
+    panel(titleOf(data, chosen), figuresOf(data, chosen), el("p", { class: "note" },
+      "The text of this rollout is not in this page, which keeps the best, the worst, the failed and the most " +
       "mismatched of each step, and others evenly. It is in the run's folder, where it was dumped.")));
   if (isNew) host.scrollIntoView({ block: "nearest" });
 }
 
 const rolloutAt = (data, i) => (data.table.shown[i] < 0 ? null : data.rollouts[data.table.shown[i]]);
-const titleOf = (data, i) => `Row ${data.table.row[i]}, group ${data.table.position[i]}, sample ${data.table.sample[i]}`;
+const titleOf = (data, i) =>
+  `Row ${data.table.row[i]}, group ${data.table.position[i]}, sample ${data.table.sample[i]}`;
 
 function figuresOf(data, i) {
   const columns = data.table;
   const tile = (label, value, title) => el("div", { class: "tile" }, el("b", { title }, value), el("span", {}, label));
-  return el("div", { class: "tiles small" }, tile("reward", num(columns.reward[i]), asText(columns.reward[i])), tile("advantage", signed(columns.advantage[i]), asText(columns.advantage[i])),
-    tile("tokens", num(columns.tokens[i])), tile("end", columns.finish[i] ? "cut off" : "stop"), tile("status", shown(asText(data.status_names[columns.status[i]]))),
+  return el("div", { class: "tiles small" }, tile("reward", num(columns.reward[i]), asText(columns.reward[i])),
+    tile("advantage", signed(columns.advantage[i]), asText(columns.advantage[i])),
+    tile("tokens", num(columns.tokens[i])), tile("end", columns.finish[i] ? "cut off" : "stop"),
+      tile("status", shown(asText(data.status_names[columns.status[i]]))),
     tile("largest mismatch", num(columns.mismatch[i], 3), asText(columns.mismatch[i])));
 }
 
@@ -34,22 +41,34 @@ function groupPanel(data, places, chosen) {
   const reference = rolloutAt(data, chosen) ? chosen : withText[0];
   const rewards = known(places.map((i) => data.table.reward[i]));
   const [low, high] = [smallest(rewards), largest(rewards)];
-  const parts = withText.map((i) => (i === reference ? null : partingOf(rolloutAt(data, reference), rolloutAt(data, i))));
+  const parts = withText.map((i) => (i === reference ? null : partingOf(rolloutAt(data, reference),
+    rolloutAt(data, i))));
   const first = smallest(known(parts)); // where the first of the others leaves the opened one
   const card = (i, at) => {
     const rollout = rolloutAt(data, i), isOwn = i === reference;
-    const share = high > low && data.table.reward[i] !== null ? (data.table.reward[i] - low) / (high - low) : data.table.reward[i] === null ? 0 : 1;
-    return el("a", { class: "card", href: addressOf({ rollout: idOf(data, i) }), "aria-current": i === chosen ? "true" : null },
-      el("span", { class: "card-head" }, el("b", {}, `sample ${data.table.sample[i]}`), el("span", {}, "reward ", figure(data.table.reward[i], 3)),
-        el("span", {}, "adv ", el("span", { class: "num" }, signed(data.table.advantage[i], 3))), el("span", {}, `${num(data.table.tokens[i])} tokens`),
-        data.table.finish[i] ? el("span", { class: "mark warning" }, "cut off") : null, data.status_names[data.table.status[i]] === "ok" ? null : statusMark(data.status_names[data.table.status[i]])),
+    const share = high > low && data.table.reward[i] !== null ? (data.table.reward[i] - low) / (high - low) :
+      data.table.reward[i] === null ? 0 : 1;
+    return el("a", { class: "card", href: addressOf({ rollout: idOf(data, i) }), "aria-current": i === chosen ?
+      "true" : null },
+      el("span", { class: "card-head" },
+        el("b", {}, `sample ${data.table.sample[i]}`), el("span", {}, "reward ", figure(data.table.reward[i], 3)),
+        el("span", {}, "adv ", el("span", { class: "num" }, signed(data.table.advantage[i], 3))),
+          el("span", {}, `${num(data.table.tokens[i])} tokens`),
+        data.table.finish[i] ? el("span", { class: "mark warning" }, "cut off") : null,
+          data.status_names[data.table.status[i]] === "ok" ? null :
+          statusMark(data.status_names[data.table.status[i]])),
       el("span", { class: "margin" }, el("i", { style: { width: `${100 * share}%` } })),
       partText(rollout, isOwn ? first : parts[at]));
   };
-  const chip = (i) => el("a", { class: "chip", href: addressOf({ rollout: idOf(data, i) }), "aria-current": i === chosen ? "true" : null }, `sample ${data.table.sample[i]}: `, figure(data.table.reward[i], 3), `, ${num(data.table.tokens[i])} tokens`);
+  const chip = (i) => el("a", { class: "chip", href: addressOf({ rollout: idOf(data, i) }),
+    "aria-current": i === chosen ? "true" : null },
+    `sample ${data.table.sample[i]}: `, figure(data.table.reward[i], 3), `, ${num(data.table.tokens[i])} tokens`);
   return panel(`Group ${data.table.position[chosen]}: ${places.length} samples, mean reward ${num(mean(rewards), 3)}`,
-    withText.length > 1 && el("p", { class: "note" }, "Marked: the first token that differs from ", el("b", {}, `sample ${data.table.sample[reference]}`), ", the opened one; in it, where the first of the others leaves it."),
-    el("div", { class: "cards" }, withText.map(card)), without.length > 0 && el("p", { class: "chips" }, "without text: ", without.map(chip)));
+    withText.length > 1 && el("p", { class: "note" }, "Marked: the first token that differs from ",
+      el("b", {}, `sample ${data.table.sample[reference]}`), ", the opened one; in it, where the first of the " +
+        "others leaves it."),
+    el("div", { class: "cards" }, withText.map(card)), without.length > 0 && el("p", { class: "chips" },
+      "without text: ", without.map(chip)));
 }
 
 /** The place of the first token that two completions do not share, in tokens where both have them, else in characters;
@@ -71,6 +90,8 @@ function partText(rollout, at) {
   const text = (from, to) => (isTokens ? units.slice(from, to).join("") : units.slice(from, to));
   if (at === null) return el("span", { class: "text" }, shown(clip(text(0, units.length), CARD_BEFORE + CARD_BEHIND)));
   const before = text(0, at), there = text(at, at + 1), behind = text(at + 1, units.length);
-  const marked = at >= units.length ? el("mark", { class: "parting" }, "(ends)") : there === "" ? el("mark", { class: "parting" }, "\u00b7") : el("mark", { class: "parting" }, shown(there));
-  return el("span", { class: "text" }, el("span", { class: "muted" }, before.length > CARD_BEFORE ? "\u2026 " : "", shown(before.slice(-CARD_BEFORE))), marked, shown(clip(behind, CARD_BEHIND)));
+  const marked = at >= units.length ? el("mark", { class: "parting" }, "(ends)") : there === "" ?
+    el("mark", { class: "parting" }, "\u00b7") : el("mark", { class: "parting" }, shown(there));
+  return el("span", { class: "text" }, el("span", { class: "muted" }, before.length > CARD_BEFORE ? "\u2026 " : "",
+    shown(before.slice(-CARD_BEFORE))), marked, shown(clip(behind, CARD_BEHIND)));
 }

@@ -23,7 +23,8 @@ async function showSearch(content, before, isCurrent) {
       numFound += at >= 0;
     }
     if (numRead % 10 === 0 || numRead === steps.length || numFound >= MOST_FOUND)
-      said.textContent = `${numFound >= MOST_FOUND ? "the newest " : ""}${numFound} of them, in ${numRead} of ${steps.length} steps`;
+      said.textContent = (numFound >= MOST_FOUND ? "the newest " : "") +
+        `${numFound} of them, in ${numRead} of ${steps.length} steps`;
     if (numFound >= MOST_FOUND) break;
   }
 }
@@ -31,7 +32,11 @@ async function showSearch(content, before, isCurrent) {
 function hit(step, rollout, at, length) {
   const text = asText(rollout.completion);
   return el("li", { class: "finding" }, el("div", {},
-    el("p", { class: "leads" }, linkTo({ view: "rollouts", step, rollout: `${rollout.position}/${rollout.sample}`, q: null, row: null }, `step ${step}, group ${rollout.position}, sample ${rollout.sample}`),
+    el("p", { class: "leads" },
+      linkTo({ view: "rollouts", step,
+      rollout: `${rollout.position}/${rollout.sample}`, q: null, row: null },
+      `step ${step}, group ${rollout.position}, sample ${rollout.sample}`),
       el("span", { class: "muted" }, "reward ", figure(rollout.reward, 3))),
-    el("div", { class: "text" }, at > 60 ? "\u2026" : "", shown(text.slice(Math.max(0, at - 60), at)), el("mark", {}, shown(text.slice(at, at + length))), shown(clip(text.slice(at + length), 120)))));
+    el("div", { class: "text" }, at > 60 ? "\u2026" : "", shown(text.slice(Math.max(0, at - 60), at)),
+      el("mark", {}, shown(text.slice(at, at + length))), shown(clip(text.slice(at + length), 120)))));
 }

@@ -6,16 +6,20 @@ const COLUMNS = [ // [column of the chunk's table, head, how a cell is shown]
   ["position", "group", (data, i) => num(data.table.position[i])],
   ["sample", "sample", (data, i) => num(data.table.sample[i])],
   ["reward", "reward", (data, i) => figure(data.table.reward[i])],
-  ["advantage", "advantage", (data, i) => el("span", { class: "num", title: asText(data.table.advantage[i]) }, signed(data.table.advantage[i], 3))],
+  ["advantage", "advantage", (data, i) => el("span", { class: "num", title: asText(data.table.advantage[i]) },
+    signed(data.table.advantage[i], 3))],
   ["tokens", "tokens", (data, i) => num(data.table.tokens[i])],
   ["finish", "end", (data, i) => (data.table.finish[i] ? el("span", { class: "mark warning" }, "cut off") : "stop")],
   ["status", "status", (data, i) => statusMark(data.status_names[data.table.status[i]])],
   ["mismatch", "mismatch", (data, i) => figure(data.table.mismatch[i], 3)],
-  ["shown", "text", (data, i) => (data.table.shown[i] < 0 ? "" : shown(asText(data.rollouts[data.table.shown[i]].why)))],
+  ["shown", "text", (data, i) => (data.table.shown[i] < 0 ? "" :
+    shown(asText(data.rollouts[data.table.shown[i]].why)))],
 ];
-const statusMark = (name) => (name === "ok" ? "ok" : el("span", { class: "mark bad" }, shown(asText(name))));
+const statusMark = (name) => (name === "ok" || name === "not_applicable" ? shown(name.replace("_", " ")) :
+  el("span", { class: "mark " + (/error|timeout|invalid/.test(name) ? "bad" : "warning") }, shown(asText(name))));
 const FIRST_ROWS = 100;
-const NO_FILTERS = { status: "", finish: "", rewardLow: "", rewardHigh: "", tokensLow: "", tokensHigh: "", mismatchLow: "", text: "", isShown: false, isUnknown: false };
+const NO_FILTERS = { status: "", finish: "", rewardLow: "", rewardHigh: "", tokensLow: "", tokensHigh: "",
+  mismatchLow: "", text: "", isShown: false, isUnknown: false };
 
 let filters = { ...NO_FILTERS }; // they stay while one goes from step to step
 let order = { column: "position", isDown: false };
@@ -26,7 +30,8 @@ const idOf = (data, i) => `${data.table.position[i]}/${data.table.sample[i]}`;
 async function showRollouts(content, before, isCurrent) {
   const run = runOf();
   const steps = run.rollouts.steps;
-  if (!steps.length) return void content.replaceChildren(el("p", { class: "note" }, "This page has no rollouts. ", shown(asText(run.rollouts.note))));
+  if (!steps.length) return void content.replaceChildren(el("p", { class: "note" }, "This page has no rollouts. ",
+    shown(asText(run.rollouts.note))));
   const step = steps[nearest(steps, state.step)];
   const isSame = opened && content.querySelector("#rollouts") && opened.step === step && opened.run === state.run;
   if (!isSame) {
@@ -34,23 +39,30 @@ async function showRollouts(content, before, isCurrent) {
     if (!isCurrent()) return;
     opened = { data, step, run: state.run, kept: [], isAll: false };
     content.replaceChildren(el("div", { id: "rollouts" }, headOfStep(run, step),
-      el("div", { class: "panel" }, el("div", { id: "histogram" }), el("div", { id: "groups" }), filterBar(data), el("div", { id: "table" })), el("div", { id: "detail" })));
+      el("div", { class: "panel" }, el("div", { id: "histogram" }), el("div", { id: "groups" }), filterBar(data),
+        el("div", { id: "table" })), el("div", { id: "detail" })));
   }
   if (!isSame || before.row !== state.row) showTable();
-  showDetail(byId("detail"), opened.data, state.rollout, before.rollout !== state.rollout && before.view === "rollouts");
-  byId("table").querySelectorAll("tr[data-id]").forEach((row) => row.classList.toggle("open", row.dataset.id === state.rollout));
+  showDetail(byId("detail"), opened.data, state.rollout, before.rollout !== state.rollout &&
+    before.view === "rollouts");
+  byId("table").querySelectorAll("tr[data-id]").forEach((row) => row.classList.toggle("open",
+    row.dataset.id === state.rollout));
 }
 
 function headOfStep(run, step) {
   const at = run.steps.indexOf(step);
-  const said = ["reward/mean", "reward/std", "reward/zero_std_groups_frac", "completion/tokens_mean", "completion/truncated_frac", "loss/entropy", "optim/grad_norm",
+  const said = ["reward/mean", "reward/std", "reward/zero_std_groups_frac", "completion/tokens_mean",
+    "completion/truncated_frac", "loss/entropy", "optim/grad_norm",
     "weight_sync/mismatch_abs_max", "time/step_s"];
   const tile = (key) => {
     const value = own(run.metrics, key)?.[at];
-    return value === null || value === undefined ? null : el("a", { class: "tile", href: addressOf({ view: "curves", metric: key, rollout: null }) }, el("b", { title: asText(value) }, num(value, 3)), el("span", {}, key));
+    return value === null || value === undefined ? null :
+      el("a", { class: "tile", href: addressOf({ view: "curves", metric: key, rollout: null }) },
+      el("b", { title: asText(value) }, num(value, 3)), el("span", {}, key));
   };
   return panel(`Step ${step}`,
-    step !== state.step && el("p", { class: "note" }, `Rollouts of step ${state.step} are not in this page; these are of the nearest step that has them.`),
+    step !== state.step && el("p", { class: "note" },
+      `Rollouts of step ${state.step} are not in this page; these are of the nearest step that has them.`),
     el("div", { class: "tiles small" }, at >= 0 && said.map(tile)),
     run.rollouts.note && el("p", { class: "note" }, shown(run.rollouts.note)));
 }
@@ -62,16 +74,23 @@ function filterBar(data) {
     filters = { ...filters, [name]: value };
     showTable();
   };
-  const input = (name, label, given = {}) => el("label", {}, label, " ", el("input", { size: 5, value: filters[name], "data-filter": name, inputmode: "decimal", autocomplete: "off",
+  const input = (name, label, given = {}) => el("label", {}, label, " ",
+    el("input", { size: 5, value: filters[name], "data-filter": name, inputmode: "decimal", autocomplete: "off",
     input: (event) => set(name, event.target.value), ...given }));
-  const select = (name, label, options) => el("label", {}, label, " ", el("select", { "data-filter": name, change: (event) => set(name, event.target.value) },
-    [["", "all"], ...options].map(([value, text]) => el("option", { value, selected: filters[name] === value }, clip(asText(text), 40)))));
+  const select = (name, label, options) => el("label", {}, label, " ",
+    el("select", { "data-filter": name, change: (event) => set(name, event.target.value) },
+    [["", "all"], ...options].map(([value, text]) => el("option", { value, selected: filters[name] === value },
+      clip(asText(text), 40)))));
   return el("div", { class: "bar filters" },
-    select("status", "status", data.status_names.map((name) => [name, name])), select("finish", "end", [["0", "stop"], ["1", "cut off"]]),
-    input("rewardLow", "reward from"), input("rewardHigh", "to"), input("tokensLow", "tokens from"), input("tokensHigh", "to"), input("mismatchLow", "mismatch from"),
+    select("status", "status", data.status_names.map((name) => [name, name])),
+      select("finish", "end", [["0", "stop"], ["1", "cut off"]]),
+    input("rewardLow", "reward from"), input("rewardHigh", "to"), input("tokensLow", "tokens from"),
+      input("tokensHigh", "to"), input("mismatchLow", "mismatch from"),
     input("text", "text", { size: 16, inputmode: "text", type: "search", placeholder: "in prompt or completion" }),
-    el("label", {}, el("input", { type: "checkbox", checked: filters.isShown, change: (event) => set("isShown", event.target.checked) }), " with text only"),
-    el("button", { id: "clear", click: clearFilters }, "clear"), el("span", { id: "kept", class: "note", "aria-live": "polite" }));
+    el("label", {}, el("input", { type: "checkbox", checked: filters.isShown, change: (event) => set("isShown",
+      event.target.checked) }), " with text only"),
+    el("button", { id: "clear", click: clearFilters }, "clear"),
+      el("span", { id: "kept", class: "note", "aria-live": "polite" }));
 }
 
 function clearFilters() {
@@ -85,17 +104,20 @@ function clearFilters() {
 /** Whether the i-th rollout passes; `but` names a filter that does not count, for the histogram's own. */
 function passes(data, i, but = "") {
   const { table: columns } = data;
-  const isBeyond = (value, low, high) => (low !== "" && !(value !== null && value >= Number(low))) || (high !== "" && !(value !== null && value <= Number(high)));
+  const isBeyond = (value, low, high) => (low !== "" && !(value !== null && value >= Number(low))) ||
+    (high !== "" && !(value !== null && value <= Number(high)));
   if (state.row !== null && columns.row[i] !== state.row) return false;
   if (filters.status !== "" && data.status_names[columns.status[i]] !== filters.status) return false;
   if (filters.finish !== "" && columns.finish[i] !== Number(filters.finish)) return false;
   if (but !== "reward" && filters.isUnknown && columns.reward[i] !== null) return false;
   if (but !== "reward" && isBeyond(columns.reward[i], filters.rewardLow, filters.rewardHigh)) return false;
-  if (isBeyond(columns.tokens[i], filters.tokensLow, filters.tokensHigh) || isBeyond(columns.mismatch[i], filters.mismatchLow, "")) return false;
+  if (isBeyond(columns.tokens[i], filters.tokensLow, filters.tokensHigh) || isBeyond(columns.mismatch[i],
+    filters.mismatchLow, "")) return false;
   if (filters.isShown && columns.shown[i] < 0) return false;
   if (filters.text === "") return true;
   const wanted = filters.text.toLowerCase();
-  const texts = [data.prompts[columns.prompt[i]], columns.shown[i] < 0 ? "" : data.rollouts[columns.shown[i]].completion];
+  const texts = [data.prompts[columns.prompt[i]], columns.shown[i] < 0 ? "" :
+    data.rollouts[columns.shown[i]].completion];
   return texts.some((text) => asText(text).toLowerCase().includes(wanted));
 }
 
@@ -107,45 +129,64 @@ function binsOf(rewards) {
   if (values.length <= 12) return values.map((value) => ({ low: value, high: value, label: num(value, 3) }));
   const [low, high] = [values[0], values.at(-1)];
   const edge = (i) => (i === 20 ? high : low + (i * (high - low)) / 20);
-  return Array.from({ length: 20 }, (_, i) => ({ low: edge(i), high: edge(i + 1), label: `${num(edge(i), 3)} to ${num(edge(i + 1), 3)}`, isOpen: i < 19 }));
+  return Array.from({ length: 20 },
+    (_, i) => ({ low: edge(i), high: edge(i + 1),
+    label: `${num(edge(i), 3)} to ${num(edge(i + 1), 3)}`, isOpen: i < 19 }));
 }
 
 function showHistogram(data) {
   const rewards = data.table.reward;
   const bins = binsOf(known(rewards));
-  const isIn = (bin, value) => value !== null && value >= bin.low && (bin.isOpen ? value < bin.high : value <= bin.high);
+  const isIn = (bin, value) => value !== null && value >= bin.low && (bin.isOpen ? value < bin.high :
+    value <= bin.high);
   const counts = bins.map((bin) => rewards.reduce((sum, value) => sum + isIn(bin, value), 0));
   const numUnknown = rewards.length - known(rewards).length;
   if (numUnknown) bins.push({ label: "unknown", isUnknown: true }) && counts.push(numUnknown);
-  const passing = bins.map((bin) => rewards.reduce((sum, value, i) => sum + ((bin.isUnknown ? value === null : isIn(bin, value)) && passes(data, i, "reward")), 0));
+  const passing = bins.map((bin) => rewards.reduce((sum, value, i) => sum +
+    ((bin.isUnknown ? value === null : isIn(bin, value)) && passes(data, i, "reward")), 0));
   const most = largest(counts) || 1;
-  const isChosen = (bin) => (bin.isUnknown ? filters.isUnknown : !filters.isUnknown && filters.rewardLow === String(bin.low) && filters.rewardHigh === String(bin.high));
+  const isChosen = (bin) => (bin.isUnknown ? filters.isUnknown : !filters.isUnknown &&
+    filters.rewardLow === String(bin.low) && filters.rewardHigh === String(bin.high));
   const choose = (bin) => {
     const isOff = isChosen(bin);
-    filters = { ...filters, isUnknown: !isOff && !!bin.isUnknown, rewardLow: isOff || bin.isUnknown ? "" : String(bin.low), rewardHigh: isOff || bin.isUnknown ? "" : String(bin.high) };
-    for (const name of ["rewardLow", "rewardHigh"]) document.querySelector(`[data-filter=${name}]`).value = filters[name];
+    filters = { ...filters, isUnknown: !isOff && !!bin.isUnknown, rewardLow: isOff || bin.isUnknown ? "" :
+      String(bin.low), rewardHigh: isOff || bin.isUnknown ? "" : String(bin.high) };
+    for (const name of ["rewardLow",
+      "rewardHigh"]) document.querySelector(`[data-filter=${name}]`).value = filters[name];
     showTable();
   };
-  byId("histogram").replaceChildren(el("h3", {}, "rewards"), el("div", { class: "bins", role: "group", "aria-label": "histogram of rewards" }, bins.map((bin, i) =>
-    el("button", { class: "bin", "aria-pressed": String(isChosen(bin)), title: `${bin.label}: ${counts[i]} rollouts`, "aria-label": `reward ${bin.label}: ${counts[i]} rollouts`, click: () => choose(bin) },
-      el("i", { class: "all", style: { height: `${(100 * counts[i]) / most}%` } }), el("i", { style: { height: `${(100 * passing[i]) / most}%` } })))),
-    el("div", { class: "edges" }, bins.map((bin, i) => el("span", {}, bins.length <= 13 || i === 0 || bin.isUnknown ? (bin.isUnknown ? "?" : num(bin.low, 2)) : i === 19 ? num(bin.high, 2) : ""))));
+  byId("histogram").replaceChildren(el("h3", {}, "rewards"),
+    el("div", { class: "bins", role: "group", "aria-label": "histogram of rewards" }, bins.map((bin, i) =>
+    el("button", { class: "bin", "aria-pressed": String(isChosen(bin)),
+      title: `${bin.label}: ${counts[i]} rollouts`, "aria-label": `reward ${bin.label}: ${counts[i]} rollouts`,
+      click: () => choose(bin) },
+      el("i", { class: "all", style: { height: `${(100 * counts[i]) / most}%` } }),
+      el("i", { style: { height: `${(100 * passing[i]) / most}%` } })))),
+    el("div", { class: "edges" }, bins.map((bin, i) => el("span", {}, bins.length <= 13 || i === 0 || bin.isUnknown ?
+      (bin.isUnknown ? "?" : num(bin.low, 2)) : i === 19 ? num(bin.high, 2) : ""))));
 }
 
 /** A square a group, the fuller the better its mean reward; dashed where its rewards are all alike. */
 function showGroups(data) {
   const groups = Map.groupBy(data.table.position.keys(), (i) => data.table.position[i]);
-  const means = [...groups].map(([position, places]) => ({ position, places, rewards: known(places.map((i) => data.table.reward[i])) }));
+  const means = [...groups].map(([position, places]) =>
+    ({ position, places, rewards: known(places.map((i) => data.table.reward[i])) }));
   const all = known(data.table.reward);
   const [low, high] = [smallest(all), largest(all)];
   const square = ({ position, places, rewards }) => {
     const isAlike = smallest(rewards) === largest(rewards);
     const part = rewards.length && high > low ? (mean(rewards) - low) / (high - low) : 0;
-    const best = places.filter((i) => data.table.shown[i] >= 0).sort((a, b) => data.table.reward[b] - data.table.reward[a])[0] ?? places[0];
-    return el("button", { class: "square" + (isAlike ? " alike" : ""), tabindex: -1, style: { "--part": `${Math.round(100 * part)}%` }, click: () => go({ rollout: idOf(data, best) }),
-      title: `group ${position}, row ${data.table.row[places[0]]}: mean reward ${num(mean(rewards), 3)} of ${places.length}${isAlike ? ", all alike" : ""}` });
+    const best = places.filter((i) => data.table.shown[i] >= 0).sort((a, b) =>
+      data.table.reward[b] - data.table.reward[a])[0] ?? places[0];
+    return el("button", { class: "square" + (isAlike ? " alike" : ""), tabindex: -1,
+      style: { "--part": `${Math.round(100 * part)}%` }, click: () => go({ rollout: idOf(data, best) }),
+      title: `group ${position}, row ${data.table.row[places[0]]}: mean reward ${num(mean(rewards), 3)} of ` +
+        places.length + (isAlike ? ", all alike" : "") });
   };
-  byId("groups").replaceChildren(el("h3", {}, `${means.length} groups`, el("span", { class: "note" }, " (the fuller, the higher its mean reward; dashed: rewards all alike)")), el("div", { class: "squares" }, means.map(square)));
+  byId("groups").replaceChildren(el("h3", {},
+    `${means.length} groups`, el("span", { class: "note" },
+    " (the fuller, the higher its mean reward; dashed: rewards all alike)")), el("div", { class: "squares" },
+    means.map(square)));
 }
 
 // ---- the table
@@ -155,7 +196,8 @@ function showTable() {
   const places = [...data.table.position.keys()].filter((i) => passes(data, i));
   const values = data.table[order.column];
   const sign = order.isDown ? -1 : 1;
-  const rank = (i) => (order.column === "shown" ? (values[i] < 0 ? null : data.rollouts[values[i]].why) : order.column === "status" ? data.status_names[values[i]] : values[i]);
+  const rank = (i) => (order.column === "shown" ? (values[i] < 0 ? null : data.rollouts[values[i]].why) :
+    order.column === "status" ? data.status_names[values[i]] : values[i]);
   const compare = (a, b) => { // what is not known stands last, whichever way
     const [first, second] = [rank(a), rank(b)];
     if (first === null || second === null) return (first === null) - (second === null) || a - b;
@@ -165,11 +207,14 @@ function showTable() {
   showHistogram(data);
   showGroups(data);
   byId("kept").textContent = `${places.length} of ${data.table.position.length} rollouts`;
-  if (state.row !== null) byId("kept").append(`, of the prompt in row ${state.row} `, el("button", { click: () => go({ row: null }) }, "all prompts"));
+  if (state.row !== null) byId("kept").append(`, of the prompt in row ${state.row} `,
+    el("button", { click: () => go({ row: null }) }, "all prompts"));
   const head = ([column, text]) => {
     const isOwn = order.column === column;
-    return el("th", { scope: "col", "aria-sort": isOwn ? (order.isDown ? "descending" : "ascending") : null }, el("button", { click: () => {
-      order = { column, isDown: isOwn ? !order.isDown : ["reward", "advantage", "tokens", "mismatch", "shown"].includes(column) };
+    return el("th", { scope: "col", "aria-sort": isOwn ? (order.isDown ? "descending" : "ascending") : null },
+      el("button", { click: () => {
+      order = { column, isDown: isOwn ? !order.isDown : ["reward", "advantage", "tokens", "mismatch",
+        "shown"].includes(column) };
       showTable();
       byId("table").querySelector("[aria-sort] button").focus();
     } }, text));
@@ -177,13 +222,15 @@ function showTable() {
   const rows = opened.kept.slice(0, opened.isAll ? undefined : FIRST_ROWS);
   byId("table").replaceChildren(el("div", { class: "wide scroll" }, el("table", { class: "figures rollouts" },
     el("thead", {}, el("tr", {}, COLUMNS.map(head))), el("tbody", {}, rows.map((i) => rowOf(data, i))))),
-    ...(rows.length < opened.kept.length ? [el("button", { click: () => { opened.isAll = true; showTable(); } }, `show ${opened.kept.length - rows.length} more`)] : []));
+    ...(rows.length < opened.kept.length ? [el("button", { click: () => { opened.isAll = true; showTable(); } },
+      `show ${opened.kept.length - rows.length} more`)] : []));
 }
 
 function rowOf(data, i) {
   const id = idOf(data, i);
   const first = el("td", {}, linkTo({ rollout: id }, num(data.table.row[i])));
-  return el("tr", { "data-id": id, class: id === state.rollout ? "open" : null, click: () => go({ rollout: id }) }, first,
+  return el("tr", { "data-id": id, class: id === state.rollout ? "open" : null, click: () => go({ rollout: id }) },
+    first,
     COLUMNS.slice(1).map(([, , cell]) => el("td", {}, cell(data, i))));
 }
 

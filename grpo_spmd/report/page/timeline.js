@@ -1,17 +1,22 @@
 "use strict";
-// One step as its ranks lived it: a row a rank, a block a phase. What is empty or hatched is time in which a rank waited.
+// One step as its ranks lived it: a row a rank, a block a phase. What is empty or hatched is time in
+// which a rank waited.
 
 function showTimeline(content) {
   const timeline = runOf().timeline ?? { steps: [], spans: [] };
-  if (!timeline.steps.length) return void content.replaceChildren(el("p", { class: "note" }, "This run has recorded no timeline."));
+  if (!timeline.steps.length) return void content.replaceChildren(el("p", { class: "note" },
+    "This run has recorded no timeline."));
   const at = nearest(timeline.steps, state.step);
   const one = timeline.spans[at];
   const ends = one.spans.flat().map((span) => span[2]);
   const length = largest(ends) || 1e-9;
-  const said = el("p", { class: "said", "aria-live": "polite" }, "Point at a block, or move to it with Tab: its figures are said here.");
+  const said = el("p", { class: "said", "aria-live": "polite" },
+    "Point at a block, or move to it with Tab: its figures are said here.");
   content.replaceChildren(
     panel(`Step ${timeline.steps[at]}: ${seconds(length)} on ${one.world_size} ranks`,
-      timeline.steps[at] !== state.step && el("p", { class: "note" }, `The page has ${timeline.steps.length} steps' timelines; of step ${state.step} it has none, and this is the nearest.`),
+      timeline.steps[at] !== state.step && el("p", { class: "note" },
+        `The page has ${timeline.steps.length} steps' timelines; of step ${state.step} it has none, and this is the ` +
+        "nearest."),
       chooser(timeline, at), legendOfPhases(one), rows(one, length, said), said),
     phaseTable(one, length));
 }
@@ -22,15 +27,20 @@ const busyOf = ([phase, start, end, , busy]) => Math.min(end - start, busy ?? en
 /** A bar a step, as high as the step was long. */
 function chooser(timeline, at) {
   const most = largest(timeline.spans.map(lengthOf)) || 1;
-  const bar = (step, i) => el("button", { class: "bin", tabindex: -1, "aria-pressed": String(i === at), title: `step ${step}: ${seconds(lengthOf(timeline.spans[i]))}`,
+  const bar = (step, i) => el("button", { class: "bin", tabindex: -1, "aria-pressed": String(i === at),
+    title: `step ${step}: ${seconds(lengthOf(timeline.spans[i]))}`,
     click: () => go({ step }) }, el("i", { style: { height: `${(100 * lengthOf(timeline.spans[i])) / most}%` } }));
-  return el("div", { class: "bins low", role: "group", "aria-label": "steps, as high as they were long" }, timeline.steps.map(bar));
+  return el("div", { class: "bins low", role: "group", "aria-label": "steps, as high as they were long" },
+    timeline.steps.map(bar));
 }
 
 function legendOfPhases(one) {
   const phases = [...new Set(one.spans.flat().map((span) => span[0]))];
-  return el("p", { class: "legend" }, phases.map((phase) => el("span", {}, el("i", { class: "box", style: { "--own": `var(--${phaseColour(phase)})` } }), shown(phase))),
-    el("span", {}, el("i", { class: "box hatched", style: { "--own": `var(--${phaseColour("rollout")})` } }), "its engine had nothing left to do"),
+  return el("p", { class: "legend" },
+    phases.map((phase) => el("span", {},
+    el("i", { class: "box", style: { "--own": `var(--${phaseColour(phase)})` } }), shown(phase))),
+    el("span", {}, el("i", { class: "box hatched",
+      style: { "--own": `var(--${phaseColour("rollout")})` } }), "its engine had nothing left to do"),
     el("span", {}, el("i", { class: "box" }), "empty: between phases"));
 }
 
@@ -41,35 +51,51 @@ function rows(one, length, said) {
   const block = (rank, [phase, start, end, peak, busy]) => {
     const waited = end - start - busyOf([phase, start, end, peak, busy]);
     const words = `rank ${rank}, ${phase}: ${num(start)} s to ${num(end)} s, ${num(end - start)} s` +
-      (busy === null || busy === undefined ? "" : `; its engine generated for ${num(busy)} s and waited ${num(waited)} s`) +
+      (busy === null || busy === undefined ? "" :
+        `; its engine generated for ${num(busy)} s and waited ${num(waited)} s`) +
       (peak === null || peak === undefined ? "" : `; peak ${num(peak)} GiB`);
     const say = () => said.replaceChildren(shown(words));
-    return el("div", { class: "block", tabindex: 0, role: "img", "aria-label": words, mouseenter: say, focus: say, click: say,
+    return el("div", { class: "block", tabindex: 0, role: "img", "aria-label": words, mouseenter: say, focus: say,
+      click: say,
       style: { left: left(start), width: left(end - start), "--own": `var(--${phaseColour(phase)})` } },
       waited > 0 && el("i", { class: "hatched", style: { width: `${(100 * waited) / (end - start)}%` } }));
   };
   const row = (spans, i) => {
     const waits = length - spans.reduce((sum, span) => sum + busyOf(span), 0);
-    return el("div", { class: "rank" }, el("span", { class: "num" }, `rank ${one.ranks[i]}`), el("div", { class: "track" }, spans.map((span) => block(one.ranks[i], span))),
-      el("span", { class: "num", title: "seconds in no phase, or with an engine that had nothing left to do" }, `${num(waits, 2)} s`),
-      el("span", { class: "num memory", title: "largest memory in use in the step", style: { "--part": `${most ? (100 * (peaks[i] ?? 0)) / most : 0}%` } }, peaks[i] === null ? "\u2013" : `${num(peaks[i], 3)} GiB`));
+    return el("div", { class: "rank" }, el("span", { class: "num" },
+      `rank ${one.ranks[i]}`), el("div", { class: "track" }, spans.map((span) => block(one.ranks[i], span))),
+      el("span", { class: "num", title: "seconds in no phase, or with an engine that had nothing left to do" },
+        `${num(waits, 2)} s`),
+      el("span", { class: "num memory", title: "largest memory in use in the step",
+        style: { "--part": `${most ? (100 * (peaks[i] ?? 0)) / most : 0}%` } },
+        peaks[i] === null ? "\u2013" : `${num(peaks[i], 3)} GiB`));
   };
-  const marks = [0, 0.25, 0.5, 0.75, 1].map((part) => el("span", { style: { left: `${100 * part}%` } }, `${num(part * length, 2)} s`));
+  const marks = [0, 0.25, 0.5, 0.75, 1].map((part) =>
+    el("span", { style: { left: `${100 * part}%` } }, `${num(part * length, 2)} s`));
   return el("div", { class: "ranks" },
-    el("div", { class: "rank head" }, el("span", {}, ""), el("div", { class: "marks" }, marks), el("span", {}, "waits"), el("span", {}, "memory")),
+    el("div", { class: "rank head" }, el("span", {}, ""), el("div", { class: "marks" }, marks),
+      el("span", {}, "waits"), el("span", {}, "memory")),
     one.spans.map(row));
 }
 
 function phaseTable(one, length) {
   const phases = [...new Set(one.spans.flat().map((span) => span[0]))];
   const line = (phase) => {
-    const sums = one.spans.map((spans) => spans.filter((span) => span[0] === phase).reduce((sum, span) => sum + span[2] - span[1], 0));
-    const waits = one.spans.map((spans) => spans.filter((span) => span[0] === phase).reduce((sum, span) => sum + span[2] - span[1] - busyOf(span), 0));
-    const peaks = one.spans.map((spans) => largest(known(spans.filter((span) => span[0] === phase).map((span) => span[3]))));
+    const sums = one.spans.map((spans) => spans.filter((span) => span[0] === phase).reduce((sum, span) => sum +
+      span[2] - span[1], 0));
+    const waits = one.spans.map((spans) => spans.filter((span) => span[0] === phase).reduce((sum, span) => sum +
+      span[2] - span[1] - busyOf(span), 0));
+    const peaks = one.spans.map((spans) =>
+      largest(known(spans.filter((span) => span[0] === phase).map((span) => span[3]))));
     const [slowest, fullest] = [largest(sums), largest(known(peaks))];
-    return [el("th", { scope: "row" }, el("i", { class: "box", style: { "--own": `var(--${phaseColour(phase)})` } }), " ", shown(phase)), figure(mean(sums), 3),
-      figure(slowest, 3), `rank ${one.ranks[sums.indexOf(slowest)]}`, percent(mean(sums) / length), figure(largest(waits), 3),
-      figure(fullest, 3), fullest === null ? "" : `rank ${one.ranks[peaks.indexOf(fullest)]}`];
+    const who = (values, most) => (smallest(known(values)) === most ? "all alike" :
+      `rank ${one.ranks[values.indexOf(most)]}`);
+    return [el("th", { scope: "row" },
+      el("i", { class: "box", style: { "--own": `var(--${phaseColour(phase)})` } }), " ", shown(phase)),
+      figure(mean(sums), 3),
+      figure(slowest, 3), who(sums, slowest), percent(mean(sums) / length), figure(largest(waits), 3),
+      figure(fullest, 3), fullest === null ? "" : who(peaks, fullest)];
   };
-  return panel("Where the time went", table(["phase", "mean, s", "slowest, s", "", "of the step", "longest wait inside, s", "peak, GiB", ""], phases.map(line), { class: "figures" }));
+  return panel("Where the time went", table(["phase", "mean, s", "slowest, s", "", "of the step",
+    "longest wait inside, s", "peak, GiB", ""], phases.map(line), { class: "figures" }));
 }

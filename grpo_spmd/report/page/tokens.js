@@ -1,9 +1,11 @@
 "use strict";
-// A completion: its tokens coloured by a figure of each, the exact figures of one, turns of an episode, the row's columns.
+// A completion: its tokens coloured by a figure of each, the exact figures of one, turns of an episode, the row's
+// columns.
 
 // name: [head, what it is]. The scale's ends are those of the step where they can be, so that completions compare.
 const COLOURINGS = {
-  difference: ["engine / policy", "policy's logprob before the update less the engine's when it sampled: rounding, or something is wrong"],
+  difference: ["engine / policy",
+    "policy's logprob before the update less the engine's when it sampled: rounding, or something is wrong"],
   advantage: ["advantage", "what the loss multiplies"],
   logprob: ["logprob", "by the engine: the darker, the less likely the token was"],
   entropy: ["entropy", "of the policy's distribution over the next token, in nats"],
@@ -22,7 +24,8 @@ let colouring = "difference"; // stays from one completion to the next
 function valuesOf(name, rollout) {
   const tokens = rollout.tokens;
   if (!tokens || name === "none") return null;
-  if (name === "advantage") return tokens.advantage ?? (rollout.advantage === null ? null : tokens.ids.map(() => rollout.advantage));
+  if (name === "advantage") return tokens.advantage ?? (rollout.advantage === null ? null :
+    tokens.ids.map(() => rollout.advantage));
   if (name === "mask") return tokens.mask ?? tokens.ids.map(() => 1);
   return tokens[name] ?? null;
 }
@@ -52,9 +55,12 @@ function legendOf(name, limit, numKnown) {
   const scale = name === "mask" ? [el("span", { class: "masked" }, "struck"), " does not count"] :
     name === "logprob" ? [end(0), swatch(""), range.map((i) => swatch("plus" + i)), "\u2264 ", end(-limit)] :
     name === "entropy" ? [end(0), swatch(""), range.map((i) => swatch("plus" + i)), end(limit)] :
-    [end(-limit), range.toReversed().map((i) => swatch("minus" + i)), swatch(""), range.map((i) => swatch("plus" + i)), "+", end(limit)];
-  return el("p", { class: "legend" }, el("span", { class: "scale" }, scale), el("span", { class: "muted" }, COLOURINGS[name][1]),
-    ["difference", "advantage"].includes(name) && el("span", { class: "muted" }, "Full colour: the largest of the step."));
+    [end(-limit), range.toReversed().map((i) => swatch("minus" + i)), swatch(""), range.map((i) => swatch("plus" + i)),
+      "+", end(limit)];
+  return el("p", { class: "legend" }, el("span", { class: "scale" }, scale), el("span", { class: "muted" },
+    COLOURINGS[name][1]),
+    ["difference", "advantage"].includes(name) && el("span", { class: "muted" },
+      "Full colour: the largest of the step."));
 }
 
 function completionPanel(data, i, rollout) {
@@ -64,18 +70,25 @@ function completionPanel(data, i, rollout) {
   const choose = (name) => {
     colouring = name;
     drawTokens(data, rollout, body, legend, said);
-    buttons.querySelectorAll("button").forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.name === name)));
+    buttons.querySelectorAll("button").forEach((button) => button.setAttribute("aria-pressed",
+      String(button.dataset.name === name)));
   };
-  const buttons = el("div", { class: "bar", role: "group", "aria-label": "colour tokens by", id: "colourings" }, "colour by ",
-    Object.entries(COLOURINGS).map(([name, [head, what]]) => el("button", { "data-name": name, title: what, "aria-pressed": String(name === colouring), click: () => choose(name) }, head)));
+  const buttons = el("div", { class: "bar", role: "group", "aria-label": "colour tokens by", id: "colourings" },
+    "colour by ",
+    Object.entries(COLOURINGS).map(([name, [head, what]]) => el("button", { "data-name": name, title: what,
+      "aria-pressed": String(name === colouring), click: () => choose(name) }, head)));
   const prompt = asText(data.prompts[data.table.prompt[i]]);
   const result = panel(titleOf(data, i), figuresOf(data, i),
-    el("p", { class: "note" }, shown(own(WHYS, rollout.why) ?? asText(rollout.why)), ". ", linkTo({ view: "prompts", row: data.table.row[i], rollout: null }, "all steps of this prompt")),
+    el("p", { class: "note" }, shown(own(WHYS, rollout.why) ?? asText(rollout.why)), ". ",
+      linkTo({ view: "prompts", row: data.table.row[i], rollout: null }, "all steps of this prompt")),
     el("div", { class: "completion" },
       el("div", {}, el("details", { open: prompt.length < 1200 }, el("summary", {}, "prompt"), textBlock(prompt)),
-        rollout.tokens ? [buttons, legend, said] : el("p", { class: "note" }, "There are no tokens of this rollout."), body,
-        rollout.cut > 0 && el("p", { class: "note" }, `${num(rollout.cut)} further characters are not in this page.`), messagesOf(rollout)),
-      el("aside", {}, rewardsOf(rollout), columnsOf("columns of the row", rollout.columns), columnsOf("logged by rewards", rollout.extra), columnsOf("environment", rollout.environment))));
+        rollout.tokens ? [buttons, legend, said] : el("p", { class: "note" }, "There are no tokens of this rollout."),
+          body,
+        rollout.cut > 0 && el("p", { class: "note" },
+          `${num(rollout.cut)} further characters are not in this page.`), messagesOf(rollout)),
+      el("aside", {}, rewardsOf(rollout), columnsOf("columns of the row", rollout.columns),
+        columnsOf("logged by rewards", rollout.extra), columnsOf("environment", rollout.environment))));
   drawTokens(data, rollout, body, legend, said);
   return result;
 }
@@ -100,27 +113,35 @@ function drawTokens(data, rollout, body, legend, said) {
   const turns = rollout.turns.flatMap((turn) => {
     const from = at;
     if (turn.sampled) { at += turn.num_tokens; number += 1; }
-    const head = turn.sampled ? [`turn ${number}, sampled: ${num(turn.num_tokens)} tokens`, turn.reward === null || turn.reward === undefined ? null : [", reward ", figure(turn.reward)]] :
+    const head = turn.sampled ?
+      [`turn ${number}, sampled: ${num(turn.num_tokens)} tokens`,
+        turn.reward === null || turn.reward === undefined ? null : [", reward ", figure(turn.reward)]] :
       [`given: ${num(turn.num_tokens)} tokens`];
-    const text = turn.sampled && turn.pieces && rollout.tokens ? boxOf(turn.pieces, from) : textBlock(turn.pieces ? turn.pieces.join("") : asText(turn.text));
-    const cut = turn.segment === segment ? null : el("p", { class: "cut" }, `a new context begins (segment ${turn.segment + 1})`);
+    const text = turn.sampled && turn.pieces && rollout.tokens ? boxOf(turn.pieces, from) :
+      textBlock(turn.pieces ? turn.pieces.join("") : asText(turn.text));
+    const cut = turn.segment === segment ? null : el("p", { class: "cut" },
+      `a new context begins (segment ${turn.segment + 1})`);
     segment = turn.segment;
-    return [cut, el("div", { class: "turn " + (turn.sampled ? "sampled" : "given") }, el("p", { class: "turn-head" }, head), text)];
+    return [cut, el("div", { class: "turn " + (turn.sampled ? "sampled" : "given") }, el("p", { class: "turn-head" },
+      head), text)];
   });
   body.replaceChildren(...turns.filter(Boolean));
 }
 
 /** Tokens as one stop of the Tab key, through which the arrow keys lead. `from`: the place of the first among all. */
 function tokenBox(rollout, pieces, from, values, limit, said) {
-  const box = el("div", { class: "text tokens", tabindex: 0, role: "group", "aria-label": "tokens; the arrow keys lead through them" });
+  const box = el("div", { class: "text tokens", tabindex: 0, role: "group",
+    "aria-label": "tokens; the arrow keys lead through them" });
   const add = (first, last) => {
     for (let i = first; i < last; i++) {
-      const piece = el("span", { class: "t " + shadeOf(colouring, values?.[from + i], limit) + (pieces[i] === "" ? " nothing" : "") }, shown(pieces[i]));
+      const piece = el("span", { class: "t " + shadeOf(colouring, values?.[from + i], limit) +
+        (pieces[i] === "" ? " nothing" : "") }, shown(pieces[i]));
       piece.dataset.at = from + i;
       box.append(piece);
     }
     if (last < pieces.length) {
-      const more = el("button", { click: () => { more.remove(); add(last, pieces.length); } }, `show ${num(pieces.length - last)} further tokens`);
+      const more = el("button", { click: () => { more.remove(); add(last, pieces.length); } },
+        `show ${num(pieces.length - last)} further tokens`);
       box.append(more);
     }
   };
@@ -150,30 +171,39 @@ function tokenBox(rollout, pieces, from, values, limit, said) {
 
 function figuresOfToken(rollout, at, piece) {
   const { ids, logprob } = rollout.tokens;
-  const exact = (name, value) => (value === null || value === undefined ? null : el("span", {}, name + " ", el("b", { class: "num", "data-figure": name }, String(value))));
+  const exact = (name, value) => (value === null || value === undefined ? null : el("span", {}, name + " ",
+    el("b", { class: "num", "data-figure": name }, String(value))));
   const of = (name) => valuesOf(name, rollout)?.[at];
-  return el("span", { class: "figures-of-token" }, el("span", {}, `token ${at + 1} of ${ids.length} `, el("code", {}, shown(JSON.stringify(clip(piece, 40))))), exact("id", ids[at]), exact("logprob", logprob?.[at]),
+  return el("span", { class: "figures-of-token" },
+    el("span", {}, `token ${at + 1} of ${ids.length} `, el("code", {}, shown(JSON.stringify(clip(piece, 40))))),
+    exact("id", ids[at]), exact("logprob", logprob?.[at]),
     logprob?.[at] === undefined || logprob[at] === null ? null : exact("probability", num(Math.exp(logprob[at]), 3)),
-    exact("difference", of("difference")), exact("advantage", of("advantage")), exact("entropy", of("entropy")), of("mask") === 0 ? el("span", { class: "mark warning" }, "does not count") : null);
+    exact("difference", of("difference")), exact("advantage", of("advantage")), exact("entropy", of("entropy")),
+      of("mask") === 0 ? el("span", { class: "mark warning" }, "does not count") : null);
 }
 
 // ---- beside the text
 
 function rewardsOf(rollout) {
-  const rows = Object.entries(rollout.rewards ?? {}).map(([name, value]) => [shown(name), figure(value), statusMark(own(rollout.statuses, name) ?? "ok")]);
+  const rows = Object.entries(rollout.rewards ?? {}).map(([name, value]) => [shown(name), figure(value),
+    statusMark(own(rollout.statuses, name) ?? "ok")]);
   return rows.length ? [el("h3", {}, "rewards"), table(["name", "reward", "status"], rows)] : null;
 }
 
 function columnsOf(title, columns) {
   const given = Object.entries(columns ?? {});
   if (!given.length) return null;
-  return [el("h3", {}, title), el("dl", {}, given.flatMap(([name, value]) => [el("dt", {}, shown(name)), el("dd", {}, textBlock(typeof value === "object" && value ? JSON.stringify(value, null, 1) : asText(value)))]))];
+  return [el("h3", {}, title),
+    el("dl", {}, given.flatMap(([name, value]) => [el("dt", {}, shown(name)),
+    el("dd", {}, textBlock(typeof value === "object" && value ? JSON.stringify(value, null, 1) : asText(value)))]))];
 }
 
 /** What the environment's protocol made of it: messages by role. */
 function messagesOf(rollout) {
   if (!rollout.messages?.length) return null;
-  const message = (one) => el("div", { class: "turn " + (one.role === "assistant" ? "sampled" : "given") }, el("p", { class: "turn-head" }, shown(asText(one.role))), textBlock(asText(one.content)),
-    Object.entries(one).filter(([name]) => !["role", "content"].includes(name)).map(([name, value]) => [el("p", { class: "turn-head" }, shown(name)), textBlock(JSON.stringify(value, null, 1))]));
+  const message = (one) => el("div", { class: "turn " + (one.role === "assistant" ? "sampled" : "given") },
+    el("p", { class: "turn-head" }, shown(asText(one.role))), textBlock(asText(one.content)),
+    Object.entries(one).filter(([name]) => !["role", "content"].includes(name)).map(([name, value]) =>
+      [el("p", { class: "turn-head" }, shown(name)), textBlock(JSON.stringify(value, null, 1))]));
   return el("details", {}, el("summary", {}, `${rollout.messages.length} messages`), rollout.messages.map(message));
 }
