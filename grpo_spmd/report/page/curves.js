@@ -1,6 +1,6 @@
 "use strict";
 // Curves over steps, drawn by uPlot. All share the cursor and the zoom; a click opens the step. The first run is drawn
-// solid, further ones dashed.
+// solid, further ones dashed, each in its own way.
 
 const PHASES = ["weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint"];
 const phaseColour = (phase) => "c" + (PHASES.includes(phase) ? PHASES.indexOf(phase) : 7);
@@ -28,6 +28,10 @@ const CHARTS = [
   { title: "samples a second", keys: ["throughput/samples_per_s"] },
   { title: "waiting for the slowest", keys: ["rollout/tail_waste_frac", "batching/rank_cost_spread_frac"] },
   { title: "memory by phase, peak GiB", keys: /^memory\/.+\/peak_gib$/ },
+  { title: "memory by phase, allocated GiB", keys: /^memory\/.+\/allocated_gib$/ },
+  { title: "memory by phase, reserved GiB", keys: /^memory\/.+\/reserved_gib$/ },
+  { title: "memory by phase, used by the driver, GiB", keys: /^memory\/.+\/driver_used_gib$/ },
+  { title: "memory by phase, of others, GiB", keys: /^memory\/.+\/other_gib$/ },
   { title: "memory after the engine's sleep, GiB", keys: /^memory\/(sleep|host)\// },
   { title: "how episodes ended", keys: /^episode\/.+_frac$/ },
   { title: "turns of an episode", keys: /^episode\/(turns|segments)_mean$/ },
@@ -107,6 +111,7 @@ async function fillCharts(host, titles, isCurrent = () => true) {
 }
 
 const HEIGHT = 150;
+const DASHES = [undefined, [5, 3], [2, 2], [8, 2, 2, 2]];
 function fit(plot, card) {
   const width = card.clientWidth - 16;
   if (width > 0 && width !== plot.width) plot.setSize({ width, height: HEIGHT });
@@ -142,7 +147,7 @@ function draw(card, chart) {
     label: clip(names[chart.keys.indexOf(line.key)], 48).replace(ODD, "\ufffd") +
       (main.runs.length > 1 && !chart.stacked ? ` (${clip(main.runs[line.run].name, 16)})` : ""),
     stroke: () => colour(colourOf(line)), fill: chart.stacked ? () => colour(colourOf(line)) : undefined,
-    width: chart.stacked ? 0 : 1.25, dash: line.run ? [5, 3] : undefined, points: { show: data[0].length < 40 ||
+    width: chart.stacked ? 0 : 1.25, dash: DASHES[line.run % DASHES.length], points: { show: data[0].length < 40 ||
       chart.evaluation, size: 4 },
     value: (plot, value, series, at) => (at === null || at === undefined ? "" : num(raw[i][at])),
   });
@@ -175,9 +180,12 @@ function draw(card, chart) {
 /** On a scale of many decades, lines and figures at its decades alone. */
 const decades = (data) => {
   const all = data.slice(1).flat().filter((value) => value > 0);
-  if (largest(all) / smallest(all) < 100) return {};
-  const filter = (plot, splits) => splits.map((value) => (Number.isInteger(Math.round(1e6 * Math.log10(value)) / 1e6) ?
-    value : null));
+  const number = Math.log10(largest(all) / smallest(all));
+  if (number < 2) return {};
+  const every = Math.ceil(number / 5);
+  const isShown = (power) => Number.isInteger(power) && power % every === 0;
+  const powerOf = (value) => Math.round(1e6 * Math.log10(value)) / 1e6;
+  const filter = (plot, splits) => splits.map((value) => (isShown(powerOf(value)) ? value : null));
   return { filter, grid: { stroke: () => colour("line"), width: 1, filter } };
 };
 

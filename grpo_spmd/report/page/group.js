@@ -64,9 +64,10 @@ function groupPanel(data, places, chosen) {
     "aria-current": i === chosen ? "true" : null },
     `sample ${data.table.sample[i]}: `, figure(data.table.reward[i], 3), `, ${num(data.table.tokens[i])} tokens`);
   return panel(`Group ${data.table.position[chosen]}: ${places.length} samples, mean reward ${num(mean(rewards), 3)}`,
-    withText.length > 1 && el("p", { class: "note" }, "Marked: the first token that differs from ",
-      el("b", {}, `sample ${data.table.sample[reference]}`), ", the opened one; in it, where the first of the " +
-        "others leaves it."),
+    withText.length > 1 && el("p", { class: "note" },
+      first === null ? "All that are here are the same as " : "Marked: the first token that differs from ",
+      el("b", {}, `sample ${data.table.sample[reference]}`),
+      first === null ? "." : ", the opened one; in it, where the first of the others leaves it."),
     el("div", { class: "cards" }, withText.map(card)), without.length > 0 && el("p", { class: "chips" },
       "without text: ", without.map(chip)));
 }

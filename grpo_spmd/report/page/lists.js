@@ -62,15 +62,18 @@ function showConfig(content) {
   const find = el("input", { type: "search", placeholder: "key or value", "aria-label": "keys that contain",
     input: () => draw() });
   const body = el("div");
+  const isSet = el("input", { type: "checkbox", change: () => draw() });
+  const isDefault = (source) => !source || source === "default";
   const draw = () => body.replaceChildren(table(["key", "value", "from"],
-    run.config.filter(([key, value]) => `${key} ${asText(value)}`.toLowerCase().includes(find.value.toLowerCase()))
+    run.config.filter(([key, value, source]) => !(isSet.checked && isDefault(source)) &&
+      `${key} ${asText(value)}`.toLowerCase().includes(find.value.toLowerCase()))
     .map(([key, value, source]) => [el("code", {}, shown(key)), textBlock(asText(value)),
-      source ? shown(asText(source)) : el("span", { class: "muted" }, "default")]), { class: "config" }));
+      isDefault(source) ? el("span", { class: "muted" }, "default") : shown(asText(source))]), { class: "config" }));
   draw();
   const versions = Object.entries(run.versions ?? {}).map(([name, value]) =>
     [shown(name), shown(asText(value) || "\u2013")]);
   content.append(el("div", { id: "config" }, differences(), el("div", { class: "columns" },
-    panel("Config", el("p", { class: "bar" }, find), body),
+    panel("Config", el("p", { class: "bar" }, find, el("label", {}, isSet, " without defaults")), body),
     el("div", {}, panel("Made by", el("p", {}, el("code", {}, shown(asText(run.folder))))),
       panel("Versions", versions.length ? table(["package", "version"], versions) : null),
       run.launches.toReversed().map(launchPanel),

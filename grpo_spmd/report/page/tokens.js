@@ -107,7 +107,11 @@ function drawTokens(data, rollout, body, legend, said) {
   const boxOf = (pieces, from) => tokenBox(rollout, pieces, from, values, limit, said);
   if (!rollout.turns?.length) {
     const isPlain = !hasPieces(rollout);
-    return void body.replaceChildren(isPlain ? textBlock(asText(rollout.completion)) : boxOf(rollout.tokens.pieces, 0));
+    if (!isPlain) return void body.replaceChildren(boxOf(rollout.tokens.pieces, 0));
+    body.replaceChildren(textBlock(asText(rollout.completion)));
+    if (rollout.tokens) body.append(el("h3", {}, "its tokens by their ids: the run's tokenizer is not known"),
+      boxOf(rollout.tokens.ids.map((id) => id + " "), 0));
+    return;
   }
   let at = 0, number = 0, segment = rollout.turns[0].segment;
   const turns = rollout.turns.flatMap((turn) => {

@@ -8,7 +8,7 @@ const levelMark = (level) =>
     own(LEVELS, level) ?? "!");
 
 function showVerdict(content) {
-  if (content.querySelector("#verdict")) return; // a step's change changes nothing here
+  if (content.querySelector("#verdict")) return markStep();
   const runs = main.runs.map((run, i) => el("div", { class: "verdict" }, headOf(run, i),
     el("div", { class: "columns" }, findingsOf(run, i), checksOf(run))));
   const charts = el("div", { class: "charts four" });
@@ -70,7 +70,7 @@ function checksOf(run) {
       el("th", { scope: "row" }, shown(clip(asText(check.name), 300)), check.text && el("p", { class: "small" },
         shown(clip(asText(check.text), 2000)))),
       el("td", { class: "num" }, shown(clip(asText(check.value), 300))), el("td", { class: "num muted" }, check.bound ?
-        ["\u2264 ", shown(clip(asText(check.bound), 300))] : ""),
+        [/^[-+.\d]/.test(check.bound) ? "\u2264 " : "", shown(clip(asText(check.bound), 300))] : ""),
       el("td", {}, bar));
   };
   return panel("Checks", run.checks.length ? el("div", { class: "wide" }, el("table", { class: "checks" },
