@@ -35,7 +35,8 @@ class Pieces:
                 for i, pair in enumerate(vocabulary)
                 if isinstance(pair, list) and pair and isinstance(pair[0], str)
             }
-        if not isinstance(vocabulary, dict) or not (kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}):
+        is_known = kinds & {"ByteLevel", "ByteFallback", "Metaspace", "Replace"} or kinds == {"Fuse"}  # as it is
+        if not isinstance(vocabulary, dict) or not is_known:
             raise ValueError("this kind of tokenizer is not known")
         self._is_byte_level = "ByteLevel" in kinds
         tokens = {i: token for token, i in vocabulary.items() if type(i) is int and isinstance(token, str)}

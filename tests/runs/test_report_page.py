@@ -3,16 +3,20 @@ curve to a token by mouse and keys. Also of texts that want to be more than text
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.browser import Browser, Page
 from tests.support.made_chunks import HOSTILE, MadeRun, hostile_run, made_page
+from tests.support.processes import run_command
 
 VIEWS = ("verdict", "curves", "timeline", "rollouts", "prompts", "config")
 RUNS = {
@@ -501,4 +505,49 @@ def test_a_link_to_what_is_not_there_shows_what_is(browser: Browser, pages: dict
         page.go("#view=rollouts&step=40&rollout=1/77")
         assert "has no rollout 1/77" in page.text("#detail")
         page.go("#view=curves&metric=constructor")
+        _assert_quiet(page)
+
+
+@pytest.mark.parametrize("which", ["plain_run", "elaborate_run"])
+def test_a_real_runs_page_is_its_metrics_and_its_dump(
+    which: str, browser: Browser, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """By the command, from what a run left; beside it the lines of the run's files, read here by themselves."""
+    run_dir = request.getfixturevalue(which) / "run"
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    out = tmp_path / "report.html"
+    command = [sys.executable, "-m", "grpo_spmd.report", str(run_dir), "--out", str(out)]
+    assert run_command(command).returncode == 0
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    metrics = {line["step"]: line for line in lines if not any(key.startswith("eval/") for key in line)}
+    step = max(metrics)
+    dump = [json.loads(line) for line in (run_dir / f"rollouts/step_{step:06}.jsonl").read_text().splitlines()]
+    dump.sort(key=lambda line: (line["position"], line["sample"]))
+    with browser.open(out, f"#view=curves&step={step}") as page:
+        drawn = page.value("Object.fromEntries(charts.flatMap((chart) => chart.keys.map((key) => [key, true])))")
+        assert metrics[step].keys() - drawn.keys() <= {"step", "time/unix_s", "time/wall_s"}  # each has its curve
+        legends = dict(page.each(".u-series", "[...e.cells].map((cell) => cell.textContent)"))
+        for key in ("reward/mean", "loss/entropy", "optim/grad_norm", "time/step_s"):  # each alone in its chart
+            assert _number(legends[key]) == pytest.approx(metrics[step][key], rel=1e-2), key
+            assert _number(legends[key]) == _rounded(metrics[step][key]), key
+        page.go(f"#view=rollouts&step={step}")
+        expected = [(line["row"], line["position"], line["sample"], len(line["completion_ids"])) for line in dump]
+        assert [(int(row[0]), int(row[1]), int(row[2]), int(row[5])) for row in _table(page)] == expected
+        assert [_number(row[3]) for row in _table(page)] == [_rounded(line["reward"]) for line in dump]
+        one = next(line for line in dump if line["completion"] and line["advantage"])
+        page.go(f"#view=rollouts&step={step}&rollout={one['position']}/{one['sample']}")
+        pieces = page.each("#tokens .t", "e.textContent")
+        assert len(pieces) == len(one["completion_ids"])
+        assert "".join(pieces).startswith(one["completion"])  # what follows is the end-of-sequence token
+        page.click("#tokens .t", 0)
+        figures = dict(page.each("#said [data-figure]", "[e.dataset.figure, e.textContent]"))
+        logprobs = np.frombuffer(base64.b64decode(one["rollout_logprobs"]), "<f4")
+        assert int(figures["id"]) == one["completion_ids"][0]
+        assert float(figures["logprob"]) == pytest.approx(float(logprobs[0]), abs=6e-4)
+        assert float(figures["advantage"]) == pytest.approx(one["advantage"], rel=1e-4)
+        assert abs(float(figures["difference"])) < 1e-4  # float32 on a CPU: rounding
+        for view in VIEWS:
+            page.go(f"#view={view}")
+            assert page.value("document.querySelector('.note.bad')") is None
         _assert_quiet(page)

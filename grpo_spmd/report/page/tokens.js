@@ -195,11 +195,12 @@ function rewardsOf(rollout) {
 }
 
 function columnsOf(title, columns) {
-  const given = Object.entries(columns ?? {});
+  const given = Object.entries(columns ?? {}).filter(([, value]) => value !== null);
   if (!given.length) return null;
+  const short = (value) => (JSON.stringify(value).length < 80 ? JSON.stringify(value) : JSON.stringify(value, null, 1));
   return [el("h3", {}, title),
     el("dl", {}, given.flatMap(([name, value]) => [el("dt", {}, shown(name)),
-    el("dd", {}, textBlock(typeof value === "object" && value ? JSON.stringify(value, null, 1) : asText(value)))]))];
+    el("dd", {}, textBlock(typeof value === "object" ? short(value) : asText(value)))]))];
 }
 
 /** What the environment's protocol made of it: messages by role. */

@@ -69,12 +69,12 @@ function checksOf(run) {
     return el("tr", { title: asText(check.text) || null }, el("td", {}, levelMark(check.level)),
       el("th", { scope: "row" }, shown(clip(asText(check.name), 300)), check.text && el("p", { class: "small" },
         shown(clip(asText(check.text), 2000)))),
-      el("td", { class: "num" }, shown(clip(asText(check.value), 300))), el("td", { class: "num muted" }, check.bound ?
-        [/^[-+.\d]/.test(check.bound) ? "\u2264 " : "", shown(clip(asText(check.bound), 300))] : ""),
-      el("td", {}, bar));
+      el("td", { class: "num" }, shown(clip(asText(check.value), 300)), bar),
+      el("td", { class: "num muted" }, check.bound ?
+        [/^[-+.\d]/.test(check.bound) ? "\u2264 " : "", shown(clip(asText(check.bound), 300))] : ""));
   };
   return panel("Checks", run.checks.length ? el("div", { class: "wide" }, el("table", { class: "checks" },
-    el("thead", {}, el("tr", {}, ["", "check", "worst so far", "bound", "of its bound"].map((head) =>
+    el("thead", {}, el("tr", {}, ["", "check", "worst so far", "bound"].map((head) =>
       el("th", { scope: "col" }, head)))),
     el("tbody", {}, run.checks.map(row)))) : el("p", { class: "note" }, "No check has run."));
 }
