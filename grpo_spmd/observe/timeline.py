@@ -5,7 +5,6 @@ to it: of a step that was made twice the last line counts."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -92,9 +92,8 @@ class TimelineFile:
         if self._file is None:
             return
         ranks = shown_ranks([float(numbers[:, 4].clip(0).sum()) for numbers in of_ranks])
-        spans = [[_span(*row) for row in of_ranks[rank].tolist()] for rank in ranks]
-        line = Timeline(step, round(unix_s, 3), world_size, ranks, spans)
-        self._file.write(json.dumps(vars(line)))
+        line = Timeline(step, round(unix_s, 3), world_size, ranks, [_spans(of_ranks[rank]) for rank in ranks])
+        self._file.write(msgspec.json.encode(line).decode())
 
     def close(self) -> None:
         if self._file is not None:
@@ -110,9 +109,12 @@ def shown_ranks(busy: Sequence[float]) -> list[int]:
     return sorted(evenly | {int(np.argmin(busy)), int(np.argmax(busy))})
 
 
-def _span(phase: int, start: int, end: int, peak: int, busy: int) -> Span:
-    seconds = None if busy < 0 else busy / 1000
-    return Span(PHASES[phase], start / 1000, end / 1000, None if peak < 0 else round(peak / 1024, 3), seconds)
+def _spans(numbers: _Numbers) -> list[Span]:
+    rows = (numbers / (1, 1000, 1000, 1024, 1000)).round(3).tolist()
+    return [
+        Span(PHASES[int(phase)], start, end, None if peak < 0 else peak, None if busy < 0 else busy)
+        for phase, start, end, peak, busy in rows
+    ]
 
 
 def read_timeline(run_dir: Path, steps: Collection[int] | None = None) -> dict[int, Timeline]:

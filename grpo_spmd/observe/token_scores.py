@@ -1,7 +1,7 @@
 """token_scores/step_N.jsonl: of each token that was trained on, how far engine and policy were apart, and the policy's
 entropy, both before the step's first update; a line a rollout, beside its dump. Imports no torch.
 
-A line is {"rollout_id", "difference", "entropy", "difference_mean", "difference_max"}, with "advantages" where these
+A line is {"rollout_id", "difference_mean", "difference_max", "difference", "entropy"}, with "advantages" where these
 differ from token to token, and "loss_mask" where a token does not count. Values of tokens are base64 of little-endian
 float16 (of the mask a byte, 0 or 1), one a sampled token, in the order of the dump's `completion_ids`. A rollout that
 was not trained on has no line, nor one that nobody scored before the first update (`loss.old_logprobs: engine`, from
@@ -13,7 +13,7 @@ import base64
 import binascii
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,39 +86,48 @@ class KeptScores:
         rows = ((s - m.rollout_logprobs, e, m.advantages, m.loss_mask, m.sequence_index) for m, s, e in kept)
         columns = [torch.stack([each.float() for each in row]) for row in rows]
         values = torch.cat(columns, dim=1).cpu().numpy()  # float32 has the places of 2^24 rollouts in a row
-        lines, end = dict[int, bytes](), 0
-        for micro_batch, scored, _ in kept:
-            begin, end = end, end + len(scored)
-            counts = np.bincount(values[4, begin:end].astype(np.int64), minlength=len(micro_batch.rollout_ids))
-            of_rollouts = np.split(values[:4, begin:end], counts.cumsum()[:-1], axis=1)
-            for rollout_id, of_rollout in zip(micro_batch.rollout_ids, of_rollouts, strict=True):
-                lines[rollout_id] = _line(rollout_id, *of_rollout)
-        return [lines[rollout_id] for rollout_id in sorted(lines)]
+        places = np.concatenate([[0], values[4]])
+        begins = np.flatnonzero((places[1:] != places[:-1]) | _first_of([len(scored) for _, scored, _ in kept]))
+        ids = [rollout_id for m, _, _ in kept for rollout_id in m.rollout_ids]  # each has tokens, one behind the other
+        lines = zip(ids, _lines(ids, begins, *values[:4]), strict=True)
+        return [line for _, line in sorted(lines)]
 
 
-def _line(rollout_id: int, difference: _Floats, entropy: _Floats, advantages: _Floats, loss_mask: _Floats) -> bytes:
-    size = np.abs(difference)
-    values: dict[str, Any] = {
-        "rollout_id": rollout_id,
-        "difference": _packed(difference),
-        "entropy": _packed(entropy),
-        "difference_mean": float(size.mean(dtype=np.float64)),
-        "difference_max": float(size.max()),
-    }
-    if (advantages != advantages[0]).any():
-        values["advantages"] = _packed(advantages)
-    if not loss_mask.all():
-        values["loss_mask"] = _base64(loss_mask.astype(np.uint8).tobytes())
-    return _ENCODER.encode(values)  # what is not finite becomes null
+def _first_of(lengths: Sequence[int]) -> npt.NDArray[np.bool_]:
+    """Of places in parts of these lengths, one behind the other, whether they are a part's first."""
+    is_first = np.zeros(sum(lengths), np.bool_)
+    is_first[np.cumsum([0, *lengths[:-1]])] = True
+    return is_first
 
 
-def _packed(values: _Floats) -> str:
+def _lines(
+    ids: Sequence[int],
+    begins: npt.NDArray[np.int64],
+    difference: _Floats,
+    entropy: _Floats,
+    advantages: _Floats,
+    loss_mask: _Floats,
+) -> Iterator[bytes]:
+    """Of rollouts that begin at these places. Over all tokens at once: a rollout may have very few."""
+    size, ends = np.abs(difference), np.append(begins[1:], len(difference))
+    means = np.add.reduceat(size, begins, dtype=np.float64) / (ends - begins)
+    differ = np.maximum.reduceat(advantages, begins) != np.minimum.reduceat(advantages, begins)
+    masked = np.minimum.reduceat(loss_mask, begins) == 0
     with np.errstate(over="ignore"):  # beyond 65504 it is infinite
-        return _base64(values.astype("<f2").tobytes())
-
-
-def _base64(content: bytes) -> str:
-    return binascii.b2a_base64(content, newline=False).decode("ascii")
+        halves = [values.astype("<f2").tobytes() for values in (difference, entropy, advantages)]
+    mask = loss_mask.astype(np.uint8).tobytes()
+    columns = means, np.maximum.reduceat(size, begins), differ, masked, begins, ends
+    for rollout_id, mean, largest, has_own, is_masked, begin, end in zip(
+        ids, *(c.tolist() for c in columns), strict=True
+    ):
+        packed = [
+            binascii.b2a_base64(half[2 * begin : 2 * end], newline=False).decode() for half in halves[: 2 + has_own]
+        ]
+        values = dict(zip(("difference", "entropy", "advantages"), packed, strict=False))
+        if is_masked:
+            values["loss_mask"] = binascii.b2a_base64(mask[begin:end], newline=False).decode()
+        # what is not finite becomes null
+        yield _ENCODER.encode({"rollout_id": rollout_id, "difference_mean": mean, "difference_max": largest, **values})
 
 
 def read_token_scores(run_dir: Path, step: int) -> dict[int, TokenScores]:
