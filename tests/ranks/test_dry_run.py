@@ -174,6 +174,7 @@ def test_a_whole_run_sleeps_wakes_evaluates_and_measures(results: Results) -> No
     assert of["told"] == ["sleep 2", *step, *step, "wake weights", "wake kv_cache"]  # the last to evaluate
     lines = [line for line in of["lines"] if "time/step_s" in line]
     assert len(lines) == 2
+    assert of["scored"] == [4, 4]  # of each rollout the scores, copied from the device
     evaluations = [line["eval/held/mean"] for line in of["lines"] if "time/step_s" not in line]
     assert len(evaluations) == 3
     assert None not in evaluations

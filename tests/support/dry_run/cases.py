@@ -36,6 +36,7 @@ from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
+from grpo_spmd.observe.token_scores import read_token_scores
 from grpo_spmd.preflight.checks import check_inputs
 from grpo_spmd.records import RolloutBatch, SyncStats
 from tests.support.checkpoints import checkpoints_of
@@ -275,7 +276,8 @@ class Trials:
         with patch.object(dist, "init_process_group", _fake_group):
             assert loop.train(config, check_inputs(config, num_ranks=1))
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        return {"lines": lines, "told": StandInLLM.last.calls}
+        scored = [len(read_token_scores(run_dir, step)) for step in (1, 2)]
+        return {"lines": lines, "told": StandInLLM.last.calls, "scored": scored}
 
 
 class _Holder:
