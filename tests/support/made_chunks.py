@@ -144,7 +144,7 @@ class MadeRun:
         }
 
     def _findings(self) -> list[dict[str, Any]]:
-        found = [
+        found: list[dict[str, Any]] = [
             {
                 "level": "warning",
                 "title": "more groups are all alike",
