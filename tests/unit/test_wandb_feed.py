@@ -79,7 +79,19 @@ def test_a_tracker_that_fails_costs_no_line_and_no_time(
     assert ("did not finish within" if "hangs" in how else "W&B is off from here on") in caplog.text
     if how.startswith("log"):
         assert [line["step"] for line in told(fake, "log")] == [0]
-    # Started again with a tracker that works, nothing is missing there.
+    # Started again with a tracker that works, nothing is missing there. What it was given seconds before it failed it
+    # may have lost, and gets once more.
+    before = told(fake, "log")
+    monkeypatch.setenv("FAKE_WANDB", "")
+    sys.modules.pop("wandb", None)
+    run(config, range(100, 102))
+    assert [line["step"] for line in told(fake, "log")[len(before) :]] == list(range(102))
+
+
+def test_what_has_settled_is_not_sent_again(config: Config, fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_WANDB", "finish hangs")
+    monkeypatch.setattr(WandbRun, "settles_s", 0.0)
+    run(config, range(100), finish_s=1.5)
     monkeypatch.setenv("FAKE_WANDB", "")
     sys.modules.pop("wandb", None)
     run(config, range(100, 102))
