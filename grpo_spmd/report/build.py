@@ -27,7 +27,8 @@ from grpo_spmd.report.settings import config_differences
 from grpo_spmd.report.steps import Cost, StepResult, StepTask, cost_of, make_step
 
 _PAGE_BYTES = 18_500_000  # of the file
-_READING_S, _PATIENT_S = 13.0, 20.0  # of all dumps; of a process that was asked to be nice, for which nobody waits
+# After which no further dump is read; in a process that was asked to be nice, for which nobody waits.
+_READING_S, _PATIENT_S = 14.0, 20.0
 _SHELL_BYTES, _PROMPTS_BYTES = 250_000, 150_000
 _PROBED = 3  # steps, for what rollouts take in the page
 _MOST_ROOM = 1_500_000  # bytes of the rollouts of a step, compressed
@@ -53,12 +54,12 @@ def build_page(runs: Sequence[RecordedRun], out: Path) -> None:
 
 def _chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
     """The steps of each run as they come, and what is known of all of them last."""
-    seconds = _PATIENT_S if os.nice(0) >= _IS_NICE else _READING_S
-    overviews = [overview(run) for run in runs]
+    began, seconds = time.monotonic(), _PATIENT_S if os.nice(0) >= _IS_NICE else _READING_S
+    overviews = [overview(run, len(runs)) for run in runs]
     sizes = [len(zlib.compress(json_bytes(of_run), 1)) for of_run in overviews]
     left = _PAGE_BYTES * 3 // 4 - _SHELL_BYTES - sum(sizes) - _PROMPTS_BYTES * len(runs)
     for number, (run, of_run) in enumerate(zip(runs, overviews, strict=True)):
-        until = time.monotonic() + seconds / len(runs)
+        until = began + seconds * (number + 1) / len(runs)
         plan = plan_of(run, max(0, left) // len(runs), until)
         results = []
         for result in _made(plan.tasks, until):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,8 +24,9 @@ from grpo_spmd.observe.rollout_files import dumped_steps
 from grpo_spmd.untrusted import UntrustedError, open_regular, read_json
 
 REPORTS = "failure.txt", "hang.txt"
-_MOST_LINES = 24_000  # of metrics in memory, 10 KB each; of a longer run every second step, every fourth and so on
-_MOST_METRICS, _LONGEST_NAME = 1_000, 200  # of a line; characters
+# Of metrics in memory, 100 bytes each value; of a longer run every second step, every fourth and so on.
+_MOST_LINES, _MOST_VALUES = 24_000, 3_000_000
+_MOST_METRICS, _LONGEST_NAME = 1_000, 200  # of all lines; characters
 _LONGEST_CONFIG, _LONGEST_VALUE = 1 << 20, 4_000  # bytes; characters
 _LONGEST_REPORT, _REPORT_TAIL = 100_000, 1 << 24  # characters of a report; bytes of its file, which keeps earlier ones
 _MOST_LAUNCHES = 1_000
@@ -122,9 +122,9 @@ def _plain(value: Any) -> Any:
 
 
 def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Lines of steps and of evaluations. A line's keys are the same objects in all lines: half of the memory."""
+    """Lines of steps and of evaluations. A metric's name is the same object in all lines: half of the memory."""
     found: tuple[dict[int, dict[str, Any]], ...] = {}, {}
-    strides, newest = [1, 1], [-1, -1]
+    strides, newest, names = [1, 1], [-1, -1], dict[str, str]()
     for line in read_lines(path):
         kind, step = int(is_evaluation(line.metrics)), line.metrics["step"]
         if not 0 <= step < 2**53:
@@ -133,8 +133,8 @@ def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
         if newest[kind] % strides[kind] and newest[kind] != step:
             of_kind.pop(newest[kind], None)  # it was only kept for being the last
         newest[kind] = step
-        of_kind[step] = {"step": step, **_numbers(line.metrics)}
-        if len(of_kind) > _MOST_LINES:
+        of_kind[step] = {"step": step, **_numbers(line.metrics, names)}
+        if len(of_kind) > min(_MOST_LINES, _MOST_VALUES // max(100, len(names))):
             strides[kind] *= 2
             for other in [other for other in of_kind if other % strides[kind] and other != step]:
                 del of_kind[other]
@@ -142,15 +142,15 @@ def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
     return steps, evaluations
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float | int | None]:
+def _numbers(metrics: Mapping[str, Any], names: dict[str, str]) -> dict[str, float | int | None]:
+    """The finite numbers of a line, and None for others; `names`: those of all lines so far."""
     kept: dict[str, float | int | None] = {}
     for name, value in metrics.items():
         is_number = type(value) is float or (type(value) is int and abs(value) < 2**63)
         if name == "step" or len(name) > _LONGEST_NAME or not (is_number or value is None):
             continue
-        kept[sys.intern(name)] = value if value is not None and math.isfinite(value) else None
-        if len(kept) >= _MOST_METRICS:
-            break
+        if name in names or len(names) < _MOST_METRICS:
+            kept[names.setdefault(name, name)] = value if value is not None and math.isfinite(value) else None
     return kept
 
 

@@ -251,3 +251,10 @@ def test_runs_of_one_name_are_named_apart(tmp_path: Path) -> None:
     assert [run.name for run in named_apart([read_run(folder) for folder in folders])] == ["a/run", "b/run"]
     twice = named_apart([read_run(folders[0]), read_run(folders[0])])
     assert [run.name for run in twice] == ["run (1)", "run (2)"]
+
+
+def test_a_line_of_many_metrics_has_a_bound(tmp_path: Path) -> None:
+    make_run(tmp_path, ({"step": step, **{f"{step}/{i}": 1.0 for i in range(400)}} for step in range(1, 20)))
+    run = read_run(tmp_path)
+    assert len({key for line in run.steps for key in line}) == 1_000 + 1  # with "step"
+    assert len(run.steps) == 19

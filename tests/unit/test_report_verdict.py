@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_spmd.report.run import read_run
@@ -184,3 +185,11 @@ def test_the_check_that_stopped_a_run_is_broken(why: str, name: str, tmp_path: P
     found = _checked(tmp_path, healthy(40), launch=LAUNCH | {"outcome": "failed", "why": why})
     assert [check.name for check in found.values() if check.level != "ok"] == [name]
     assert found[name].value == "broken"
+
+
+def test_a_reward_that_only_jumps_about_does_not_fall(tmp_path: Path) -> None:
+    for seed in range(10):
+        rng, lines = np.random.default_rng(seed), healthy(STEPS, seed)
+        for line in lines:
+            line |= {"reward/mean": 0.4 + 0.3 * rng.normal(), "reward/std": 0.1}
+        assert [found.title for found in _found(tmp_path, lines)] == ["nothing stands out"], seed
