@@ -167,7 +167,7 @@ EPISODES = {
 LOOKING = {
     "observe/timeline.py": 165,
     "observe/token_scores.py": 195,
-    "observe/tokenizer_file.py": 75,
+    "observe/tokenizer_file.py": 50,
     "observe/trackers": 600,
     "report": 2600,
     "observe/followers.py": 95,

@@ -40,7 +40,7 @@ from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
 from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.observe.token_scores import KeptScores, read_token_scores
-from grpo_spmd.observe.tokenizer_file import read_tokenizer, save_tokenizer
+from grpo_spmd.observe.tokenizer_file import save_tokenizer
 from grpo_spmd.records import MicroBatch, Rollout, RolloutBatch, Segment
 from tests.support.dumps import scored as read
 from tests.support.models import make_model
@@ -413,9 +413,13 @@ def a_tokenizer(*words: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
+def read_tokenizer(folder: Path) -> Any:
+    """As anybody reads it."""
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
 def test_the_runs_tokenizer_is_written_once(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    assert read_tokenizer(tmp_path) is None
     save_tokenizer(tmp_path, a_tokenizer("why", "\u00e4h"))
     assert read_tokenizer(tmp_path).encode("\u00e4h").ids == [2]
     assert read_tokenizer(tmp_path).decode([1, 2]) == "why \u00e4h"
@@ -437,31 +441,18 @@ def test_where_the_tokenizer_should_be_nothing_is_followed_or_waited_for(
     mine = tmp_path / "mine"
     mine.write_text("mine")
     for number, name in enumerate(("tokenizer.json", "tokenizer.json.tmp")):
-        for make in (os.mkfifo, lambda path: path.symlink_to(mine)):
+        for make in (lambda path: path.symlink_to(mine), os.mkfifo):
             folder = tmp_path / f"{number}_{make.__name__}"
             folder.mkdir()
             make(folder / name)
-            if name == "tokenizer.json":
-                with pytest.raises(ConfigError, match=r"tokenizer\.json is a .*, and not a regular file"):
-                    read_tokenizer(folder)
             save_tokenizer(folder, a_tokenizer("why"))
             assert read_tokenizer(folder).encode("why").ids == [1]
             assert [path.name for path in folder.iterdir()] == ["tokenizer.json"]
             assert not (folder / "tokenizer.json").is_symlink()
-    assert mine.read_text() == "mine"
+            assert mine.read_text() == "mine"
     (tmp_path / "tokenizer.json").mkdir()
     save_tokenizer(tmp_path, a_tokenizer("why"))
     assert f"{tmp_path}/tokenizer.json is not written: Is a directory" in caplog.text
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b"[" * 100_000, b'{"model": {"type": "BPE", "vocab": 3}}'])
-def test_what_is_no_tokenizer_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"^[^\n]*tokenizer\.json: no tokenizer: [^\n]*$"):
-        read_tokenizer(tmp_path)
-    os.truncate(tmp_path / "tokenizer.json", (1 << 27) + 1)  # a hole, of which nothing is on the disk
-    with pytest.raises(ConfigError, match="larger than 128 MiB"):
-        read_tokenizer(tmp_path)
 
 
 def test_readers_import_no_torch(tmp_path: Path) -> None:
@@ -469,8 +460,7 @@ def test_readers_import_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from grpo_spmd.observe.timeline import read_timeline; "
         "from grpo_spmd.observe.token_scores import read_token_scores; "
-        "from grpo_spmd.observe.tokenizer_file import read_tokenizer; folder = Path(sys.argv[1]); "
-        "read_timeline(folder), read_tokenizer(folder); print(len(read_token_scores(folder, 1))); "
+        "folder = Path(sys.argv[1]); read_timeline(folder); print(len(read_token_scores(folder, 1))); "
         "print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
     )
     done = subprocess.run(
