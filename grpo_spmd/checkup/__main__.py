@@ -45,7 +45,7 @@ _SLOW_S = 300.0  # more than all checks of rank 0 together may take
 def main() -> None:
     hold_standard_streams()
     args = _parser().parse()
-    code = 1
+    code, ranks = 1, None
     try:
         signal.signal(signal.SIGTERM, _stop)
         ranks = launched(os.environ)
@@ -54,8 +54,9 @@ def main() -> None:
         code = _alone(args, place, checks) if ranks is None else _together(args, place, checks, ranks)
     except ConfigError as error:
         refuse(error)
-    except KeyboardInterrupt:
-        say("checkup: stopped by a signal")
+    except KeyboardInterrupt:  # torchrun too ends ranks that are slower to leave
+        if ranks is None or ranks.rank == 0:
+            say("checkup: stopped by a signal")
     finally:
         remove_scratch()
     leave(code)  # a check that hangs may hold a thread
@@ -208,6 +209,7 @@ def _lead(
         for line in of_reports(reports, [*nodes.values()], of, args.deadline):
             page.add("links", line)
     code = page.close(time.monotonic() - began)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is said; torchrun ends the others when the first leaves with 2
     exchange.say("code", code)
     exchange.gather("heard", 5.0, [rank for rank in came if rank])  # the store may be this process's
     return code

@@ -191,7 +191,10 @@ def look_at_limits(place: Place) -> Iterator[Result]:
     yield from lines
     if not lines:
         soft = {name: numbers.get(name, (None,))[0] for name in ("open files", "processes", "locked memory")}
-        shown = (f"{name} {'unlimited' if limit is None else f'{limit:,}'}" for name, limit in soft.items())
+        texts = {name: "unlimited" if limit is None else f"{limit:,}" for name, limit in soft.items()}
+        if (locked := soft["locked memory"]) is not None:
+            texts["locked memory"] = size_of(locked)
+        shown = (f"{name} {text}" for name, text in texts.items())
         yield Result("ulimit", "ok", ", ".join(shown))
 
 

@@ -11,6 +11,7 @@ from grpo_spmd.checkup.devices import card_of
 from grpo_spmd.checkup.results import LEVELS, Result, listed, plural, size_of
 
 _SLOW_GB_S = 1.0  # between nodes of GPUs
+_MOST_FACTS = 4
 _SHARE = 0.5  # of a link's figure from which on a measured all-reduce is as it should be
 
 
@@ -76,6 +77,7 @@ def _unlike(group: str, looked: Mapping[int, Sequence[Result]], of: Mapping[int,
         rank: {name: value for line in lines for name, value in line.alike.items()} for rank, lines in looked.items()
     }
     first = next(iter(looked.values()))[0].name
+    different: list[Result] = []
     for fact in dict.fromkeys(name for own in facts.values() for name in own):
         values: dict[str, list[int]] = {}
         for rank, own in facts.items():
@@ -86,7 +88,10 @@ def _unlike(group: str, looked: Mapping[int, Sequence[Result]], of: Mapping[int,
             what = f"ranks differ in {fact}: {listed(odd, 3)}, {most[:80]} on {named(values[most], of)}"
             is_version = group == "versions"
             remedy = "one environment and checkout that all nodes see" if is_version else "set it alike everywhere"
-            yield Result(first, "bad" if is_version else "warning", what, remedy)
+            different.append(Result(first, "bad" if is_version else "warning", what, remedy))
+    yield from different[:_MOST_FACTS]
+    if more := len(different) - _MOST_FACTS if len(different) > _MOST_FACTS else 0:
+        yield replace(different[0], found=f"ranks differ in {more} more of these")
 
 
 def of_reports(

@@ -68,6 +68,8 @@ def look_at_packages(place: Place) -> Iterator[Result]:
         here = version_of(name)
         if each.marker is not None and each in mandatory and not each.marker.evaluate():
             continue
+        if name in VLLM and re.match(r"0\.\d+\.?\d*\.?dev", here or ""):  # built from source: it may be any
+            continue
         if here is None or not each.specifier.contains(here, prereleases=True):
             wrong[name] = f"{name} {here or 'is missing'}, and {each.specifier or 'any version'} is asked for"
     for name in (*_SHOWN, vllm) if vllm else _SHOWN:
@@ -91,8 +93,7 @@ def _of_one(name: str, wrong: str | None, vllm: str | None) -> Result:
     here = version_of(name)
     alike = {name: here or "missing"}
     if wrong is not None:
-        remedy = f"pip install '{wrong.rpartition(' and ')[2].split(' ')[0]}'" if here is None else _REMEDY
-        return Result(name, "bad", wrong, _REMEDY if here is None else remedy, alike)
+        return Result(name, "bad", wrong, _REMEDY, alike)
     if vllm is not None and name != vllm and (pinned := _asked_by(vllm, name)):
         asked, fits = pinned
         if not fits:

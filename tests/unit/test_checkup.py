@@ -331,6 +331,12 @@ def test_two_engines_and_a_package_out_of_range_are_bad(tmp_path: Path, monkeypa
     assert any(text.startswith("peft 0.1, and >=0.18") for text in wrong)
 
 
+def test_an_engine_from_source_may_say_any_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist_info(tmp_path, "vllm", "0.1.dev7+g123")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not [result for result in versions.look_at_packages(Place()) if "asked for" in result.found]
+
+
 def test_a_build_for_the_cpu_beside_gpus_is_bad() -> None:
     spec = only(versions.look_at_build(Place()))
     assert spec.level == "ok" or "no GPU" in spec.found

@@ -59,6 +59,13 @@ def test_facts_that_must_be_alike_are_named_where_they_are_not() -> None:
     assert line == "bad: ranks differ in torch: 2.12.0 on rank 2 on b, 2.13.0 on ranks 0-1, 3 on a, b"
 
 
+def test_many_facts_that_differ_are_few_lines() -> None:
+    here, there = ({f"package_{i}": version for i in range(20)} for version in ("1", "2"))
+    lines_of = of_ranks(ok(**here), ok(**here), ok(**here), ok(**there))
+    assert len(lines_of) == 1 + 4 + 1
+    assert lines_of[-1] == "warning: ranks differ in 16 more of these"
+
+
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [([3], "rank 3"), ([1, 0], "ranks 0-1"), ([0, 1, 2, 5, 7, 8], "ranks 0-2, 5, 7-8"),
