@@ -34,6 +34,7 @@ def main() -> None:
     except ConfigError as error:
         refuse(error)
     except KeyboardInterrupt:
+        find_terminal().leave()
         raise SystemExit(0 if args.follow else 130) from None
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.report.run import RecordedRun
-from grpo_spmd.show.dump import Unread, as_json, content_of, rollouts_of
-from grpo_spmd.show.paper import Line, Paper, Span, number
+from grpo_spmd.show.dump import Unread, as_json, as_text, content_of, rollouts_of
+from grpo_spmd.show.paper import Line, Paper, Span, Styles, number
 from grpo_spmd.show.recorded import dumped_step, unread_lines
 from grpo_spmd.show.scored import Scored
 from grpo_spmd.show.text import width_of
@@ -32,7 +32,7 @@ class Look:
     def lines(self) -> tuple[int, int]:
         return (1 << 40, 0) if self.is_full else (_HEAD, _TAIL)
 
-    def text(self, text: str, styles: Sequence[str] = ()) -> Iterator[Line]:
+    def text(self, text: str, styles: Styles = "") -> Iterator[Line]:
         """`text` as it was written, behind a margin; `styles`: of its characters, where there are colours."""
         paper = Paper(min(self.paper.columns, _WIDEST_TEXT), self.paper.encoding)
         yield from paper.excerpt(text, *self.lines, 2 * _MARGIN, styles, " (--full shows them)")
@@ -50,8 +50,7 @@ def ranked_lines(run: RecordedRun, step: int | None, num: int, is_best: bool, lo
         which = f"{'best' if is_best else 'worst'} {place} of {counted.num}"
         yield from completion_lines(record, f"{which}, step {step}", scored, look)
         yield []
-    if look.has_colour and scored.legend:
-        yield [look.paper.fitted(scored.legend, look.paper.columns, "dim")]
+    yield from _legend(scored, look)
     yield from unread_lines(unread, look.paper)
     hint = f"more: --step {step}   --prompt ROW   --grep TEXT" + "   --full" * (not look.is_full)
     yield [look.paper.fitted(hint, look.paper.columns, "dim")]
@@ -92,8 +91,16 @@ def completion_lines(
     else:
         yield [Span(" " * _MARGIN), Span("completion", "role")]
         yield from look.text(*(scored.coloured(record) if look.has_colour else (record.completion,)))
+    if record.messages and look.has_colour and scored.is_apart(record):
+        yield [Span(" " * _MARGIN), Span("sampled tokens", "role")]
+        yield from look.text(*scored.coloured(record))
     if error := record.environment.get("error"):
         yield [Span(" " * _MARGIN), paper.fitted(f"failed: {error}", paper.columns - _MARGIN, "bad")]
+
+
+def _legend(scored: Scored, look: Look) -> Iterator[Line]:
+    if look.has_colour and scored.legend:
+        yield [look.paper.fitted(scored.legend, look.paper.columns, "dim")]
 
 
 def prompt_lines(record: RolloutRecord, look: Look) -> Iterator[Line]:
@@ -106,8 +113,8 @@ def prompt_lines(record: RolloutRecord, look: Look) -> Iterator[Line]:
         yield from _messages(record.prompt, look)
     columns = list(record.columns.items())
     for name, value in columns if look.is_full else columns[:_MOST_COLUMNS]:
-        text = f"{name} = {value if isinstance(value, str) else as_json(value)}"
-        yield from paper.excerpt(text, *(look.lines if look.is_full else (3, 0)), 2 * _MARGIN, ["dim"] * len(text))
+        text = f"{name} = {as_text(value)}"
+        yield from paper.excerpt(text, *(look.lines if look.is_full else (3, 0)), 2 * _MARGIN, "dim")
 
 
 def _facts(record: RolloutRecord, paper: Paper) -> Iterator[Line]:
@@ -156,21 +163,20 @@ def _messages(messages: Sequence[Any], look: Look) -> Iterator[Line]:
                 yield [Span(" " * _MARGIN), look.paper.fitted(said, look.paper.columns - _MARGIN, "dim")]
             continue
         fields = message if isinstance(message, Mapping) else {}
-        role = str(fields.get("role", "message"))
-        of = f" {fields['name']}" if isinstance(fields.get("name"), str) else ""
-        yield [Span(" " * _MARGIN), look.paper.fitted(role + of, look.paper.columns - _MARGIN, "role")]
+        named = [as_text(fields.get(name, otherwise)) for name, otherwise in (("role", "message"), ("name", ""))]
+        yield [Span(" " * _MARGIN), look.paper.fitted(" ".join(named).rstrip(), look.paper.columns - _MARGIN, "role")]
         for name in ("reasoning_content", "thinking"):
             if isinstance(thought := fields.get(name), str) and thought:
-                yield from look.text(thought, ["dim"] * len(thought))
+                yield from look.text(thought, "dim")
         if content := content_of(message):
             yield from look.text(content)
-        for call in fields.get("tool_calls") or () if isinstance(fields.get("tool_calls"), list) else ():
-            yield from look.text(_call(call), ())
+        calls = fields.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            yield from look.text(_call(call))
 
 
 def _call(call: object) -> str:
     function = call.get("function", call) if isinstance(call, Mapping) else call
     if not isinstance(function, Mapping):
         return f"calls {as_json(call)}"
-    arguments = function.get("arguments")
-    return f"calls {function.get('name')}({arguments if isinstance(arguments, str) else as_json(arguments)})"
+    return f"calls {as_text(function.get('name'))}({as_text(function.get('arguments'))})"

@@ -21,6 +21,7 @@ from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.untrusted import open_regular
 
 _LONGEST = 1 << 25  # bytes of a line; 64k tokens take 2 MiB
+_MOST_BROKEN = 1000
 Choice = Callable[[bytes], bool]
 
 
@@ -52,9 +53,17 @@ class Tally:
 def rollouts_of(run_dir: Path, step: int, unread: Unread, is_wanted: Choice | None = None) -> Iterator[RolloutRecord]:
     """As they stand in the files of all nodes. `is_wanted` says by its raw line whether one is worth reading."""
     tally = Tally()
-    for path in rollouts_parts(run_dir, step).values():
+    try:
+        paths = rollouts_parts(run_dir, step).values()
+    except OSError as error:
+        unread.add(f"{run_dir}/rollouts: {error.strerror or error}")
+        return
+    for path in paths:
+        before = unread.num
         try:
             for number, line in enumerate(_lines(path), start=1):
+                if unread.num - before > _MOST_BROKEN:
+                    raise ConfigError(f"{path}: more than {_MOST_BROKEN} lines are broken; this is no rollout dump")
                 if is_wanted is None or is_wanted(line):
                     try:
                         record = read_rollout(line, f"{path}:{number}")
@@ -110,8 +119,13 @@ def content_of(message: object) -> str:
     """What a message says: its text, or what else it holds as JSON."""
     content = message.get("content") if isinstance(message, Mapping) else message
     if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
-        return "".join(str(part["text"]) for part in content)
-    return "" if content is None else content if isinstance(content, str) else as_json(content)
+        return "".join(as_text(part["text"]) for part in content)
+    return "" if content is None else as_text(content)
+
+
+def as_text(value: object) -> str:
+    """A text as it is, anything else as JSON."""
+    return value if isinstance(value, str) else as_json(value)
 
 
 def as_json(value: object) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.report.run import RecordedRun, read_run
 from grpo_spmd.show.overview import newest_line, state_lines
 from grpo_spmd.show.paper import Line
@@ -30,10 +31,8 @@ def follow(run_dir: Path, draw: Draw) -> None:
         if is_first or (now >= next_s and there != seen) or now >= state_s:
             run, terminal = read_run(run_dir), there[1]
             ended = run.state not in _GOES_ON
-            if terminal.is_tty:
-                _redraw(draw(run, terminal), terminal, is_first, ended)
-            elif is_first:
-                terminal.write(draw(run, terminal))
+            if terminal.is_tty or is_first:
+                _show(_drawn(draw, run, terminal, ended), terminal, is_first, ended)
             elif ended or run.last_step != last:
                 terminal.write([*newest_line(run, terminal.paper)][-1:] if run.last_step != last else [])
                 terminal.write(state_lines(run, terminal.paper) if ended else [])
@@ -45,8 +44,21 @@ def follow(run_dir: Path, draw: Draw) -> None:
         time.sleep(_LOOK_S)
 
 
-def _redraw(lines: list[Line], terminal: Terminal, is_first: bool, ended: bool) -> None:
+def _drawn(draw: Draw, run: RecordedRun, terminal: Terminal, ended: bool) -> list[Line]:
+    """The page, or why there is none yet: the first completions of a run may be to come."""
+    try:
+        return draw(run, terminal)
+    except ConfigError as error:
+        if ended:
+            raise
+        return [*state_lines(run, terminal.paper), *terminal.paper.excerpt(str(error), 4, 0, 0, "warning")]
+
+
+def _show(lines: list[Line], terminal: Terminal, is_first: bool, ended: bool) -> None:
     """The last page stays, whole, for whoever scrolls back."""
+    if not terminal.is_tty:
+        terminal.write(lines)
+        return
     if is_first or ended:
         terminal.clear()
     if ended:

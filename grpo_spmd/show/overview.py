@@ -99,7 +99,7 @@ def _finding_lines(run: RecordedRun, paper: Paper) -> Iterator[Line]:
 def _hanging(paper: Paper, begin: Sequence[Span], text: str, style: str) -> Iterator[Line]:
     """`begin`, then `text` wrapped beside it, at most four lines."""
     indent = sum(width_of(span.shown) for span in begin)
-    wrapped = Paper(paper.columns - indent, paper.encoding).excerpt(text, 4, 0, 0, [style] * len(text))
+    wrapped = Paper(paper.columns - indent, paper.encoding).excerpt(text, 4, 0, 0, style)
     for place, line in enumerate(wrapped):
         yield [*(begin if place == 0 else [Span(" " * indent)]), *line]
 
@@ -135,10 +135,10 @@ def curve_lines(run: RecordedRun, paper: Paper) -> Iterator[Line]:
 
 def time_lines(lines: Sequence[Mapping[str, Any]], paper: Paper) -> Iterator[Line]:
     """A bar a phase, of the time of all `lines` together, the longest first."""
-    total = math.fsum(line.get("time/step_s") or 0.0 for line in lines)
+    total = _sum_of("time/step_s", lines)
     names = {name for line in lines for name in line if re.fullmatch(r"time/\w+_s", name)}
     names -= {"time/step_s", "time/wall_s", "time/unix_s"}
-    seconds = {name[5:-2]: math.fsum(line.get(name) or 0.0 for line in lines) for name in names}
+    seconds = {name[5:-2]: _sum_of(name, lines) for name in names}
     rest = total - math.fsum(seconds.values())
     if total <= 0:
         return
@@ -153,6 +153,11 @@ def time_lines(lines: Sequence[Mapping[str, Any]], paper: Paper) -> Iterator[Lin
             share, mean = seconds[name] / total, seconds[name] / len(lines)
             bar = paper.padded(paper.bar(share, width), width, "curve")
             yield [paper.padded(name, label), bar, Span(f"{share:>6.0%}{number(mean):>9} s")]
+
+
+def _sum_of(name: str, lines: Sequence[Mapping[str, Any]]) -> float:
+    values = (line.get(name) or 0.0 for line in lines)
+    return math.fsum(value for value in values if 0 <= value < 1e12)  # seconds
 
 
 def label_width(paper: Paper) -> int:

@@ -14,6 +14,7 @@ from grpo_spmd.show.text import Glyph, glyphs, is_in
 _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 _ESCAPE = "escape"  # the style of what is no character of the text
 Value = float | int | None
+Styles = Sequence[str] | str
 
 
 class Span(NamedTuple):
@@ -71,21 +72,25 @@ class Paper:
                 cut, width_at_cut = len(kept), used
         return "".join(kept), used
 
-    def wrapped(self, text: str, indent: int = 0, styles: Sequence[str] = ()) -> Iterator[Wrapped]:
+    def wrapped(self, text: str, indent: int = 0, styles: Styles = "") -> Iterator[Wrapped]:
         """`text` broken at its newlines and at the width, at a space where there is one in the line's second half.
-        `styles`: of each of its characters."""
-        width = max(8, self.columns - indent)
+        `styles`: of each of its characters, or one of all."""
+        width, margin = max(8, self.columns - indent), Span(" " * indent)
         begin = 0
         for paragraph in text.split("\n"):
-            own = styles[begin : begin + len(paragraph)]
+            own = styles if isinstance(styles, str) else styles[begin : begin + len(paragraph)]
             begin += len(paragraph) + 1
-            lines = list(self._broken(paragraph, width, own))
-            for number, (cells, num_chars) in enumerate(lines, start=1):
-                has_newline = number == len(lines) and begin <= len(text)
-                yield Wrapped([Span(" " * indent), *_joined(cells)], num_chars + has_newline)
+            waiting = None  # the last line of a paragraph has its newline
+            for cells, num_chars in self._broken(paragraph, width, own):
+                if waiting is not None:
+                    yield waiting
+                waiting = Wrapped([margin, *_joined(cells)], num_chars)
+            if waiting is not None:
+                yield waiting._replace(num_chars=waiting.num_chars + (begin <= len(text)))
 
-    def _broken(self, text: str, width: int, styles: Sequence[str]) -> Iterator[tuple[list[tuple[Glyph, str]], int]]:
+    def _broken(self, text: str, width: int, styles: Styles) -> Iterator[tuple[list[tuple[Glyph, str]], int]]:
         waiting: list[tuple[Glyph, str]] = []
+        same = styles if isinstance(styles, str) else ""
         used, space = 0, 0  # `space`: how many of `waiting` end with the last space
         for place, glyph in enumerate(glyphs(text, self.encoding)):
             if used + glyph.width > width:
@@ -93,14 +98,14 @@ class Paper:
                 yield waiting[:cut], cut
                 waiting = waiting[cut:]
                 used, space = sum(each.width for each, _ in waiting), 0
-            waiting.append((glyph, styles[place] if styles else ""))
+            waiting.append((glyph, same if same or not styles else styles[place]))
             used += glyph.width
             if glyph.shown == " ":
                 space = len(waiting)
         yield waiting, len(waiting)
 
     def excerpt(
-        self, text: str, num_head: int, num_tail: int, indent: int = 0, styles: Sequence[str] = (), hint: str = ""
+        self, text: str, num_head: int, num_tail: int, indent: int = 0, styles: Styles = "", hint: str = ""
     ) -> Iterator[Line]:
         """The first and the last lines of `text` as it is wrapped, and between them how much was left out."""
         begin = 0
@@ -110,7 +115,8 @@ class Paper:
         if begin >= len(text):
             return
         rest = max(begin, len(text) - num_tail * self.columns)
-        last = deque(self.wrapped(text[rest:], indent, styles[rest:]), maxlen=num_tail)
+        own = styles if isinstance(styles, str) else styles[rest:]
+        last = deque(self.wrapped(text[rest:], indent, own), maxlen=num_tail)
         if left_out := len(text) - begin - sum(wrapped.num_chars for wrapped in last):
             said = f"{self.ellipsis} {left_out:,} of {len(text):,} characters left out{hint}"
             yield [Span(" " * indent), self.fitted(said, self.columns - indent, "dim")]

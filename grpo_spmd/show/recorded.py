@@ -41,11 +41,11 @@ def _each(run_dir: Path, step: int, unread: Unread) -> Iterator[tuple[int, Token
 def unread_lines(unread: Unread, paper: Paper) -> Iterator[Line]:
     if unread.missing:
         said = f"{unread.missing} rollouts of the step are not in its files, of which each node wrote one"
-        yield from paper.excerpt(said, 2, 0, 0, ["warning"] * len(said))
+        yield from paper.excerpt(said, 2, 0, 0, "warning")
     if unread.num:
         more = f" (and {unread.num - 1} more)" if unread.num > 1 else ""
         said = f"not read{more}: {unread.first}"
-        yield from paper.excerpt(said, 3, 0, 0, ["warning"] * len(said))
+        yield from paper.excerpt(said, 3, 0, 0, "warning")
 
 
 def ranges(steps: Sequence[int]) -> str:

@@ -17,6 +17,7 @@ from grpo_spmd.show.dump import Unread
 from grpo_spmd.show.paper import number
 from grpo_spmd.show.recorded import scores_of
 
+_LONGEST = 1 << 24  # characters that are coloured
 _LEVELS = ((100.0, "far"), (10.0, "over"), (1.0, "near"))  # from so many bounds on
 
 
@@ -26,16 +27,23 @@ class Scored:
     def __init__(self, run: RecordedRun, step: int, records: Sequence[RolloutRecord], unread: Unread) -> None:
         dtype = "float32" if run.config.get("model.dtype") == "float32" else "bfloat16"
         self._bound, _ = bounds_of(dtype, None, None)  # of a step's mean: what of single tokens is little
-        self._run = run
+        self._run, self._records = run, records
         self._scores = scores_of(run.folder, step, {record.rollout_id for record in records}, unread)
 
     @property
     def legend(self) -> str:
-        """What the colours mean; "" where there are none."""
+        """What the colours mean, and whether there are any; "" where nothing was recorded."""
         if not self._scores or not self._pieces:
             return ""
         near, over = number(self._bound), number(10 * self._bound)
+        if not any(map(self.is_apart, self._records)):
+            return f"policy and engine are nowhere {near} nats apart; tokens would be yellow there"
         return f"tokens in yellow: policy and engine {near} nats apart or more; in red: {over}"
+
+    def is_apart(self, record: RolloutRecord) -> bool:
+        """Whether any token has a colour."""
+        scores = self._of(record)
+        return scores is not None and not bool((np.abs(scores.difference) < self._bound).all())
 
     @cached_property
     def _pieces(self) -> Pieces | None:
@@ -56,18 +64,34 @@ class Scored:
         text = f" {pieces[place]!r:.40}" if place < len(pieces) and pieces[place] else ""
         mean, largest = (math.nan if of is None else of for of in (scores.difference_mean, scores.difference_max))
         where = f"token {place + 1}{text}, logprob {number(record.rollout_logprobs[place])}"
-        return f"policy - engine: {number(mean)} nats on average, at most {number(largest)}: {where}"
+        return f"policy - engine: mean {number(mean)}, largest {number(largest)} nats ({where})"
 
     def coloured(self, record: RolloutRecord) -> tuple[str, list[str]]:
         """The completion as its tokens are, those of no text among them, and the style of each character: by how far
-        engine and policy are apart. As the dump has it where tokens do not make that text."""
+        engine and policy are apart. Of an episode the turns below each other. As the dump has it where tokens do not
+        make that text."""
         scores = self._of(record)
         pieces = self._pieces.of(record.completion_ids) if scores is not None and self._pieces else []
-        text = "".join(pieces)
-        if scores is None or not text.strip().startswith(record.completion.strip()):
+        if scores is None or sum(map(len, pieces)) > _LONGEST:
             return record.completion, []
         sizes = np.abs(scores.difference) / self._bound
-        return text, [style for piece, size in zip(pieces, sizes, strict=True) for style in [_level(size)] * len(piece)]
+        styles = [style for piece, size in zip(pieces, sizes, strict=False) for style in [_level(size)] * len(piece)]
+        if record.status is not None:
+            return _by_turns(record, pieces, styles)
+        text = "".join(pieces)
+        return (text, styles) if text.strip().startswith(record.completion.strip()) else (record.completion, [])
+
+
+def _by_turns(record: RolloutRecord, pieces: Sequence[str], styles: Sequence[str]) -> tuple[str, list[str]]:
+    """With a newline behind each turn."""
+    texts, of_texts, token, place = list[str](), list[str](), 0, 0
+    for turn in record.turns:
+        if turn["sampled"]:
+            text = "".join(pieces[token : token + len(turn["token_ids"])])
+            texts.append(text + "\n")
+            of_texts += [*styles[place : place + len(text)], ""]
+            token, place = token + len(turn["token_ids"]), place + len(text)
+    return "".join(texts)[:-1], of_texts[:-1]
 
 
 def _level(bounds: float) -> str:

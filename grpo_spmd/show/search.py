@@ -82,7 +82,7 @@ def _summary(found: dict[int, int], text: str, num_shown: int, look: Look) -> It
     )
     said += f", {num_shown} of them shown" if num_shown < total else ""
     said += f"; first step {where[0]}, last {where[-1]}" if len(found) > 1 else ""
-    yield from paper.excerpt(said, 3, 0, 0, ["title"] * len(said))
+    yield from paper.excerpt(said, 3, 0, 0, "title")
     if len(found) > 1:
         counts = [found[step] for step in sorted(found)]
         label = label_width(paper)

@@ -66,10 +66,10 @@ class Group:
     @property
     def spread(self) -> float | None:
         """Of n - 1, as advantages have it."""
-        if len(self.known) < 2:
+        if len(self.known) < 2 or self.mean is None:
             return None
-        mean = math.fsum(self.known) / len(self.known)
-        return math.sqrt(math.fsum((reward - mean) ** 2 for reward in self.known) / (len(self.known) - 1))
+        mean = self.mean
+        return math.hypot(*(reward - mean for reward in self.known)) / math.sqrt(len(self.known) - 1)
 
 
 def step_lines(run: RecordedRun, step: int, paper: Paper) -> Iterator[Line]:
@@ -91,6 +91,8 @@ def step_lines(run: RecordedRun, step: int, paper: Paper) -> Iterator[Line]:
 
 def metric_blocks(metrics: Mapping[str, Any], paper: Paper) -> Iterator[Line]:
     """Names without their first part under that, in as many columns as have room."""
+    num = max(1, paper.columns // 40)
+    label = (paper.columns - 2) // num - 12
     blocks: dict[str, list[str]] = {name: [] for name in _FIRST}
     for name in metrics:
         block, slash, _ = name.partition("/")
@@ -101,8 +103,6 @@ def metric_blocks(metrics: Mapping[str, Any], paper: Paper) -> Iterator[Line]:
             continue
         yield [paper.fitted(block, paper.columns, "role")]
         texts = [name.partition("/")[2] for name in names]
-        label = min(max(map(len, texts)), 26, paper.columns - 12)
-        num = max(1, (paper.columns - 2 + 2) // (label + 10 + 2))
         num_rows = -(-len(names) // num)
         for row in range(num_rows):
             line = [Span("  ")]

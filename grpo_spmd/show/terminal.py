@@ -67,11 +67,16 @@ class Terminal:
         if len(lines) > room:
             said = f"{len(lines) - room + 1} lines more on a higher terminal, or without --follow"
             shown = [*lines[: room - 1], [self.paper.fitted(said, self.columns, "dim")]]
-        ends = "\x1b[K\n"  # what the line before was longer
-        self._out("\x1b[H" + "".join(self.painted(line) + ends for line in shown) + "\x1b[J", flush=True)
+        # The row is emptied first: behind a full one the cursor is still on its last character.
+        self._out("\x1b[H" + "".join(f"\x1b[K{self.painted(line)}\n" for line in shown) + "\x1b[J", flush=True)
 
     def clear(self) -> None:
         self._out("\x1b[H\x1b[J")
+
+    def leave(self) -> None:
+        """After Ctrl-C: without colours, on a line of its own."""
+        if self.is_tty:
+            self._out("\x1b[0m\n" if self.has_colour else "\n", flush=True)
 
     def _out(self, text: str, flush: bool = False) -> None:
         try:

@@ -39,10 +39,10 @@ def glyphs(text: str, encoding: str) -> Iterator[Glyph]:
             num_marks += 1
             if num_marks > _MOST_MARKS or not joins:
                 glyph = _escaped(char)
-            elif char == "\ufe0f" and before and _glyph(before, encoding).width == 1:
-                glyph = Glyph(char, 1, True)  # the emoji form of a narrow character is wide
         else:
             num_marks = 0 if glyph.is_own else _MOST_MARKS
+            if glyph.width == 1 and place < last and text[place + 1] == "\ufe0f":
+                glyph = Glyph(glyph.shown, 2, glyph.is_own)  # the emoji form of a narrow character is wide
         before = char
         yield glyph
 

@@ -309,7 +309,7 @@ def scored(tmp_path: Path) -> Path:
 
 def test_differences_of_tokens_are_said(scored: Path, shown: Shown) -> None:
     found = shown(scored, "--worst", "1")
-    assert "policy - engine: 0.167 nats on average, at most 0.5: token 2 'b', logprob -2" in " ".join(found.split())
+    assert "policy - engine: mean 0.167, largest 0.5 nats (token 2 'b', logprob -2)" in found
     assert re.search(r"^ +10 +2 .* 0\.5  question 0$", shown(scored, "--step", "8"), re.MULTILINE)
     assert "mismatch" in shown(scored, "--step", "8")
 
@@ -326,6 +326,16 @@ def test_tokens_are_coloured_by_their_difference(scored: Path) -> None:
     short = replace(record, completion_ids=[3, 4])  # scores of another run's rollout
     assert Scored(run, 8, [record], unread).coloured(short) == ("ab", [])
     assert Scored(run, 8, [record], unread).said_of(short) == ""
+
+
+def test_tokens_of_an_episode_are_coloured_turn_by_turn(scored: Path) -> None:
+    [record, _] = rollouts_of(scored, 8, Unread())
+    turns: list[dict[str, Any]] = [{"sampled": True, "token_ids": [3]}, {"sampled": False, "token_ids": [9, 9]}]
+    turns += [{"sampled": True, "token_ids": [4, 0]}]
+    episode = replace(record, status="ok", turns=turns)
+    text, styles = Scored(read_run(scored), 8, [episode], Unread()).coloured(episode)
+    assert text == "a\nb<end>"
+    assert styles == ["", "", "far", *["over"] * 5]
 
 
 def test_scores_that_are_broken_cost_themselves(scored: Path, shown: Shown) -> None:

@@ -119,6 +119,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"role": "tool", "content": [{"type": "text", "text": HOSTILE}]},
         {"role": "tool", "content": {"a": HOSTILE}},
     ]
+    deep = json.loads("[" * 900 + "]" * 900)
     turns = [{"segment": 0, "sampled": True, "token_ids": [3, 4, 0], "finish_reason": HOSTILE}]
     of_episode: dict[str, Any] = {"status": HOSTILE, "turns": turns, "messages": messages}
     of_episode |= {"environment": {"rewards": {}, "calls_s": [], "error": HOSTILE}}
@@ -128,13 +129,16 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "columns": {HOSTILE: HOSTILE, "wide": WIDE},
     }
     named |= {"extra": {HOSTILE: {HOSTILE: HOSTILE}}, "finish_reason": HOSTILE, "prompt": HOSTILE + LONG}
-    deep = json.loads("[" * 900 + "]" * 900)
     rollouts = [
         rollout_of(0, 0, 0.0, HOSTILE, **named),
-        rollout_of(0, 1, 0.1, LONG + HOSTILE, prompt=[{"role": HOSTILE, "content": deep}, 7, HOSTILE]),
+        rollout_of(
+            0, 1, 0.1, LONG + HOSTILE, prompt=[{"role": deep, "content": deep, "tool_calls": [deep, 7]}, 7, HOSTILE]
+        ),
         rollout_of(1, 0, 0.2, HOSTILE, prompt=WIDE, **of_episode),
         rollout_of(1, 1, 0.3, WIDE + LONG + HOSTILE, prompt=WIDE),
         rollout_of(2, 0, 1e308, "\u0301" * 5_000, prompt="\u0301" * 500),
+        rollout_of(3, 0, 1e299, "\u2764\ufe0f" * 5_000),
+        rollout_of(3, 1, -1e299, "a\t" * 500, rewards={"right": 10**400}),
         rollout_of(2, 1, None, "\n" * 5_000, advantage=1e308),
     ]
     metrics = [

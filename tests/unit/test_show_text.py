@@ -22,6 +22,7 @@ SHOWN = [
     ("\U0001f600", "\U0001f600", 2),
     ("\U0001f468\u200d\U0001f469", "\U0001f468\u200d\U0001f469", 4),  # at most, where a terminal does not join them
     ("\u2764\ufe0f", "\u2764\ufe0f", 2),  # the emoji form of a narrow sign
+    ("\u2764", "\u2764", 1),
     ("\U0001fae8", "\U0001fae8", 2),  # newer than Python 3.11's tables
     ("a\u200db", "a\\u200db", 8),  # a joiner that joins nothing hides
     ("\u0646\u200c\u0647", "\u0646\u200c\u0647", 2),  # Persian needs it
@@ -92,6 +93,7 @@ def test_lines_break_at_spaces_and_no_character_is_lost() -> None:
     assert _texts(list(paper.wrapped("a" * 25))) == ["a" * 12, "a" * 12, "a"]
     assert _texts(list(paper.wrapped("\u4f60" * 7))) == ["\u4f60" * 6, "\u4f60"]
     assert _texts(list(paper.wrapped("e\u0301" * 13))) == ["e\u0301" * 12, "e\u0301"]  # a mark stays with its letter
+    assert _texts(list(paper.wrapped("\u2764\ufe0f" * 7))) == ["\u2764\ufe0f" * 6, "\u2764\ufe0f"]
     assert _texts(list(paper.wrapped("\n\n"))) == ["", "", ""]
     text = "word \x1b \u4f60\u597d " * 500 + "\n" * 7 + "x" * 300
     assert sum(wrapped.num_chars for wrapped in paper.wrapped(text)) == len(text)
