@@ -63,8 +63,7 @@ class Scored:
         pieces = self._pieces.of(record.completion_ids) if self._pieces else []
         text = f" {pieces[place]!r:.40}" if place < len(pieces) and pieces[place] else ""
         mean, largest = (math.nan if of is None else of for of in (scores.difference_mean, scores.difference_max))
-        where = f"token {place + 1}{text}, logprob {number(record.rollout_logprobs[place])}"
-        return f"policy - engine: mean {number(mean)}, largest {number(largest)} nats ({where})"
+        return f"policy - engine: mean {number(mean)}, largest {number(largest)} nats (token {place + 1}{text})"
 
     def coloured(self, record: RolloutRecord) -> tuple[str, list[str]]:
         """The completion as its tokens are, those of no text among them, and the style of each character: by how far

@@ -309,7 +309,7 @@ def scored(tmp_path: Path) -> Path:
 
 def test_differences_of_tokens_are_said(scored: Path, shown: Shown) -> None:
     found = shown(scored, "--worst", "1")
-    assert "policy - engine: mean 0.167, largest 0.5 nats (token 2 'b', logprob -2)" in found
+    assert "policy - engine: mean 0.167, largest 0.5 nats (token 2 'b')" in found
     assert re.search(r"^ +10 +2 .* 0\.5  question 0$", shown(scored, "--step", "8"), re.MULTILINE)
     assert "mismatch" in shown(scored, "--step", "8")
 
