@@ -26,7 +26,7 @@ class Pieces:
     def __init__(self, tree: Mapping[str, Any]) -> None:
         """`tree`: of tokenizer.json. Raises ValueError for a kind of tokenizer that we do not know."""
         decoders = [*_parts_of(tree.get("decoder"))]
-        kinds = {part.get("type") for part in decoders}
+        kinds = {kind for part in decoders if isinstance(kind := part.get("type"), str)}
         model = tree.get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
         if isinstance(vocabulary, list):  # Unigram: [token, score] in the order of ids

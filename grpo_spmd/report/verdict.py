@@ -50,7 +50,8 @@ class Check:
 
 def findings(run: RecordedRun) -> list[Finding]:
     """The worst first; one that all is well where nothing is warned of."""
-    found = [finding for rule in _RULES for finding in rule(run)]
+    with np.errstate(all="ignore"):  # a folder that somebody made up may have figures beyond all bounds
+        found = [finding for rule in _RULES for finding in rule(run)]
     if run.steps and all(finding.level == "ok" for finding in found):
         text = f"{len(run.steps)} steps: rewards, lengths, entropy, gradients, memory and the checks show no trouble."
         found.append(Finding("ok", "nothing stands out", text, None, None))
@@ -59,7 +60,8 @@ def findings(run: RecordedRun) -> list[Finding]:
 
 def checks(run: RecordedRun) -> list[Check]:
     """Those that the run has made, with their margins."""
-    found = [*_proof_checks(run), *_logprob_checks(run), *_step_checks(run), *_error_checks(run)]
+    with np.errstate(all="ignore"):
+        found = [*_proof_checks(run), *_logprob_checks(run), *_step_checks(run), *_error_checks(run)]
     return [check for check in found if check.value]
 
 
@@ -367,10 +369,10 @@ def _step_checks(run: RecordedRun) -> Iterator[Check]:
     yield Check("partition of tokens", "bad" if lost else "ok", value, "at each step", text)
     skipped = curve(run.steps, "optim/skipped_updates")
     if skipped is not None:
-        number = int(skipped.values.sum())
+        number = float(skipped.values.sum())
         bound = f"{run.config.get('training.max_nonfinite_in_a_row', 3)} in a row"
         text = "updates that were not made, since loss or gradient was not finite"
-        yield Check("finite updates", "warning" if number else "ok", f"{number} skipped", bound, text)
+        yield Check("finite updates", "warning" if number else "ok", f"{number:.6g} skipped", bound, text)
 
 
 def _error_checks(run: RecordedRun) -> Iterator[Check]:

@@ -80,14 +80,13 @@ def state_lines(run: RecordedRun, paper: Paper) -> Iterator[Line]:
 
 
 def _finding_lines(run: RecordedRun, paper: Paper) -> Iterator[Line]:
-    found = findings(run)
+    found, held = findings(run), checks(run)
     for finding in found[:_MOST_FINDINGS]:
         since = f" (from step {finding.step})" if finding.step is not None else ""
         said = f"{finding.title}{since}: {finding.text}"
         yield from _hanging(paper, [Span(_MARKS[finding.level], finding.level)], said, "")
     if len(found) > _MOST_FINDINGS:
         yield [paper.fitted(f"   and {len(found) - _MOST_FINDINGS} more in the report", paper.columns, "dim")]
-    held = checks(run)
     for check in held:
         if check.level != "ok":
             said = f"{check.name}: {check.value}, bound {check.bound}: {check.text}"
@@ -150,7 +149,7 @@ def time_lines(lines: Sequence[Mapping[str, Any]], paper: Paper) -> Iterator[Lin
     width = paper.columns - label - 18
     for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
         if seconds[name] / total >= 0.005:
-            share, mean = seconds[name] / total, seconds[name] / len(lines)
+            share, mean = min(99.0, seconds[name] / total), seconds[name] / len(lines)
             bar = paper.padded(paper.bar(share, width), width, "curve")
             yield [paper.padded(name, label), bar, Span(f"{share:>6.0%}{number(mean):>9} s")]
 

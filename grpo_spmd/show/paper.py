@@ -134,14 +134,14 @@ class Paper:
 
     def bar(self, frac: float, width: int) -> str:
         """`frac` of `width` columns, rounded."""
-        num = min(width, max(0, round(frac * width)))
+        num = round(min(1.0, max(0.0, frac)) * width)
         return ("█" if self.is_unicode else "#") * num
 
     def counts(self, values: Sequence[Value], low: float, high: float, width: int = 8) -> str:
         """How many of `values` are in each of `width` parts of low..high, as heights. A space: none."""
         found = [0] * width
         for value in values:
-            if value is not None and math.isfinite(value):
+            if value is not None and _is_finite(value):
                 found[min(width - 1, int(share(value, low, high) * width))] += 1
         bars, most = _BARS if self.is_unicode else _PLAIN_BARS, max(1, *found)
         return "".join(" " if not count else bars[min(7, (count * 8 - 1) // most)] for count in found)

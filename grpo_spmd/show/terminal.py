@@ -13,7 +13,7 @@ from typing import NoReturn
 from grpo_spmd.config.errors import ConfigError, printable, refuse
 from grpo_spmd.show.paper import Line, Paper
 
-_NARROWEST, _WIDEST = 40, 160
+_NARROWEST, _WIDEST = 60, 160  # a narrower terminal breaks lines itself
 # Of the 16 colours that every terminal has; a theme makes them readable on its ground.
 _STYLES = {
     "title": "1",

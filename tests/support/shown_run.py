@@ -38,7 +38,11 @@ def rollout_of(position: int, sample: int, reward: float | None, completion: str
         "rewards": {"right": reward},
         "statuses": {"right": "ok" if reward is not None else "error"},
     }
-    line |= {"advantage": None if reward is None else reward - 0.5, "finish_reason": "stop", "prompt_ids": [1, 2]}
+    line |= {
+        "advantage": None if reward is None else reward - 0.5 if abs(reward) < 10 else reward,
+        "finish_reason": "stop",
+        "prompt_ids": [1, 2],
+    }
     line |= {"completion_ids": [3, 4, 0], "rollout_logprobs": base64.b64encode(struct.pack("<3f", -1, -2, 0)).decode()}
     return line | others
 
