@@ -29,7 +29,12 @@ CONFIGS = ["model: {dtype: float32}\n", "[1, 2]", "model: [1]\n", "\x00", "train
 TURNS = [{"segment": 0, "sampled": False, "token_ids": [1, 2]}]
 TURNS += [{"segment": 0, "sampled": True, "token_ids": [3, 4, 0], "finish_reason": "stop"}]
 MESSAGES = [{"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}]
-EPISODE = {"status": "ok", "turns": TURNS, "messages": MESSAGES, "prompt": [{"role": "user", "content": "question"}]}
+EPISODE: dict[str, Any] = {
+    "status": "ok",
+    "turns": TURNS,
+    "messages": MESSAGES,
+    "prompt": [{"role": "user", "content": "question"}],
+}
 EPISODE |= {"environment": {"rewards": {"r": 1.0}, "calls_s": [0.1], "error": None}}
 TOKENIZER = {"model": {"vocab": {"a": 3, "b": 4}}, "decoder": {"type": "Fuse"}, "added_tokens": [{"id": 0}]}
 
