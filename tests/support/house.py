@@ -173,7 +173,7 @@ LOOKING = {
     "observe/followers.py": 95,
     "observe/report_process.py": 160,
     "config/logging_keys.py": 65,
-    "show": 1600,
+    "show": 1700,
     "checkup": 2250,
 }
 CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS | SCALE | EPISODES | LOOKING
