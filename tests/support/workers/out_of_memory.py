@@ -22,12 +22,12 @@ _kept: list[torch.Tensor] = []
 _update = PolicyUpdater.update
 
 
-def leaking_update(self: PolicyUpdater, batch: Any, watch: Any = None, check: Any = None) -> Reductions:
+def leaking_update(self: PolicyUpdater, batch: Any, *rest: Any, **options: Any) -> Reductions:
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         _kept.append(torch.ones(100 << 20, dtype=torch.uint8))
         if len(_kept) == 3:
             torch.empty(1 << 50)
-    return _update(self, batch, watch, check)
+    return _update(self, batch, *rest, **options)
 
 
 if __name__ == "__main__":
