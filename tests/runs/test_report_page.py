@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.browser import Browser, Page
-from tests.support.made_chunks import HOSTILE, MadeRun, hostile_run, made_page
+from tests.support.made_chunks import HOSTILE, PHASES, MadeRun, hostile_run, made_page
 from tests.support.processes import run_command
 
 VIEWS = ("verdict", "curves", "timeline", "rollouts", "prompts", "config")
@@ -105,6 +105,27 @@ def test_curves_say_what_the_metrics_are(browser: Browser, pages: dict[str, Path
             page.value("charts.find((c) => c.keys.includes('loss/kl')).plot.data[1].filter((v) => v === null).length")
             == 1
         )
+
+
+def test_phases_are_stacked_and_all_charts_zoom_together(browser: Browser, pages: dict[str, Path]) -> None:
+    metrics = MadeRun().main()["metrics"]
+    times = [metrics[f"time/{phase}_s"] for phase in PHASES]  # in the order of a step: the first lies on top
+    with browser.open(pages["finished"], "#view=curves") as page:
+        drawn = page.value("charts.find((chart) => chart.keys.includes('time/update_s')).plot.data.slice(1)")
+        sums = [[sum(at) for at in zip(*times[i:], strict=True)] for i in range(len(times))]
+        assert drawn == [pytest.approx(line) for line in sums]
+        ranges = "[...new Set(charts.map(({ plot }) => `${plot.scales.x.min} ${plot.scales.x.max}`))]"
+        assert page.value(ranges) == ["0 40"]  # from the evaluation before the first step
+        left, top, right, bottom = page.box(".chart .u-over")
+        y = (top + bottom) / 2
+        page.drag((left + (right - left) * 0.25, y), (left + (right - left) * 0.5, y))
+        page.wait(f"{ranges}.join() !== '0 40'")
+        [[low, high]] = [map(float, text.split()) for text in page.value(ranges)]  # one for all
+        assert (low, high) == (pytest.approx(10, abs=0.3), pytest.approx(20, abs=0.3))
+        assert "view=curves" in page.value("location.hash")  # a drag is no click
+        page.click("#all-steps")
+        page.wait(f"{ranges}.join() === '0 40'")
+        _assert_quiet(page)
 
 
 def _is_of(place: str, key: str) -> bool:

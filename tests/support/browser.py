@@ -218,6 +218,17 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
 
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        def send(kind: str, at: tuple[float, float], **more: Any) -> None:
+            self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], **more)
+
+        send("mouseMoved", start)
+        send("mousePressed", start, button="left", clickCount=1)
+        for part in (0.3, 0.7, 1.0):
+            at = (start[0] + part * (end[0] - start[0]), start[1] + part * (end[1] - start[1]))
+            send("mouseMoved", at, button="left", buttons=1)
+        send("mouseReleased", end, button="left", clickCount=1)
+
     def key(self, key: str) -> None:
         text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
         code = _KEYS.get(key, ord(key[0].upper()))

@@ -138,6 +138,7 @@ function closeLast() {
   if (state.view === "search") history.back();
   else if (state.rollout) go({ rollout: null });
   else if (state.row !== null) go({ row: null });
+  else if (state.view === "curves") zoomTo(null);
 }
 
 function onKey(event) {

@@ -77,8 +77,10 @@ async function showCurves(content, before, isCurrent) {
       for (const { host: card, keys } of charts) card.hidden = !keys.some((key) => key.includes(find.value));
     } });
     const smooth = el("input", { type: "checkbox", change: () => smoothCharts(smooth.checked) });
-    content.append(el("p", { class: "bar" }, find, el("label", {}, smooth, " smooth"),
-      el("span", { class: "note" }, "click: open the step; drag: zoom; double click: all. ", runOf().thinned ?
+    const all = el("button", { id: "all-steps", hidden: !zoomed, title: "Esc", click: () => zoomTo(null) },
+      "all steps");
+    content.append(el("p", { class: "bar" }, find, el("label", {}, smooth, " smooth"), all,
+      el("span", { class: "note" }, "click: open the step; drag: zoom. ", runOf().thinned ?
         `Of ${runOf().thinned} steps every so many are drawn.` : "")), host);
     if (main.runs.length > 1) content.append(differences());
     await fillCharts(host, null, isCurrent);
@@ -162,7 +164,7 @@ function draw(card, chart) {
     series: [{ label: "step" }, ...lines.map(serie)],
     bands: chart.stacked ? lines.slice(1).map((line, i) => ({ series: [i + 1, i + 2] })) : undefined,
     cursor: { sync: { key: "steps" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, y: false,
-      bind: { dblclick: () => () => zoomTo(null) } },
+      bind: { dblclick: () => null } }, // its first click has opened the step
     legend: { markers: { width: 3, stroke: mark, dash: (p, i) => (lines[i - 1].run ? "dotted" : "solid") } },
     hooks: { draw: [drawStep], setSelect: [zoomToSelection] },
   }, [data[0], ...drawn], card);
@@ -258,6 +260,7 @@ function zoomTo(range) {
   zoomed = range;
   const [min, max] = zoomed ?? wholeRange();
   for (const { plot } of charts) plot.setScale("x", { min, max });
+  if (byId("all-steps")) byId("all-steps").hidden = !zoomed;
 }
 
 function zoomToSelection(plot) {
