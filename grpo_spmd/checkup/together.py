@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from grpo_spmd.checkup.results import LEVELS, Result, listed, plural, size_of
 
 _SLOW_GB_S = 1.0  # between nodes of GPUs
 _MOST_FACTS = 4
+_NO_WAY = "a firewall, or the wrong interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
 _SHARE = 0.5  # of a link's figure from which on a measured all-reduce is as it should be
 
 
@@ -100,18 +101,7 @@ def of_reports(
     """The lines of devices and all-reduces (reduce.py). `nodes`: the ranks of each."""
     ranks = [rank for node in nodes for rank in node]
     silent = [rank for rank in ranks if rank not in reports]
-    failed: dict[str, list[int]] = {}
-    for rank, report in reports.items():
-        if "error" in report or "failed" in report:
-            failed.setdefault(report.get("error") or f"{report['at']}: {report['failed']}", []).append(rank)
-    # Ranks that wait for one that failed fail too, later and with a worse reason.
-    own_fault = {text: who for text, who in failed.items() if "error" in reports[who[0]]} or failed
-    for text, who in own_fault.items():
-        at_device = "error" in reports[who[0]]
-        where = f" ({named(who, of)})" if len(ranks) > 1 else ""
-        remedy = "look at that rank's host" if at_device else "NCCL_DEBUG=INFO, TORCH_CPP_LOG_LEVEL=INFO say more"
-        what, _, told = text.partition("; ")
-        yield Result("device" if at_device else "all-reduce", "bad", what + where, told or remedy)
+    failed = yield from _of_failures(reports, of)
     stuck = {
         rank: report["at"] for rank, report in reports.items() if report["at"] != "done" and "failed" not in report
     }
@@ -123,9 +113,7 @@ def of_reports(
         culprits = {rank: at for rank, at in stuck.items() if at != waits} or stuck
         at = next(iter(culprits.values()))
         what = f"{named([*culprits], of)} did not come through within {seconds:g} s: {at}"
-        yield Result(
-            "all-reduce", "bad", what, "a firewall, or the wrong interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
-        )
+        yield Result("all-reduce", "bad", what, _NO_WAY)
     wrong = [rank for rank, report in reports.items() if "wrong" in report]
     if wrong:
         what = f"the sum of ones came out wrong on {named(wrong, of)}"
@@ -134,6 +122,27 @@ def of_reports(
         return
     yield from _of_devices(reports, of)
     yield from _of_speeds(reports, nodes)
+
+
+def _of_failures(reports: Mapping[int, Mapping[str, Any]], of: Mapping[int, Rank]) -> Generator[Result, None, bool]:
+    """Whether any failed. Ranks that wait for one without a device fail too, later and with a worse reason."""
+    failed: dict[str, list[tuple[int, str]]] = {}
+    for rank, report in reports.items():
+        if "error" in report or "failed" in report:
+            text = re.sub(r" *(with )?\[/[^\]]*\]", "", report.get("error") or f"{report['at']}: {report['failed']}")
+            failed.setdefault(re.sub(r"[\d.]+", "#", text), []).append((rank, text))
+    at_device = {kind: who for kind, who in failed.items() if "error" in reports[who[0][0]]}
+    for who in (at_device or failed).values():
+        ranks = [rank for rank, _ in who]
+        what, _, told = who[0][1].partition("; ")
+        what += f" ({named(ranks, of)})" if len(of) > 1 else ""
+        if at_device:
+            yield Result("device", "bad", what, told or "look at that rank's host")
+        else:
+            connects = reports[ranks[0]]["at"] == "forming the group"
+            more = "NCCL_DEBUG=INFO, TORCH_CPP_LOG_LEVEL=INFO say more"
+            yield Result("all-reduce", "bad", what, _NO_WAY if connects else more)
+    return bool(failed)
 
 
 def _of_devices(reports: Mapping[int, Mapping[str, Any]], of: Mapping[int, Rank]) -> Iterator[Result]:

@@ -142,6 +142,17 @@ def test_the_rank_whose_device_fails_is_named_and_not_those_that_wait() -> None:
     assert line.found == "rank 1 of this node has no GPU: torch sees 1 (rank 1)"
 
 
+def test_ranks_that_find_no_way_to_each_other_are_one_line() -> None:
+    def failing(port: int) -> dict[str, Any]:
+        said = f"Gloo connectFullMesh failed with [/a/gloo/pair.cc:152] timed out connecting: remote=[127.0.0.1]:{port}"
+        return report("forming the group", failed=said)
+
+    (line,) = lines({0: report("forming the group"), 1: failing(7), 2: failing(8), 3: report()}, TWO_HOSTS, NODES)
+    said = "forming the group: Gloo connectFullMesh failed timed out connecting: remote=[127.0.0.1]:7"
+    assert line.found == f"{said} (ranks 1-2 on a, b)"
+    assert "GLOO_SOCKET_IFNAME" in line.remedy
+
+
 def test_a_wrong_sum_and_different_devices_are_bad() -> None:
     rows = [[1 << 16, 0.001]]
     assert lines({0: report(all=rows, wrong="64 KiB"), 1: report(all=rows)})[0].level == "bad"
