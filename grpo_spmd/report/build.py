@@ -30,6 +30,7 @@ _PAGE_BYTES = 18_500_000  # of the file
 # After which no further dump is read; in a process that was asked to be nice, for which nobody waits.
 _READING_S, _PATIENT_S = 14.0, 20.0
 _SHELL_BYTES, _PROMPTS_BYTES = 250_000, 150_000
+_LEAST_TEXT = 800.0  # bytes of a completion, compressed
 _PROBED = 3  # steps, for what rollouts take in the page
 _MOST_ROOM = 1_500_000  # bytes of the rollouts of a step, compressed
 _WANTED, _RICH_TEXTS, _RICH_TOKENS = 4, 12, 6  # rollouts: of a step at the least; of a step that has room for groups
@@ -88,6 +89,8 @@ def plan_of(run: RecordedRun, num_bytes: int, until: float) -> Plan:
         if (time.monotonic() - began) * _PROBED < until - began:  # not where steps are very large
             costs.append(cost_of(task(step, 0)))
     table, text, tokens = (max(getattr(cost, name) for cost in costs) for name in Cost.__dataclass_fields__)
+    # Long completions are rather cut in their middle than that whole steps are left out.
+    text = min(text, max(_LEAST_TEXT, (num_bytes / len(order) - table) / _WANTED))
     least = _WANTED * text
     most = max(1, int(num_bytes / max(table + least, 1)))
     order = order[:most]

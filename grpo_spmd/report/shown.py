@@ -24,7 +24,7 @@ from grpo_spmd.report.pieces import Pieces
 
 LONGEST_PROMPT = 12_000  # characters
 _MOST_TURNS, _MOST_MESSAGES, _LONGEST_MESSAGES = 200, 200, 40_000  # of an episode; characters of all its messages
-_LONGEST_GIVEN = 4_000  # characters of a turn that was not sampled
+_LONGEST_GIVEN, _LEAST_TURN = 4_000, 200  # characters of a turn that was not sampled; of any that is cut
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def shown(line: bytes, scores: bytes | None, pieces: Pieces | None, longest: int
         "tokens": None,
     }
     if values["status"] is not None:
-        text |= _episode(values, pieces, longest)
+        text |= _episode(values, pieces, longest, cut)
 
     def make_tokens() -> dict[str, Any] | None:
         if cut and (values["status"] is not None or pieces is None):
@@ -178,17 +178,24 @@ def _without_middle(tokens: dict[str, Any], texts: Sequence[str], longest: int) 
     return found
 
 
-def _episode(values: dict[str, Any], pieces: Pieces | None, longest: int) -> dict[str, Any]:
-    turns = []
-    for turn in values["turns"][:_MOST_TURNS]:
+def _episode(values: dict[str, Any], pieces: Pieces | None, longest: int, cut: int) -> dict[str, Any]:
+    """All given turns have a third of `longest` characters, and so have sampled ones where the completion is `cut`, and
+    messages: each says again what the completion says."""
+    longest //= 3
+    turns, places = [], values["turns"][:_MOST_TURNS]
+    num_sampled = sum(turn["sampled"] for turn in places)
+    given = min(_LONGEST_GIVEN, max(_LEAST_TURN, longest // max(1, len(places) - num_sampled)))
+    for turn in places:
         is_sampled, ids = turn["sampled"], turn["token_ids"]
         texts = pieces.of(ids) if pieces is not None else None
         one = {"sampled": is_sampled, "segment": turn["segment"], "reward": turn.get("reward"), "num_tokens": len(ids)}
-        if texts is not None:
-            text, cut = shortened("".join(texts), longest if is_sampled else _LONGEST_GIVEN)
-            one["pieces"] = [text] if cut or not is_sampled else texts
+        if texts is not None and is_sampled and not cut:
+            one["pieces"] = texts
+        elif texts is not None:
+            most = max(_LEAST_TURN, longest // max(1, num_sampled)) if is_sampled else given
+            one["pieces"] = [shortened("".join(texts), most)[0]]
         turns.append(one)
-    messages, left = [], _LONGEST_MESSAGES
+    messages, left = [], min(_LONGEST_MESSAGES, longest)
     for message in values["messages"][:_MOST_MESSAGES]:
         said = json.dumps(message)
         left -= len(said)

@@ -64,7 +64,8 @@ def cost_of(task: StepTask) -> Cost:
     reader = _Reader(scan, contents, _pieces_of(task.run_dir), _MOST_CUT)
     places = {round(place) for place in np.linspace(0, len(scan) - 1, 8).tolist()} if len(scan) else set()
     some = [made for place in sorted(places) if (made := reader.make(place, "sampled")) is not None]
-    texts, tokens = ([size_of(getattr(made, name)) for made in some] for name in ("text", "tokens"))
+    texts = [size_of([made.text, made.prompt]) for made in some]
+    tokens = [size_of(made.tokens) for made in some]
     table = len(zlib.compress(_chunk(scan, Selection({}, set()))))
     return Cost(table, float(np.mean(texts or [0.0])), float(np.mean(tokens or [0.0])))
 
@@ -97,7 +98,7 @@ class _Reader:
 
     def __init__(self, scan: StepScan, contents: Contents, pieces: Pieces | None, room: int) -> None:
         self._scan, self._contents, self._pieces = scan, contents, pieces
-        self._longest = min(max(room // 2, _LEAST_CUT), _MOST_CUT)  # text takes about half as many bytes, compressed
+        self._longest = min(max(room // 3, _LEAST_CUT), _MOST_CUT)  # a letter takes less than a byte, compressed
 
     def make(self, place: int, why: str) -> Shown | None:
         line = self._contents.lines({0: self._scan.lines[place]}).get(0)

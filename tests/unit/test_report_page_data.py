@@ -186,13 +186,13 @@ def test_best_worst_failed_and_most_mismatched_come_first(tmp_path: Path, monkey
 
 
 def test_a_page_keeps_within_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_run(tmp_path / "run", healthy(60))
+    folder = make_run(tmp_path / "run", healthy(30))
     rng = np.random.default_rng(0)
-    for step in range(1, 61):
+    for step in range(1, 31):
         dump(folder, step, step_of(step, 8, text=lambda *_: base64.b64encode(rng.bytes(900)).decode()))
     shell = 4 * build._SHELL_BYTES // 3 + 4 * build._PROMPTS_BYTES // 3
     sizes = []
-    for more in (60_000, 600_000, 1_500_000, 4_000_000):
+    for more in (40_000, 400_000, 3_000_000):
         monkeypatch.setattr(build, "_PAGE_BYTES", shell + more)
         chunks = _page(folder)
         size = (tmp_path / "page.html").stat().st_size
@@ -200,11 +200,11 @@ def test_a_page_keeps_within_its_bytes(tmp_path: Path, monkeypatch: pytest.Monke
         sizes.append(size)
         (run,) = chunks["main"]["runs"]
         steps_there = run["rollouts"]["steps"]
-        assert {1, 60} <= {*steps_there}, "the first and the newest are always there"
-        assert (len(steps_there) == 60) == (more > 200_000)
+        assert {1, 30} <= {*steps_there}, "the first and the newest are always there"
+        assert (len(steps_there) == 30) == (more > 200_000)
         if more < 200_000:
-            assert f"{len(steps_there)} of 60 dumped steps" in run["rollouts"]["note"]
-            assert max(b - a for a, b in pairwise(steps_there)) <= 2 * 60 / len(steps_there)
+            assert f"{len(steps_there)} of 30 dumped steps" in run["rollouts"]["note"]
+            assert max(b - a for a, b in pairwise(steps_there)) <= 2 * 30 / len(steps_there)
         shown = sum(len(chunks[f"0/{step}"]["rollouts"]) for step in steps_there)
         assert shown == run["rollouts"]["shown"]
     assert sizes == sorted(set(sizes))
@@ -516,3 +516,33 @@ def test_a_process_that_is_killed_is_one_line(
 )
 def test_json_is_ascii_and_valid(value: Any, text: bytes) -> None:
     assert json_bytes(value) == text
+
+
+def test_long_completions_and_episodes_cost_their_middle_and_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(tmp_path / "run", healthy(30))
+    byte_tokenizer(folder)
+    rng = np.random.default_rng(0)
+    took: Json = {"rewards": {}, "calls_s": [], "error": None}
+    for step in range(1, 31):
+        said = base64.b64encode(rng.bytes(15_000)).decode()
+        turns = [
+            {"segment": 0, "sampled": i % 2 == 1, "token_ids": [*said[i * 900 : i * 900 + 900].encode()]}
+            | ({"finish_reason": "stop"} if i % 2 else {})
+            for i in range(20)
+        ]
+        sampled = "".join(said[i * 900 : i * 900 + 900] for i in range(1, 20, 2))
+        messages = [{"role": "tool", "content": said[:800]}] * 50
+        episode = {"status": "ok", "turns": turns, "messages": messages, "environment": took}
+        rollouts = [record(step, 0, i, said[i:], reward=float(i)) for i in range(3)]
+        dump(folder, step, [*rollouts, record(step, 0, 3, sampled, reward=9.0, **episode)])
+    shell = 4 * (build._SHELL_BYTES + build._PROMPTS_BYTES) // 3
+    monkeypatch.setattr(build, "_PAGE_BYTES", shell + 700_000)  # 17 KB a step, of 4 texts with 15 KB each
+    chunks = _page(folder)
+    assert (tmp_path / "page.html").stat().st_size <= build._PAGE_BYTES
+    for step in range(1, 31):
+        rollouts = chunks[f"0/{step}"]["rollouts"]
+        assert {"best", "worst"} <= {rollout["why"] for rollout in rollouts}
+        assert all(rollout["cut"] > 0 for rollout in rollouts)
+        assert [len(rollout["turns"]) for rollout in rollouts if "turns" in rollout] == [20]
