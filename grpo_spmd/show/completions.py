@@ -50,7 +50,7 @@ def ranked_lines(run: RecordedRun, step: int | None, num: int, is_best: bool, lo
         which = f"{'best' if is_best else 'worst'} {place} of {counted.num}"
         yield from completion_lines(record, f"{which}, step {step}", scored, look)
         yield []
-    yield from _legend(scored, look)
+    yield from legend_lines(scored, look)
     yield from unread_lines(unread, look.paper)
     hint = f"more: --step {step}   --prompt ROW   --grep TEXT" + "   --full" * (not look.is_full)
     yield [look.paper.fitted(hint, look.paper.columns, "dim")]
@@ -98,9 +98,9 @@ def completion_lines(
         yield [Span(" " * _MARGIN), paper.fitted(f"failed: {error}", paper.columns - _MARGIN, "bad")]
 
 
-def _legend(scored: Scored, look: Look) -> Iterator[Line]:
+def legend_lines(scored: Scored, look: Look) -> Iterator[Line]:
     if look.has_colour and scored.legend:
-        yield [look.paper.fitted(scored.legend, look.paper.columns, "dim")]
+        yield from look.paper.excerpt(scored.legend, 2, 0, 0, "dim")
 
 
 def prompt_lines(record: RolloutRecord, look: Look) -> Iterator[Line]:

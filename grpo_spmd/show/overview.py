@@ -76,11 +76,11 @@ def state_lines(run: RecordedRun, paper: Paper) -> Iterator[Line]:
     if len(run.launches) > 1:
         facts.append(f"{len(run.launches)} launches")
     if facts:
-        yield [paper.fitted(", ".join(facts), paper.columns, "dim")]
+        yield from paper.excerpt(", ".join(facts), 2, 0, 0, "dim")
 
 
 def _finding_lines(run: RecordedRun, paper: Paper) -> Iterator[Line]:
-    found, held = findings(run), checks(run)
+    found, held = [finding for finding in findings(run) if finding.text != run.why], checks(run)
     for finding in found[:_MOST_FINDINGS]:
         since = f" (from step {finding.step})" if finding.step is not None else ""
         said = f"{finding.title}{since}: {finding.text}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.report.run import RecordedRun
-from grpo_spmd.show.completions import Look, completion_lines, prompt_lines
+from grpo_spmd.show.completions import Look, completion_lines, legend_lines, prompt_lines
 from grpo_spmd.show.dump import Unread, has_row, holds, pattern_of, prompt_text, rollouts_of
 from grpo_spmd.show.overview import label_width
 from grpo_spmd.show.paper import Line, Span, number
@@ -117,3 +117,4 @@ def _one(run: RecordedRun, prompt: Prompt, step: int | None, look: Look, unread:
     for record in records:
         yield []
         yield from completion_lines(record, f"step {prompt.step}", scored, look, has_prompt=False)
+    yield from legend_lines(scored, look)

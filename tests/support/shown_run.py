@@ -67,3 +67,20 @@ def write_run(
     for step, lines in (rollouts or {}).items():
         write_lines(folder / "rollouts" / f"step_{step:06d}.jsonl", lines)
     return folder
+
+
+def _f16(*values: float) -> str:
+    return base64.b64encode(struct.pack(f"<{len(values)}e", *values)).decode()
+
+
+def write_scored_run(folder: Path) -> Path:
+    """Of float32, with two rollouts at step 8, "ab" and an end: the first is apart on "b" by 0.5 nats, and on its end
+    by 0.001; the second nowhere."""
+    run = write_run(folder, [metrics_of(8)], {8: [rollout_of(0, 0, 0.0, "ab"), rollout_of(0, 1, 1.0, "ab")]})
+    scores: list[dict[str, Any]] = [{"rollout_id": n, "entropy": _f16(1, 1, 1)} for n in (0, 1)]
+    scores[0] |= {"difference": _f16(0, -0.5, 0.001), "difference_mean": 0.167, "difference_max": 0.5}
+    scores[1] |= {"difference": _f16(0, 0, 0), "difference_mean": 0.0, "difference_max": 0.0}
+    write_lines(run / "token_scores" / "step_000008.jsonl", scores)
+    tokens = {"a": 3, "b": 4, "<end>": 0}
+    (run / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "decoder": {"type": "ByteLevel"}}))
+    return run

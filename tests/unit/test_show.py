@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import gzip
 import json
 import os
 import re
-import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,7 +21,7 @@ from grpo_spmd.show.dump import Unread, rollouts_of
 from grpo_spmd.show.paper import number
 from grpo_spmd.show.scored import Scored
 from tests.support.processes import ROOT, environment
-from tests.support.shown_run import metrics_of, rollout_of, write_lines, write_run
+from tests.support.shown_run import metrics_of, rollout_of, write_lines, write_run, write_scored_run
 
 METRICS = [metrics_of(step) for step in range(1, 11)]
 # Two groups: rewards 0, 1 and 1, none.
@@ -289,22 +287,9 @@ def test_a_page_needs_no_torch(run: Path) -> None:
     assert done.stdout.splitlines()[-1] in ("set()", "{'yaml'}")
 
 
-def _f16(*values: float) -> str:
-    return base64.b64encode(struct.pack(f"<{len(values)}e", *values)).decode()
-
-
 @pytest.fixture
 def scored(tmp_path: Path) -> Path:
-    """Of two rollouts: the first is apart on its second token by 0.5 nats, the second nowhere."""
-    lines = [rollout_of(0, 0, 0.0, "ab"), rollout_of(0, 1, 1.0, "ab")]
-    run = write_run(tmp_path / "run", METRICS, {8: lines})
-    scores: list[dict[str, Any]] = [{"rollout_id": n, "entropy": _f16(1, 1, 1)} for n in (0, 1)]
-    scores[0] |= {"difference": _f16(0, -0.5, 0.001), "difference_mean": 0.167, "difference_max": 0.5}
-    scores[1] |= {"difference": _f16(0, 0, 0), "difference_mean": 0.0, "difference_max": 0.0}
-    write_lines(run / "token_scores" / "step_000008.jsonl", scores)
-    tokens = {"a": 3, "b": 4, "<end>": 0}
-    (run / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "decoder": {"type": "ByteLevel"}}))
-    return run
+    return write_scored_run(tmp_path / "run")
 
 
 def test_differences_of_tokens_are_said(scored: Path, shown: Shown) -> None:
