@@ -183,7 +183,7 @@ function draw(card, chart) {
 const decades = (data) => {
   const all = data.slice(1).flat().filter((value) => value > 0);
   const number = Math.log10(largest(all) / smallest(all));
-  if (number < 2) return {};
+  if (number < 1) return {};
   const every = Math.ceil(number / 5);
   const isShown = (power) => Number.isInteger(power) && power % every === 0;
   const powerOf = (value) => Math.round(1e6 * Math.log10(value)) / 1e6;

@@ -64,7 +64,8 @@ function headOfStep(run, step) {
     step !== state.step && el("p", { class: "note" },
       `Rollouts of step ${state.step} are not in this page; these are of the nearest step that has them.`),
     el("div", { class: "tiles small" }, at >= 0 && said.map(tile)),
-    run.rollouts.note && el("p", { class: "note" }, shown(run.rollouts.note)));
+    el("p", { class: "note" }, "From ", el("code", {}, `rollouts/step_${String(step).padStart(6, "0")}.jsonl`), " of ",
+      el("code", {}, shown(asText(run.folder))), ". ", shown(asText(run.rollouts.note))));
 }
 
 // ---- filters
