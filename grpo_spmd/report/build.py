@@ -35,7 +35,7 @@ _PROBED = 3  # steps, for what rollouts take in the page
 _MOST_ROOM = 1_500_000  # bytes of the rollouts of a step, compressed
 _WANTED, _RICH_TEXTS, _RICH_TOKENS = 4, 12, 6  # rollouts: of a step at the least; of a step that has room for groups
 _PROCESSES, _POOL_BYTES = 4, 50_000_000  # the most; bytes of dumps from which on they are worth their start
-_NICE, _IS_NICE = 5, 10  # of what this process starts; of a process itself, from which on it takes one core alone
+_NICE, _IS_NICE = 2, 10  # of what this process starts; of a process itself, from which on it takes one core alone
 
 
 @dataclass(frozen=True)
