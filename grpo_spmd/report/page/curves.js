@@ -149,8 +149,8 @@ function draw(card, chart) {
     label: clip(names[chart.keys.indexOf(line.key)], 48).replace(ODD, "\ufffd") +
       (main.runs.length > 1 && !chart.stacked ? ` (${clip(main.runs[line.run].name, 16)})` : ""),
     stroke: () => colour(colourOf(line)), fill: chart.stacked ? () => colour(colourOf(line)) : undefined,
-    width: chart.stacked ? 0 : 1.25, dash: DASHES[line.run % DASHES.length], points: { show: data[0].length < 40 ||
-      chart.evaluation, size: 4 },
+    width: chart.stacked ? 0 : 1.25, dash: DASHES[line.run % DASHES.length], points: { size: 4,
+      show: data[0].length < (chart.stacked ? 2 : 40) || chart.evaluation, fill: () => colour(colourOf(line)) },
     value: (plot, value, series, at) => (at === null || at === undefined ? "" : num(raw[i][at])),
   });
   const axis = { stroke: () => colour("muted"), grid: { stroke: () => colour("line"), width: 1 },

@@ -84,6 +84,6 @@ function differences() {
   if (main.runs.length < 2) return null;
   const rows = main.differences.map(([key, ...values]) => [el("code", {}, shown(key)),
     ...values.map((value) => shown(asText(value) || "\u2013"))]);
-  return panel(`Configs differ in ${rows.length} keys`,
+  return panel(rows.length ? `Configs differ in ${rows.length} keys` : "The configs are the same",
     rows.length ? table(["key", ...main.runs.map((run) => shown(run.name))], rows) : null);
 }
