@@ -25,7 +25,7 @@ import pytest
 
 from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
 from grpo_spmd.report import __main__ as command
-from grpo_spmd.report import build, steps
+from grpo_spmd.report import build, scan, steps
 from grpo_spmd.report.build import build_page
 from grpo_spmd.report.json_text import json_bytes
 from grpo_spmd.report.run import named_apart, read_run
@@ -546,3 +546,22 @@ def test_long_completions_and_episodes_cost_their_middle_and_no_step(
         assert {"best", "worst"} <= {rollout["why"] for rollout in rollouts}
         assert all(rollout["cut"] > 0 for rollout in rollouts)
         assert [len(rollout["turns"]) for rollout in rollouts if "turns" in rollout] == [20]
+
+
+def test_files_of_many_blocks_are_read_as_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their lines are found again on the disk, packed or not, and lines that lie across two blocks are whole."""
+    folder = make_run(tmp_path / "run", healthy(2))
+    rng = np.random.default_rng(0)
+    for step in (1, 2):
+        records = step_of(step, 10, text=lambda *_: base64.b64encode(rng.bytes(3_000)).decode())
+        _scores(folder, step, records)
+        path = dump(folder, step, records)
+    path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    at_once = _page(folder)
+    monkeypatch.setattr(scan, "_BLOCK", 5_000)
+    in_blocks = _page(folder)
+    for chunks in (at_once, in_blocks):
+        del chunks["main"]["made_unix_s"]
+    assert in_blocks == at_once
+    assert at_once["main"]["runs"][0]["rollouts"]["shown"] == 80
