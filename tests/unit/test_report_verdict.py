@@ -87,7 +87,9 @@ TROUBLES: list[tuple[str, str, str, Callable[[dict[str, Any]], None], int]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("title", "level", "metric", "plant", "late"), TROUBLES, ids=lambda value: "" if callable(value) else str(value))
+@pytest.mark.parametrize(
+    ("title", "level", "metric", "plant", "late"), TROUBLES, ids=lambda value: "" if callable(value) else str(value)
+)
 def test_a_trouble_is_found_where_it_began(
     title: str, level: str, metric: str, plant: Callable[[dict[str, Any]], None], late: int, tmp_path: Path
 ) -> None:
