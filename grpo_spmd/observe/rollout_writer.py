@@ -89,15 +89,13 @@ class RolloutWriter:
             more = f", nor are the files of {len(failed) - 1} more nodes" if len(failed) > 1 else ""
             why = f"{os.strerror(errors[rank])} (on rank {rank})"
             _log.warning("%s is not written%s: %s", self._path(stem, min(failed)), more, why)
+        if self._scores != self._folder:  # first: a kill in between must not leave them beside another's rollouts
+            _unlink([self._scores / f"{part_name(stem, nodes.own)}{ending}" for ending in (PLAIN, PACKED)])
         if nodes.own in written and (error := _error_of(temporary.replace, path)):
             written.remove(nodes.own)
             _log.warning("%s is not written: %s", path, os.strerror(error))
-        stale = [path.with_name(part_name(stem, nodes.own) + self._other_ending)]
-        if self._scores != self._folder:
-            stale += [self._scores / f"{part_name(stem, nodes.own)}{ending}" for ending in (PLAIN, PACKED)]
-        for left in stale if nodes.own in written else [temporary, path, *stale]:
-            with suppress(OSError):
-                left.unlink(missing_ok=True)
+        other = path.with_name(part_name(stem, nodes.own) + self._other_ending)
+        _unlink([other] if nodes.own in written else [temporary, path, other])
         if self._there is None:  # read once: a run may come to have very many
             self._there = {}
             with suppress(OSError):
@@ -157,6 +155,12 @@ def _packed(lines: Iterable[bytes]) -> list[bytes]:
 def _make_room(temporary: Path) -> None:
     temporary.parent.mkdir(exist_ok=True)
     temporary.unlink(missing_ok=True)  # of a process that was killed: it may be longer than what comes
+
+
+def _unlink(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _write_at(path: Path, offset: int, chunks: Sequence[bytes]) -> None:

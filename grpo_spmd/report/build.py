@@ -7,10 +7,10 @@ import os
 import signal
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ from grpo_spmd.report.steps import Cost, StepResult, StepTask, cost_of, make_ste
 _PAGE_BYTES = 18_500_000  # of the file
 # After which no further dump is read; in a process that was asked to be nice, for which nobody waits.
 _READING_S, _PATIENT_S = 14.0, 20.0
+# A run whose dumps have no more bytes, unpacked, is read whole, however busy the machine is; but for what never ends.
+_SMALL_BYTES, _SMALL_S, _UNPACKED = 32_000_000, 120.0, 4
+_TEXTS_S = 2.0  # for the prompts' texts
 _SHELL_BYTES, _PROMPTS_BYTES = 250_000, 150_000
 _LEAST_TEXT = 800.0  # bytes of a completion, compressed
 _PROBED = 3  # steps, for what rollouts take in the page
@@ -43,8 +46,9 @@ class Plan:
     """Which steps are read, and how much of each is shown."""
 
     tasks: list[StepTask]  # in the order in which they are made
-    num_dumped: int
-    parts: Mapping[int, Sequence[Path]]
+    parts: Mapping[int, Sequence[Path]]  # of all steps
+    num_earlier: int  # steps whose dumps are of an earlier attempt
+    until: float  # on the monotonic clock, after which no further step is read
 
 
 def build_page(runs: Sequence[RecordedRun], out: Path) -> None:
@@ -63,12 +67,12 @@ def _chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
         until = began + seconds * (number + 1) / len(runs)
         plan = plan_of(run, max(0, left) // len(runs), until)
         results = []
-        for result in _made(plan.tasks, until):
+        for result in _made(plan.tasks, plan.until):
             if result.num_rollouts:
                 yield f"{number}/{result.step}", result.content
             results.append(StepResult(**{**vars(result), "content": b""}))
-        of_run |= prompts_of(results, plan.parts)
-        of_run["rollouts"] = _summary(plan, results)
+        of_run |= prompts_of(results, plan.parts, max(plan.until, time.monotonic() + _TEXTS_S))
+        of_run["rollouts"] = _summary(run, plan, results)
     main = {"format": FORMAT, "made_unix_s": round(time.time(), 3), "version": grpo_spmd.__version__}
     yield "main", json_bytes({**main, "runs": overviews, "differences": config_differences(runs)})
 
@@ -76,14 +80,18 @@ def _chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
 def plan_of(run: RecordedRun, num_bytes: int, until: float) -> Plan:
     """For `num_bytes` of the page, compressed. All steps get the same room where that is enough for tokens; else some,
     at even distances, get more, and where even the figures of all steps are too much, some are left out."""
-    parts, scores = parts_by_step(run.folder / "rollouts"), parts_by_step(run.folder / SCORES)
+    there, scores = parts_by_step(run.folder / "rollouts"), parts_by_step(run.folder / SCORES)
+    own = set(run.dumped_steps)
+    parts = {step: paths for step, paths in there.items() if step in own}
+    if sum(map(_unpacked_size, chain(*parts.values(), *scores.values()))) <= _SMALL_BYTES:
+        until = max(until, time.monotonic() + _SMALL_S)
 
     def task(step: int, room: float) -> StepTask:
         return StepTask(run.folder, step, parts[step], scores.get(step, ()), int(min(room, _MOST_ROOM)))
 
     order = spread_out(parts)
     if not order:
-        return Plan([], 0, parts)
+        return Plan([], parts, len(there), until)
     began, costs = time.monotonic(), [cost_of(task(order[0], 0))]
     for step in order[1:_PROBED]:
         if (time.monotonic() - began) * _PROBED < until - began:  # not where steps are very large
@@ -100,7 +108,7 @@ def plan_of(run: RecordedRun, num_bytes: int, until: float) -> Plan:
     if room < rich:
         num_rich = int((room - least) * len(order) / max(rich - least, 1))
         rooms = {step: rich if i < num_rich else least for i, step in enumerate(order)}
-    return Plan([task(step, rooms[step]) for step in order], len(parts), parts)
+    return Plan([task(step, rooms[step]) for step in order], parts, len(there) - len(parts), until)
 
 
 def _made(tasks: Sequence[StepTask], until: float) -> Iterator[StepResult]:
@@ -141,22 +149,49 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _summary(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
+def _unpacked_size(path: Path) -> int:
+    """About, where it is packed."""
+    return _size(path) * (_UNPACKED if path.suffix == ".gz" else 1)
+
+
+def _summary(run: RecordedRun, plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
     steps = sorted(result.step for result in results if result.num_rollouts)
-    total, shown, wanted, wanted_shown, broken = (
+    read, shown, wanted, wanted_shown, broken = (
         sum(getattr(result, name) for result in results)
         for name in ("num_rollouts", "num_shown", "num_wanted", "num_wanted_shown", "num_broken")
     )
+    total, is_known = read, True
     notes = []
-    if len(results) < plan.num_dumped:
+    if unread := plan.parts.keys() - {result.step for result in results}:
         why = "of time" if len(results) < len(plan.tasks) else "of size"
-        notes.append(f"{len(results):,} of {plan.num_dumped:,} dumped steps are in this page, evenly, for want {why}")
+        notes.append(f"{len(results):,} of {len(plan.parts):,} dumped steps are in this page, evenly, for want {why}")
+        number, is_known = _num_rollouts(run, unread, read / max(1, len(results)))
+        total += number
     if shown < total:
-        notes.append(f"of {total:,} rollouts all are in the tables, {shown:,} with their text")
+        tables = "all are" if read == total else f"{read:,} are"
+        about = "" if is_known else "about "
+        notes.append(f"of {about}{total:,} rollouts {tables} in the tables, {shown:,} with their text")
     if wanted_shown < wanted:
         notes.append(
             f"{wanted - wanted_shown:,} of {wanted:,} best, worst, most mismatched and failed ones are without"
         )
     if broken:
         notes.append(f"{broken:,} broken lines or files of dumps are left out")
+    if plan.num_earlier:
+        notes.append(f"{plan.num_earlier:,} dumps are left out: of an earlier attempt at steps that are still to come")
     return {"steps": steps, "shown": shown, "total": total, "note": "; ".join(notes)}
+
+
+def _num_rollouts(run: RecordedRun, steps: Collection[int], usual: float) -> tuple[int, bool]:
+    """Of steps that are not read, by the metrics, and whether these tell it of all; `usual`: of a step of which they do
+    not."""
+    counts = {line["step"]: line.get("progress/completions") for line in run.steps}
+    counts[0] = 0
+    found, is_known = 0.0, True
+    for step in steps:
+        before, after = counts.get(step - 1), counts.get(step)
+        if before is None or after is None or not 0 <= before <= after:
+            found, is_known = found + usual, False
+        else:
+            found += after - before
+    return round(found), is_known

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from grpo_spmd.observe.columns import bounded
-from grpo_spmd.report.scan import Line, line_at
+from grpo_spmd.report.scan import Contents, Line
 from grpo_spmd.report.shown import prompt_text, shortened, whole_line
 from grpo_spmd.report.steps import StepResult
 
@@ -20,20 +20,20 @@ KINDS = "never", "always", "better", "worse", "mixed"
 _MOST_PROMPTS, _OF_A_KIND, _MOST_POINTS = 400, 80, 100
 _LONGEST, _LONGEST_COLUMN = 400, 80  # characters
 _NEAR, _MOVED = 0.05, 0.25  # of the distance between the lowest and the highest reward
-_READING_S = 2.0
 
 
-def prompts_of(results: Sequence[StepResult], parts: Mapping[int, Sequence[Path]]) -> dict[str, Any]:
+def prompts_of(results: Sequence[StepResult], parts: Mapping[int, Sequence[Path]], until: float) -> dict[str, Any]:
     """ "prompts", "prompts_total" and "prompt_kinds" of the page, from all steps that were read.
 
     `never`: no group of the prompt had a mean reward above the lowest one of the run, but for 5 % of the distance to
     the highest. `always`: none was below the highest, likewise. `better`, `worse`: the mean of the last third of its
-    groups is 25 % of that distance above, or below, that of the first third. `mixed`: the others."""
+    groups is 25 % of that distance above, or below, that of the first third. `mixed`: the others. `until`: on the
+    monotonic clock, after which texts are left out."""
     visits = _Visits(results)
     kinds = [visits.kind(number) for number in range(len(visits))]
     counts = {kind: kinds.count(kind) for kind in KINDS}
     chosen = _chosen(visits, kinds)
-    texts = _texts([visits.newest(number) for number in chosen], parts)
+    texts = _texts([visits.newest(number) for number in chosen], parts, until)
     prompts = []
     for number, (text, columns) in zip(chosen, texts, strict=True):
         steps, means = visits.points(number)
@@ -119,18 +119,22 @@ def _chosen(visits: _Visits, kinds: Sequence[str]) -> list[int]:
     return [*first, *rest][:_MOST_PROMPTS]
 
 
-def _texts(wanted: Sequence[tuple[int, Line]], parts: Mapping[int, Sequence[Path]]) -> list[tuple[str, dict[str, Any]]]:
-    """Prompt and columns of each; "" where its line cannot be read any more, or there is no time: packed files are
-    unpacked from their beginning."""
-    until, found = time.monotonic() + _READING_S, []
-    for step, line in wanted:
-        text, columns = "", dict[str, Any]()
-        if time.monotonic() < until and line.part < len(parts.get(step, ())):
-            values = whole_line(line_at(parts[step][line.part], line))
-            if values is not None:
-                text = shortened(prompt_text(values["prompt"]), _LONGEST)[0]
+def _texts(
+    wanted: Sequence[tuple[int, Line]], parts: Mapping[int, Sequence[Path]], until: float
+) -> list[tuple[str, dict[str, Any]]]:
+    """Prompt and columns of each; "" where its line cannot be read any more, or there is no time. A step's lines are
+    read one behind the other: packed files are unpacked from their beginning."""
+    found, by_step = [("", dict[str, Any]())] * len(wanted), dict[int, dict[int, Line]]()
+    for number, (step, line) in enumerate(wanted):
+        if line.part < len(parts.get(step, ())):
+            by_step.setdefault(step, {})[number] = line
+    for step, lines in by_step.items():
+        if time.monotonic() > until:
+            break
+        for number, text in Contents(parts[step], ()).lines(lines).items():
+            if (values := whole_line(text)) is not None:
                 columns = {name: _short(value) for name, value in [*bounded(values["columns"]).items()][:8]}
-        found.append((text, columns))
+                found[number] = shortened(prompt_text(values["prompt"]), _LONGEST)[0], columns
     return found
 
 

@@ -20,7 +20,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.yaml_reader import YAML_ERRORS, StrictLoader
 from grpo_spmd.observe.launches import read_launches
 from grpo_spmd.observe.metrics_file import is_evaluation, read_lines
-from grpo_spmd.observe.rollout_files import dumped_steps
+from grpo_spmd.observe.rollout_files import dumped_steps, rollouts_parts
 from grpo_spmd.untrusted import UntrustedError, open_regular, read_json
 
 REPORTS = "failure.txt", "hang.txt"
@@ -49,7 +49,7 @@ class RecordedRun:
     state: str  # "done", "going", "preempted", "failed", "killed", "silent" (begun, and writes no more) or "empty"
     why: str  # that in one line
     reports: dict[str, str]  # of the newest launch, by file: failure.txt, hang.txt
-    dumped_steps: list[int]
+    dumped_steps: list[int]  # but for those of an earlier attempt
     checkpoints: list[int]
     num_steps: int | None  # training.num_steps
 
@@ -98,7 +98,7 @@ def _read_run(folder: Path) -> RecordedRun:
         state=state,
         why=" ".join(why.split())[:_LONGEST_VALUE],
         reports=reports,
-        dumped_steps=dumped_steps(folder),
+        dumped_steps=_own_dumps(folder, launches, steps),
         checkpoints=[step_of(path) for path in list_checkpoints(folder)],
         num_steps=num_steps,
     )
@@ -173,6 +173,21 @@ def _read_reports(
             start = text.rfind("\n=== 2") + 1  # the year of a report's first line
             found[name] = text[start : start + _LONGEST_REPORT].rstrip()
     return found
+
+
+def _own_dumps(folder: Path, launches: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> list[int]:
+    """A run that goes on from an older checkpoint leaves the dumps of the steps behind it until it makes these again:
+    nothing else tells of that attempt any more."""
+    there = dumped_steps(folder)
+    if not steps:
+        return there
+    begun = steps[-1]["step"] + 1  # its dump comes before its line
+    first = _unix_s(launches[-1].get("start")) if launches else None
+    if first is not None and begun in there:
+        with suppress(OSError):
+            newest = max(path.stat().st_mtime for path in rollouts_parts(folder, begun).values())
+            begun -= newest < first - _SKEW_S
+    return [step for step in there if step <= begun]
 
 
 def _state(

@@ -159,6 +159,10 @@ class Contents:
             else:
                 self._held.pop((of_scores, part), None)
             first = False
+            self._lines_left[of_scores] -= (number := block.count(b"\n") + (not block.endswith(b"\n")))
+            if self._lines_left[of_scores] < 0:  # before each takes its time: millions fit into a block
+                self.count_broken(number)
+                return
             ends = [*_ends(block)]
             starts = [0, *(end + 1 for end in ends[:-1])]
             try:
@@ -167,10 +171,6 @@ class Contents:
                 values = []
             if len(values) != len(ends):
                 values = [_decoded(block[low:high], decoder) for low, high in zip(starts, ends, strict=True)]
-            self._lines_left[of_scores] -= len(ends)
-            if self._lines_left[of_scores] < 0:
-                self.count_broken(len(ends))
-                return
             for low, high, value in zip(starts, ends, values, strict=True):
                 if value is None:
                     self.count_broken()
@@ -211,14 +211,6 @@ class Contents:
             self.count_broken()
         if rest:
             yield start, rest  # a line without its end: whole all the same, or broken
-
-
-def line_at(path: Path, line: Line) -> bytes:
-    """b"" where it cannot be read any more."""
-    with suppress(OSError, UntrustedError, EOFError, zlib.error), _opened(path) as file:
-        file.seek(line.start)
-        return file.read(line.length)
-    return b""
 
 
 def _opened(path: Path) -> IO[bytes]:

@@ -22,6 +22,7 @@ _FAILED = 0.01  # share of completions that failed, from which on it is worth a 
 _NEAR = 0.5  # of a bound
 _SPIKE = 10.0  # times the gradients before
 _MOST_ALIKE, _MOST_CUT, _MOST_WASTE = 0.8, 0.5, 0.3  # shares
+_MOST_UNSCORED, _FAR_UNSCORED = 0.05, 0.25  # shares
 _LEAST_GROWTH_GIB = 0.5
 _MEAN, _LARGEST = "weight_sync/mismatch_abs_mean", "weight_sync/mismatch_abs_max"
 
@@ -52,6 +53,7 @@ def findings(run: RecordedRun) -> list[Finding]:
     """The worst first; one that all is well where nothing is warned of."""
     with np.errstate(all="ignore"):  # a folder that somebody made up may have figures beyond all bounds
         found = [finding for rule in _RULES for finding in rule(run)]
+        found += _near_checks(run) if all(finding.level == "ok" for finding in found) else ()
     if run.steps and all(finding.level == "ok" for finding in found):
         text = f"{len(run.steps)} steps: rewards, lengths, entropy, gradients, memory and the checks show no trouble."
         found.append(Finding("ok", "nothing stands out", text, None, None))
@@ -63,6 +65,13 @@ def checks(run: RecordedRun) -> list[Check]:
     with np.errstate(all="ignore"):
         found = [*_proof_checks(run), *_logprob_checks(run), *_step_checks(run), *_error_checks(run)]
     return [check for check in found if check.value]
+
+
+def _near_checks(run: RecordedRun) -> Iterator[Finding]:
+    """Where nothing else is said of them: one that is not well must not stand beside praise."""
+    for check in (check for check in checks(run) if check.level != "ok"):
+        text = f"{check.value}; its bound is {check.bound}: {check.text}."
+        yield Finding(check.level, f"the check of {check.name} is not far from its bound", text, None, None)
 
 
 # What stopped it
@@ -129,6 +138,19 @@ def _beside(run: RecordedRun, where: Stretch) -> str:
     return f" With it changed {', '.join(said)}." if said else ""
 
 
+def _unscored(run: RecordedRun) -> Iterator[Finding]:
+    key = "reward/unscored_frac"
+    unscored = curve(run.steps, key)
+    if unscored is None or (where := stretch(unscored.steps, unscored.values >= _MOST_UNSCORED)) is None:
+        return
+    text = (
+        f"{_mean_in(unscored, where):.0%} of the completions have no reward {where}: they enter no mean, and nothing "
+    )
+    text += "is learned from them. A reward gave nothing, or the environment failed: see their statuses."
+    level: Level = "bad" if where.goes_on and unscored.now >= _FAR_UNSCORED else "warning"
+    yield Finding(level, "completions have no reward", text, where.first, key)
+
+
 def _reward_errors(run: RecordedRun) -> Iterator[Finding]:
     bound = _number(run, "reward_pool.max_error_frac", 0.3)
     for name in _named(run, r"reward/(.+)/error_frac"):
@@ -155,10 +177,8 @@ def _failures(run: RecordedRun, who: str, keys: tuple[str, ...], bound: float) -
     first = int(worst.steps[np.flatnonzero(worst.values >= _FAILED)[0]])
     is_near = most >= _NEAR * bound
     number = int((worst.values >= _FAILED).sum())
-    text = (
-        f"{most:.1%} of the completions of step {int(worst.steps[np.argmax(worst.values)])} at the most, in {number} "
-    )
-    text += f"of {len(worst.values)} steps {_FAILED:.0%} or more; at {bound:.0%} the run stops."
+    text = f"{most:.1%} of the completions of step {int(worst.steps[np.argmax(worst.values)])} at the most, "
+    text += f"in {number} of {len(worst.values)} steps {_FAILED:.0%} or more; at {bound:.0%} the run stops."
     title = f"{who} {'times out' if 'timeout' in key else 'fails'}"
     yield Finding("bad" if is_near else "warning", title, text, first, key)
 
@@ -176,13 +196,11 @@ def _truncation(run: RecordedRun) -> Iterator[Finding]:
         where = moved(cut, cut.start, cut.now)
     if where is None:
         return
+    text = f"{_mean_in(cut, where):.0%} of the completions are cut off {where}, {cut.values[0]:.0%} at the start. "
     longest = run.config.get("rollout.max_completion_tokens")
-    text = (
-        f"{_mean_in(cut, where):.0%} of the completions are cut off {where}, {cut.values[0]:.0%} at the start. Their "
-    )
-    text += f"ends, and answers, are missing: rollout.max_completion_tokens is {longest}; or a penalty for length."
-    level: Level = "bad" if where.goes_on and cut.now >= 0.9 else "warning"
-    yield Finding(level, "completions are cut off", text, where.first, key)
+    text += f"Their ends, and answers, are missing: rollout.max_completion_tokens={longest}, or a penalty for length."
+    is_bad = where.goes_on and cut.now >= 0.9
+    yield Finding("bad" if is_bad else "warning", "completions are cut off", text, where.first, key)
 
 
 def _lengths(run: RecordedRun) -> Iterator[Finding]:
@@ -191,16 +209,14 @@ def _lengths(run: RecordedRun) -> Iterator[Finding]:
     tokens, reward = curve(run.steps, key), curve(run.steps, "reward/mean")
     if tokens is None or reward is None or tokens.start <= 0 or len(tokens.values) < 6:
         return
-    times = tokens.now / tokens.start
-    gained = reward.now - reward.start
+    times, gained = tokens.now / tokens.start, reward.now - reward.start
     if (times >= 3 and gained < 0.25 * _spread(run)) or (times <= 1 / 3 and gained < -0.25 * _spread(run)):
         where = moved(tokens, tokens.start, tokens.now)
         if where is not None:
             what = "explode" if times > 1 else "collapse"
             text = f"{tokens.start:.0f} tokens at the start, {tokens.now:.0f} now, and the reward went from "
-            yield Finding(
-                "warning", f"lengths {what}", f"{text}{reward.start:.3g} to {reward.now:.3g}.", where.first, key
-            )
+            text += f"{reward.start:.3g} to {reward.now:.3g}."
+            yield Finding("warning", f"lengths {what}", text, where.first, key)
 
 
 def _entropy(run: RecordedRun) -> Iterator[Finding]:
@@ -233,8 +249,7 @@ def _gradients(run: RecordedRun) -> Iterator[Finding]:
         yield Finding(level, "updates are skipped", text, int(skipped.steps[where[0]]), "optim/skipped_updates")
     if norm is None:
         return
-    high = spikes(norm, _SPIKE)
-    bound = _number(run, "optimizer.max_grad_norm", 1.0)
+    high, bound = spikes(norm, _SPIKE), _number(run, "optimizer.max_grad_norm", 1.0)
     high = high[np.isin(high, norm.steps[norm.values > bound])]
     if len(high):
         at = ", ".join(map(str, high[:5])) + ", ..." * (len(high) > 5)
@@ -253,8 +268,7 @@ def _mismatch(run: RecordedRun) -> Iterator[Finding]:
         of = curve(run.steps, key)
         if of is None:
             continue
-        bound = _bounds(run, 1)[place]
-        first_bound = _bounds(run, 0)[place]
+        first_bound, bound = _bounds(run, 0)[place], _bounds(run, 1)[place]
         shares = of.values / np.where(np.arange(len(of.values)) == 0, first_bound, bound)
         where = stretch(of.steps, shares >= _NEAR)
         if shares.max() >= 1:
@@ -314,18 +328,15 @@ def _evaluation(run: RecordedRun) -> Iterator[Finding]:
         before = reward.values[reward.steps <= max(held.steps[top], reward.steps[0])][-reward.window :]
         rose = reward.now - float(np.mean(before))
         if best - last >= max(0.05 * abs(best), noise, 1e-9) and rose >= 0.1 * _spread(run):
-            text = (
-                f"{best:.3g} after step {held.steps[top]}, {held.values[-1]:.3g} now, while the training reward rose "
-            )
-            text += (
-                f"by {rose:.2g}: it learns what only holds for its own prompts. checkpoint.best_metric keeps a best."
-            )
+            text = f"{best:.3g} after step {held.steps[top]}, {held.values[-1]:.3g} now, while the training reward "
+            text += f"rose by {rose:.2g}: it learns what only holds for its own prompts. "
+            text += "checkpoint.best_metric keeps a best."
             yield Finding("warning", f"evaluation {name} falls", text, int(held.steps[top + 1]), key)
 
 
 _RULES: tuple[Callable[[RecordedRun], Iterator[Finding]], ...] = (
-    _state, _reward, _alike, _reward_errors, _episode_errors, _truncation, _lengths, _entropy, _gradients, _mismatch,
-    _memory, _evaluation, _tail,
+    _state, _reward, _alike, _unscored, _reward_errors, _episode_errors, _truncation, _lengths, _entropy, _gradients,
+    _mismatch, _memory, _evaluation, _tail,
 )  # fmt: skip
 
 
@@ -370,7 +381,7 @@ def _step_checks(run: RecordedRun) -> Iterator[Check]:
     skipped = curve(run.steps, "optim/skipped_updates")
     if skipped is not None:
         number = float(skipped.values.sum())
-        bound = f"{run.config.get('training.max_nonfinite_in_a_row', 3)} in a row"
+        bound = f"fewer than {run.config.get('training.max_nonfinite_in_a_row', 3)} in a row"
         text = "updates that were not made, since loss or gradient was not finite"
         yield Check("finite updates", "warning" if number else "ok", f"{number:.6g} skipped", bound, text)
 

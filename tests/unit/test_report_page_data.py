@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import resource
 import stat
 import subprocess
 import sys
@@ -210,14 +211,48 @@ def test_a_page_keeps_within_its_bytes(tmp_path: Path, monkeypatch: pytest.Monke
     assert sizes == sorted(set(sizes))
 
 
-def test_what_there_is_no_time_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_run(tmp_path / "run", healthy(5))
+@pytest.mark.parametrize("about", ["", "about "])
+def test_what_there_is_no_time_for_is_said(about: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The total is the run's: exact by its metrics, else as many a step as in those that were read."""
+    lines = healthy(5)
+    for line in lines if not about else ():
+        line["progress/completions"] = 16 * line["step"]
+    folder = make_run(tmp_path / "run", lines)
     for step in range(1, 6):
         dump(folder, step, step_of(step))
     monkeypatch.setattr(build, "_READING_S", -1.0)
+    monkeypatch.setattr(build, "_SMALL_BYTES", 0)
+    rollouts = _page(folder)["main"]["runs"][0]["rollouts"]
+    assert (rollouts["steps"], rollouts["shown"], rollouts["total"]) == ([5], 16, 80)
+    said = "1 of 5 dumped steps are in this page, evenly, for want of time"
+    assert rollouts["note"] == f"{said}; of {about}80 rollouts 16 are in the tables, 16 with their text"
+
+
+def test_a_small_run_is_read_whole_however_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine so busy that the time is over before the first step."""
+    folder = make_run(tmp_path / "run", healthy(5))
+    for step in range(1, 6):
+        packed = dump(folder, step, step_of(step))
+        packed.with_name(f"{packed.name}.gz").write_bytes(gzip.compress(packed.read_bytes()))
+        packed.unlink()
+    for name in ("_READING_S", "_PATIENT_S", "_TEXTS_S"):
+        monkeypatch.setattr(build, name, -1.0)
     (run,) = _page(folder)["main"]["runs"]
-    assert run["rollouts"]["steps"] == [5]
-    assert run["rollouts"]["note"] == "1 of 5 dumped steps are in this page, evenly, for want of time"
+    assert run["rollouts"] == {"steps": [1, 2, 3, 4, 5], "shown": 80, "total": 80, "note": ""}
+    assert [prompt["prompt"] for prompt in run["prompts"]] == [f"user: question {p['row']}" for p in run["prompts"]]
+
+
+def test_dumps_of_an_earlier_attempt_are_left_out(tmp_path: Path) -> None:
+    """The run went back to step 2, and is at step 3: what 4 and later ones hold is of the policy before."""
+    folder = make_run(tmp_path / "run", healthy(3))
+    for step in range(1, 6):
+        dump(folder, step, step_of(step))
+    os.utime(folder / "rollouts/step_000004.jsonl", (1.7e9, 1.7e9))  # before the launch
+    (run,) = _page(folder)["main"]["runs"]
+    assert run["rollouts"]["steps"] == read_run(folder).dumped_steps == [1, 2, 3]
+    assert run["rollouts"]["note"].startswith("2 dumps are left out: of an earlier attempt")
+    dump(folder, 4, step_of(4))  # of the step that is being made
+    assert read_run(folder).dumped_steps == [1, 2, 3, 4]
 
 
 def test_many_processes_make_the_page_that_one_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +315,22 @@ def test_a_dump_that_is_none_costs_its_step(kind: str, tmp_path: Path) -> None:
     chunks = _page(folder)
     assert chunks["main"]["runs"][0]["rollouts"]["steps"] == [1]
     assert len(chunks["0/1"]["rollouts"]) == 16
+
+
+@pytest.mark.parametrize("line", [b"\n", b"{}\n"])
+def test_millions_of_lines_that_are_none_are_counted_alone(line: bytes, tmp_path: Path) -> None:
+    """Tried one by one they would take a minute, and 2 GB."""
+    folder = make_run(tmp_path / "run", healthy(1))
+    path = dump(folder, 1, step_of(1))
+    number = (1 << 24) // len(line)
+    path.with_name("step_000001.node_1.jsonl").write_bytes(line * number)
+    out = tmp_path / "page.html"
+    limits = lambda: resource.setrlimit(resource.RLIMIT_CPU, (15, 15))  # noqa: E731
+    subprocess.run([sys.executable, "-m", "grpo_spmd.report", folder, "--out", out], check=True, preexec_fn=limits)
+    (run,) = _chunks(out)["main"]["runs"]
+    assert (run["rollouts"]["shown"], run["rollouts"]["note"]) == (
+        16, f"{number:,} broken lines or files of dumps are left out",
+    )  # fmt: skip
 
 
 def test_a_long_completion_is_cut_in_its_middle(tmp_path: Path) -> None:

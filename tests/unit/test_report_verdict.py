@@ -54,6 +54,8 @@ _LOST = _set("reward/mean", 0.2)  # it had come to 0.54
 TROUBLES: list[tuple[str, str, str, Callable[[dict[str, Any]], None], int]] = [
     ("groups are alike", "bad", "reward/zero_std_groups_frac", _set("reward/zero_std_groups_frac", 0.97), 0),
     ("groups are alike", "warning", "reward/zero_std_groups_frac", _set("reward/zero_std_groups_frac", 0.85), 0),
+    ("completions have no reward", "bad", "reward/unscored_frac", _set("reward/unscored_frac", 0.4), 0),
+    ("completions have no reward", "warning", "reward/unscored_frac", _set("reward/unscored_frac", 0.1), 0),
     ("the reward falls", "bad", "reward/mean", _LOST, 0),
     ("the reward falls", "bad", "reward/mean", _set("reward/mean", lambda i: 0.54 - 0.01 * i), 30),
     ("reward math fails", "warning", "reward/math/error_frac", _set("reward/math/error_frac", 0.02), 0),
@@ -195,3 +197,11 @@ def test_a_reward_that_only_jumps_about_does_not_fall(tmp_path: Path) -> None:
         for line in lines:
             line |= {"reward/mean": 0.4 + 0.3 * rng.normal(), "reward/std": 0.1}
         assert [found.title for found in _found(tmp_path, lines)] == ["nothing stands out"], seed
+
+
+def test_a_single_step_near_a_bound_is_not_passed_over(tmp_path: Path) -> None:
+    lines = healthy(60)
+    lines[40]["weight_sync/mismatch_abs_mean"] = 0.029  # the bound is 0.03
+    (found,) = _found(tmp_path, lines)
+    assert (found.level, found.title) == ("warning", "the check of logprobs, mean is not far from its bound")
+    assert "0.029 at step 41; its bound is 0.03" in found.text
