@@ -100,7 +100,7 @@ def plan_of(run: RecordedRun, num_bytes: int, until: float) -> Plan:
     # Long completions are rather cut in their middle than that whole steps are left out.
     text = min(text, max(_LEAST_TEXT, (num_bytes / len(order) - table) / _WANTED))
     least = _WANTED * text
-    most = max(1, int(num_bytes / max(table + least, 1)))
+    most = max(1, int(num_bytes / max(table + least, 1) + 1e-6))  # all of them, to a rounding, where `text` was cut
     order = order[:most]
     room = num_bytes / len(order) - table
     rich = _RICH_TEXTS * text + _RICH_TOKENS * tokens

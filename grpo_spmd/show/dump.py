@@ -22,6 +22,7 @@ from grpo_spmd.untrusted import open_regular
 
 _LONGEST = 1 << 25  # bytes of a line; 64k tokens take 2 MiB
 _MOST_BROKEN = 1000
+_MOST_LINES, _MOST_BYTES = 1 << 18, 1 << 32  # of a file, unpacked: some megabytes of gzip can hold very much more
 Choice = Callable[[bytes], bool]
 
 
@@ -83,7 +84,13 @@ def rollouts_of(run_dir: Path, step: int, unread: Unread, is_wanted: Choice | No
 def _lines(path: Path) -> Iterator[bytes]:
     with open_regular(path, follow=True) as file:
         source = cast(BinaryIO, gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file)
+        num_lines = num_bytes = 0
         while line := source.readline(_LONGEST):
+            num_lines, num_bytes = num_lines + 1, num_bytes + len(line)
+            if num_lines > _MOST_LINES or num_bytes > _MOST_BYTES:
+                raise ConfigError(
+                    f"{path}: more than {_MOST_LINES:,} lines or {_MOST_BYTES >> 30} GiB; this is no rollout dump"
+                )
             if len(line) == _LONGEST:
                 raise ConfigError(f"{path}: a line is longer than {_LONGEST >> 20} MiB; this is no rollout dump")
             yield line
