@@ -26,6 +26,7 @@ from grpo_spmd.untrusted import UntrustedError, open_regular, read_json
 REPORTS = "failure.txt", "hang.txt"
 # Of metrics in memory, 100 bytes each value; of a longer run every second step, every fourth and so on.
 _MOST_LINES, _MOST_VALUES = 24_000, 3_000_000
+_MOST_READ, _MOST_BYTES, _BLOCK = 1 << 20, 1 << 32, 1 << 20  # lines and bytes of metrics.jsonl; read at a time
 _MOST_METRICS, _LONGEST_NAME = 1_000, 200  # of all lines; characters
 _LONGEST_CONFIG, _LONGEST_VALUE = 1 << 20, 4_000  # bytes; characters
 _LONGEST_REPORT, _REPORT_TAIL = 100_000, 1 << 24  # characters of a report; bytes of its file, which keeps earlier ones
@@ -123,6 +124,7 @@ def _plain(value: Any) -> Any:
 
 def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Lines of steps and of evaluations. A metric's name is the same object in all lines: half of the memory."""
+    _check_length(path)
     found: tuple[dict[int, dict[str, Any]], ...] = {}, {}
     strides, newest, names = [1, 1], [-1, -1], dict[str, str]()
     for line in read_lines(path):
@@ -140,6 +142,19 @@ def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
                 del of_kind[other]
     steps, evaluations = ([of_kind[step] for step in sorted(of_kind)] for of_kind in found)
     return steps, evaluations
+
+
+def _check_length(path: Path) -> None:
+    """Raises ConfigError for a file that takes minutes to read: no run of months writes as many lines."""
+    if not os.path.lexists(path):
+        return
+    num_lines = num_bytes = 0
+    with open_regular(path) as file:
+        while num_bytes <= _MOST_BYTES and num_lines <= _MOST_READ and (block := file.read(_BLOCK)):
+            num_lines, num_bytes = num_lines + block.count(b"\n"), num_bytes + len(block)
+    if num_bytes > _MOST_BYTES or num_lines > _MOST_READ:
+        most = f"{_MOST_READ:,} lines or {_MOST_BYTES >> 30} GiB"
+        raise ConfigError(f"{path} has more than {most}, as no run writes; keep its last lines alone")
 
 
 def _numbers(metrics: Mapping[str, Any], names: dict[str, str]) -> dict[str, float | int | None]:

@@ -258,3 +258,19 @@ def test_a_line_of_many_metrics_has_a_bound(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert len({key for line in run.steps for key in line}) == 1_000 + 1  # with "step"
     assert len(run.steps) == 19
+
+
+@pytest.mark.parametrize("line", [b"\n", b'{"step": 1}\n'])
+def test_more_lines_than_a_run_writes_are_refused_in_time(
+    line: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10 million of them took over a minute."""
+    monkeypatch.setattr(run_module, "_MOST_READ", 1000)
+    folder = make_run(tmp_path / "run", [])
+    (folder / "metrics.jsonl").write_bytes(line * 1000)
+    if line != b"\n":
+        assert read_run(folder).last_step == 1
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(line)
+    with pytest.raises(ConfigError, match="has more than 1,000 lines or 4 GiB"):
+        read_run(folder)
