@@ -34,6 +34,7 @@ _MOST_LAUNCHES = 1_000
 # Seconds without a line after which a run is no longer called going: of a first step, of later ones (or so many times
 # the longest of the last ones). A mtime and the clock of another host may differ by _SKEW_S.
 _FIRST_S, _LEAST_S, _TIMES, _NUM_RECENT, _SKEW_S = 1800.0, 300.0, 10.0, 20, 5.0
+_TIMES_LONGEST = 3.0  # of the longest step of all
 _LEAVING_S = 30.0  # that a process may hold the folder after it wrote how its launch ended
 
 
@@ -233,8 +234,9 @@ def _state(
     is_first = _time_of(steps) is None or (first is not None and (_time_of(steps) or 0.0) < first)
     limit_s = float(timeout_s) if type(timeout_s) in (int, float) and 0 < timeout_s < 1e9 else _FIRST_S
     if not is_first:
-        recent = [step.get("time/step_s") or 0.0 for step in steps[-_NUM_RECENT:]]
-        limit_s = max(_LEAST_S, _TIMES * max(recent))
+        took_s = [step.get("time/step_s") or 0.0 for step in steps]
+        # an evaluation of every 100th step may be many times as long as the last steps were
+        limit_s = max(_LEAST_S, _TIMES * max(took_s[-_NUM_RECENT:]), _TIMES_LONGEST * max(took_s))
     ago = f"{after}, nothing written for {_shown_s(quiet_s)}" if signs else after
     if is_held:
         return ("going", f"going {after}") if quiet_s <= limit_s or not signs else ("silent", f"holds its folder {ago}")

@@ -74,6 +74,20 @@ def test_a_launch_that_ended_without_a_word(tmp_path: Path) -> None:
     assert (state, "nothing written for 2 h" in why) == ("silent", True)
 
 
+def test_an_evaluation_of_each_hundredth_step_is_no_silence(tmp_path: Path) -> None:
+    """It took 20 minutes at step 1, as the next may, where the steps since took 10 s each."""
+    lines = healthy(90)
+    for line in lines:
+        line |= {
+            "time/step_s": 10.0 if line["step"] > 1 else 1200.0,
+            "time/unix_s": time.time() - 1500 - 90 + line["step"],
+        }
+    launch = _OPEN | {"host": "another", "start": LONG_AGO}
+    assert read_run(make_run(tmp_path, lines, launch)).state == "going"
+    lines[0]["time/step_s"] = 10.0
+    assert read_run(make_run(tmp_path, lines, launch)).state == "silent"
+
+
 def test_a_first_step_may_take_as_long_as_the_watchdog_lets_it(tmp_path: Path) -> None:
     for seconds, state in ((1700.0, "going"), (1900.0, "silent")):
         run = read_run(make_run(tmp_path, [], _OPEN | {"host": "another", "start": _now(seconds)}))
