@@ -432,9 +432,13 @@ def test_keys_lead_everywhere(browser: Browser, pages: dict[str, Path]) -> None:
         page.key("Escape")
         page.wait("!document.querySelector('#help').open")
         # Tab goes through links, buttons and fields, each of which shows that it has the focus
-        for _ in range(3):
+        outlines = list[str]()
+        for _ in range(12):
             page.key("Tab")
-        assert page.value("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+            active = "document.activeElement"  # the body: nothing has it, as after the last of a page
+            outlines += page.value(f"{active} === document.body ? [] : [getComputedStyle({active}).outlineStyle]")
+        assert len(outlines) >= 3
+        assert set(outlines) == {"solid"}
         _assert_quiet(page)
 
 
