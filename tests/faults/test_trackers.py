@@ -81,13 +81,24 @@ def test_trackio_has_every_line_and_only_what_was_run_again_twice(killed_run: Pa
 
 @pytest.mark.parametrize("killed_run", ["wandb"], indirect=True)
 def test_wandb_has_every_line_that_a_kill_took_from_it_too(killed_run: Path) -> None:
-    expected, deadline, found = in_metrics(killed_run), time.monotonic() + 60, Counter[Line]()
-    while not found.keys() >= set(expected) and time.monotonic() < deadline:  # W&B's own process writes when it can
-        found = Counter(in_wandb(killed_run))
-        time.sleep(0.2)
+    expected, launches = in_metrics(killed_run), 3
+    found = _settled_in_wandb(killed_run, set(expected))
+    while set(expected) - found.keys() and launches < 6:  # on a busy machine W&B gets the rest when the run goes on
+        launches += 1
+        _launch(killed_run, "wandb", 161, launches, None, 0.0)
+        found = _settled_in_wandb(killed_run, set(expected))
     assert set(expected) - found.keys() == set()
-    assert {line: count for line, count in found.items() if count > 3} == {}
+    assert {line: count for line, count in found.items() if count > launches} == {}
     check_others(found, expected)
+
+
+def _settled_in_wandb(folder: Path, expected: set[Line]) -> Counter[Line]:
+    """W&B's own process writes when it can."""
+    deadline, found = time.monotonic() + 30, Counter(in_wandb(folder))
+    while not found.keys() >= expected and time.monotonic() < deadline:
+        time.sleep(0.2)
+        found = Counter(in_wandb(folder))
+    return found
 
 
 def in_wandb(folder: Path) -> Iterator[Line]:
