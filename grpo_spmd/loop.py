@@ -49,12 +49,13 @@ def _train_step(run: Run, step: int) -> None:
         check, keep = run.preemption.check_in_update, run.dump.keep_scores_if_due(step)
         attach_logprobs(run.policy, run.reference, batch, config.loss, config.training.num_optimizer_steps, check, keep)
         decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
+        decision = run.signals.attach(batch, decision, check)
     with phase("reward"):
         run.dump.write_if_due(step, sampled, decision)
     run.preemption.check_before_update()
     with phase("update"):
         run.update_check.run_if_due(step, sampled, batch, decision)
-        sums = run.updater.update(batch, run.update_check, check, keep)
+        sums = run.signals.update(batch, check) | run.updater.update(batch, run.update_check, check, keep)
     log.record_largest(run.update_check.metrics())
     run.dump.write_updated(step, sampled, decision, sums, keep)
     counts = run.progress.count(sampled.num_completions, decision.num_sampled_tokens, run.stream.epoch)

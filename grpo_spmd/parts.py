@@ -29,6 +29,7 @@ from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.files import write_durably
 from grpo_spmd.learn.balance import attention_cost_ratio
 from grpo_spmd.learn.sampled_step import StepRules
+from grpo_spmd.learn.signals import Signals
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.families.probe import refuse_untrainable
 from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
@@ -56,6 +57,7 @@ from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
 from grpo_spmd.rollout.expected import ExpectedLengths
 from grpo_spmd.rollout.sample import Sampler
+from grpo_spmd.signal_parts import open_signals
 
 if TYPE_CHECKING:  # off by default, and then not even imported
     from grpo_spmd.data.tail import TailStream
@@ -80,6 +82,7 @@ class Run:
     policy: Policy
     reference: Callable[[MicroBatch], Scores] | None
     updater: PolicyUpdater
+    signals: Signals
     update_check: UpdateCheck
     step_rules: StepRules
     offload: HostOffload
@@ -177,7 +180,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
     sections, discount = (config.rollout, *of_loss, config.training), config.environment.discount
     step_rules = StepRules(*sections, max_error_frac, session.world_size, cost_ratio, discount)
-    offload = HostOffload(config.model.offload, policy, reference, updater.optimizer)
+    signals = open_signals(config, policy, session)
+    offload = HostOffload(config.model.offload, policy, reference, updater.optimizer, signals.beside)
     bucket_bytes, keeps = config.rollout.sync_bucket_bytes(session.device.type), config.checkpoint.rollout_buffer
     weight_sync = WeightSync(policy, engine, bucket_bytes, config.proofs.every_steps, offload, is_named=keeps)
     writer, every_steps = RolloutWriter(run_dir, config.logging, session), config.logging.rollouts_every_steps
@@ -201,7 +205,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     sampler = Sampler(engine, config.rollout.group_size, config.seed, buffer, lengths, tail, environments)
     return Run(
         config, session, preemption, stream, rewards, score, environments, engine, policy, reference,
-        updater, update_check, step_rules, offload, weight_sync, sampler, evaluator, checkpoints, phase,
+        updater, signals, update_check, step_rules, offload, weight_sync, sampler, evaluator, checkpoints, phase,
         logprob_check, dump, log, Progress(start.trainer, start.step), launch, start.step,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from grpo_spmd.config.environment import EnvironmentConfig
 from grpo_spmd.config.key import key, required
 from grpo_spmd.config.logging_keys import LoggingConfig
+from grpo_spmd.config.reward_keys import RewardConfig, RewardPoolConfig
 
 # The phases of a step, in their order: timers, metrics and limits bear these names.
 PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
@@ -109,22 +110,6 @@ class RolloutConfig:
     def sleep_level_with(self, lora: LoraConfig) -> int:
         """`sleep_level`, or what the weight sync needs: 2 where it brings every weight, 1 where the base stays."""
         return self.sleep_level or (1 if lora.base_stays_in_engine else 2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    name: str | None = key(None, "a shipped reward (math, gsm8k, countdown, code, format, exact), or `function`'s name")
-    function: str | None = key(None, '"file.py:function": fn(prompts, completions, completion_ids, **columns)')
-    weight: float = key(1.0, "factor of this reward in the sum")
-    args: dict[str, Any] = key({}, "further keyword arguments for the function")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardPoolConfig:
-    num_workers: int = key(4, "processes on each rank that score rewards", at_least=1, at_most=4096)
-    timeout_s: float = key(10.0, "seconds that scoring one completion may take before its process is killed", above=0)
-    max_error_frac: float = key(0.3,
-        "share of a step's completions without a usable reward at which the run stops", above=0, at_most=1)
 
 
 @dataclass(frozen=True, kw_only=True)

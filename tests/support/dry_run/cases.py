@@ -35,6 +35,7 @@ from grpo_spmd.engine.weight_map import EngineTensor, TensorPart
 from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.offload import HostOffload
+from grpo_spmd.model.parked import optimizer_state
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
 from grpo_spmd.observe.token_scores import read_token_scores
 from grpo_spmd.preflight.checks import check_inputs
@@ -161,7 +162,7 @@ class Trials:
         policy, updater, _ = self.updated(self.config, session)
         reference = build_reference(policy, self.config.model, 1.0, 0.1, session)
         offload = HostOffload(True, policy, reference, updater.optimizer)
-        tensors = [*policy.parameters(), *cast(Policy, reference).parameters(), *offload._optimizer_state()]
+        tensors = [*policy.parameters(), *cast(Policy, reference).parameters(), *optimizer_state(updater.optimizer)]
         before = [self.cuda.values(_local(tensor)) for tensor in tensors]
         held, live = offload.held_bytes, self.cuda.ledger.live
         offload.before_sync()

@@ -22,7 +22,8 @@ from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
-from grpo_spmd.model.offload import HostOffload, _storage
+from grpo_spmd.model.offload import HostOffload
+from grpo_spmd.model.parked import storage_of
 from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters
 from grpo_spmd.records import SyncStats
 from tests.support.learn import sampled_step_of, updater_of
@@ -98,7 +99,7 @@ def on_device(policy: Policy, reference: Policy, updater: PolicyUpdater) -> dict
         "reference": list(reference.parameters()),
         "optimizer": moments_of(updater),
     }
-    return {owner: sum(_storage(tensor).nbytes() for tensor in group) for owner, group in tensors.items()}
+    return {owner: sum(storage_of(tensor).nbytes() for tensor in group) for owner, group in tensors.items()}
 
 
 def refuses(call: Callable[[], Any]) -> None:
