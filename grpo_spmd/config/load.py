@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from grpo_spmd.config.algorithm import of_recipe, recipe_of, source_of, with_recipe
 from grpo_spmd.config.coerce import build
 from grpo_spmd.config.devices import fitted_to_cpu
 from grpo_spmd.config.dump import flat, flat_config, join_key
@@ -29,7 +30,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_config_with_sources(
     path: str | Path, overrides: Sequence[str] = (), *, on_cpu: bool = False
 ) -> tuple[Config, dict[str, str]]:
-    """The config, and for each key of `flat_config`, in order: "default", "FILE:LINE" or "command line"."""
+    """The config, and for each key of `flat_config`, in order: "default", "FILE:LINE", "command line" or "from
+    algorithm: NAME"; and behind the first two what of the algorithm's they stand in for."""
     tree, given = read_tree(Path(path).expanduser())
     for override in overrides:
         name, value = apply_override(tree, override)
@@ -37,15 +39,20 @@ def load_config_with_sources(
         given = {known: source for known, source in given.items() if known != name and not known.startswith(f"{name}.")}
         given |= {join_key(name, inner) if inner else name: "command line" for inner in flat(value)}
     config = config_of(tree, on_cpu=on_cpu)
-    return config, {name: given.get(name, "default") for name in flat_config(config)}
+    values = flat_config(config).items()
+    return config, {name: source_of(name, value, given.get(name, "default"), tree) for name, value in values}
 
 
 def config_of(tree: dict[str, Any], *, on_cpu: bool = False) -> Config:
     """Coerced by declared type and cross-checked; `on_cpu`: with a CPU's defaults. Raises ConfigError."""
-    config: Config = build(Config, tree, "")
+    recipe = recipe_of(tree)
+    config: Config = build(Config, with_recipe(tree, recipe), "")
     if on_cpu:
         config = fitted_to_cpu(config, tree)
-    check_rules(config)
+    try:
+        check_rules(config)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{of_recipe(str(error), tree, recipe)}") from None
     return with_home(config)
 
 

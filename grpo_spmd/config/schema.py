@@ -11,6 +11,7 @@ from typing import Any, Literal
 from grpo_spmd.config.environment import EnvironmentConfig
 from grpo_spmd.config.key import key, required
 from grpo_spmd.config.logging_keys import LoggingConfig
+from grpo_spmd.config.recipes import Algorithm
 from grpo_spmd.config.reward_keys import RewardConfig, RewardPoolConfig
 
 # The phases of a step, in their order: timers, metrics and limits bear these names.
@@ -114,9 +115,10 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = key("grpo",
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl"] = key("grpo",
         "grpo: minus the group's mean, scaled by normalize_std; dr_grpo: never scaled; rloo: minus the mean of the "
-        "others; reinforce_pp: minus the mean of the step's rewards, over their standard deviation")
+        "others; reinforce_pp: minus the mean of the step's rewards, over their standard deviation; max_rl: minus the "
+        "group's mean, over that mean")
     normalize_std: Literal["group", "batch", "none"] = key("group", "which standard deviation grpo divides by")
     overlong_buffer_tokens: int = key(0,
         "completions that end within this many tokens of the longest are punished, linearly; 0: none", at_least=0)
@@ -223,6 +225,8 @@ class WatchdogConfig:
 class Config:
     run_dir: str = required("folder of this run: config, metrics, rollouts, logs, checkpoints")
     seed: int = key(0, "the run is a function of config and seed", at_least=0)
+    algorithm: Algorithm | None = key(None,
+        "sets what makes this algorithm (configs/README.md has the values) where nothing else does; null: defaults")
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)

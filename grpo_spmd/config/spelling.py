@@ -64,7 +64,7 @@ _REMEDIES: dict[str, tuple[tuple[str, str], ...]] = {
         (r"(?i)none|null|off|false", "VALUE is none")),
     "advantage.estimator": ((r"reinforce(\+\+|_?plus_?plus)", "VALUE is reinforce_pp"),
         (r"reinforce_baseline|reinforce(\+\+|_?plus_?plus)[-_]baseline", "nearest is grpo with "
-        "advantage.normalize_std: batch"), (r"group_norm|group", "VALUE is grpo"),
+        "advantage.normalize_std: batch"), (r"group_norm|group", "VALUE is grpo"), (r"(?i)max_?rl", "VALUE is max_rl"),
         (r"gae|remax|ppo|optimal.*", "there is no critic and no greedy baseline")),
     "advantage.normalize_std": ((r"(?i)false|no|off", "VALUE is none"), (r"(?i)true|yes|on", "VALUE is group")),
     "optimizer.schedule": ((r"constant_with_warmup", "constant with optimizer.warmup_steps"), (r"cosine_with_min_lr.*",

@@ -21,8 +21,9 @@ def compute_advantages(rewards: Grid, estimator: str, normalize_std: str) -> tup
     Args:
         estimator: "grpo" (reward minus group mean, divided as `normalize_std` says; Shao et al. 2024), "dr_grpo" (never
             divided; Liu et al. 2025), "rloo" (reward minus the mean of the *other* rewards of the group; Ahmadian et
-            al. 2024) or "reinforce_pp" (REINFORCE++, Hu et al. 2025: minus the mean of all rewards, divided by their
-            standard deviation).
+            al. 2024), "reinforce_pp" (REINFORCE++, Hu et al. 2025: minus the mean of all rewards, divided by their
+            standard deviation) or "max_rl" (Tajwar et al. 2026: reward minus group mean, divided by that mean; it is
+            made for rewards of 0 and 1, and a group whose mean is not above 0 gets 0).
         normalize_std: "group", "batch" or "none"; read by "grpo" alone.
     """
     rewards = rewards.double()
@@ -43,6 +44,9 @@ def compute_advantages(rewards: Grid, estimator: str, normalize_std: str) -> tup
         advantages = centered / std.clamp(min=ZERO_STD_TOLERANCE)
     elif estimator == "grpo" and normalize_std == "batch":
         advantages = centered / batch_std(rewards).clamp(min=ZERO_STD_TOLERANCE)
+    elif estimator == "max_rl":  # divided by a mean below 0, what is better than the others would count as worse
+        usable = mean >= ZERO_STD_TOLERANCE
+        advantages = torch.where(usable, centered / mean.clamp(min=ZERO_STD_TOLERANCE), 0.0)
     else:
         advantages = centered
     return torch.where(zero_std[:, None], 0.0, advantages).float(), zero_std

@@ -21,6 +21,9 @@ def advice(config: Config, num_ranks: int) -> Iterator[str]:
         what = f"with clip bounds {low:g} and {high:g}, sized for ratios of tokens"
         yield f"loss.policy gspo {what}: the GSPO paper has 3e-4 and 4e-4"
     yield from _about_the_algorithm(loss, config.advantage, config.rollout.group_size)
+    if config.advantage.estimator == "max_rl" and any(reward.weight < 0 for reward in config.rewards):
+        what = "divides by the group's mean reward, and where that is not above 0 the group teaches nothing"
+        yield f"advantage.estimator max_rl with a weight below 0 among rewards: it {what}"
     yield from _about_shares(config, num_ranks)
     steps, warmup = training.num_optimizer_steps * training.num_steps, config.optimizer.warmup_steps
     if warmup >= steps:

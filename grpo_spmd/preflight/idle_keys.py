@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from grpo_spmd.config.algorithm import FROM_RECIPE
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 
@@ -48,5 +49,5 @@ def idle_keys(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
         ("data.prompt_key", config.data.prompt_template is not None, "data.prompt_template is set"),
         ("loss.rollout_correction_cap", loss.rollout_correction == "none", "loss.rollout_correction is none"),
     ):
-        if is_idle and sources.get(key, "default") != "default":
+        if is_idle and not sources.get(key, "default").startswith(("default", FROM_RECIPE)):
             yield f"{key} does nothing: {why}"

@@ -132,6 +132,8 @@ class BatchCheck:
         divisor, usable = 1.0, deviation >= _ALIKE
         if kind == "reinforce_pp":
             center, divisor, usable = mean_of_all, deviation_of_all, deviation_of_all >= _ALIKE
+        elif kind == "max_rl":
+            divisor, usable = center, usable and center >= _ALIKE
         elif kind == "rloo" and usable:  # minus the mean of the others
             divisor = (len(known) - 1) / len(known)
         elif kind == "grpo":

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from grpo_spmd.config.algorithm import FROM_RECIPE, recipe_of
 from grpo_spmd.config.dump import flat_config
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import config_of
 from grpo_spmd.report.run import RecordedRun
 
@@ -16,8 +18,8 @@ _OWN = ("run_dir",)  # that are another one in each run
 
 
 def config_rows(run: RecordedRun) -> list[list[Any]]:
-    """[key, value, source] of each key: "default", "command line" (of the newest launch), or "set", by a file or for
-    the machine. config.yaml is resolved, and does not say it."""
+    """[key, value, source] of each key: "default", "command line" (of the newest launch), "from algorithm: NAME", or
+    "set", by a file or for the machine. config.yaml is resolved, and does not say it."""
     return [[key, _shown(value), _source(run, key, value)] for key, value in [*run.config.items()][:_MOST_KEYS]]
 
 
@@ -51,10 +53,20 @@ def _source(run: RecordedRun, key: str, value: Any) -> str:
         name, is_given, _ = str(argument).partition("=")
         if is_given and (key == name or key.startswith(f"{name}.")):
             return "command line"
+    recipe = _recipe(run)
+    if key in recipe and repr(recipe[key]) == repr(value):
+        return f"{FROM_RECIPE} {run.config['algorithm']}"
     defaults = _defaults()
     general = ".".join("0" if part.isdecimal() else part for part in key.split("."))
     is_known = key in defaults or (key.startswith("rewards.") and general in defaults)
     return "default" if is_known and repr(defaults.get(key, defaults.get(general))) == repr(value) else "set"
+
+
+def _recipe(run: RecordedRun) -> Mapping[str, Any]:
+    try:
+        return recipe_of(run.config)
+    except ConfigError:  # of another version
+        return {}
 
 
 @cache

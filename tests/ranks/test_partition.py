@@ -240,8 +240,8 @@ def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
         return score_plain(of, prompt, completion, config.rollout.temperature)
 
     def kl(log_p: torch.Tensor, log_r: torch.Tensor) -> torch.Tensor:
-        assert loss_config.kl_estimator == "k2"
-        return 0.5 * (log_p - log_r) ** 2
+        less = log_r - log_p
+        return {"k1": -less, "k2": 0.5 * less**2, "k3": less.exp() - 1 - less}[loss_config.kl_estimator]
 
     sequences: list[dict[str, Any]] = []
     for group in fixed_groups():
@@ -343,6 +343,8 @@ def add_advantages(sequences: list[dict[str, Any]], config: Config) -> None:
             estimator, normalize = config.advantage.estimator, config.advantage.normalize_std
             if estimator == "reinforce_pp":
                 s["advantage"] = (s["reward"] - statistics.mean(known)) / statistics.stdev(known)
+            elif estimator == "max_rl":
+                s["advantage"] = s["reward"] / statistics.mean(rewards) - 1
             elif estimator == "rloo":
                 s["advantage"] = s["reward"] - statistics.mean(others)
             else:

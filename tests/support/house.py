@@ -54,7 +54,7 @@ OPERATIONS = {
     "distributed": 1090,
     "observe": 875,
     "checkpoint": 1060,
-    "preflight": 745,
+    "preflight": 750,
     "replay": 555,
     "rewards/pool": 795,
     "rewards/sandbox": 650,
@@ -178,7 +178,14 @@ LOOKING = {
     "checkup": 2250,
 }
 # More teachers than a rule: distillation, reward models, judges and servers, a critic.
-SIGNALS = {"learn/signals.py": 80, "signal_parts.py": 80, "config/reward_keys.py": 80, "model/parked.py": 110}
+SIGNALS = {
+    "config/recipes.py": 150,
+    "config/algorithm.py": 85,
+    "learn/signals.py": 80,
+    "signal_parts.py": 80,
+    "config/reward_keys.py": 80,
+    "model/parked.py": 110,
+}
 CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS | SCALE | EPISODES | LOOKING | SIGNALS
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6000
 MOST_ROOMS = 30

@@ -60,6 +60,24 @@ def test_rloo_subtracts_the_mean_of_the_others(normalize_std: str) -> None:
     _close(_advantages([[4.0, 0.0, 2.0]], "rloo", normalize_std), [[3.0, -3.0, 0.0]])
 
 
+@pytest.mark.parametrize("normalize_std", ["group", "batch", "none"])
+def test_max_rl_divides_by_the_mean_of_the_group(normalize_std: str) -> None:
+    # one right of four: mean 1/4, (1 - 1/4) / (1/4) = 3 and -1. Three right: mean 3/4, 1/3 and -1.
+    rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]]
+    _close(_advantages(rewards, "max_rl", normalize_std), [[3.0, -1.0, -1.0, -1.0], [1 / 3, 1 / 3, -1.0, 1 / 3]])
+
+
+def test_nan_reward_enters_no_mean_of_max_rl() -> None:
+    # the known ones are 1 and 0: mean 1/2
+    _close(_advantages([[1.0, NAN, 0.0]], "max_rl"), [[1.0, 0.0, -1.0]])
+
+
+@pytest.mark.parametrize("group", [[-1.0, -3.0, -2.0], [1.0, -1.0, 0.0], [3e-6, -3e-6, 1e-7]])
+def test_max_rl_learns_nothing_from_a_group_whose_mean_is_not_above_zero(group: list[float]) -> None:
+    """Over -2 the best of the first group would be pushed down; over nearly nothing any difference would be huge."""
+    assert _advantages([group], "max_rl") == [[0.0, 0.0, 0.0]]
+
+
 def test_nan_reward_enters_no_mean_and_no_std() -> None:
     # the known ones are 2 and 0: mean 1, std sqrt(2)
     _close(_advantages([[2.0, NAN, 0.0]]), [[0.70710678, 0.0, -0.70710678]])
@@ -77,13 +95,13 @@ def test_nan_reward_enters_no_batch_std() -> None:
     )
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "max_rl"])
 @pytest.mark.parametrize("group", [[NAN, NAN, NAN], [NAN, 5.0, NAN]], ids=["none_known", "one_known"])
 def test_group_with_fewer_than_two_known_rewards_teaches_nothing(estimator: str, group: list[float]) -> None:
     assert _advantages([group], estimator) == [[0.0, 0.0, 0.0]]
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "max_rl"])
 @pytest.mark.parametrize("reward", [0.1, 0.3, 1e9 + 0.1, -7.7])
 def test_equal_rewards_give_exactly_zero(estimator: str, reward: float) -> None:
     # the mean of seven times 0.1 is not 0.1 in floating point, and 1e-17 over 1e-17 is not small
@@ -99,7 +117,7 @@ def test_group_without_spread_leaves_other_groups_alone() -> None:
     _close(_advantages([[1.0, 1.0], [0.0, 2.0]]), [[0.0, 0.0], [-0.70710678, 0.70710678]])
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "max_rl"])
 def test_advantages_of_a_group_sum_to_zero(estimator: str) -> None:
     rewards = torch.rand(5, 8, generator=torch.Generator().manual_seed(0))
     advantages, _ = compute_advantages(rewards, estimator, "group")
@@ -152,7 +170,7 @@ def test_reinforce_pp_without_any_spread_teaches_nothing(rewards: list[list[floa
     assert _advantages(rewards, "reinforce_pp") == [[0.0] * len(group) for group in rewards]
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp"])
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl"])
 def test_no_groups_have_no_advantages(estimator: str) -> None:
     advantages, alike = compute_advantages(torch.zeros(0, 4), estimator, "batch")
     assert (list(advantages.shape), list(alike.shape)) == ([0, 4], [0])

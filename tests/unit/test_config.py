@@ -176,7 +176,10 @@ def test_unknown_key_like_none_points_to_help(tmp_path: Path) -> None:
         ("data.shuffle=1", "data.shuffle must be true or false; got 1"),
         ("data.train=[a]", "data.train must be text; got ['a']"),
         ("data.train=", "data.train must be text; got None"),
-        ("advantage.estimator=gae", "advantage.estimator must be one of grpo, dr_grpo, rloo, reinforce_pp; got 'gae'"),
+        (
+            "advantage.estimator=gae",
+            "advantage.estimator must be one of grpo, dr_grpo, rloo, reinforce_pp, max_rl; got 'gae'",
+        ),
         ("rollout.sleep_level=true", "rollout.sleep_level must be one of 1, 2; got True"),
         (
             "logging.trackers=tensorbord",

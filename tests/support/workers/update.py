@@ -54,6 +54,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "advantage": {"estimator": "dr_grpo"},
     },
     "reinforce_pp": {"advantage": {"estimator": "reinforce_pp"}, "loss": {"kl_in": "reward"}},
+    "max_rl": {"advantage": {"estimator": "max_rl"}},
     "mask_truncated": {
         "loss": {"mask_truncated": True, "aggregation": "sequence"},
         "advantage": {"overlong_buffer_tokens": 10, "overlong_penalty": 0.7, "estimator": "rloo"},
