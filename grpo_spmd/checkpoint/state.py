@@ -53,8 +53,10 @@ def run_facts(
         contents |= {"answers and other columns of data.train": of_rows}
         of_tokenizer = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config")
         files = {f"{path.name} of model.path": path for path in folder.iterdir() if of_tokenizer.match(path.name)}
-        functions = {key: str(spec) for key, spec in config.items() if re.fullmatch(r"rewards\.\d+\.function", key)}
-        files |= {f"{key} ({spec})": Path(spec.rpartition(":")[0]) for key, spec in functions.items()}
+        functions = {
+            key: str(spec) for key, spec in config.items() if re.fullmatch(r"rewards\.\d+\.(function|judge)", key)
+        }
+        files |= {f"{key} ({spec})": Path(spec.rpartition(":")[0] or spec) for key, spec in functions.items()}
         contents |= {name: hashlib.sha256(p.read_bytes()).hexdigest() for name, p in files.items() if p.is_file()}
     return RunFacts(*fingerprints, config, model_path, config["model.dtype"], session.world_size, contents)
 

@@ -78,7 +78,7 @@ def look_at_isolation(place: Place) -> Iterator[Result]:
     """Whether model-written code can be shut in here: the reward `code`, the tool `python`."""
     from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
 
-    named = [reward.name for reward in place.config.rewards] if place.config else []
+    named = [reward.name for reward in place.config.rewards if reward.is_shipped] if place.config else []
     tools = [str(tool) for tool in place.config.environment.tools] if place.config else []
     is_needed = "code" in named or "python" in tools
     try:

@@ -20,6 +20,7 @@ def with_home(config: Config) -> Config:
         ("model.path", config.model.path),
         ("checkpoint.resume", config.checkpoint.resume),
         *((f"rewards.{index}.function", each.function or "") for index, each in enumerate(config.rewards)),
+        *((f"rewards.{index}.judge", each.judge or "") for index, each in enumerate(config.rewards)),
     ):
         _check_path(name, text)
     at_home, replace = os.path.expanduser, dataclasses.replace
@@ -32,7 +33,10 @@ def with_home(config: Config) -> Config:
         run_dir=at_home(config.run_dir),
         model=replace(config.model, path=at_home(config.model.path)),
         data=replace(config.data, train=at_home(config.data.train), eval=evaluated),
-        rewards=tuple(replace(each, function=each.function and at_home(each.function)) for each in config.rewards),
+        rewards=tuple(
+            replace(each, function=each.function and at_home(each.function), judge=each.judge and at_home(each.judge))
+            for each in config.rewards
+        ),
         checkpoint=replace(config.checkpoint, resume=at_home(config.checkpoint.resume)),
     )
 

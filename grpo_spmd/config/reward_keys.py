@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from grpo_spmd.config.key import key
 
@@ -11,10 +11,43 @@ from grpo_spmd.config.key import key
 # fmt: off
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    name: str | None = key(None, "a shipped reward (math, gsm8k, countdown, code, format, exact), or `function`'s name")
+    name: str | None = key(None, "a shipped reward (math, gsm8k, countdown, code, format, exact), or another's name")
     function: str | None = key(None, '"file.py:function": fn(prompts, completions, completion_ids, **columns)')
+    url: str | None = key(None, "in place of function: http(s) address of a server that scores, called by POST of JSON")
     weight: float = key(1.0, "factor of this reward in the sum")
-    args: dict[str, Any] = key({}, "further keyword arguments for the function")
+    args: dict[str, Any] = key({}, "further keyword arguments for the function, or fields of what a url is sent")
+    timeout_s: float | None = key(None, "as reward_pool.timeout_s, which null means, of this function or url: requests "
+        "for one completion and the pauses between them", above=0)
+    max_concurrent: int | None = key(None, "calls of this function or url under way at once, over all ranks; a "
+        "function with a limit is called with one completion at a time", at_least=1)
+    max_per_minute: int | None = key(None, "calls begun in a minute, over all ranks, at even distances", at_least=1)
+    retries: int = key(3, "requests to a url made again for a completion, with growing pauses, or those the server "
+        "asks for, after 408, 429, 5xx, a dropped line or a malformed answer", at_least=0, at_most=20)
+    headers_env: dict[str, str] = key({}, "headers that a url is sent, by the environment variables that hold them: "
+        "{Authorization: MY_TOKEN}")
+    form: Literal["slime", "openrlhf"] = key("slime", "what a url is sent: slime, {prompt, response, label, metadata} "
+        "of one completion; openrlhf, {query, prompts, labels} of a group")
+    judge: str | None = key(None, "file with a rubric over {prompt}, {completion} and columns: url is then an "
+        "OpenAI-compatible .../v1/chat/completions, whose reply ends with a score")
+    judge_model: str | None = key(None, "the model that judges, by the name its server has for it")
+    judge_scale: tuple[float, float] = key((0.0, 10.0), "lowest and highest score of the rubric, made 0 and 1")
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether `name` says what it is, and not only what it is called."""
+        return self.function is None and self.url is None
+
+    @property
+    def shown_name(self) -> str:
+        """Its metric's."""
+        of_url = "judge" if self.judge is not None else "server"
+        return self.name or (of_url if self.url is not None else str(self.function).rpartition(":")[2])
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether calls of it are measured and held to limits of their own."""
+        limits = self.timeout_s, self.max_concurrent, self.max_per_minute
+        return self.url is not None or any(limit is not None for limit in limits)
 
 
 @dataclass(frozen=True, kw_only=True)

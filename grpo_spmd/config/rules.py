@@ -8,6 +8,7 @@ from grpo_spmd.config.coerce import REFUSED_KEYS
 from grpo_spmd.config.environment import check_environment
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.logging_keys import check_logging
+from grpo_spmd.config.reward_rules import check_reward
 from grpo_spmd.config.schema import ADAPTER_RANKS, PHASES, Config, LossConfig, OptimizerConfig, RolloutConfig
 
 # What the trainer itself decides about the engine, where a second value would be a second truth, and where it is set.
@@ -58,8 +59,7 @@ def check_rules(config: Config) -> None:
     if not (config.rewards or config.environment.is_on):
         raise ConfigError("rewards must name at least one reward, e.g. `rewards: [{name: gsm8k}]`")
     for index, reward in enumerate(config.rewards):
-        if reward.name is None and reward.function is None:
-            raise ConfigError(f"rewards.{index} needs a name (a shipped reward) or a function (file.py:function)")
+        check_reward(f"rewards.{index}", reward)
 
 
 def _check_sizes(config: Config) -> None:

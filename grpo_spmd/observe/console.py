@@ -54,7 +54,7 @@ def banner(
     """What is about to be trained, before anything takes long."""
     yield f"model: {model.path}, {model.dtype}" + (f", LoRA of rank {model.lora.rank}" if model.lora.rank else "")
     yield f"data: {data.train}"
-    named = [(reward.name or str(reward.function).rpartition(":")[2], reward.weight) for reward in rewards]
+    named = [(reward.shown_name, reward.weight) for reward in rewards]
     if named:  # an environment may give the only one
         yield "rewards: " + ", ".join(name if weight == 1 else f"{name} x {weight:g}" for name, weight in named)
     prompts, size = rollout.num_prompts_per_step, rollout.group_size

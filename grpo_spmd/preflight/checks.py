@@ -60,6 +60,10 @@ def check_inputs(
     folder = check_model(config, to_run=to_run)
     check_engine_keys(config.rollout.engine)
     rewards = load_rewards(config.rewards)
+    if any(reward.is_watched for reward in config.rewards):
+        from grpo_spmd.rewards.remote.early import check_calls
+
+        check_calls(config.rewards, num_ranks)
     if config.environment.is_on:
         from grpo_spmd.rollout.environments.early import check_environment_early
 
@@ -81,7 +85,7 @@ def check_inputs(
 def _check_code_time(config: Config) -> None:
     for index, reward in enumerate(config.rewards):
         time_s, limit_s = reward.args.get("time_s", DEFAULT_TIME_S), config.reward_pool.timeout_s
-        if reward.name == "code" and reward.function is None and time_s > limit_s - 1:
+        if reward.name == "code" and reward.is_shipped and time_s > limit_s - 1:
             bound = f"at least a second under reward_pool.timeout_s ({limit_s:g})"
             why = "or an endless loop is killed as unknown before it is found wrong"
             raise ConfigError(f"rewards.{index}.args.time_s ({time_s:g}) must be {bound}, {why}")

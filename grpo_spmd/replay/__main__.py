@@ -29,12 +29,13 @@ def main() -> None:
     policy = "the policy (default: that of checkpoints/step_(N-1); for step 1 also model.path)"
     add("--checkpoint", type=Path, metavar="FOLDER", help=policy)
     add("--top", type=int, default=5, metavar="K", help="rollouts in each list (default: 5)")
+    add("--ask-servers", action="store_true", help="ask servers and judges again; else what they gave is taken")
     add("overrides", nargs="*", metavar="section.key=value", help="values that replace those of the run's config")
     args = parser.parse()
     if args.step < 1:
         parser.error(f"--step counts from 1 on; got {args.step}")
     try:
-        recorded = read_step(args.run_dir, args.step, args.overrides)
+        recorded = read_step(args.run_dir, args.step, args.overrides, asks_servers=args.ask_servers)
     except ConfigError as error:
         refuse(error)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in train.py

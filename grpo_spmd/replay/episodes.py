@@ -9,6 +9,7 @@ from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.observe.rollout_turns import read_episode
 from grpo_spmd.records import Completion
+from grpo_spmd.replay.asked import unasked_rewards
 from grpo_spmd.replay.read import RecordedStep, ReplayedRollout
 from grpo_spmd.rewards.protocol import load_rewards
 
@@ -28,8 +29,8 @@ def weights_of(recorded: RecordedStep) -> dict[str, float]:
 
 
 def own_rewards(recorded: RecordedStep) -> list[RewardConfig]:
-    """Those that can be called again: environments have given theirs, and are not here."""
-    given, rewards = given_rewards(recorded), recorded.config.rewards
+    """Those that can be called again: environments have given theirs, and are not here; nor are servers asked."""
+    given, rewards = given_rewards(recorded) + unasked_rewards(recorded), recorded.config.rewards
     return [config for config, reward in zip(rewards, load_rewards(rewards), strict=True) if reward.name not in given]
 
 

@@ -36,6 +36,7 @@ class RecordedStep:
     all_columns: set[str]  # that a reward of the run was given
     epoch: float  # at its beginning; of all rows, also where the run dropped some as too long
     notes: list[str]
+    asks_servers: bool = False  # that give rewards
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Replay:
     rollouts: list[ReplayedRollout]
 
 
-def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> RecordedStep:
+def read_step(run_dir: Path, step: int, overrides: Sequence[str] = (), *, asks_servers: bool = False) -> RecordedStep:
     """Read and check what the run left; a ConfigError says what is missing, or which line of the dump is broken."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"RUN_DIR: {run_dir} holds no config.yaml, so it is no run folder")
@@ -88,7 +89,7 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = ()) -> Record
         columns = _columns_of(rollouts, config)
     except ConfigError as error:
         notes.append(f"rewards are those that the run recorded, since the data set cannot be had as it was: {error}")
-    return RecordedStep(run_dir, step, config, rollouts, metrics, *columns, notes)
+    return RecordedStep(run_dir, step, config, rollouts, metrics, *columns, notes, asks_servers)
 
 
 def _read_dump(run_dir: Path, step: int, group_size: int) -> list[list[RolloutRecord]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.records import Decision, Prompt, RolloutGroup, ScoredRollouts
+from grpo_spmd.replay.asked import note_of, unasked_rewards
 from grpo_spmd.replay.episodes import completion_of, given_rewards, own_rewards, weights_of
 from grpo_spmd.replay.read import RecordedStep, Replay, ReplayedRollout
 from grpo_spmd.rewards.pool.pool import RewardPool
@@ -66,10 +67,12 @@ def _replay(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool, s
         notes.append(
             f"rewards are those that the run recorded: environments, which are not here, gave {', '.join(given)}"
         )
+    if unasked := unasked_rewards(recorded):
+        notes.append(note_of(unasked))
     try:
         while sampled.num_missing and waiting:  # once, unless dynamic sampling refilled the step
             groups, waiting = waiting[: sampled.num_missing], waiting[sampled.num_missing :]
-            has_data = recorded.columns is not None and not given
+            has_data = recorded.columns is not None and not given and not unasked
             scored = pool.score(groups, texts) if has_data else _recorded_scores(groups, recorded)
             sampled.add(groups, scored, num_groups=len(groups))
         if missing := sampled.num_missing:

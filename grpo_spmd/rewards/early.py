@@ -58,7 +58,7 @@ def check_gold(
     Null says on purpose that a reward does not apply, where there are others: a held-out set may be for another one.
     """
     for index, config in enumerate(configs):
-        if config.function is not None or config.name not in _USABLE:
+        if not config.is_shipped or config.name not in _USABLE:
             continue
         usable, what = _USABLE[config.name]
         column = str(config.args.get("tests_column", "tests")) if config.name == "code" else _COLUMN[config.name]

@@ -65,17 +65,21 @@ def load_rewards(
     `timeout_s`: after which whoever calls them would end a call; `modules` as in load_named."""
     rewards: list[Reward] = []
     for index, config in enumerate(configs):
-        where, name = f"rewards.{index}", str(config.name)
+        where, name = f"rewards.{index}", config.shown_name
+        if name in {reward.name for reward in rewards}:
+            raise ConfigError(f"{where}.name: {name!r} is given twice; its metrics would overwrite each other")
+        if config.url is not None:
+            from grpo_spmd.rewards.remote.servers import server_reward
+
+            rewards.append(server_reward(config, where))
+            continue
         if config.function is not None:
             is_given, spec = config.function.startswith(MARK), config.function
             function = given_function(spec, where) if is_given else _load_function(spec, where, modules)
-            name = config.name or config.function.rpartition(":")[2]
         elif name in SHIPPED:
             function = SHIPPED[name]
         else:
             raise ConfigError(f"{where}.name: no shipped reward {name!r}; there are {', '.join(sorted(SHIPPED))}")
-        if name in {reward.name for reward in rewards}:
-            raise ConfigError(f"{where}.name: {name!r} is given twice; its metrics would overwrite each other")
         rewards.append(_with_args(name, function, config, where, timeout_s))
     return rewards
 
@@ -158,6 +162,10 @@ def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, wh
     # Each run of model-written code may take its whole time: a call for the group would need the sum of them.
     alone = function is run_tests
     looks = "environments" in parameters
+    if looks and config.is_watched:
+        why = "takes environments, and is called where they are, beside limits of calls"
+        raise ConfigError(f"{where}: {callable_name(function)} {why}; take timeout_s and max_* out")
+    alone |= config.max_concurrent is not None or config.max_per_minute is not None  # which count completions
     return Reward(
         name=name, weight=config.weight, needs=needs, takes=trl, one_at_a_time=alone, function=call,
         looks_at_environments=looks,

@@ -27,7 +27,8 @@ GIVEN = ("prompts", "completions", "completion_ids")
 _IN_KWARGS = ("trainer_state", "log_metric", "log_extra")
 Counts = Mapping[str, Mapping[str, int]]  # by reward
 # Our own metrics of a reward.
-_OWN = ("mean", "std", "error_frac", "timeout_frac", "not_applicable_frac", "retried_frac")
+_OWN = ("mean", "std", "error_frac", "timeout_frac", "not_applicable_frac", "retried_frac",
+        "call_s_p50", "call_s_p95", "retries")  # fmt: skip
 _NAME = re.compile(r"\w[\w.:%@+=/ -]{0,79}")
 _MOST_NAMES, _MOST_CHARS = 50, 10_000
 _LARGEST = 1e250  # sums of what is larger may overflow
@@ -35,6 +36,17 @@ _LARGEST = 1e250  # sums of what is larger may overflow
 
 class RewardError(RuntimeError):
     """Rewards fail in a way that leaving completions out would hide."""
+
+
+class FailedCallError(Exception):
+    """A call failed for a reason outside of it, said in one line. `may_retry`: it may be made again, after `wait_s`
+    seconds where its server asks for that; `status`: of HTTP."""
+
+    def __init__(
+        self, why: str, *, may_retry: bool = False, wait_s: float | None = None, status: int | None = None
+    ) -> None:
+        super().__init__(why)
+        self.may_retry, self.wait_s, self.status = may_retry, wait_s, status
 
 
 class BrokenContractError(Exception):

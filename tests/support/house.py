@@ -55,7 +55,7 @@ OPERATIONS = {
     "observe": 875,
     "checkpoint": 1060,
     "preflight": 750,
-    "replay": 555,
+    "replay": 565,
     "rewards/pool": 795,
     "rewards/sandbox": 650,
     "files": 70,
@@ -136,7 +136,7 @@ SCALE = {
     "learn/facts.py": 130,
     "learn/shares.py": 100,
     "learn/rows.py": 185,
-    "rewards/logged.py": 50,
+    "rewards/logged.py": 70,
     "engine/direct_load.py": 210,
     "engine/gather.py": 210,
     "engine/weight_digest.py": 90,
@@ -185,6 +185,10 @@ SIGNALS = {
     "signal_parts.py": 80,
     "config/reward_keys.py": 80,
     "model/parked.py": 110,
+    "config/reward_rules.py": 95,
+    "rewards/remote": 420,
+    "rewards/pool/call_limits.py": 185,
+    "replay/asked.py": 25,
 }
 CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS | SCALE | EPISODES | LOOKING | SIGNALS
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6000

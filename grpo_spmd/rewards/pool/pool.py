@@ -8,9 +8,9 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.records import RolloutGroup, ScoredRollouts
@@ -19,13 +19,22 @@ from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerPro
 from grpo_spmd.rewards.protocol import RewardError, RewardFacts, check_error_rate, weighted_sum
 from grpo_spmd.rewards.trl import TrainerState
 
+if TYPE_CHECKING:  # off by default, and then not even imported
+    from grpo_spmd.rewards.pool.call_limits import CallLimits, Outcome
+
 _log = logging.getLogger("grpo_spmd")
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     reward: int  # index
     samples: list[int]  # places in the flat list of this rank's completions
+    # Of one that limits hold to (call_limits.py), on the monotonic clock:
+    num_made: int = 0
+    began: float = 0.0
+    spent_s: float = 0.0  # before, pauses included
+    not_before: float = -math.inf
+    statuses: tuple[int, ...] = ()  # of HTTP that were no success
 
 
 class RewardPool(ProcessPool):
@@ -41,11 +50,13 @@ class RewardPool(ProcessPool):
         *,
         columns: Collection[str] = (),
         check: Callable[[], None] = lambda: None,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         """Start the nursery; it imports the rewards, which `load_rewards` has checked, while the caller goes on.
         `log_file` gets what reward functions print; it and its folder are made when something is first scored.
         `columns` are all that the data sets have: a row that lacks one passes None for it. `check` is called twice a
-        second while something is scored; what it raises ends that."""
+        second while something is scored; what it raises ends that. `num_ranks` share limits of calls."""
         allow_workers(pool.num_workers, "reward_pool.num_workers")
         module, setup = "grpo_spmd.rewards.pool.worker", {"timeout_s": pool.timeout_s}
         super().__init__(module, setup, rewards, log_file, check=check)
@@ -54,6 +65,11 @@ class RewardPool(ProcessPool):
         self._is_ready = False
         self._state = TrainerState()
         self._step = _NO_STEP
+        self._limits: CallLimits | None = None
+        if any(reward.is_watched for reward in rewards):
+            from grpo_spmd.rewards.pool.call_limits import CallLimits
+
+            self._limits = CallLimits(rewards, pool.timeout_s, rank, num_ranks)
 
     def begin_step(self, state: TrainerState) -> None:
         """What reward functions are told of the run from now on."""
@@ -97,25 +113,31 @@ class RewardPool(ProcessPool):
         while step.calls or any(worker.call is not None for worker in self._workers.values()):
             self._check()
             self._dispatch(step)
-            self._listen(0.5)
+            self._listen(0.5 if self._limits is None else self._limits.wait_s())
             if num_step_completions is not None and step.has_new_timeout:
                 self._stop_if_hopeless(step, num_step_completions)
 
     def _dispatch(self, step: _Step) -> None:
         free = [worker for worker in self._workers.values() if worker.call is None and not worker.has_hung_up]
+        limits = self._limits
+        if limits is not None:
+            for left in limits.given_up(step.calls):
+                for sample in left.samples:
+                    step.fail(replace(left, samples=[sample]), "error", limits.why_given_up)
         while step.calls and (free or len(self._workers) < self._pool.num_workers):
+            if (call := step.calls.popleft() if limits is None else limits.next_of(step.calls)) is None:
+                return
             worker = free.pop() if free else self._spawn()
-            call = step.calls.popleft()
             state = {"state": asdict(self._state)} if self._rewards[call.reward].takes else {}
             frame = encode_frame({"reward": call.reward, "keywords": step.keywords(call), **state})
             try:
-                self._give(worker, call, frame, self._pool.timeout_s)
+                self._give(worker, call, frame, self._pool.timeout_s if limits is None else limits.seconds_for(call))
             except OSError:  # it died, or was stopped, between two calls: not this call's fault
-                step.calls.appendleft(call)
+                step.calls.appendleft(call if limits is None else limits.not_begun(call))
                 self._discard(worker)
 
     def _answered(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
-        call: _Call = worker.call
+        call: Call = worker.call
         if "quit" in reply:
             raise RewardError(f"the debugger was left in reward {self._rewards[call.reward].name!r}")
         if "broken" in reply:
@@ -123,16 +145,38 @@ class RewardPool(ProcessPool):
         if "values" in reply:
             self._step.record(call, reply["values"])
             self._step.note(call, reply)
+            self._leave(call, "ok")
             self._release(worker)
+        elif "again" in reply and self._limits is not None:
+            self._release(worker)
+            self._leave(call, "failed" if reply["wait_s"] is None else "put_off", reply)
         else:
             self._fail(worker, "error", str(reply.get("failed")), keep=True)
 
-    def _failed(self, worker: WorkerProcess, call: _Call | None, how: HowItFailed, why: str) -> None:
+    def _failed(self, worker: WorkerProcess, call: Call | None, how: HowItFailed, why: str) -> None:
         if call is not None:
+            self._leave(call, "failed")
             self._step.fail(call, how, why)
 
+    def _leave(self, call: Call, outcome: Outcome, reply: Mapping[str, Any] | None = None) -> None:
+        """A call has ended; where a server's `reply` says that it failed, it is made again, or it is a failure."""
+        if (limits := self._limits) is None:
+            return
+        limits.ended(call, outcome)
+        if reply is not None:
+            status = reply["status"]
+            call = replace(call, statuses=(*call.statuses, *([] if status is None else [status])))
+            if not isinstance(again := limits.again(call, reply), str):
+                self._step.calls.append(again)
+                return
+            self._step.fail(call, "error", again)
+        self._step.measure(call, limits.measured(call))
+
     def _too_long(self, worker: WorkerProcess) -> str:
-        return f"took longer than reward_pool.timeout_s={self._pool.timeout_s:g}"
+        seconds, call = self._pool.timeout_s, worker.call
+        if self._limits is not None and call is not None and self._limits.has_own_timeout(call):
+            return f"took longer than its timeout_s={self._limits.timeout_s(call):g}"
+        return f"took longer than reward_pool.timeout_s={seconds:g}"
 
     def _ended(self, why: str) -> RewardError:
         return RewardError(why)
@@ -169,7 +213,7 @@ class _Step:
         self, groups: Sequence[RolloutGroup], texts: list[str], rewards: list[RewardFacts], columns: Sequence[str]
     ) -> None:
         self.texts, self._rewards = texts, rewards
-        self.calls: deque[_Call] = deque()  # still to be made
+        self.calls: deque[Call] = deque()  # still to be made
         self.given: list[dict[str, Any]] = []
         absent = dict.fromkeys([*columns, *(name for reward in rewards for name in reward.needs)])
         for group in groups:
@@ -177,7 +221,7 @@ class _Step:
             samples = list(range(first, first + len(group.completions)))
             for index, reward in enumerate(rewards):
                 parts = [[i] for i in samples] if reward.one_at_a_time else [samples]
-                self.calls.extend(_Call(index, part) for part in parts)
+                self.calls.extend(Call(index, part) for part in parts)
             for completion in group.completions:
                 text = texts[len(self.given)]
                 episode = completion.episode
@@ -193,20 +237,20 @@ class _Step:
         self.notes: dict[int, dict[str, Any]] = {}  # as in ScoredRollouts
         self.has_new_timeout = False
 
-    def keywords(self, call: _Call) -> dict[str, list[Any]]:
+    def keywords(self, call: Call) -> dict[str, list[Any]]:
         """Every column that the data set, the functions or this row have."""
         rows = [self.given[i] for i in call.samples]
         return {name: [row[name] for row in rows] for name in rows[0]}
 
-    def record(self, call: _Call, values: Sequence[float | str | None]) -> None:
+    def record(self, call: Call, values: Sequence[float | str | None]) -> None:
         for i, value in zip(call.samples, values, strict=True):
             if isinstance(value, str):
-                self.fail(_Call(call.reward, [i]), "error", value)
+                self.fail(Call(call.reward, [i]), "error", value)
             else:
                 self.values[call.reward][i] = None if value is None else float(value)
                 self.statuses[call.reward][i] = "not_applicable" if value is None else "ok"
 
-    def note(self, call: _Call, reply: Mapping[str, Any]) -> None:
+    def note(self, call: Call, reply: Mapping[str, Any]) -> None:
         """Keep what the function logged in a call that gave values."""
         self.left_out[call.reward] |= dict.fromkeys(reply.get("left_out", ()))
         if metrics := reply.get("metrics"):
@@ -215,16 +259,25 @@ class _Step:
             for place, i in enumerate(call.samples):
                 self._add_note(i, "extra", call, {column: values[place] for column, values in extra.items()})
 
-    def _add_note(self, sample: int, kind: str, call: _Call, value: Any) -> None:
+    def measure(self, call: Call, metrics: Mapping[str, list[float]]) -> None:
+        """Keep what was measured of a call, beside what it logged; of a group's first the group's requests count too,
+        whose seconds are then not the last ones."""
+        if metrics:
+            logged = self.notes.get(call.samples[0], {}).get("logged", {}).get(self._rewards[call.reward].name, {})
+            before = {name: pair for name, pair in logged.items() if name in metrics and name != ".s"}
+            sums = {n: [metrics[n][0] + total, metrics[n][1] + number] for n, (total, number) in before.items()}
+            self._add_note(call.samples[0], "logged", call, {**logged, **metrics, **sums})
+
+    def _add_note(self, sample: int, kind: str, call: Call, value: Any) -> None:
         self.notes.setdefault(sample, {}).setdefault(kind, {})[self._rewards[call.reward].name] = value
 
-    def fail(self, call: _Call, status: HowItFailed, why: str) -> None:
+    def fail(self, call: Call, status: HowItFailed, why: str) -> None:
         """Note a failure, or queue the calls that show whose it was, where that is not known yet."""
         why = f"reward {self._rewards[call.reward].name!r} {why}"
         if len(call.samples) > 1:
             self.repeated[call.reward].append(why)
             self._add_note(call.samples[0], "retried", call, status)
-            self.calls.extend(_Call(call.reward, [i]) for i in call.samples)
+            self.calls.extend(Call(call.reward, [i]) for i in call.samples)
             return
         (i,) = call.samples
         self.values[call.reward][i], self.statuses[call.reward][i], self.errors[call.reward][i] = math.nan, status, why

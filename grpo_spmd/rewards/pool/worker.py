@@ -18,7 +18,7 @@ from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.callables import unpack
 from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, Answer, Worker, run_nursery
 from grpo_spmd.rewards.protocol import Reward, RewardFacts, load_rewards
-from grpo_spmd.rewards.trl import BrokenContractError, CallLog, TrainerState, as_number, values_of
+from grpo_spmd.rewards.trl import BrokenContractError, CallLog, FailedCallError, TrainerState, as_number, values_of
 from grpo_spmd.rewards.verifiers import load_math_verify
 
 _WARM = {"math": load_math_verify}  # a shipped reward's import at its first call: 2 s, which would count as the call's
@@ -31,7 +31,7 @@ def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker]
     configs = [RewardConfig(**reward) for reward in setup["rewards"]]
     rewards = load_rewards(configs, setup["timeout_s"])
     for config in configs:
-        if config.function is None and config.name in _WARM:
+        if config.is_shipped and config.name in _WARM:
             _WARM[config.name]()
 
     def answer(message: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,8 @@ def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker]
 def call_reward(reward: Reward, keywords: dict[str, Any], state: dict[str, Any] | None = None) -> dict[str, Any]:
     """{"values": one a completion: a finite number, None (does not apply), or a string that says why it is unusable},
     with what the function logged (trl.CallLog.reply); or {"failed": what the function did, with the traceback},
-    {"broken": what is wrong whatever the completions are}, {"quit": True} where the user left the debugger."""
+    {"broken": what is wrong whatever the completions are}, {"quit": True} where the user left the debugger. With
+    "again", "wait_s" and "status" what failed was a FailedCallError."""
     expected, log = len(keywords["prompts"]), CallLog(len(keywords["prompts"]))
     try:
         values = reward.function(**keywords | values_of(reward.takes, TrainerState(**state or {}), log))
@@ -61,6 +62,8 @@ def call_reward(reward: Reward, keywords: dict[str, Any], state: dict[str, Any] 
         if len(values) != expected:
             return {"broken": f"returned {len(values)} values for {expected} completions"}
         return {"values": [_as_reward(value) for value in values], **log.reply()}
+    except FailedCallError as error:
+        return {"failed": str(error), "again": error.may_retry, "wait_s": error.wait_s, "status": error.status}
     except BrokenContractError as error:
         return {"broken": str(error)}
     except bdb.BdbQuit:

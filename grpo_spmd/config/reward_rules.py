@@ -1,0 +1,82 @@
+"""What an entry of `rewards` may say together with what."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from urllib.parse import urlsplit
+
+from grpo_spmd.config.dump import SECRET
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.reward_keys import RewardConfig
+
+_OF_A_CALL = ("timeout_s", "max_concurrent", "max_per_minute")
+_OF_A_URL = ("retries", "headers_env", "form", "judge")
+_OF_A_JUDGE = ("judge_model", "judge_scale")
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,99}")
+# Those that say how the body is sent, which is the client's matter.
+_OWN_HEADERS = ("host", "content-length", "content-type", "content-encoding", "transfer-encoding", "connection",
+                "accept-encoding", "expect", "te", "trailer", "upgrade")  # fmt: skip
+
+
+def check_reward(where: str, reward: RewardConfig) -> None:
+    """Raises ConfigError, which begins with `where`, the entry."""
+    given = [name for name in ("function", "url") if getattr(reward, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{where} has {' and '.join(given)}, and a reward is one of them; make it two entries")
+    if not given and reward.name is None:
+        raise ConfigError(f"{where} needs a name (a shipped reward) or a function (file.py:function) or a url")
+    if reward.is_shipped:
+        _refuse_set(where, reward, _OF_A_CALL, "is of a function or a url; reward_pool.timeout_s bounds all rewards")
+    if reward.url is None:
+        _refuse_set(where, reward, _OF_A_URL, "is of a url")
+    if reward.judge is None:
+        _refuse_set(where, reward, _OF_A_JUDGE, "is of a judge; set judge, a rubric's file")
+    if reward.url is not None:
+        _check_url(f"{where}.url", reward.url)
+        _check_headers(f"{where}.headers_env", reward.headers_env)
+    if reward.judge is not None:
+        _check_judge(where, reward)
+
+
+def _refuse_set(where: str, reward: RewardConfig, names: tuple[str, ...], why: str) -> None:
+    defaults = {field.name: field.default for field in fields(RewardConfig)} | {"headers_env": {}}
+    for name in names:
+        if getattr(reward, name) != defaults[name]:
+            raise ConfigError(f"{where}.{name} {why}; take it out")
+
+
+def _check_url(where: str, url: str) -> None:
+    """What it says is not shown where it may hold a secret."""
+    if SECRET.search(url) or "@" in url.partition("://")[2].partition("/")[0]:
+        raise ConfigError(f"{where} holds a password or a key, and would be written down; give it by headers_env")
+    try:
+        parts = urlsplit(url)
+        is_whole = bool(parts.hostname) and parts.port != 0 and url.isascii() and not re.search(r"\s", url)
+    except ValueError:
+        is_whole = False
+    if not is_whole or parts.scheme not in ("http", "https") or parts.fragment:
+        raise ConfigError(f"{where} must be an address such as http://host:8000/path; got {url!r}")
+
+
+def _check_headers(where: str, headers: Mapping[str, str]) -> None:
+    for name, variable in headers.items():
+        if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS:
+            raise ConfigError(f"{where}: {name!r:.100} is no header that can be given")
+        if not _VARIABLE.fullmatch(variable) or SECRET.search(variable):
+            rule = "must be the name of an environment variable, in capitals, and not what it holds"
+            raise ConfigError(f"{where}.{name} {rule} (not shown here)")
+    if len({name.lower() for name in headers}) < len(headers):
+        raise ConfigError(f"{where} names a header twice: {', '.join(headers)}")
+
+
+def _check_judge(where: str, reward: RewardConfig) -> None:
+    if reward.judge_model is None:
+        raise ConfigError(f"{where}.judge needs judge_model, the name that the server at url has for it")
+    if reward.form != "slime":
+        raise ConfigError(f"{where}.form ({reward.form}) is of a server that is no judge; take it out")
+    low, high = reward.judge_scale
+    if not low < high:
+        raise ConfigError(f"{where}.judge_scale must be its lowest and its highest score; got {low:g}, {high:g}")

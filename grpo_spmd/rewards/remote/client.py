@@ -1,0 +1,150 @@
+"""One POST of JSON, and the JSON that answers it, or one line that says what went wrong and no secret.
+
+Each request has a connection of its own: what is left over of an earlier answer, or comes late, can be nobody else's.
+Nothing here has a time limit. Whoever hangs or drips is killed by the pool with its process.
+"""
+
+from __future__ import annotations
+
+import datetime
+import email.utils
+import functools
+import http.client
+import json
+import math
+import os
+import re
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.redact import redacted
+from grpo_spmd.rewards.trl import FailedCallError
+
+MAX_ANSWER_BYTES = 1 << 20
+_RETRIED = (408, 429)  # and 5xx
+_MOST_SHOWN = 200  # characters of what an error's answer says
+
+
+def headers_of(headers_env: Mapping[str, str], where: str) -> dict[str, str]:
+    """The headers, out of the environment. ConfigError, without its value, for a variable that is not there or cannot
+    be sent."""
+    headers = {}
+    for name, variable in headers_env.items():
+        value = os.environ.get(variable, "").strip()
+        if not value:
+            raise ConfigError(f"{where}.{name}: the environment variable {variable} is not set, or empty; export it")
+        if not (value.isascii() and value.isprintable()):
+            raise ConfigError(f"{where}.{name}: what {variable} holds cannot be sent as a header: it is no plain text")
+        headers[name] = value
+    return headers
+
+
+class JsonClient:
+    """Asks one address."""
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        """`headers` may hold secrets: no error shows their values."""
+        parts = urlsplit(url)
+        self._host, self._port, self._is_safe = str(parts.hostname), parts.port, parts.scheme == "https"
+        self._target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        own = {"Content-Type": "application/json", "Accept-Encoding": "identity", "Connection": "close"}
+        self._headers = {**headers, **own}
+        pieces = {piece for value in headers.values() for piece in (value, *value.split()) if len(piece) > 3}
+        self._secrets = sorted({*headers.values(), *pieces}, key=len, reverse=True)
+
+    def ask(self, body: Mapping[str, Any]) -> Any:
+        """The answer to `body`. Raises FailedCallError."""
+        try:
+            payload = json.dumps(body, allow_nan=False, default=str).encode()
+        except (ValueError, RecursionError) as error:
+            raise FailedCallError(f"cannot be asked: the data is not JSON ({error})") from None
+        connection = self._connection()
+        try:
+            connection.request("POST", self._target, payload, self._headers)
+            return self._answer(connection.getresponse())
+        except ssl.SSLCertVerificationError as error:
+            raise FailedCallError(f"cannot be asked: {error.verify_message}") from None
+        except (OSError, http.client.HTTPException) as error:
+            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise FailedCallError(f"did not answer ({self._shown(what)})", may_retry=True) from None
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._is_safe:
+            return http.client.HTTPSConnection(self._host, self._port, context=_tls())
+        return http.client.HTTPConnection(self._host, self._port)
+
+    def _answer(self, response: http.client.HTTPResponse) -> Any:
+        status, encoding = response.status, response.getheader("Content-Encoding", "identity").lower()
+        if not 200 <= status < 300:
+            said = self._shown(response.read(8192).decode(errors="replace")) if encoding == "identity" else ""
+            why = f"answered {status} {self._shown(response.reason)}" + (f": {said!r}" if said.strip() else "")
+            may_retry = status in _RETRIED or status >= 500
+            wait_s = retry_after_s(response.getheader("Retry-After")) if may_retry else None
+            raise FailedCallError(why, may_retry=may_retry, wait_s=wait_s, status=status)
+        if encoding not in ("", "identity"):
+            raise FailedCallError("answered with compressed data, which was not asked for", status=status)
+        said_bytes = response.length or 0
+        content = b"" if said_bytes > MAX_ANSWER_BYTES else response.read(MAX_ANSWER_BYTES + 1)
+        if max(said_bytes, len(content)) > MAX_ANSWER_BYTES:
+            raise FailedCallError(f"answered with more than {MAX_ANSWER_BYTES >> 20} MiB", status=status)
+        if response.length:  # what is missing of it: read() says nothing where it is given a number
+            raise FailedCallError("did not answer to the end", may_retry=True, status=status)
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError):
+            said = self._shown(content[:8192].decode(errors="replace"))
+            raise FailedCallError(f"answered what is no JSON: {said!r}", may_retry=True, status=status) from None
+
+    def malformed(self, why: str) -> FailedCallError:
+        return FailedCallError(f"answered {self._shown(why)}", may_retry=True, status=200)
+
+    def _shown(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "<redacted>")
+        return redacted(text)[:_MOST_SHOWN]
+
+
+def retry_after_s(value: str | None) -> float | None:
+    """What a Retry-After asks for: a number of seconds or a date (RFC 9110, 10.2.3). None where it is neither."""
+    if value is None:
+        return None
+    if re.fullmatch(r"\d{1,9}", value := value.strip()):
+        return float(value)
+    try:
+        date = email.utils.parsedate_to_datetime(value)
+        if date.tzinfo is None:
+            date = date.replace(tzinfo=datetime.UTC)
+        seconds = date.timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return None
+    return max(seconds, 0.0)
+
+
+def number_in(answer: Any, names: Sequence[str]) -> float:
+    """`answer` itself, or what it has under the first of `names` that is there; alone in a list too. ValueError."""
+    if isinstance(answer, dict):
+        name = next((name for name in names if name in answer), None)
+        if name is None:
+            raise ValueError(f"an object without {', '.join(names)}")
+        answer = answer[name]
+    if isinstance(answer, list) and len(answer) == 1:
+        answer = answer[0]
+    return finite(answer)
+
+
+def finite(value: Any) -> float:
+    """Raises ValueError for what is no number of JSON, or not finite. true is 1."""
+    if not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > 1e300:
+        raise ValueError(f"{value!r:.100}, which is no finite number")
+    return float(value)
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
