@@ -222,8 +222,8 @@ def open_rewards(
     log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
     own = config.rewards if environments is None else environments.other_rewards
     check = preemption.check_scoring
-    ranks = {"rank": session.rank, "num_ranks": session.world_size}
-    pool = RewardPool(own, config.reward_pool, log_file, columns=inputs.columns, check=check, **ranks)
+    ranks = session.rank, session.world_size
+    pool = RewardPool(own, config.reward_pool, log_file, columns=inputs.columns, check=check, ranks=ranks)
     score = functools.partial(pool.score, tokenizer=tokenizer)
     if environments is None:
         return pool, preemption.guard(score), [reward.weight for reward in own]

@@ -1,4 +1,4 @@
-"""Servers that gave rewards of a recorded step are not asked again, unless somebody says so: they cost, and may be gone."""
+"""Servers that gave rewards of a recorded step are not asked again unless it is said so: they cost, and may be gone."""
 
 from __future__ import annotations
 

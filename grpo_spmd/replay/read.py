@@ -84,6 +84,10 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = (), *, asks_s
         what = f"metrics.jsonl has no line of step {step}: the run ended within it"
         notes.append(f"{what}, and only the rollouts can be compared")
     load_rewards(config.rewards)  # refuses here what the pool would refuse with a traceback
+    if asks_servers:
+        from grpo_spmd.rewards.remote.early import check_calls
+
+        check_calls(config.rewards, 1)
     columns: tuple[list[dict[str, Any]] | None, set[str], float] = None, set(), 0.0
     try:
         columns = _columns_of(rollouts, config)

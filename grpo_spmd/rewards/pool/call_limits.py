@@ -50,11 +50,8 @@ class _Limit:
 
 
 class CallLimits:
-    def __init__(
-        self, rewards: Sequence[RewardConfig], timeout_s: float, rank: int, num_ranks: int, pause_s: float = _PAUSE_S
-    ) -> None:
+    def __init__(self, rewards: Sequence[RewardConfig], timeout_s: float, rank: int, num_ranks: int) -> None:
         """`rewards` as the pool's calls number them; `timeout_s` is of those without their own."""
-        self._pause_s = pause_s
         self._limits = []
         for reward in rewards:
             most, a_minute = (
@@ -127,7 +124,7 @@ class CallLimits:
             if call is limit.tried:
                 limit.has_given_up = True
             elif limit.num_failed >= _FAILURES_IN_A_ROW and not limit.is_trying and limit.has_server:
-                limit.is_trying, limit.next_s = True, time.monotonic() + self._pause_s
+                limit.is_trying, limit.next_s = True, time.monotonic() + _PAUSE_S
 
     def again(self, call: Call, reply: Mapping[str, Any]) -> Call | str:
         """Of a call that has ended with `reply`: the one that is to be made again later, or why none is."""
@@ -159,7 +156,7 @@ class CallLimits:
 
     @property
     def why_given_up(self) -> str:
-        return f"was not asked: {_FAILURES_IN_A_ROW} calls had failed in a row, and one more {self._pause_s:g} s later"
+        return f"was not asked: {_FAILURES_IN_A_ROW} calls had failed in a row, and one more {_PAUSE_S:g} s later"
 
     def measured(self, call: Call) -> dict[str, list[float]]:
         """Of one that ended, as notes of ScoredRollouts have it: seconds of the last request, requests, statuses."""

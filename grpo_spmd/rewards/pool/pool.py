@@ -50,13 +50,13 @@ class RewardPool(ProcessPool):
         *,
         columns: Collection[str] = (),
         check: Callable[[], None] = lambda: None,
-        rank: int = 0,
-        num_ranks: int = 1,
+        ranks: tuple[int, int] = (0, 1),
     ) -> None:
         """Start the nursery; it imports the rewards, which `load_rewards` has checked, while the caller goes on.
         `log_file` gets what reward functions print; it and its folder are made when something is first scored.
         `columns` are all that the data sets have: a row that lacks one passes None for it. `check` is called twice a
-        second while something is scored; what it raises ends that. `num_ranks` share limits of calls."""
+        second while something is scored; what it raises ends that. `ranks`: this
+        one of how many, which share limits of calls."""
         allow_workers(pool.num_workers, "reward_pool.num_workers")
         module, setup = "grpo_spmd.rewards.pool.worker", {"timeout_s": pool.timeout_s}
         super().__init__(module, setup, rewards, log_file, check=check)
@@ -69,7 +69,7 @@ class RewardPool(ProcessPool):
         if any(reward.is_watched for reward in rewards):
             from grpo_spmd.rewards.pool.call_limits import CallLimits
 
-            self._limits = CallLimits(rewards, pool.timeout_s, rank, num_ranks)
+            self._limits = CallLimits(rewards, pool.timeout_s, *ranks)
 
     def begin_step(self, state: TrainerState) -> None:
         """What reward functions are told of the run from now on."""
@@ -91,6 +91,8 @@ class RewardPool(ProcessPool):
             self._is_ready = True
             self._rewards = [RewardFacts(**facts) for facts in self._wait_until_ready()]
         self._open_log()
+        if self._limits is not None:
+            self._limits.begin_scoring()
         step = self._step = _Step(groups, texts, self._rewards, self._columns)
         try:
             self._run(step, num_step_completions)
