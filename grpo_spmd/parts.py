@@ -57,7 +57,7 @@ from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
 from grpo_spmd.rollout.expected import ExpectedLengths
 from grpo_spmd.rollout.sample import Sampler
-from grpo_spmd.signal_parts import open_signals
+from grpo_spmd.signal_parts import checks_of, open_signals
 
 if TYPE_CHECKING:  # off by default, and then not even imported
     from grpo_spmd.data.tail import TailStream
@@ -174,13 +174,16 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     of_model, of_loss = (config.model.path, config.model.dtype), (config.advantage, config.loss)
     sources = tokenizer, of_model, stops, data, config.rollout, weights, *of_loss, config.optimizer
     every_steps, is_agent = config.proofs.every_steps, bool(config.environment.agent)
+    prompt_at = PromptStream(prompts, config.seed, data.shuffle).at
+    signals = open_signals(config, policy, session, reference, prompt_at, tokenizer)
+    more = checks_of(config, signals)
     update_check = UpdateCheck(
-        every_steps, session, policy, reference, updater, *sources, config.training, is_agent=is_agent
+        every_steps, session, policy, reference, updater, *sources, config.training, is_agent=is_agent, more=more
     )
     cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
-    sections, discount = (config.rollout, *of_loss, config.training), config.environment.discount
-    step_rules = StepRules(*sections, max_error_frac, session.world_size, cost_ratio, discount)
-    signals = open_signals(config, policy, session)
+    sections, is_watched = (config.rollout, *of_loss, config.training), not any(weights)
+    discount = None if is_watched else config.environment.discount
+    step_rules = StepRules(*sections, max_error_frac, session.world_size, cost_ratio, discount, is_watched)
     offload = HostOffload(config.model.offload, policy, reference, updater.optimizer, signals.beside)
     bucket_bytes, keeps = config.rollout.sync_bucket_bytes(session.device.type), config.checkpoint.rollout_buffer
     weight_sync = WeightSync(policy, engine, bucket_bytes, config.proofs.every_steps, offload, is_named=keeps)

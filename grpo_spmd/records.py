@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,17 @@ class Rollout:
         return len(self.prompt_ids) + len(self.completion_ids)
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """What a teacher says of a micro-batch's completion tokens, in one of two ways."""
+
+    coef: float
+    logprobs: Tensor | None = None  # float32 [C], of the sampled tokens
+    divergence: Callable[[Tensor, Tensor], Tensor] | None = None
+    """(hidden states [C, D] and head [V, D] of the policy) -> float32 [C], how far it is from the teacher."""
+    by_name: dict[str, Tensor] = field(default_factory=dict)  # bool [C], whose tokens; nothing where there is one
+
+
 @dataclass
 class MicroBatch:
     """Sequences of one forward-backward on one rank, packed into one row without padding; [C] fields are aligned."""
@@ -130,6 +141,7 @@ class MicroBatch:
     rollout_ids: list[int]  # without those that have no completion token
     old_logprobs: Tensor | None = None  # float32 [C]; None where the loss does not need them
     ref_logprobs: Tensor | None = None  # the same
+    lesson: Lesson | None = None  # of a teacher, if there is one
 
 
 @dataclass(frozen=True)

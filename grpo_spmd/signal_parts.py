@@ -2,13 +2,97 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.signals import Signal, Signals
 from grpo_spmd.model.policy import Policy
+from grpo_spmd.proofs.update_check import More
+from grpo_spmd.records import Prompt
+
+if TYPE_CHECKING:
+    from grpo_spmd.learn.teacher import Ask, Teacher
 
 
-def open_signals(config: Config, policy: Policy, session: Session) -> Signals:
-    """Collective. Teachers and critic of the run, with their models built."""
+def open_signals(
+    config: Config,
+    policy: Policy,
+    session: Session,
+    reference: object = None,
+    prompt_at: Callable[[int], Prompt] | None = None,
+    tokenizer: Any = None,
+) -> Signals:
+    """Collective. Teachers and critic of the run, with their models built. `reference` is the run's, `prompt_at` gives
+    the prompt at a place of its stream. Raises ConfigError."""
     signals: list[Signal] = []
-    return Signals(signals)
+    teacher = open_teacher(config, policy, session, reference, prompt_at, tokenizer)
+    if teacher is not None:
+        signals.append(teacher)
+    return Signals(signals, teacher=teacher)
+
+
+def checks_of(config: Config, signals: Signals) -> list[More]:
+    """What proofs/ looks at of them."""
+    checks: list[More] = []
+    if config.teacher.is_on:
+        from grpo_spmd.learn.teacher import Teacher
+        from grpo_spmd.proofs.teacher_check import TeacherCheck
+
+        assert isinstance(signals.teacher, Teacher)
+        checks.append(TeacherCheck(signals.teacher, config.rollout.temperature, config.model.dtype))
+    return checks
+
+
+def open_teacher(
+    config: Config,
+    policy: Policy,
+    session: Session,
+    reference: object,
+    prompt_at: Callable[[int], Prompt] | None,
+    tokenizer: Any,
+) -> Teacher | None:
+    """Collective. As open_signals; None where the config has none."""
+    if not config.teacher.is_on:
+        return None
+    import dataclasses
+
+    from grpo_spmd.learn.teacher import Teacher, TeacherModel
+    from grpo_spmd.model.policy import build_policy
+    from grpo_spmd.preflight.teacher import check_vocabulary
+
+    models = dict[str, TeacherModel]()
+    for name, path in config.teacher.paths.items():
+        is_start = path == config.model.path
+        if is_start and policy.lora.rank:
+            models[name] = TeacherModel(policy, is_base=True, is_own=False)
+        elif is_start and isinstance(reference, Policy):
+            models[name] = TeacherModel(reference, is_own=False)
+        else:
+            own, temperature = dataclasses.replace(config.model, path=path), config.rollout.temperature
+            role = f"teacher {name}".strip()
+            model = build_policy(own, temperature, session, trainable=False, longest=policy.longest, role=role)
+            models[name] = TeacherModel(model)
+            check_vocabulary(config.model.path, path, f"teacher.path.{name}" if name else "teacher.path")
+    return Teacher(config.teacher, models, policy, prompt_at, _ask_of(config, tokenizer))
+
+
+def _ask_of(config: Config, tokenizer: Any) -> Callable[[Prompt], Ask] | None:
+    """What tells whose a prompt is, and what its teacher is shown; None where there is nothing to tell."""
+    is_one, prompt_key = "" in config.teacher.paths, config.teacher.prompt_key
+    if is_one and prompt_key is None:
+        return None
+    from grpo_spmd.data.rows import read_rows
+    from grpo_spmd.data.tokens import build_prompts
+    from grpo_spmd.learn.teacher import Ask
+    from grpo_spmd.preflight.teacher import teacher_data
+
+    data = teacher_data(config)
+    shown = None if data is None else build_prompts(read_rows(data), tokenizer, data, 1)
+
+    def ask_of(prompt: Prompt) -> Ask:
+        name = "" if is_one else str(prompt.columns["teacher"])
+        return Ask(name, None if shown is None else shown[prompt.row].token_ids)
+
+    return ask_of

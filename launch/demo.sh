@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Trains a built-in demo on a fresh machine: sets up .venv, makes a tiny model, and lets GRPO teach it countdown, or to use a tool.
-#   launch/demo.sh [NAME] [section.key=value ...]      e.g. launch/demo.sh seed=3; NAME: tools, of configs/demo-NAME.yaml
+# Trains a built-in demo on a fresh machine: sets up .venv, makes a tiny model, and lets GRPO teach it countdown, or to use a tool, or a
+# teacher's distribution (distill).
+#   launch/demo.sh [NAME] [section.key=value ...]      e.g. launch/demo.sh seed=3; NAME: tools or distill, of configs/demo-NAME.yaml
 #   NPROC=1 launch/demo.sh                             another number of ranks; default: every GPU, or 2 on the CPU
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,7 +25,7 @@ if command -v nvidia-smi >/dev/null 2>&1; then
 fi
 nproc=${NPROC:-$(( gpus > 0 ? gpus : 2 ))}
 
-[ "$name" = demo-tools ] && made=(tools) || made=()
+case $name in demo-tools | demo-distill) made=("${name#demo-}") ;; *) made=() ;; esac
 python -m grpo_spmd.demo "${made[@]}"
 # Bad overrides are refused before the last run is moved. (Unless the user names a run folder, or goes on with the last run, that is moved
 # out of the way below, and must not be a reason to refuse.)

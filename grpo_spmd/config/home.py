@@ -19,6 +19,7 @@ def with_home(config: Config) -> Config:
         ("run_dir", config.run_dir),
         ("model.path", config.model.path),
         ("checkpoint.resume", config.checkpoint.resume),
+        *((f"teacher.path.{name}".removesuffix("."), path) for name, path in config.teacher.paths.items()),
         *((f"rewards.{index}.function", each.function or "") for index, each in enumerate(config.rewards)),
         *((f"rewards.{index}.judge", each.judge or "") for index, each in enumerate(config.rewards)),
     ):
@@ -28,8 +29,11 @@ def with_home(config: Config) -> Config:
     evaluated = at_home(sets) if isinstance(sets, str) else {name: at_home(sets[name]) for name in sets}
     if os.path.realpath(at_home(config.run_dir)) == os.path.realpath(at_home(config.model.path)):
         raise ConfigError(f"run_dir: {config.run_dir} is the folder of model.path; a run has a folder of its own")
+    taught_by = config.teacher.path
+    teachers = at_home(taught_by) if isinstance(taught_by, str) else {n: at_home(p) for n, p in taught_by.items()}
     return replace(
         config,
+        teacher=replace(config.teacher, path=teachers),
         run_dir=at_home(config.run_dir),
         model=replace(config.model, path=at_home(config.model.path)),
         data=replace(config.data, train=at_home(config.data.train), eval=evaluated),

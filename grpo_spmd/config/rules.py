@@ -10,6 +10,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.logging_keys import check_logging
 from grpo_spmd.config.reward_rules import check_reward
 from grpo_spmd.config.schema import ADAPTER_RANKS, PHASES, Config, LossConfig, OptimizerConfig, RolloutConfig
+from grpo_spmd.config.teacher import check_teacher
 
 # What the trainer itself decides about the engine, where a second value would be a second truth, and where it is set.
 _ENGINE_KEYS_OWNED = {
@@ -42,6 +43,9 @@ def check_rules(config: Config) -> None:
     check_logging(config.logging)
     overlong = config.advantage.overlong_buffer_tokens
     check_environment(config.environment, config.rollout.tail_batching, overlong, config.loss.kl_in)
+    has_rewards = config.environment.is_on or any(reward.weight for reward in config.rewards)
+    sampling = {"is_dynamic": config.rollout.dynamic_sampling, "has_rewards": has_rewards}
+    check_teacher(config.teacher, has_episodes=config.environment.is_on, kl_in=config.loss.kl_in, **sampling)
     template = config.data.prompt_template
     if template is not None and not re.search(r"\{\w+\}", template):
         what = "names no column in braces, as {question} does, so that all prompts were alike"
@@ -56,7 +60,7 @@ def check_rules(config: Config) -> None:
     for name in config.watchdog.phase_timeouts_s:
         if name not in phases:
             raise ConfigError(f"watchdog.phase_timeouts_s.{name}: no such phase; there are {', '.join(phases)}")
-    if not (config.rewards or config.environment.is_on):
+    if not (config.rewards or config.environment.is_on or config.teacher.is_on):
         raise ConfigError("rewards must name at least one reward, e.g. `rewards: [{name: gsm8k}]`")
     for index, reward in enumerate(config.rewards):
         check_reward(f"rewards.{index}", reward)

@@ -13,6 +13,7 @@ from grpo_spmd.config.key import key, required
 from grpo_spmd.config.logging_keys import LoggingConfig
 from grpo_spmd.config.recipes import Algorithm
 from grpo_spmd.config.reward_keys import RewardConfig, RewardPoolConfig
+from grpo_spmd.config.teacher import TeacherConfig
 
 # The phases of a step, in their order: timers, metrics and limits bear these names.
 PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
@@ -231,9 +232,10 @@ class Config:
     data: DataConfig
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     rewards: tuple[RewardConfig, ...] = required(
-        "one or more rewards; the reward of a completion is their weighted sum")
+        "one or more rewards; the reward of a completion is their weighted sum; [] where a teacher teaches alone")
     reward_pool: RewardPoolConfig = dataclasses.field(default_factory=RewardPoolConfig)
     environment: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
+    teacher: TeacherConfig = dataclasses.field(default_factory=TeacherConfig)
     advantage: AdvantageConfig = dataclasses.field(default_factory=AdvantageConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)

@@ -1,6 +1,6 @@
 """Makes what a demo trains, from a seed and without a download.
 
-python -m grpo_spmd.demo [countdown|tools] [--out .demo] [--seed 0] [--numbers 2|3-4]
+python -m grpo_spmd.demo [countdown|tools|distill] [--out .demo] [--seed 0] [--numbers 2|3-4]
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from pathlib import Path
 
 from grpo_spmd.config.command_line import OneLineParser
 from grpo_spmd.demo.countdown import make_demo
+from grpo_spmd.demo.distill import make_distillation_demo
 from grpo_spmd.demo.making import temporary_folder
 from grpo_spmd.demo.tools import make_tools_demo
 from grpo_spmd.distributed import interrupt
 
-_FOLDERS = {"countdown": Path(".demo"), "tools": Path(".demo-tools")}
+_FOLDERS = {"countdown": Path(".demo"), "tools": Path(".demo-tools"), "distill": Path(".demo-distill")}
 
 
 def main() -> None:
@@ -36,6 +37,8 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it; on a busy machine a second thread makes it many times slower
     if args.name == "tools":
         make_tools_demo(out, args.seed)
+    elif args.name == "distill":
+        make_distillation_demo(out, args.seed)
     else:
         make_demo(out, args.seed, args.numbers)
 

@@ -38,6 +38,7 @@ class StepRules:
     num_ranks: int
     attention_cost_ratio: float = 0.0  # what a rollout costs beside its tokens, see balance.py
     discount: float | None = None  # environment.discount, see turn_credit.py
+    is_watched: bool = False  # rewards are there to be looked at: all advantages are 0
 
 
 class SampledStep:
@@ -152,10 +153,11 @@ class _Decider:
             costs=costs,
         )
         metrics |= {f"batching/{name}": value for name, value in plan_metrics(plan, num_tokens, costs).items()}
+        advantages = advantages_of(rewards, rules.advantage)
         self.decided = StepDecision(
             positions=positions,
             rewards=rewards.ravel(),
-            advantages=advantages_of(rewards, rules.advantage),
+            advantages=np.zeros_like(advantages) if rules.is_watched else advantages,
             in_loss=in_loss.ravel(),
             plan=plan,
             num_groups=self._num_groups,

@@ -33,8 +33,9 @@ class Signal(Protocol):
 class Signals:
     """All of a run, in the order in which they are asked."""
 
-    def __init__(self, signals: Sequence[Signal] = ()) -> None:
-        self._signals = list(signals)
+    def __init__(self, signals: Sequence[Signal] = (), *, teacher: Signal | None = None) -> None:
+        """`teacher`: that one of them which teaches by its distribution."""
+        self._signals, self.teacher = list(signals), teacher
 
     @property
     def beside(self) -> list[Beside]:

@@ -34,7 +34,7 @@ class TokenLogprobs(torch.autograd.Function):
         logprobs, entropy = torch.empty_like(log_normalizer), torch.empty_like(log_normalizer)
         rows = max(1, chunk // 2)
         buffers = _Buffers(min(rows, len(hidden)), hidden, head, two=True)
-        for part in _chunks(len(hidden), rows):
+        for part in chunks(len(hidden), rows):
             logits = buffers.logits(hidden[part], head, temperature, softcap)
             largest = logits.amax(-1, keepdim=True)
             exponents = torch.exp(logits.sub_(largest), out=buffers.other[: len(logits)])
@@ -60,7 +60,7 @@ class TokenLogprobs(torch.autograd.Function):
         two, softcap, temperature = grad_entropy is not None or ctx.softcap is not None, ctx.softcap, ctx.temperature
         rows = max(1, ctx.chunk // 2) if two else ctx.chunk
         buffers = _Buffers(min(rows, len(hidden)), hidden, head, two=two)
-        for part in _chunks(len(hidden), rows):
+        for part in chunks(len(hidden), rows):
             # d logprob / d logits = onehot - p; d entropy / d logits = -p * (log p + entropy); and 1 / temperature
             outer, target, norm = grad_logprobs[part, None] / temperature, target_ids[part, None], norms[part, None]
             log_p = buffers.logits(hidden[part], head, temperature, softcap).sub_(norm)
@@ -75,7 +75,7 @@ class TokenLogprobs(torch.autograd.Function):
             grad_product = buffers.in_compute_dtype(grad_logits)
             torch.mm(grad_product, head, out=grad_hidden[part])
             if grad_head is not None:
-                _add_product(grad_head, grad_product.T, hidden[part])
+                add_product(grad_head, grad_product.T, hidden[part])
         return grad_hidden, None if grad_head is None else grad_head.to(head.dtype), None, None, None, None
 
 
@@ -102,7 +102,7 @@ class _Buffers:
         return grad_logits if self._product is self._float else self._product[: len(grad_logits)].copy_(grad_logits)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, with `total` in float32 whatever the others are."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
@@ -112,5 +112,5 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _chunks(length: int, chunk: int) -> Iterator[slice]:
+def chunks(length: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, length)) for start in range(0, length, chunk))

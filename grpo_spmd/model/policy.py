@@ -35,6 +35,7 @@ from grpo_spmd.model.sharding import shard_over_ranks
 from grpo_spmd.records import MicroBatch
 
 _log = logging.getLogger("grpo_spmd")
+Term = Callable[[Tensor, Tensor], Any]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -57,20 +58,31 @@ class Policy(nn.Module):
         """Parameters of the whole model, a tied one counted once, adapters among them."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def forward(self, batch: MicroBatch) -> Scores:
-        """Collective. Logprobs of `batch.target_ids` and entropy of the distributions they were drawn from, float32."""
+    def forward(
+        self, batch: MicroBatch, term: Term | None = None, *, only_term: bool = False
+    ) -> Scores | tuple[Any, ...]:
+        """Collective. Logprobs of `batch.target_ids` and entropy of the distributions they were drawn from, float32.
+        With `term`, what it makes of hidden states [C, D] and head [V, D] is the third; with `only_term` it is alone.
+        """
         layout = PackedLayout(batch.sequence_lengths, batch.input_ids.device, self.attention)
         row = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
         out = self.model.get_decoder()(**row, use_cache=False, packed_layout=layout)
         hidden, head = out.last_hidden_state[0][batch.predict_index], self.model.get_output_embeddings().weight
-        settings = self.temperature, self.logprob_chunk_tokens, self.softcap
-        scores: Scores = TokenLogprobs.apply(hidden, head, batch.target_ids, *settings)
-        return scores
+        if only_term and term is not None:
+            return (term(hidden, head),)
+        scores: Scores = TokenLogprobs.apply(hidden, head, batch.target_ids, *self.scaling)
+        return scores if term is None else (*scores, term(hidden, head))
 
-    def plain_logits(self, token_ids: Tensor) -> Tensor:
-        """Collective. Logits [S, L, V] of rows of one sequence each, by HF's own forward pass and nothing of ours: what
-        proofs/ compares `forward` with. FSDP knows it as a second door."""
-        logits: Tensor = self.model(input_ids=token_ids, use_cache=False).logits
+    @property
+    def scaling(self) -> tuple[float, int, float | None]:
+        """How logits become distributions: temperature, tokens of a chunk, cap."""
+        return self.temperature, self.logprob_chunk_tokens, self.softcap
+
+    def plain_logits(self, token_ids: Tensor, places: Tensor | None = None) -> Tensor:
+        """Collective. Logits [S, L, V] of rows of one sequence each, or [S, n, V] at `places`, by HF's own forward pass
+        and nothing of ours: what proofs/ compares `forward` with. FSDP knows it as a second door."""
+        kept: Any = {} if places is None else {"logits_to_keep": places}
+        logits: Tensor = self.model(input_ids=token_ids, use_cache=False, **kept).logits
         return logits
 
 
@@ -82,11 +94,12 @@ def build_policy(
     trainable: bool = True,
     seed: int = 0,
     longest: int = 0,
+    role: str = "reference",
 ) -> Policy:
     """Collective. The model of `config.path` as a sharded policy: meta device -> FSDP2 -> each rank reads its own rows.
     With `config.lora.rank` only adapters train, made from `seed`, and the base is frozen in the compute dtype. Without
     `trainable` it is the reference: all of it is frozen so. `longest`: tokens of a rollout at most, as the engine is
-    told; some models have other rotary factors for long ones."""
+    told; some models have other rotary factors for long ones. `role`: how a frozen one is called."""
     hf_config = load_config(config.path)
     refuse_unsupported(hf_config, config.path)
     refuse_window(hf_config, config.path, longest)
@@ -122,7 +135,7 @@ def build_policy(
     fix_rotary_factors(policy.model, longest)
     load_weights(((stored_as.get(name, name), shard) for name, shard in hf_named_parameters(policy)), folder)
     lora.initialise_adapters(policy.model, seed)
-    role, name = "policy" if trainable else "reference", type(policy.model).__name__
+    role, name = "policy" if trainable else role, type(policy.model).__name__
     num_trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     of_them = f", {num_trained / 1e6:.3g} M of them in adapters that train," if has_adapters else ""
     size = f"{policy.num_parameters / 1e6:.1f} M parameters{of_them}"

@@ -56,7 +56,8 @@ def banner(
     yield f"data: {data.train}"
     named = [(reward.shown_name, reward.weight) for reward in rewards]
     if named:  # an environment may give the only one
-        yield "rewards: " + ", ".join(name if weight == 1 else f"{name} x {weight:g}" for name, weight in named)
+        said = ", ".join(name if weight == 1 else f"{name} x {weight:g}" for name, weight in named)
+        yield f"rewards: {said}" if any(reward.weight for reward in rewards) else f"rewards, only watched: {said}"
     prompts, size = rollout.num_prompts_per_step, rollout.group_size
     most = prompts * size * rollout.max_completion_tokens
     yield f"{num_steps} steps of {prompts} prompts x {size} completions: at most {most:,} sampled tokens each"
@@ -165,7 +166,7 @@ def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
     dump = f"rollouts/step_{step:06d}.jsonl"
     if not metrics["optim/updates"] and not metrics["optim/skipped_updates"]:
         yield "update", "no update was made, since no completion counts (see dynamic_sampling/*, reward/unscored_frac)"
-    elif metrics.get("reward/zero_std_groups_frac") == 1.0:
+    elif metrics.get("reward/zero_std_groups_frac") == 1.0 and "teacher/kl" not in metrics:
         what = f"in every group all rewards are alike (mean {mean:.3g}), so that nothing is learned from this step"
         yield (
             "alike",

@@ -17,6 +17,9 @@ def loss_metrics(sums: Reductions, loss: LossConfig) -> Metrics:
     """Of what all ranks' updates of a step came to."""
     policy, kl, entropy, updates = (sums[name].value for name in ("policy", "kl", "entropy", "optim/updates"))
     terms = {"total": total_loss(policy, kl, entropy, loss), "policy": policy, "kl": kl, "entropy": entropy}
+    if "teacher" in sums:  # a term of the loss too
+        terms["teacher"] = sums["teacher"].value
+        terms["total"] += terms["teacher"]
     metrics: Metrics = {f"loss/{name}": total / updates if updates else None for name, total in terms.items()}
     percents = 1, 50, 99
     ratios = zip(percents, ratio_percentiles(sums["mismatch_ratios"].value, percents), strict=True)

@@ -72,7 +72,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _is_cpu_alone(self, func: Any, tensor: torch.Tensor) -> bool:
         """The product that is added to the lm_head's float32 gradient: a GPU adds it in place
-        (logprobs._add_product)."""
+        (logprobs.add_product)."""
         is_product = func is torch.ops.aten.mm.default and tensor.dtype != torch.float32
         return self._on_gpu and is_product and tensor.ndim == 2 and tensor.shape[0] == self._vocabulary
 

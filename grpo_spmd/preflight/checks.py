@@ -59,6 +59,10 @@ def check_inputs(
         _check_run_dir(config)
     folder = check_model(config, to_run=to_run)
     check_engine_keys(config.rollout.engine)
+    if config.teacher.is_on:
+        from grpo_spmd.preflight.teacher import check_teachers
+
+        check_teachers(config, to_run=to_run)
     rewards = load_rewards(config.rewards)
     if any(reward.is_watched for reward in config.rewards):
         from grpo_spmd.rewards.remote.early import check_calls

@@ -33,7 +33,7 @@ def explain(
         lines += ["", f"sizes, sync and memory of {config.model.path} are not known here: {why}"]
     else:
         lines += _section("model and weight sync", _sync_rows(config, model, num_ranks))
-        lines += _section("memory of a rank: training", training_rows(config, model, num_ranks))
+        lines += _section("memory of a rank: training", _held_rows(config, model, num_ranks))
         lines += _section("memory of a rank: engine", engine_rows(config, model, num_ranks))
     found = [*advice(config, num_ranks), *idle_keys(config, sources)]
     lines += ["", "worth a look" + ("" if found else ": nothing found"), *(f"  - {line}" for line in found)]
@@ -68,6 +68,14 @@ def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     yield from _extra_pass_rows(config)
 
 
+def _held_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
+    yield from training_rows(config, model, num_ranks)
+    if config.teacher.is_on:
+        from grpo_spmd.preflight.teacher import teacher_rows
+
+        yield from teacher_rows(config, num_ranks)
+
+
 def _extra_pass_rows(config: Config) -> Iterator[Row]:
     loss, steps = config.loss, config.training.num_optimizer_steps
     old, reference = arithmetic.extra_passes(config)
@@ -81,6 +89,9 @@ def _extra_pass_rows(config: Config) -> Iterator[Row]:
     yield "extra passes for old logprobs", str(old), how
     how = f"a forward of all rollouts, for kl_coef {loss.kl_coef:g}" if reference else "kl_coef 0: no reference model"
     yield "extra passes of the reference", str(reference), how
+    if config.teacher.is_on:
+        how = "each rollout by its own" if len(config.teacher.paths) > 1 else "a forward of all rollouts"
+        yield "extra passes of teachers", "1", f"{how}, for teacher.loss {config.teacher.loss}"
 
 
 def _run_rows(config: Config, num_rows: int) -> Iterator[Row]:

@@ -11,7 +11,7 @@ from grpo_spmd.config.schema import Config
 # First parts of the metrics' names.
 _METRICS = (
     "batching", "completion", "dynamic_sampling", "environment", "episode", "eval", "loss", "memory", "optim",
-    "process", "progress", "reward", "rollout", "rollout_correction", "throughput", "time", "weight_sync",
+    "process", "progress", "reward", "rollout", "rollout_correction", "teacher", "throughput", "time", "weight_sync",
 )  # fmt: skip
 
 
@@ -25,7 +25,11 @@ def check_idle_keys(config: Config, sources: Mapping[str, str] | None = None) ->
             raise ConfigError(f"{what}; set it, e.g. to 16, or take the other out")
     if lora.rank and not lora.target_modules:
         raise ConfigError("model.lora.target_modules names no layer; leave it out (all-linear), or name some: [q_proj]")
-    if config.rewards and not any(reward.weight for reward in config.rewards):
+    given = [name for name in sources or () if name.startswith("teacher.") and (sources or {})[name] != "default"]
+    if given and not config.teacher.is_on:
+        what = f"teacher.path is not set, so that {given[0]} would do nothing"
+        raise ConfigError(f"{what}; set it to the folder or hub id of a model, or take the other out")
+    if config.rewards and not any(reward.weight for reward in config.rewards) and not config.teacher.is_on:
         raise ConfigError("rewards: all weights are 0, so that every reward is 0; set one rewards.N.weight")
     if config.optimizer.lr > 1:
         what = f"optimizer.lr ({config.optimizer.lr:g}) is above 1, where AdamW moves each weight by more than that"
@@ -46,6 +50,8 @@ def idle_keys(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
         ("advantage.normalize_std", advantage.estimator != "grpo", estimator),
         ("eval.temperature", not config.eval.every_steps, "eval.every_steps is 0"),
         ("eval.num_samples", not config.eval.every_steps, "eval.every_steps is 0"),
+        ("teacher.beta", config.teacher.loss == "sampled", "teacher.loss is sampled"),
+        ("teacher.top_k", config.teacher.loss != "topk", f"teacher.loss is {config.teacher.loss}"),
         ("data.prompt_key", config.data.prompt_template is not None, "data.prompt_template is set"),
         ("loss.rollout_correction_cap", loss.rollout_correction == "none", "loss.rollout_correction is none"),
     ):

@@ -74,6 +74,7 @@ class BatchCheck:
         for group in sampled.groups:
             ids = _ids(slots.get(group.prompt.position), size)
             (center, divisor), of_group = self._line([penalised[i] for i in ids], *whole), [penalised[i] for i in ids]
+            divisor = math.inf if sampled.rules.is_watched else divisor
             advantages = [0.0 if math.isnan(r) or math.isinf(divisor) else (r - center) / divisor for r in of_group]
             scored = [n for n, r in enumerate(of_group) if not math.isnan(r)]
             # Where whole returns are alike, no line through them says what those of turns are worth.
@@ -114,8 +115,11 @@ class BatchCheck:
     def _rewards(self, sampled: SampledStep) -> list[float | None]:
         """The weighted sums over the functions that apply; None: one failed, or none applies."""
         columns, sums = list(sampled.scored.by_name.values()), list[float | None]()
+        if not columns:  # a teacher teaches alone
+            return [0.0 for group in sampled.groups for _ in group.completions]
         for values in zip(*columns, strict=True):
-            known = [(w, v) for w, v in zip(self._weights, values, strict=True) if v is not None]
+            weights = self._weights if any(self._weights) else [1.0] * len(values)
+            known = [(w, v) for w, v in zip(weights, values, strict=True) if v is not None]
             total = sum(w * v for w, v in known)
             sums.append(total if known and math.isfinite(total) else None)
         return sums

@@ -95,7 +95,7 @@ class GradientCheck:
         handle.remove()
         base, base_entropy = _joined(scores, rows)
         squares, sketch = self._squares(), _Sketch(policy)
-        with _plain_layers(policy.model), sketch.watching():
+        with plain_layers(policy.model), sketch.watching():
             before = sketch.of_gradient()
             logprobs, entropy, touch, largest = _plain_scores(policy, rollouts, self._temperature, device)
             self._widen(largest)
@@ -132,7 +132,7 @@ class GradientCheck:
 
     def plain_logprobs(self, policy: Policy, groups: Sequence[RolloutGroup], device: torch.device) -> Tensor:
         """Collective. Of the tokens that `run` looks at, by another policy; no gradient."""
-        with _plain_layers(policy.model), torch.no_grad():
+        with plain_layers(policy.model), torch.no_grad():
             logprobs, _ = _plain_scores(policy, _short_rollouts(groups), self._temperature, device)[:2]
         cast(FSDPModule, policy).reshard()
         return logprobs
@@ -301,7 +301,7 @@ def _plain_scores(
 
 
 @contextmanager
-def _plain_layers(model: Any) -> Iterator[None]:
+def plain_layers(model: Any) -> Iterator[None]:
     """Within it HF's own eager attention, with its own mask, and nothing compiled; also for a backward pass, which may
     run layers again."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values()

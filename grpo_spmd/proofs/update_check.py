@@ -42,6 +42,10 @@ _NUM_TENSORS, _NUM_ROWS = 8, 4  # of the reference, compared with the model's fi
 _MAX_NAMED = 4
 
 
+# Collective. Of a step.
+More = Callable[[SampledStep, RolloutBatch, Decision], Found]
+
+
 class UpdateCheckError(RuntimeError):
     """The trainer computes something else than a plain recomputation."""
 
@@ -70,9 +74,11 @@ class UpdateCheck:
         training: TrainingConfig,
         *,
         is_agent: bool = False,
+        more: Sequence[More] = (),
     ) -> None:
         """`every_steps` 0: only at the first step. `model`: its path and compute dtype; `stop_ids`: the engine's;
-        `weights` of the rewards; `is_agent`: episodes are those of `environment.agent`."""
+        `weights` of the rewards; `is_agent`: episodes are those of `environment.agent`; `more`: checks of what teaches
+        beside the rewards."""
         self._every_steps, self._session, self._policy, self._reference = every_steps, session, policy, reference
         self._updater, self._tokenizer, self._data, self._loss = updater, tokenizer, data, loss
         # Now: later the folder may be gone, and a hub id stand for other files.
@@ -82,7 +88,7 @@ class UpdateCheck:
         longest = rollout.max_completion_tokens
         self._gradients = GradientCheck(policy, updater, loss, rollout.temperature, longest, model[1])
         self._adamw = AdamwCheck(policy, updater, optimizer, training.num_run_optimizer_steps)
-        self._num_runs, self._window, self._step = 0, 0, 0
+        self._num_runs, self._window, self._step, self._more = 0, 0, 0, more
         self._found, self._seconds = Found(), 0.0
 
     def run_if_due(self, step: int, sampled: SampledStep, batch: RolloutBatch, decision: Decision) -> None:
@@ -103,6 +109,7 @@ class UpdateCheck:
         parts.append(self._gradients.run(sampled.groups, self._session.device, accumulates=is_first))
         parts.append(self._check_reference(sampled))
         parts.append(self._check_attached(batch))
+        parts += [check(sampled, batch, decision) for check in self._more]
         self._window = _FIRST_WINDOW if is_first else _LATER_WINDOW
         self._found = Found()
         self._adamw.open(self._found)
@@ -149,7 +156,7 @@ class UpdateCheck:
             return found
         check, rows = self._gradients, (sampled.groups, self._session.device)
         if policy.lora.rank:
-            with _adapters_at_zero(policy):
+            with adapters_at_zero(policy):
                 plain = check.plain_logprobs(policy, *rows)
         elif isinstance(reference, Policy) and reference is not policy:
             plain = check.plain_logprobs(reference, *rows)
@@ -202,7 +209,7 @@ class UpdateCheck:
 
 
 @contextmanager
-def _adapters_at_zero(policy: Policy) -> Iterator[None]:
+def adapters_at_zero(policy: Policy) -> Iterator[None]:
     """The base by another way than the trainer's: adapters on, their products times 0."""
     scales = [(layer, dict(layer.scaling)) for layer in adapted_layers(policy.model).values()]
     try:

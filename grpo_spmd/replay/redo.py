@@ -59,7 +59,9 @@ def _replay(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool, s
     recorded = dataclasses.replace(recorded, notes=list(recorded.notes))  # its caller's list stays as it is
     config, notes = recorded.config, recorded.notes
     sections = config.rollout, config.advantage, config.loss, config.training
-    rules = StepRules(*sections, config.reward_pool.max_error_frac, 1, discount=config.environment.discount)
+    is_watched = not any(weights_of(recorded).values())
+    discount = None if is_watched else config.environment.discount
+    rules = StepRules(*sections, config.reward_pool.max_error_frac, 1, discount=discount, is_watched=is_watched)
     sampled = SampledStep(rules)
     pool.begin_step(TrainerState(recorded.step - 1, config.training.num_steps, recorded.epoch))
     waiting, texts = _groups(recorded), _RecordedTexts(recorded.rollouts)

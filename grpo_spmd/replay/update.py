@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,8 +104,8 @@ class _EngineAsPolicy(Policy):
         nn.Module.__init__(self)  # without a model
         self.nothing = nn.Parameter(torch.zeros(1))  # a backward pass needs something to end at
 
-    def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return micro_batch.rollout_logprobs + self.nothing, torch.zeros_like(micro_batch.rollout_logprobs)
+    def forward(self, batch: MicroBatch, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return batch.rollout_logprobs + self.nothing, torch.zeros_like(batch.rollout_logprobs)
 
 
 def _loss_on_engine_logprobs(batch: RolloutBatch, config: Config) -> float | None:

@@ -88,7 +88,7 @@ _WORDS = {"failed": "failed", "killed": "was killed", "silent": "writes nothing 
 
 
 def _alike(run: RecordedRun) -> Iterator[Finding]:
-    key = "reward/zero_std_groups_frac"
+    key = "reward/zero_std_groups_frac" if curve(run.steps, "teacher/kl") is None else ""  # a teacher teaches them too
     alike, reward = curve(run.steps, key), curve(run.steps, "reward/mean")
     if alike is None or (where := stretch(alike.steps, alike.values >= _MOST_ALIKE)) is None:
         return

@@ -182,13 +182,20 @@ SIGNALS = {
     "config/recipes.py": 150,
     "config/algorithm.py": 85,
     "learn/signals.py": 80,
-    "signal_parts.py": 80,
+    "signal_parts.py": 130,
     "config/reward_keys.py": 80,
     "model/parked.py": 110,
     "config/reward_rules.py": 95,
     "rewards/remote": 420,
     "rewards/pool/call_limits.py": 185,
     "replay/asked.py": 25,
+    "config/teacher.py": 70,
+    "learn/distillation.py": 50,
+    "learn/teacher.py": 190,
+    "model/divergence.py": 220,
+    "preflight/teacher.py": 120,
+    "proofs/teacher_check.py": 150,
+    "demo/distill.py": 80,
 }
 CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS | SCALE | EPISODES | LOOKING | SIGNALS
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6000

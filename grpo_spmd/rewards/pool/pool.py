@@ -106,6 +106,8 @@ class RewardPool(ProcessPool):
             scored.statuses[reward.name], scored.by_name[reward.name] = statuses, values
         weights, by_sample = [reward.weight for reward in self._rewards], zip(*step.values, strict=True)
         scored.rewards = [weighted_sum(list(zip(weights, values, strict=True))) for values in by_sample]
+        if not self._rewards:  # a teacher teaches alone
+            scored.rewards = [0.0] * len(texts)
         scored.first_error, scored.given = step.first_error(), step.given
         for number, note in sorted(step.notes.items()):  # in an order that does not tell which worker was first
             scored.notes[number] = {kind: dict(sorted(found.items())) for kind, found in sorted(note.items())}

@@ -1,0 +1,59 @@
+"""The section `teacher`: a model whose distribution the policy learns on its own rollouts (on-policy distillation)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.key import key
+
+
+# fmt: off
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    path: dict[str, str] | str = key({},
+        "model that teaches on the policy's own rollouts, a folder or a hub id, perhaps model.path itself; or {name: "
+        "path}, of which the row's column `teacher` names one")
+    coef: float = key(1.0, "weight of what it says", above=0)
+    loss: Literal["sampled", "topk", "full"] = key("sampled",
+        "sampled: coef * log(policy / teacher) of each sampled token is taken off its advantage; full: the divergence "
+        "of both distributions is a term of the loss; topk: that over the teacher's likeliest tokens and one for all "
+        "others")
+    beta: float = key(1.0,
+        "divergence of full and topk: 0: KL(teacher || policy), 1: KL(policy || teacher), between: the generalized "
+        "Jensen-Shannon divergence", at_least=0, at_most=1)
+    top_k: int = key(32, "tokens of topk", at_least=1)
+    prompt_key: str | None = key(None,
+        "column with the prompt that the teacher sees in place of the policy's, e.g. one that has the solution")
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.path)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """By name; a single one has none."""
+        if isinstance(self.path, str):
+            return {"": self.path} if self.path else {}
+        return self.path
+
+
+# fmt: on
+def check_teacher(
+    teacher: TeacherConfig, *, has_episodes: bool, is_dynamic: bool, has_rewards: bool, kl_in: str
+) -> None:
+    """Raises ConfigError for what does not go together. `has_rewards`: some that count."""
+    if teacher.is_on and teacher.prompt_key is not None and has_episodes:
+        why = "an episode's prompt comes again in its later turns, where the teacher's would not"
+        raise ConfigError(f"teacher.prompt_key with an environment: {why}; leave one of them out")
+    if teacher.is_on and is_dynamic and not has_rewards:
+        why = "without a reward that counts all groups are alike, and would all be dropped"
+        raise ConfigError(f"rollout.dynamic_sampling with teacher.path alone: {why}; set dynamic_sampling: false")
+    if teacher.is_on and kl_in == "reward" and not has_rewards:
+        why = "without a reward that counts there is nothing that the KL could be taken off"
+        raise ConfigError(f"loss.kl_in: reward with teacher.path alone: {why}; set kl_in: loss")
+    for name, path in teacher.paths.items():
+        if not path.strip() or "/" in name:
+            rule = "needs a path, and a name without a slash, since metrics bear it (teacher/NAME/kl)"
+            raise ConfigError(f"teacher.path.{name} {rule}; got {path!r}")

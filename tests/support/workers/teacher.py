@@ -1,0 +1,211 @@
+"""Worker: updates with a teacher for several kinds and splits of the work, and what the running check says of clean
+ones and of planted faults.
+
+    python -m tests.support.workers.teacher CONFIG TEACHER OUT.pt
+Rank 0 saves {(kind, split): {loss, kl, gradients, parameters}}; the rollouts are those of workers/update.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import grpo_spmd.learn.sampled_step
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import LoraConfig
+from grpo_spmd.config.teacher import TeacherConfig
+from grpo_spmd.distributed.collectives import any_rank
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import end_session, policy_mesh, start_session
+from grpo_spmd.learn.assemble import assemble_batch
+from grpo_spmd.learn.balance import plan_batch
+from grpo_spmd.learn.teacher import Ask, Teacher, TeacherModel
+from grpo_spmd.learn.update import attach_logprobs
+from grpo_spmd.model.divergence import TaughtBy, TopTeacher, WholeTeacher
+from grpo_spmd.model.fill import load_weights
+from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
+from grpo_spmd.proofs.teacher_check import TeacherCheck
+from grpo_spmd.records import Lesson, MicroBatch, Prompt, RolloutBatch
+from tests.support.learn import merged_on_all, sampled_step_of, updater_of
+from tests.support.workers.update import SPLITS, deal, fixed_groups, plan_unpacked, score
+
+KINDS: dict[str, TeacherConfig] = {
+    "sampled": TeacherConfig(path="x", coef=0.7),
+    "topk": TeacherConfig(path="x", loss="topk", beta=0.3, top_k=7),
+    "full": TeacherConfig(path="x", loss="full", beta=0.5, coef=0.3),
+    "two teachers, prompts of their own": TeacherConfig(path={"a": "x", "b": "y"}, loss="full"),
+}
+SEVERAL = "two teachers, prompts of their own"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "recomputed, small chunks": {"activation_checkpointing": True, "logprob_chunk_tokens": 5},
+    "two replicas": {},
+}
+
+
+def ask_of(prompt: Prompt) -> Ask:
+    return Ask("ab"[prompt.position % 2], [1 + prompt.position, 2, 3] if prompt.position < 4 else None)
+
+
+class Trials:
+    def __init__(self, path: str, teacher: str) -> None:
+        self.config, self.session = load_config(path), start_session()
+        self.policy = self.build(self.config.model.path)
+        self.models = {
+            "a": self.build(teacher, trainable=False),
+            "b": self.build(self.config.model.path, trainable=False),
+        }
+
+    def build(self, path: str, **changes: Any) -> Policy:
+        session = dataclasses.replace(self.session, mesh=changes.pop("mesh", self.session.mesh))
+        trainable, config = changes.pop("trainable", True), dataclasses.replace(self.config.model, path=path, **changes)
+        return build_policy(config, self.config.rollout.temperature, session, trainable=trainable)
+
+    def teacher(self, kind: str, policy: Policy) -> Teacher:
+        models = {name: TeacherModel(model) for name, model in self.models.items()}
+        if kind == SEVERAL:
+            prompts = [group.prompt for group in fixed_groups()]
+            return Teacher(KINDS[kind], models, policy, prompts.__getitem__, ask_of)
+        one = TeacherModel(policy, is_base=True, is_own=False) if policy.lora.rank else models["a"]
+        return Teacher(KINDS[kind], {"": one}, policy)
+
+    def update(
+        self,
+        kind: str,
+        split: str,
+        policy: Policy | None = None,
+        spoil: Callable[[Teacher, RolloutBatch], None] = lambda teacher, batch: None,
+    ) -> tuple[dict[str, Any], list[str]]:
+        """What came of it, and what the running check found before."""
+        policy = policy or self.policy
+        tokens, how, packed = SPLITS[split]
+        training = dataclasses.replace(self.config.training, max_tokens_per_micro_batch=tokens)
+        config = dataclasses.replace(self.config, training=training)
+        if not policy.lora.rank:
+            load_weights(hf_named_parameters(policy), Path(config.model.path))
+        updater, teacher = updater_of(policy, config), self.teacher(kind, policy)
+        gradients: list[dict[str, Tensor]] = []
+        updater.optimizer.register_step_pre_hook(lambda *_: gradients.append(whole_gradients(policy)))
+        groups, sampled = deal(fixed_groups(), how, self.session), sampled_step_of(config, self.session)
+        sampled.add(groups, score(groups))
+        grpo_spmd.learn.sampled_step.plan_batch = plan_batch if packed else plan_unpacked
+        batch, decision = assemble_batch(sampled, self.session)
+        attach_logprobs(policy, None, batch, config.loss, config.training.num_optimizer_steps)
+        teacher.attach(batch, decision, lambda _: None)
+        spoil(teacher, batch)
+        wrong = TeacherCheck(teacher, config.rollout.temperature, config.model.dtype)(sampled, batch, decision).wrong
+        if any_rank(bool(wrong)):
+            return {}, wrong
+        sums = merged_on_all(updater.update(batch))
+        found = {name: sums[name].value for name in ("loss", "policy", "teacher/kl", "optim/grad_norm")}
+        found |= {name: reduction.value for name, reduction in sums.items() if name.startswith("teacher")}
+        found |= {"gradients": gradients, "rows": len(batch.micro_batches)}
+        return found | {"parameters": {n: p.full_tensor().clone() for n, p in hf_named_parameters(policy)}}, wrong
+
+
+def whole_gradients(policy: Policy) -> dict[str, Tensor]:
+    named = [(name, p.grad) for name, p in policy.model.named_parameters() if p.grad is not None]
+    return {name: grad.full_tensor().clone() for name, grad in named}  # type: ignore[attr-defined]
+
+
+def clean_updates(trials: Trials) -> dict[tuple[str, str], Any]:
+    found = {}
+    for kind in KINDS:
+        for split in SPLITS:
+            found[kind, split], wrong = trials.update(kind, split)
+            assert not wrong, (kind, split, wrong)
+    for variant, changes in VARIANTS.items():
+        if variant == "two replicas" and trials.session.world_size == 1:
+            continue
+        more = {"mesh": policy_mesh(trials.session.device, 2)} if variant == "two replicas" else changes
+        policy = trials.build(trials.config.model.path, **more)
+        for kind in ("sampled", "full"):
+            found[kind, variant], wrong = trials.update(kind, next(iter(SPLITS)), policy)
+            assert not wrong, (kind, variant, wrong)
+    adapted = trials.build(trials.config.model.path, lora=LoraConfig(rank=4))
+    for kind in ("sampled", "full"):  # its own base, from which it starts, and which the first update leaves
+        result, wrong = trials.update(kind, next(iter(SPLITS)), adapted)
+        assert not wrong, wrong
+        assert (result["teacher/kl"] == 0.0) == (kind == "sampled")
+    return found
+
+
+def changed(lesson: Lesson, change: Callable[[Tensor], Tensor]) -> Lesson:
+    """With every tensor [C, ...] of what the teacher says put through `change`."""
+    if lesson.logprobs is not None:
+        return dataclasses.replace(lesson, logprobs=change(lesson.logprobs))
+    taught = lesson.divergence
+    assert isinstance(taught, TaughtBy)
+    parts: list[Any] = []
+    for places, said in taught.parts:
+        if isinstance(said, WholeTeacher):
+            parts.append((places, dataclasses.replace(said, hidden=change(said.hidden))))
+        else:
+            parts.append((places, TopTeacher(change(said.ids), change(said.logprobs))))
+    return dataclasses.replace(lesson, divergence=dataclasses.replace(taught, parts=parts))
+
+
+def faults(trials: Trials) -> int:
+    """Each must be seen by the running check, on some rank at least."""
+    seen, split = 0, list(SPLITS)[1]
+
+    def sees(kind: str, said: str, spoil: Callable[[Teacher, RolloutBatch], None]) -> None:
+        nonlocal seen
+        wrong = trials.update(kind, split, spoil=spoil)[1]
+        assert any_rank(any(said in text for text in wrong)), (kind, said, wrong)
+        seen += 1
+
+    def dropped(_: Teacher, batch: RolloutBatch) -> None:
+        batch.micro_batches[-1].lesson = None
+
+    def of_rows(change: Callable[[MicroBatch, Lesson], Lesson]) -> Callable[[Teacher, RolloutBatch], None]:
+        def spoil(_: Teacher, batch: RolloutBatch) -> None:
+            for row in batch.micro_batches:
+                assert row.lesson is not None
+                row.lesson = change(row, row.lesson)
+
+        return spoil
+
+    shifted = of_rows(lambda _, lesson: changed(lesson, lambda x: x.roll(1, 0)))
+    another = of_rows(lambda row, lesson: changed(lesson, lambda x: x[other_samples(row)]))
+    for kind in ("sampled", "topk", "full"):
+        sees(kind, "lacks what its teacher says", dropped)
+        for spoil in (shifted, another):
+            sees(kind, "a teacher's logprob of a token that the update is given", spoil)
+    sees("sampled", "in another form", of_rows(lambda _, lesson: dataclasses.replace(lesson, coef=0.1)))
+
+    def mixed(teacher: Teacher, batch: RolloutBatch) -> None:  # the places of the stream of another step
+        teacher._prompt_at = lambda position: fixed_groups()[(position + 1) % 6].prompt
+
+    sees(SEVERAL, "go to another teacher, or with another prompt, than their rows say", mixed)
+
+    def swapped(teacher: Teacher, batch: RolloutBatch) -> None:
+        teacher.models = dict(zip(teacher.models, [*teacher.models.values()][::-1], strict=True))
+
+    sees(SEVERAL, "a teacher's logprob of a token that the update is given", swapped)
+    return seen
+
+
+def other_samples(row: MicroBatch) -> Tensor:
+    """Places of the row's tokens with its rollouts in the opposite order."""
+    index = row.sequence_index.tolist()
+    return torch.tensor(sorted(range(len(index)), key=lambda c: (-index[c], c)), dtype=torch.int64)
+
+
+def main() -> None:
+    trials = Trials(sys.argv[1], sys.argv[2])
+    found = clean_updates(trials)
+    print(f"rank {trials.session.rank}: {faults(trials)} faults seen", flush=True)
+    if trials.session.is_rank0:
+        torch.save(found, sys.argv[3])
+    end_session()
+
+
+if __name__ == "__main__":
+    with exit_with_outcome():
+        main()

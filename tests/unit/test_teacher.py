@@ -1,0 +1,298 @@
+"""Teachers in one process: the divergence against TRL's own numbers and plain autograd, advantages by hand, whose
+rollouts are shown to whom, and what of a config is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import load_config, load_config_with_sources
+from grpo_spmd.config.schema import LoraConfig, LossConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from grpo_spmd.config.teacher import TeacherConfig
+from grpo_spmd.distributed.reductions import Mean
+from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.learn.distillation import taught_advantages
+from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.teacher import Ask, Teacher, TeacherModel, taught_row
+from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.divergence import Divergence, TopTeacher, WholeTeacher, top_outcomes
+from grpo_spmd.model.policy import Policy, build_policy
+from grpo_spmd.preflight.checks import check_inputs
+from grpo_spmd.preflight.explain import explain
+from grpo_spmd.preflight.model_facts import read_model
+from grpo_spmd.records import Decision, Lesson, MicroBatch, Rollout, RolloutBatch
+from tests.support import trl_distillation
+from tests.support.models import make_model, write_config
+
+CPU = torch.device("cpu")
+TRL = json.loads(Path(trl_distillation.__file__).with_suffix(".json").read_text())
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    yield start_session()
+    end_session()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Of two models with one vocabulary; the second is wider."""
+    folder = tmp_path_factory.mktemp("teacher")
+    wide = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}
+    return [make_model(folder / "a", "qwen3", tied=True), make_model(folder / "b", "qwen3", tied=False, seed=1, **wide)]
+
+
+def build(path: Path, session: Session, dtype: Any = "float32", *, trainable: bool = True, **changes: Any) -> Policy:
+    config = ModelConfig(path=str(path), dtype=dtype, **changes)
+    return build_policy(config, trl_distillation.TEMPERATURE, session, trainable=trainable)
+
+
+def attached(teacher: Teacher, *rows: MicroBatch) -> list[MicroBatch]:
+    teacher.attach(RolloutBatch([list(rows)], [1], [1]), cast(Decision, None), lambda _: None)
+    return list(rows)
+
+
+def updater_of(policy: Policy) -> PolicyUpdater:
+    return PolicyUpdater(policy, OptimizerConfig(), LossConfig(), TrainingConfig(), 8)
+
+
+def rollouts() -> list[Rollout]:
+    return [
+        Rollout(i, 0.0, True, prompt, said, [0.0] * len(said)) for i, (prompt, said) in enumerate(trl_distillation.ROWS)
+    ]
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    return {name: cast(DTensor, p.grad).full_tensor() for name, p in policy.model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("beta", trl_distillation.BETAS)
+@pytest.mark.parametrize("family", trl_distillation.FAMILIES)
+def test_loss_and_gradients_of_the_whole_divergence_are_trls(
+    tmp_path: Path, session: Session, family: str, beta: float
+) -> None:
+    """Untied, and tied with capped logits; the teacher is wider. In chunks of less than a row."""
+    for name, model in zip(("student", "teacher"), trl_distillation.made_models(family), strict=True):
+        model.save_pretrained(tmp_path / name)
+    policy = build(tmp_path / "student", session, logprob_chunk_tokens=16)
+    model = TeacherModel(build(tmp_path / "teacher", session, trainable=False))
+    teacher = Teacher(TeacherConfig(path="x", loss="full", beta=beta), {"": model}, policy)
+    (row,) = attached(teacher, pack_rollouts(rollouts(), CPU))
+    sums, _ = updater_of(policy).backward(row, int(row.loss_mask.sum()), len(row.rollout_ids), True)
+    expected = TRL[family][str(beta)]
+    for key in ("teacher", "loss", "teacher/kl"):
+        assert float(sums[key].value) == pytest.approx(expected["loss"], rel=1e-5)
+    found = gradients(policy)
+    assert found.keys() == expected["gradients"].keys()
+    for name, (norm, *products) in expected["gradients"].items():
+        own_norm, *own = trl_distillation.sketch(found[name])
+        assert own_norm == pytest.approx(norm, rel=1e-5), name
+        # A product with a wave adds up terms of both signs, of which there are as many as the gradient has.
+        assert own == pytest.approx(products, abs=1e-5 * norm * math.sqrt(found[name].numel())), name
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_the_divergence_over_the_top_tokens_is_plain_autograds(beta: float, softcap: float | None) -> None:
+    """Of the K likeliest and a bucket of all others; with all but one token by itself it is the whole one."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, 8, generator=draw, requires_grad=True) for n in (11, 13))
+    own, theirs, upstream = (torch.randn(*shape, generator=draw) for shape in ((11, 6), (13, 6), (11,)))
+
+    def logprobs(x: Tensor, w: Tensor) -> Tensor:
+        logits = x.double() @ w.double().T
+        return ((logits / softcap).tanh() * softcap if softcap else logits).div(0.7).log_softmax(-1)
+
+    def by(teacher: WholeTeacher | TopTeacher) -> list[Tensor]:
+        value: Tensor = Divergence.apply(hidden, head, teacher, beta, 0.7, 12, softcap)
+        return [value, *torch.autograd.grad(value, (hidden, head), upstream)]
+
+    for k in (1, 4, 12):
+        top = TopTeacher(*top_outcomes(own, theirs, k, 0.7, 12, softcap))
+        s, t = (
+            torch.cat([p, p.exp().scatter(-1, top.ids, 0).sum(-1, keepdim=True).log()], -1).gather(
+                -1, torch.cat([top.ids, torch.full((11, 1), 13)], -1)
+            )
+            for p in (logprobs(hidden, head), logprobs(own, theirs))
+        )
+        if 0 < beta < 1:
+            m = torch.logaddexp(t + math.log(beta), s + math.log(1 - beta))
+            terms = beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)
+        else:
+            terms = t.exp() * (t - s) if beta == 0 else s.exp() * (s - t)
+        plain = terms.sum(-1)
+        expected = [plain, *torch.autograd.grad(plain, (hidden, head), upstream.double())]
+        for one, other in zip(by(top), expected, strict=True):
+            torch.testing.assert_close(one.double(), other.double(), atol=5e-6, rtol=1e-5)
+    for one, other in zip(by(top), by(WholeTeacher(own, theirs, 0.7, softcap)), strict=True):
+        torch.testing.assert_close(one, other, atol=5e-6, rtol=1e-5)
+
+
+def test_advantages_worked_by_hand() -> None:
+    """coef 0.5: each nat by which the policy finds the token likelier than the teacher does takes off half of one."""
+    mask = torch.tensor([True, True, False, True])
+    old, teachers = torch.tensor([-1.0, -2.0, -1.0, -0.5]), torch.tensor([-3.0, -1.5, math.nan, -0.5])
+    lesson = Lesson(0.5, teachers, by_name={"x": torch.tensor([True, False, True, True])})
+    advantages, metrics = taught_advantages(lesson, torch.tensor([1.0, 0.0, 2.0, -1.0]), old, mask)
+    assert advantages.tolist() == [0.0, 0.25, 2.0, -1.0]
+    assert metrics["teacher/kl"].value == pytest.approx((2.0 - 0.5 + 0.0) / 3)
+    assert metrics["teacher/x/kl"] == Mean(torch.tensor(2.0, dtype=torch.float64), torch.tensor(2))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("loss", "beta"), [("sampled", 1.0), ("topk", 0.5), ("full", 0.0), ("full", 0.5), ("full", 1.0)]
+)
+def test_a_teacher_that_is_the_policy_gives_no_gradient_at_all(
+    folders: list[Path], session: Session, dtype: str, loss: Any, beta: float
+) -> None:
+    for changes in ({}, {"lora": LoraConfig(rank=4)}):
+        policy = build(folders[0], session, dtype, **changes)
+        is_base = bool(changes)
+        model = policy if is_base else build(folders[0], session, dtype, trainable=False)
+        teacher = Teacher(
+            TeacherConfig(path="x", loss=loss, beta=beta), {"": TeacherModel(model, is_base=is_base)}, policy
+        )
+        (row,) = attached(teacher, pack_rollouts(rollouts(), CPU))
+        sums, _ = updater_of(policy).backward(row, 11, 3, True)
+        assert float(sums["teacher/kl"].value) == 0.0
+        for name, gradient in gradients(policy).items():
+            assert not gradient.any(), name
+
+
+def plain_logprobs(folder: Path, prompt: list[int], said: list[int]) -> Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    ids = torch.tensor([prompt + said])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1]
+    return cast(Tensor, (logits / trl_distillation.TEMPERATURE).log_softmax(-1))
+
+
+@pytest.mark.parametrize("loss", ["sampled", "topk", "full"])
+def test_each_rollout_is_scored_by_its_own_teacher_with_the_prompt_that_it_is_shown(
+    folders: list[Path], session: Session, loss: Any
+) -> None:
+    policy = build(folders[0], session)
+    models = {
+        name: TeacherModel(build(path, session, trainable=False)) for name, path in zip("ab", folders, strict=True)
+    }
+    asks = {0: Ask("b"), 1: Ask("a", [4, 4, 9, 1, 2]), 2: Ask("b", [6, 30])}
+    teacher = Teacher(TeacherConfig(path={"a": "x", "b": "y"}, loss=loss, top_k=5), models, policy)
+    teacher.asked = lambda _: asks  # type: ignore[method-assign]
+    empty = Rollout(7, 0.0, True, [3, 3], [], [])
+    (row, nothing) = attached(
+        teacher, pack_rollouts([*rollouts()[:1], empty, *rollouts()[1:]], CPU), pack_rollouts([], CPU)
+    )
+    sums, _ = updater_of(policy).backward(row, 11, 3, True)
+    updater_of(policy).backward(nothing, 11, 3, True)
+    found, expected = [], dict[str, list[float]](a=[], b=[])
+    for rollout in rollouts():
+        ask, said = asks[rollout.rollout_id], cast(list[int], rollout.completion_ids)
+        plain = plain_logprobs(
+            folders["ab".index(ask.name)], ask.prompt_ids or cast(list[int], rollout.prompt_ids), said
+        )
+        policys = plain_logprobs(folders[0], cast(list[int], rollout.prompt_ids), said)
+        at, targets = torch.arange(len(said)), torch.tensor(said)
+        if loss == "sampled":
+            found.append(plain[at, targets])
+            expected[ask.name] += (policys - plain)[at, targets].tolist()
+        elif loss == "full":
+            expected[ask.name] += (policys.exp() * (policys - plain)).sum(-1).tolist()
+    assert row.lesson is not None
+    if loss == "sampled":
+        assert row.lesson.logprobs is not None
+        torch.testing.assert_close(row.lesson.logprobs, torch.cat(found), atol=1e-5, rtol=0)
+    for name, values in expected.items():
+        if values:
+            assert float(sums[f"teacher/{name}/kl"].value) == pytest.approx(sum(values) / len(values), abs=1e-5)
+    assert float(sums["teacher/kl"].value) > 0 or loss == "sampled"
+
+
+def test_rows_for_a_teacher_keep_their_order() -> None:
+    row = pack_rollouts(rollouts(), CPU)
+    asks = {0: Ask("x"), 1: Ask("y"), 2: Ask("x", [50, 51, 52])}
+    own, places = taught_row(row, asks, "x")
+    assert places.tolist() == [0, 1, 2, 3, 10]
+    assert own.rollout_ids == [0, 2]
+    assert own.input_ids.tolist() == [5, 9, 2, 7, 1, 30, 4, 50, 51, 52, 3]
+    assert own.target_ids.tolist() == row.target_ids[places].tolist()
+    whole, everywhere = taught_row(row, {i: Ask("x") for i in asks}, "x")
+    assert everywhere.tolist() == list(range(11))
+    for name in ("input_ids", "position_ids", "predict_index", "target_ids"):
+        assert torch.equal(getattr(whole, name), getattr(row, name)), name
+
+
+# What is refused, and what is said
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    def check() -> None:
+        config, sources = load_config_with_sources(path, overrides)
+        check_inputs(config, num_ranks=1, to_run=False, sources=sources)
+
+    with pytest.raises(ConfigError) as caught:
+        check()
+    return str(caught.value)
+
+
+def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path]) -> None:
+    path = write_config(tmp_path, folders[0])
+    on = f"teacher.path={folders[1]}"
+    check_inputs(load_config(path, [on]), num_ranks=1, to_run=False)
+    check_inputs(load_config(path, [on, "rewards=[]"]), num_ranks=1, to_run=False)
+    check_inputs(load_config(path, [on, "rewards.0.weight=0"]), num_ranks=1, to_run=False)
+    for overrides, said in (
+        (["teacher.coef=2"], "teacher.path is not set, so that teacher.coef would do nothing"),
+        (["rewards=[]"], "rewards must name at least one reward"),
+        ([on, "teacher.coef=0"], "teacher.coef must be > 0; got 0"),
+        ([on, "teacher.beta=1.5"], "teacher.beta must be >= 0 and <= 1; got 1.5"),
+        ([on, "teacher.loss=jsd"], "teacher.loss must be one of sampled, topk, full; got 'jsd'"),
+        ([on, "rewards=[]", "rollout.dynamic_sampling=true"], "set dynamic_sampling: false"),
+        ([on, "teacher.loss=topk", "teacher.top_k=98"], "teacher.top_k (98) is more than the vocabulary"),
+        ([on, "teacher.prompt_key=hint"], "no column 'hint' (teacher.prompt_key)"),
+        ([on, "teacher.prompt_key=prompt"], "teacher.prompt_key is data.prompt_key itself"),
+        ([on, "teacher.prompt_key=answer", "environment.tools=[python]"], "teacher.prompt_key with an environment"),
+        (["teacher.path=/not/there"], "teacher.path: there is no folder /not/there"),
+        ([f"teacher.path={{a: {folders[1]}, b: {folders[0]}}}"], "train.jsonl:1: the column teacher must name one of"),
+        ([f"teacher.path={{a/b: {folders[1]}}}"], "a name without a slash"),
+    ):
+        assert said in refusal(path, *overrides), overrides
+
+
+def test_another_vocabulary_is_refused_by_name(tmp_path: Path, folders: list[Path]) -> None:
+    other = make_model(tmp_path / "other", "qwen3", tied=True)
+    tokens = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokens["model"]["vocab"]
+    vocab["3"], vocab["4"] = vocab["4"], vocab["3"]
+    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    path = write_config(tmp_path, folders[0])
+    said = refusal(path, f"teacher.path={other}")
+    number = min(vocab["3"], vocab["4"])
+    assert f"teacher.path: {other} has another vocabulary than {folders[0]}: token {number} is '4' there" in said
+    small = make_model(tmp_path / "small", "qwen3", tied=True, vocab_size=64)
+    assert f"{small} has an lm_head of 64 tokens, and {folders[0]} one of 97" in refusal(path, f"teacher.path={small}")
+
+
+def test_explain_counts_the_teachers_bytes_and_passes(tmp_path: Path, folders: list[Path]) -> None:
+    path = write_config(tmp_path, folders[0])
+    config, sources = load_config_with_sources(path, [f"teacher.path={folders[1]}"])
+    lines = explain(config, sources, read_model(str(folders[0])), 32, 2)
+    model = read_model(str(folders[1]))
+    assert model is not None
+    (of_teacher,) = [line for line in lines if line.startswith("  teacher ")]
+    shard = sum(-(-shape[0] // 2) * math.prod(shape[1:]) for shape in model.shapes.values())
+    assert f"{shard:,} parameters of a shard x 4" in of_teacher
+    assert any("extra passes of teachers" in line for line in lines)
+    lora = dataclasses.replace(config, teacher=TeacherConfig(path=str(folders[0])), loss=LossConfig(kl_coef=0.1))
+    assert any("is the reference's" in line for line in explain(lora, sources, model, 32, 2))
