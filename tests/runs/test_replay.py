@@ -397,6 +397,8 @@ def test_every_metric_of_a_line_is_documented(run: Path, plain_run: Path) -> Non
         "reward/<name>/retries",
         "reward/<name>/http_",
         "rollout_correction",
+        "loss/teacher",
+        "teacher/",
         "rollout/waiting_prompts",
         "rollout/tail_long",
         "rollout/tail_dropped",

@@ -157,9 +157,8 @@ def test_advantages_worked_by_hand() -> None:
 def test_a_teacher_that_is_the_policy_gives_no_gradient_at_all(
     folders: list[Path], session: Session, dtype: str, loss: Any, beta: float
 ) -> None:
-    for changes in ({}, {"lora": LoraConfig(rank=4)}):
-        policy = build(folders[0], session, dtype, **changes)
-        is_base = bool(changes)
+    for rank in (0, 4):
+        policy, is_base = build(folders[0], session, dtype, lora=LoraConfig(rank=rank)), rank > 0
         model = policy if is_base else build(folders[0], session, dtype, trainable=False)
         teacher = Teacher(
             TeacherConfig(path="x", loss=loss, beta=beta), {"": TeacherModel(model, is_base=is_base)}, policy
@@ -181,7 +180,7 @@ def plain_logprobs(folder: Path, prompt: list[int], said: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("loss", ["sampled", "topk", "full"])
 def test_each_rollout_is_scored_by_its_own_teacher_with_the_prompt_that_it_is_shown(
-    folders: list[Path], session: Session, loss: Any
+    folders: list[Path], session: Session, loss: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = build(folders[0], session)
     models = {
@@ -189,7 +188,7 @@ def test_each_rollout_is_scored_by_its_own_teacher_with_the_prompt_that_it_is_sh
     }
     asks = {0: Ask("b"), 1: Ask("a", [4, 4, 9, 1, 2]), 2: Ask("b", [6, 30])}
     teacher = Teacher(TeacherConfig(path={"a": "x", "b": "y"}, loss=loss, top_k=5), models, policy)
-    teacher.asked = lambda _: asks  # type: ignore[method-assign]
+    monkeypatch.setattr(teacher, "asked", lambda _: asks)
     empty = Rollout(7, 0.0, True, [3, 3], [], [])
     (row, nothing) = attached(
         teacher, pack_rollouts([*rollouts()[:1], empty, *rollouts()[1:]], CPU), pack_rollouts([], CPU)

@@ -11,10 +11,11 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import grpo_spmd.learn.sampled_step
 from grpo_spmd.config.load import load_config
@@ -110,7 +111,7 @@ class Trials:
 
 def whole_gradients(policy: Policy) -> dict[str, Tensor]:
     named = [(name, p.grad) for name, p in policy.model.named_parameters() if p.grad is not None]
-    return {name: grad.full_tensor().clone() for name, grad in named}  # type: ignore[attr-defined]
+    return {name: cast(DTensor, grad).full_tensor().clone() for name, grad in named}
 
 
 def clean_updates(trials: Trials) -> dict[tuple[str, str], Any]:

@@ -1,0 +1,107 @@
+"""Whole runs with a teacher: resumed to the bit, replayed, alone without any reward; nothing of it where it is off."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_spmd.replay.read import read_step
+from grpo_spmd.replay.redo import replay
+from tests.support.models import make_model, write_config
+from tests.support.processes import run_command
+from tests.support.ranks import train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("taught")
+    make_model(folder / "model", "qwen3", tied=True)
+    make_model(folder / "teacher", "qwen3", tied=True, seed=1)
+    rows = [
+        {"prompt": f"{a},{b}={a + b}:", "hint": f"{b}+{a}={a + b},{a},{b}=:", "teacher": "ab"[a % 2]}
+        for a in range(1, 9)
+        for b in range(1, 5)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{n: v for n, v in line.items() if not n.startswith(("time/", "throughput/", "memory/"))} for line in lines]
+
+
+def same_as_recorded(run: Path, step: int, *names: str) -> None:
+    recorded = read_step(run, step)
+    found = replay(recorded)
+    for name in ("loss/total", "optim/grad_norm", "teacher/kl", *names):
+        was, now = found.metrics[name]
+        assert was is not None
+        assert now == pytest.approx(was, rel=1e-5, abs=1e-7), name
+    assert not any("left out" in note for note in found.notes)
+
+
+def test_a_run_with_two_teachers_goes_on_to_the_bit_and_is_replayed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two ranks, the teachers in host memory while the engine is awake, with prompts of their own, beside a reward;
+    one of them is where the policy started."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # replay sets it, and pytest puts it back
+    teachers = {"path": {"a": str(folder / "teacher"), "b": str(folder / "model")}, "prompt_key": "hint", "coef": 0.2}
+    sections: dict[str, Any] = {
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 24},
+        "training": {"num_steps": 3, "num_mini_batches": 2},
+        "model": {"path": str(folder / "model"), "dtype": "float32", "offload": True},
+        "checkpoint": {"every_steps": 1, "keep": 9},
+        "proofs": {"every_steps": 1},
+    }
+    train(2, write_config(folder, folder / "model", teacher=teachers, **sections), f"run_dir={folder}/whole")
+    resume = f"checkpoint.resume={folder}/whole/checkpoints/step_000002"
+    train(2, folder / "config.yaml", f"run_dir={folder}/resumed", resume)
+    whole, resumed = (metrics_of(folder / name) for name in ("whole", "resumed"))
+    of_functions = ("reward/", "completion/", "loss/", "optim/", "teacher/", "weight_sync/mismatch")
+    names = {n for n in whole[2] if n.startswith(of_functions)}
+    assert {"teacher/a/kl", "teacher/b/kl", "reward/format/mean"} < names
+    assert {n: resumed[0][n] for n in names} == {n: whole[2][n] for n in names}
+    same_as_recorded(folder / "whole", 2, "teacher/a/kl", "teacher/b/kl")
+
+
+def test_a_teacher_alone_teaches_without_any_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    data = {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 24}
+    teacher = {"path": str(folder / "teacher"), "loss": "topk", "top_k": 40}
+    config = write_config(
+        folder,
+        folder / "model",
+        teacher=teacher,
+        data=data,
+        rewards=[],
+        training={"num_steps": 4},
+        run_dir=f"{folder}/alone",
+    )
+    train(1, config)
+    lines = metrics_of(folder / "alone")
+    assert [line["reward/mean"] for line in lines] == [0.0] * 4
+    assert [line["loss/policy"] for line in lines] == [0.0] * 4
+    assert lines[-1]["teacher/kl"] < 0.7 * lines[0]["teacher/kl"]
+    assert all(line["loss/total"] == pytest.approx(line["loss/teacher"]) for line in lines)
+    same_as_recorded(folder / "alone", 1, "loss/teacher")
+
+
+def test_without_a_teacher_nothing_of_it_is_imported(folder: Path) -> None:
+    config = write_config(folder, folder / "model", rewards=[{"name": "format", "args": {"pattern": "x"}}])
+    code = f"""
+import sys
+sys.argv[1:] = ["--config", {str(config)!r}, "--check"]
+import grpo_spmd.loop, grpo_spmd.replay.redo, grpo_spmd.train
+try:
+    grpo_spmd.train.main()
+finally:
+    print("there:", [name for name in sys.modules for part in ("teacher", "distil", "diverg") if part in name])
+"""
+    done = run_command([sys.executable, "-c", code])
+    assert "there: ['grpo_spmd.config.teacher']" in done.stdout, done.stdout + done.stderr
