@@ -181,9 +181,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         every_steps, session, policy, reference, updater, *sources, config.training, is_agent=is_agent, more=more
     )
     cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
-    sections, is_watched = (config.rollout, *of_loss, config.training), not any(weights)
-    discount = None if is_watched else config.environment.discount
-    step_rules = StepRules(*sections, max_error_frac, session.world_size, cost_ratio, discount, is_watched)
+    step_rules = open_step_rules(config, session.world_size, cost_ratio, weights)
     offload = HostOffload(config.model.offload, policy, reference, updater.optimizer, signals.beside)
     bucket_bytes, keeps = config.rollout.sync_bucket_bytes(session.device.type), config.checkpoint.rollout_buffer
     weight_sync = WeightSync(policy, engine, bucket_bytes, config.proofs.every_steps, offload, is_named=keeps)
@@ -211,6 +209,13 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         updater, signals, update_check, step_rules, offload, weight_sync, sampler, evaluator, checkpoints, phase,
         logprob_check, dump, log, Progress(start.trainer, start.step), launch, start.step,
     )  # fmt: skip
+
+
+def open_step_rules(config: Config, num_ranks: int, cost_ratio: float, weights: Sequence[float]) -> StepRules:
+    """`cost_ratio`: as balance.py has it. `weights` of the rewards: where all are 0, these are only watched."""
+    sections, is_watched = (config.rollout, config.advantage, config.loss, config.training), not any(weights)
+    discount, max_error_frac = config.environment.discount, config.reward_pool.max_error_frac
+    return StepRules(*sections, max_error_frac, num_ranks, cost_ratio, None if is_watched else discount, is_watched)
 
 
 def open_rewards(

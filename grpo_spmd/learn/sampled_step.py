@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -153,11 +154,10 @@ class _Decider:
             costs=costs,
         )
         metrics |= {f"batching/{name}": value for name, value in plan_metrics(plan, num_tokens, costs).items()}
-        advantages = advantages_of(rewards, rules.advantage)
         self.decided = StepDecision(
             positions=positions,
             rewards=rewards.ravel(),
-            advantages=np.zeros_like(advantages) if rules.is_watched else advantages,
+            advantages=advantages_of(rewards, rules.advantage),
             in_loss=in_loss.ravel(),
             plan=plan,
             num_groups=self._num_groups,
@@ -168,6 +168,9 @@ class _Decider:
             num_sampled_tokens=num_sampled_tokens,
             metrics=metrics,
         )
+        if rules.is_watched:
+            nothing = np.zeros_like(self.decided.advantages)
+            self.decided = dataclasses.replace(self.decided, advantages=nothing)
         return self.decided
 
 

@@ -136,3 +136,11 @@ def _columns_of(
         with suppress(ConfigError):  # its columns are None in training rows, and few rewards look
             known |= {*overview_of(read_rows(config.data, name)).columns}
     return columns, known, rollouts[0][0].position / len(rows)
+
+
+def is_there(path: str) -> bool:
+    """Whether a model may be had: a hub id is organisation/name, any other path without a folder is that of another
+    machine."""
+    folder = Path(path)
+    is_hub_id = not folder.is_absolute() and len(folder.parts) == 2 and not folder.parent.exists()
+    return folder.is_dir() or is_hub_id

@@ -19,12 +19,10 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.assemble import penalise_rewards_by_kl
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
-from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
 from grpo_spmd.observe.derive import loss_metrics
-from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch
-from grpo_spmd.replay.read import RecordedStep
-from grpo_spmd.signal_parts import open_signals
+from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
+from grpo_spmd.replay.read import RecordedStep, is_there
 
 
 def train(
@@ -53,7 +51,9 @@ def train(
     attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
     decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
     if config.teacher.is_on:
-        decision = _teach(recorded, policy, reference, batch, decision, session)
+        from grpo_spmd.replay.taught import teach
+
+        decision = teach(recorded, policy, reference, batch, decision, session)
     logprobs: dict[int, list[float]] = {}
     with torch.no_grad():
         for micro_batch in batch.micro_batches:
@@ -61,35 +61,6 @@ def train(
             for place, rollout_id in enumerate(micro_batch.rollout_ids):
                 logprobs[rollout_id] = scores[micro_batch.sequence_index == place].tolist()
     return loss_metrics(updater.update(batch), config.loss), logprobs, decision
-
-
-def _teach(
-    recorded: RecordedStep, policy: Policy, reference: object, batch: RolloutBatch, decision: Decision, session: Session
-) -> Decision:
-    """Collective. What the run's teachers say, where they and the rows that name them are here; else a note."""
-    config, columns = recorded.config, recorded.columns
-    missing = [path for path in config.teacher.paths.values() if not _is_there(path)]
-    asks = "" not in config.teacher.paths or config.teacher.prompt_key is not None
-    if missing or (asks and columns is None):
-        why = f"there is no folder {missing[0]}" if missing else "the rows that name it cannot be had as they were"
-        recorded.notes.append(f"the teacher is left out: {why}; loss and gradient are those without it")
-        return decision
-    first = {group[0].position: (group[0], columns[n] if columns else {}) for n, group in enumerate(recorded.rollouts)}
-
-    def prompt_at(position: int) -> Prompt:
-        record, own = first[position]
-        return Prompt(position, record.row, record.prompt_ids, record.prompt, own)
-
-    tokenizer = load_tokenizer(config.model.path) if config.teacher.prompt_key is not None else None
-    signals = open_signals(config, policy, session, reference, prompt_at, tokenizer)
-    return signals.attach(batch, decision, lambda _: None)
-
-
-def _is_there(path: str) -> bool:
-    """A hub id is organisation/name; any other path without a folder is that of another machine."""
-    folder = Path(path)
-    is_hub_id = not folder.is_absolute() and len(folder.parts) == 2 and not folder.parent.exists()
-    return folder.is_dir() or is_hub_id
 
 
 def _updater(policy: Policy, config: Config) -> PolicyUpdater:
@@ -103,7 +74,7 @@ def _policy_source(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Pat
     notes = recorded.notes
     own = checkpoint_path(recorded.run_dir, step - 1)
     source = checkpoint or (own if own.is_dir() else None)
-    has_model = _is_there(str(model_path))
+    has_model = is_there(recorded.config.model.path)
     if source is not None:
         verify_checkpoint(source)
         if (recorded.config.loss.kl_coef or rank) and not has_model:

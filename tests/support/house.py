@@ -54,15 +54,15 @@ OPERATIONS = {
     "distributed": 1090,
     "observe": 875,
     "checkpoint": 1060,
-    "preflight": 750,
-    "replay": 565,
+    "preflight": 765,
+    "replay": 580,
     "rewards/pool": 795,
     "rewards/sandbox": 650,
     "files": 70,
 }
 EXAMPLES = {"small": 140, "demo": 200}
 # What the trials of the first month brought: families of models, running proofs, TRL's rewards, hostile folders.
-ARMOUR = {"proofs": 1395, "model/families": 690, "rewards/trl.py": 200, "untrusted": 221, "distributed/ending.py": 135}
+ARMOUR = {"proofs": 1525, "model/families": 690, "rewards/trl.py": 200, "untrusted": 221, "distributed/ending.py": 135}
 # What shows before a GPU is there that it will run there, and what else only GPUs and several hosts need.
 EVIDENCE = {
     "plan": 1090,
@@ -196,6 +196,7 @@ SIGNALS = {
     "preflight/teacher.py": 120,
     "proofs/teacher_check.py": 150,
     "demo/distill.py": 80,
+    "replay/taught.py": 50,
 }
 CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS | SCALE | EPISODES | LOOKING | SIGNALS
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6000
