@@ -120,8 +120,8 @@ class Lesson:
 
     coef: float
     logprobs: Tensor | None = None  # float32 [C], of the sampled tokens
-    divergence: Callable[[Tensor, Tensor], Tensor] | None = None
-    """(hidden states [C, D] and head [V, D] of the policy) -> float32 [C], how far it is from the teacher."""
+    terms: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()
+    """One: (hidden states [C, D] and head [V, D] of the policy) -> float32 [C], how far it is from the teacher."""
     by_name: dict[str, Tensor] = field(default_factory=dict)  # bool [C], whose tokens; nothing where there is one
 
 

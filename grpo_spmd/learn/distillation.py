@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
-from grpo_spmd.distributed.reductions import Mean, Reductions, Sum
+from grpo_spmd.config.schema import LossConfig
+from grpo_spmd.distributed.reductions import Mean, Reductions, Sum, merge
+from grpo_spmd.learn.losses import LossInputs, policy_loss
 from grpo_spmd.records import Lesson
 
 
@@ -19,6 +23,19 @@ def taught_advantages(
         return advantages, {}
     apart = torch.where(mask, old_logprobs.detach() - lesson.logprobs, 0.0)
     return advantages - lesson.coef * apart, _metrics(lesson, apart, mask)
+
+
+def taught_loss(
+    inputs: LossInputs, options: LossConfig, lesson: Lesson, divergence: Tensor | None = None
+) -> tuple[Tensor, Reductions]:
+    """As `policy_loss`, with what the teacher says in it. `divergence` [C], where the lesson is one."""
+    mask = inputs.loss_mask
+    advantages, of_lesson = taught_advantages(lesson, inputs.advantages, inputs.old_logprobs, mask)
+    share, sums = policy_loss(dataclasses.replace(inputs, advantages=advantages), options)
+    if divergence is not None:
+        term, of_lesson = divergence_loss(lesson, divergence, inputs.weights, mask)
+        share, of_lesson["loss"] = share + term, of_lesson["teacher"]
+    return share, merge([sums, of_lesson])
 
 
 def divergence_loss(lesson: Lesson, divergence: Tensor, weights: Tensor, mask: Tensor) -> tuple[Tensor, Reductions]:

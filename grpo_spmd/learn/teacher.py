@@ -110,9 +110,9 @@ class Teacher:
             logprobs: Tensor = one.score(row)
             return logprobs
         if head is not None:
-            temperature, _, softcap = one.model.scaling
+            temperature, _, softcap = _scaling(one.model)
             return WholeTeacher(one.score(row, lambda hidden, _: hidden), head, temperature, softcap)
-        temperature, chunk, softcap = one.model.scaling
+        temperature, chunk, softcap = _scaling(one.model)
         top = partial(top_outcomes, k=self.config.top_k, temperature=temperature, chunk=chunk, softcap=softcap)
         return TopTeacher(*one.score(row, lambda hidden, head: top(hidden, head[: self._num_tokens])))
 
@@ -124,8 +124,8 @@ class Teacher:
     ) -> Lesson:
         coef, whole = self.config.coef, [(p, t) for p, t in parts if not isinstance(t, Tensor)]
         if self.config.loss != "sampled":
-            taught_by = TaughtBy(whole, self.config.beta, self.policy.scaling, self._num_tokens)
-            return Lesson(coef, divergence=taught_by, by_name=names)
+            taught_by = TaughtBy(whole, self.config.beta, _scaling(self.policy), self._num_tokens)
+            return Lesson(coef, terms=(taught_by,), by_name=names)
         logprobs = torch.zeros_like(row.rollout_logprobs)
         for places, said in parts:
             assert isinstance(said, Tensor)
@@ -162,6 +162,11 @@ def _shown(segment: Segment, prompt_ids: list[int] | None) -> Segment:
     said = segment.token_ids[segment.sampled]
     token_ids = np.concatenate([np.array(prompt_ids, np.int32), said])
     return Segment(token_ids, np.arange(len(token_ids)) >= len(prompt_ids))
+
+
+def _scaling(policy: Policy) -> tuple[float, int, float | None]:
+    """How its logits become distributions: temperature, tokens of a chunk, cap."""
+    return policy.temperature, policy.logprob_chunk_tokens, policy.softcap
 
 
 def _whole_head(policy: Policy) -> Tensor:

@@ -173,11 +173,8 @@ class PolicyUpdater:
         """Adds this micro-batch's gradient. What it adds to the metrics, and which places [C] count and have a score
         that is not finite. `is_synced`: the engine's logprobs are of the weights that it compares."""
         loss, mask, rollout_logprobs = self._loss, micro_batch.loss_mask, micro_batch.rollout_logprobs
-        lesson, divergence = micro_batch.lesson, None
-        if lesson is None or lesson.divergence is None:
-            logprobs, entropy = self._policy(micro_batch)
-        else:
-            logprobs, entropy, divergence = self._policy(micro_batch, lesson.divergence)
+        lesson = micro_batch.lesson
+        logprobs, entropy, *apart = self._policy(micro_batch, *(lesson.terms if lesson is not None else ()))
         # Without an earlier pass the old policy is this one: the ratio is exactly 1, its gradient the logprob's.
         old_logprobs = logprobs.detach() if micro_batch.old_logprobs is None else micro_batch.old_logprobs
         places, mode, cap = (mask, micro_batch.sequence_index), loss.rollout_correction, loss.rollout_correction_cap
@@ -185,24 +182,20 @@ class PolicyUpdater:
         weights = aggregation_weights(loss.aggregation, *places, *denominators)
         correction = rollout_correction(mode, cap, old_logprobs, rollout_logprobs, *places)
         scores = logprobs, entropy, old_logprobs, micro_batch.ref_logprobs
-        advantages, of_lesson = micro_batch.advantages, Reductions()
-        if lesson is not None:
-            from grpo_spmd.learn.distillation import divergence_loss, taught_advantages
+        inputs = LossInputs(*scores, micro_batch.advantages, *places, weights, correction)
+        if lesson is None:
+            share, sums = policy_loss(inputs, loss)
+        else:
+            from grpo_spmd.learn.distillation import taught_loss
 
-            advantages, of_lesson = taught_advantages(lesson, advantages, old_logprobs, mask)
-        share, sums = policy_loss(LossInputs(*scores, advantages, *places, weights, correction), loss)
-        if lesson is not None and divergence is not None:
-            term, of_lesson = divergence_loss(lesson, divergence, weights, mask)
-            share, of_lesson["loss"] = share + term, of_lesson["teacher"]
+            share, sums = taught_loss(inputs, loss, lesson, *apart)
         share.backward()
-        sums = merge([sums, of_lesson])
         if is_synced:
             before = logprobs if loss.old_logprobs == "engine" else old_logprobs
             sums |= mismatch_sums(before, rollout_logprobs, mask, entropy)
             if self._keep is not None:
                 self._keep(micro_batch, before, entropy)
-        of_teacher = divergence if lesson is None or lesson.logprobs is None else lesson.logprobs
-        judged = *scores, rollout_logprobs, of_teacher
+        judged = *scores, rollout_logprobs, *apart, lesson and lesson.logprobs
         finite = torch.stack([score.isfinite() for score in judged if score is not None]).all(0)
         return sums, mask & ~finite
 

@@ -70,13 +70,9 @@ class Policy(nn.Module):
         hidden, head = out.last_hidden_state[0][batch.predict_index], self.model.get_output_embeddings().weight
         if only_term and term is not None:
             return (term(hidden, head),)
-        scores: Scores = TokenLogprobs.apply(hidden, head, batch.target_ids, *self.scaling)
+        settings = self.temperature, self.logprob_chunk_tokens, self.softcap
+        scores: Scores = TokenLogprobs.apply(hidden, head, batch.target_ids, *settings)
         return scores if term is None else (*scores, term(hidden, head))
-
-    @property
-    def scaling(self) -> tuple[float, int, float | None]:
-        """How logits become distributions: temperature, tokens of a chunk, cap."""
-        return self.temperature, self.logprob_chunk_tokens, self.softcap
 
     def plain_logits(self, token_ids: Tensor, places: Tensor | None = None) -> Tensor:
         """Collective. Logits [S, L, V] of rows of one sequence each, or [S, n, V] at `places`, by HF's own forward pass

@@ -95,13 +95,14 @@ def _differences(lesson: Lesson, logits: Tensor, tokens: Tensor, targets: Tensor
     """[n] Of the logprobs of `targets`, or of all outcomes by their probability; `logits` [n, V] are plain."""
     if lesson.logprobs is not None:
         return (lesson.logprobs[tokens] - logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]).abs()
-    assert isinstance(lesson.divergence, TaughtBy)
+    (taught,) = lesson.terms
+    assert isinstance(taught, TaughtBy)
     found = []
     for number, token in enumerate(tokens.tolist()):
-        for places, teacher in lesson.divergence.parts:
+        for places, teacher in taught.parts:
             own = [token] if places is None else torch.nonzero(places == token)[:, 0].tolist()
             for place in own:
-                part, num_tokens = slice(place, place + 1), lesson.divergence.num_tokens
+                part, num_tokens = slice(place, place + 1), taught.num_tokens
                 plain = teacher.outcomes(logits[number : number + 1, :num_tokens].log_softmax(-1), part)
                 found.append((plain.exp() * (plain - teacher.logprobs_of(part)).abs()).sum())
     return torch.stack(found) if found else torch.full((1,), torch.inf)

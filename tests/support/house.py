@@ -76,7 +76,7 @@ KINDNESS = {
     "config/aliases.py": 420,  # one a line: parts of this are made side by side
     "config/command_line.py": 150,
     "config/describe.py": 85,
-    "config/home.py": 80,
+    "config/home.py": 85,
     "config/key.py": 25,
     "config/spelling.py": 135,
     "config/unknown_key.py": 90,
@@ -190,7 +190,7 @@ SIGNALS = {
     "rewards/pool/call_limits.py": 185,
     "replay/asked.py": 25,
     "config/teacher.py": 70,
-    "learn/distillation.py": 50,
+    "learn/distillation.py": 65,
     "learn/teacher.py": 190,
     "model/divergence.py": 220,
     "preflight/teacher.py": 120,

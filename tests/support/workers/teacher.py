@@ -140,7 +140,7 @@ def changed(lesson: Lesson, change: Callable[[Tensor], Tensor]) -> Lesson:
     """With every tensor [C, ...] of what the teacher says put through `change`."""
     if lesson.logprobs is not None:
         return dataclasses.replace(lesson, logprobs=change(lesson.logprobs))
-    taught = lesson.divergence
+    (taught,) = lesson.terms
     assert isinstance(taught, TaughtBy)
     parts: list[Any] = []
     for places, said in taught.parts:
@@ -148,7 +148,7 @@ def changed(lesson: Lesson, change: Callable[[Tensor], Tensor]) -> Lesson:
             parts.append((places, dataclasses.replace(said, hidden=change(said.hidden))))
         else:
             parts.append((places, TopTeacher(change(said.ids), change(said.logprobs))))
-    return dataclasses.replace(lesson, divergence=dataclasses.replace(taught, parts=parts))
+    return dataclasses.replace(lesson, terms=(dataclasses.replace(taught, parts=parts),))
 
 
 def faults(trials: Trials) -> int:
