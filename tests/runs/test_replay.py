@@ -230,7 +230,7 @@ def test_an_older_checkpoint_is_said_to_be_one(run: Path) -> None:
 
 def test_dynamic_sampling_that_would_have_gone_on_or_stopped_is_said(run: Path) -> None:
     _, text = replayed(
-        run, 1, "rewards.0.weight=0", "rewards.1.weight=0", "advantage.overlong_penalty=0", "loss.kl_coef=0"
+        run, 1, "rewards.0.weight=1e-9", "rewards.1.weight=1e-9", "advantage.overlong_penalty=0", "loss.kl_coef=0"
     )
     assert "more prompts, of which there are no rollouts" in text
     step = next(step for step in (1, 2, 3) if len(dumped(run, step)) > 16)
