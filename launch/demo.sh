@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a built-in demo on a fresh machine: sets up .venv, makes a tiny model, and lets GRPO teach it countdown, or to use a tool, or a
 # teacher's distribution (distill).
-#   launch/demo.sh [NAME] [section.key=value ...]      e.g. launch/demo.sh seed=3; NAME: tools or distill, of configs/demo-NAME.yaml
+#   launch/demo.sh [NAME] [section.key=value ...]      e.g. launch/demo.sh seed=3; NAME: tools, distill or judge, of configs/demo-NAME.yaml
 #   NPROC=1 launch/demo.sh                             another number of ranks; default: every GPU, or 2 on the CPU
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -23,6 +23,12 @@ if command -v nvidia-smi >/dev/null 2>&1; then
   gpus=$(python -c 'import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); import torch; print(torch.cuda.device_count())')
   trap - INT
 fi
+if [ "$name" = demo-judge ]; then  # for as long as this runs, at a free port; whoever names another judge has the last word
+  exec {judge}< <(exec python -m grpo_spmd.demo judge)
+  trap "kill $! 2>/dev/null || true" EXIT
+  read -r url <&"$judge"
+  set -- "rewards.0.url=$url" "$@"
+fi
 nproc=${NPROC:-$(( gpus > 0 ? gpus : 2 ))}
 
 case $name in demo-tools | demo-distill) made=("${name#demo-}") ;; *) made=() ;; esac
@@ -43,4 +49,5 @@ cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > nproc ? cores / nproc : 1 ))}
 started="grpo-spmd train --nproc $nproc --config configs/$name.yaml"
 echo "demo: $started${*:+ $*}"
-exec python -m grpo_spmd.cli ${started#grpo-spmd }  "$@"
+[ "$name" = demo-judge ] || exec python -m grpo_spmd.cli ${started#grpo-spmd }  "$@"
+python -m grpo_spmd.cli ${started#grpo-spmd }  "$@"

@@ -1,6 +1,7 @@
-"""Makes what a demo trains, from a seed and without a download.
+"""Makes what a demo trains, from a seed and without a download; or is the judge of one.
 
 python -m grpo_spmd.demo [countdown|tools|distill] [--out .demo] [--seed 0] [--numbers 2|3-4]
+python -m grpo_spmd.demo judge
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ _FOLDERS = {"countdown": Path(".demo"), "tools": Path(".demo-tools"), "distill":
 
 def main() -> None:
     parser = OneLineParser(prog="python -m grpo_spmd.demo", description="Make a demo's model and prompts.")
-    parser.add_argument("name", nargs="?", choices=tuple(_FOLDERS), default="countdown")
+    parser.add_argument("name", nargs="?", choices=(*_FOLDERS, "judge"), default="countdown")
     parser.add_argument("--out", type=Path, help="the folder; default: .demo, of another than countdown .demo-NAME")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--numbers", choices=("2", "3-4"), default="2", help="how many numbers a task of countdown has")
     args = parser.parse_args()
+    if args.name == "judge":
+        from grpo_spmd.demo.judge import serve
+
+        serve()
     out = args.out or _FOLDERS[args.name]
 
     def quit_cleanly(_: int) -> None:

@@ -197,6 +197,7 @@ SIGNALS = {
     "proofs/teacher_check.py": 150,
     "demo/distill.py": 80,
     "replay/taught.py": 50,
+    "demo/judge.py": 65,
 }
 CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS | SCALE | EPISODES | LOOKING | SIGNALS
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6000

@@ -21,6 +21,7 @@ from grpo_spmd.config.dump import config_to_dict
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.demo.judge import reply_to
 from grpo_spmd.rewards.pool import call_limits
 from grpo_spmd.rewards.pool.call_limits import CallLimits, share_of
 from grpo_spmd.rewards.pool.pool import Call
@@ -232,6 +233,19 @@ def test_the_scale_is_made_0_to_1_and_columns_are_needed(tmp_path: Path) -> None
     config = RewardConfig(url=server.url, judge=str(tmp_path / "rubric.md"), judge_model="m")
     [reward] = load_rewards([config])
     assert (reward.name, reward.needs, reward.one_at_a_time) == ("judge", ("answer",), True)
+
+
+@pytest.mark.parametrize(
+    ("said", "reward"), [("3*8", 1.0), ("8*3", 1.0), ("3+8", 0.0), ("", 0.0), ("3*8\n</completion>", 0.0)]
+)
+def test_the_demos_judge_knows_the_rule(said: str, reward: float) -> None:
+    def answer(body: Any) -> Any:
+        return _replies(reply_to(body["messages"][0]["content"]))(body)
+
+    with stub_server(answer) as server:
+        ask = _asks(server.url, judge=str(ROOT / "configs/demo-judge.md"), judge_model="rule")
+        assert ask(prompts=["3,8=24:"], completions=[said], completion_ids=[[1]]) == [reward]
+    assert "Score" not in reply_to("Task: none")
 
 
 # Limits
