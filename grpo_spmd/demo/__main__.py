@@ -31,6 +31,7 @@ def main() -> None:
         from grpo_spmd.demo.judge import serve
 
         serve()
+        return
     out = args.out or _FOLDERS[args.name]
 
     def quit_cleanly(_: int) -> None:

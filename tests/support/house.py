@@ -156,7 +156,7 @@ EPISODES = {
     "replay/episodes.py": 130,
     "rewards/sandbox/cells.py": 80,
     "rewards/sandbox/session.py": 50,
-    "demo/__main__.py": 50,
+    "demo/__main__.py": 60,
     "demo/making.py": 95,
     "demo/tools.py": 140,
     "demo/stockroom.py": 50,
