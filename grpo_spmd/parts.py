@@ -57,7 +57,7 @@ from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
 from grpo_spmd.rollout.expected import ExpectedLengths
 from grpo_spmd.rollout.sample import Sampler
-from grpo_spmd.signal_parts import checks_of, open_signals
+from grpo_spmd.signal_parts import checks_of, made_up_of, open_signals
 
 if TYPE_CHECKING:  # off by default, and then not even imported
     from grpo_spmd.data.tail import TailStream
@@ -176,9 +176,9 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     every_steps, is_agent = config.proofs.every_steps, bool(config.environment.agent)
     prompt_at = PromptStream(prompts, config.seed, data.shuffle).at
     signals = open_signals(config, policy, session, reference, prompt_at, tokenizer)
-    more = checks_of(config, signals)
+    checks: dict[str, Any] = {"more": checks_of(config, signals), "made_up": made_up_of(config, policy)}
     update_check = UpdateCheck(
-        every_steps, session, policy, reference, updater, *sources, config.training, is_agent=is_agent, more=more
+        every_steps, session, policy, reference, updater, *sources, config.training, is_agent=is_agent, **checks
     )
     cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
     step_rules = open_step_rules(config, session.world_size, cost_ratio, weights)

@@ -38,15 +38,15 @@ def main() -> None:
         config = load_config(args.config, args.overrides)
         names = (None, *config.data.eval_sets)
         sets = [name for name in names if key_and_source(config.data, name)[1].startswith("hub:")]
-        model = None if Path(config.model.path).is_dir() else config.model.path
-        if not model and not sets:
+        models = [path for path in (config.model.path, *config.teacher.paths.values()) if not Path(path).is_dir()]
+        if not models and not sets:
             show("prefetch: the model and the data are local: nothing to fetch")
             return
         if is_offline():
             raise ConfigError("HF_HUB_OFFLINE is set, and prefetch is what needs the network: unset it here")
         from huggingface_hub import constants
 
-        if model:
+        for model in dict.fromkeys(models):
             _fetch_model(model, Path(constants.HF_HUB_CACHE))
         for name in sets:
             _fetch_rows(config.data, name)

@@ -14,6 +14,7 @@ from grpo_spmd.records import Prompt
 
 if TYPE_CHECKING:
     from grpo_spmd.learn.teacher import Ask, Teacher
+    from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
 
 
 def open_signals(
@@ -43,6 +44,15 @@ def checks_of(config: Config, signals: Signals) -> list[More]:
         assert isinstance(signals.teacher, Teacher)
         checks.append(TeacherCheck(signals.teacher, config.rollout.temperature, config.model.dtype))
     return checks
+
+
+def made_up_of(config: Config, policy: Policy) -> Callable[[], MadeUpTeacher] | None:
+    """What makes the teacher of the gradient check's rows."""
+    if not config.teacher.is_on:
+        return None
+    from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
+
+    return lambda: MadeUpTeacher(config.teacher, policy, config.rollout.temperature, config.model.dtype)
 
 
 def open_teacher(

@@ -57,6 +57,8 @@ def run_facts(
             key: str(spec) for key, spec in config.items() if re.fullmatch(r"rewards\.\d+\.(function|judge)", key)
         }
         files |= {f"{key} ({spec})": Path(spec.rpartition(":")[0] or spec) for key, spec in functions.items()}
+        taught_by = {k: str(path) for k, path in config.items() if re.fullmatch(r"teacher\.path(\..+)?", k) and path}
+        contents |= {f"the model of {k}": model_fingerprint(checkpoint_folder(path)) for k, path in taught_by.items()}
         contents |= {name: hashlib.sha256(p.read_bytes()).hexdigest() for name, p in files.items() if p.is_file()}
     return RunFacts(*fingerprints, config, model_path, config["model.dtype"], session.world_size, contents)
 

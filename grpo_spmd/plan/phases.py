@@ -125,6 +125,11 @@ def phases(
     awake, in_sync = _without(held, state, offload), _without(held, state, "optimizer" if offload else False)
     if offload is True:
         in_sync.pop("reference", None)
+    models, said = Counter[str](), Counter[str]()
+    if config.teacher.is_on:
+        from grpo_spmd.preflight.teacher import teacher_bytes
+
+        models["teachers"], said["heads and hidden states of teachers"] = teacher_bytes(config, num_ranks)
     engine = Counter({"engine's weights": memory.engine_weights(config, model)})
     bucket_bytes = config.rollout.sync_bucket_bytes("cuda")
     buffers = Counter(memory.sync_buffers(config, model, num_ranks, bucket_bytes))
@@ -136,9 +141,9 @@ def phases(
         "eval": awake + sampling,
         "rollout": awake + sampling,
         "reward": awake + sampling,
-        "logprobs": held + _with_holes(peaks.scoring),
-        "update": held + _with_holes(_at_least(peaks.update, state)),
-        "checkpoint": held,
+        "logprobs": held + models + said + _with_holes(peaks.scoring),
+        "update": held + models + said + _with_holes(_at_least(peaks.update, state)),
+        "checkpoint": held + models,
     }
     if not config.eval.every_steps:
         del of_phase["eval"]

@@ -8,10 +8,10 @@ both sides of every bound: with the true ones, at a first update, nothing is eve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from grpo_spmd.model.policy import DTYPES, Policy, Scores
 from grpo_spmd.model.sharding import first_row, is_first_replica
 from grpo_spmd.proofs.plain_loss import PlainSequence, plain_terms
 from grpo_spmd.records import MicroBatch, Rollout, RolloutGroup
+
+if TYPE_CHECKING:
+    from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
 
 _NUM_SEQUENCES, _PROMPT_TOKENS, _COMPLETION_TOKENS = 6, 16, 12  # of a rank, at most: it shall cost next to nothing
 _NUM_SKETCHES = 8
@@ -55,9 +58,18 @@ class Found:
 
 class GradientCheck:
     def __init__(
-        self, policy: Policy, updater: PolicyUpdater, loss: LossConfig, temperature: float, longest: int, dtype: str
+        self,
+        policy: Policy,
+        updater: PolicyUpdater,
+        loss: LossConfig,
+        temperature: float,
+        longest: int,
+        dtype: str,
+        teacher: Callable[[], MadeUpTeacher] | None = None,
     ) -> None:
-        """`temperature`: what the engine samples at. `longest`: denominator of `loss.aggregation: constant`."""
+        """`temperature`: what the engine samples at. `longest`: denominator of `loss.aggregation: constant`. `teacher`
+        makes one that teaches the made-up rows as the run's does."""
+        self._teacher = teacher
         self._policy, self._updater, self._loss = policy, updater, loss
         self._temperature, self._longest = temperature, longest
         self._bounds, self._rounding = _BOUNDS[dtype], torch.finfo(DTYPES[dtype]).eps / 2
@@ -73,16 +85,20 @@ class GradientCheck:
         rows = [rollouts[:3], rollouts[3:]] if accumulates else [rollouts]
         scores: list[Scores] = []
         given: list[dict[str, Tensor]] = []
+        apart: list[Tensor] = []  # from a made-up teacher
 
-        def give(_: nn.Module, inputs: tuple[MicroBatch], output: Scores) -> None:
+        def give(_: nn.Module, inputs: tuple[MicroBatch], output: tuple[Tensor, ...]) -> None:
             """Of this very pass: one without gradients is rounded otherwise in a compiled model."""
             batch, row, first = inputs[0], rows[len(scores)], sum(map(len, rows[: len(scores)]))
             scores.append((output[0].detach(), output[1].detach()))
             given.append(self._given(row, first, _joined(scores[-1:], [row])[0]))
+            apart.extend(output[2:] if row else ())
             if row:
                 batch.rollout_logprobs.copy_(given[-1]["engine"])  # the updater holds it already
                 batch.old_logprobs = given[-1]["old"].float()
                 batch.ref_logprobs = given[-1]["ref"].float() if self._loss.kl_coef else None
+                if batch.lesson is not None and batch.lesson.logprobs is not None:
+                    batch.lesson.logprobs.copy_(given[-1]["ref"])
             elif self._loss.kl_coef:
                 batch.ref_logprobs = batch.rollout_logprobs
 
@@ -91,13 +107,17 @@ class GradientCheck:
         denominators = max(tokens, 1), max(sequences, 1)
         handle = policy.register_forward_hook(give)
         batches = [pack_rollouts(row, device) for row in rows]
+        teacher = self._teacher() if self._teacher is not None else None
+        for batch in batches if teacher is not None else ():
+            cast("MadeUpTeacher", teacher).teach(batch)
         sums, _ = self._updater.accumulate(batches, *denominators, is_synced=True)
         handle.remove()
         base, base_entropy = _joined(scores, rows)
         squares, sketch = self._squares(), _Sketch(policy)
         with plain_layers(policy.model), sketch.watching():
             before = sketch.of_gradient()
-            logprobs, entropy, touch, largest = _plain_scores(policy, rollouts, self._temperature, device)
+            kept: list[Tensor] = []
+            logprobs, entropy, touch, largest = _plain_scores(policy, rollouts, self._temperature, device, kept)
             self._widen(largest)
             if rollouts:
                 self._compare(found, "the logprob of a token", base - logprobs.detach())
@@ -105,21 +125,16 @@ class GradientCheck:
             # Values of the trainer's, to which bounds are set, with the plain gradient: else rounding would clip here
             # what it does not clip there.
             p, h = (plain + (value - plain).detach() for plain, value in ((logprobs, base), (entropy, base_entropy)))
-            joined = {name: torch.cat([part[name] for part in given]) for name in ("old", "engine", "ref")}
-            parts = _parts({"p": p, "h": h, **joined}, [len(r.completion_ids) for r in rollouts])
-            has_reference = self._loss.kl_coef > 0
-            plain = [
-                PlainSequence(
-                    cast(float, r.advantages), torch.from_numpy(np.asarray(r.loss_mask)), part["p"], part["h"],
-                    part["old"].float().double(), part["engine"].float().double(),
-                    part["ref"].float().double() if has_reference else None,
-                )
-                for r, part in zip(rollouts, parts, strict=True)
-            ]  # fmt: skip
-            terms = plain_terms(plain, self._loss, *denominators, self._longest)
+            columns = {"p": p, "h": h}
+            for name in ("old", "engine", "ref"):
+                columns[name] = torch.cat([part[name] for part in given]).float().double()
+            if teacher is not None and rollouts:
+                columns |= self._taught(found, teacher, columns, kept, apart)
+            coef = teacher.coef if teacher is not None else 0.0
+            terms = plain_terms(self._sequences(rollouts, columns), self._loss, *denominators, self._longest, coef)
             (-terms["loss"][0] - touch).backward()  # what is left in the gradients is the difference
         for name, (value, size) in terms.items():
-            if rollouts and (name != "kl" or has_reference):
+            if rollouts and name in sums and (name != "kl" or self._loss.kl_coef):
                 off = abs(float(sums[name].value) - float(value.detach())) / max(size, 1e-12)
                 bound = self._term_bound if name != "entropy" else math.inf  # that has been compared above
                 found.within(f"the term {name!r} of the loss, of the size of what it sums,", "loss", off, bound)
@@ -129,6 +144,33 @@ class GradientCheck:
         self._updater.optimizer.zero_grad(set_to_none=True)
         # A policy that is not finite is for the update to say, which is skipped then.
         return Found() if any_rank(not bool(logprobs.isfinite().all())) else found
+
+    def _sequences(self, rollouts: Sequence[Rollout], columns: dict[str, Tensor]) -> list[PlainSequence]:
+        parts = _parts(columns, [len(r.completion_ids) for r in rollouts])
+        return [
+            PlainSequence(
+                cast(float, r.advantages), torch.from_numpy(np.asarray(r.loss_mask)), part["p"], part["h"],
+                part["old"], part["engine"], part["ref"] if self._loss.kl_coef else None,
+                part.get("taken"), part.get("divergence"),
+            )
+            for r, part in zip(rollouts, parts, strict=True)
+        ]  # fmt: skip
+
+    def _taught(
+        self,
+        found: Found,
+        teacher: MadeUpTeacher,
+        columns: dict[str, Tensor],
+        log_p: Sequence[Tensor],
+        apart: Sequence[Tensor],
+    ) -> dict[str, Tensor]:
+        """What a made-up teacher takes off advantages, or the divergence from it: the trainer's value, `apart`, with
+        the plain gradient, by the plain logprobs `log_p` [n, V]."""
+        if teacher.is_sampled:
+            return {"taken": teacher.coef * (columns["old"] - columns["ref"])}
+        plain, value = teacher.divergence(torch.cat([*log_p])), torch.cat([*apart]).detach().double()
+        self._compare(found, "the divergence from a teacher at a token", value - plain.detach())
+        return {"divergence": plain + (value - plain).detach()}
 
     def plain_logprobs(self, policy: Policy, groups: Sequence[RolloutGroup], device: torch.device) -> Tensor:
         """Collective. Of the tokens that `run` looks at, by another policy; no gradient."""
@@ -277,11 +319,15 @@ def _joined(scores: Sequence[Scores], rows: Sequence[Sequence[Rollout]]) -> list
 
 
 def _plain_scores(
-    policy: Policy, rollouts: Sequence[Rollout], temperature: float, device: torch.device
+    policy: Policy,
+    rollouts: Sequence[Rollout],
+    temperature: float,
+    device: torch.device,
+    kept: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Collective. Logprobs and entropies [tokens], float64, a 0 that hangs on the whole model, and the size of a row's
     largest logit. Rows, of which a rollout of several contexts has several, are filled up on the right: what comes
-    later is not seen."""
+    later is not seen. `kept` gets the logprobs of all tokens [n, V]."""
     contexts = [c for r in rollouts for c in contexts_of(r.prompt_ids, r.completion_ids, r.segments)]
     ids = [context.token_ids.tolist() for context in contexts] or [[0, 0]]
     longest = max(map(len, ids))
@@ -292,6 +338,8 @@ def _plain_scores(
     for number, context in enumerate(contexts):
         places = torch.from_numpy(np.flatnonzero(context.sampled)).to(device)
         log_p = logits[number, places - 1].log_softmax(-1)
+        if kept is not None and len(places):
+            kept.append(log_p)
         targets = row[number, places]
         logprobs.append(log_p.gather(-1, targets[:, None])[:, 0].double())
         entropy.append(-(log_p.exp() * log_p).sum(-1).double())

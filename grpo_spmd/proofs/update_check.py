@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
@@ -35,6 +35,9 @@ from grpo_spmd.proofs.batch_check import BatchCheck
 from grpo_spmd.proofs.data_check import check_data, check_stop_ids
 from grpo_spmd.proofs.gradient_check import Found, GradientCheck
 from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
+
+if TYPE_CHECKING:
+    from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
 
 _log = logging.getLogger("grpo_spmd")
 _FIRST_WINDOW, _LATER_WINDOW = 3, 2  # optimizer steps beside a plain AdamW: moments go wrong from one to the next
@@ -75,10 +78,11 @@ class UpdateCheck:
         *,
         is_agent: bool = False,
         more: Sequence[More] = (),
+        made_up: Callable[[], MadeUpTeacher] | None = None,
     ) -> None:
         """`every_steps` 0: only at the first step. `model`: its path and compute dtype; `stop_ids`: the engine's;
         `weights` of the rewards; `is_agent`: episodes are those of `environment.agent`; `more`: checks of what teaches
-        beside the rewards."""
+        beside the rewards; `made_up`: a teacher for the gradient check."""
         self._every_steps, self._session, self._policy, self._reference = every_steps, session, policy, reference
         self._updater, self._tokenizer, self._data, self._loss = updater, tokenizer, data, loss
         # Now: later the folder may be gone, and a hub id stand for other files.
@@ -86,7 +90,7 @@ class UpdateCheck:
         self._stored: dict[str, Tensor] = {}  # rows of the reference as the files have them
         self._batch_check = BatchCheck(rollout, advantage, loss, weights, stop_ids, is_agent)
         longest = rollout.max_completion_tokens
-        self._gradients = GradientCheck(policy, updater, loss, rollout.temperature, longest, model[1])
+        self._gradients = GradientCheck(policy, updater, loss, rollout.temperature, longest, model[1], made_up)
         self._adamw = AdamwCheck(policy, updater, optimizer, training.num_run_optimizer_steps)
         self._num_runs, self._window, self._step, self._more = 0, 0, 0, more
         self._found, self._seconds = Found(), 0.0

@@ -67,6 +67,8 @@ def test_a_run_with_two_teachers_goes_on_to_the_bit_and_is_replayed(
     names = {n for n in whole[2] if n.startswith(of_functions)}
     assert {"teacher/a/kl", "teacher/b/kl", "reward/format/mean"} < names
     assert {n: resumed[0][n] for n in names} == {n: whole[2][n] for n in names}
+    saved = json.loads((folder / "whole/checkpoints/step_000002/trainer.json").read_text())
+    assert {"the model of teacher.path.a", "the model of teacher.path.b"} < saved["contents"].keys()
     same_as_recorded(folder / "whole", 2, "teacher/a/kl", "teacher/b/kl")
 
 

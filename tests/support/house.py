@@ -62,10 +62,10 @@ OPERATIONS = {
 }
 EXAMPLES = {"small": 140, "demo": 200}
 # What the trials of the first month brought: families of models, running proofs, TRL's rewards, hostile folders.
-ARMOUR = {"proofs": 1525, "model/families": 690, "rewards/trl.py": 200, "untrusted": 221, "distributed/ending.py": 135}
+ARMOUR = {"proofs": 1690, "model/families": 690, "rewards/trl.py": 200, "untrusted": 221, "distributed/ending.py": 135}
 # What shows before a GPU is there that it will run there, and what else only GPUs and several hosts need.
 EVIDENCE = {
-    "plan": 1090,
+    "plan": 1100,
     "observe/cards.py": 85,
     "distributed/machine.py": 150,
     "engine/gpu.py": 95,
@@ -193,8 +193,9 @@ SIGNALS = {
     "learn/distillation.py": 65,
     "learn/teacher.py": 190,
     "model/divergence.py": 220,
-    "preflight/teacher.py": 120,
+    "preflight/teacher.py": 145,
     "proofs/teacher_check.py": 150,
+    "proofs/made_up_teacher.py": 90,
     "demo/distill.py": 80,
     "replay/taught.py": 50,
     "demo/judge.py": 65,

@@ -10,8 +10,11 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,22 +22,26 @@ from torch.distributed.tensor import DTensor
 
 import grpo_spmd.learn.sampled_step
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import LoraConfig
+from grpo_spmd.config.schema import LoraConfig, LossConfig
 from grpo_spmd.config.teacher import TeacherConfig
 from grpo_spmd.distributed.collectives import any_rank
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, policy_mesh, start_session
+from grpo_spmd.learn import distillation
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.balance import plan_batch
+from grpo_spmd.learn.losses import LossInputs, policy_loss
 from grpo_spmd.learn.teacher import Ask, Teacher, TeacherModel
 from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model.divergence import TaughtBy, TopTeacher, WholeTeacher
 from grpo_spmd.model.fill import load_weights
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
+from grpo_spmd.proofs.gradient_check import GradientCheck
+from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
 from grpo_spmd.proofs.teacher_check import TeacherCheck
 from grpo_spmd.records import Lesson, MicroBatch, Prompt, RolloutBatch
 from tests.support.learn import merged_on_all, sampled_step_of, updater_of
-from tests.support.workers.update import SPLITS, deal, fixed_groups, plan_unpacked, score
+from tests.support.workers.update import LONGEST, SPLITS, deal, fixed_groups, plan_unpacked, score
 
 KINDS: dict[str, TeacherConfig] = {
     "sampled": TeacherConfig(path="x", coef=0.7),
@@ -75,6 +82,11 @@ class Trials:
         one = TeacherModel(policy, is_base=True, is_own=False) if policy.lora.rank else models["a"]
         return Teacher(KINDS[kind], {"": one}, policy)
 
+    def of_gradients(self, updater: Any, teacher: Teacher, policy: Policy) -> GradientCheck:
+        temperature, longest, dtype = self.config.rollout.temperature, LONGEST, self.config.model.dtype
+        made_up = partial(MadeUpTeacher, teacher.config, policy, temperature, dtype)
+        return GradientCheck(policy, updater, self.config.loss, temperature, longest, dtype, made_up)
+
     def update(
         self,
         kind: str,
@@ -100,6 +112,7 @@ class Trials:
         teacher.attach(batch, decision, lambda _: None)
         spoil(teacher, batch)
         wrong = TeacherCheck(teacher, config.rollout.temperature, config.model.dtype)(sampled, batch, decision).wrong
+        wrong += self.of_gradients(updater, teacher, policy).run(groups, self.session.device, accumulates=True).wrong
         if any_rank(bool(wrong)):
             return {}, wrong
         sums = merged_on_all(updater.update(batch))
@@ -155,9 +168,12 @@ def faults(trials: Trials) -> int:
     """Each must be seen by the running check, on some rank at least."""
     seen, split = 0, list(SPLITS)[1]
 
-    def sees(kind: str, said: str, spoil: Callable[[Teacher, RolloutBatch], None]) -> None:
+    def sees(
+        kind: str, said: str, spoil: Callable[[Teacher, RolloutBatch], None] = lambda *_: None, within: Any = None
+    ) -> None:
         nonlocal seen
-        wrong = trials.update(kind, split, spoil=spoil)[1]
+        with within or nullcontext():
+            wrong = trials.update(kind, split, spoil=spoil)[1]
         assert any_rank(any(said in text for text in wrong)), (kind, said, wrong)
         seen += 1
 
@@ -189,6 +205,17 @@ def faults(trials: Trials) -> int:
         teacher.models = dict(zip(teacher.models, [*teacher.models.values()][::-1], strict=True))
 
     sees(SEVERAL, "a teacher's logprob of a token that the update is given", swapped)
+
+    def unheard(inputs: LossInputs, options: LossConfig, *_: Any) -> Any:
+        return policy_loss(inputs, options)
+
+    of_divergence = distillation.divergence_loss
+    twice = patch.object(
+        distillation, "divergence_loss", lambda lesson, apart, *of: of_divergence(lesson, 2 * apart, *of)
+    )
+    sees("sampled", "the term 'policy' of the loss", within=patch.object(distillation, "taught_loss", unheard))
+    sees("full", "the term 'loss' of the loss", within=patch.object(distillation, "taught_loss", unheard))
+    sees("topk", "the term 'teacher' of the loss", within=twice)
     return seen
 
 
