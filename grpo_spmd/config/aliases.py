@@ -255,7 +255,8 @@ dynamic_filtering, dynamic_filtering_enable, dynamic_filtering_reward_range, dyn
 rollout.dynamic_sampling | groups whose rewards are all alike are replaced
 enable_vllm_is_correction | loss.rollout_correction | token_tis
 vllm_is_truncated_threshold | loss.rollout_correction_cap | the upper of theirs
-remote_rm_url, reward.remote_url, agent_func_path, train.agent_func_path | rewards.N.function | "file.py:fn"
+remote_rm_url, reward.remote_url | rewards.N.url | form: openrlhf; of a Python file rewards.N.function
+agent_func_path, train.agent_func_path | rewards.N.function | "file.py:fn"
 reward_pretrain, critic_pretrain, reward.model_name_or_path, value_clip, lambd, critic_learning_rate | | \
 neither reward models nor critics are here
 normalize_reward, reward_clip_range, reward.clip_range | | scale in the reward itself
