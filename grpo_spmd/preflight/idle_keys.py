@@ -26,7 +26,7 @@ def check_idle_keys(config: Config, sources: Mapping[str, str] | None = None) ->
     if lora.rank and not lora.target_modules:
         raise ConfigError("model.lora.target_modules names no layer; leave it out (all-linear), or name some: [q_proj]")
     given = [name for name in sources or () if name.startswith("teacher.") and (sources or {})[name] != "default"]
-    if given and not config.teacher.is_on:
+    if given and not config.teacher.is_on and (sources or {}).get("teacher.path") == "default":  # not a run's own
         what = f"teacher.path is not set, so that {given[0]} would do nothing"
         raise ConfigError(f"{what}; set it to the folder or hub id of a model, or take the other out")
     if config.rewards and not any(reward.weight for reward in config.rewards) and not config.teacher.is_on:
