@@ -16,6 +16,7 @@ from grpo_spmd.checkpoint.run_dir import Start, begin_in
 from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import run_facts
 from grpo_spmd.config.dump import config_to_dict, flat_config
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import PromptStream
 from grpo_spmd.data.tokens import build_prompts
@@ -235,6 +236,8 @@ def open_rewards(
     score = functools.partial(pool.score, tokenizer=tokenizer)
     if environments is None:
         return pool, preemption.guard(score), [reward.weight for reward in own]
+    if not (environments.weights or config.rewards or config.teacher.is_on):
+        raise ConfigError("rewards: the environment gives none; name one, e.g. `rewards: [{function: my.py:reward}]`")
     return pool, preemption.guard(environments.scores(score)), environments.weights
 
 

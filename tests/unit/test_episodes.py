@@ -464,6 +464,11 @@ def test_scores_keep_their_places_beside_failed_episodes() -> None:
     assert found.first_error == "environment: gone\nreward 'odd' raised"
 
 
+def test_without_any_reward_all_are_0_for_a_teacher_teaches_alone() -> None:
+    group = RolloutGroup(0, Prompt(0, 0, [1], "x", {}), [_of(0, "env_error"), _of(2)])
+    assert EpisodeScores(_scored, {}, [])([group]).rewards == [0.0, 0.0]
+
+
 def test_where_all_episodes_failed_every_reward_is_named_and_none_known() -> None:
     """Ranks tell rank 0 their rewards by name, and rounds of a step are put behind each other."""
     scores = EpisodeScores(_scored, {"odd": 1.0, "length": 1.0, "given": 1.0}, ["given"])

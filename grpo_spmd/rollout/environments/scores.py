@@ -48,7 +48,8 @@ class EpisodeScores:
                 statuses[name] = _spread(found.statuses.get(name, ()), places, number, "not_applicable")
         parts = [[(weight, by_name[name][i]) for name, weight in self._weights.items()] for i in range(number)]
         return ScoredRollouts(
-            rewards=[weighted_sum(of_completion) for of_completion in parts],
+            # Without any a teacher teaches alone.
+            rewards=[weighted_sum(of_completion) if of_completion else 0.0 for of_completion in parts],
             by_name=by_name,
             statuses=statuses,
             first_error="\n".join([*of_failed[:1], *of_functions[:1]]) or None,
