@@ -10,6 +10,7 @@ from typing import Any
 from grpo_spmd.config.dump import flat
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.recipes import RECIPES
+from grpo_spmd.config.schema import Config
 
 FROM_RECIPE = "from algorithm:"  # begins the source of a value that a recipe gave
 
@@ -50,6 +51,14 @@ def with_recipe(tree: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str,
         if isinstance(there, Mapping):  # else it is refused as no section
             filled[section] = {name: value} | dict(there)
     return filled
+
+
+def check_needs(config: Config) -> None:
+    """Raises ConfigError where the algorithm needs a key that is not set."""
+    for key in RECIPES[config.algorithm].needs if config.algorithm is not None else ():
+        section, _, name = key.partition(".")
+        if not getattr(getattr(config, section), name):
+            raise ConfigError(f"algorithm: {config.algorithm} needs {key}; set it to a model's folder or hub id")
 
 
 def of_recipe(error: str, tree: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 
+from grpo_spmd.config import aliases_signals as signals
+
 _SIZES = "sizes are global here: prompts x group_size a step, and micro-batches are counted in tokens"
 _STEPS = "a step here is one rollout with its updates"
 _SERVER = "the engine is in the process: there is no server, Ray or placement"
@@ -31,7 +33,7 @@ max_prompt_length | data.max_prompt_tokens | a longer prompt is refused or dropp
 num_iterations | training.num_epochs | passes over one rollout
 max_steps | training.num_steps | {_STEPS}, theirs an optimizer step
 num_train_epochs | training.num_steps | {_STEPS}: epochs x rows / rollout.num_prompts_per_step
-beta | loss.kl_coef | weight of the KL to the reference; AdamW's are optimizer.betas
+beta | loss.kl_coef | weight of the KL to the reference; AdamW's are optimizer.betas, a divergence's teacher.beta
 epsilon | loss.clip_ratio_low, loss.clip_ratio_high | theirs sets both: give both; ours are 0.2 and 0.28 by default
 epsilon_high | loss.clip_ratio_high | for CISPO theirs is the bound itself, ours what lies above 1
 delta | loss.dual_clip |
@@ -203,7 +205,7 @@ trainer.experiment_name, experiment_name, default_local_dir | run_dir |
 rollout_data_dir, log_val_generations | logging.rollouts_every_steps | they are written to run_dir/rollouts
 nnodes, n_gpus_per_node | | torchrun's --nnodes and --nproc-per-node
 ulysses_sequence_parallel_size, expert_parallel_size, pipeline_model_parallel_size, megatron | |
-critic, critic_warmup, reward_model, multi_turn, distillation, transfer_queue, ray_init, ray_kwargs | |
+critic, critic_warmup, reward_model, multi_turn, transfer_queue, ray_init, ray_kwargs | |
 balance_batch | | always
 actor_rollout_ref, trainer, algorithm | | its keys have other names: configs/README.md, "Coming from"
 """
@@ -255,7 +257,6 @@ dynamic_filtering, dynamic_filtering_enable, dynamic_filtering_reward_range, dyn
 rollout.dynamic_sampling | groups whose rewards are all alike are replaced
 enable_vllm_is_correction | loss.rollout_correction | token_tis
 vllm_is_truncated_threshold | loss.rollout_correction_cap | the upper of theirs
-remote_rm_url, reward.remote_url | rewards.N.url | form: openrlhf; of a Python file rewards.N.function
 agent_func_path, train.agent_func_path | rewards.N.function | "file.py:fn"
 reward_pretrain, critic_pretrain, reward.model_name_or_path, value_clip, lambd, critic_learning_rate | | \
 neither reward models nor critics are here
@@ -334,12 +335,19 @@ trainer.loss.type | loss.policy | clip, gspo or cispo
 max_async_level, max_off_policy_steps, strict_async_level, oversampling_factor, max_inflight_rollouts, \
 weight_broadcast, rollout_transport | | policy and engine take turns on the same ranks: nothing is asynchronous
 dist_timeout_seconds | watchdog.timeout_s |
-enable_router_replay, teacher_model, teacher_tau | |
+teacher_model | teacher.path |
+enable_router_replay, teacher_tau | |
 trainer, orchestrator, inference, deployment, slurm | | its keys have other names: configs/README.md, "Coming from"
 """
 
 _SAYS_NOTHING = ("name", "path", "enable", "interval", "type", "len", "dataset", "env", "freq", "offline", "steps")
-TRAINERS = {"TRL": TRL, "verl": VERL, "OpenRLHF": OPENRLHF, "prime-rl": PRIME_RL}
+TRAINERS = {
+    "TRL": TRL + signals.TRL,
+    "verl": VERL + signals.VERL,
+    "OpenRLHF": OPENRLHF + signals.OPENRLHF,
+    "prime-rl": PRIME_RL,
+    "slime": signals.SLIME,
+}
 
 
 def entries(table: str) -> Iterator[tuple[list[str], list[str], str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from grpo_spmd.config.algorithm import of_recipe, recipe_of, source_of, with_recipe
+from grpo_spmd.config.algorithm import check_needs, of_recipe, recipe_of, source_of, with_recipe
 from grpo_spmd.config.coerce import build
 from grpo_spmd.config.devices import fitted_to_cpu
 from grpo_spmd.config.dump import flat, flat_config, join_key
@@ -49,6 +49,7 @@ def config_of(tree: dict[str, Any], *, on_cpu: bool = False) -> Config:
     config: Config = build(Config, with_recipe(tree, recipe), "")
     if on_cpu:
         config = fitted_to_cpu(config, tree)
+    check_needs(config)
     try:
         check_rules(config)
     except ConfigError as error:

@@ -14,7 +14,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "max_rl"]
+Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "max_rl", "opd"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Recipe:
     name: str  # as people write it, with its paper
     values: dict[str, Any]  # by dotted key
     yours: str = ""  # what belongs to it and depends on your sizes
+    needs: tuple[str, ...] = ()  # keys without which there is no such algorithm, and which nobody else can know
 
 
 # fmt: off
@@ -112,6 +113,12 @@ RECIPES: dict[Algorithm, Recipe] = {
         "loss.aggregation": "token",         # there, verl's default
         "loss.kl_coef": 0.0,                 # there
     }, "rewards of 0 and 1; a larger `group_size` (16 there) is a better objective, not only less noise"),
+    "opd": Recipe("on-policy distillation (Thinking Machines, 2025), as slime runs it", {
+        "teacher.loss": "sampled",           # the blog's reverse KL of the sampled tokens; slime's --use-opd
+        "teacher.coef": 1.0,                 # slime's --opd-kl-coef
+        "loss.aggregation": "token",         # each token is taught by itself
+        "loss.kl_coef": 0.0,                 # the teacher takes the reference's place
+    }, "`teacher.path` (needed); rewards beside it count, with weight 0 they are only watched", ("teacher.path",)),
 }
 # fmt: on
 

@@ -23,7 +23,7 @@ import yaml
 
 from grpo_spmd.config.dump import flat_config
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.recipes import RECIPES
+from grpo_spmd.config.recipes import RECIPES, Algorithm
 from grpo_spmd.demo.countdown import make_demo
 from tests.support.dumps import dumped, logprobs_of
 from tests.support.models import make_model, write_config
@@ -267,16 +267,18 @@ def test_mini_batches_reference_tensor_parallel_and_bfloat16_work_together(elabo
     assert all(m["weight_sync/mismatch_kl"] < 1e-2 for m in elaborate.metrics)
 
 
-@pytest.mark.parametrize(
-    ("name", "brings"), [("dapo", "dynamic_sampling/rounds"), ("reinforce_pp", "reward/kl_penalty_mean")]
-)
-def test_a_named_recipe_trains(demo: Path, name: str, brings: str) -> None:
+BRINGS = {"dapo": "dynamic_sampling/rounds", "reinforce_pp": "reward/kl_penalty_mean", "opd": "teacher/kl"}
+
+
+@pytest.mark.parametrize("name", BRINGS)
+def test_a_named_recipe_trains(demo: Path, name: Algorithm) -> None:
     """Two steps; config.yaml has the word with all its values, and the metrics what they ask for."""
+    brings, needs = BRINGS[name], [f"{key}={demo / 'model'}" for key in RECIPES[name].needs]
     sizes = ["rollout.num_prompts_per_step=16", "training.num_mini_batches=2", "training.num_steps=2"]
-    run = train(demo, demo.parent / name, f"algorithm={name}", *sizes)
+    run = train(demo, demo.parent / name, f"algorithm={name}", *needs, *sizes)
     config = load_config(run.folder / "config.yaml")
     assert config.algorithm == name
-    assert RECIPES[config.algorithm].values.items() <= flat_config(config).items()
+    assert RECIPES[name].values.items() <= flat_config(config).items()
     assert [m["step"] for m in run.metrics] == [1, 2]
     assert all(math.isfinite(m["loss/policy"]) and m["optim/grad_norm"] > 0 and brings in m for m in run.metrics)
 

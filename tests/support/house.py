@@ -73,7 +73,7 @@ EVIDENCE = {
 }
 # What makes it kind at the terminal: names that people bring, ways in, what is shown while it runs.
 KINDNESS = {
-    "config/aliases.py": 420,  # one a line: parts of this are made side by side
+    "config/aliases.py": 430,  # one a line: parts of this are made side by side
     "config/command_line.py": 150,
     "config/describe.py": 85,
     "config/home.py": 85,
@@ -179,8 +179,9 @@ LOOKING = {
 }
 # More teachers than a rule: distillation, reward models, judges and servers, a critic.
 SIGNALS = {
-    "config/recipes.py": 150,
-    "config/algorithm.py": 85,
+    "config/aliases_signals.py": 70,
+    "config/recipes.py": 180,
+    "config/algorithm.py": 95,
     "learn/signals.py": 80,
     "signal_parts.py": 130,
     "config/reward_keys.py": 80,

@@ -22,7 +22,9 @@ OURS = {*key_names(Config), *key_names(RewardConfig, "rewards.N")}
 NAMES = {trainer: [name for names, *_ in entries(table) for name in names] for trainer, table in TRAINERS.items()}
 
 
-@pytest.mark.parametrize(("trainer", "least"), [("TRL", 40), ("verl", 40), ("OpenRLHF", 25), ("prime-rl", 20)])
+@pytest.mark.parametrize(
+    ("trainer", "least"), [("TRL", 40), ("verl", 40), ("OpenRLHF", 25), ("prime-rl", 20), ("slime", 7)]
+)
 def test_each_name_is_given_once_and_leads_to_keys_that_exist(trainer: str, least: int) -> None:
     names = NAMES[trainer]
     assert len(names) >= least
@@ -89,6 +91,11 @@ def _refusal(folder: Path, tree: dict[str, Any], *overrides: str) -> str:
         ("actor_rollout_ref.rollout.top_p", "nothing here", "whole distribution"),
         ("actor_rollout_ref.rollout.name", "nothing here", "vLLM in the process"),
         ("model.trust_remote_code", "nothing here", "never run"),
+        ("teacher_model_name_or_path", "teacher.path", "TRL's name"),
+        ("distillation.distillation_loss.topk", "teacher.top_k", "verl's name"),
+        ("opd_kl_coef", "teacher.coef", "slime's name"),
+        ("remote_rm_url", "rewards.N.url", "OpenRLHF's name"),
+        ("rm_url", "rewards.N.url", "slime's name"),
         ("inference.gpu_memory_utilization", "rollout.gpu_memory_utilization", "prime-rl's name"),
     ],
 )

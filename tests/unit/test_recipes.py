@@ -27,6 +27,11 @@ from tests.support.processes import ROOT
 DEMO = ROOT / "configs" / "demo.yaml"
 
 
+def named(name: str) -> list[str]:
+    """The overrides that choose it, with models from somewhere where it needs some."""
+    return [f"algorithm={name}", *(f"{key}=some/model" for key in RECIPES[name].needs)]  # type: ignore[index]
+
+
 def refusal(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(DEMO, overrides)
@@ -50,10 +55,10 @@ def test_a_recipe_stands_by_itself(name: Algorithm) -> None:
     """It passes every rule with the demo's sizes, sets each of its keys and no other, and nothing in it is idle or
     what --explain advises against."""
     values = RECIPES[name].values
-    config, sources = load_config_with_sources(DEMO, [f"algorithm={name}"])
+    config, sources = load_config_with_sources(DEMO, named(name))
     found, plain = flat_config(config), flat_config(load_config(DEMO))
     assert {key: found[key] for key in values} == values
-    assert {key for key in found if found[key] != plain[key]} <= {"algorithm", *values}
+    assert {key for key in found if found[key] != plain[key]} <= {"algorithm", *values, *RECIPES[name].needs}
     assert {key for key, source in sources.items() if source == f"from algorithm: {name}"} == set(values)
     assert not list(idle_keys(config, sources))
     said = [line for line in advice(config, 2) if "one optimizer step a rollout" not in line]
@@ -90,12 +95,17 @@ def test_an_empty_section_takes_the_whole_recipe(empty: Any) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_resolved_config_loads_to_the_same(name: str, tmp_path: Path) -> None:
     """That is config.yaml of a run folder: the word stays, and the values in it win over a later table's."""
-    config = load_config(DEMO, [f"algorithm={name}", "loss.clip_ratio_high=0.25", "loss.dual_clip=9"])
+    config = load_config(DEMO, [*named(name), "loss.clip_ratio_high=0.25", "loss.dual_clip=9"])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config_to_dict(config)))
     again, sources = load_config_with_sources(tmp_path / "config.yaml")
     assert again == config
     assert again.algorithm == name
     assert not any(source.startswith("from") for source in sources.values())
+
+
+@pytest.mark.parametrize(("name", "key"), [("opd", "teacher.path")])
+def test_what_an_algorithm_needs_is_asked_for(name: str, key: str) -> None:
+    assert refusal(f"algorithm={name}") == f"algorithm: {name} needs {key}; set it to a model's folder or hub id"
 
 
 def test_explain_names_the_origin_of_each_value() -> None:

@@ -1,4 +1,4 @@
-"""Worker: one step's updates of a fixed set of rollouts under each recipe.
+"""Worker: one step's updates of a fixed set of rollouts under each recipe that has no model beside the policy.
 
     python -m tests.support.workers.recipes CONFIG REFERENCE_MODEL OUT.pt
 Rank 0 saves {recipe: what `one_update` of tests/support/workers/update.py finds}.
@@ -26,7 +26,7 @@ def main() -> None:
     of_reference = dataclasses.replace(config.model, path=reference_model)
     reference = build_reference(policy, of_reference, config.rollout.temperature, 1.0, session)
     assert isinstance(reference, Policy)
-    for name in RECIPES:
+    for name in (name for name, recipe in RECIPES.items() if not recipe.needs):
         groups = deal(fixed_groups(), "in turn", session)
         changed = load_config(config_file, [f"algorithm={name}"])
         results[name] = one_update(changed, policy, reference, groups, True, session)
