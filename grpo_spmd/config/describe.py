@@ -16,6 +16,7 @@ from typing import Any, Literal, Union
 from grpo_spmd.config.dump import join_key
 from grpo_spmd.config.schema import Config, RewardConfig
 
+_LONGEST_WORD = 50
 _KeyText = tuple[str, str, str, str]  # name; default as YAML has it, "" if required; type and bounds; meaning
 
 
@@ -23,6 +24,8 @@ def describe_keys(columns: int = 80) -> str:
     """Every config key for `--help`, in lines of at most `columns`: its name with what it may be, its meaning below."""
     lines = []
     for name, default, values, meaning in _keys(Config, ""):
+        if len(values) > _LONGEST_WORD:  # which no line would be broken in
+            values = values.replace("|", " | ")
         head = f"{name}  ({values}; {f'default {default}' if default else 'required'})"
         for text, first in ((head, "  "), (meaning, "      ")):
             lines += textwrap.wrap(
