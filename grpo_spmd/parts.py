@@ -58,7 +58,7 @@ from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
 from grpo_spmd.rollout.expected import ExpectedLengths
 from grpo_spmd.rollout.sample import Sampler
-from grpo_spmd.signal_parts import checks_of, made_up_of, open_signals
+from grpo_spmd.signal_parts import checks_of, made_up_of, open_reward_models, open_signals
 
 if TYPE_CHECKING:  # off by default, and then not even imported
     from grpo_spmd.data.tail import TailStream
@@ -163,13 +163,14 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         end_session()
         return None
     environments = open_environments(config, inputs.rewards, tokenizer, session, preemption.check_scoring)
-    rewards, score, weights = open_rewards(config, inputs, tokenizer, session, preemption, environments)
+    rewards, by_functions, of_them = open_rewards(config, inputs, tokenizer, session, preemption, environments)
     refuse_untrainable(config.model.path, config.max_rollout_tokens)
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
     longest, stops = config.max_rollout_tokens, stop_token_ids(config.model.path, tokenizer)
     engine = RolloutEngine(config.model, config.rollout, longest, session, stops, preemption.should_abort)
     policy = build_policy(config.model, config.rollout.temperature, session, seed=config.seed, longest=longest)
     reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
+    score, weights = open_reward_models(config, by_functions, of_them, engine, tokenizer, session)
     max_completion, max_error_frac = config.rollout.max_completion_tokens, config.reward_pool.max_error_frac
     updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training, max_completion)
     of_model, of_loss = (config.model.path, config.model.dtype), (config.advantage, config.loss)
@@ -226,16 +227,17 @@ def open_rewards(
     session: Session,
     preemption: Preemption,
     environments: Environments | None,
-) -> tuple[RewardPool, Callable[..., ScoredRollouts], list[float]]:
-    """The pool of reward functions, what scores with all rewards, and the weights of these."""
+) -> tuple[RewardPool, Callable[..., ScoredRollouts], dict[str, float]]:
+    """The pool of reward functions, what scores with all rewards but models, and the weights of these by name."""
     log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
-    own = config.rewards if environments is None else environments.other_rewards
+    called = config.called_rewards
+    own = called if environments is None else environments.other_rewards
     check = preemption.check_scoring
     ranks = session.rank, session.world_size
     pool = RewardPool(own, config.reward_pool, log_file, columns=inputs.columns, check=check, ranks=ranks)
     score = functools.partial(pool.score, tokenizer=tokenizer)
     if environments is None:
-        return pool, preemption.guard(score), [reward.weight for reward in own]
+        return pool, preemption.guard(score), {reward.shown_name: reward.weight for reward in own}
     if not (environments.weights or config.rewards or config.teacher.is_on):
         raise ConfigError("rewards: the environment gives none; name one, e.g. `rewards: [{function: my.py:reward}]`")
     return pool, preemption.guard(environments.scores(score)), environments.weights
@@ -255,7 +257,7 @@ def open_environments(
     limits = Limits(config.environment.max_turns, longest - config.data.max_prompt_tokens, of_turn, longest, of_all)
     log_file = Path(config.run_dir, "logs", f"environments_rank_{session.rank}.log")
     is_first = session.rank % config.rollout.tensor_parallel_size == 0
-    sources = config.environment, config.rewards, rewards, tokenizer, limits
+    sources = config.environment, config.called_rewards, rewards, tokenizer, limits
     return Environments(*sources, log_file if is_first else None, check)
 
 

@@ -39,7 +39,8 @@ def main() -> None:
         names = (None, *config.data.eval_sets)
         sets = [name for name in names if key_and_source(config.data, name)[1].startswith("hub:")]
         models = [path for path in (config.model.path, *config.teacher.paths.values()) if not Path(path).is_dir()]
-        if not models and not sets:
+        judges = {(r.model, r.revision) for r in config.rewards if r.model is not None and not Path(r.model).is_dir()}
+        if not models and not sets and not judges:
             show("prefetch: the model and the data are local: nothing to fetch")
             return
         if is_offline():
@@ -48,6 +49,8 @@ def main() -> None:
 
         for model in dict.fromkeys(models):
             _fetch_model(model, Path(constants.HF_HUB_CACHE))
+        for repo, revision in sorted(judges, key=str):
+            _fetch_model(repo, Path(constants.HF_HUB_CACHE), revision)
         for name in sets:
             _fetch_rows(config.data, name)
     except ConfigError as error:
@@ -62,17 +65,17 @@ def _leave(number: int, frame: object) -> None:
     os._exit(130)
 
 
-def _fetch_model(repo: str, cache: Path) -> None:
+def _fetch_model(repo: str, cache: Path, asked: str | None = None) -> None:
     from grpo_spmd.model.hub import fetch, files_at_hub
 
-    files = files_at_hub(repo)
+    files = files_at_hub(repo, asked)
     what = f"model {repo}, revision {files[0].commit_hash[:7]}: {len(files)} files"
     missing = [file.file_size or 0 for file in files if file.will_download]
     _check_room(cache, sum(missing), repo)
     start = time.monotonic()
     folder = cache / f"models--{repo.replace('/', '--')}"
     with _heartbeat(lambda: f"{repo}: {_size(_bytes_below(folder / 'blobs'))} so far"):
-        fetch(repo)
+        fetch(repo, asked)
     took = f"{_size(sum(missing))} fetched in {time.monotonic() - start:.0f} s" if missing else "already there"
     show(f"prefetch: {what}, {_size(sum(file.file_size or 0 for file in files))}, {took}")
     show(f"  {folder}")

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.session import Session
+from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.learn.signals import Signal, Signals
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.proofs.update_check import More
-from grpo_spmd.records import Prompt
+from grpo_spmd.records import Prompt, ScoredRollouts
 
 if TYPE_CHECKING:
     from grpo_spmd.learn.teacher import Ask, Teacher
@@ -106,3 +107,38 @@ def _ask_of(config: Config, tokenizer: Any) -> Callable[[Prompt], Ask] | None:
         return Ask(name, None if shown is None else shown[prompt.row].token_ids)
 
     return ask_of
+
+
+def open_reward_models(
+    config: Config,
+    score: Callable[..., ScoredRollouts],
+    weights: dict[str, float],
+    engine: RolloutEngine,
+    tokenizer: Any,
+    session: Session,
+) -> tuple[Callable[..., ScoredRollouts], list[float]]:
+    """Collective. `score` with the models among the rewards behind it, which are built here, and the weights of all, in
+    the order of the config; `weights` are those of the others, by name. Raises ConfigError."""
+    if not any(reward.model is not None for reward in config.rewards):
+        return score, [*weights.values()]
+    from grpo_spmd.model.hf_files import checkpoint_folder
+    from grpo_spmd.model.reward_model import build_reward_model
+    from grpo_spmd.model.reward_model_files import read_reward_model
+    from grpo_spmd.proofs.reward_model_check import RewardModelCheck
+    from grpo_spmd.rollout.reward_models import ModelReward, RewardModels
+    from grpo_spmd.rollout.reward_texts import RewardTexts
+
+    budget, models, checks = config.training.max_tokens_per_micro_batch, list[ModelReward](), {}
+    for index, reward in enumerate(config.rewards):
+        if reward.model is None:
+            continue
+        files = read_reward_model(index, reward, checkpoint_folder(reward.model, reward.revision), budget)
+        texts = RewardTexts(files, tokenizer)
+        model = build_reward_model(files, config.model, session)
+        checks[files.name] = RewardModelCheck(files, model, tokenizer, config.model.dtype)
+        models.append(ModelReward(files.name, model, texts, budget))
+    # As the config lists them, then the environments' own.
+    of_config = {reward.shown_name: reward.weight for reward in config.rewards}
+    of_all = of_config | {name: weight for name, weight in weights.items() if name not in of_config}
+    scorer = RewardModels(models, of_all, engine, checks, config.proofs.every_steps)
+    return scorer.behind(score), [*of_all.values()]

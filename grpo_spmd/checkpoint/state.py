@@ -59,6 +59,12 @@ def run_facts(
         files |= {f"{key} ({spec})": Path(spec.rpartition(":")[0] or spec) for key, spec in functions.items()}
         taught_by = {k: str(path) for k, path in config.items() if re.fullmatch(r"teacher\.path(\..+)?", k) and path}
         contents |= {f"the model of {k}": model_fingerprint(checkpoint_folder(path)) for k, path in taught_by.items()}
+        for key, path in config.items():
+            if path is not None and re.fullmatch(r"rewards\.\d+\.model", key):
+                revision = config.get(key.removesuffix("model") + "revision")
+                contents[f"{key} ({path})"] = model_fingerprint(checkpoint_folder(str(path), revision))
+            if path is not None and re.fullmatch(r"rewards\.\d+\.template", key):
+                files[f"{key} ({path})"] = Path(str(path))
         contents |= {name: hashlib.sha256(p.read_bytes()).hexdigest() for name, p in files.items() if p.is_file()}
     return RunFacts(*fingerprints, config, model_path, config["model.dtype"], session.world_size, contents)
 

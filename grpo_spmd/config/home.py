@@ -12,6 +12,8 @@ from pathlib import Path
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 
+_OF_REWARDS = ("function", "judge", "model", "template")
+
 
 def with_home(config: Config) -> Config:
     """`~` and `~user` at the start of each path replaced."""
@@ -20,8 +22,7 @@ def with_home(config: Config) -> Config:
         ("model.path", config.model.path),
         ("checkpoint.resume", config.checkpoint.resume),
         *((f"teacher.path.{name}".removesuffix("."), path) for name, path in config.teacher.paths.items()),
-        *((f"rewards.{index}.function", each.function or "") for index, each in enumerate(config.rewards)),
-        *((f"rewards.{index}.judge", each.judge or "") for index, each in enumerate(config.rewards)),
+        *((f"rewards.{n}.{key}", getattr(r, key) or "") for n, r in enumerate(config.rewards) for key in _OF_REWARDS),
     ):
         _check_path(name, text)
     at_home, replace = os.path.expanduser, dataclasses.replace
@@ -38,8 +39,7 @@ def with_home(config: Config) -> Config:
         model=replace(config.model, path=at_home(config.model.path)),
         data=replace(config.data, train=at_home(config.data.train), eval=evaluated),
         rewards=tuple(
-            replace(each, function=each.function and at_home(each.function), judge=each.judge and at_home(each.judge))
-            for each in config.rewards
+            replace(r, **{k: p and at_home(p) for k in _OF_REWARDS for p in [getattr(r, k)]}) for r in config.rewards
         ),
         checkpoint=replace(config.checkpoint, resume=at_home(config.checkpoint.resume)),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Literal
 
 from grpo_spmd.config.key import key
@@ -14,6 +15,8 @@ class RewardConfig:
     name: str | None = key(None, "a shipped reward (math, gsm8k, countdown, code, format, exact), or another's name")
     function: str | None = key(None, '"file.py:function": fn(prompts, completions, completion_ids, **columns)')
     url: str | None = key(None, "in place of function: http(s) address of a server that scores, called by POST of JSON")
+    model: str | None = key(None,
+        "folder or hub id of a reward model: a decoder (qwen3, llama, ...) with a head for sequence classification")
     weight: float = key(1.0, "factor of this reward in the sum")
     args: dict[str, Any] = key({}, "further keyword arguments for the function, or fields of what a url is sent")
     timeout_s: float | None = key(None, "as reward_pool.timeout_s, which null means, of this function or url: requests "
@@ -31,17 +34,26 @@ class RewardConfig:
         "OpenAI-compatible .../v1/chat/completions, whose reply ends with a score")
     judge_model: str | None = key(None, "the model that judges, by the name its server has for it")
     judge_scale: tuple[float, float] = key((0.0, 10.0), "lowest and highest score of the rubric, made 0 and 1")
+    label: str | None = key(None, "whose score counts where `model` has several labels: its name or number")
+    max_tokens: int | None = key(None,
+        "longest text for `model`, in tokens; null: its positions, training.max_tokens_per_micro_batch at most",
+        at_least=1)
+    on_long: Literal["not_applicable", "drop_start"] = key("not_applicable",
+        "a longer one gets no score from `model`, or only its last max_tokens are read")
+    template: str | None = key(None, "file with a chat template (jinja) for `model`, in place of its own")
+    revision: str | None = key(None, "branch, tag or commit of a `model` at the hub")
 
     @property
     def is_shipped(self) -> bool:
         """Whether `name` says what it is, and not only what it is called."""
-        return self.function is None and self.url is None
+        return self.function is None and self.url is None and self.model is None
 
     @property
     def shown_name(self) -> str:
         """Its metric's."""
         of_url = "judge" if self.judge is not None else "server"
-        return self.name or (of_url if self.url is not None else str(self.function).rpartition(":")[2])
+        of_file = (self.function or "").rpartition(":")[2] or PurePath(self.model or "").name
+        return self.name or (of_url if self.url is not None else of_file)
 
     @property
     def is_watched(self) -> bool:

@@ -13,6 +13,7 @@ from grpo_spmd.config.reward_keys import RewardConfig
 
 _OF_A_CALL = ("timeout_s", "max_concurrent", "max_per_minute")
 _OF_A_URL = ("retries", "headers_env", "form", "judge")
+_OF_A_MODEL = ("label", "max_tokens", "on_long", "template", "revision")
 _OF_A_JUDGE = ("judge_model", "judge_scale")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,99}")
@@ -23,13 +24,20 @@ _OWN_HEADERS = ("host", "content-length", "content-type", "content-encoding", "t
 
 def check_reward(where: str, reward: RewardConfig) -> None:
     """Raises ConfigError, which begins with `where`, the entry."""
-    given = [name for name in ("function", "url") if getattr(reward, name) is not None]
+    given = [name for name in ("function", "url", "model") if getattr(reward, name) is not None]
     if len(given) > 1:
         raise ConfigError(f"{where} has {' and '.join(given)}, and a reward is one of them; make it two entries")
     if not given and reward.name is None:
-        raise ConfigError(f"{where} needs a name (a shipped reward) or a function (file.py:function) or a url")
-    if reward.is_shipped:
+        what = (
+            "needs a name (a shipped reward) or a function (file.py:function) or a url or a model (a folder or hub id)"
+        )
+        raise ConfigError(f"{where} {what}")
+    if reward.is_shipped or reward.model is not None:
         _refuse_set(where, reward, _OF_A_CALL, "is of a function or a url; reward_pool.timeout_s bounds all rewards")
+    if reward.model is None:
+        _refuse_set(where, reward, _OF_A_MODEL, "is of a reward model")
+    elif reward.args:
+        raise ConfigError(f"{where}.args: they are for a function or a url, and a model takes none; take it out")
     if reward.url is None:
         _refuse_set(where, reward, _OF_A_URL, "is of a url")
     if reward.judge is None:

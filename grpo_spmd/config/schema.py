@@ -247,6 +247,11 @@ class Config:
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
 
     @property
+    def called_rewards(self) -> tuple[RewardConfig, ...]:
+        """Those that are functions, and no models."""
+        return tuple(reward for reward in self.rewards if reward.model is None)
+
+    @property
     def max_rollout_tokens(self) -> int:
         """Longest prompt plus longest completion, in tokens: what engine and micro-batch must have room for."""
         of_turn, episode = self.rollout.max_completion_tokens, self.environment

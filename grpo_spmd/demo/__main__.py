@@ -1,6 +1,6 @@
 """Makes what a demo trains, from a seed and without a download; or is the judge of one.
 
-python -m grpo_spmd.demo [countdown|tools|distill] [--out .demo] [--seed 0] [--numbers 2|3-4]
+python -m grpo_spmd.demo [countdown|tools|distill|rm] [--out .demo] [--seed 0] [--numbers 2|3-4]
 python -m grpo_spmd.demo judge
 """
 
@@ -14,10 +14,16 @@ from grpo_spmd.config.command_line import OneLineParser
 from grpo_spmd.demo.countdown import make_demo
 from grpo_spmd.demo.distill import make_distillation_demo
 from grpo_spmd.demo.making import temporary_folder
+from grpo_spmd.demo.reward_model import make_reward_model_demo
 from grpo_spmd.demo.tools import make_tools_demo
 from grpo_spmd.distributed import interrupt
 
-_FOLDERS = {"countdown": Path(".demo"), "tools": Path(".demo-tools"), "distill": Path(".demo-distill")}
+_FOLDERS = {
+    "countdown": Path(".demo"),
+    "tools": Path(".demo-tools"),
+    "distill": Path(".demo-distill"),
+    "rm": Path(".demo-rm"),
+}
 
 
 def main() -> None:
@@ -45,6 +51,8 @@ def main() -> None:
         make_tools_demo(out, args.seed)
     elif args.name == "distill":
         make_distillation_demo(out, args.seed)
+    elif args.name == "rm":
+        make_reward_model_demo(out, args.seed)
     else:
         make_demo(out, args.seed, args.numbers)
 

@@ -61,7 +61,7 @@ class RolloutEngine:
         `max_rollout_tokens`: longest prompt plus longest completion. `should_abort` is asked before each step of a
         shared generation; once True it must stay so."""
         self.policy_version: int | None = None
-        self._weights_awake, self._kv_cache_awake, self._holds_weights = True, True, False
+        self._weights_awake, self._kv_cache_awake, self._holds_weights, self._rests = True, True, False, False
         self._rollout, self._session, self._should_abort = rollout, session, should_abort
         self._sleep_level, self._stop_token_ids = rollout.sleep_level_with(model.lora), sorted(stop_token_ids)
         self._sleep_check = SleepCheck(session.device, tp_size=rollout.tensor_parallel_size)
@@ -95,6 +95,7 @@ class RolloutEngine:
 
     def wake_weights(self) -> None:
         """Bring back the memory of the weights; what is in it means nothing before the next `load_weights`."""
+        self._end_rest()
         torch.cuda.empty_cache()  # what the update freed: while torch caches it, vLLM's pool finds no room
         self._llm.wake_up(tags=["weights"])
         self._weights_awake, self.policy_version = True, None
@@ -147,6 +148,7 @@ class RolloutEngine:
     def sleep(self, held_bytes: int | None = None) -> dict[str, float]:
         """Free weights and KV cache for the policy's update; without a GPU vLLM only takes note of it. Returns the
         metrics of SleepCheck, given `held_bytes`, what the trainer itself holds."""
+        self._end_rest()  # vLLM would free what is not there
         before = measure(self._session.device, self.pool_bytes())
         if self._adapters is not None:
             self._adapters.drop()
@@ -156,6 +158,20 @@ class RolloutEngine:
         if held_bytes is None:
             return {}
         return self._sleep_check.check(before, measure(self._session.device, self.pool_bytes()), held_bytes)
+
+    def rest(self) -> None:
+        """Make room on the device for another model's forward passes, between two generations by the same weights: they
+        wait in host memory, whatever `sleep_level` is. The next generation ends it by itself, with an empty prefix
+        cache, as does a sleep. Nothing where the engine is asleep."""
+        if self._weights_awake and self._kv_cache_awake and not self._rests:
+            self._llm.sleep(level=1)
+            self._rests = True
+
+    def _end_rest(self) -> None:
+        if self._rests:
+            torch.cuda.empty_cache()  # of the other model
+            self._llm.wake_up(tags=["weights", "kv_cache"])
+            self._rests = False
 
     def pool_bytes(self) -> int:
         """Bytes of vLLM's sleep pool (weights, KV cache), awake or asleep; 0 without a GPU."""
@@ -284,6 +300,7 @@ class RolloutEngine:
         """The completions of each place, without those that are unfinished when `race` is over, or None where
         `must_abort(steps done)` said so. Takes the next batch while fewer than `max_in_flight` are unfinished."""
         self._refuse_unless_ready(policy_version)
+        self._end_rest()
         conversations = Conversations(next_request, answers, self._session.engine_group, self.engine_rank)
         scheduler = self._engine.engine_core.engine_core.scheduler
         all_taken, num_steps, just_finished = False, 0, list[Place]()

@@ -46,11 +46,11 @@ def stop_token_ids(path: str, tokenizer: Any) -> set[int]:
         raise ConfigError(f"model.path: {error}") from None
 
 
-def checkpoint_folder(path: str) -> Path:
+def checkpoint_folder(path: str, revision: str | None = None) -> Path:
     """A local folder with the model's safetensors; downloads them where `path` is a hub id."""
     if Path(path).is_dir():
         return Path(path)
-    return fetch(path)
+    return fetch(path, revision)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -14,14 +14,14 @@ from grpo_spmd.data.hub import check_reachable
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 
 
-def fetch(repo: str) -> Path:
+def fetch(repo: str, revision: str | None = None) -> Path:
     """The model's folder in the cache, once its files are there. Raises ConfigError."""
-    return Path(_snapshot(repo))
+    return Path(_snapshot(repo, revision=revision))
 
 
-def files_at_hub(repo: str) -> list[Any]:
+def files_at_hub(repo: str, revision: str | None = None) -> list[Any]:
     """A huggingface_hub.DryRunFileInfo for each file that `fetch` would bring. Raises ConfigError."""
-    files: list[Any] = _snapshot(repo, dry_run=True)
+    files: list[Any] = _snapshot(repo, revision=revision, dry_run=True)
     if not any(file.filename.endswith(".safetensors") for file in files):
         raise ConfigError(f"model.path: {repo} has no .safetensors at the hub, and no other weights are read")
     return files

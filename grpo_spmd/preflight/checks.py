@@ -77,6 +77,10 @@ def check_inputs(
     rows = _read_and_check(config, rewards, folder)
     eval_sets = config.data.eval_sets if config.eval.every_steps else ()
     inputs = Inputs(rows, {name: _read_and_check(config, rewards, folder, name) for name in eval_sets}, rewards)
+    if any(reward.model is not None for reward in config.rewards):
+        from grpo_spmd.preflight.reward_models import check_reward_models
+
+        check_reward_models(config, inputs.rows, inputs.eval_rows, to_run=to_run)
     odd = [line for rows in (inputs.rows, *inputs.eval_rows.values()) for line in _gold(config, rows, inputs)]
     if to_run:  # last: what is wrong with the config itself is the same on every machine
         check_disk(config)

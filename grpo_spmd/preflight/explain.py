@@ -35,6 +35,10 @@ def explain(
         lines += _section("model and weight sync", _sync_rows(config, model, num_ranks))
         lines += _section("memory of a rank: training", _held_rows(config, model, num_ranks))
         lines += _section("memory of a rank: engine", engine_rows(config, model, num_ranks))
+    if any(reward.model is not None for reward in config.rewards):
+        from grpo_spmd.preflight.reward_models import reward_model_rows
+
+        lines += _section("memory of a rank: reward models", reward_model_rows(config, num_ranks))
     found = [*advice(config, num_ranks), *idle_keys(config, sources)]
     lines += ["", "worth a look" + ("" if found else ": nothing found"), *(f"  - {line}" for line in found)]
     return [*lines, "", "where each value came from", *_provenance(config, sources, with_defaults)]

@@ -55,14 +55,14 @@ def read_model(path: str) -> ModelFacts | None:
     return ModelFacts(shapes, config, source) if (shapes := shapes_from_config(config)) else None
 
 
-def local_folder(path: str) -> Path | None:
+def local_folder(path: str, revision: str | None = None) -> Path | None:
     """`path` itself, or that of a hub id in the local Hugging Face cache; None where neither is there."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        cached = try_to_load_from_cache(path, "config.json")
+        cached = try_to_load_from_cache(path, "config.json", revision=revision)
     except ValueError:  # neither a folder nor a name that the hub could know
         return None
     return Path(cached).parent if isinstance(cached, str) else None

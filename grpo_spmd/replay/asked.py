@@ -1,4 +1,5 @@
-"""Servers that gave rewards of a recorded step are not asked again unless it is said so: they cost, and may be gone."""
+"""Who gave rewards of a recorded step and is not asked again: servers, unless it is said so, since they cost and may be
+gone; and reward models, which took the run's devices."""
 
 from __future__ import annotations
 
@@ -6,12 +7,23 @@ from grpo_spmd.replay.read import RecordedStep
 
 
 def unasked_rewards(recorded: RecordedStep) -> list[str]:
-    """Names of the rewards whose servers are not to be asked; none with --ask-servers."""
-    return (
-        [] if recorded.asks_servers else [each.shown_name for each in recorded.config.rewards if each.url is not None]
-    )
+    """Names of the rewards that are not to be had again; with --ask-servers those of models alone."""
+    return _servers(recorded) + _models(recorded)
 
 
-def note_of(unasked: list[str]) -> str:
-    names = ", ".join(unasked)
-    return f"rewards are those that the run recorded: servers, which were not asked (--ask-servers), gave {names}"
+def notes_of(recorded: RecordedStep) -> list[str]:
+    """A line for each kind."""
+    kinds = {"servers, which were not asked (--ask-servers), gave": _servers(recorded)}
+    kinds |= {"reward models, which do not score again, gave": _models(recorded)}
+    return [
+        f"rewards are those that the run recorded: {who} {', '.join(names)}" for who, names in kinds.items() if names
+    ]
+
+
+def _servers(recorded: RecordedStep) -> list[str]:
+    rewards = () if recorded.asks_servers else recorded.config.rewards
+    return [reward.shown_name for reward in rewards if reward.url is not None]
+
+
+def _models(recorded: RecordedStep) -> list[str]:
+    return [reward.shown_name for reward in recorded.config.rewards if reward.model is not None]

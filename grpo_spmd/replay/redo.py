@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.records import Decision, Prompt, RolloutGroup, ScoredRollouts
-from grpo_spmd.replay.asked import note_of, unasked_rewards
+from grpo_spmd.replay.asked import notes_of, unasked_rewards
 from grpo_spmd.replay.episodes import completion_of, given_rewards, own_rewards, weights_of
 from grpo_spmd.replay.read import RecordedStep, Replay, ReplayedRollout
 from grpo_spmd.rewards.pool.pool import RewardPool
@@ -69,8 +69,8 @@ def _replay(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool, s
         notes.append(
             f"rewards are those that the run recorded: environments, which are not here, gave {', '.join(given)}"
         )
-    if unasked := unasked_rewards(recorded):
-        notes.append(note_of(unasked))
+    unasked = unasked_rewards(recorded)
+    notes += notes_of(recorded)
     try:
         while sampled.num_missing and waiting:  # once, unless dynamic sampling refilled the step
             groups, waiting = waiting[: sampled.num_missing], waiting[sampled.num_missing :]

@@ -61,13 +61,18 @@ class Reward(RewardFacts):
 def load_rewards(
     configs: Sequence[RewardConfig], timeout_s: float = math.inf, modules: Modules | None = None
 ) -> list[Reward]:
-    """The functions that the config names. ConfigError for one that is not there, wrong arguments, or a name twice.
-    `timeout_s`: after which whoever calls them would end a call; `modules` as in load_named."""
+    """The functions that the config names, in its order; reward models are none. ConfigError for one that is not there,
+    wrong arguments, or a name twice. `timeout_s`: after which whoever calls them would end a call; `modules` as in
+    load_named."""
     rewards: list[Reward] = []
+    names: set[str] = set()
     for index, config in enumerate(configs):
         where, name = f"rewards.{index}", config.shown_name
-        if name in {reward.name for reward in rewards}:
+        if name in names:
             raise ConfigError(f"{where}.name: {name!r} is given twice; its metrics would overwrite each other")
+        names.add(name)
+        if config.model is not None:  # rollout/reward_models.py scores with it
+            continue
         if config.url is not None:
             from grpo_spmd.rewards.remote.servers import server_reward
 

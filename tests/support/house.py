@@ -54,15 +54,15 @@ OPERATIONS = {
     "distributed": 1090,
     "observe": 875,
     "checkpoint": 1060,
-    "preflight": 765,
-    "replay": 580,
+    "preflight": 775,
+    "replay": 585,
     "rewards/pool": 795,
     "rewards/sandbox": 650,
     "files": 70,
 }
 EXAMPLES = {"small": 140, "demo": 200}
 # What the trials of the first month brought: families of models, running proofs, TRL's rewards, hostile folders.
-ARMOUR = {"proofs": 1690, "model/families": 690, "rewards/trl.py": 200, "untrusted": 221, "distributed/ending.py": 135}
+ARMOUR = {"proofs": 1810, "model/families": 690, "rewards/trl.py": 200, "untrusted": 221, "distributed/ending.py": 135}
 # What shows before a GPU is there that it will run there, and what else only GPUs and several hosts need.
 EVIDENCE = {
     "plan": 1100,
@@ -183,13 +183,12 @@ SIGNALS = {
     "config/recipes.py": 180,
     "config/algorithm.py": 95,
     "learn/signals.py": 80,
-    "signal_parts.py": 130,
-    "config/reward_keys.py": 80,
+    "signal_parts.py": 180,
+    "config/reward_keys.py": 110,
     "model/parked.py": 110,
     "config/reward_rules.py": 95,
     "rewards/remote": 420,
     "rewards/pool/call_limits.py": 185,
-    "replay/asked.py": 25,
     "config/teacher.py": 70,
     "learn/distillation.py": 65,
     "learn/teacher.py": 190,
@@ -200,6 +199,13 @@ SIGNALS = {
     "demo/distill.py": 80,
     "replay/taught.py": 50,
     "demo/judge.py": 65,
+    "model/reward_model.py": 130,
+    "model/reward_model_files.py": 150,
+    "rollout/reward_models.py": 140,
+    "rollout/reward_rows.py": 85,
+    "rollout/reward_texts.py": 60,
+    "preflight/reward_models.py": 110,
+    "demo/reward_model.py": 130,
 }
 CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS | SCALE | EPISODES | LOOKING | SIGNALS
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6000

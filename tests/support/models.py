@@ -39,9 +39,17 @@ _APART: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overrides: Any) -> Path:
+def make_model(
+    folder: Path,
+    family: str,
+    *,
+    tied: bool,
+    seed: int = 0,
+    kind: Any = transformers.AutoModelForCausalLM,
+    **overrides: Any,
+) -> Path:
     """A two-layer model with odd sizes (rows that no number of ranks divides), biases where the family has them, and a
-    tokenizer."""
+    tokenizer. `kind`: the auto class that makes it of the config."""
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder)
     torch.manual_seed(seed)
@@ -73,7 +81,7 @@ def make_model(folder: Path, family: str, *, tied: bool, seed: int = 0, **overri
         }
     sizes = {**_APART.get(family, {}), **sizes}
     config = CONFIG_MAPPING[family](**sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:  # norms at 1 and biases at 0 would hide one that was not loaded
@@ -109,3 +117,9 @@ def write_config(folder: Path, model: Path, /, **sections: Any) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
+
+
+def make_reward_model(folder: Path, family: str, *, num_labels: int = 1, seed: int = 0, **overrides: Any) -> Path:
+    """As make_model, with a head for sequence classification."""
+    kind = transformers.AutoModelForSequenceClassification
+    return make_model(folder, family, tied=False, seed=seed, kind=kind, num_labels=num_labels, **overrides)

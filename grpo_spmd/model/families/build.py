@@ -40,11 +40,12 @@ def one_line_for(path: str, what: str, *kinds: type[Exception]) -> Iterator[None
         raise ConfigError(f"model.path: {path} {what}: {type(error).__name__}: {lines[0][:_LONGEST]}") from error
 
 
-def build_hf_model(hf_config: Any, path: str, **options: Any) -> Any:
-    """The causal LM of a config, on the device that is set. Raises ConfigError where transformers cannot build it."""
+def build_hf_model(hf_config: Any, path: str, kind: Any = transformers.AutoModelForCausalLM, /, **options: Any) -> Any:
+    """The causal LM of a config, or what another auto class makes of it, on the device that is set. Raises ConfigError
+    where transformers cannot build it."""
     with one_line_for(path, "cannot be built by transformers"):
         try:
-            return transformers.AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False, **options)
+            return kind.from_config(hf_config, trust_remote_code=False, **options)
         except KeyError as error:  # looked up among classes, one for each kind of attention
             if error.args != (options.get("attn_implementation"),):
                 raise

@@ -102,9 +102,9 @@ class Environments(AbstractContextManager["Environments"]):
         return EpisodeScores(score, self._weights, self._given)
 
     @property
-    def weights(self) -> list[float]:
-        """Of all rewards, in the order in which `scores` has them."""
-        return [*self._weights.values()]
+    def weights(self) -> dict[str, float]:
+        """Of all rewards by name, in the order in which `scores` has them."""
+        return self._weights
 
     def statuses(self, groups: Sequence[RolloutGroup]) -> dict[str, Counter[str]]:
         """How environments did, counted as those of rewards are: an evaluation ends where too many failed."""

@@ -52,10 +52,12 @@ def main() -> None:
             conversations = converse_later(engine, level)
             race_while_some_wait(engine, level)
             states = [state(engine)]
+            rests = rest_between(engine, level, made)
             engine.sleep()
             engine.sleep()  # as when a preempted run saves
         after_sleep(engine, level)
-        found[f"level {level}"] = {"calls": calls, "made": [made, conversations], "states": [*states, state(engine)]}
+        states = [*states, *rests, state(engine)]
+        found[f"level {level}"] = {"calls": calls, "made": [made, conversations], "states": states}
     engine.wake_weights()
     found["states"].append(state(engine))
     engine.wake_kv_cache()
@@ -63,6 +65,18 @@ def main() -> None:
     out.write_text(json.dumps(found))
     engine.shutdown()
     end_session()
+
+
+def rest_between(engine: RolloutEngine, version: int, made: list[Any]) -> list[list[Any]]:
+    """Its states in a rest, and after the generation that ends it, with the same weights and no prefix in the cache.
+    Leaves it in another, which the sleep ends."""
+    engine.rest()
+    engine.rest()  # as where two sets of rewards are models
+    states = [state(engine)]
+    assert [[c.token_ids, c.logprobs] for c in engine.generate(REQUESTS, version)] == made, "a rest changed something"
+    states.append(state(engine))
+    engine.rest()
+    return states
 
 
 def schedule_asynchronously() -> None:

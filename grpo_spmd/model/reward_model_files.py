@@ -1,0 +1,144 @@
+"""What the files of a reward model say before torch reads them: its head, its labels, how long a text may be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.reward_keys import RewardConfig
+from grpo_spmd.model.families.config_json import refuse_by_config
+from grpo_spmd.untrusted import UntrustedError, open_regular, read_header, read_index, read_json, read_model_config
+
+_HEAD = "score.weight"
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RewardModelFiles:
+    """Of one entry of `rewards`."""
+
+    name: str  # the reward's
+    where: str  # its key, for what is refused later
+    folder: Path
+    label: int  # row of the head
+    longest: int  # tokens of a text at most
+    drops_start: bool  # of a longer one, which has no score otherwise
+    template: str | None  # in place of the tokenizer's
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def has_template(self) -> bool:
+        """Whether it can be shown chat messages."""
+        if self.template is not None or any((self.folder / name).is_file() for name in _TEMPLATES):
+            return True
+        file = self.folder / "tokenizer_config.json"
+        return file.is_file() and bool(read_json(file, follow=True).get("chat_template"))
+
+
+@contextmanager
+def said_of(where: str) -> Iterator[None]:
+    """What is refused inside of a model is said of the key `where`, and not of model.path."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error).removeprefix("model.path: ").removeprefix(f"{where}: ")
+        raise ConfigError(f"{where}: {text}") from error
+
+
+def read_reward_model(index: int, reward: RewardConfig, folder: Path, budget: int) -> RewardModelFiles:
+    """`folder`: that of `reward.model`; `budget`: training.max_tokens_per_micro_batch. Raises ConfigError for what is
+    no decoder with a head for sequence classification, and where it is not clear which label or how long a text."""
+    where = f"rewards.{index}"
+    with said_of(f"{where}.model"):
+        try:
+            config = read_model_config(folder)
+            refuse_by_config({name: value for name, value in config.items() if name != "architectures"}, str(folder))
+            shapes = _shapes(folder)
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+        _check_kind(config, folder)
+        _check_head(config, shapes, folder)
+        if not any(any(folder.glob(pattern)) for pattern in ("tokenizer.*", "vocab*", "*.model", "*.tiktoken")):
+            raise ConfigError(f"{folder} holds no tokenizer; copy that of its base model there")
+    positions = config.get("max_position_embeddings")
+    most = min(positions, budget) if isinstance(positions, int) else budget
+    if reward.max_tokens is not None and reward.max_tokens > most:
+        by_model = most != budget
+        of = f"its model has positions ({most})" if by_model else f"training.max_tokens_per_micro_batch ({most})"
+        raise ConfigError(f"{where}.max_tokens ({reward.max_tokens}) is more than {of}; lower it")
+    template = _read_template(reward.template, f"{where}.template") if reward.template is not None else None
+    return RewardModelFiles(
+        reward.shown_name, where, folder, _label(config, reward.label, f"{where}.label"), reward.max_tokens or most,
+        reward.on_long == "drop_start", template, shapes,
+    )  # fmt: skip
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    files = sorted(set((read_index(folder) or {}).values())) or sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UntrustedError(f"{folder} holds no .safetensors file, and no other weights are read")
+    headers = (read_header(file) for file in files)
+    return {name: tuple(entry["shape"]) for header in headers for name, entry in header.items()}
+
+
+def _check_kind(config: Mapping[str, Any], folder: Path) -> None:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = str(rope.get("rope_type", rope.get("type", ""))) if isinstance(rope, Mapping) else ""
+    if kind == "longrope" or "dynamic" in kind:
+        why = "they change with the longest text of a row, and so would the score of the others"
+        raise ConfigError(f"{folder} has rotary factors of the kind {kind}: {why}")
+    if config.get("auto_map"):
+        raise ConfigError(f"{folder} has code of its own (auto_map in its config.json), which is never run")
+
+
+def _check_head(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    kinds = ", ".join(map(str, config.get("architectures") or ["no architectures"]))
+    if _HEAD not in shapes:
+        heads = [name for name in shapes if re.match("(classifier|v_head|value_head|lm_head|reward_head)", name)]
+        found = f"; it has {heads[0]}" if heads else ""
+        need = f"a reward model is a causal decoder with a linear head {_HEAD} (AutoModelForSequenceClassification)"
+        raise ConfigError(f"{folder} ({kinds} in its config.json) has no tensor {_HEAD}{found}; {need}")
+    rows, labels = shapes[_HEAD][0], len(_labels(config))
+    if rows != labels:
+        raise ConfigError(f"{folder}: {_HEAD} has {rows} rows, and config.json names {labels} labels")
+
+
+def _labels(config: Mapping[str, Any]) -> list[str]:
+    """Their names by number, as transformers counts them: two where config.json says nothing."""
+    names = config.get("id2label")
+    if not isinstance(names, Mapping):
+        return [f"LABEL_{number}" for number in range(config.get("num_labels") or 2)]
+    return [str(names.get(str(number), f"LABEL_{number}")) for number in range(len(names))]
+
+
+def _label(config: Mapping[str, Any], asked: str | None, where: str) -> int:
+    names = _labels(config)
+    known = ", ".join(f"{number} ({name})" for number, name in enumerate(names[:8]))
+    if asked is None:
+        if len(names) > 1:
+            raise ConfigError(f"{where}: the model has {len(names)} labels; say whose score counts: {known}")
+        return 0
+    if asked in names:
+        return names.index(asked)
+    if re.fullmatch("[0-9]{1,5}", asked) and int(asked) < len(names):
+        return int(asked)
+    raise ConfigError(f"{where}: the model has no label {asked!r}; it has {known}")
+
+
+def _read_template(path: str, where: str) -> str:
+    try:
+        with open_regular(Path(path), follow=True) as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ConfigError(f"{where}: {path} is larger than {_MOST_BYTES >> 20} MiB, which no template is")
+        return content.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}: {path} is not UTF-8 text") from None

@@ -1,0 +1,118 @@
+"""Whole runs whose rewards are models: two of them on two ranks, with refills, evaluation, offload and a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.support.dumps import dumped
+from tests.support.models import make_model, make_reward_model, write_config
+from tests.support.ranks import train
+from tests.support.reward_texts import give_chat_tokenizer
+from tests.support.workers.reward_models import plain_scores
+
+Lines = list[dict[str, Any]]
+NUM_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reward_models")
+    make_model(folder / "model", "qwen3", tied=True)
+    make_reward_model(folder / "same", "qwen3", pad_token_id=96, seed=3)
+    make_reward_model(folder / "other", "llama", vocab_size=272, pad_token_id=None, seed=4)
+    give_chat_tokenizer(folder / "other")
+    rows = [json.dumps({"prompt": f"{a},{b}={a * b}:"}) + "\n" for a in range(1, 9) for b in range(1, 5)]
+    (folder / "train.jsonl").write_text("".join(rows))
+    (folder / "held_out.jsonl").write_text("".join(rows[:3]))
+    (folder / "digits.py").write_text(
+        "def digits(completions, **_):\n    return [float('1' in text) for text in completions]\n"
+    )
+    return folder
+
+
+def config_of(folder: Path, name: str, **sections: Any) -> Path:
+    (folder / name).mkdir()
+    return write_config(
+        folder / name,
+        folder / "model",
+        data={"train": str(folder / "train.jsonl"), "eval": {"held": str(folder / "held_out.jsonl")}},
+        rewards=[
+            # Prompts of 7 tokens are too long for it, so that some groups have only the function's 0 or 2: refills.
+            {"model": str(folder / "same"), "name": "same", "weight": 0.5, "max_tokens": 18},
+            {"function": f"{folder}/digits.py:digits", "weight": 2.0},
+            {"model": str(folder / "other"), "weight": 0.0},
+        ],
+        **{
+            "rollout": {
+                "num_prompts_per_step": 4,
+                "group_size": 4,
+                "max_completion_tokens": 12,
+                "dynamic_sampling": True,
+            },
+            "eval": {"every_steps": 2, "num_samples": 2},
+            "checkpoint": {"every_steps": 2, "keep": 10},
+            "training": {"num_steps": NUM_STEPS, "max_tokens_per_micro_batch": 64},
+            **sections,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def run_dir(folder: Path) -> Path:
+    config = config_of(folder, "whole", model={"path": str(folder / "model"), "dtype": "float32", "offload": True})
+    output = train(2, config)
+    assert output.count("its scores are within") == 2  # of each model once
+    return folder / "whole" / "run"
+
+
+def test_every_score_of_the_dumps_is_that_of_transformers(run_dir: Path, folder: Path) -> None:
+    policy = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    other = transformers.AutoTokenizer.from_pretrained(folder / "other")
+    records = [record for step in range(1, NUM_STEPS + 1) for record in dumped(run_dir, step)]
+    ids = [record["prompt_ids"] + record["completion_ids"] for record in records]
+    of_same = iter(plain_scores(folder / "same", [own for own in ids if len(own) <= 18], 0))
+    texts = [record["prompt"] + policy.decode(record["completion_ids"], skip_special_tokens=True) for record in records]
+    of_other = plain_scores(folder / "other", [other(text).input_ids for text in texts], 0)
+    kinds = set()
+    for record, own, of_second in zip(records, ids, of_other, strict=True):
+        assert list(record["rewards"]) == ["same", "digits", "other"]
+        assert record["rewards"]["other"] == pytest.approx(of_second, abs=1e-5)
+        kinds.add(record["statuses"]["same"])
+        given = record["rewards"]["same"]
+        assert given == (pytest.approx(next(of_same), abs=1e-5) if len(own) <= 18 else None)
+        total = 0.5 * (given or 0.0) + 2.0 * record["rewards"]["digits"]
+        assert record["reward"] == pytest.approx(total, abs=1e-6)
+    assert kinds == {"ok", "not_applicable"}
+
+
+def test_metrics_and_evaluation_have_the_models_scores(run_dir: Path) -> None:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "reward/mean" in line]
+    assert len(steps) == NUM_STEPS
+    for line in steps:
+        assert math.isfinite(line["reward/same/mean"])
+        assert math.isfinite(line["reward/other/mean"])
+        assert line["reward/other/error_frac"] == 0
+    assert any(0 < line["reward/same/not_applicable_frac"] < 1 for line in steps)
+    assert any(line["dynamic_sampling/rounds"] > 1 for line in steps)
+    held = [line["eval/held/mean"] for line in lines if "eval/held/mean" in line]
+    assert len(held) == 3
+    assert all(map(math.isfinite, held))
+
+
+def test_a_resumed_run_has_the_same_scores_to_the_bit(run_dir: Path, folder: Path) -> None:
+    config = config_of(folder, "resumed", checkpoint={"resume": str(run_dir / "checkpoints" / "step_000002")})
+    train(2, config)
+    for step in range(3, NUM_STEPS + 1):
+        assert _scores(folder / "resumed" / "run", step) == _scores(run_dir, step)
+
+
+def _scores(run_dir: Path, step: int) -> list[Any]:
+    keys = ("position", "sample", "completion_ids", "rewards", "reward", "advantage")
+    return sorted([record.get(key) for key in keys] for record in dumped(run_dir, step))

@@ -1,0 +1,224 @@
+"""Reward models before any rank: what the config says of them, what their folders show, and what the rewards become."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_spmd.checkpoint.state import model_fingerprint
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import load_config, load_config_with_sources
+from grpo_spmd.config.reward_keys import RewardConfig
+from grpo_spmd.distributed.packed import pack
+from grpo_spmd.model.reward_model_files import read_reward_model
+from grpo_spmd.preflight.checks import check_inputs
+from grpo_spmd.preflight.explain import explain
+from grpo_spmd.rewards.protocol import load_rewards
+from grpo_spmd.rollout.reward_rows import _deal
+from tests.support.models import make_model, make_reward_model, write_config
+
+Change = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_model(folder / "policy", "qwen3", tied=True)
+    make_reward_model(folder / "one", "qwen3")
+    make_reward_model(folder / "three", "llama", num_labels=3, id2label={0: "harm", 1: "help", 2: "style"})
+    return folder
+
+
+@pytest.fixture
+def folder(models: Path, tmp_path: Path) -> Path:
+    """A copy of the reward model `one` that may be spoiled, with files that can be changed."""
+    for source in (models / "one").iterdir():
+        (tmp_path / "rm").mkdir(exist_ok=True)
+        (tmp_path / "rm" / source.name).write_bytes(source.read_bytes())
+    return tmp_path
+
+
+def config_of(folder: Path, models: Path, *rewards: dict[str, Any], **sections: Any) -> Path:
+    return write_config(folder, models / "policy", rewards=list(rewards), **sections)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (
+            {"weight": 1.0},
+            "rewards.0 needs a name (a shipped reward) or a function (file.py:function) or a url or a model",
+        ),
+        (
+            {"model": "x", "function": "y.py:f"},
+            "rewards.0 has function and model, and a reward is one of them; make it two entries",
+        ),
+        ({"model": "x", "args": {"a": 1}}, "rewards.0.args: they are for a function or a url, and a model takes none"),
+        ({"name": "math", "label": "1"}, "rewards.0.label is of a reward model; take it out"),
+        ({"name": "math", "on_long": "drop_start"}, "rewards.0.on_long is of a reward model"),
+        ({"model": "x", "retries": 1}, "rewards.0.retries is of a url"),
+        ({"model": "x", "timeout_s": 1}, "rewards.0.timeout_s is of a function or a url"),
+        ({"model": "x", "on_long": "cut"}, "rewards.0.on_long must be one of not_applicable, drop_start; got 'cut'"),
+        ({"model": "x", "max_tokens": 0}, "rewards.0.max_tokens must be >= 1; got 0"),
+    ],
+)
+def test_an_entry_names_one_thing_that_scores(models: Path, tmp_path: Path, entry: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(config_of(tmp_path, models, entry))
+    assert str(error.value).startswith(said)
+
+
+def test_models_have_names_of_their_own_and_are_no_functions() -> None:
+    taught = RewardConfig(model="org/taught-rm")
+    assert taught.shown_name == "taught-rm"
+    assert load_rewards([taught, RewardConfig(name="math")])[0].name == "math"
+    with pytest.raises(ConfigError, match=r"rewards\.1\.name: 'math' is given twice"):
+        load_rewards([RewardConfig(name="math"), RewardConfig(model="some/math")])
+
+
+def edit(**values: Any) -> Change:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        for name, value in values.items():
+            config.pop(name, None)
+            if value is not None:
+                config[name] = value
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (edit(num_local_experts=4), "has experts (num_local_experts in its config.json)"),
+        (edit(quantization_config={"quant_method": "fp8"}), "is quantised"),
+        (edit(is_encoder_decoder=True), "is an encoder-decoder"),
+        (edit(auto_map={"AutoModel": "code.Model"}), "has code of its own (auto_map in its config.json)"),
+        (edit(rope_scaling={"rope_type": "longrope"}, rope_parameters=None), "rotary factors of the kind longrope"),
+        (edit(id2label={"0": "a", "1": "b"}), "score.weight has 1 rows, and config.json names 2 labels"),
+        (edit(id2label=None), "score.weight has 1 rows, and config.json names 2 labels"),
+        (lambda folder: [p.unlink() for p in folder.glob("tokenizer*")] and None, "holds no tokenizer"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no .safetensors file"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is not valid JSON"),
+    ],
+)
+def test_a_folder_that_is_no_reward_model_is_refused_in_one_line(folder: Path, spoil: Change, said: str) -> None:
+    spoil(folder / "rm")
+    with pytest.raises(ConfigError) as error:
+        read_reward_model(2, RewardConfig(model="rm"), folder / "rm", 64)
+    assert str(error.value).startswith("rewards.2.model: ")
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_causal_lm_is_no_reward_model(models: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rewards\.0\.model: .* has no tensor score\.weight"):
+        read_reward_model(0, RewardConfig(model="x"), models / "policy", 64)
+
+
+@pytest.mark.parametrize(("label", "row"), [("help", 1), ("2", 2)])
+def test_a_label_is_chosen_by_name_or_number(models: Path, label: str, row: int) -> None:
+    assert read_reward_model(0, RewardConfig(model="x", label=label), models / "three", 64).label == row
+
+
+@pytest.mark.parametrize(("label", "said"), [(None, "has 3 labels; say whose score"), ("joy", "has no label 'joy'")])
+def test_a_label_that_is_not_clear_is_refused(models: Path, label: str | None, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rewards\.0\.label: the model {said}.*0 \(harm\), 1 \(help\)"):
+        read_reward_model(0, RewardConfig(model="x", label=label), models / "three", 64)
+
+
+def test_the_longest_text_is_within_positions_and_micro_batch(models: Path) -> None:
+    def longest(budget: int, **settings: Any) -> int:
+        return read_reward_model(0, RewardConfig(model="x", **settings), models / "one", budget).longest
+
+    assert (longest(64), longest(4096), longest(64, max_tokens=20)) == (64, 256, 20)
+    with pytest.raises(ConfigError, match=r"max_tokens \(300\) is more than its model has positions \(256\)"):
+        longest(4096, max_tokens=300)
+    with pytest.raises(ConfigError, match=r"more than training\.max_tokens_per_micro_batch \(64\)"):
+        longest(64, max_tokens=65)
+
+
+def test_check_reads_the_models_folder(folder: Path, models: Path) -> None:
+    inputs = check_inputs(load_config(config_of(folder, models, {"model": str(folder / "rm")})), num_ranks=1)
+    assert inputs.rewards == []
+    for entry, said in (
+        ({"model": str(folder / "absent")}, "rewards.0.model: there is no folder"),
+        ({"model": str(folder / "rm"), "revision": "main"}, "rewards.0.revision: .* is a folder, which has none"),
+        ({"model": str(folder / "rm"), "template": str(folder / "absent")}, "rewards.0.template: cannot read"),
+        (
+            {"model": str(folder / "rm"), "template": str(models / "one" / "config.json")},
+            "rewards.0.template: the prompts of data.train are plain text",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_inputs(load_config(config_of(folder, models, entry)), num_ranks=1)
+
+
+def test_chat_prompts_need_a_template_of_the_model(folder: Path, models: Path) -> None:
+    (models / "policy" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    try:
+        config = config_of(
+            folder, models, {"model": str(folder / "rm")}, data={"as_chat": True, "max_prompt_tokens": 16}
+        )
+        with pytest.raises(ConfigError, match=r"rewards\.0\.template: the prompts of data\.train are chat messages"):
+            check_inputs(load_config(config), num_ranks=1)
+        (folder / "rm" / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+        check_inputs(load_config(config), num_ranks=1)
+    finally:
+        (models / "policy" / "chat_template.jinja").unlink()
+
+
+def test_explain_counts_the_models_bytes(folder: Path, models: Path) -> None:
+    config, sources = load_config_with_sources(config_of(folder, models, {"model": str(folder / "rm")}))
+    lines = explain(config, sources, None, 32, 1)
+    row = next(line for line in lines if "reward model rm" in line)
+    shapes = read_reward_model(0, RewardConfig(model="x"), folder / "rm", 64).shapes
+    number = sum(a * (b[0] if b else 1) for a, *b in shapes.values())
+    assert f"{number:,} parameters: {number:,} of a shard x 4 (float32), frozen" in row
+
+
+def test_another_reward_model_is_another_fingerprint(folder: Path, models: Path) -> None:
+    assert model_fingerprint(folder / "rm") == model_fingerprint(models / "one") != model_fingerprint(models / "three")
+
+
+def test_a_run_without_reward_models_imports_nothing_of_them(models: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, models, {"name": "format", "args": {"pattern": "1.*"}})
+    code = (
+        "import sys; import grpo_spmd.loop; from grpo_spmd.train import main; "
+        f"sys.argv = ['train', '--config', {str(config)!r}, '--check']; main(); "
+        "print([name for name in sys.modules if 'reward_model' in name or 'reward_texts' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_texts_are_dealt_alike_whichever_rank_has_them() -> None:
+    """By their keys alone: which rank forwards a text, and beside which others, is the same."""
+
+    lengths = {key: 3 + 7 * key % 20 for key in range(23)}
+
+    def rows(parts: list[list[int]]) -> list[list[set[int]]]:
+        """The keys of each row of each rank."""
+        packed = [pack(len(p), (np.array(p, np.int64), np.array([lengths[k] for k in p], np.int64))) for p in parts]
+        shares = [json.loads(share) for share in _deal(packed, 40)]
+        sent = [[[parts[source][n] for n in to] for to in share["give"]] for source, share in enumerate(shares)]
+        return [
+            [{sent[source][target][n] for source, n in row} for row in share["rows"]]
+            for target, share in enumerate(shares)
+        ]
+
+    keys = list(lengths)
+    first = rows([keys[:20], keys[20:]])
+    assert first == rows([keys[1::2], keys[::2]]) == rows([[], keys[::-1]])
+    assert sorted(key for rank in first for row in rank for key in row) == keys
+    assert all(sum(lengths[key] for key in row) <= 40 for rank in first for row in rank)
+    assert len(first[0]) == len(first[1])  # as many forward passes on each
+    assert rows([[], []]) == [[], []]
