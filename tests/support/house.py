@@ -55,7 +55,7 @@ OPERATIONS = {
     "observe": 875,
     "checkpoint": 1060,
     "preflight": 775,
-    "replay": 585,
+    "replay": 610,
     "rewards/pool": 795,
     "rewards/sandbox": 650,
     "files": 70,
@@ -69,6 +69,7 @@ EVIDENCE = {
     "observe/cards.py": 85,
     "distributed/machine.py": 150,
     "engine/gpu.py": 95,
+    "engine/sleep_check.py": 60,
     "model/host_memory.py": 50,
 }
 # What makes it kind at the terminal: names that people bring, ways in, what is shown while it runs.
@@ -156,7 +157,7 @@ EPISODES = {
     "replay/episodes.py": 130,
     "rewards/sandbox/cells.py": 80,
     "rewards/sandbox/session.py": 50,
-    "demo/__main__.py": 60,
+    "demo/__main__.py": 70,
     "demo/making.py": 95,
     "demo/tools.py": 140,
     "demo/stockroom.py": 50,
