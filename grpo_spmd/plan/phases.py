@@ -13,6 +13,7 @@ from grpo_spmd.observe.cards import Card
 from grpo_spmd.plan.device import FRAGMENTATION, GIB, engine_activations, layer_in_reload, outside
 from grpo_spmd.plan.dry_run import Pass, Peaks, peaks_of
 from grpo_spmd.plan.live_bytes import Parts
+from grpo_spmd.plan.signals import host_bytes, models_beside, widened, with_models, with_time
 from grpo_spmd.plan.step_time import StepTime, step_time
 from grpo_spmd.preflight import arithmetic, memory
 from grpo_spmd.preflight.model_facts import ModelFacts
@@ -69,29 +70,40 @@ def make_plan(config: Config, model: ModelFacts, folder: Path, card: Card, num_r
     """`folder` has the model's config.json. Raises ConfigError where the model cannot be built from it."""
     if (sizes := model.dimensions) is None:
         raise ConfigError(f"model.path: {folder / 'config.json'} does not name the sizes of a decoder as Llama's does")
-    peaks = trainer_peaks(config, folder, num_ranks, on_gpu=True)
-    cache = kv_cache(config, model, card, num_ranks)
-    device = phases(config, model, card, num_ranks, peaks, cache)
+    cache, models = (
+        kv_cache(config, model, card, num_ranks),
+        models_beside(config, num_ranks, longest_row(config, num_ranks)),
+    )
+    peaks = widened(trainer_peaks(config, folder, num_ranks, on_gpu=True), models)
+    device = with_models(phases(config, model, card, num_ranks, peaks, cache), models)
     state = memory.state_of(config, model, num_ranks)
     host = Counter({"checkpoint's copy": 12 * state.trained, "offloaded": state.offloaded(config.model.offload)})
+    host += host_bytes(models)
     if config.rollout.sleep_level_with(config.model.lora) == 1:
         host["engine's weights, asleep"] = memory.engine_weights(config, model)
     time = step_time(config, model, sizes, card, num_ranks, cache.full_length)
+    time = with_time(time, config, models, card, num_ranks)
     return Plan(config, card, num_ranks, model.num_parameters, device, host, cache, time)
 
 
 def trainer_peaks(config: Config, folder: Path, num_ranks: int, *, on_gpu: bool) -> Peaks:
     """Of the largest micro-batch: as many rollouts of full length as it holds, and what is left as a shorter one."""
-    tokens, longest = arithmetic.micro_batch_tokens(config, num_ranks), config.max_rollout_tokens
-    lengths = [(config.data.max_prompt_tokens, config.rollout.max_completion_tokens)] * (tokens // longest)
-    if (rest := tokens % longest) > 1:
-        lengths.append((1, rest - 1))
+    lengths = longest_row(config, num_ranks)
     _, most = arithmetic.micro_batches_per_step(config, num_ranks)
     accumulates = most > config.training.num_optimizer_steps
     scores = sum(arithmetic.extra_passes(config)) > 0
     here = replace(config.model, offload=False)  # nothing is away during a pass: one dry run for all
-    work = Pass(folder, here, config.loss, num_ranks, tuple(lengths), accumulates, scores, on_gpu)
+    work = Pass(folder, here, config.loss, num_ranks, lengths, accumulates, scores, on_gpu)
     return peaks_of(work)
+
+
+def longest_row(config: Config, num_ranks: int) -> tuple[tuple[int, int], ...]:
+    """Prompt and completion tokens of the rollouts of the largest micro-batch."""
+    tokens, longest = arithmetic.micro_batch_tokens(config, num_ranks), config.max_rollout_tokens
+    lengths = [(config.data.max_prompt_tokens, config.rollout.max_completion_tokens)] * (tokens // longest)
+    if (rest := tokens % longest) > 1:
+        lengths.append((1, rest - 1))
+    return tuple(lengths)
 
 
 def kv_cache(config: Config, model: ModelFacts, card: Card, num_ranks: int) -> KvCache:
@@ -125,11 +137,6 @@ def phases(
     awake, in_sync = _without(held, state, offload), _without(held, state, "optimizer" if offload else False)
     if offload is True:
         in_sync.pop("reference", None)
-    models, said = Counter[str](), Counter[str]()
-    if config.teacher.is_on:
-        from grpo_spmd.preflight.teacher import teacher_bytes
-
-        models["teachers"], said["heads and hidden states of teachers"] = teacher_bytes(config, num_ranks)
     engine = Counter({"engine's weights": memory.engine_weights(config, model)})
     bucket_bytes = config.rollout.sync_bucket_bytes("cuda")
     buffers = Counter(memory.sync_buffers(config, model, num_ranks, bucket_bytes))
@@ -141,9 +148,9 @@ def phases(
         "eval": awake + sampling,
         "rollout": awake + sampling,
         "reward": awake + sampling,
-        "logprobs": held + models + said + _with_holes(peaks.scoring),
-        "update": held + models + said + _with_holes(_at_least(peaks.update, state)),
-        "checkpoint": held + models,
+        "logprobs": held + _with_holes(peaks.scoring),
+        "update": held + _with_holes(_at_least(peaks.update, state)),
+        "checkpoint": held,
     }
     if not config.eval.every_steps:
         del of_phase["eval"]

@@ -92,12 +92,12 @@ def step_time(
     tied = 0 if any(name == "lm_head.weight" for name in model.shapes) else head
     # The embedding is looked up, not multiplied: only the head counts of the two.
     work = Work(sizes, model.num_parameters - head + tied, head, lengths * -(-rollouts // num_ranks), itemsize)
-    speed = _Speed(card, num_ranks // config.model.num_replicas)
+    speed = Speed(card, num_ranks // config.model.num_replicas)
     passes = sum(arithmetic.extra_passes(config))
     rows = arithmetic.micro_batches_per_step(config, num_ranks)[1] // config.training.num_epochs
     seconds = {
         "weight_sync": _sync_s(config, model, speed, num_ranks),
-        "rollout": _rollout_s(config, work, _Speed(card, config.rollout.tensor_parallel_size), places),
+        "rollout": _rollout_s(config, work, Speed(card, config.rollout.tensor_parallel_size), places),
         "logprobs": passes * max(forward_flops(work) / speed.flops, rows * speed.gather_s(model, itemsize)),
         "update": _update_s(config, model, work, speed, num_ranks),
     }
@@ -105,7 +105,7 @@ def step_time(
 
 
 @dataclass(frozen=True)
-class _Speed:
+class Speed:
     """What the card is taken to reach, per second."""
 
     card: Card
@@ -129,7 +129,7 @@ class _Speed:
         return model.num_parameters * itemsize * (self.ranks - 1) / self.ranks / self.link
 
 
-def _sync_s(config: Config, model: ModelFacts, speed: _Speed, num_ranks: int) -> float:
+def _sync_s(config: Config, model: ModelFacts, speed: Speed, num_ranks: int) -> float:
     itemsize = arithmetic.ITEMSIZE[config.model.dtype]
     written = 2 * itemsize * model.num_parameters  # gathered, and copied into the engine's layers
     moved = speed.gather_s(model, itemsize) + (4 * model.num_parameters / speed.ranks + written) / speed.memory
@@ -140,7 +140,7 @@ def _offloaded(config: Config, model: ModelFacts, num_ranks: int) -> float:
     return state_of(config, model, num_ranks).offloaded(config.model.offload)
 
 
-def _rollout_s(config: Config, work: Work, speed: _Speed, places: int) -> float:
+def _rollout_s(config: Config, work: Work, speed: Speed, places: int) -> float:
     """Decoding in as many rounds as the engine's places ask for, the last of them a part; prompts once a group.
     `speed`: of an engine, whose ranks are on one node."""
     rollout, tp = config.rollout, config.rollout.tensor_parallel_size
@@ -157,7 +157,7 @@ def _rollout_s(config: Config, work: Work, speed: _Speed, places: int) -> float:
     return rounds * (decode + reduced / speed.link + completion * ENGINE_STEP_S) + prefill
 
 
-def _update_s(config: Config, model: ModelFacts, work: Work, speed: _Speed, num_ranks: int) -> float:
+def _update_s(config: Config, model: ModelFacts, work: Work, speed: Speed, num_ranks: int) -> float:
     """Forward, backward (twice that, or with frozen weights once), what is made again; gathers and reductions beside
     it; AdamW over the shard, 28 bytes a parameter read and written."""
     training, itemsize, state = config.training, work.itemsize, state_of(config, model, num_ranks)

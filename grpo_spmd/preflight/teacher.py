@@ -86,24 +86,6 @@ def teacher_rows(config: Config, num_ranks: int) -> Iterator[Row]:
             yield what, size_text(shard * itemsize), f"{how}; in host memory while the engine is awake"
 
 
-def teacher_bytes(config: Config, num_ranks: int) -> tuple[int, int]:
-    """Of a rank: models of their own, and what teacher.loss full keeps to the end of an update, whole lm_heads and the
-    hidden states of completions of full length. Not the activations of their passes. Raises ConfigError."""
-    itemsize, ranks = arithmetic.ITEMSIZE[config.model.dtype], num_ranks // config.model.num_replicas
-    tokens = arithmetic.rollouts_of_a_rank(config, num_ranks) * config.rollout.max_completion_tokens
-    models, heads, widest = 0, 0, 0
-    for path in config.teacher.paths.values():
-        if (model := read_model(path)) is None:
-            raise ConfigError(f"teacher.path: {path} is not here; its config.json is needed to plan")
-        if not _is_shared(config, path):
-            models += itemsize * arithmetic.shard_numel(model.shapes, ranks)
-        if model.dimensions is not None:
-            heads += model.dimensions.vocabulary * model.dimensions.hidden
-            widest = max(widest, model.dimensions.hidden)
-    kept = heads + tokens * config.training.num_mini_batches * widest
-    return models, itemsize * kept if config.teacher.loss == "full" else 0
-
-
 def _is_shared(config: Config, path: str) -> bool:
     """With the policy, whose adapters are off, or with the reference."""
     return path == config.model.path and bool(config.model.lora.rank or config.loss.kl_coef)

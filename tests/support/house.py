@@ -65,7 +65,7 @@ EXAMPLES = {"small": 140, "demo": 200}
 ARMOUR = {"proofs": 1810, "model/families": 690, "rewards/trl.py": 200, "untrusted": 221, "distributed/ending.py": 135}
 # What shows before a GPU is there that it will run there, and what else only GPUs and several hosts need.
 EVIDENCE = {
-    "plan": 1100,
+    "plan": 1330,
     "observe/cards.py": 85,
     "distributed/machine.py": 150,
     "engine/gpu.py": 95,

@@ -3,10 +3,8 @@ rollouts are shown to whom, and what of a config is refused."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -29,13 +27,9 @@ from grpo_spmd.learn.teacher import Ask, Teacher, TeacherModel, taught_row
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.divergence import Divergence, TopTeacher, WholeTeacher, top_outcomes
 from grpo_spmd.model.policy import Policy, build_policy
-from grpo_spmd.observe.cards import CARDS
-from grpo_spmd.plan.dry_run import Peaks
-from grpo_spmd.plan.phases import KvCache, phases
 from grpo_spmd.preflight.checks import check_inputs
 from grpo_spmd.preflight.explain import explain
 from grpo_spmd.preflight.model_facts import read_model
-from grpo_spmd.preflight.teacher import teacher_bytes
 from grpo_spmd.records import Decision, Lesson, MicroBatch, Rollout, RolloutBatch
 from tests.support import trl_distillation
 from tests.support.models import make_model, write_config
@@ -298,12 +292,6 @@ def test_explain_counts_the_teachers_bytes_and_passes(tmp_path: Path, folders: l
     shard = sum(-(-shape[0] // 2) * math.prod(shape[1:]) for shape in model.shapes.values())
     assert f"{shard:,} parameters of a shard x 4" in of_teacher
     assert any("extra passes of teachers" in line for line in lines)
-    # 2 ranks: 8 completions of 12 tokens each; lm_head and hidden states of width 96
-    full = dataclasses.replace(config, teacher=TeacherConfig(path=str(folders[1]), loss="full"))
-    assert teacher_bytes(config, 2) == (4 * shard, 0)
-    assert teacher_bytes(full, 2) == (4 * shard, 4 * 96 * (97 + 8 * 12))
-    cache, peaks = KvCache(0, 0, 0, 0, 0, 0), Peaks(Counter(), Counter())
-    found = phases(full, model, CARDS["H100-80GB"], 2, peaks, cache)
-    assert {phase for phase, parts in found.items() if "teachers" in parts} == {"logprobs", "update", "checkpoint"}
-    lora = dataclasses.replace(config, teacher=TeacherConfig(path=str(folders[0])), loss=LossConfig(kl_coef=0.1))
-    assert any("is the reference's" in line for line in explain(lora, sources, model, 32, 2))
+    own = [f"teacher.path={folders[0]}", "loss.kl_coef=0.1"]
+    shared, sources = load_config_with_sources(path, own)
+    assert any("is the reference's" in line for line in explain(shared, sources, model, 32, 2))

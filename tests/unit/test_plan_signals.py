@@ -1,0 +1,167 @@
+"""The planner with models beside the policy: bytes by phase and seconds by hand, and what real ones hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.tensor import DTensor
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.model.policy import build_policy
+from grpo_spmd.plan.dry_run import Peaks
+from grpo_spmd.plan.signals import (
+    Beside,
+    Extra,
+    Kind,
+    extras_of,
+    host_bytes,
+    models_beside,
+    said_by,
+    widened,
+    with_head_of,
+    with_models,
+    with_time,
+)
+from grpo_spmd.plan.step_time import Speed, StepTime
+from tests.support.models import make_model
+from tests.support.real_memory import lone_rank
+from tests.unit.test_plan import CARD, MODEL, by_hand, tiny_config
+
+
+def made_up(
+    kind: Kind, num_bytes: int, *, scoring: int = 0, update: int = 0, kept: int = 0, gradients: int = 0
+) -> Beside:
+    peaks = Peaks(Counter(activations=scoring), Counter(activations=update))
+    extra = Extra(kind, kind, MODEL, Path("x"))
+    return Beside(extra, num_bytes, gradients, peaks, Counter({"said": kept} if kept else {}))
+
+
+def test_teacher_and_critic_are_held_while_the_engine_sleeps() -> None:
+    names = ("weight_sync", "rollout", "reward", "logprobs", "update", "checkpoint")
+    before = {name: Counter(policy=1000) for name in names}
+    found = with_models(before, [made_up("teacher", 70), made_up("critic", 500)])
+    held = Counter({"policy": 1000, "teacher": 70, "critic": 500})
+    assert found == {name: held if name in names[3:] else Counter(policy=1000) for name in names}
+    assert host_bytes([made_up("teacher", 70), made_up("critic", 500)]) == Counter(
+        {"teacher, waiting": 70, "critic, waiting": 500, "checkpoint's copy": 500}
+    )
+
+
+def test_a_reward_model_has_the_engines_place_while_it_scores() -> None:
+    """Of two the larger counts; where the engine's own peak is higher, that does."""
+    reward = Counter({"policy": 1000, "KV cache": 5000, "engine's weights": 300, "engine's activations": 10})
+    models = [made_up("reward model", 600), made_up("reward model", 5200, scoring=1000)]
+    found = with_models({"reward": reward}, models)
+    assert found["reward"] == Counter({"policy": 1000, "reward model": 5200, "activations": 1000, "fragmentation": 50})
+    assert with_models({"reward": reward}, models[:1])["reward"] == reward
+
+
+def test_passes_take_turns_and_what_a_teacher_says_is_kept() -> None:
+    policy = Peaks(Counter(logits=100), Counter(activations=900))
+    models = [
+        made_up("teacher", 0, scoring=250, kept=40),
+        made_up("critic", 0, scoring=80, update=700, gradients=1200),
+        made_up("reward model", 0, scoring=9999),
+    ]
+    found = widened(policy, models)
+    assert found.scoring == Counter(activations=250, said=40)
+    assert found.update == Counter(gradients=1200, said=40)  # AdamW needs all of the critic's gradients at one time
+    assert widened(policy, models[:1]).update == Counter(activations=900, said=40)
+    assert widened(policy, []) == policy
+
+
+def a_teacher(config: Config, loss: str) -> Counter[str]:
+    changed = load_with(config, f"teacher.loss={loss}", "teacher.top_k=8")
+    return said_by(changed, Extra("teacher", "teacher", MODEL, Path("x")), 4)
+
+
+def load_with(config: Config, *overrides: str) -> Config:
+    return load_config(Path(config.run_dir).parent / "hand.yaml", ["teacher.path=x", *overrides])
+
+
+def test_what_a_teacher_says_by_hand(tmp_path: Path) -> None:
+    """8 prompts of 4 completions on 4 ranks: 8 rollouts of 48 tokens; D 32, V 100, bfloat16."""
+    config, tokens = by_hand(tmp_path), 8 * 48
+    assert a_teacher(config, "sampled") == {"teacher's logprobs": 4 * tokens}
+    assert a_teacher(config, "topk") == {"teacher's likeliest tokens": 8 * (8 + 4) * tokens}
+    assert a_teacher(config, "full") == {"teacher's hidden states": 64 * tokens, "teacher's lm_head": 6400}
+    assert not said_by(load_with(config), Extra("critic", "critic", MODEL, Path("x")), 4)
+
+
+def test_heads_by_hand() -> None:
+    config: dict[str, Any] = {"hidden_size": 32, "id2label": {"0": "bad", "1": "good", "2": "odd"}}
+    shapes = {"model.norm.weight": (32,), "lm_head.weight": (100, 32)}
+    assert with_head_of("teacher", shapes, config) == shapes
+    assert with_head_of("critic", shapes, config) == {"model.norm.weight": (32,), "head.weight": (1, 32)}
+    assert with_head_of("reward model", shapes, config)["head.weight"] == (3, 32)
+
+
+def test_seconds_by_hand(tmp_path: Path) -> None:
+    """A forward pass is that of the planner's own extra passes; a critic's update three more; and each model moves to
+    host memory and back at the card's speed."""
+    config = load_with(by_hand(tmp_path), "model.activation_checkpointing=true")
+    before = StepTime({"weight_sync": 0.0, "rollout": 0.0, "logprobs": 0.0, "update": 0.0})
+    moved = 10**6 / (CARD.host_gb_s * 1e9)
+    teacher, critic = made_up("teacher", 10**6), made_up("critic", 10**6, gradients=4 * 1000)
+    found = with_time(before, config, [teacher], CARD, 4).phases
+    forward = found["logprobs"]
+    assert forward > 0
+    assert found["weight_sync"] == pytest.approx(moved)
+    assert found["update"] == pytest.approx(moved)
+    found = with_time(before, config, [critic], CARD, 4).phases
+    without_head = found["logprobs"]
+    assert 0 < without_head <= forward
+    stepped = 28 * 1000 / Speed(CARD, 4).memory
+    assert found["update"] == pytest.approx(moved + 4 * without_head + stepped)  # forward, backward twice, recomputed
+    found = with_time(before, config, [made_up("reward model", 10**6)], CARD, 4).phases
+    assert found["reward"] == pytest.approx(without_head + 2 * moved)
+    assert found["logprobs"] == 0
+
+
+def test_a_model_that_the_run_has_anyway_is_counted_once(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "loss.kl_coef=0")
+    same = f"teacher.path={config.model.path}"
+    path = tmp_path / "config.yaml"
+
+    def names(*overrides: str) -> list[str]:
+        return [extra.name for extra in extras_of(load_config(path, [same, *overrides]))]
+
+    assert names("loss.kl_coef=0") == ["teacher"]
+    assert names("loss.kl_coef=0.1") == []  # the reference
+    assert names("loss.kl_coef=0", "model.lora.rank=4") == []  # the policy without its adapters
+    two = "{a: " + config.model.path + ", b: " + config.model.path + "}"
+    assert names("loss.kl_coef=0", f"teacher.path={two}") == ["teacher a", "teacher b"]
+
+
+def test_one_that_is_not_here_is_named(tmp_path: Path) -> None:
+    tiny_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"^teacher.path: there is no config.json of org/none here; hf download"):
+        extras_of(load_config(tmp_path / "config.yaml", ["teacher.path=org/none"]))
+
+
+def test_a_real_one_holds_what_is_planned(tmp_path: Path) -> None:
+    """A teacher of 2 ranks, in the compute dtype."""
+    tiny_config(tmp_path, "loss.kl_coef=0")
+    other = make_model(tmp_path / "other", "qwen3", tied=False, num_hidden_layers=4, vocab_size=1200)
+    overrides = ["loss.kl_coef=0", "model.dtype=bfloat16", f"teacher.path={other}"]
+    config = load_config(tmp_path / "config.yaml", overrides)
+    (teacher,) = models_beside(config, 2, ((8, 248),))
+    with lone_rank(2, 1) as session:
+        own = build_policy(load_with_path(config, str(other)).model, 1.0, session, trainable=False)
+        held = sum(local_bytes(parameter) for parameter in own.parameters())
+    assert teacher.num_bytes == held
+    assert teacher.peaks.scoring["logits"] > 0
+
+
+def load_with_path(config: Config, path: str) -> Config:
+    return load_config(Path(config.run_dir).parent / "config.yaml", [f"model.path={path}", "model.dtype=bfloat16"])
+
+
+def local_bytes(parameter: Any) -> int:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return int(local.untyped_storage().nbytes())
