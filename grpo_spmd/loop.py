@@ -55,7 +55,8 @@ def _train_step(run: Run, step: int) -> None:
     run.preemption.check_before_update()
     with phase("update"):
         run.update_check.run_if_due(step, sampled, batch, decision)
-        sums = run.signals.update(batch, check) | run.updater.update(batch, run.update_check, check, keep)
+        update = run.updater.measure if run.signals.hold_policy(step) else run.updater.update
+        sums = update(batch, run.update_check, check, keep) | run.signals.update(batch)
     log.record_largest(run.update_check.metrics())
     run.dump.write_updated(step, sampled, decision, sums, keep)
     counts = run.progress.count(sampled.num_completions, decision.num_sampled_tokens, run.stream.epoch)

@@ -190,7 +190,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     writer, every_steps = RolloutWriter(run_dir, config.logging, session), config.logging.rollouts_every_steps
     of_eval = config.eval, config.seed, max_error_frac, writer if every_steps else None, environments
     evaluator = Evaluator(held_out, engine, score, *of_eval)
-    checkpoints = Checkpoints(run_dir, config.checkpoint, num_steps, session, policy, updater, facts)
+    checkpoints = Checkpoints(run_dir, config.checkpoint, num_steps, session, policy, updater, facts, signals.critic)
     checkpoints.load(start)
     stream, tail = open_stream(config, prompts, start)
     # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.

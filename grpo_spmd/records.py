@@ -142,6 +142,8 @@ class MicroBatch:
     old_logprobs: Tensor | None = None  # float32 [C]; None where the loss does not need them
     ref_logprobs: Tensor | None = None  # the same
     lesson: Lesson | None = None  # of a teacher, if there is one
+    old_values: Tensor | None = None  # float32 [C], by the critic before this step's updates; None: there is no critic
+    returns: Tensor | None = None  # float32 [C], what the critic's values are taught
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from grpo_spmd.proofs.update_check import More
 from grpo_spmd.records import Prompt, ScoredRollouts
 
 if TYPE_CHECKING:
+    from grpo_spmd.learn.critic import Critic
     from grpo_spmd.learn.teacher import Ask, Teacher
     from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
 
@@ -29,10 +30,13 @@ def open_signals(
     """Collective. Teachers and critic of the run, with their models built. `reference` is the run's, `prompt_at` gives
     the prompt at a place of its stream. Raises ConfigError."""
     signals: list[Signal] = []
+    critic = open_critic(config, policy, session)
+    if critic is not None:
+        signals.append(critic)
     teacher = open_teacher(config, policy, session, reference, prompt_at, tokenizer)
     if teacher is not None:
         signals.append(teacher)
-    return Signals(signals, teacher=teacher)
+    return Signals(signals, teacher=teacher, critic=critic, num_held_steps=config.critic.warmup_steps)
 
 
 def checks_of(config: Config, signals: Signals) -> list[More]:
@@ -44,6 +48,13 @@ def checks_of(config: Config, signals: Signals) -> list[More]:
 
         assert isinstance(signals.teacher, Teacher)
         checks.append(TeacherCheck(signals.teacher, config.rollout.temperature, config.model.dtype))
+    if config.critic.path is not None:
+        from grpo_spmd.learn.critic import Critic
+        from grpo_spmd.proofs.critic_check import CriticCheck
+
+        assert isinstance(signals.critic, Critic)
+        dtype, normalize_std = config.model.dtype, config.advantage.normalize_std
+        checks.append(CriticCheck(signals.critic.model, config.critic, normalize_std, config.loss, dtype))
     return checks
 
 
@@ -142,3 +153,16 @@ def open_reward_models(
     of_all = of_config | {name: weight for name, weight in weights.items() if name not in of_config}
     scorer = RewardModels(models, of_all, engine, checks, config.proofs.every_steps)
     return scorer.behind(score), [*of_all.values()]
+
+
+def open_critic(config: Config, policy: Policy, session: Session) -> Critic | None:
+    """Collective. None where the config has none. Raises ConfigError for a model that cannot be one."""
+    if config.critic.path is None:
+        return None
+    from grpo_spmd.learn.critic import Critic
+    from grpo_spmd.model.values import build_value_model
+
+    longest, num_tokens = config.max_rollout_tokens, policy.model.get_input_embeddings().weight.shape[0]
+    model = build_value_model(config.critic.path, config.model, session, longest, num_tokens)
+    sections = config.loss, config.optimizer, config.training
+    return Critic(model, config.critic, config.advantage.normalize_std, *sections)

@@ -143,6 +143,7 @@ TRAINER = {
     **{"model_path": text(r"[^\0]+", "a text"), "config": mapping_of(_PLAIN)},
     **dict.fromkeys(("model_fingerprint", "data_fingerprint"), _DIGEST),
     "contents": or_null(mapping_of(_DIGEST)),
+    "critic": or_null(mapping_of(whole(0))),
     "waiting": list_of(whole(0), 0, 2**20),
     "mismatch_scale": or_null(list_of(_SMALL, 2, 2)),
 }

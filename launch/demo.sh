@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a built-in demo on a fresh machine: sets up .venv, makes a tiny model, and lets GRPO teach it countdown, or to use a tool, or a
 # teacher's distribution (distill), or by a reward model (rm).
-#   launch/demo.sh [NAME] [section.key=value ...]      e.g. launch/demo.sh seed=3; NAME: tools, distill, judge or rm, of configs/demo-NAME.yaml
+#   launch/demo.sh [NAME] [section.key=value ...]      e.g. launch/demo.sh seed=3; NAME: tools, distill, judge, ppo or rm (configs/demo-NAME.yaml)
 #   NPROC=1 launch/demo.sh                             another number of ranks; default: every GPU, or 2 on the CPU
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
 from grpo_spmd.checkpoint.export import stored_tensors
 from grpo_spmd.checkpoint.manifest import TO_GO_ON, CheckpointError, NewerFormatError, read_trainer, verify_files
@@ -18,6 +20,7 @@ from grpo_spmd.checkpoint.state import MOMENTS, RunFacts, state_tensors, trained
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
+from grpo_spmd.learn.signals import Trained
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.schedule import changed_schedule
@@ -103,21 +106,28 @@ def _damage_of(folder: Path, session: Session) -> str | None:
 
 
 @torch.no_grad()
-def load_state(policy: Policy, updater: PolicyUpdater, folder: Path, trainer: dict[str, Any]) -> None:
-    """Collective. Fill the policy's shards, and the optimizer's, from a verified checkpoint of any world size and mesh.
-    Raises ConfigError where the tensors are not those of this model."""
+def load_state(
+    policy: Policy, updater: PolicyUpdater, folder: Path, trainer: dict[str, Any], critic: Trained | None = None
+) -> None:
+    """Collective. Fill the policy's shards, and the optimizer's, from a verified checkpoint of any world size and mesh,
+    and those of the critic. Raises ConfigError where the tensors are not those of these models."""
     reader = dcp.HuggingFaceStorageReader(str(folder / "state"))
     metadata = reader.read_metadata().state_dict_metadata
     stored = {name: list(getattr(tensor, "size", [])) for name, tensor in metadata.items()}
-    for name, parameter in trained_parameters(policy).items():
-        if f"exp_avg.{name}" in stored:
-            moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-            num_steps = torch.tensor(float(trainer["num_updates"]), device=parameter.device)  # for the fused kernel
-            updater.optimizer.state[parameter] = {"step": num_steps, **moments}
-    wanted = state_tensors(policy, updater)
+    _make_moments(trained_parameters(policy), updater.optimizer, trainer["num_updates"], "", stored)
     updater.restore(trainer)
+    kinds: tuple[str, ...] = ("policy.",)
+    if critic is not None:
+        if (counts := trainer.get("critic")) is None:
+            raise ConfigError(
+                f"checkpoint.resume: {folder} holds no critic; leave critic.path out, or start a new run_dir"
+            )
+        _make_moments(critic.trained_parameters(), critic.optimizer, counts["num_updates"], "critic_", stored)
+        critic.restore(counts)
+        kinds = ("policy.", "critic.")
+    wanted = state_tensors(policy, updater, critic)
     expected = {name: list(tensor.shape) for name, tensor in wanted.items()}
-    for name in sorted(expected.keys() | {n for n in stored if n.startswith("policy.")}):
+    for name in sorted(expected.keys() | {n for n in stored if n.startswith(kinds)}):
         if stored.get(name) != expected.get(name):
             shapes = f"{stored.get(name, 'none')} there, and {expected.get(name, 'none')} here"
             raise ConfigError(f"checkpoint.resume: {folder} is of another model: {name} has shape {shapes}")
@@ -125,3 +135,18 @@ def load_state(policy: Policy, updater: PolicyUpdater, folder: Path, trainer: di
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         # each rank reads what it holds: nothing needs to be agreed on, and DCP's own collectives would send pickles
         dcp.load(dict(wanted), storage_reader=reader, no_dist=True)
+
+
+def _make_moments(
+    parameters: dict[str, DTensor],
+    optimizer: torch.optim.Optimizer,
+    num_updates: int,
+    prefix: str,
+    stored: Container[str],
+) -> None:
+    """Those that the checkpoint has, to be filled."""
+    for name, parameter in parameters.items():
+        if f"{prefix}exp_avg.{name}" in stored:
+            moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+            num_steps = torch.tensor(float(num_updates), device=parameter.device)  # for the fused kernel
+            optimizer.state[parameter] = {"step": num_steps, **moments}

@@ -104,6 +104,9 @@ def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, 
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS):
             was = f"{key} ({config.get(key)}) was {before.get(key)} in the run that wrote {checkpoint}"
             raise ConfigError(f"{was}, and cannot change on the way; set it back, or start a new run_dir")
+    if (has := config.get("critic.path") is not None) != (before.get("critic.path") is not None):
+        rule = "and a critic cannot come or go on the way; set critic.path back, or start a new run_dir"
+        raise ConfigError(f"{checkpoint} was written {'without' if has else 'with'} a critic, {rule}")
     own = ("checkpoint.", "run_dir")
     changed = [key for key in changed if "<redacted>" not in (before.get(key), config.get(key))]  # nor show a secret
     return [f"{key} {before.get(key)} -> {config.get(key)}" for key in changed if not key.startswith(own)]

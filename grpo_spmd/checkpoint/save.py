@@ -30,6 +30,7 @@ from grpo_spmd.distributed.preemption import leave_marker, remove_marker
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import own_store
 from grpo_spmd.files import sync_path
+from grpo_spmd.learn.signals import Trained
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.hf_files import checkpoint_folder
 from grpo_spmd.model.host_memory import host_buffer
@@ -67,10 +68,11 @@ class Checkpoints:
         policy: Policy,
         updater: PolicyUpdater,
         facts: RunFacts,
+        critic: Trained | None = None,
     ) -> None:
         """`num_steps`: of the whole run, after which it is saved and exported; `facts`: what is written beside it."""
         self._run_dir, self._config, self._num_steps, self._facts = run_dir, config, num_steps, facts
-        self._session, self._policy, self._updater = session, policy, updater
+        self._session, self._policy, self._updater, self._critic = session, policy, updater, critic
         self._buffers: dict[str, Tensor] = {}  # in host memory, made once: pinned memory is slow to get
         self._staged: _Staged | None = None
         self._writer: threading.Thread | None = None
@@ -86,7 +88,7 @@ class Checkpoints:
         self._saved_step = start.step
         remove_marker(self._run_dir)
         if start.folder is not None:
-            load_state(self._policy, self._updater, start.folder, start.trainer)
+            load_state(self._policy, self._updater, start.folder, start.trainer, self._critic)
             if self._session.is_rank0:
                 _log.info("goes on from %s", start.folder)
 
@@ -105,7 +107,8 @@ class Checkpoints:
         """Collective. Copy the state into host memory, once the save before is through."""
         self._wait_for_writer()
         start, folder = time.perf_counter(), checkpoint_path(self._run_dir, step)
-        shards = {name: t for name, t in state_tensors(self._policy, self._updater).items() if is_first_replica(t)}
+        tensors = state_tensors(self._policy, self._updater, self._critic)
+        shards = {name: t for name, t in tensors.items() if is_first_replica(t)}
         num_bytes = sum(t.to_local().nbytes for t in shards.values())
         if self._is_due(step, self._config.export_every_steps):
             num_bytes += sum(t.to_local().nbytes for name, t in shards.items() if name.startswith("policy."))
@@ -121,8 +124,10 @@ class Checkpoints:
         if self._session.device.type == "cuda":
             torch.cuda.synchronize()
         self._num_saves, self._saved_step = self._num_saves + 1, step
-        trainer = {"format": FORMAT, "step": step, "position": position}
+        trainer: dict[str, Any] = {"format": FORMAT, "step": step, "position": position}
         trainer |= {**self._updater.state(), **log_state, **asdict(self._facts)}
+        if self._critic is not None:
+            trainer["critic"] = self._critic.state()
         self._staged = _Staged(step, folder, rows, trainer, start)
 
     def write_staged(self) -> None:

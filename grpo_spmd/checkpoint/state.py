@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.data.tokens import digests_of
 from grpo_spmd.distributed.session import Session
+from grpo_spmd.learn.signals import Trained
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.hf_files import checkpoint_folder
 from grpo_spmd.model.lora import hf_name
@@ -82,13 +83,22 @@ def model_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def state_tensors(policy: Policy, updater: PolicyUpdater) -> dict[str, DTensor]:
+def state_tensors(policy: Policy, updater: PolicyUpdater, critic: Trained | None = None) -> dict[str, DTensor]:
     """What trains, and its moments once there are any, by their names in a checkpoint."""
+    tensors = _with_moments(trained_parameters(policy), updater.optimizer, "policy.", "")
+    if critic is not None:
+        tensors |= _with_moments(critic.trained_parameters(), critic.optimizer, "critic.", "critic_")
+    return tensors
+
+
+def _with_moments(
+    parameters: dict[str, DTensor], optimizer: torch.optim.Optimizer, prefix: str, of_moments: str
+) -> dict[str, DTensor]:
     tensors: dict[str, DTensor] = {}
-    for name, parameter in trained_parameters(policy).items():
-        tensors[f"policy.{name}"] = parameter
-        moments = updater.optimizer.state.get(parameter, {})
-        tensors |= {f"{moment}.{name}": moments[moment] for moment in MOMENTS if moment in moments}
+    for name, parameter in parameters.items():
+        tensors[prefix + name] = parameter
+        moments = optimizer.state.get(parameter, {})
+        tensors |= {f"{of_moments}{moment}.{name}": moments[moment] for moment in MOMENTS if moment in moments}
     return tensors
 
 

@@ -101,13 +101,14 @@ _OTHERWISE = {
 def _advice(name: str, value: str | None, rule: str = "an override has no dashes") -> str:
     """The key by our name, with the value where it means the same there."""
     from grpo_spmd.config.aliases import known_elsewhere, same_here
+    from grpo_spmd.config.unknown_key import keys_named
 
     known, said, key = key_names(Config), known_elsewhere(name), name
     if name in known or name.startswith("rewards."):
         said = None
     elif said is None:
         last = name.replace("-", "_").rpartition(".")[2]
-        ours = [key for key in known if key.rpartition(".")[2] == last]
+        ours = keys_named(last, known)
         if len(ours) != 1 and "." not in name:
             return f"{name}: neither an option nor a key; --help lists both"
         key = ours[0] if len(ours) == 1 else name.replace("-", "_")

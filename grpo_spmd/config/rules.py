@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from grpo_spmd.config.coerce import REFUSED_KEYS
+from grpo_spmd.config.critic import check_critic
 from grpo_spmd.config.environment import check_environment
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.logging_keys import check_logging
@@ -41,6 +42,14 @@ def check_rules(config: Config) -> None:
     _check_evaluation(config)
     _check_schedule(config.optimizer)
     check_logging(config.logging)
+    advantage = config.advantage
+    check_critic(
+        config.critic,
+        advantage.estimator,
+        advantage.normalize_std,
+        config.environment.discount,
+        config.training.num_steps,
+    )
     overlong = config.advantage.overlong_buffer_tokens
     check_environment(config.environment, config.rollout.tail_batching, overlong, config.loss.kl_in)
     has_rewards = config.environment.is_on or any(reward.weight for reward in config.rewards)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from grpo_spmd.config.critic import CriticConfig
 from grpo_spmd.config.environment import EnvironmentConfig
 from grpo_spmd.config.key import key, required
 from grpo_spmd.config.logging_keys import LoggingConfig
@@ -116,11 +117,12 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl"] = key("grpo",
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl", "gae"] = key("grpo",
         "grpo: minus the group's mean, scaled by normalize_std; dr_grpo: never scaled; rloo: minus the mean of the "
         "others; reinforce_pp: minus the mean of the step's rewards, over their standard deviation; max_rl: minus the "
-        "group's mean, over that mean")
-    normalize_std: Literal["group", "batch", "none"] = key("group", "which standard deviation grpo divides by")
+        "group's mean, over that mean; gae: PPO's, of each token, from the critic's values")
+    normalize_std: Literal["group", "batch", "none"] = key("group",
+        "which standard deviation grpo divides by; of gae batch whitens over the step's tokens, or none")
     overlong_buffer_tokens: int = key(0,
         "completions that end within this many tokens of the longest are punished, linearly; 0: none", at_least=0)
     overlong_penalty: float = key(1.0, "what a completion of the full length loses of its reward", at_least=0)
@@ -237,6 +239,7 @@ class Config:
     environment: EnvironmentConfig = dataclasses.field(default_factory=EnvironmentConfig)
     teacher: TeacherConfig = dataclasses.field(default_factory=TeacherConfig)
     advantage: AdvantageConfig = dataclasses.field(default_factory=AdvantageConfig)
+    critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)

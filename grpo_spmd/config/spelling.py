@@ -65,7 +65,7 @@ _REMEDIES: dict[str, tuple[tuple[str, str], ...]] = {
     "advantage.estimator": ((r"reinforce(\+\+|_?plus_?plus)", "VALUE is reinforce_pp"),
         (r"reinforce_baseline|reinforce(\+\+|_?plus_?plus)[-_]baseline", "nearest is grpo with "
         "advantage.normalize_std: batch"), (r"group_norm|group", "VALUE is grpo"), (r"(?i)max_?rl", "VALUE is max_rl"),
-        (r"gae|remax|ppo|optimal.*", "there is no critic and no greedy baseline")),
+        (r"ppo", "VALUE is gae, with a critic.path"), (r"remax|optimal.*", "there is no greedy baseline")),
     "advantage.normalize_std": ((r"(?i)false|no|off", "VALUE is none"), (r"(?i)true|yes|on", "VALUE is group")),
     "optimizer.schedule": ((r"constant_with_warmup", "constant with optimizer.warmup_steps"), (r"cosine_with_min_lr.*",
         "cosine with optimizer.min_lr"), (r"(cosine|linear)_with_.*|warmup_.*", "cosine or linear, with "

@@ -14,6 +14,7 @@ from grpo_spmd.config.dump import join_key
 from grpo_spmd.config.schema import Config, RewardConfig
 
 _LIKE, _LIKE_ELSEWHERE = 0.7, 0.85
+_BESIDE = ("critic.",)
 
 
 def unknown_key(full: str, where: str, value: Any) -> str:
@@ -46,8 +47,14 @@ def _meant(name: str, where: str, is_section: bool) -> str | None:
         return inside[like]
     by_last = {key.rpartition(".")[2]: key for key in known}
     like = name if name in by_last else _like(name, by_last, _LIKE_ELSEWHERE)
-    found = [key for key in known if key.rpartition(".")[2] == like]
+    found = keys_named(like, known)
     return found[0] if len(found) == 1 else None
+
+
+def keys_named(name: str | None, known: Iterable[str]) -> list[str]:
+    """Keys with this last part; where the policy and a model beside it have one, the policy's is meant."""
+    found = [key for key in known if key.rpartition(".")[2] == name]
+    return [key for key in found if not key.startswith(_BESIDE)] or found
 
 
 def _like(name: str, names: Iterable[str], cutoff: float) -> str | None:

@@ -23,7 +23,8 @@ def compute_advantages(rewards: Grid, estimator: str, normalize_std: str) -> tup
             divided; Liu et al. 2025), "rloo" (reward minus the mean of the *other* rewards of the group; Ahmadian et
             al. 2024), "reinforce_pp" (REINFORCE++, Hu et al. 2025: minus the mean of all rewards, divided by their
             standard deviation) or "max_rl" (Tajwar et al. 2026: reward minus group mean, divided by that mean; it is
-            made for rewards of 0 and 1, and a group whose mean is not above 0 gets 0).
+            made for rewards of 0 and 1, and a group whose mean is not above 0 gets 0). "gae": the rewards themselves,
+            of which the critic makes advantages later.
         normalize_std: "group", "batch" or "none"; read by "grpo" alone.
     """
     rewards = rewards.double()
@@ -33,6 +34,8 @@ def compute_advantages(rewards: Grid, estimator: str, normalize_std: str) -> tup
     centered = torch.where(known, rewards - mean, 0.0)
     std = (centered.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     zero_std = std.squeeze(1) < ZERO_STD_TOLERANCE
+    if estimator == "gae":
+        return torch.where(known, rewards, 0.0).float(), zero_std
     if estimator == "reinforce_pp":
         std = batch_std(rewards)
         baseline = rewards[known].mean() if known.any() else 0.0

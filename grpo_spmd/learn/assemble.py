@@ -14,9 +14,9 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.exchange import decode_rollouts, encode_rollouts, rollout_of
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.packing import pack_rollouts
-from grpo_spmd.learn.sampled_step import SampledStep, advantages_of
+from grpo_spmd.learn.sampled_step import SampledStep, StepRules, advantages_of
 from grpo_spmd.learn.shares import cut, of_sampled, of_trained
-from grpo_spmd.learn.turn_credit import Credit, turn_advantages
+from grpo_spmd.learn.turn_credit import Credit, token_rewards, turn_advantages
 from grpo_spmd.records import Completion, Decision, Prompt, Rollout, RolloutBatch, RolloutGroup, StepDecision
 
 
@@ -30,7 +30,7 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
         if slot is None:
             continue
         rewards = sampled.scored.rewards[number * size : (number + 1) * size]
-        credited = _credited(decision, slot, group, rewards, sampled.rules.discount)
+        credited = _credited(decision, slot, group, rewards, sampled.rules)
         for i, (completion, credit) in enumerate(zip(group.completions, credited, strict=True), start=slot * size):
             rollout = _rollout(i, credit, decision.in_loss[i], group.prompt, completion)
             outgoing[decision.trained_by[i]].append(rollout)
@@ -41,10 +41,13 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
 
 
 def _credited(
-    decision: Decision, slot: int, group: RolloutGroup, rewards: Sequence[float | None], discount: float | None
+    decision: Decision, slot: int, group: RolloutGroup, rewards: Sequence[float | None], rules: StepRules
 ) -> Sequence[Credit]:
-    size = len(group.completions)
+    size, discount = len(group.completions), rules.discount
     advantages = [decision.advantages[i] for i in range(slot * size, (slot + 1) * size)]
+    if rules.advantage.estimator == "gae":  # still rewards
+        pairs = zip(advantages, group.completions, strict=True)
+        return [token_rewards(reward, completion, discount is not None) for reward, completion in pairs]
     if discount is None:
         return advantages
     episodes = [completion.episode for completion in group.completions]
@@ -64,8 +67,9 @@ def penalise_rewards_by_kl(
     batch: RolloutBatch, decision: Decision, loss: LossConfig, advantage: AdvantageConfig
 ) -> Decision:
     """Collective. With `loss.kl_in: reward`, take kl_coef * (KL to the reference, summed over the completion) off each
-    reward, and compute the advantages again, also those in `batch`, from the old and reference logprobs there."""
-    if loss.kl_in != "reward":
+    reward, and compute the advantages again, also those in `batch`, from the old and reference logprobs there. With gae
+    it is the critic that takes it off, token by token."""
+    if loss.kl_in != "reward" or advantage.estimator == "gae":
         return decision
     kl_of: dict[int, float] = {}
     for micro_batch in batch.micro_batches:

@@ -88,7 +88,7 @@ class Teacher:
         cast(FSDPModule, self.policy).reshard()  # where it teaches itself
         return decision
 
-    def update(self, batch: RolloutBatch, check: Check) -> Reductions:
+    def update(self, batch: RolloutBatch) -> Reductions:
         """Nothing of it trains."""
         return {}
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from grpo_spmd.records import Episode
+from grpo_spmd.records import Completion, Episode
 
 Credit = float | npt.NDArray[np.float64]  # of all tokens of a completion, or of each
 
@@ -48,6 +48,21 @@ def turn_advantages(
         of_turns = advantage + slope * centred[i, : len(episode.turns)]
         found.append(np.repeat(of_turns, [turn.num_tokens for turn in episode.turns]))
     return found
+
+
+def token_rewards(reward: float, completion: Completion, by_turn: bool) -> npt.NDArray[np.float64]:
+    """What gae puts at each sampled token: the rollout's reward at the last one; `by_turn`: each turn's own at its
+    end, and at the last what the rollout has beside them."""
+    rewards = np.zeros(len(completion.token_ids))
+    turns = completion.episode.turns if by_turn and completion.episode is not None else ()
+    end = 0
+    for turn in turns:
+        end += turn.num_tokens
+        if turn.num_tokens and turn.reward is not None:
+            rewards[end - 1] += turn.reward
+    if len(rewards):
+        rewards[-1] += reward - rewards.sum()
+    return rewards
 
 
 def _slope(rewards: Sequence[float], advantages: Sequence[float]) -> float:

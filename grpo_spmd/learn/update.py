@@ -16,7 +16,7 @@ from grpo_spmd.distributed.collectives import any_rank
 from grpo_spmd.distributed.reductions import Histogram, Ids, Max, Mean, Reductions, Sum, merge
 from grpo_spmd.learn import losses
 from grpo_spmd.learn.losses import LossInputs, aggregation_weights, mismatch_sums, policy_loss, rollout_correction
-from grpo_spmd.model.optimizer import build_optimizer
+from grpo_spmd.model.optimizer import build_optimizer, go_on_at
 from grpo_spmd.model.policy import Policy, Scores
 from grpo_spmd.records import MicroBatch, RolloutBatch
 
@@ -91,11 +91,7 @@ class PolicyUpdater:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
         self._num_updates, self._skipped_in_a_row = state["num_updates"], state["skipped_in_a_row"]
-        rates = [base * self._schedule.lr_lambdas[0](self._num_updates) for base in self._schedule.base_lrs]
-        values = self._schedule.state_dict() | {"last_epoch": self._num_updates, "_last_lr": rates}
-        self._schedule.load_state_dict(values)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        go_on_at(self.optimizer, self._schedule, self._num_updates)
 
     def update(
         self, batch: RolloutBatch, watch: Watch | None = None, check: Check | None = None, keep: Keep | None = None
@@ -126,6 +122,27 @@ class PolicyUpdater:
                 sums = merge([sums, of_step])
         self._keep = None
         return sums | {"optim/updates": Max(float(num_updates)), "optim/skipped_updates": Max(float(num_skipped))}
+
+    @torch.no_grad()
+    def measure(
+        self, batch: RolloutBatch, _: Watch | None = None, check: Check | None = None, keep: Keep | None = None
+    ) -> Reductions:
+        """Collective. What `update` measures, over one epoch, of a policy that stays as it is."""
+        sums, self._keep, num_measured = no_update(self._loss), keep, 0
+        try:
+            for number, mini_batch in enumerate(batch.mini_batches):
+                if not batch.num_loss_tokens[number]:
+                    continue
+                num_measured += 1
+                for micro_batch in mini_batch:
+                    if check is not None:
+                        check(False)
+                    counts = batch.num_loss_tokens[number], batch.num_loss_sequences[number]
+                    sums = merge([sums, self._share_of(micro_batch, *counts, True)[1]])
+        finally:
+            cast(FSDPModule, self._policy).reshard()
+        sums = {name: reduction.on_host() for name, reduction in sums.items()}
+        return sums | {"measured": Max(float(num_measured))}
 
     def accumulate(
         self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int, is_synced: bool
@@ -172,6 +189,13 @@ class PolicyUpdater:
     ) -> tuple[Reductions, Tensor]:
         """Adds this micro-batch's gradient. What it adds to the metrics, and which places [C] count and have a score
         that is not finite. `is_synced`: the engine's logprobs are of the weights that it compares."""
+        share, sums, bad_tokens = self._share_of(micro_batch, num_loss_tokens, num_loss_sequences, is_synced)
+        share.backward()
+        return sums, bad_tokens
+
+    def _share_of(
+        self, micro_batch: MicroBatch, num_loss_tokens: int, num_loss_sequences: int, is_synced: bool
+    ) -> tuple[Tensor, Reductions, Tensor]:
         loss, mask, rollout_logprobs = self._loss, micro_batch.loss_mask, micro_batch.rollout_logprobs
         lesson = micro_batch.lesson
         logprobs, entropy, *apart = self._policy(micro_batch, *(lesson.terms if lesson is not None else ()))
@@ -189,7 +213,6 @@ class PolicyUpdater:
             from grpo_spmd.learn.distillation import taught_loss
 
             share, sums = taught_loss(inputs, loss, lesson, *apart)
-        share.backward()
         if is_synced:
             before = logprobs if loss.old_logprobs == "engine" else old_logprobs
             sums |= mismatch_sums(before, rollout_logprobs, mask, entropy)
@@ -197,7 +220,7 @@ class PolicyUpdater:
                 self._keep(micro_batch, before, entropy)
         judged = *scores, rollout_logprobs, *apart, lesson and lesson.logprobs
         finite = torch.stack([score.isfinite() for score in judged if score is not None]).all(0)
-        return sums, mask & ~finite
+        return share, sums, mask & ~finite
 
 
 def no_update(loss: LossConfig) -> Reductions:

@@ -96,12 +96,7 @@ def build_policy(
     With `config.lora.rank` only adapters train, made from `seed`, and the base is frozen in the compute dtype. Without
     `trainable` it is the reference: all of it is frozen so. `longest`: tokens of a rollout at most, as the engine is
     told; some models have other rotary factors for long ones. `role`: how a frozen one is called."""
-    hf_config = load_config(config.path)
-    refuse_unsupported(hf_config, config.path)
-    refuse_window(hf_config, config.path, longest)
-    for name, value in vars(hf_config).items():  # dropout would make the policy differ from the engine that sampled
-        if isinstance(value, int | float) and re.search("dropout|pdrop|layerdrop", name):
-            setattr(hf_config, name, 0.0)
+    hf_config = trainable_config(config.path, longest)
     compute, has_adapters = DTYPES[config.dtype], trainable and config.lora.rank > 0
     # Parameters alone are made in this dtype: Module.to would round the rotary frequencies as well.
     stored = torch.float32 if trainable and not has_adapters else compute
@@ -138,6 +133,18 @@ def build_policy(
     over = " x ".join(map(str, session.mesh.shape))  # replicas x ranks of each
     _log.info("%s: %s, %s over %s ranks, %s attention", role, name, size, over, attention)
     return policy
+
+
+def trainable_config(path: str, longest: int) -> Any:
+    """Of the model of `path`, for rollouts of `longest` tokens, with dropout off: it would make the policy differ from
+    the engine that sampled. Raises ConfigError."""
+    hf_config = load_config(path)
+    refuse_unsupported(hf_config, path)
+    refuse_window(hf_config, path, longest)
+    for name, value in vars(hf_config).items():
+        if isinstance(value, int | float) and re.search("dropout|pdrop|layerdrop", name):
+            setattr(hf_config, name, 0.0)
+    return hf_config
 
 
 def build_reference(

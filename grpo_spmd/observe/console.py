@@ -164,7 +164,8 @@ def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
     """(name, text) of what is wrong with a step."""
     step, mean = int(metrics["step"] or 0), metrics.get("reward/mean")
     dump = f"rollouts/step_{step:06d}.jsonl"
-    if not metrics["optim/updates"] and not metrics["optim/skipped_updates"]:
+    is_warming_up = metrics.get("critic/loss") is not None
+    if not metrics["optim/updates"] and not metrics["optim/skipped_updates"] and not is_warming_up:
         yield "update", "no update was made, since no completion counts (see dynamic_sampling/*, reward/unscored_frac)"
     elif metrics.get("reward/zero_std_groups_frac") == 1.0 and "teacher/kl" not in metrics:
         what = f"in every group all rewards are alike (mean {mean:.3g}), so that nothing is learned from this step"

@@ -16,6 +16,8 @@ Metrics = dict[str, float | None]
 def loss_metrics(sums: Reductions, loss: LossConfig) -> Metrics:
     """Of what all ranks' updates of a step came to."""
     policy, kl, entropy, updates = (sums[name].value for name in ("policy", "kl", "entropy", "optim/updates"))
+    if "measured" in sums:  # and not updated
+        updates = sums["measured"].value
     terms = {"total": total_loss(policy, kl, entropy, loss), "policy": policy, "kl": kl, "entropy": entropy}
     if "teacher" in sums:  # a term of the loss too
         terms["teacher"] = sums["teacher"].value

@@ -10,7 +10,7 @@ from grpo_spmd.config.schema import Config
 
 # First parts of the metrics' names.
 _METRICS = (
-    "batching", "completion", "dynamic_sampling", "environment", "episode", "eval", "loss", "memory", "optim",
+    "batching", "completion", "critic", "dynamic_sampling", "environment", "episode", "eval", "loss", "memory", "optim",
     "process", "progress", "reward", "rollout", "rollout_correction", "teacher", "throughput", "time", "weight_sync",
 )  # fmt: skip
 
@@ -44,10 +44,13 @@ def idle_keys(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
     """A line for each key that was set, and that another key leaves without effect."""
     advantage, loss = config.advantage, config.loss
     estimator = f"advantage.estimator is {advantage.estimator}"
+    of_critic = (name for name in sources if name.startswith("critic."))
     for key, is_idle, why in (
+        *((name, config.critic.path is None, "critic.path is null") for name in of_critic),
+        ("critic.length_alpha", config.critic.lam_policy != "length", "critic.lam_policy is no length"),
         ("loss.kl_estimator", not loss.kl_coef, "loss.kl_coef is 0"),
         ("advantage.overlong_penalty", not advantage.overlong_buffer_tokens, "advantage.overlong_buffer_tokens is 0"),
-        ("advantage.normalize_std", advantage.estimator != "grpo", estimator),
+        ("advantage.normalize_std", advantage.estimator not in ("grpo", "gae"), estimator),
         ("eval.temperature", not config.eval.every_steps, "eval.every_steps is 0"),
         ("eval.num_samples", not config.eval.every_steps, "eval.every_steps is 0"),
         ("teacher.beta", config.teacher.loss == "sampled", "teacher.loss is sampled"),

@@ -44,6 +44,7 @@ class BatchCheck:
         one who asks for turns may go on after one that was cut off."""
         self._rollout, self._advantage, self._loss = rollout, advantage, loss
         self._weights, self._stop_ids, self._is_agent = weights, set(stop_ids), is_agent
+        self._has_critic = advantage.estimator == "gae"  # whose advantages critic_check.py looks at
 
     def run(self, sampled: SampledStep, batch: RolloutBatch, decision: Decision) -> Found:
         """Collective."""
@@ -53,7 +54,7 @@ class BatchCheck:
         kl = _kl_penalties(
             batch, [i for g in sampled.groups for i in _ids(slots.get(g.prompt.position), size)], self._loss
         )
-        shorter: dict[int, float] = {}  # rewards without the penalty for their length
+        shorter = self.rewards_of(sampled, decision)
         dropped: list[int] = []  # positions of groups with a spread that are not trained on
         for number, group in enumerate(sampled.groups):
             own, position = rewards[number * size : (number + 1) * size], group.prompt.position
@@ -64,8 +65,6 @@ class BatchCheck:
             slot = slots[position]
             if self._rollout.dynamic_sampling and is_alike:
                 found.wrong.append(f"group {slot} has rewards that are all alike, and dynamic sampling kept it")
-            for i, completion, reward in zip(_ids(slot, size), group.completions, own, strict=True):
-                shorter[i] = math.nan if reward is None else reward - self._penalty(len(completion.token_ids))
         penalised = {i: reward - kl.get(i, 0.0) for i, reward in shorter.items()}
         known = np.array([r for r in penalised.values() if not math.isnan(r)], np.float64)
         whole = on_rank0_of_bytes(moments_of_all, known.tobytes())
@@ -81,14 +80,15 @@ class BatchCheck:
             has_line = moments([of_group[n] for n in scored])[1] >= _ALIKE
             credit = partial(_credit, group, scored, divisor if has_line else math.inf)
             credited: Sequence[Credit] = ()
-            if ids and discount is not None:
+            if ids and discount is not None and not self._has_critic:
                 of_turns = [one.episode for one in group.completions]
                 credited = turn_advantages(
                     [decision.advantages[i] for i in ids], [penalised[i] for i in ids], of_turns, discount
                 )
             entries = zip(ids, group.completions if ids else (), advantages, strict=True)
             for number, (i, completion, expected) in enumerate(entries):
-                if not same(given := decision.advantages[i], expected):
+                given = 0.0 if self._has_critic else decision.advantages[i]
+                if not self._has_critic and not same(given, expected):
                     found.wrong.append(f"rollout {i} has the advantage {given:.6g}, not {expected:.6g}")
                 is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
                 if decision.in_loss[i] != (not math.isnan(shorter[i]) and not is_cut):
@@ -96,20 +96,32 @@ class BatchCheck:
                 count = len(completion.token_ids)
                 contexts = completion_contexts(group.prompt.token_ids, completion)
                 tokens = [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts]
-                of_tokens = np.full(count, given) if discount is None else np.broadcast_to(credited[number], count)
-                if discount is not None and not math.isnan(shorter[i]):
-                    above = [given + over for over in credit(completion, discount)]
+                of_tokens = np.broadcast_to(credited[number], count) if credited else np.full(count, given)
+                if credited and not math.isnan(shorter[i]):
+                    above = [given + over for over in credit(completion, discount or 0.0)]
                     if not np.allclose(of_tokens, above, rtol=1e-4, atol=1e-5):
                         found.wrong.append(f"rollout {i} has other advantages of its turns than their returns say")
                 name = _name(tokens, completion.logprobs, of_tokens, [decision.in_loss[i]] * count)
                 mine.append((i, name, shorter[i]))
         found.measured["advantages"] = float(len(mine))
-        trained = [pair for micro_batch in batch.micro_batches for pair in _named_rollouts(micro_batch)]
+        trained = [
+            pair for micro_batch in batch.micro_batches for pair in _named_rollouts(micro_batch, self._has_critic)
+        ]
         # With so many groups in the step those of later positions are surplus.
         wanted = self._rollout.num_prompts_per_step if self._rollout.dynamic_sampling else math.inf
         judge = partial(misplaced, of_all=decision.of_all, wanted=wanted)
         found.wrong.extend(on_rank0_of_bytes(judge, told(mine, trained, dropped)))
         self._check_denominators(found, batch)
+        return found
+
+    def rewards_of(self, sampled: SampledStep, decision: Decision) -> dict[int, float]:
+        """Of this rank's rollouts that are trained on, by id, the rewards less the penalties for their length; NaN: not
+        known."""
+        found, rewards, size = dict[int, float](), self._rewards(sampled), self._rollout.group_size
+        for number, group in enumerate(sampled.groups):
+            ids, own = _ids(decision.slots.get(group.prompt.position), size), rewards[number * size :]
+            for i, completion, reward in zip(ids, group.completions, own, strict=False):
+                found[i] = math.nan if reward is None else reward - self._penalty(len(completion.token_ids))
         return found
 
     def _rewards(self, sampled: SampledStep) -> list[float | None]:
@@ -225,9 +237,10 @@ def _credit(
     ]
 
 
-def _named_rollouts(row: MicroBatch) -> list[tuple[int, int]]:
+def _named_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int, int]]:
     """The rollouts of a micro-batch, each with a name for its numbers; -1: some token is scored at another place."""
-    columns = row.rollout_logprobs, row.advantages, row.loss_mask
+    of_tokens = torch.zeros_like(row.advantages) if has_critic else row.advantages
+    columns = row.rollout_logprobs, of_tokens, row.loss_mask
     ids, index, predict, targets, positions, logprobs, advantages, mask = (
         x.cpu().numpy()
         for x in (row.input_ids, row.sequence_index, row.predict_index, row.target_ids, row.position_ids, *columns)

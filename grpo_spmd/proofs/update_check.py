@@ -45,8 +45,8 @@ _NUM_TENSORS, _NUM_ROWS = 8, 4  # of the reference, compared with the model's fi
 _MAX_NAMED = 4
 
 
-# Collective. Of a step.
-More = Callable[[SampledStep, RolloutBatch, Decision], Found]
+# Collective. Of a step, with the rewards of the rollouts that this rank sampled, by their ids.
+More = Callable[[SampledStep, RolloutBatch, Decision, dict[int, float]], Found]
 
 
 class UpdateCheckError(RuntimeError):
@@ -113,7 +113,8 @@ class UpdateCheck:
         parts.append(self._gradients.run(sampled.groups, self._session.device, accumulates=is_first))
         parts.append(self._check_reference(sampled))
         parts.append(self._check_attached(batch))
-        parts += [check(sampled, batch, decision) for check in self._more]
+        rewards = self._batch_check.rewards_of(sampled, decision)
+        parts += [check(sampled, batch, decision, rewards) for check in self._more]
         self._window = _FIRST_WINDOW if is_first else _LATER_WINDOW
         self._found = Found()
         self._adamw.open(self._found)

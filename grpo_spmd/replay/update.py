@@ -23,6 +23,7 @@ from grpo_spmd.model.policy import Policy, build_policy, build_reference
 from grpo_spmd.observe.derive import loss_metrics
 from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
 from grpo_spmd.replay.read import RecordedStep, is_there
+from grpo_spmd.signal_parts import open_critic
 
 
 def train(
@@ -33,6 +34,9 @@ def train(
     Raises ConfigError or CheckpointError: what is missing or damaged, and what to do."""
     config = recorded.config
     source, has_policy = _policy_source(recorded, checkpoint)
+    if not has_policy and config.critic.path is not None:
+        recorded.notes.append("the critic's advantages are not made again: it is as little to be had as the policy")
+        return {}, {}, decision
     if not has_policy:
         if config.teacher.is_on:
             recorded.notes.append("the teacher is left out, as the policy is: the loss is that without it")
@@ -45,11 +49,13 @@ def train(
         longest = config.max_rollout_tokens
         policy = build_policy(model, config.rollout.temperature, session, seed=config.seed, longest=longest)
     reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
-    updater = _updater(policy, config)
+    updater, critic = _updater(policy, config), open_critic(config, policy, session)
     if source is not None:
-        load_state(policy, updater, source, read_trainer(source, TO_GO_ON))
+        load_state(policy, updater, source, read_trainer(source, TO_GO_ON), critic)
     attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
     decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
+    if critic is not None:
+        decision = critic.attach(batch, decision, lambda _: None)
     if config.teacher.is_on:
         from grpo_spmd.replay.taught import teach
 
@@ -60,7 +66,9 @@ def train(
             scores, _ = policy(micro_batch)
             for place, rollout_id in enumerate(micro_batch.rollout_ids):
                 logprobs[rollout_id] = scores[micro_batch.sequence_index == place].tolist()
-    return loss_metrics(updater.update(batch), config.loss), logprobs, decision
+    update = updater.measure if recorded.step <= config.critic.warmup_steps else updater.update
+    sums = update(batch) | (critic.update(batch) if critic is not None else {})
+    return loss_metrics(sums, config.loss), logprobs, decision
 
 
 def _updater(policy: Policy, config: Config) -> PolicyUpdater:

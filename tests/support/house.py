@@ -53,16 +53,16 @@ TRAINER = {
 OPERATIONS = {
     "distributed": 1090,
     "observe": 875,
-    "checkpoint": 1060,
+    "checkpoint": 1090,
     "preflight": 775,
-    "replay": 610,
+    "replay": 615,
     "rewards/pool": 795,
     "rewards/sandbox": 650,
     "files": 70,
 }
 EXAMPLES = {"small": 140, "demo": 200}
 # What the trials of the first month brought: families of models, running proofs, TRL's rewards, hostile folders.
-ARMOUR = {"proofs": 1810, "model/families": 690, "rewards/trl.py": 200, "untrusted": 221, "distributed/ending.py": 135}
+ARMOUR = {"proofs": 1990, "model/families": 705, "rewards/trl.py": 200, "untrusted": 222, "distributed/ending.py": 135}
 # What shows before a GPU is there that it will run there, and what else only GPUs and several hosts need.
 EVIDENCE = {
     "plan": 1330,
@@ -80,7 +80,7 @@ KINDNESS = {
     "config/home.py": 85,
     "config/key.py": 25,
     "config/spelling.py": 135,
-    "config/unknown_key.py": 90,
+    "config/unknown_key.py": 95,
     "config/overrides.py": 70,
     "config/yaml_reader.py": 100,
     "data/early.py": 185,
@@ -94,7 +94,7 @@ KINDNESS = {
     "engine/cache_room.py": 65,
     "observe/console.py": 190,
     "model/schedule.py": 70,
-    "model/optimizer.py": 25,
+    "model/optimizer.py": 35,
     "export": 70,
     "checkpoint/merge.py": 145,
     "model/hub.py": 45,
@@ -148,7 +148,7 @@ SCALE = {
 EPISODES = {
     "config/environment.py": 75,
     "learn/episode_facts.py": 70,
-    "learn/turn_credit.py": 65,
+    "learn/turn_credit.py": 80,
     "rollout/environments": 4200,
     "engine/conversations.py": 105,
     "learn/contexts.py": 85,
@@ -207,6 +207,10 @@ SIGNALS = {
     "rollout/reward_texts.py": 60,
     "preflight/reward_models.py": 110,
     "demo/reward_model.py": 130,
+    "config/critic.py": 65,
+    "learn/gae.py": 110,
+    "learn/critic.py": 240,
+    "model/values.py": 150,
 }
 CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS | SCALE | EPISODES | LOOKING | SIGNALS
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6000

@@ -177,8 +177,8 @@ def test_unknown_key_like_none_points_to_help(tmp_path: Path) -> None:
         ("data.train=[a]", "data.train must be text; got ['a']"),
         ("data.train=", "data.train must be text; got None"),
         (
-            "advantage.estimator=gae",
-            "advantage.estimator must be one of grpo, dr_grpo, rloo, reinforce_pp, max_rl; got 'gae'",
+            "advantage.estimator=remax",
+            "advantage.estimator must be one of grpo, dr_grpo, rloo, reinforce_pp, max_rl, gae; got 'remax'",
         ),
         ("rollout.sleep_level=true", "rollout.sleep_level must be one of 1, 2; got True"),
         (

@@ -28,9 +28,9 @@ _LENGTHS = [9, 15]  # of two sequences in a row
 _ALONG_THE_ROW = "convolution|conv1d|cumsum|cumprod|cummax|cummin|logcumsumexp|roll|flip|_fft|lstm|gru"
 
 
-def refuse_untrainable(path: str, longest: int = 0) -> None:
+def refuse_untrainable(path: str, longest: int = 0, *, is_policy: bool = True) -> None:
     """Raises ConfigError, which says why, unless the model of `path` can train on rollouts of `longest` tokens: all
-    that can be known before vLLM starts."""
+    that can be known before vLLM starts. Of another model than a policy the lm_head may be missing."""
     hf_config = load_config(path)
     refuse_unsupported(hf_config, path)
     refuse_window(hf_config, path, longest)
@@ -39,7 +39,8 @@ def refuse_untrainable(path: str, longest: int = 0) -> None:
     with one_line_for(path, "has sizes that differ from layer to layer"):
         head_dim(hf_config)
     refuse_structure(model, path)
-    refuse_tensors(model, checkpoint_folder(path))
+    if is_policy:
+        refuse_tensors(model, checkpoint_folder(path))
     logits_map(model)
     refuse_other_maths(model, path)
 

@@ -1,0 +1,104 @@
+"""A whole run with a critic: warm-up, offload, checks of it while it trains, and going on to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_spmd.checkpoint.export import export_checkpoint
+from grpo_spmd.replay.read import read_step
+from grpo_spmd.replay.redo import replay
+from tests.support.models import make_model, write_config
+from tests.support.ranks import RanksJob, train
+
+_OF_THE_MACHINE = ("time/", "memory/", "throughput/", "rollout/t", "weight_sync/proof_s", "proofs/")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ppo")
+    make_model(folder / "model", "qwen3", tied=True)
+    make_model(folder / "critic", "qwen3", tied=False, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path) -> Path:
+    return write_config(
+        folder, folder / "model",
+        model={"path": str(folder / "model"), "dtype": "float32", "offload": True},
+        advantage={"estimator": "gae", "normalize_std": "batch"},
+        critic={"path": str(folder / "critic"), "lr": 1e-3, "warmup_steps": 1},
+        loss={"kl_coef": 0.01, "kl_in": "reward", "kl_estimator": "k1"},
+        optimizer={"lr": 1e-3},
+        training={"num_steps": 3, "num_mini_batches": 2},
+        checkpoint={"every_steps": 2, "keep": 9},
+        proofs={"every_steps": 1},
+        run_dir=str(folder / "run"),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, config: Path) -> Path:
+    train(2, config)
+    return folder / "run"
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_first_step_trains_the_critic_alone(run: Path) -> None:
+    first, *later = lines_of(run)
+    assert first["optim/updates"] == 0
+    assert first["optim/grad_norm"] is None
+    assert first["loss/entropy"] > 0
+    assert all(line["optim/updates"] == 2 and line["optim/grad_norm"] > 0 for line in later)
+    assert all(line["critic/loss"] > 0 and line["critic/grad_norm"] > 0 for line in (first, *later))
+    assert all(line["memory/host/offloaded_gib"] > 0 and line["proofs/update_check_s"] > 0 for line in (first, *later))
+
+
+def test_it_goes_on_to_the_bit(folder: Path, config: Path, run: Path) -> None:
+    again = folder / "again"
+    checkpoint = run / "checkpoints" / "step_000002"
+    train(2, config, f"run_dir={again}", f"checkpoint.resume={checkpoint}")
+    (resumed,), expected = lines_of(again), lines_of(run)[2]
+    assert resumed.keys() == expected.keys()
+    for name, value in expected.items():
+        assert name.startswith(_OF_THE_MACHINE) or resumed[name] == value, name
+    states = [sorted((each / "checkpoints" / "step_000003" / "state").iterdir()) for each in (run, again)]
+    for one, other in zip(*states, strict=True):
+        held, loaded = load_file(one), load_file(other)
+        assert held.keys() == loaded.keys()
+        assert any(name.startswith("critic.") for name in held)
+        assert any(name.startswith("critic_exp_avg_sq.") for name in held)
+        assert all(torch.equal(tensor, loaded[name]) for name, tensor in held.items())
+    export_checkpoint(run / "checkpoints" / "step_000003", folder / "exported")
+    names = [load_file(folder / name / "model.safetensors").keys() for name in ("exported", "model")]
+    assert names[0] == names[1]
+
+
+def test_a_critic_cannot_go_on_the_way(folder: Path, config: Path, run: Path) -> None:
+    checkpoint = shutil.copytree(run / "checkpoints" / "step_000002", folder / "kept" / "step_000002")
+    plain = "critic.path=null", "critic.warmup_steps=0", "advantage.estimator=grpo"
+    where = f"run_dir={folder / 'plain'}", f"checkpoint.resume={checkpoint}"
+    code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config), *plain, *where).wait(60)
+    assert code == 2, output
+    assert "was written with a critic" in output
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_replay_has_the_recorded_figures(run: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the replay sets it for the rest of the process
+    found = replay(read_step(run, step))
+    metrics = {name: pair for name, pair in found.metrics.items() if pair[0] is not None}
+    assert {"critic/loss", "critic/explained_variance", "loss/entropy", "reward/mean"} <= metrics.keys()
+    for name, (was, now) in metrics.items():
+        if not name.startswith("weight_sync/"):
+            assert now == pytest.approx(was, rel=1e-4, abs=1e-5), name

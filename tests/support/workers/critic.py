@@ -1,0 +1,323 @@
+"""Worker: a critic beside a policy over the rollouts of `fixed_groups`, for several settings and splits of the work;
+its checkpoint, its wait in host memory, and faults that the running check of it has to see.
+
+    python -m tests.support.workers.critic CONFIG REFERENCE OUT.pt
+Rank 0 saves {(setting, split): {values, advantages, losses, parameters, ...}}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_spmd.checkpoint.manifest import read_trainer, verify_checkpoint
+from grpo_spmd.checkpoint.restore import load_state
+from grpo_spmd.checkpoint.run_dir import checkpoint_path
+from grpo_spmd.checkpoint.save import Checkpoints
+from grpo_spmd.checkpoint.state import run_facts, state_tensors
+from grpo_spmd.config.dump import flat_config
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.collectives import barrier, on_rank0
+from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.session import Session, end_session, policy_mesh, start_session
+from grpo_spmd.learn import assemble, sampled_step
+from grpo_spmd.learn import critic as learn_critic
+from grpo_spmd.learn.balance import plan_batch
+from grpo_spmd.learn.critic import Critic
+from grpo_spmd.learn.gae import advantages_of_tokens
+from grpo_spmd.learn.sampled_step import SampledStep, StepRules
+from grpo_spmd.learn.update import attach_logprobs
+from grpo_spmd.model import values as model_values
+from grpo_spmd.model.attention import PackedLayout
+from grpo_spmd.model.offload import HostOffload
+from grpo_spmd.model.policy import build_policy, build_reference
+from grpo_spmd.model.values import ValueModel
+from grpo_spmd.proofs.batch_check import BatchCheck
+from grpo_spmd.proofs.critic_check import CriticCheck
+from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, RolloutGroup
+from grpo_spmd.signal_parts import open_critic
+from tests.support.learn import merged_on_all, updater_of
+from tests.support.workers.update import SETTINGS as OF_POLICY
+from tests.support.workers.update import deal, fixed_groups, plan_unpacked, score, with_setting
+from tests.support.workers.update_check import as_episode
+
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "as configured": {},
+    "several steps": {"critic": {"clip_value": 0.02, "lr": 1e-3}, "training": {"num_epochs": 2, "num_mini_batches": 2}},
+    "kl, length, not whitened": {
+        "critic": {"lam_policy": "length", "length_alpha": 0.3, "gamma": 0.97, "clip_value": None},
+        "advantage": {"normalize_std": "none"},
+        "loss": {"kl_in": "reward", "kl_coef": 0.05, "mask_truncated": True},
+    },
+    "episodes": {"environment": {"discount": 1.0}},
+}
+SPLITS = {"one row": (100_000, "in turn", True), "rows dealt at random": (90, "at random", False)}
+REPLICATED, WAITED = "two replicas", "waited in host memory"
+Step = tuple[SampledStep, RolloutBatch, Decision]
+
+
+class Trials:
+    def __init__(self, path: str, reference: str) -> None:
+        self.config, self.session = load_config(path), start_session()
+        self.policy = build_policy(self.config.model, self.config.rollout.temperature, self.session)
+        other = dataclasses.replace(self.config.model, path=reference)
+        self.reference = build_reference(self.policy, other, self.config.rollout.temperature, 1.0, self.session)
+
+    def critic(self, config: Config, session: Session | None = None) -> Critic:
+        critic = open_critic(config, self.policy, session or self.session)
+        assert critic is not None
+        return critic
+
+    def step(self, config: Config, critic: Critic, how: str = "in turn", *, packed: bool = True) -> Step:
+        """A step's rollouts with what the critic says of them."""
+        sections = config.rollout, config.advantage, config.loss, config.training
+        of_turns = config.environment.discount
+        sampled = SampledStep(StepRules(*sections, 0.9, self.session.world_size, discount=of_turns))
+        groups = deal(fixed_groups(), how, self.session)
+        scored = score(groups)
+        sampled.add(groups if of_turns is None else [as_episodes(group) for group in groups], scored)
+        with patch.object(sampled_step, "plan_batch", plan_batch if packed else plan_unpacked):
+            batch, decision = assemble.assemble_batch(sampled, self.session)
+        attach_logprobs(self.policy, self.reference, batch, config.loss, config.training.num_optimizer_steps)
+        decision = assemble.penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
+        return sampled, batch, critic.attach(batch, decision, lambda _: None)
+
+    def check(self, config: Config, critic: Critic, step: Step) -> list[str]:
+        sampled, batch, decision = step
+        of_batch = BatchCheck(config.rollout, config.advantage, config.loss, [1.0], {0}, False)
+        sections = config.critic, config.advantage.normalize_std, config.loss, config.model.dtype
+        found = CriticCheck(critic.model, *sections)(sampled, batch, decision, of_batch.rewards_of(sampled, decision))
+        wrong: list[str] = on_rank0(lambda of_ranks: [text for texts in of_ranks for text in texts], found.wrong)
+        return wrong
+
+
+def as_episodes(group: RolloutGroup) -> RolloutGroup:
+    """Its completions in turns, the first of two with a reward of its own."""
+    found = []
+    for kind, completion in enumerate(group.completions):
+        made = as_episode(group.prompt.token_ids, completion, kind)
+        assert made.episode is not None
+        turns = [dataclasses.replace(turn, reward=0.25 * (n == 0)) for n, turn in enumerate(made.episode.turns)]
+        found.append(dataclasses.replace(made, episode=dataclasses.replace(made.episode, turns=tuple(turns))))
+    return dataclasses.replace(group, completions=found)
+
+
+def changed(config: Config, setting: str, tokens: int = 100_000) -> Config:
+    with patch.dict(OF_POLICY, SETTINGS):
+        config = with_setting(config, setting)
+    training = dataclasses.replace(config.training, max_tokens_per_micro_batch=tokens)
+    return dataclasses.replace(config, training=training)
+
+
+def result_of(critic: Critic, step: Step) -> dict[str, Any]:
+    """After the critic's update, with what went into it."""
+    _, batch, decision = step
+    before = by_rollout(batch)
+    sums = merged_on_all(critic.update(batch))
+    return {
+        **{name: gathered(values) for name, values in before.items()},
+        "decision": dict(on_rank0(lambda parts: [p for part in parts for p in part], [*decision.advantages.items()])),
+        "metrics": on_rank0(lambda parts: parts[0], {k: v for k, v in decision.metrics.items() if "critic/" in k}),
+        "sums": {name: reduction.value for name, reduction in sums.items()},
+        "parameters": full(critic),
+        "rows": len(batch.micro_batches),
+    }
+
+
+def by_rollout(batch: RolloutBatch) -> dict[str, dict[int, list[float]]]:
+    found: dict[str, dict[int, list[float]]] = {"old_values": {}, "returns": {}, "advantages": {}}
+    for row in batch.micro_batches:
+        for name, of_rollouts in found.items():
+            column = getattr(row, name)
+            of_rollouts |= {i: column[row.sequence_index == place].tolist() for place, i in enumerate(row.rollout_ids)}
+    return found
+
+
+def gathered(values: dict[int, list[float]]) -> dict[int, list[float]]:
+    return dict(sorted(on_rank0(lambda parts: [pair for part in parts for pair in part], [*values.items()])))
+
+
+def full(critic: Critic) -> dict[str, Tensor]:
+    return {name: parameter.full_tensor().detach().clone() for name, parameter in critic.trained_parameters().items()}
+
+
+def main() -> None:
+    trials, results = Trials(*sys.argv[1:3]), {}
+    session = trials.session
+    for setting in SETTINGS:
+        for split, (tokens, how, packed) in SPLITS.items():
+            config = changed(trials.config, setting, tokens)
+            critic = trials.critic(config)
+            step = trials.step(config, critic, how, packed=packed)
+            assert not (wrong := trials.check(config, critic, step)), (setting, split, wrong[:3])
+            results[setting, split] = result_of(critic, step)
+    if session.world_size == 2:
+        config = changed(trials.config, "several steps")
+        critic = trials.critic(config, dataclasses.replace(session, mesh=policy_mesh(session.device, 2)))
+        results["several steps", REPLICATED] = result_of(critic, trials.step(config, critic))
+        results["several steps", WAITED] = waits(trials, config)
+    goes_on(trials)
+    print(f"{faults(trials)} faults seen", flush=True)
+    if session.is_rank0:
+        torch.save(results, sys.argv[3])
+    end_session()
+
+
+def waits(trials: Trials, config: Config) -> dict[str, Any]:
+    """In host memory before and between two steps, the second of which is that of `results`."""
+    found: list[dict[str, Any]] = []
+    for is_moved in (True, False):
+        critic = trials.critic(config)
+        offload = HostOffload(False, trials.policy, None, updater_of(trials.policy, config).optimizer, critic.beside)
+        for _ in range(2):
+            if is_moved:
+                offload.before_sync()
+                refuses(lambda critic=critic: trials.step(config, critic))  # type: ignore[misc]
+                assert offload.to_device()["memory/host/offloaded_gib"] > 0
+            found.append(result_of(critic, trials.step(config, critic)))
+    moved, plain = found[1]["parameters"], found[3]["parameters"]
+    assert all(torch.equal(value, plain[name]) for name, value in moved.items())
+    return found[0]
+
+
+def refuses(call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except RuntimeError as error:
+        assert "to_device comes first" in str(error), error  # noqa: PT017
+    else:
+        raise AssertionError("a critic that is away has said something")
+
+
+def goes_on(trials: Trials) -> None:
+    """From a checkpoint of a run with this number of ranks, to the bit; one without a critic is refused. Of a run with
+    two ranks, rank 0 alone leaves digests that one of another number compares."""
+    config, session = changed(trials.config, "several steps"), trials.session
+    folder = Path(config.run_dir, f"of_{session.world_size}")
+    critic, updater = trials.critic(config), updater_of(trials.policy, config)
+    step = trials.step(config, critic)
+    critic.update(step[1])
+    facts = run_facts(flat_config(config), [], session, {})
+    of_run = folder, config.checkpoint, config.training.num_steps, session, trials.policy, updater, facts
+    checkpoints = Checkpoints(*of_run, critic)
+    checkpoints.stage(1, position=0, log_state={})
+    checkpoints.write_staged()
+    checkpoints.wait()
+    path = checkpoint_path(folder, 1)
+    if session.is_rank0:
+        verify_checkpoint(path)
+    again = trials.critic(config)
+    load_state(trials.policy, updater, path, read_trainer(path), again)
+    assert again.state() == critic.state() == {"num_updates": 4, "skipped_in_a_row": 0}
+    held, loaded = (state_tensors(trials.policy, updater, each) for each in (critic, again))
+    assert held.keys() == loaded.keys()
+    assert len([name for name in held if name.startswith("critic_exp_avg.")]) == len(critic.trained_parameters())
+    assert all(torch.equal(tensor.to_local(), loaded[name].to_local()) for name, tensor in held.items())
+    for each in (critic, again):
+        each.update(step[1])
+    assert all(torch.equal(a, b) for a, b in zip(full(critic).values(), full(again).values(), strict=True))
+    other = checkpoint_path(Path(config.run_dir, "of_2"), 1)
+    if session.world_size == 1 and other.is_dir():  # loaded into another number of ranks
+        load_state(trials.policy, updater, other, read_trainer(other), again)
+        critic = trials.critic(config)
+        load_state(trials.policy, updater, path, read_trainer(path), critic)
+        for a, b in zip(full(critic).values(), full(again).values(), strict=True):
+            assert float((a - b).norm()) <= 1e-5 * float(a.norm())
+    without = Checkpoints(Path(config.run_dir, f"without_{session.world_size}"), *of_run[1:])
+    without.stage(1, position=0, log_state={})
+    without.write_staged()
+    without.wait()
+    path = checkpoint_path(Path(config.run_dir, f"without_{session.world_size}"), 1)
+    try:
+        load_state(trials.policy, updater, path, read_trainer(path), critic)
+    except ConfigError as error:
+        assert "holds no critic; leave critic.path out" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("a checkpoint without a critic was taken")
+    barrier()
+
+
+def faults(trials: Trials) -> int:
+    """Each must be named by the running check."""
+    plain, episodes = changed(trials.config, "as configured"), changed(trials.config, "episodes")
+    forward, decode, done = ValueModel.forward, assemble.decode_rollouts, 0
+    assert plain.critic.lam_policy != "length"
+    swapped = dataclasses.replace(plain.critic, lam=plain.critic.lam_policy, lam_policy=plain.critic.lam)
+
+    def sees(expected: str, config: Config = plain, within: Any = None, trained: Config | None = None) -> None:
+        nonlocal done
+        with within or nullcontext():
+            critic = trials.critic(trained or config)
+            wrong = trials.check(config, critic, trials.step(trained or config, critic))
+        assert any(expected in text for text in wrong), (expected, wrong[:4])
+        done += 1
+
+    def bootstraps(rewards: Any, values: Any, lengths: Any, gamma: float, lam: Any) -> Any:
+        ends = lengths.cumsum() - 1
+        beyond = np.zeros_like(rewards)
+        beyond[ends] = gamma * values[ends]
+        return advantages_of_tokens(rewards + beyond, values, lengths, gamma, lam)
+
+    def shifted(model: ValueModel, batch: MicroBatch) -> Tensor:
+        return forward(model, dataclasses.replace(batch, predict_index=batch.predict_index + 1))
+
+    def stale(critic: Critic) -> Any:
+        def attached(batch: RolloutBatch, decision: Decision, check: Any) -> Decision:
+            found = attach(critic, batch, decision, check)
+            with torch.no_grad():
+                for parameter in critic.model.parameters():
+                    parameter.mul_(1.1)
+            return found
+
+        attach = Critic.attach
+        return attached
+
+    def mixed(payload: bytes) -> list[Rollout]:
+        """Each with the reward of the next."""
+        rollouts = decode(payload)
+        found = []
+        for rollout, other in zip(rollouts, [*rollouts[1:], *rollouts[:1]], strict=True):
+            rewards = np.zeros(len(rollout.completion_ids))
+            rewards[-1:] = np.sum(other.advantages)
+            found.append(dataclasses.replace(rollout, advantages=rewards))
+        return found
+
+    sees("the returns of rollout", within=patch.object(learn_critic, "advantages_of_tokens", bootstraps))
+    sees("a value beside that of a plain forward pass", within=patch.object(ValueModel, "forward", shifted))
+    neighbours = patch.object(model_values, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest))
+    sees("a value beside that of a plain forward pass", within=neighbours)
+    sees("the returns of rollout", within=patch.object(assemble, "decode_rollouts", mixed))
+    sees("and gae gives", trained=dataclasses.replace(plain, critic=swapped))
+    sees("and gae gives", within=patch.object(learn_critic, "whitening", lambda *_: (0.0, 1.0)))
+    own = patch.object(
+        learn_critic, "length_lambda", lambda lengths, alpha: 1.0 - 1.0 / (alpha * lengths.max() + lengths)
+    )
+    sees("and gae gives", changed(trials.config, "kl, length, not whitened"), within=own)
+    no_kl = patch.object(learn_critic, "kl_estimate", lambda p, ref, name: torch.zeros_like(p))
+    sees("the returns of rollout", changed(trials.config, "kl, length, not whitened"), within=no_kl)
+    tokens = assemble.token_rewards
+    at_end = patch.object(
+        assemble, "token_rewards", lambda reward, completion, by_turn: tokens(reward, completion, False)
+    )
+    sees("the returns of rollout", episodes, within=at_end)
+    critic = trials.critic(plain)
+    with patch.object(critic, "attach", stale(critic)):
+        step = trials.step(plain, critic)
+    assert any("a value that the advantages are made of" in text for text in trials.check(plain, critic, step))
+    return done + 1
+
+
+if __name__ == "__main__":
+    with exit_with_outcome():
+        main()

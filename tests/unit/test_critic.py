@@ -1,0 +1,182 @@
+"""GAE, whitening and the value loss by numbers worked by hand, by plain loops, and by the formulas of verl; what a
+critic's config refuses; that without one nothing of it is imported."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import load_config
+from grpo_spmd.learn.advantages import compute_advantages
+from grpo_spmd.learn.gae import advantages_of_tokens, explained_variance, length_lambda, value_loss, whitening
+from grpo_spmd.learn.turn_credit import token_rewards
+from grpo_spmd.observe.console import alarms
+from grpo_spmd.records import Completion, Episode, Turn
+
+ROOT = Path(__file__).parents[2]
+LENGTHS = np.array([5, 1, 8, 3])
+
+
+def _made_up(seed: int = 0) -> tuple[Any, Any]:
+    draw = np.random.default_rng(seed)
+    return draw.normal(size=LENGTHS.sum()), draw.normal(size=LENGTHS.sum())
+
+
+def test_three_tokens_by_hand() -> None:
+    """delta = [0.9 * 0.6 - 0.5, 0.9 * 0.7 - 0.6, 1 - 0.7] = [0.04, 0.03, 0.3], and 0.9 * 0.5 = 0.45 of what follows."""
+    found = advantages_of_tokens(np.array([0.0, 0.0, 1.0]), np.array([0.5, 0.6, 0.7]), np.array([3]), 0.9, 0.5)
+    assert found == pytest.approx([0.04 + 0.45 * (0.03 + 0.45 * 0.3), 0.03 + 0.45 * 0.3, 0.3])
+
+
+def test_sequences_side_by_side_are_those_alone_and_a_plain_sum() -> None:
+    rewards, values = _made_up()
+    lam = np.array([0.9, 0.5, 0.0, 1.0])
+    found, first = advantages_of_tokens(rewards, values, LENGTHS, 0.97, lam), 0
+    for n, of in zip(LENGTHS, lam, strict=True):
+        r, v = rewards[first : first + n], np.append(values[first : first + n], 0.0)
+        delta = r + 0.97 * v[1:] - v[:-1]
+        plain = [math.fsum((0.97 * of) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+        assert found[first : first + n] == pytest.approx(plain)
+        first += n
+
+
+def test_the_ends_of_lambda() -> None:
+    """1: the reward to go less the value; 0: one step's error."""
+    rewards, values = _made_up(1)
+    n = LENGTHS[0]
+    whole, step = (advantages_of_tokens(rewards, values, LENGTHS, 1.0, lam)[:n] for lam in (1.0, 0.0))
+    assert whole == pytest.approx(rewards[:n][::-1].cumsum()[::-1] - values[:n])
+    assert step == pytest.approx(rewards[:n] + np.append(values[1:n], 0.0) - values[:n])
+
+
+def test_advantages_and_returns_are_those_of_verl() -> None:
+    """`compute_gae_advantage_return` of verl's core_algos.py, with which TinyZero trains: over rows that are padded on
+    the right, from the last column back; returns are advantages plus values; then whitened over the mask."""
+    rewards, values = _made_up(2)
+    index = np.repeat(np.arange(4), LENGTHS)
+    r, v, mask = (torch.zeros(4, 8, dtype=torch.float64) for _ in range(3))
+    place = np.concatenate([np.arange(n) for n in LENGTHS])
+    r[index, place], v[index, place], mask[index, place] = torch.tensor(rewards), torch.tensor(values), 1.0
+    gamma, lam, last, columns = 0.98, 0.95, torch.zeros(4, dtype=torch.float64), []
+    for t in range(7, -1, -1):
+        following = v[:, t + 1] if t < 7 else 0.0
+        last = r[:, t] + gamma * following - v[:, t] + gamma * lam * last
+        columns.append(last)
+    advantages = torch.stack(columns[::-1], 1)
+    returns = advantages + v
+    mean = (advantages * mask).sum() / mask.sum()
+    variance = ((advantages - mean).square() * mask).sum() / mask.sum() * (mask.sum() / (mask.sum() - 1))
+    whitened = (advantages - mean) * torch.rsqrt(variance + 1e-8)
+
+    found = advantages_of_tokens(rewards, values, LENGTHS, gamma, lam)
+    assert found + values == pytest.approx(returns[index, place].numpy())
+    center, factor = whitening(len(found), found.sum(), (found**2).sum())
+    assert (found - center) * factor == pytest.approx(whitened[index, place].numpy())
+
+
+def test_whitening_makes_nothing_of_nothing() -> None:
+    assert whitening(0, 0.0, 0.0) == (0.0, 1.0)
+    assert whitening(1, 3.0, 9.0) == (3.0, 1.0)
+    mean, factor = whitening(4, 2.0, 1.0)
+    assert mean == 0.5
+    assert factor == pytest.approx(1e4)  # all alike: the rounding of zeros stays small
+
+
+def test_lambda_of_a_length() -> None:
+    assert length_lambda(np.array([1, 20, 40, 400]), 0.05) == pytest.approx([0.0, 0.0, 0.5, 0.95])
+
+
+def test_explained_variance() -> None:
+    returns, values = np.array([0.0, 1.0, 1.0, 0.0]), np.array([0.5, 0.5, 1.0, 0.0])
+    errors = returns - values
+    sums = tuple((x.sum(), (x**2).sum()) for x in (returns, errors))
+    assert explained_variance(4, *sums) == pytest.approx(1 - errors.var() / returns.var())
+    assert explained_variance(4, (4.0, 4.0), (0.0, 0.0)) is None
+    assert explained_variance(0, (0.0, 0.0), (0.0, 0.0)) is None
+
+
+def test_the_value_loss_and_where_it_has_a_gradient() -> None:
+    """Old values 0, bound 0.2. What came too far towards its target is held; what ran away from it is not."""
+    values = torch.tensor([0.1, 0.5, -0.5, float("nan")], requires_grad=True)
+    mask = torch.tensor([True, True, True, False])
+    loss, clipped = value_loss(values, torch.zeros(4), torch.full((4,), 1.0), mask, 0.2)
+    assert float(loss.detach()) == pytest.approx(0.5 * (0.9**2 + 0.8**2 + 1.5**2))
+    assert int(clipped) == 1
+    loss.backward()
+    assert isinstance(values.grad, Tensor)
+    assert values.grad.tolist() == pytest.approx([-0.9, 0.0, -1.5, 0.0])
+    free, none = value_loss(values.detach(), torch.zeros(4), torch.full((4,), 1.0), mask, None)
+    assert float(free) == pytest.approx(0.5 * (0.9**2 + 0.5**2 + 1.5**2))
+    assert int(none) == 0
+
+
+def test_rewards_stand_at_tokens() -> None:
+    turns = Turn(2, "stop", 0.25), Turn(0, "stop", 5.0), Turn(3, "stop", None)
+    episode = Episode("ok", (), turns, [], {}, [])
+    completion = Completion([1, 2, 3, 4, 5], [0.0] * 5, "stop", episode)
+    assert token_rewards(1.0, completion, False).tolist() == [0, 0, 0, 0, 1.0]
+    assert token_rewards(1.0, completion, True).tolist() == [0, 0.25, 0, 0, 0.75]
+    assert token_rewards(1.0, Completion([], [], "stop"), True).tolist() == []
+
+
+def test_before_the_critic_advantages_are_rewards() -> None:
+    rewards = torch.tensor([[1.0, float("nan")], [0.5, 0.5]])
+    found, has_none = compute_advantages(rewards, "gae", "batch")
+    assert found.tolist() == [[1.0, 0.0], [0.5, 0.5]]
+    assert has_none.tolist() == [True, True]
+
+
+def test_a_warm_up_is_no_alarm() -> None:
+    metrics: dict[str, float | None] = {"step": 1, "optim/updates": 0.0, "optim/skipped_updates": 0.0}
+    assert [name for name, _ in alarms(metrics)] == ["update"]
+    assert not [name for name, _ in alarms(metrics | {"critic/loss": 0.1})]
+
+
+GAE = {"advantage": {"estimator": "gae", "normalize_std": "batch"}, "critic": {"path": "some/critic"}}
+
+
+def _refusal(tmp_path: Path, **sections: Any) -> str:
+    tree = {"run_dir": "x", "model": {"path": "m"}, "data": {"train": "x.jsonl"}, "rewards": [{"name": "exact"}]}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**tree, **GAE, **sections}), encoding="utf-8")
+    try:
+        load_config(path)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    assert _refusal(tmp_path) == ""
+    assert "gae needs a critic; set critic.path" in _refusal(tmp_path, critic={})
+    assert "critic.path (c) is not used by advantage.estimator: grpo" in _refusal(
+        tmp_path, critic={"path": "c"}, advantage={}
+    )
+    assert "policy's own layers" in _refusal(tmp_path, critic={"path": "policy"})
+    assert "set it to batch" in _refusal(tmp_path, advantage={"estimator": "gae"})
+    assert "critic.warmup_steps (5) must be < training.num_steps (5)" in _refusal(
+        tmp_path, critic={"path": "c", "warmup_steps": 5}, training={"num_steps": 5}
+    )
+    assert "environment.discount (0.5)" in _refusal(tmp_path, environment={"gym": "x.py:Y", "discount": 0.5})
+    assert "critic.lam_policy" in _refusal(tmp_path, critic={"path": "c", "lam_policy": "long"})
+    assert "critic.lam_policy" in _refusal(tmp_path, critic={"path": "c", "lam_policy": 1.5})
+
+
+def test_without_one_nothing_of_it_is_imported() -> None:
+    code = (
+        "import sys, grpo_spmd.loop\n"
+        "found = [n for n in ('learn.critic', 'learn.gae', 'model.values', 'proofs.critic_check')"
+        " if 'grpo_spmd.' + n in sys.modules]\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
