@@ -42,14 +42,8 @@ def check_rules(config: Config) -> None:
     _check_evaluation(config)
     _check_schedule(config.optimizer)
     check_logging(config.logging)
-    advantage = config.advantage
-    check_critic(
-        config.critic,
-        advantage.estimator,
-        advantage.normalize_std,
-        config.environment.discount,
-        config.training.num_steps,
-    )
+    of_turns, num_steps = config.environment.discount, config.training.num_steps
+    check_critic(config.critic, config.advantage.estimator, config.advantage.normalize_std, of_turns, num_steps)
     overlong = config.advantage.overlong_buffer_tokens
     check_environment(config.environment, config.rollout.tail_batching, overlong, config.loss.kl_in)
     has_rewards = config.environment.is_on or any(reward.weight for reward in config.rewards)

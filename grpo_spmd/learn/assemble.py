@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,23 +13,25 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.exchange import decode_rollouts, encode_rollouts, rollout_of
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.packing import pack_rollouts
-from grpo_spmd.learn.sampled_step import SampledStep, StepRules, advantages_of
+from grpo_spmd.learn.sampled_step import SampledStep, advantages_of
 from grpo_spmd.learn.shares import cut, of_sampled, of_trained
-from grpo_spmd.learn.turn_credit import Credit, token_rewards, turn_advantages
-from grpo_spmd.records import Completion, Decision, Prompt, Rollout, RolloutBatch, RolloutGroup, StepDecision
+from grpo_spmd.learn.turn_credit import Credit, credited_tokens
+from grpo_spmd.records import Completion, Decision, Prompt, Rollout, RolloutBatch, StepDecision
 
 
 def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch, Decision]:
     """Collective. This rank's batch, and what rank 0 decided for all: every rollout goes to the rank that trains on it.
     Raises Rank0Error where no completion of the step has a usable reward."""
     decision = sampled.decide()
+    estimator, discount = sampled.rules.advantage.estimator, sampled.rules.discount
     outgoing: list[list[Rollout]] = [[] for _ in range(session.world_size)]
     for number, group in enumerate(sampled.groups):
         slot, size = decision.slots.get(group.prompt.position), len(group.completions)
         if slot is None:
             continue
         rewards = sampled.scored.rewards[number * size : (number + 1) * size]
-        credited = _credited(decision, slot, group, rewards, sampled.rules)
+        advantages = [decision.advantages[i] for i in range(slot * size, (slot + 1) * size)]
+        credited = credited_tokens(advantages, rewards, group.completions, discount, estimator)
         for i, (completion, credit) in enumerate(zip(group.completions, credited, strict=True), start=slot * size):
             rollout = _rollout(i, credit, decision.in_loss[i], group.prompt, completion)
             outgoing[decision.trained_by[i]].append(rollout)
@@ -38,20 +39,6 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
     mine = {rollout.rollout_id: rollout for payload in incoming for rollout in decode_rollouts(payload)}
     mini_batches = [[pack_rollouts([mine[i] for i in row], session.device) for row in rows] for rows in decision.rows]
     return RolloutBatch(mini_batches, decision.num_loss_tokens, decision.num_loss_sequences), decision
-
-
-def _credited(
-    decision: Decision, slot: int, group: RolloutGroup, rewards: Sequence[float | None], rules: StepRules
-) -> Sequence[Credit]:
-    size, discount = len(group.completions), rules.discount
-    advantages = [decision.advantages[i] for i in range(slot * size, (slot + 1) * size)]
-    if rules.advantage.estimator == "gae":  # still rewards
-        pairs = zip(advantages, group.completions, strict=True)
-        return [token_rewards(reward, completion, discount is not None) for reward, completion in pairs]
-    if discount is None:
-        return advantages
-    episodes = [completion.episode for completion in group.completions]
-    return turn_advantages(advantages, rewards, episodes, discount)
 
 
 def _rollout(i: int, advantage: Credit, in_loss: bool, prompt: Prompt, completion: Completion) -> Rollout:

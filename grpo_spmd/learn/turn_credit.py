@@ -50,6 +50,22 @@ def turn_advantages(
     return found
 
 
+def credited_tokens(
+    advantages: Sequence[float],
+    rewards: Sequence[float | None],
+    completions: Sequence[Completion],
+    discount: float | None,
+    estimator: str,
+) -> Sequence[Credit]:
+    """What the tokens of a group's completions are credited with; for gae `advantages` are still rewards."""
+    if estimator == "gae":
+        pairs = zip(advantages, completions, strict=True)
+        return [token_rewards(reward, completion, discount is not None) for reward, completion in pairs]
+    if discount is None:
+        return advantages
+    return turn_advantages(advantages, rewards, [completion.episode for completion in completions], discount)
+
+
 def token_rewards(reward: float, completion: Completion, by_turn: bool) -> npt.NDArray[np.float64]:
     """What gae puts at each sampled token: the rollout's reward at the last one; `by_turn`: each turn's own at its
     end, and at the last what the rollout has beside them."""

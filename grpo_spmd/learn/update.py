@@ -123,26 +123,16 @@ class PolicyUpdater:
         self._keep = None
         return sums | {"optim/updates": Max(float(num_updates)), "optim/skipped_updates": Max(float(num_skipped))}
 
-    @torch.no_grad()
     def measure(
         self, batch: RolloutBatch, _: Watch | None = None, check: Check | None = None, keep: Keep | None = None
     ) -> Reductions:
         """Collective. What `update` measures, over one epoch, of a policy that stays as it is."""
-        sums, self._keep, num_measured = no_update(self._loss), keep, 0
-        try:
-            for number, mini_batch in enumerate(batch.mini_batches):
-                if not batch.num_loss_tokens[number]:
-                    continue
-                num_measured += 1
-                for micro_batch in mini_batch:
-                    if check is not None:
-                        check(False)
-                    counts = batch.num_loss_tokens[number], batch.num_loss_sequences[number]
-                    sums = merge([sums, self._share_of(micro_batch, *counts, True)[1]])
-        finally:
-            cast(FSDPModule, self._policy).reshard()
-        sums = {name: reduction.on_host() for name, reduction in sums.items()}
-        return sums | {"measured": Max(float(num_measured))}
+        from grpo_spmd.learn.held import measured
+
+        self._keep = keep
+        sums = measured(self._policy, self.backward, no_update(self._loss), batch, check)
+        self._keep = None
+        return sums
 
     def accumulate(
         self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int, is_synced: bool
@@ -189,13 +179,6 @@ class PolicyUpdater:
     ) -> tuple[Reductions, Tensor]:
         """Adds this micro-batch's gradient. What it adds to the metrics, and which places [C] count and have a score
         that is not finite. `is_synced`: the engine's logprobs are of the weights that it compares."""
-        share, sums, bad_tokens = self._share_of(micro_batch, num_loss_tokens, num_loss_sequences, is_synced)
-        share.backward()
-        return sums, bad_tokens
-
-    def _share_of(
-        self, micro_batch: MicroBatch, num_loss_tokens: int, num_loss_sequences: int, is_synced: bool
-    ) -> tuple[Tensor, Reductions, Tensor]:
         loss, mask, rollout_logprobs = self._loss, micro_batch.loss_mask, micro_batch.rollout_logprobs
         lesson = micro_batch.lesson
         logprobs, entropy, *apart = self._policy(micro_batch, *(lesson.terms if lesson is not None else ()))
@@ -213,6 +196,8 @@ class PolicyUpdater:
             from grpo_spmd.learn.distillation import taught_loss
 
             share, sums = taught_loss(inputs, loss, lesson, *apart)
+        if torch.is_grad_enabled():  # else the policy is only measured
+            share.backward()
         if is_synced:
             before = logprobs if loss.old_logprobs == "engine" else old_logprobs
             sums |= mismatch_sums(before, rollout_logprobs, mask, entropy)
@@ -220,7 +205,7 @@ class PolicyUpdater:
                 self._keep(micro_batch, before, entropy)
         judged = *scores, rollout_logprobs, *apart, lesson and lesson.logprobs
         finite = torch.stack([score.isfinite() for score in judged if score is not None]).all(0)
-        return share, sums, mask & ~finite
+        return sums, mask & ~finite
 
 
 def no_update(loss: LossConfig) -> Reductions:

@@ -6,7 +6,6 @@ is padded, and the lm_head, so that the [T, V] logits never exist as a whole."""
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -24,11 +23,11 @@ from grpo_spmd.model.dimensions import head_dim
 from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
 from grpo_spmd.model.families.logits import logits_map
 from grpo_spmd.model.families.probe import refuse_structure
-from grpo_spmd.model.families.refusals import refuse_unsupported, refuse_window
+from grpo_spmd.model.families.refusals import trainable_config
 from grpo_spmd.model.families.rotary import fix_rotary_factors
 from grpo_spmd.model.families.tensors import refuse_tensors
 from grpo_spmd.model.fill import load_weights
-from grpo_spmd.model.hf_files import checkpoint_folder, load_config
+from grpo_spmd.model.hf_files import checkpoint_folder
 from grpo_spmd.model.layers import set_up_layer
 from grpo_spmd.model.logprobs import Scores, TokenLogprobs
 from grpo_spmd.model.sharding import shard_over_ranks
@@ -133,18 +132,6 @@ def build_policy(
     over = " x ".join(map(str, session.mesh.shape))  # replicas x ranks of each
     _log.info("%s: %s, %s over %s ranks, %s attention", role, name, size, over, attention)
     return policy
-
-
-def trainable_config(path: str, longest: int) -> Any:
-    """Of the model of `path`, for rollouts of `longest` tokens, with dropout off: it would make the policy differ from
-    the engine that sampled. Raises ConfigError."""
-    hf_config = load_config(path)
-    refuse_unsupported(hf_config, path)
-    refuse_window(hf_config, path, longest)
-    for name, value in vars(hf_config).items():
-        if isinstance(value, int | float) and re.search("dropout|pdrop|layerdrop", name):
-            setattr(hf_config, name, 0.0)
-    return hf_config
 
 
 def build_reference(

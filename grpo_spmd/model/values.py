@@ -20,12 +20,13 @@ from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, c
 from grpo_spmd.model.dimensions import head_dim
 from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
 from grpo_spmd.model.families.probe import refuse_structure, refuse_untrainable
+from grpo_spmd.model.families.refusals import trainable_config
 from grpo_spmd.model.families.rotary import fix_rotary_factors
 from grpo_spmd.model.families.tensors import stored_names
 from grpo_spmd.model.fill import load_weights
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.layers import set_up_layer
-from grpo_spmd.model.policy import DTYPES, trainable_config
+from grpo_spmd.model.policy import DTYPES
 from grpo_spmd.model.sharding import first_row, shard_over_ranks
 from grpo_spmd.records import MicroBatch
 

@@ -148,7 +148,7 @@ SCALE = {
 EPISODES = {
     "config/environment.py": 75,
     "learn/episode_facts.py": 70,
-    "learn/turn_credit.py": 80,
+    "learn/turn_credit.py": 95,
     "rollout/environments": 4200,
     "engine/conversations.py": 105,
     "learn/contexts.py": 85,
@@ -183,7 +183,7 @@ SIGNALS = {
     "config/aliases_signals.py": 70,
     "config/recipes.py": 180,
     "config/algorithm.py": 95,
-    "learn/signals.py": 80,
+    "learn/signals.py": 85,
     "signal_parts.py": 180,
     "config/reward_keys.py": 110,
     "model/parked.py": 110,
@@ -210,6 +210,7 @@ SIGNALS = {
     "config/critic.py": 65,
     "learn/gae.py": 110,
     "learn/critic.py": 240,
+    "learn/held.py": 45,
     "model/values.py": 150,
 }
 CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS | SCALE | EPISODES | LOOKING | SIGNALS

@@ -3,12 +3,14 @@ step 0 (proofs/logprob_check.py)."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import transformers
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.model.families.config_json import refuse_by_config
+from grpo_spmd.model.hf_files import load_config
 
 
 def refuse_unsupported(hf_config: Any, path: str) -> None:
@@ -30,3 +32,15 @@ def refuse_window(hf_config: Any, path: str, longest: int) -> None:
 def refuse_head_bias(model: Any, path: str) -> None:
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"model.path: {path} has a bias in its lm_head, which the chunked logprobs do not support")
+
+
+def trainable_config(path: str, longest: int) -> Any:
+    """Of the model of `path`, for rollouts of `longest` tokens, with dropout off: it would make the policy differ from
+    the engine that sampled. Raises ConfigError."""
+    hf_config = load_config(path)
+    refuse_unsupported(hf_config, path)
+    refuse_window(hf_config, path, longest)
+    for name, value in vars(hf_config).items():
+        if isinstance(value, int | float) and re.search("dropout|pdrop|layerdrop", name):
+            setattr(hf_config, name, 0.0)
+    return hf_config

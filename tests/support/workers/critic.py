@@ -31,7 +31,7 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, policy_mesh, start_session
-from grpo_spmd.learn import assemble, sampled_step
+from grpo_spmd.learn import assemble, sampled_step, turn_credit
 from grpo_spmd.learn import critic as learn_critic
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.critic import Critic
@@ -306,9 +306,9 @@ def faults(trials: Trials) -> int:
     sees("and gae gives", changed(trials.config, "kl, length, not whitened"), within=own)
     no_kl = patch.object(learn_critic, "kl_estimate", lambda p, ref, name: torch.zeros_like(p))
     sees("the returns of rollout", changed(trials.config, "kl, length, not whitened"), within=no_kl)
-    tokens = assemble.token_rewards
+    tokens = turn_credit.token_rewards
     at_end = patch.object(
-        assemble, "token_rewards", lambda reward, completion, by_turn: tokens(reward, completion, False)
+        turn_credit, "token_rewards", lambda reward, completion, by_turn: tokens(reward, completion, False)
     )
     sees("the returns of rollout", episodes, within=at_end)
     critic = trials.critic(plain)
