@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from grpo_spmd.checkpoint.run_dir import Start, begin_in
 from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import run_facts
 from grpo_spmd.config.dump import config_to_dict, flat_config
-from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import PromptStream
 from grpo_spmd.data.tokens import build_prompts
@@ -58,7 +56,7 @@ from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
 from grpo_spmd.rollout.expected import ExpectedLengths
 from grpo_spmd.rollout.sample import Sampler
-from grpo_spmd.signal_parts import checks_of, made_up_of, open_reward_models, open_signals
+from grpo_spmd.signal_parts import checks_of, made_up_of, open_reward_models, open_rewards, open_signals
 
 if TYPE_CHECKING:  # off by default, and then not even imported
     from grpo_spmd.data.tail import TailStream
@@ -218,29 +216,6 @@ def open_step_rules(config: Config, num_ranks: int, cost_ratio: float, weights: 
     sections, is_watched = (config.rollout, config.advantage, config.loss, config.training), not any(weights)
     discount, max_error_frac = config.environment.discount, config.reward_pool.max_error_frac
     return StepRules(*sections, max_error_frac, num_ranks, cost_ratio, None if is_watched else discount, is_watched)
-
-
-def open_rewards(
-    config: Config,
-    inputs: Inputs,
-    tokenizer: Any,
-    session: Session,
-    preemption: Preemption,
-    environments: Environments | None,
-) -> tuple[RewardPool, Callable[..., ScoredRollouts], dict[str, float]]:
-    """The pool of reward functions, what scores with all rewards but models, and the weights of these by name."""
-    log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
-    called = config.called_rewards
-    own = called if environments is None else environments.other_rewards
-    check = preemption.check_scoring
-    ranks = session.rank, session.world_size
-    pool = RewardPool(own, config.reward_pool, log_file, columns=inputs.columns, check=check, ranks=ranks)
-    score = functools.partial(pool.score, tokenizer=tokenizer)
-    if environments is None:
-        return pool, preemption.guard(score), {reward.shown_name: reward.weight for reward in own}
-    if not (environments.weights or config.rewards or config.teacher.is_on):
-        raise ConfigError("rewards: the environment gives none; name one, e.g. `rewards: [{function: my.py:reward}]`")
-    return pool, preemption.guard(environments.scores(score)), environments.weights
 
 
 def open_environments(

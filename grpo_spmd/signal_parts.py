@@ -1,22 +1,53 @@
-"""Opens what teaches beside the rewards, where the config asks for it; else nothing of it is even imported."""
+"""Opens what teaches: the rewards; and reward models, teachers and a critic where the config asks for them, without
+which nothing of them is even imported."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.preemption import Preemption
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.learn.signals import Signal, Signals
 from grpo_spmd.model.policy import Policy
+from grpo_spmd.preflight.checks import Inputs
 from grpo_spmd.proofs.update_check import More
 from grpo_spmd.records import Prompt, ScoredRollouts
+from grpo_spmd.rewards.pool.pool import RewardPool
 
 if TYPE_CHECKING:
     from grpo_spmd.learn.critic import Critic
     from grpo_spmd.learn.teacher import Ask, Teacher
     from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
+    from grpo_spmd.rollout.environments.environments import Environments
+
+
+def open_rewards(
+    config: Config,
+    inputs: Inputs,
+    tokenizer: Any,
+    session: Session,
+    preemption: Preemption,
+    environments: Environments | None,
+) -> tuple[RewardPool, Callable[..., ScoredRollouts], dict[str, float]]:
+    """The pool of reward functions, what scores with all rewards but models, and the weights of these by name."""
+    log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
+    called = config.called_rewards
+    own = called if environments is None else environments.other_rewards
+    check = preemption.check_scoring
+    ranks = session.rank, session.world_size
+    pool = RewardPool(own, config.reward_pool, log_file, columns=inputs.columns, check=check, ranks=ranks)
+    score = functools.partial(pool.score, tokenizer=tokenizer)
+    if environments is None:
+        return pool, preemption.guard(score), {reward.shown_name: reward.weight for reward in own}
+    if not (environments.weights or config.rewards or config.teacher.is_on):
+        raise ConfigError("rewards: the environment gives none; name one, e.g. `rewards: [{function: my.py:reward}]`")
+    return pool, preemption.guard(environments.scores(score)), environments.weights
 
 
 def open_signals(

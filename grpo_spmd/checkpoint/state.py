@@ -58,9 +58,9 @@ def run_facts(
             key: str(spec) for key, spec in config.items() if re.fullmatch(r"rewards\.\d+\.(function|judge)", key)
         }
         files |= {f"{key} ({spec})": Path(spec.rpartition(":")[0] or spec) for key, spec in functions.items()}
-        taught_by = {k: str(path) for k, path in config.items() if re.fullmatch(r"teacher\.path(\..+)?", k) and path}
-        contents |= {f"the model of {k}": model_fingerprint(checkpoint_folder(path)) for k, path in taught_by.items()}
         for key, path in config.items():
+            if path and re.fullmatch(r"teacher\.path(\..+)?|critic\.path", key):
+                contents[f"the model of {key}"] = model_fingerprint(checkpoint_folder(str(path)))
             if path is not None and re.fullmatch(r"rewards\.\d+\.model", key):
                 revision = config.get(key.removesuffix("model") + "revision")
                 contents[f"{key} ({path})"] = model_fingerprint(checkpoint_folder(str(path), revision))

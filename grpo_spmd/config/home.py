@@ -21,6 +21,7 @@ def with_home(config: Config) -> Config:
         ("run_dir", config.run_dir),
         ("model.path", config.model.path),
         ("checkpoint.resume", config.checkpoint.resume),
+        ("critic.path", config.critic.path or ""),
         *((f"teacher.path.{name}".removesuffix("."), path) for name, path in config.teacher.paths.items()),
         *((f"rewards.{n}.{key}", getattr(r, key) or "") for n, r in enumerate(config.rewards) for key in _OF_REWARDS),
     ):
@@ -35,6 +36,7 @@ def with_home(config: Config) -> Config:
     return replace(
         config,
         teacher=replace(config.teacher, path=teachers),
+        critic=replace(config.critic, path=config.critic.path and at_home(config.critic.path)),
         run_dir=at_home(config.run_dir),
         model=replace(config.model, path=at_home(config.model.path)),
         data=replace(config.data, train=at_home(config.data.train), eval=evaluated),

@@ -160,9 +160,8 @@ class RolloutEngine:
         return self._sleep_check.check(before, measure(self._session.device, self.pool_bytes()), held_bytes)
 
     def rest(self) -> None:
-        """Make room on the device for another model's forward passes, between two generations by the same weights: they
-        wait in host memory, whatever `sleep_level` is. The next generation ends it by itself, with an empty prefix
-        cache, as does a sleep. Nothing where the engine is asleep."""
+        """Make room on the device between two generations by the same weights, which wait in host memory, whatever
+        `sleep_level` is. The next generation ends it, with an empty prefix cache, as does a sleep."""
         if self._weights_awake and self._kv_cache_awake and not self._rests:
             self._llm.sleep(level=1)
             self._rests = True

@@ -54,8 +54,7 @@ def penalise_rewards_by_kl(
     batch: RolloutBatch, decision: Decision, loss: LossConfig, advantage: AdvantageConfig
 ) -> Decision:
     """Collective. With `loss.kl_in: reward`, take kl_coef * (KL to the reference, summed over the completion) off each
-    reward, and compute the advantages again, also those in `batch`, from the old and reference logprobs there. With gae
-    it is the critic that takes it off, token by token."""
+    reward, and compute the advantages again, also those in `batch`, from logprobs there; with gae the critic does."""
     if loss.kl_in != "reward" or advantage.estimator == "gae":
         return decision
     kl_of: dict[int, float] = {}

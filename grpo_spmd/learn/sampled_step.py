@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -157,7 +156,7 @@ class _Decider:
         self.decided = StepDecision(
             positions=positions,
             rewards=rewards.ravel(),
-            advantages=advantages_of(rewards, rules.advantage),
+            advantages=advantages_of(rewards, rules.advantage) * np.float32(not rules.is_watched),
             in_loss=in_loss.ravel(),
             plan=plan,
             num_groups=self._num_groups,
@@ -168,9 +167,6 @@ class _Decider:
             num_sampled_tokens=num_sampled_tokens,
             metrics=metrics,
         )
-        if rules.is_watched:
-            nothing = np.zeros_like(self.decided.advantages)
-            self.decided = dataclasses.replace(self.decided, advantages=nothing)
         return self.decided
 
 

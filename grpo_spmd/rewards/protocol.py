@@ -61,9 +61,8 @@ class Reward(RewardFacts):
 def load_rewards(
     configs: Sequence[RewardConfig], timeout_s: float = math.inf, modules: Modules | None = None
 ) -> list[Reward]:
-    """The functions that the config names, in its order; reward models are none. ConfigError for one that is not there,
-    wrong arguments, or a name twice. `timeout_s`: after which whoever calls them would end a call; `modules` as in
-    load_named."""
+    """The functions that the config names; models are none. ConfigError for one that is not there, wrong arguments,
+    or a name twice. `timeout_s`: after which whoever calls them would end a call; `modules` as in load_named."""
     rewards: list[Reward] = []
     names: set[str] = set()
     for index, config in enumerate(configs):

@@ -14,10 +14,11 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.loop import _train_step
 from grpo_spmd.model.hf_files import load_tokenizer
-from grpo_spmd.parts import Run, open_environments, open_rewards, open_run
+from grpo_spmd.parts import Run, open_environments, open_run
 from grpo_spmd.preflight.checks import Inputs, check_inputs
 from grpo_spmd.rollout import buffer
 from grpo_spmd.rollout.sample import Sampler
+from grpo_spmd.signal_parts import open_rewards
 
 GYM = ("environment.factory={}", "environment.gym=tests/support/played.py:Quiz", "environment.discount=0.5")
 GYM_STEP = 3
