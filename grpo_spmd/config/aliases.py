@@ -153,12 +153,6 @@ algorithm.kl_penalty | loss.kl_estimator | with loss.kl_in: reward
 entropy_coeff | loss.entropy_coef |
 algorithm.adv_estimator, adv_estimator | advantage.estimator | grpo, dr_grpo, rloo, reinforce_pp, gae
 norm_adv_by_std_in_grpo | advantage.normalize_std | true is group, false none
-algorithm.gamma, gamma | critic.gamma |
-algorithm.lam, lam | critic.lam, critic.lam_policy | theirs sets both: give both
-critic_warmup | critic.warmup_steps |
-critic.model.path | critic.path | with advantage.estimator: gae
-critic.optim.lr | critic.lr |
-critic.cliprange_value, cliprange_value | critic.clip_value |
 filter_groups.enable, filter_groups | rollout.dynamic_sampling | true or false
 filter_groups.max_num_gen_batches, max_num_gen_batches | rollout.dynamic_sampling_max_rounds | \
 from 1 on; theirs is without end at 0
@@ -210,7 +204,7 @@ trainer.experiment_name, experiment_name, default_local_dir | run_dir |
 rollout_data_dir, log_val_generations | logging.rollouts_every_steps | they are written to run_dir/rollouts
 nnodes, n_gpus_per_node | | torchrun's --nnodes and --nproc-per-node
 ulysses_sequence_parallel_size, expert_parallel_size, pipeline_model_parallel_size, megatron | |
-reward_model, multi_turn, transfer_queue, ray_init, ray_kwargs | |
+multi_turn, transfer_queue, ray_init, ray_kwargs | |
 balance_batch | | always
 actor_rollout_ref, trainer, algorithm | | its keys have other names: configs/README.md, "Coming from"
 """
@@ -263,11 +257,6 @@ rollout.dynamic_sampling | groups whose rewards are all alike are replaced
 enable_vllm_is_correction | loss.rollout_correction | token_tis
 vllm_is_truncated_threshold | loss.rollout_correction_cap | the upper of theirs
 agent_func_path, train.agent_func_path | rewards.N.function | "file.py:fn"
-reward_pretrain, reward.model_name_or_path | rewards.N.model |
-critic_pretrain | critic.path | with advantage.estimator: gae
-critic_learning_rate | critic.lr |
-value_clip | critic.clip_value |
-lambd | critic.lam, critic.lam_policy | theirs sets both: give both
 normalize_reward, reward_clip_range, reward.clip_range | | scale in the reward itself
 vllm_num_engines, vllm.num_engines | | each rank has an engine; rollout.tensor_parallel_size ranks may share one
 vllm_sync_backend, vllm.sync_backend, vllm_generate_batch_size, colocate_all_models, colocate_actor_ref, \

@@ -14,7 +14,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "max_rl", "opd"]
+Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "max_rl", "opd", "ppo"]
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,23 @@ RECIPES: dict[Algorithm, Recipe] = {
         "loss.aggregation": "token",         # each token is taught by itself
         "loss.kl_coef": 0.0,                 # the teacher takes the reference's place
     }, "`teacher.path` (needed); rewards beside it count, with weight 0 they are only watched", ("teacher.path",)),
+    "ppo": Recipe("PPO with a critic (1707.06347), as TinyZero runs it", {
+        "advantage.estimator": "gae",        # TinyZero's verl/trainer/config/ppo_trainer.yaml, algorithm.adv_estimator
+        "advantage.normalize_std": "batch",  # verl's core_algos.py whitens GAE's advantages over the step's tokens
+        "critic.gamma": 1.0,                 # ppo_trainer.yaml, algorithm.gamma
+        "critic.lam": 1.0,                   # there, algorithm.lam
+        "critic.lam_policy": 1.0,            # there
+        "critic.clip_value": 0.5,            # there, critic.cliprange_value; PPO's own 0.2
+        "loss.policy": "clip",               # equation 7 of PPO
+        "loss.clip_ratio_low": 0.2,          # PPO's table 3; ppo_trainer.yaml, actor.clip_ratio
+        "loss.clip_ratio_high": 0.2,         # there
+        "loss.dual_clip": None,              # none in PPO
+        "loss.aggregation": "token",         # verl's masked mean
+        "loss.kl_coef": 0.001,               # there, algorithm.kl_ctrl.kl_coef
+        "loss.kl_estimator": "k1",           # there, algorithm.kl_penalty: kl
+        "loss.kl_in": "reward",              # there: token by token, as with a critic here too
+    }, "`critic.path` (needed), `critic.lr` 1e-5 beside `lr` 1e-6 there, `critic.warmup_steps`, "
+       "`num_mini_batches`; its `entropy_coef` 0.001", ("critic.path",)),
 }
 # fmt: on
 

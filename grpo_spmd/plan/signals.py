@@ -60,11 +60,17 @@ def extras_of(config: Config) -> list[Extra]:
     for name, path in config.teacher.paths.items():
         if path != config.model.path or not is_shared:
             found.append(_extra(f"teacher {name}".strip(), "teacher", path, "teacher.path"))
+    if config.critic.path is not None:
+        found.append(_extra("critic", "critic", config.critic.path, "critic.path"))
+    for index, reward in enumerate(config.rewards):
+        if reward.model is not None:
+            name, key = f"reward model {reward.shown_name}", f"rewards.{index}.model"
+            found.append(_extra(name, "reward model", reward.model, key, reward.revision))
     return found
 
 
-def _extra(name: str, kind: Kind, path: str, key: str) -> Extra:
-    folder = local_folder(path)
+def _extra(name: str, kind: Kind, path: str, key: str, revision: str | None = None) -> Extra:
+    folder = local_folder(path, revision)
     if folder is None or not (folder / "config.json").is_file():
         raise ConfigError(f"{key}: there is no config.json of {path} here; hf download {path} config.json")
     config = read_model_config(folder)

@@ -13,6 +13,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.policy import build_policy
+from grpo_spmd.model.values import build_value_model
 from grpo_spmd.plan.dry_run import Peaks
 from grpo_spmd.plan.signals import (
     Beside,
@@ -31,6 +32,9 @@ from grpo_spmd.plan.step_time import Speed, StepTime
 from tests.support.models import make_model
 from tests.support.real_memory import lone_rank
 from tests.unit.test_plan import CARD, MODEL, by_hand, tiny_config
+
+TEACHER = "teacher.path={0}"
+CRITIC = ("critic.path={0}", "advantage.estimator=gae", "advantage.normalize_std=batch")
 
 
 def made_up(
@@ -144,18 +148,25 @@ def test_one_that_is_not_here_is_named(tmp_path: Path) -> None:
         extras_of(load_config(tmp_path / "config.yaml", ["teacher.path=org/none"]))
 
 
-def test_a_real_one_holds_what_is_planned(tmp_path: Path) -> None:
-    """A teacher of 2 ranks, in the compute dtype."""
-    tiny_config(tmp_path, "loss.kl_coef=0")
+def test_real_ones_hold_what_is_planned(tmp_path: Path) -> None:
+    """Of 2 ranks: a teacher in the compute dtype, a critic in float32 with two moments."""
+    base = tiny_config(tmp_path, "loss.kl_coef=0")
     other = make_model(tmp_path / "other", "qwen3", tied=False, num_hidden_layers=4, vocab_size=1200)
-    overrides = ["loss.kl_coef=0", "model.dtype=bfloat16", f"teacher.path={other}"]
-    config = load_config(tmp_path / "config.yaml", overrides)
-    (teacher,) = models_beside(config, 2, ((8, 248),))
+    overrides = [text.format(other) for text in (TEACHER, *CRITIC)]
+    config = load_config(tmp_path / "config.yaml", ["loss.kl_coef=0", "model.dtype=bfloat16", *overrides])
+    teacher, critic = models_beside(config, 2, ((8, 248),))
     with lone_rank(2, 1) as session:
         own = build_policy(load_with_path(config, str(other)).model, 1.0, session, trainable=False)
-        held = sum(local_bytes(parameter) for parameter in own.parameters())
-    assert teacher.num_bytes == held
-    assert teacher.peaks.scoring["logits"] > 0
+        values = build_value_model(str(other), config.model, session, 64, 1200)
+        held = [sum(local_bytes(p) for p in model.parameters()) for model in (own, values)]
+    # the head's bias, and rows of padding of it, are not planned for
+    assert teacher.num_bytes == held[0]
+    assert critic.num_bytes == pytest.approx(3 * held[1], rel=1e-3)
+    assert critic.gradients == pytest.approx(held[1], rel=1e-3)
+    assert critic.peaks.update.total() > 0
+    assert teacher.peaks.scoring["logits"] > 0  # of the longer row
+    assert "logits" not in critic.peaks.update + critic.peaks.scoring
+    assert base.model.dtype == "float32"
 
 
 def load_with_path(config: Config, path: str) -> Config:
