@@ -197,8 +197,8 @@ FAULTS = (
     Fault(
         "group split over ranks: each part has its own mean",
         "learn/sampled_step.py",
-        "advantages=advantages_of(rewards, rules.advantage),",
-        "advantages=advantages_of(rewards.reshape(-1, group_size // rules.num_ranks), rules.advantage),",
+        "advantages=advantages_of(rewards, rules.advantage) *",
+        "advantages=advantages_of(rewards.reshape(-1, group_size // rules.num_ranks), rules.advantage) *",
         (_PARTITION,),
     ),
     Fault(

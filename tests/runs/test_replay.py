@@ -399,6 +399,7 @@ def test_every_metric_of_a_line_is_documented(run: Path, plain_run: Path) -> Non
         "rollout_correction",
         "loss/teacher",
         "teacher/",
+        "critic/",
         "rollout/waiting_prompts",
         "rollout/tail_long",
         "rollout/tail_dropped",

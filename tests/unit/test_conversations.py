@@ -60,6 +60,9 @@ class Engine:
     def _refuse_unless_ready(self, policy_version: int) -> None:
         pass
 
+    def _end_rest(self) -> None:
+        pass
+
     def _add_request(self, name: str, request: Request) -> None:
         running = SimpleNamespace(length=request.seed, last=request.prompt_ids[-1], num_output_tokens=0)
         self._engine.requests[name] = running
