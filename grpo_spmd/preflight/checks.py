@@ -63,6 +63,10 @@ def check_inputs(
         from grpo_spmd.preflight.teacher import check_teachers
 
         check_teachers(config, to_run=to_run)
+    if config.critic.path is not None:
+        from grpo_spmd.preflight.critic import check_critic_model
+
+        check_critic_model(config, to_run=to_run)
     rewards = load_rewards(config.rewards)
     if any(reward.is_watched for reward in config.rewards):
         from grpo_spmd.rewards.remote.early import check_calls

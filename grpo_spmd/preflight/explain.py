@@ -78,6 +78,10 @@ def _held_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Ro
         from grpo_spmd.preflight.teacher import teacher_rows
 
         yield from teacher_rows(config, num_ranks)
+    if config.critic.path is not None:
+        from grpo_spmd.preflight.critic import critic_rows
+
+        yield from critic_rows(config, num_ranks)
 
 
 def _extra_pass_rows(config: Config) -> Iterator[Row]:
@@ -96,6 +100,9 @@ def _extra_pass_rows(config: Config) -> Iterator[Row]:
     if config.teacher.is_on:
         how = "each rollout by its own" if len(config.teacher.paths) > 1 else "a forward of all rollouts"
         yield "extra passes of teachers", "1", f"{how}, for teacher.loss {config.teacher.loss}"
+    if config.critic.path is not None:
+        how = f"a forward of all rollouts for their values, and {config.training.num_epochs} for its own update"
+        yield "passes of the critic", str(1 + config.training.num_epochs), how
 
 
 def _run_rows(config: Config, num_rows: int) -> Iterator[Row]:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import Config, RewardConfig
-from grpo_spmd.data.hub import check_reachable
 from grpo_spmd.data.table import PromptRow
-from grpo_spmd.model.reward_model_files import read_reward_model, said_of
+from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.preflight.arithmetic import ITEMSIZE, shard_numel
+from grpo_spmd.preflight.beside import folder_of
 from grpo_spmd.preflight.memory import Row, size_text
 from grpo_spmd.preflight.model_facts import local_folder
-
-_HUB_NAME = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 
 
 def check_reward_models(
@@ -69,17 +65,6 @@ def reward_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
 
 def _folder(reward: RewardConfig, where: str, to_run: bool) -> Path | None:
     path = str(reward.model)
-    if Path(path).is_dir():
-        if reward.revision is not None:
-            raise ConfigError(f"{where}.revision: {path} is a folder, which has none; take it out")
-        return Path(path)
-    if not re.fullmatch(_HUB_NAME, path) or Path(Path(path).parts[0]).exists():
-        what = f"there is no folder {path}{looked_for(Path(path))}, and it is no hub id (organisation/name)"
-        raise ConfigError(f"{where}.model: {what}")
-    cached = local_folder(path, reward.revision)
-    if cached is not None and any(cached.glob("*.safetensors")):
-        return cached
-    if to_run:
-        with said_of(f"{where}.model"):
-            check_reachable("models", path, "model.path")
-    return None
+    if Path(path).is_dir() and reward.revision is not None:
+        raise ConfigError(f"{where}.revision: {path} is a folder, which has none; take it out")
+    return folder_of(path, f"{where}.model", to_run=to_run, revision=reward.revision)

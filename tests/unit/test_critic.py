@@ -3,6 +3,7 @@ critic's config refuses; that without one nothing of it is imported."""
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 import yaml
+from safetensors.torch import load_file
 from torch import Tensor
 
 from grpo_spmd.config.errors import ConfigError
@@ -21,7 +24,10 @@ from grpo_spmd.learn.advantages import compute_advantages
 from grpo_spmd.learn.gae import advantages_of_tokens, explained_variance, length_lambda, value_loss, whitening
 from grpo_spmd.learn.turn_credit import token_rewards
 from grpo_spmd.observe.console import alarms
+from grpo_spmd.preflight.critic import check_critic_model, critic_rows
+from grpo_spmd.preflight.memory import size_text
 from grpo_spmd.records import Completion, Episode, Turn
+from tests.support.models import make_model, write_config
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = np.array([5, 1, 8, 3])
@@ -172,10 +178,56 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert "critic.lam_policy" in _refusal(tmp_path, critic={"path": "c", "lam_policy": 1.5})
 
 
+def test_what_its_folder_tells_before_torch(tmp_path: Path) -> None:
+    """No folder, none of a model, fewer tokens, a classifier, quantised weights."""
+    make_model(tmp_path / "model", "qwen3", tied=False)
+    kind = transformers.AutoModelForSequenceClassification
+    make_model(tmp_path / "classifier", "qwen3", tied=False, kind=kind, num_labels=1)
+    make_model(tmp_path / "other", "qwen3", tied=False, vocab_size=90)
+    (tmp_path / "empty").mkdir()
+    make_model(tmp_path / "quantised", "qwen3", tied=False)
+    of_quantised = tmp_path / "quantised/config.json"
+    of_quantised.write_text(json.dumps(json.loads(of_quantised.read_text()) | {"quantization_config": {"bits": 4}}))
+    sections = {"advantage": {"estimator": "gae", "normalize_std": "batch"}}
+
+    def said(name: str) -> str:
+        sections["critic"] = {"path": str(tmp_path / name)}
+        try:
+            check_critic_model(load_config(write_config(tmp_path, tmp_path / "model", **sections), []))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert said("model") == ""
+    assert "is a classifier" in said("classifier")
+    assert said("none").startswith("critic.path: there is no folder")
+    assert said("empty").startswith("critic.path: cannot read")
+    assert "knows 90 tokens, and" in said("other")
+    assert said("quantised").startswith(f"critic.path: {tmp_path}/quantised ")
+
+
+def test_explain_counts_it(tmp_path: Path) -> None:
+    """12 bytes a parameter of a shard, none of the lm_head's."""
+    make_model(tmp_path / "model", "qwen3", tied=False)
+    sections = {
+        "advantage": {"estimator": "gae", "normalize_std": "batch"},
+        "critic": {"path": str(tmp_path / "model")},
+    }
+    config = load_config(write_config(tmp_path, tmp_path / "model", **sections), [])
+    shapes = [p.shape for n, p in _tensors(tmp_path / "model") if n != "lm_head.weight"]
+    shard = sum(-(-shape[0] // 2) * math.prod(shape[1:]) for shape in shapes)
+    held, gradients = critic_rows(config, 2)
+    assert (held[1], gradients[1]) == (size_text(12 * shard), size_text(4 * shard))
+
+
+def _tensors(folder: Path) -> list[tuple[str, Tensor]]:
+    return [pair for file in folder.glob("*.safetensors") for pair in load_file(file).items()]
+
+
 def test_without_one_nothing_of_it_is_imported() -> None:
     code = (
         "import sys, grpo_spmd.loop\n"
-        "found = [n for n in ('learn.critic', 'learn.gae', 'model.values', 'proofs.critic_check')"
+        "found = [n for n in ('learn.critic', 'learn.gae', 'model.values', 'proofs.critic_check', 'preflight.critic')"
         " if 'grpo_spmd.' + n in sys.modules]\n"
         "assert not found, found"
     )
