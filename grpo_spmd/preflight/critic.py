@@ -18,8 +18,8 @@ _PER_PARAMETER = 12  # bytes: float32 and AdamW's two moments
 
 
 def check_critic_model(config: Config, *, to_run: bool = True) -> None:
-    """That there is such a model, that it can train, and that it knows the policy's tokens; not its lm_head, which a
-    classifier has none of, nor its tokenizer. Raises ConfigError."""
+    """That there is such a model, that it can train, and that it knows the policy's tokens. Its tokenizer is not needed.
+    Raises ConfigError."""
     path = str(config.critic.path)
     folder = folder_of(path, "critic.path", to_run=to_run)
     if folder is None:

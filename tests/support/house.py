@@ -54,7 +54,7 @@ OPERATIONS = {
     "distributed": 1090,
     "observe": 875,
     "checkpoint": 1090,
-    "preflight": 775,
+    "preflight": 790,
     "replay": 615,
     "rewards/pool": 795,
     "rewards/sandbox": 650,
