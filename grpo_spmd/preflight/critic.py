@@ -18,7 +18,7 @@ _PER_PARAMETER = 12  # bytes: float32 and AdamW's two moments
 
 
 def check_critic_model(config: Config, *, to_run: bool = True) -> None:
-    """That there is such a model, that it can train, and that it knows the policy's tokens. Its tokenizer is not needed.
+    """That there is such a model, that it can train, and that it knows the policy's tokens. It needs no tokenizer.
     Raises ConfigError."""
     path = str(config.critic.path)
     folder = folder_of(path, "critic.path", to_run=to_run)
