@@ -163,6 +163,9 @@ def open_reward_models(
     the order of the config; `weights` are those of the others, by name. Raises ConfigError."""
     if not any(reward.model is not None for reward in config.rewards):
         return score, [*weights.values()]
+    if twice := [r.shown_name for r in config.rewards if r.model is not None and r.shown_name in weights]:
+        what = f"the environment's own reward is called {twice[0]!r}, as a reward model is"
+        raise ConfigError(f"rewards: {what}; give the model another name")
     from grpo_spmd.model.hf_files import checkpoint_folder
     from grpo_spmd.model.reward_model import build_reward_model
     from grpo_spmd.model.reward_model_files import read_reward_model

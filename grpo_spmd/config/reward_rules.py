@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from urllib.parse import urlsplit
 
-from grpo_spmd.config.dump import SECRET
+from grpo_spmd.config.dump import SECRET, SECRET_NAME
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.reward_keys import RewardConfig
 
@@ -58,11 +58,15 @@ def _refuse_set(where: str, reward: RewardConfig, names: tuple[str, ...], why: s
 
 def _check_url(where: str, url: str) -> None:
     """What it says is not shown where it may hold a secret."""
-    if SECRET.search(url) or "@" in url.partition("://")[2].partition("/")[0]:
+    address, _, query = url.partition("?")
+    parameters = [parameter.partition("=")[0] for parameter in query.split("&")]
+    is_secret = any(SECRET_NAME.search(name) or name.lower() == "code" for name in parameters)  # code: Azure's
+    if SECRET.search(url) or "@" in address or is_secret:
         raise ConfigError(f"{where} holds a password or a key, and would be written down; give it by headers_env")
     try:
         parts = urlsplit(url)
         is_whole = bool(parts.hostname) and parts.port != 0 and url.isascii() and not re.search(r"\s", url)
+        (parts.hostname or "").encode("idna")
     except ValueError:
         is_whole = False
     if not is_whole or parts.scheme not in ("http", "https") or parts.fragment:

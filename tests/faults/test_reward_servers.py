@@ -114,6 +114,22 @@ def test_a_group_that_fails_is_asked_for_one_by_one(score: Callable[..., ScoredR
     assert metrics["reward/server/retries"] == 0
 
 
+def test_a_server_that_comes_back_has_failed_for_nobody(score: Callable[..., ScoredRollouts]) -> None:
+    """Every group's request meets a server that is away, every completion's one that is there: that is no function which
+    raises for groups alone."""
+    groups = [["aa", "b"], ["ccc", "dd"]]
+    with stub_server(worth_of, lambda body: "503" if len(body["query"]) > 1 else "ok") as server:
+        scored = score(groups, RewardConfig(url=server.url, form="openrlhf", retries=0))
+    assert scored.by_name["server"] == [worth(_query(given)) for given in scored.given]
+    assert scored.statuses["server"] == ["ok"] * 4
+    assert sorted(len(each.body["query"]) for each in server.asked) == [1, 1, 1, 1, 2, 2]
+    assert not any("retried" in note for note in scored.notes.values())
+
+
+def _query(given: dict[str, Any]) -> str:
+    return str(given["prompts"]) + str(given["completions"])
+
+
 def test_two_ranks_together_hold_the_limits(tmp_path: Path) -> None:
     """3 at once: rank 0 has two places, rank 1 one. 1,200 a minute: 0.1 s between two of a rank's calls."""
     pools = []

@@ -92,13 +92,13 @@ FAILURES: list[tuple[str, str, bool, float | None, int | None]] = [
     ("503", "answered 503 OK", True, 0.0, 503),
     ("drop", "did not answer (RemoteDisconnected", True, None, None),
     ("half", "did not answer to the end", True, None, 200),
-    ("nan", "answered nan, which is no finite number", True, None, 200),
-    ("infinite", "answered inf, which is no finite number", True, None, 200),
-    ("null", "answered None, which is no finite number", True, None, 200),
+    ("nan", "answered what is no finite number: NaN", True, None, 200),
+    ("infinite", "answered what is no finite number: Infinity", True, None, 200),
+    ("null", "answered what is no finite number: null", True, None, 200),
     ("text", "answered what is no JSON: 'I would say seven.'", True, None, 200),
-    ("text_once", "answered '7', which is no finite number", True, None, 200),
+    ("text_once", "answered what is no finite number: '7'", True, None, 200),
     ("deep", "answered what is no JSON", True, None, 200),
-    ("length", "answered [1, 2, 3, 4, 5], which is no finite number", True, None, 200),
+    ("length", "answered what is no finite number: [1, 2, 3, 4, 5]", True, None, 200),
     ("404", "answered 404 Not <redacted>: 'no such model for <redacted>", False, None, 404),
     ("redirect", "answered 302 Found", False, None, 302),
     ("gzip", "answered with compressed data", False, None, 200),
@@ -122,6 +122,34 @@ def test_what_is_no_reward_is_said_in_a_line_without_secrets(
     assert "\n" not in str(error)
     assert (error.may_retry, error.wait_s, error.status) == (may_retry, wait_s, status)
     assert asked.headers["authorization"] == f"Bearer {SECRET}"
+
+
+@pytest.mark.parametrize("as_what", ["score", "list", "text", "last line"])
+@pytest.mark.parametrize("secret", ["Bearer " + "q7Zp" * 60, "ab\\cd'ef\"ghij"], ids=["long", "with quotes"])
+def test_no_part_of_a_secret_is_in_what_is_said_of_an_answer(
+    secret: str, as_what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cut for show only when what it holds of a header is out of it."""
+    monkeypatch.setenv("RM_TOKEN", secret)
+    answers = {"score": {"score": secret}, "list": {"score": [secret, 1]}, "text": secret}
+    made: dict[str, Any] = {"headers_env": {"X-Thing": "RM_TOKEN"}}
+    if as_what == "last line":
+        answers[as_what] = _replies(f"{secret} is what you sent")(None)
+        (tmp_path / "rubric.md").write_text("{answer}: {completion}")
+        made |= {"judge": str(tmp_path / "rubric.md"), "judge_model": "m"}
+    with stub_server(lambda body: answers[as_what]) as server, pytest.raises(FailedCallError) as failed:
+        _asks(server.url, **made)(**ROW)
+    for part in ("q7Zp", "ghij", "ab\\cd"):
+        assert part not in str(failed.value)
+    assert "<redacted>" in str(failed.value)
+
+
+def test_a_row_that_lacks_a_label_has_its_answer() -> None:
+    with stub_server(lambda body: 1.0) as server:
+        ask = _asks(server.url)
+        for given in ({"label": [None], "answer": ["42"]}, {"label": ["x"], "answer": ["42"]}, {"self": [1]}):
+            ask(prompts=["p"], completions=["c"], completion_ids=[[1]], **given)
+        assert [asked.body["label"] for asked in server.asked] == ["42", "x", None]
 
 
 def test_nobody_is_there() -> None:
@@ -201,6 +229,12 @@ def test_a_completion_is_data_for_the_judge(tmp_path: Path) -> None:
         ("", None),
         ("Score: nan", None),
         ("Score: " + "9" * 400, None),
+        ("Score: \u22127", -7.0),
+        ("Score: \u20137", -7.0),
+        ("Score: .5", 0.5),
+        ("Score: 7.", 7.0),
+        ("Score = `4`", 4.0),
+        ("Score from 0 to 10: 8", None),
     ],
 )
 def test_the_score_is_the_number_on_the_last_line(reply: str, score: float | None) -> None:
@@ -395,6 +429,9 @@ JUDGE = {"url": URL, "judge": "rubric.md", "judge_model": "m"}
         ({"url": "http://me:s3cret@host/"}, "rewards.0.url holds a password"),
         ({"url": "http://s3cret@host/"}, "rewards.0.url holds a password"),
         ({"url": "http://host/?api_key=s3cret"}, "rewards.0.url holds a password"),
+        ({"url": "http://host/?code=s3cret"}, "rewards.0.url holds a password"),
+        ({"url": "http:/me:s3cret@host/x"}, "rewards.0.url holds a password"),
+        ({"url": "http://a..b/x"}, "rewards.0.url must be an address"),
         (
             {"url": URL, "headers_env": {"Authorization": "Bearer s3cret"}},
             "rewards.0.headers_env.Authorization must be",

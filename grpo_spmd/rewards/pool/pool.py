@@ -173,7 +173,7 @@ class RewardPool(ProcessPool):
             if not isinstance(again := limits.again(call, reply), str):
                 self._step.calls.append(again)
                 return
-            self._step.fail(call, "error", again)
+            self._step.fail(call, "error", again, by_function=False)
         self._step.measure(call, limits.measured(call))
 
     def _too_long(self, worker: WorkerProcess) -> str:
@@ -275,12 +275,14 @@ class _Step:
     def _add_note(self, sample: int, kind: str, call: Call, value: Any) -> None:
         self.notes.setdefault(sample, {}).setdefault(kind, {})[self._rewards[call.reward].name] = value
 
-    def fail(self, call: Call, status: HowItFailed, why: str) -> None:
-        """Note a failure, or queue the calls that show whose it was, where that is not known yet."""
+    def fail(self, call: Call, status: HowItFailed, why: str, *, by_function: bool = True) -> None:
+        """Note a failure, or queue the calls that show whose it was, where that is not known yet. A server that could
+        not be had (`by_function` False) may be there again by then, and says nothing about the reward."""
         why = f"reward {self._rewards[call.reward].name!r} {why}"
         if len(call.samples) > 1:
             self.repeated[call.reward].append(why)
-            self._add_note(call.samples[0], "retried", call, status)
+            if by_function:
+                self._add_note(call.samples[0], "retried", call, status)
             self.calls.extend(Call(call.reward, [i]) for i in call.samples)
             return
         (i,) = call.samples

@@ -43,18 +43,31 @@ def headers_of(headers_env: Mapping[str, str], where: str) -> dict[str, str]:
     return headers
 
 
+class UnexpectedError(ValueError):
+    """An answer that gives no reward. `said` is of the answer, whole: it may hold a secret, which only the client that
+    sent it can find there, and not in a part of it."""
+
+    def __init__(self, what: str, said: object = "") -> None:
+        super().__init__(what)
+        self.said = said
+
+
 class JsonClient:
     """Asks one address."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         """`headers` may hold secrets: no error shows their values."""
         parts = urlsplit(url)
-        self._host, self._port, self._is_safe = str(parts.hostname), parts.port, parts.scheme == "https"
+        self._host, self._is_safe = str(parts.hostname), parts.scheme == "https"
+        # Without a port http.client looks for one in the host, and finds it in an IPv6 address.
+        self._port = parts.port or (443 if self._is_safe else 80)
         self._target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         own = {"Content-Type": "application/json", "Accept-Encoding": "identity", "Connection": "close"}
         self._headers = {**headers, **own}
         pieces = {piece for value in headers.values() for piece in (value, *value.split()) if len(piece) > 3}
-        self._secrets = sorted({*headers.values(), *pieces}, key=len, reverse=True)
+        pieces |= {*headers.values()}
+        pieces |= {json.dumps(piece)[1:-1] for piece in pieces}  # as it stands in an answer's JSON
+        self._secrets = sorted(pieces, key=len, reverse=True)
 
     def ask(self, body: Mapping[str, Any]) -> Any:
         """The answer to `body`. Raises FailedCallError."""
@@ -68,7 +81,7 @@ class JsonClient:
             return self._answer(connection.getresponse())
         except ssl.SSLCertVerificationError as error:
             raise FailedCallError(f"cannot be asked: {error.verify_message}") from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise FailedCallError(f"did not answer ({self._shown(what)})", may_retry=True) from None
         finally:
@@ -101,8 +114,13 @@ class JsonClient:
             said = self._shown(content[:8192].decode(errors="replace"))
             raise FailedCallError(f"answered what is no JSON: {said!r}", may_retry=True, status=status) from None
 
-    def malformed(self, why: str) -> FailedCallError:
-        return FailedCallError(f"answered {self._shown(why)}", may_retry=True, status=200)
+    def malformed(self, error: UnexpectedError) -> FailedCallError:
+        why = f"answered {error}"
+        if isinstance(error.said, str):
+            why += f": {self._shown(error.said)!r}" if error.said else ""
+        else:
+            why += f": {self._shown(json.dumps(error.said, ensure_ascii=False))}"
+        return FailedCallError(why, may_retry=True, status=200)
 
     def _shown(self, text: str) -> str:
         for secret in self._secrets:
@@ -127,11 +145,12 @@ def retry_after_s(value: str | None) -> float | None:
 
 
 def number_in(answer: Any, names: Sequence[str]) -> float:
-    """`answer` itself, or what it has under the first of `names` that is there; alone in a list too. ValueError."""
+    """`answer` itself, or what it has under the first of `names` that is there; alone in a list too. Raises
+    UnexpectedError."""
     if isinstance(answer, dict):
         name = next((name for name in names if name in answer), None)
         if name is None:
-            raise ValueError(f"an object without {', '.join(names)}")
+            raise UnexpectedError(f"an object without {', '.join(names)}")
         answer = answer[name]
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
@@ -139,9 +158,9 @@ def number_in(answer: Any, names: Sequence[str]) -> float:
 
 
 def finite(value: Any) -> float:
-    """Raises ValueError for what is no number of JSON, or not finite. true is 1."""
-    if not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > 1e300:
-        raise ValueError(f"{value!r:.100}, which is no finite number")
+    """Raises UnexpectedError for what is no number of JSON, or not finite. true is 1."""
+    if not isinstance(value, int | float) or abs(value) > 1e300 or not math.isfinite(value):
+        raise UnexpectedError("what is no finite number", value)
     return float(value)
 
 

@@ -17,11 +17,11 @@ from typing import Any
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.rewards.remote.client import finite
+from grpo_spmd.rewards.remote.client import UnexpectedError, finite
 
 _PLACE = re.compile(r"\{(\w+)\}")
-_NUMBER = r"[-+]?\d+(?:\.\d+)?"
-_SCORE = re.compile(rf"(?:.*\bscore\b[^\w-]*)?({_NUMBER})(?:\s*/\s*({_NUMBER}))?", re.IGNORECASE)
+_NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)"
+_SCORE = re.compile(rf"(?:.*\bscore\b[\s:=*_`\"']*)?({_NUMBER})(?:\s*/\s*({_NUMBER}))?", re.IGNORECASE)
 _MOST_BYTES = 1 << 20
 
 
@@ -58,22 +58,23 @@ class Judge:
         except (KeyError, IndexError, TypeError, AttributeError):
             reply, ended = None, None
         if not isinstance(reply, str):
-            raise ValueError("no choices[0].message.content")
+            raise UnexpectedError("no choices[0].message.content")
         if ended == "length":  # "Score: 1" may be the beginning of "Score: 10"
-            raise ValueError("a reply that was cut off")
+            raise UnexpectedError("a reply that was cut off")
         score = score_in(reply, self._high)
         if not self._low <= score <= self._high:
-            raise ValueError(f"the score {score:g}, which is not from {self._low:g} to {self._high:g}")
+            raise UnexpectedError(f"the score {score:g}, which is not from {self._low:g} to {self._high:g}")
         return [(score - self._low) / (self._high - self._low)]
 
 
 def score_in(reply: str, highest: float) -> float:
-    """The number on the last line that is not empty: "7", "Score: 7", "**Score: 7/10**". Raises ValueError."""
+    """The number on the last line that is not empty: "7", "Score: 7", "**Score: 7/10**". Raises UnexpectedError."""
     lines = [line for line in reply.splitlines() if line.strip()]
-    last = lines[-1].strip(" \t*_`.") if lines else ""
+    # A dash of print before a number is a minus.
+    last = re.sub("[\u2212\u2013](?=[.\\d])", "-", lines[-1].lstrip(" \t*_`").rstrip(" \t*_`.")) if lines else ""
     found = _SCORE.fullmatch(last)
     if found is None or (found[2] is not None and float(found[2]) != highest):
-        raise ValueError(f"a last line without a score: {last!r:.100}")
+        raise UnexpectedError("a last line without a score", last)
     return finite(float(found[1]))
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.protocol import Reward
-from grpo_spmd.rewards.remote.client import JsonClient, finite, headers_of, number_in
+from grpo_spmd.rewards.remote.client import JsonClient, UnexpectedError, finite, headers_of, number_in
 
 
 class Form(Protocol):
@@ -22,7 +22,7 @@ class Form(Protocol):
     def body(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, list[Any]]) -> Any: ...
 
     def scores(self, answer: Any, number: int) -> list[float]:
-        """One for each of `number` completions. ValueError, which says what was answered instead."""
+        """One for each of `number` completions. UnexpectedError, which says what was answered instead."""
 
 
 def server_reward(config: RewardConfig, where: str) -> Reward:
@@ -48,7 +48,7 @@ class _Asks:
         self._client: JsonClient | None = None
 
     def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Any, **columns: list[Any]
+        self, /, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Any, **columns: list[Any]
     ) -> list[float]:
         if self._client is None:
             headers = headers_of(self._config.headers_env, self._where)
@@ -57,8 +57,8 @@ class _Asks:
         answer = self._client.ask({**self._config.args, **self._form.body(prompts, said, columns)})
         try:
             return self._form.scores(answer, len(said))
-        except ValueError as error:
-            raise self._client.malformed(str(error)) from None
+        except UnexpectedError as error:
+            raise self._client.malformed(error) from None
 
 
 def text_of(completion: Any) -> Any:
@@ -69,7 +69,9 @@ def text_of(completion: Any) -> Any:
 
 
 def _labels(columns: Mapping[str, list[Any]], number: int) -> list[Any]:
-    return list(columns.get("label") or columns.get("answer") or [None] * number)
+    nothing = [None] * number  # and a row that lacks a column which others have holds None for it
+    pairs = zip(columns.get("label", nothing), columns.get("answer", nothing), strict=True)
+    return [answer if label is None else label for label, answer in pairs]
 
 
 class _Slime:
@@ -102,9 +104,9 @@ class _OpenRlhf:
     def scores(self, answer: Any, number: int) -> list[float]:
         rewards = answer.get("rewards") if isinstance(answer, dict) else answer
         if not isinstance(rewards, list):
-            raise ValueError("no list of rewards")
+            raise UnexpectedError("no list of rewards")
         if len(rewards) != number:
-            raise ValueError(f"{len(rewards)} rewards for {number} completions")
+            raise UnexpectedError(f"{len(rewards)} rewards for {number} completions")
         return [finite(reward) for reward in rewards]
 
 
