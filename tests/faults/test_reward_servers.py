@@ -115,7 +115,7 @@ def test_a_group_that_fails_is_asked_for_one_by_one(score: Callable[..., ScoredR
 
 
 def test_a_server_that_comes_back_has_failed_for_nobody(score: Callable[..., ScoredRollouts]) -> None:
-    """Every group's request meets a server that is away, every completion's one that is there: that is no function which
+    """Each group's request meets a server that is away, each completion's one that is there: that is no function which
     raises for groups alone."""
     groups = [["aa", "b"], ["ccc", "dd"]]
     with stub_server(worth_of, lambda body: "503" if len(body["query"]) > 1 else "ok") as server:
