@@ -188,7 +188,7 @@ SIGNALS = {
     "config/reward_keys.py": 110,
     "model/parked.py": 110,
     "config/reward_rules.py": 95,
-    "rewards/remote": 420,
+    "rewards/remote": 430,
     "rewards/pool/call_limits.py": 185,
     "config/teacher.py": 70,
     "learn/distillation.py": 65,
