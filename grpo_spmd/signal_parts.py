@@ -67,7 +67,8 @@ def open_signals(
     teacher = open_teacher(config, policy, session, reference, prompt_at, tokenizer)
     if teacher is not None:
         signals.append(teacher)
-    return Signals(signals, teacher=teacher, critic=critic, num_held_steps=config.critic.warmup_steps)
+    num_held_steps = config.critic.warmup_steps if critic is not None else 0
+    return Signals(signals, teacher=teacher, critic=critic, num_held_steps=num_held_steps)
 
 
 def checks_of(config: Config, signals: Signals) -> list[More]:

@@ -29,7 +29,7 @@ class CriticConfig:
 
 # fmt: on
 def check_critic(
-    critic: CriticConfig, estimator: str, normalize_std: str, discount: float | None, num_steps: int
+    critic: CriticConfig, estimator: str, normalize_std: str, discount: float | None, num_steps: int, has_rewards: bool
 ) -> None:
     """Raises ConfigError for what does not go together."""
     if (estimator == "gae") != (critic.path is not None):
@@ -39,6 +39,11 @@ def check_critic(
         raise ConfigError(f"critic.path ({critic.path}) {rule}")
     if critic.path is None:
         return
+    if not critic.path.strip():
+        raise ConfigError("critic.path is empty; name a model's folder or hub id, or leave it out")
+    if not has_rewards:
+        why = "learns what rewards come to, and there is none that counts"
+        raise ConfigError(f"critic.path: a critic {why}; give a reward a weight, or leave the critic out")
     if critic.path == "policy":
         why = "a value head on the policy's own layers is not supported"
         raise ConfigError(f"critic.path: policy: {why}; name a model's folder or hub id, e.g. that of model.path")

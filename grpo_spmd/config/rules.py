@@ -42,11 +42,11 @@ def check_rules(config: Config) -> None:
     _check_evaluation(config)
     _check_schedule(config.optimizer)
     check_logging(config.logging)
-    of_turns, num_steps = config.environment.discount, config.training.num_steps
-    check_critic(config.critic, config.advantage.estimator, config.advantage.normalize_std, of_turns, num_steps)
-    overlong = config.advantage.overlong_buffer_tokens
-    check_environment(config.environment, config.rollout.tail_batching, overlong, config.loss.kl_in)
     has_rewards = config.environment.is_on or any(reward.weight for reward in config.rewards)
+    of_turns, num_steps, estimator = config.environment.discount, config.training.num_steps, config.advantage.estimator
+    check_critic(config.critic, estimator, config.advantage.normalize_std, of_turns, num_steps, has_rewards)
+    overlong, kl_in = config.advantage.overlong_buffer_tokens, "loss" if estimator == "gae" else config.loss.kl_in
+    check_environment(config.environment, config.rollout.tail_batching, overlong, kl_in)  # gae's KL is the tokens'
     sampling = {"is_dynamic": config.rollout.dynamic_sampling, "has_rewards": has_rewards}
     check_teacher(config.teacher, has_episodes=config.environment.is_on, kl_in=config.loss.kl_in, **sampling)
     template = config.data.prompt_template

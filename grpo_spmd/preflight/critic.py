@@ -12,6 +12,7 @@ from grpo_spmd.preflight.beside import folder_of
 from grpo_spmd.preflight.memory import Row, size_text
 from grpo_spmd.preflight.model_facts import local_folder, read_model
 from grpo_spmd.preflight.model_folder import num_embeddings
+from grpo_spmd.preflight.teacher import check_vocabulary
 from grpo_spmd.untrusted import UntrustedError, read_model_config
 
 _PER_PARAMETER = 12  # bytes: float32 and AdamW's two moments
@@ -40,6 +41,7 @@ def check_critic_model(config: Config, *, to_run: bool = True) -> None:
     if own is not None and theirs is not None and theirs < own:
         what = f"{path} knows {theirs} tokens, and {config.model.path} {own}"
         raise ConfigError(f"critic.path: {what}; take a model of the policy's family")
+    check_vocabulary(config.model.path, path, "critic.path")
 
 
 def critic_rows(config: Config, num_ranks: int) -> Iterator[Row]:

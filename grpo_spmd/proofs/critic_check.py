@@ -22,7 +22,9 @@ from grpo_spmd.model.values import ValueModel
 from grpo_spmd.proofs.gradient_check import Found, plain_layers
 from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch
 
-_NUM_SEQUENCES, _NUM_TOKENS = 4, 48  # of a rank's first row, whose values are computed plainly
+# Of a rank's first row, whose values are computed plainly: sequences, tokens from the first sampled one on, and how
+# long a prompt may be, since plain attention takes memory by its square.
+_NUM_SEQUENCES, _NUM_TOKENS, _LONGEST_PROMPT = 4, 32, 2048
 _BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}  # mean |difference| of a value, of the values' size
 _NEAR = {"rel_tol": 1e-3, "abs_tol": 1e-4}  # of float32 sums over a completion
 
@@ -60,7 +62,10 @@ class CriticCheck:
         """Collective. Of the first row, as it holds them, and by a plain pass of some of its sequences. For that the
         head gets something to say: it may be zero."""
         starts = torch.nonzero(row.position_ids == 0)[:, 0].tolist()[:_NUM_SEQUENCES]
-        lengths = [min(length, _NUM_TOKENS) for length in row.sequence_lengths[: len(starts)]]
+        places, lengths = row.predict_index.tolist(), list[int]()
+        for start, length in zip(starts, row.sequence_lengths, strict=False):  # to some tokens behind the prompt
+            first = next((place for place in places if start <= place < start + length), start)
+            lengths.append(min(length, first - start + _NUM_TOKENS) if first - start < _LONGEST_PROMPT else 1)
         ids = torch.zeros(len(starts), max(lengths), dtype=torch.int64, device=row.input_ids.device)
         for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             ids[number, :length] = row.input_ids[start : start + length]
@@ -75,7 +80,7 @@ class CriticCheck:
         size = float(again.abs().mean()) + 1e-6
         what = "a value that the advantages are made of, of its size,"
         found.within(what, "values", float((row.old_values - again).abs().mean()) / size, self._bound)
-        places, by_plain, held = row.predict_index.tolist(), list[float](), list[float]()
+        by_plain, held = list[float](), list[float]()
         for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             own = [c for c, place in enumerate(places) if start <= place < start + length]
             by_plain += [float(plainly[number, places[c] - start]) for c in own]
@@ -171,7 +176,8 @@ def _dealt(of_ranks: Sequence[bytes]) -> list[bytes]:
     for packed in map(Unpacked, of_ranks):
         number, length, num_trained = packed.header
         ids, counts = packed.array(np.int32, number).tolist(), packed.array(np.int32, number)
-        known |= zip(ids, np.split(packed.array(np.float64, length), counts.cumsum()[:-1]), strict=True)
+        ends, flat = counts.cumsum(), packed.array(np.float64, length)
+        known |= {i: flat[end - n : end] for i, n, end in zip(ids, counts, ends, strict=True)}  # a rank may have none
         wanted.append(packed.array(np.int32, num_trained).tolist())
     return [pack([len(known[i]) for i in ids], [known[i] for i in ids]) for ids in wanted]
 

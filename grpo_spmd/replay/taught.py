@@ -7,7 +7,7 @@ from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.records import Decision, Prompt, RolloutBatch
 from grpo_spmd.replay.read import RecordedStep, is_there
-from grpo_spmd.signal_parts import open_signals
+from grpo_spmd.signal_parts import open_teacher
 
 
 def teach(
@@ -28,5 +28,6 @@ def teach(
         return Prompt(position, record.row, record.prompt_ids, record.prompt, own)
 
     tokenizer = load_tokenizer(config.model.path) if config.teacher.prompt_key is not None else None
-    signals = open_signals(config, policy, session, reference, prompt_at, tokenizer)
-    return signals.attach(batch, decision, lambda _: None)
+    teacher = open_teacher(config, policy, session, reference, prompt_at, tokenizer)
+    assert teacher is not None, config.teacher
+    return teacher.attach(batch, decision, lambda _: None)

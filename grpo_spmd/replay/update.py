@@ -66,7 +66,8 @@ def train(
             scores, _ = policy(micro_batch)
             for place, rollout_id in enumerate(micro_batch.rollout_ids):
                 logprobs[rollout_id] = scores[micro_batch.sequence_index == place].tolist()
-    update = updater.measure if recorded.step <= config.critic.warmup_steps else updater.update
+    is_held = critic is not None and recorded.step <= config.critic.warmup_steps
+    update = updater.measure if is_held else updater.update
     sums = update(batch) | (critic.update(batch) if critic is not None else {})
     return loss_metrics(sums, config.loss), logprobs, decision
 

@@ -8,7 +8,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,13 +20,18 @@ from torch import Tensor
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
+from grpo_spmd.distributed.packed import Unpacked, pack
+from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import compute_advantages
 from grpo_spmd.learn.gae import advantages_of_tokens, explained_variance, length_lambda, value_loss, whitening
 from grpo_spmd.learn.turn_credit import token_rewards
+from grpo_spmd.model.policy import Policy
 from grpo_spmd.observe.console import alarms
 from grpo_spmd.preflight.critic import check_critic_model, critic_rows
 from grpo_spmd.preflight.memory import size_text
+from grpo_spmd.proofs.critic_check import _dealt
 from grpo_spmd.records import Completion, Episode, Turn
+from grpo_spmd.signal_parts import open_signals
 from tests.support.models import make_model, write_config
 
 ROOT = Path(__file__).parents[2]
@@ -176,6 +181,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert "environment.discount (0.5)" in _refusal(tmp_path, environment={"gym": "x.py:Y", "discount": 0.5})
     assert "critic.lam_policy" in _refusal(tmp_path, critic={"path": "c", "lam_policy": "long"})
     assert "critic.lam_policy" in _refusal(tmp_path, critic={"path": "c", "lam_policy": 1.5})
+    assert "there is none that counts" in _refusal(tmp_path, rewards=[{"name": "exact", "weight": 0}])
+    assert "critic.path is empty" in _refusal(tmp_path, critic={"path": " "})
 
 
 def test_what_its_folder_tells_before_torch(tmp_path: Path) -> None:
@@ -204,6 +211,29 @@ def test_what_its_folder_tells_before_torch(tmp_path: Path) -> None:
     assert said("empty").startswith("critic.path: cannot read")
     assert "knows 90 tokens, and" in said("other")
     assert said("quantised").startswith(f"critic.path: {tmp_path}/quantised ")
+
+
+def test_a_rank_without_a_group_takes_part_in_the_check() -> None:
+    """It sampled nothing that is trained on, and trains on what others sampled."""
+    arrays = [
+        np.array([4, 5], np.int32),
+        np.array([2, 1], np.int32),
+        np.array([1.0, 2.0, 3.0]),
+        np.array([5], np.int32),
+    ]
+    nothing = [np.array([], np.int32), np.array([], np.int32), np.array([]), np.array([4], np.int32)]
+    for share, expected in zip(
+        _dealt([pack([2, 3, 1], arrays), pack([0, 0, 1], nothing)]), ([3.0], [1.0, 2.0]), strict=True
+    ):
+        found = Unpacked(share)
+        assert found.header == [len(expected)]
+        assert found.array(np.float64, len(expected)).tolist() == expected
+
+
+def test_a_warm_up_without_a_critic_holds_no_policy(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", "qwen3", tied=False)
+    config = load_config(write_config(tmp_path, tmp_path / "model", critic={"warmup_steps": 1}), [])
+    assert not open_signals(config, cast(Policy, None), cast(Session, None)).hold_policy(1)
 
 
 def test_explain_counts_it(tmp_path: Path) -> None:
