@@ -40,6 +40,7 @@ LINES: dict[str, Callable[[Record], Iterator[Line]]] = {
     "rollout_dump": measured_speed.rollout_dump,
     "rollout_tail": measured_speed.rollout_tail,
     "report": measured_speed.report,
+    "signals": measured_speed.signals,
     "learning": measured_trials.learning,
     "trl_loss": measured_trials.trl_loss,
     "families": measured_trials.families,

@@ -53,7 +53,7 @@ _SIZED_ROLLOUTS, _SIZED_BATCHES = 64, (8, 16)
 _SIZED_VARIANTS = {"cuda": 4, "cpu": 3}  # of _VARIANTS: compiling twice, or on a CPU at all, takes minutes
 _MIB = 2**20
 # Name, config, rollouts of an update.
-_MODELS: tuple[tuple[str, dict[str, int], int], ...] = (
+MODELS: tuple[tuple[str, dict[str, int], int], ...] = (
     (
         "5 M",
         {
@@ -103,12 +103,12 @@ def main() -> None:
         end_session()
         return
     rows: list[Row] = []
-    for name, sizes, num_rollouts in _MODELS:
+    for name, sizes, num_rollouts in MODELS:
         with tempfile.TemporaryDirectory() as folder:
             make_model(
                 Path(folder), model_config(**sizes, num_key_value_heads=2, head_dim=64, max_position_embeddings=512)
             )
-            config, rollouts = _config(folder), _rollouts(num_rollouts, sizes["vocab_size"])
+            config, rollouts = base_config(folder), made_rollouts(num_rollouts, sizes["vocab_size"])
             tokens = sum(rollout.num_tokens for rollout in rollouts)
             updates = {"packed": packed(config, rollouts, session)}
             for size in (16, num_rollouts):
@@ -154,7 +154,7 @@ def sized(name: str, folder: str, number: int) -> tuple[Config, list[Rollout]]:
         return rng.randint(size.max_prompt_tokens // 2, size.max_prompt_tokens)
 
     config = replace(
-        _config(folder),
+        base_config(folder),
         model=ModelConfig(path=folder, dtype="bfloat16"),
         data=DataConfig(train="none", max_prompt_tokens=size.max_prompt_tokens),
         rollout=RolloutConfig(max_completion_tokens=size.max_completion_tokens),
@@ -180,7 +180,7 @@ def _compare(model: str, updates: dict[str, Update], tokens: int, num_rounds: in
             "seconds": statistics.median(seconds[name]),
             **spread("to_first", ratios(seconds[name], base)),
             "tokens_per_s": tokens / statistics.median(seconds[name]),
-            "peak_mib": _peak_bytes(update) / _MIB,
+            "peak_mib": peak_tensor_bytes(update) / _MIB,
             "loss": first[name][0],
             "grad_norm": first[name][1],
         }
@@ -266,7 +266,8 @@ def _padded_loss(config: Config, model: Any, rollouts: list[Rollout], counted: i
     return loss
 
 
-def _peak_bytes(update: Update) -> float:
+def peak_tensor_bytes(update: Callable[[], object]) -> float:
+    """Of tensors, at the peak of `update` beyond what was there before."""
     gc.collect()
     if torch.cuda.is_available():
         return peak_bytes(update)
@@ -279,7 +280,7 @@ def _peak_bytes(update: Update) -> float:
     )
 
 
-def _config(folder: str) -> Config:
+def base_config(folder: str) -> Config:
     return Config(
         run_dir=str(Path(folder, "run")),
         model=ModelConfig(path=folder, dtype="float32"),
@@ -289,7 +290,8 @@ def _config(folder: str) -> Config:
     )
 
 
-def _rollouts(number: int, vocabulary: int) -> list[Rollout]:
+def made_rollouts(number: int, vocabulary: int) -> list[Rollout]:
+    """Of lognormal lengths, 240 tokens at most, after prompts of 8 to 20."""
     rng = random.Random(0)
     lengths = [max(2, min(240, int(rng.lognormvariate(4.2, 0.8)))) for _ in range(number)]
     return _rollouts_of(lengths, lambda: rng.randint(8, 20), vocabulary, rng)

@@ -186,6 +186,29 @@ def report(record: Record) -> Iterator[Line]:
         yield Line(f"a page of {row['steps']:,} steps of {row['rollouts']:,} rollouts", figures, [row])
 
 
+def signals(record: Record) -> Iterator[Line]:
+    rows = record.run("signals", "model", "signal")
+    for (model,), of_model in _by(rows, "model"):
+        plain = one(of_model, {"signal": "plain"})
+        parts = [f"plain {figure(plain.number('seconds'))} s, {_of_signal(plain)}"]
+        parts += [
+            f"{row['signal']} {spread(row, 'to_plain')} times its time, {_of_signal(row)}"
+            for row in of_model
+            if row is not plain
+        ]
+        what = f"what teaches, beside the plain step behind the engine, {model}, {plain['rollouts']:,} rollouts"
+        where = f" of {figure(plain.number('tokens') / plain.number('rollouts'))} tokens"
+        yield Line(f"{what}{where}", "; ".join(parts), of_model)
+
+
+def _of_signal(row: RecordedRow) -> str:
+    waiting = f" ({figure(row.number('waiting_mib'))} of them in host memory meanwhile)" * bool(row["waiting_mib"])
+    return (
+        f"{figure(row.number('forward'))} + {figure(row.number('trained'))} passes, "
+        f"{figure(row.number('held_mib'))} MiB held{waiting}, {figure(row.number('peak_mib'))} at the peak"
+    )
+
+
 def episodes(record: Record) -> Iterator[Line]:
     rows = record.run("episodes", "side", "beside")
     for (beside,), of_beside in _by(rows, "beside"):

@@ -31,6 +31,15 @@ _TAIL = {"source": "tail", "engines": 8, "at once": 64, "prompts": 64, "factor":
 _PLAYED = {"engines": 2, "at once": 8, "completions an engine": 64, "first": 1.1, "first min": 1.0, "first max": 1.2}
 _START = {"command": "torchrun", "ranks": 2, "rank_cpu_s": 5.0, "checks": 0.5, "imports": 2.25}
 # By benchmark; an empty line is between the lines of the table.
+_SIGNAL = {
+    "model": "5 M",
+    "rollouts": 64,
+    "tokens": 6400,
+    "trained": 1.0,
+    "held_mib": 60.5,
+    "peak_mib": 42.0,
+    "seconds": 1.25,
+}
 _STEP = {"rollouts": 512}
 MADE: dict[str, tuple[Rows, str]] = {
     "step_vs_trl": (
@@ -151,6 +160,19 @@ MADE: dict[str, tuple[Rows, str]] = {
         a page of 100 steps of 512 rollouts | 3.10 s, 4.90 s of CPU time, 250 MiB, a file of 17.0 MB with all of them
 
         a page of 10,000 steps of 512 rollouts | 19.0 s, 31.0 s of CPU time, 300 MiB, a file of 15.5 MB with 900 of them
+        """,
+    ),
+    "signals": (
+        made_rows(
+            "signals",
+            {"signal": "plain", "forward": 0.0, "waiting_mib": 0.0, **_SIGNAL, **spread("to_plain", 1, 1, 1)},
+            {"signal": "critic", "forward": 1.0, "waiting_mib": 60.5, **_SIGNAL, **spread("to_plain", 2.2, 2.1, 2.4)}
+            | {"trained": 2.0, "held_mib": 121.0},
+        ),
+        """
+        what teaches, beside the plain step behind the engine, 5 M, 64 rollouts of 100 tokens | plain 1.25 s, 0 + 1.00
+        passes, 60.5 MiB held, 42.0 at the peak; critic 2.20 (2.10 to 2.40) times its time, 1.00 + 2.00 passes, 121 MiB
+        held (60.5 of them in host memory meanwhile), 42.0 at the peak
         """,
     ),
     "rollout_tail": (
