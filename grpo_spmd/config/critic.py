@@ -8,13 +8,16 @@ from typing import Literal
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.key import key
 
+# Where a checkpoint may have a value head: of transformers' classifiers (one label), of TRL's, of others'.
+VALUE_HEADS = ("score", "value_head", "v_head", "v_head.summary")
+
 
 # fmt: off
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     path: str | None = key(None,
-        "folder or hub id of a causal LM, whose decoder gets the value head; needs advantage.estimator: gae. null: no "
-        "critic")
+        "folder or hub id of a causal LM or a classifier of one label, whose decoder gets the value head; needs "
+        "advantage.estimator: gae. null: no critic")
     lr: float = key(1e-5, "its learning rate; schedule, betas, decay and clipping are those of `optimizer`", above=0)
     gamma: float = key(1.0, "discount of a token", at_least=0, at_most=1)
     lam: float = key(1.0, "GAE's lambda of the returns that the values are taught", at_least=0, at_most=1)
@@ -32,6 +35,8 @@ def check_critic(
     critic: CriticConfig, estimator: str, normalize_std: str, discount: float | None, num_steps: int, has_rewards: bool
 ) -> None:
     """Raises ConfigError for what does not go together."""
+    if critic.path is not None and not critic.path.strip():
+        raise ConfigError("critic.path is empty; name a model's folder or hub id, or leave it out")
     if (estimator == "gae") != (critic.path is not None):
         if critic.path is None:
             raise ConfigError("advantage.estimator: gae needs a critic; set critic.path, e.g. to model.path's model")
@@ -39,8 +44,6 @@ def check_critic(
         raise ConfigError(f"critic.path ({critic.path}) {rule}")
     if critic.path is None:
         return
-    if not critic.path.strip():
-        raise ConfigError("critic.path is empty; name a model's folder or hub id, or leave it out")
     if not has_rewards:
         why = "learns what rewards come to, and there is none that counts"
         raise ConfigError(f"critic.path: a critic {why}; give a reward a weight, or leave the critic out")

@@ -1,4 +1,5 @@
-"""The critic's model: the decoder of a causal LM with a head of one number a token, sharded as the policy is."""
+"""The critic's model: the decoder of a causal LM or a classifier with a head of one number a token, sharded as the
+policy is."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from grpo_spmd.config.critic import VALUE_HEADS
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import ModelConfig
 from grpo_spmd.distributed.session import Session
@@ -31,8 +33,6 @@ from grpo_spmd.model.sharding import first_row, shard_over_ranks
 from grpo_spmd.records import MicroBatch
 
 _log = logging.getLogger("grpo_spmd")
-# Where a checkpoint may have a value head: of transformers' classifiers (one label), of TRL's, of others'.
-_HEADS = ("score", "value_head", "v_head", "v_head.summary")
 
 
 class ValueModel(nn.Module):
@@ -71,7 +71,7 @@ def build_value_model(path: str, config: ModelConfig, session: Session, longest:
 
 def _build(path: str, config: ModelConfig, session: Session, longest: int, num_tokens: int) -> ValueModel:
     refuse_untrainable(path, longest, is_policy=False)
-    hf_config, compute = trainable_config(path, longest), DTYPES[config.dtype]
+    hf_config, compute = trainable_config(path, longest, is_policy=False), DTYPES[config.dtype]
     if hf_config.get_text_config().vocab_size < num_tokens:
         sizes = f"knows {hf_config.get_text_config().vocab_size} tokens, the policy {num_tokens}"
         raise ConfigError(f"model.path: {path} {sizes}; the critic needs the policy's vocabulary")
@@ -110,7 +110,7 @@ def _named(module: nn.Module, prefix: str) -> Iterator[tuple[str, DTensor]]:
 def _fill_head(head: nn.Linear, folder: Path) -> str:
     """From the checkpoint, or with zeros; says which."""
     files = tensor_files(folder)
-    name = next((name for name in _HEADS if f"{name}.weight" in files), None)
+    name = next((name for name in VALUE_HEADS if f"{name}.weight" in files), None)
     for kind, parameter in _named(head, ""):
         local, first = parameter.to_local(), first_row(parameter)
         local.zero_()

@@ -77,7 +77,8 @@ def make_plan(config: Config, model: ModelFacts, folder: Path, card: Card, num_r
     peaks = widened(trainer_peaks(config, folder, num_ranks, on_gpu=True), models)
     device = with_models(phases(config, model, card, num_ranks, peaks, cache), models)
     state = memory.state_of(config, model, num_ranks)
-    host = Counter({"checkpoint's copy": 12 * state.trained, "offloaded": state.offloaded(config.model.offload)})
+    copy = arithmetic.TRAINED_ITEMSIZE * state.trained
+    host = Counter({"checkpoint's copy": copy, "offloaded": state.offloaded(config.model.offload)})
     host += host_bytes(models)
     if config.rollout.sleep_level_with(config.model.lora) == 1:
         host["engine's weights, asleep"] = memory.engine_weights(config, model)

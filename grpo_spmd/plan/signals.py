@@ -22,7 +22,6 @@ from grpo_spmd.untrusted import read_model_config
 
 Kind = Literal["teacher", "critic", "reward model"]
 _OF_ENGINE = ("engine's", "KV cache")  # what begins so is the engine's
-_PER_TRAINED = 12  # bytes: float32 and AdamW's two moments
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Extra:
 
     def num_bytes(self, config: Config, num_ranks: int) -> int:
         """Of a rank, between updates."""
-        each = _PER_TRAINED if self.kind == "critic" else arithmetic.ITEMSIZE[config.model.dtype]
+        each = arithmetic.TRAINED_ITEMSIZE if self.kind == "critic" else arithmetic.ITEMSIZE[config.model.dtype]
         return each * self.shard(config, num_ranks)
 
 

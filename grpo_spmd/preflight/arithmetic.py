@@ -10,6 +10,7 @@ from grpo_spmd.model.dimensions import Dimensions
 from grpo_spmd.preflight.model_facts import Shapes
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
+TRAINED_ITEMSIZE = 12  # float32 and AdamW's two moments
 
 
 def shard_numel(shapes: Shapes, num_ranks: int) -> int:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
+from grpo_spmd.config.critic import VALUE_HEADS
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.families.config_json import refuse_by_config
 from grpo_spmd.preflight import arithmetic
 from grpo_spmd.preflight.beside import folder_of
 from grpo_spmd.preflight.memory import Row, size_text
-from grpo_spmd.preflight.model_facts import local_folder, read_model
-from grpo_spmd.preflight.model_folder import num_embeddings
+from grpo_spmd.preflight.model_facts import read_model, shapes_from_headers
 from grpo_spmd.preflight.teacher import check_vocabulary
 from grpo_spmd.untrusted import UntrustedError, read_model_config
-
-_PER_PARAMETER = 12  # bytes: float32 and AdamW's two moments
 
 
 def check_critic_model(config: Config, *, to_run: bool = True) -> None:
@@ -26,8 +26,10 @@ def check_critic_model(config: Config, *, to_run: bool = True) -> None:
     if folder is None:
         return
     try:
-        refuse_by_config(read_model_config(folder), path)
-        theirs = num_embeddings(folder)
+        model = read_model_config(folder)
+        refuse_by_config(model | {"architectures": None}, path)  # its own head is left out, or is the critic's
+        _check_head(model, folder, path)
+        check_vocabulary(config.model.path, path, "critic.path", "critic")
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path", "critic.path", 1)) from None
     except UntrustedError as error:
@@ -36,12 +38,18 @@ def check_critic_model(config: Config, *, to_run: bool = True) -> None:
         raise ConfigError(
             f"critic.path: cannot read {error.filename}: {error.strerror}; name a model's folder"
         ) from None
-    policy = local_folder(config.model.path)
-    own = num_embeddings(policy) if policy is not None else None
-    if own is not None and theirs is not None and theirs < own:
-        what = f"{path} knows {theirs} tokens, and {config.model.path} {own}"
-        raise ConfigError(f"critic.path: {what}; take a model of the policy's family")
-    check_vocabulary(config.model.path, path, "critic.path")
+
+
+def _check_head(model: Mapping[str, Any], folder: Path, path: str) -> None:
+    """A classifier's is the critic's, where it has one label."""
+    shapes = shapes_from_headers(folder, tied=False)
+    name = next((name for name in VALUE_HEADS if f"{name}.weight" in shapes), None)
+    if name is None or (rows := shapes[f"{name}.weight"][0]) == 1:
+        return
+    names = model.get("id2label")
+    labels = ", ".join(map(str, names.values()))[:100] if isinstance(names, Mapping) else "of no name"
+    what = f"{path} tells {rows} labels apart ({name}.weight: {labels}), and a value is one number"
+    raise ConfigError(f"critic.path: {what}; take a classifier of one label, or the causal LM that it was made of")
 
 
 def critic_rows(config: Config, num_ranks: int) -> Iterator[Row]:
@@ -53,10 +61,7 @@ def critic_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     shard = arithmetic.shard_numel(
         {name: shape for name, shape in model.shapes.items() if "lm_head" not in name}, ranks
     )
-    how = f"{shard:,} parameters of a shard x {_PER_PARAMETER} (float32 and two moments)"
-    yield (
-        "critic and its optimizer",
-        size_text(shard * _PER_PARAMETER),
-        f"{how}; in host memory while the engine is awake",
-    )
+    size = arithmetic.TRAINED_ITEMSIZE
+    how = f"{shard:,} parameters of a shard x {size} (float32 and two moments)"
+    yield ("critic and its optimizer", size_text(shard * size), f"{how}; in host memory while the engine is awake")
     yield "its gradients", size_text(shard * 4), f"{shard:,} x 4, in its update"

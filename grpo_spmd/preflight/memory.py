@@ -26,7 +26,7 @@ class State:
 
     @property
     def num_bytes(self) -> int:
-        return 12 * self.trained + self.base + self.reference
+        return arithmetic.TRAINED_ITEMSIZE * self.trained + self.base + self.reference
 
     @property
     def gradients(self) -> int:
@@ -121,7 +121,7 @@ def _state_rows(config: Config, state: State, ranks: int) -> Iterator[Row]:
         how = f"while the engine is awake: offload {str(offload).lower()}"
         yield "of it in host memory", size_text(state.offloaded(offload)), how
     how = "parameters that train + moments, while a thread writes them"
-    yield "checkpoint's copy in host memory", size_text(12 * trained), how
+    yield "checkpoint's copy in host memory", size_text(arithmetic.TRAINED_ITEMSIZE * trained), how
 
 
 def _logits_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:

@@ -41,24 +41,24 @@ def check_teachers(config: Config, *, to_run: bool) -> None:
     _check_rows(config)
 
 
-def check_vocabulary(policy: str, teacher: str, key: str) -> None:
-    """Refuse (ConfigError) a teacher that has other tokens than the policy: a token's id must mean the same to both.
-    What the files of one of them do not tell is not held against it."""
-    folders = [local_folder(path) for path in (policy, teacher)]
+def check_vocabulary(policy: str, other: str, key: str, kind: str = "teacher") -> None:
+    """Refuse (ConfigError) an `other` model, of this `kind`, that has other tokens than the policy: a token's id must
+    mean the same to both. What the files of one of them do not tell is not held against it."""
+    folders = [local_folder(path) for path in (policy, other)]
     files = [folder / "tokenizer.json" for folder in folders if folder is not None]
-    if policy == teacher or len(files) < 2:
+    if policy == other or len(files) < 2:
         return
     sizes = [num_embeddings(folder) for folder in folders if folder is not None]
     if sizes[0] is not None and sizes[1] is not None and sizes[1] < sizes[0]:
-        what = f"{teacher} has an lm_head of {sizes[1]} tokens, and {policy} one of {sizes[0]}"
-        raise ConfigError(f"{key}: {what}; take a teacher of the policy's family")
+        what = f"{other} knows {sizes[1]} tokens, and {policy} {sizes[0]}"
+        raise ConfigError(f"{key}: {what}; take a {kind} of the policy's family")
     if not all(file.is_file() for file in files):
         return
     own, theirs = (_tokens(file) for file in files)
     odd = min((i for i in own.keys() & theirs.keys() if own[i] != theirs[i]), default=None)
     if odd is not None:
         what = f"token {odd} is {theirs[odd]!r} there, and {own[odd]!r} in the policy's"
-        raise ConfigError(f"{key}: {teacher} has another vocabulary than {policy}: {what}; take one of its family")
+        raise ConfigError(f"{key}: {other} has another vocabulary than {policy}: {what}; take one of its family")
 
 
 def teacher_data(config: Config) -> DataConfig | None:

@@ -1,14 +1,16 @@
 """The critic's part of a step once more: values by a plain forward pass, returns and advantages from them and from what
-the sampling ranks know of the rewards. Plain Python, nothing of learn/gae.py."""
+the sampling ranks know of the rewards, and nothing of learn/gae.py."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -26,7 +28,26 @@ from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch
 # long a prompt may be, since plain attention takes memory by its square.
 _NUM_SEQUENCES, _NUM_TOKENS, _LONGEST_PROMPT = 4, 32, 2048
 _BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}  # mean |difference| of a value, of the values' size
-_NEAR = {"rel_tol": 1e-3, "abs_tol": 1e-4}  # of float32 sums over a completion
+_RELATIVE, _ABSOLUTE = 1e-3, 1e-4  # of float32 sums over a completion
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """Of a row's tokens [C], as they should be, and as it holds them."""
+
+    advantages: Numbers  # not whitened
+    counts: npt.NDArray[np.bool_]
+    held: Numbers
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Of one rollout, by the rank that sampled it: its sampled tokens, and rewards at places among them."""
+
+    num_tokens: int
+    places: npt.NDArray[np.int32]
+    rewards: Numbers
 
 
 class CriticCheck:
@@ -42,20 +63,19 @@ class CriticCheck:
         """Collective. `rewards`: of the rollouts that this rank sampled and some rank trains on; NaN: not known."""
         found = Found()
         self._check_values(found, batch.micro_batches[0])
-        of_tokens = self._rewards_of_trained(sampled, batch, decision, rewards)
-        plain = [self._plainly(found, row, of_tokens) for row in batch.micro_batches]
-        counted = [a for row in plain for a, counts, _ in row if counts]
-        number, total = (sum(each) for each in zip(*_of_ranks([len(counted), math.fsum(counted)]), strict=True))
+        given = self._rewards_of_trained(sampled, batch, decision, rewards)
+        plain = [self._plainly(found, row, given) for row in batch.micro_batches]
+        counted = np.concatenate([np.zeros(0), *(row.advantages[row.counts] for row in plain)])
+        number, total = (sum(each) for each in zip(*_of_ranks([len(counted), counted.sum()]), strict=True))
         mean = total / max(number, 1)
-        squares = sum(part[0] for part in _of_ranks([math.fsum((a - mean) ** 2 for a in counted)]))
+        squares = sum(part[0] for part in _of_ranks([((counted - mean) ** 2).sum()]))
         deviation = math.sqrt(squares / max(number - 1, 1) + 1e-8)
         if not self._whitens:
             mean, deviation = 0.0, 1.0
         for row in plain:
-            for a, counts, held in row:
-                expected = (a - mean) / deviation if counts else 0.0
-                if not math.isclose(held, expected, **_NEAR):
-                    found.wrong.append(f"a token has the advantage {held:.6g}, and gae gives {expected:.6g}")
+            expected = np.where(row.counts, (row.advantages - mean) / deviation, 0.0)
+            for c in _apart(row.held, expected)[:1]:
+                found.wrong.append(f"a token has the advantage {row.held[c]:.6g}, and gae gives {expected[c]:.6g}")
         return found
 
     def _check_values(self, found: Found, row: MicroBatch) -> None:
@@ -90,101 +110,117 @@ class CriticCheck:
             size = math.fsum(map(abs, by_plain)) + 1e-6
             found.within("a value beside that of a plain forward pass, of its size,", "values", off / size, self._bound)
 
-    def _plainly(
-        self, found: Found, row: MicroBatch, rewards: Mapping[int, Sequence[float]]
-    ) -> list[tuple[float, bool, float]]:
-        """Of each token its advantage, not whitened, whether it counts, and what the row holds. The values that the row
-        holds are taken as they are."""
+    def _plainly(self, found: Found, row: MicroBatch, given: Mapping[int, _Given]) -> _Plain:
+        """The values that the row holds are taken as they are."""
         assert row.old_values is not None
         assert row.returns is not None
-        columns = row.old_values, row.returns, row.advantages, row.loss_mask, row.sequence_index
-        values, returns, advantages, mask, index = (column.tolist() for column in columns)
-        kl, tokens = self._kl(row), list[tuple[float, bool, float]]()
-        for place, i in enumerate(row.rollout_ids):
-            own, critic = [c for c, of in enumerate(index) if of == place], self._critic
-            lam = critic.lam_policy
-            if lam == "length":
-                lam = max(0.0, 1.0 - 1.0 / (critic.length_alpha * len(own)))
-            given = [reward - kl[c] for reward, c in zip(rewards[i], own, strict=True)]
-            v = [values[c] for c in own]
-            taught, judged = (lambda_returns(given, v, critic.gamma, each) for each in (critic.lam, float(lam)))
-            for n, c in enumerate(own):
-                if not math.isclose(returns[c], taught[n], **_NEAR):
-                    found.wrong.append(
-                        f"a value is taught {returns[c]:.6g}, and the returns of rollout {i} say another"
-                    )
-                tokens.append((judged[n] - v[n], mask[c], advantages[c]))
-        return tokens
+        columns = (x.double().cpu().numpy() for x in (row.old_values, row.returns, row.advantages))
+        values, returns, held = columns
+        mask, index = row.loss_mask.cpu().numpy(), row.sequence_index.cpu().numpy()
+        ids, lengths = row.rollout_ids, np.bincount(index, minlength=len(row.rollout_ids))
+        if wrong := [i for i, n in zip(ids, lengths, strict=False) if n != given[i].num_tokens]:
+            found.wrong.append(f"rollouts {wrong[:5]} have other tokens than were sampled")
+        if wrong or not ids:
+            return _Plain(np.zeros_like(held), np.zeros_like(mask), np.zeros_like(held))
+        # A rollout a line, which ends in the last column.
+        longest, order = int(lengths.max()), np.argsort(index, kind="stable")
+        first = longest - lengths
+        column = np.empty_like(index)
+        column[order] = np.concatenate([np.arange(start, longest) for start in first])
+        rewards, v = np.zeros((len(ids), longest)), np.zeros((len(ids), longest))
+        for line, i in enumerate(ids):
+            rewards[line, first[line] + given[i].places] = given[i].rewards
+        rewards[index, column] -= self._kl(row)
+        v[index, column] = values
+        critic = self._critic
+        lam = np.full(len(ids), critic.lam)
+        lam_policy = np.full(len(ids), critic.lam_policy) if critic.lam_policy != "length" else None
+        if lam_policy is None:
+            lam_policy = np.maximum(0.0, 1.0 - 1.0 / (critic.length_alpha * lengths))
+        taught, judged = (lambda_returns(rewards, v, critic.gamma, each)[index, column] for each in (lam, lam_policy))
+        for c in _apart(returns, taught)[:1]:
+            what = f"and the returns of rollout {ids[index[c]]} say {taught[c]:.6g}"
+            found.wrong.append(f"a value is taught {returns[c]:.6g}, {what}")
+        return _Plain(judged - values, mask, held)
 
-    def _kl(self, row: MicroBatch) -> list[float]:
-        """What is taken off each token's reward."""
+    def _kl(self, row: MicroBatch) -> Numbers:
+        """[C] What is taken off each token's reward."""
         if self._loss.kl_in != "reward":
-            return [0.0] * len(row.target_ids)
+            return np.zeros(len(row.target_ids))
         p, ref = cast(Tensor, row.old_logprobs), cast(Tensor, row.ref_logprobs)
         terms = {"k1": p - ref, "k2": (p - ref) ** 2 / 2, "k3": torch.expm1(ref - p) - (ref - p)}
-        found: list[float] = (self._loss.kl_coef * terms[self._loss.kl_estimator].double()).tolist()
+        found: Numbers = (self._loss.kl_coef * terms[self._loss.kl_estimator].double()).cpu().numpy()
         return found
 
     def _rewards_of_trained(
         self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, rewards: Mapping[int, float]
-    ) -> dict[int, list[float]]:
-        """Collective. The reward at each token of the rollouts that this rank trains on, by whom sampled them."""
-        ids, dense, size = list[int](), list[list[float]](), sampled.rules.rollout.group_size
+    ) -> dict[int, _Given]:
+        """Collective. Of the rollouts that this rank trains on, by whom sampled them. Rank 0 gets 24 bytes a rollout,
+        and 12 more for each further turn with a reward."""
+        given, size = dict[int, _Given](), sampled.rules.rollout.group_size
         for group in sampled.groups:
             if (slot := decision.slots.get(group.prompt.position)) is None:
                 continue
             for i, completion in enumerate(group.completions, start=slot * size):
                 reward = 0.0 if math.isnan(rewards[i]) else rewards[i]
-                ids.append(i)
-                dense.append(_at_tokens(completion, reward, sampled.rules.discount is not None))
+                given[i] = _given(completion, reward, sampled.rules.discount is not None)
         trained = [i for row in batch.micro_batches for i in row.rollout_ids]
-        counts = [len(each) for each in dense]
-        flat = np.array([reward for each in dense for reward in each], np.float64)
-        arrays = np.array(ids, np.int32), np.array(counts, np.int32), flat, np.array(trained, np.int32)
-        share = Unpacked(shares_of_rank0(_dealt, pack([len(ids), len(flat), len(trained)], arrays)))
-        return {i: share.array(np.float64, count).tolist() for i, count in zip(trained, share.header, strict=True)}
+        payload = pack([len(trained)], [np.array(trained, np.int32)]) + _packed(given)
+        return _unpacked(Unpacked(shares_of_rank0(_dealt, payload)))
 
 
-def lambda_returns(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
-    """G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}), nothing behind the last token."""
-    returns, value, later = list[float](), 0.0, 0.0
-    for r, v in zip(reversed(rewards), reversed(values), strict=True):
-        later = r + gamma * ((1.0 - lam) * value + lam * later)
-        value = v
-        returns.append(later)
-    return returns[::-1]
+def lambda_returns(rewards: Numbers, values: Numbers, gamma: float, lam: Numbers) -> Numbers:
+    """[n, L] G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}) of each line, nothing behind the last column; `lam`
+    [n]."""
+    returns, value, later = np.zeros_like(rewards), np.zeros(len(rewards)), np.zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        later = rewards[:, t] + gamma * ((1.0 - lam) * value + lam * later)
+        value, returns[:, t] = values[:, t], later
+    return returns
 
 
-def _at_tokens(completion: Completion, reward: float, by_turn: bool) -> list[float]:
+def _apart(held: Numbers, expected: Numbers) -> npt.NDArray[np.intp]:
+    """Where they differ by more than rounding; NaN does."""
+    size = np.maximum(np.abs(held), np.abs(expected))
+    return np.flatnonzero(~(np.abs(held - expected) <= np.maximum(_RELATIVE * size, _ABSOLUTE)))
+
+
+def _given(completion: Completion, reward: float, by_turn: bool) -> _Given:
     """The reward at the last token; `by_turn`: those of turns where these end, and there what is left."""
-    found = [0.0] * len(completion.token_ids)
-    if not found:
-        return found
+    num_tokens, at = len(completion.token_ids), dict[int, float]()
     if by_turn and completion.episode is not None:
         last = -1
         for turn in completion.episode.turns:
             last += turn.num_tokens
-            if turn.num_tokens:
-                found[last] += turn.reward or 0.0
-    found[-1] += reward - math.fsum(found)
-    return found
+            if turn.num_tokens and turn.reward:
+                at[last] = turn.reward
+    if num_tokens:
+        at[num_tokens - 1] = at.get(num_tokens - 1, 0.0) + reward - math.fsum(at.values())
+    return _Given(num_tokens, np.array([*at], np.int32), np.array([*at.values()], np.float64))
+
+
+def _packed(given: Mapping[int, _Given]) -> bytes:
+    counts = np.array([[i, each.num_tokens, len(each.places)] for i, each in given.items()], np.int32)
+    return pack([len(given)], [counts, *(x for each in given.values() for x in (each.places, each.rewards))])
+
+
+def _unpacked(packed: Unpacked) -> dict[int, _Given]:
+    counts = packed.array(np.int32, 3 * packed.header[0]).reshape(-1, 3).tolist()
+    return {i: _Given(n, packed.array(np.int32, k), packed.array(np.float64, k)) for i, n, k in counts}
 
 
 def _dealt(of_ranks: Sequence[bytes]) -> list[bytes]:
-    """On rank 0: to each rank the rewards of tokens of what it trains on, one behind the other, and how many."""
-    known, wanted = dict[int, Any](), list[list[int]]()
+    """On rank 0: to each rank what it trains on."""
+    known, wanted = dict[int, _Given](), list[list[int]]()
     for packed in map(Unpacked, of_ranks):
-        number, length, num_trained = packed.header
-        ids, counts = packed.array(np.int32, number).tolist(), packed.array(np.int32, number)
-        ends, flat = counts.cumsum(), packed.array(np.float64, length)
-        known |= {i: flat[end - n : end] for i, n, end in zip(ids, counts, ends, strict=True)}  # a rank may have none
-        wanted.append(packed.array(np.int32, num_trained).tolist())
-    return [pack([len(known[i]) for i in ids], [known[i] for i in ids]) for ids in wanted]
+        wanted.append(packed.array(np.int32, packed.header[0]).tolist())
+        known |= _unpacked(Unpacked(packed.rest()))  # a rank may have none
+    return [_packed({i: known[i] for i in ids}) for ids in wanted]
 
 
 def _of_ranks(numbers: list[float]) -> list[list[float]]:
     """Collective."""
-    found: list[list[float]] = on_rank0(list, numbers)
+    found: list[list[float]] = on_rank0(list, [float(number) for number in numbers])
     return found
 
 

@@ -28,15 +28,15 @@ ONE_ROW = next(iter(SPLITS))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The critic's files have a value head, as those of transformers' classifiers, and no lm_head."""
+    """The critic's files are those of one of transformers' classifiers, whose head has a bias too."""
     folder = tmp_path_factory.mktemp("critic")
     make_model(folder / "model", "qwen3", tied=True)
     make_model(folder / "reference", "qwen3", tied=True, seed=1)
-    file = make_model(folder / "critic", "qwen3", tied=False, seed=2) / "model.safetensors"
-    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.startswith("lm_head")}
+    kind = transformers.AutoModelForSequenceClassification
+    file = make_model(folder / "critic", "qwen3", tied=False, seed=2, kind=kind, num_labels=1) / "model.safetensors"
     draw = torch.Generator().manual_seed(3)
     head = {"score.weight": torch.randn(1, 64, generator=draw) / 8, "score.bias": torch.randn(1, generator=draw)}
-    save_file(tensors | head, file, {"format": "pt"})
+    save_file(load_file(file) | head, file, {"format": "pt"})
     return folder
 
 

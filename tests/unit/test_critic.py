@@ -29,7 +29,7 @@ from grpo_spmd.model.policy import Policy
 from grpo_spmd.observe.console import alarms
 from grpo_spmd.preflight.critic import check_critic_model, critic_rows
 from grpo_spmd.preflight.memory import size_text
-from grpo_spmd.proofs.critic_check import _dealt
+from grpo_spmd.proofs.critic_check import _dealt, _given, _packed, _unpacked, lambda_returns
 from grpo_spmd.records import Completion, Episode, Turn
 from grpo_spmd.signal_parts import open_signals
 from tests.support.models import make_model, write_config
@@ -182,14 +182,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert "critic.lam_policy" in _refusal(tmp_path, critic={"path": "c", "lam_policy": "long"})
     assert "critic.lam_policy" in _refusal(tmp_path, critic={"path": "c", "lam_policy": 1.5})
     assert "there is none that counts" in _refusal(tmp_path, rewards=[{"name": "exact", "weight": 0}])
-    assert "critic.path is empty" in _refusal(tmp_path, critic={"path": " "})
+    for advantage in (GAE["advantage"], {}):
+        assert "critic.path is empty" in _refusal(tmp_path, critic={"path": " "}, advantage=advantage)
 
 
 def test_what_its_folder_tells_before_torch(tmp_path: Path) -> None:
-    """No folder, none of a model, fewer tokens, a classifier, quantised weights."""
+    """No folder, none of a model, fewer tokens, several labels, quantised weights."""
     make_model(tmp_path / "model", "qwen3", tied=False)
     kind = transformers.AutoModelForSequenceClassification
     make_model(tmp_path / "classifier", "qwen3", tied=False, kind=kind, num_labels=1)
+    make_model(tmp_path / "of_two", "qwen3", tied=False, kind=kind, id2label={0: "bad", 1: "good"})
     make_model(tmp_path / "other", "qwen3", tied=False, vocab_size=90)
     (tmp_path / "empty").mkdir()
     make_model(tmp_path / "quantised", "qwen3", tied=False)
@@ -206,28 +208,45 @@ def test_what_its_folder_tells_before_torch(tmp_path: Path) -> None:
         return ""
 
     assert said("model") == ""
-    assert "is a classifier" in said("classifier")
+    assert said("classifier") == ""
+    assert said("of_two").startswith(f"critic.path: {tmp_path}/of_two tells 2 labels apart (score.weight: bad, good)")
     assert said("none").startswith("critic.path: there is no folder")
     assert said("empty").startswith("critic.path: cannot read")
-    assert "knows 90 tokens, and" in said("other")
+    assert said("other").endswith(f"knows 90 tokens, and {tmp_path}/model 97; take a critic of the policy's family")
     assert said("quantised").startswith(f"critic.path: {tmp_path}/quantised ")
 
 
 def test_a_rank_without_a_group_takes_part_in_the_check() -> None:
-    """It sampled nothing that is trained on, and trains on what others sampled."""
-    arrays = [
-        np.array([4, 5], np.int32),
-        np.array([2, 1], np.int32),
-        np.array([1.0, 2.0, 3.0]),
-        np.array([5], np.int32),
+    """It sampled nothing that is trained on, and trains on what others sampled; these tell rewards, not tokens."""
+    turns = Turn(2, "stop", 0.25), Turn(0, "stop", 5.0), Turn(3, "stop", None)
+    completion = Completion([1, 2, 3, 4, 5], [0.0] * 5, "stop", Episode("ok", (), turns, [], {}, []))
+    given = {
+        4: _given(completion, 1.0, True),
+        5: _given(completion, 2.0, False),
+        6: _given(Completion([], [], ""), 1, True),
+    }
+    parts = [(given, [5]), ({}, [4, 6])]
+    payloads = [pack([len(ids)], [np.array(ids, np.int32)]) + _packed(own) for own, ids in parts]
+    assert len(payloads[0]) < 24 * 3 + 12 + 30
+    shares = [_unpacked(Unpacked(share)) for share in _dealt(payloads)]
+    found = [
+        {i: (n, p.tolist(), r.tolist()) for i, (n, p, r) in share.items()}
+        for share in [
+            {i: (each.num_tokens, each.places, each.rewards) for i, each in share.items()} for share in shares
+        ]
     ]
-    nothing = [np.array([], np.int32), np.array([], np.int32), np.array([]), np.array([4], np.int32)]
-    for share, expected in zip(
-        _dealt([pack([2, 3, 1], arrays), pack([0, 0, 1], nothing)]), ([3.0], [1.0, 2.0]), strict=True
-    ):
-        found = Unpacked(share)
-        assert found.header == [len(expected)]
-        assert found.array(np.float64, len(expected)).tolist() == expected
+    assert found == [{5: (5, [4], [2.0])}, {4: (5, [1, 4], [0.25, 0.75]), 6: (0, [], [])}]
+
+
+def test_returns_of_the_check_are_those_of_gae() -> None:
+    """Lines of 5, 1, 8 and 3 tokens, which end in the last of 8 columns."""
+    rewards, values = _made_up(3)
+    lam = np.array([0.9, 0.5, 0.0, 1.0])
+    expected = advantages_of_tokens(rewards, values, LENGTHS, 0.97, lam) + values
+    index, column = np.repeat(np.arange(4), LENGTHS), np.concatenate([np.arange(8 - n, 8) for n in LENGTHS])
+    r, v = np.zeros((4, 8)), np.zeros((4, 8))
+    r[index, column], v[index, column] = rewards, values
+    assert lambda_returns(r, v, 0.97, lam)[index, column] == pytest.approx(expected)
 
 
 def test_a_warm_up_without_a_critic_holds_no_policy(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_another_vocabulary_is_refused_by_name(tmp_path: Path, folders: list[Pat
     number = min(vocab["3"], vocab["4"])
     assert f"teacher.path: {other} has another vocabulary than {folders[0]}: token {number} is '4' there" in said
     small = make_model(tmp_path / "small", "qwen3", tied=True, vocab_size=64)
-    assert f"{small} has an lm_head of 64 tokens, and {folders[0]} one of 97" in refusal(path, f"teacher.path={small}")
+    assert f"{small} knows 64 tokens, and {folders[0]} 97; take a teacher" in refusal(path, f"teacher.path={small}")
 
 
 def test_explain_counts_the_teachers_bytes_and_passes(tmp_path: Path, folders: list[Path]) -> None:

@@ -32,7 +32,7 @@ def refuse_untrainable(path: str, longest: int = 0, *, is_policy: bool = True) -
     """Raises ConfigError, which says why, unless the model of `path` can train on rollouts of `longest` tokens: all
     that can be known before vLLM starts. Of another model than a policy the lm_head may be missing."""
     hf_config = load_config(path)
-    refuse_unsupported(hf_config, path)
+    refuse_unsupported(hf_config, path, is_policy=is_policy)
     refuse_window(hf_config, path, longest)
     with torch.device("meta"):
         model = build_hf_model(hf_config, path, attn_implementation=_PROBE).eval()

@@ -13,9 +13,9 @@ from grpo_spmd.model.families.config_json import refuse_by_config
 from grpo_spmd.model.hf_files import load_config
 
 
-def refuse_unsupported(hf_config: Any, path: str) -> None:
-    """Raises ConfigError for what config.json shows."""
-    refuse_by_config(hf_config.to_dict(), path)
+def refuse_unsupported(hf_config: Any, path: str, *, is_policy: bool = True) -> None:
+    """Raises ConfigError for what config.json shows. Of another model than a policy any head will do."""
+    refuse_by_config(hf_config.to_dict() | ({} if is_policy else {"architectures": None}), path)
     if type(hf_config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise ConfigError(f"model.path: {path} ({hf_config.model_type}) is not a causal LM")
 
@@ -34,11 +34,11 @@ def refuse_head_bias(model: Any, path: str) -> None:
         raise ConfigError(f"model.path: {path} has a bias in its lm_head, which the chunked logprobs do not support")
 
 
-def trainable_config(path: str, longest: int) -> Any:
+def trainable_config(path: str, longest: int, *, is_policy: bool = True) -> Any:
     """Of the model of `path`, for rollouts of `longest` tokens, with dropout off: it would make the policy differ from
     the engine that sampled. Raises ConfigError."""
     hf_config = load_config(path)
-    refuse_unsupported(hf_config, path)
+    refuse_unsupported(hf_config, path, is_policy=is_policy)
     refuse_window(hf_config, path, longest)
     for name, value in vars(hf_config).items():
         if isinstance(value, int | float) and re.search("dropout|pdrop|layerdrop", name):
