@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
+from grpo_spmd.config.signal_rules import check_given_rewards
 from grpo_spmd.distributed.preemption import Preemption
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
@@ -35,7 +36,11 @@ def open_rewards(
     preemption: Preemption,
     environments: Environments | None,
 ) -> tuple[RewardPool, Callable[..., ScoredRollouts], dict[str, float]]:
-    """The pool of reward functions, what scores with all rewards but models, and the weights of these by name."""
+    """The pool of reward functions, what scores with all rewards but models, and the weights of these by name. Raises
+    ConfigError where rewards are needed, and neither config nor environment gives one."""
+    # An engine's other ranks have started no environment.
+    if environments is not None and session.rank % config.rollout.tensor_parallel_size == 0:
+        check_given_rewards(config, environments.weights)
     log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
     called = config.called_rewards
     own = called if environments is None else environments.other_rewards
@@ -45,8 +50,6 @@ def open_rewards(
     score = functools.partial(pool.score, tokenizer=tokenizer)
     if environments is None:
         return pool, preemption.guard(score), {reward.shown_name: reward.weight for reward in own}
-    if not (environments.weights or config.rewards or config.teacher.is_on):
-        raise ConfigError("rewards: the environment gives none; name one, e.g. `rewards: [{function: my.py:reward}]`")
     return pool, preemption.guard(environments.scores(score)), environments.weights
 
 

@@ -40,6 +40,11 @@ class EnvironmentConfig:
     def is_on(self) -> bool:
         return bool(self.tools or self.factory or self.gym or self.agent)
 
+    @property
+    def may_reward(self) -> bool:
+        """Whether rewards of its own are to be expected; bare tools give none."""
+        return bool(self.factory or self.gym or self.agent)
+
 
 # fmt: on
 def check_environment(

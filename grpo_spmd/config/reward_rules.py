@@ -42,6 +42,8 @@ def check_reward(where: str, reward: RewardConfig) -> None:
         _refuse_set(where, reward, _OF_A_URL, "is of a url")
     if reward.judge is None:
         _refuse_set(where, reward, _OF_A_JUDGE, "is of a judge; set judge, a rubric's file")
+    if reward.model is not None and reward.shown_name in ("", ".."):
+        raise ConfigError(f"{where}.name: {reward.model!r} ends with no name, which its metrics bear; set name")
     if reward.url is not None:
         _check_url(f"{where}.url", reward.url)
         _check_headers(f"{where}.headers_env", reward.headers_env)

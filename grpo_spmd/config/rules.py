@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 
 from grpo_spmd.config.coerce import REFUSED_KEYS
-from grpo_spmd.config.critic import check_critic
 from grpo_spmd.config.environment import check_environment
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.logging_keys import check_logging
 from grpo_spmd.config.reward_rules import check_reward
 from grpo_spmd.config.schema import ADAPTER_RANKS, PHASES, Config, LossConfig, OptimizerConfig, RolloutConfig
-from grpo_spmd.config.teacher import check_teacher
+from grpo_spmd.config.signal_rules import check_signals
 
 # What the trainer itself decides about the engine, where a second value would be a second truth, and where it is set.
 _ENGINE_KEYS_OWNED = {
@@ -42,13 +41,11 @@ def check_rules(config: Config) -> None:
     _check_evaluation(config)
     _check_schedule(config.optimizer)
     check_logging(config.logging)
-    has_rewards = config.environment.is_on or any(reward.weight for reward in config.rewards)
-    of_turns, num_steps, estimator = config.environment.discount, config.training.num_steps, config.advantage.estimator
-    check_critic(config.critic, estimator, config.advantage.normalize_std, of_turns, num_steps, has_rewards)
-    overlong, kl_in = config.advantage.overlong_buffer_tokens, "loss" if estimator == "gae" else config.loss.kl_in
-    check_environment(config.environment, config.rollout.tail_batching, overlong, kl_in)  # gae's KL is the tokens'
-    sampling = {"is_dynamic": config.rollout.dynamic_sampling, "has_rewards": has_rewards}
-    check_teacher(config.teacher, has_episodes=config.environment.is_on, kl_in=config.loss.kl_in, **sampling)
+    has_rewards = config.environment.may_reward or any(reward.weight for reward in config.rewards)
+    check_signals(config, has_rewards)
+    overlong, is_gae = config.advantage.overlong_buffer_tokens, config.advantage.estimator == "gae"
+    kl_in = "loss" if is_gae else config.loss.kl_in  # gae's KL is the tokens'
+    check_environment(config.environment, config.rollout.tail_batching, overlong, kl_in)
     template = config.data.prompt_template
     if template is not None and not re.search(r"\{\w+\}", template):
         what = "names no column in braces, as {question} does, so that all prompts were alike"
@@ -63,7 +60,7 @@ def check_rules(config: Config) -> None:
     for name in config.watchdog.phase_timeouts_s:
         if name not in phases:
             raise ConfigError(f"watchdog.phase_timeouts_s.{name}: no such phase; there are {', '.join(phases)}")
-    if not (config.rewards or config.environment.is_on or config.teacher.is_on):
+    if not (config.rewards or config.environment.may_reward or config.teacher.is_on):
         raise ConfigError("rewards must name at least one reward, e.g. `rewards: [{name: gsm8k}]`")
     for index, reward in enumerate(config.rewards):
         check_reward(f"rewards.{index}", reward)

@@ -49,10 +49,10 @@ def check_teacher(
         raise ConfigError(f"teacher.prompt_key with an environment: {why}; leave one of them out")
     if teacher.is_on and is_dynamic and not has_rewards:
         why = "without a reward that counts all groups are alike, and would all be dropped"
-        raise ConfigError(f"rollout.dynamic_sampling with teacher.path alone: {why}; set dynamic_sampling: false")
+        raise ConfigError(f"rollout.dynamic_sampling with a teacher alone: {why}; set dynamic_sampling: false")
     if teacher.is_on and kl_in == "reward" and not has_rewards:
         why = "without a reward that counts there is nothing that the KL could be taken off"
-        raise ConfigError(f"loss.kl_in: reward with teacher.path alone: {why}; set kl_in: loss")
+        raise ConfigError(f"loss.kl_in: reward with a teacher alone: {why}; set kl_in: loss")
     for name, path in teacher.paths.items():
         if not path.strip() or "/" in name:
             rule = "needs a path, and a name without a slash, since metrics bear it (teacher/NAME/kl)"

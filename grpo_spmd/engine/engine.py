@@ -33,7 +33,7 @@ from grpo_spmd.engine.start import start_vllm
 from grpo_spmd.engine.weight_map import EngineTensor, engine_tensors
 from grpo_spmd.model.families.build import one_line_for
 from grpo_spmd.model.families.hf_classes import keep_hf_classes
-from grpo_spmd.observe.memory import measure
+from grpo_spmd.observe.memory import MemoryUse, measure
 from grpo_spmd.records import Completion
 
 _log = logging.getLogger("grpo_spmd")
@@ -61,7 +61,8 @@ class RolloutEngine:
         `max_rollout_tokens`: longest prompt plus longest completion. `should_abort` is asked before each step of a
         shared generation; once True it must stay so."""
         self.policy_version: int | None = None
-        self._weights_awake, self._kv_cache_awake, self._holds_weights, self._rests = True, True, False, False
+        self._weights_awake, self._kv_cache_awake, self._holds_weights = True, True, False
+        self._rested_from: MemoryUse | None = None  # what was in use before the rest; None: it does not rest
         self._rollout, self._session, self._should_abort = rollout, session, should_abort
         self._sleep_level, self._stop_token_ids = rollout.sleep_level_with(model.lora), sorted(stop_token_ids)
         self._sleep_check = SleepCheck(session.device, tp_size=rollout.tensor_parallel_size)
@@ -148,12 +149,16 @@ class RolloutEngine:
     def sleep(self, held_bytes: int | None = None) -> dict[str, float]:
         """Free weights and KV cache for the policy's update; without a GPU vLLM only takes note of it. Returns the
         metrics of SleepCheck, given `held_bytes`, what the trainer itself holds."""
-        self._end_rest()  # vLLM would free what is not there
-        before = measure(self._session.device, self.pool_bytes())
+        before = self._rested_from if self._sleep_level == 1 else None
+        sleeps_already = before is not None  # a rest is that sleep; the other one drops only what is on the device
+        if before is None:
+            self._end_rest()
+            before = measure(self._session.device, self.pool_bytes())
         if self._adapters is not None:
             self._adapters.drop()
-        self._llm.sleep(level=self._sleep_level)
-        self._weights_awake = self._kv_cache_awake = False
+        if not sleeps_already:
+            self._llm.sleep(level=self._sleep_level)
+        self._weights_awake, self._kv_cache_awake, self._rested_from = False, False, None
         self.policy_version = None
         if held_bytes is None:
             return {}
@@ -162,15 +167,15 @@ class RolloutEngine:
     def rest(self) -> None:
         """Make room on the device between two generations by the same weights, which wait in host memory, whatever
         `sleep_level` is. The next generation ends it, with an empty prefix cache, as does a sleep."""
-        if self._weights_awake and self._kv_cache_awake and not self._rests:
+        if self._weights_awake and self._kv_cache_awake and self._rested_from is None:
+            self._rested_from = measure(self._session.device, self.pool_bytes())
             self._llm.sleep(level=1)
-            self._rests = True
 
     def _end_rest(self) -> None:
-        if self._rests:
+        if self._rested_from is not None:
             torch.cuda.empty_cache()  # of the other model
             self._llm.wake_up(tags=["weights", "kv_cache"])
-            self._rests = False
+            self._rested_from = None
 
     def pool_bytes(self) -> int:
         """Bytes of vLLM's sleep pool (weights, KV cache), awake or asleep; 0 without a GPU."""

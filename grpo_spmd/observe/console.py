@@ -167,7 +167,7 @@ def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
     is_warming_up = metrics.get("critic/loss") is not None
     if not metrics["optim/updates"] and not metrics["optim/skipped_updates"] and not is_warming_up:
         yield "update", "no update was made, since no completion counts (see dynamic_sampling/*, reward/unscored_frac)"
-    elif metrics.get("reward/zero_std_groups_frac") == 1.0 and "teacher/kl" not in metrics:
+    elif metrics.get("reward/zero_std_groups_frac") == 1.0 and not metrics.keys() & {"teacher/kl", "critic/loss"}:
         what = f"in every group all rewards are alike (mean {mean:.3g}), so that nothing is learned from this step"
         yield (
             "alike",

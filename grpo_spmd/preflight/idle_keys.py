@@ -29,7 +29,8 @@ def check_idle_keys(config: Config, sources: Mapping[str, str] | None = None) ->
     if given and not config.teacher.is_on and (sources or {}).get("teacher.path") == "default":  # not a run's own
         what = f"teacher.path is not set, so that {given[0]} would do nothing"
         raise ConfigError(f"{what}; set it to the folder or hub id of a model, or take the other out")
-    if config.rewards and not any(reward.weight for reward in config.rewards) and not config.teacher.is_on:
+    teaches = config.teacher.is_on or config.environment.may_reward
+    if config.rewards and not any(reward.weight for reward in config.rewards) and not teaches:
         raise ConfigError("rewards: all weights are 0, so that every reward is 0; set one rewards.N.weight")
     if config.optimizer.lr > 1:
         what = f"optimizer.lr ({config.optimizer.lr:g}) is above 1, where AdamW moves each weight by more than that"

@@ -34,10 +34,12 @@ def check_teachers(config: Config, *, to_run: bool) -> None:
                 check_reachable("models", path, key)
             continue
         check_vocabulary(config.model.path, path, key)
-        rows = num_embeddings(folder) or config.teacher.top_k
+        of_policy = local_folder(config.model.path)  # of the policy's tokens alone is anything said
+        known = [num_embeddings(one) for one in (folder, of_policy) if one is not None]
+        rows = min((size for size in known if size), default=config.teacher.top_k)
         if config.teacher.loss == "topk" and config.teacher.top_k > rows:
-            what = f"teacher.top_k ({config.teacher.top_k}) is more than the vocabulary of {path} has ({rows})"
-            raise ConfigError(f"{what}; lower it, or set teacher.loss: full")
+            what = f"teacher.top_k ({config.teacher.top_k}) is more than the tokens that {path} and the policy share"
+            raise ConfigError(f"{what} ({rows}); lower it, or set teacher.loss: full")
     _check_rows(config)
 
 

@@ -88,8 +88,11 @@ _WORDS = {"failed": "failed", "killed": "was killed", "silent": "writes nothing 
 
 
 def _alike(run: RecordedRun) -> Iterator[Finding]:
-    key = "reward/zero_std_groups_frac" if curve(run.steps, "teacher/kl") is None else ""  # a teacher teaches them too
-    alike, reward = curve(run.steps, key), curve(run.steps, "reward/mean")
+    key, others = "reward/zero_std_groups_frac", {"teacher/kl", "critic/loss"}  # which teach such groups too
+    alike, reward = (
+        curve([line for line in run.steps if not line.keys() & others], key),
+        curve(run.steps, "reward/mean"),
+    )
     if alike is None or (where := stretch(alike.steps, alike.values >= _MOST_ALIKE)) is None:
         return
     share = f"{_mean_in(alike, where):.0%} of the groups have rewards that are all alike {where}, and teach nothing"

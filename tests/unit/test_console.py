@@ -137,6 +137,12 @@ def test_no_alarm_of_what_was_not_measured() -> None:
     assert list(Console(80).warnings({"step": 3, **skipped})) == []
 
 
+@pytest.mark.parametrize("taught_by", ["teacher/kl", "critic/loss"])
+def test_groups_all_alike_are_no_alarm_where_they_teach(taught_by: str) -> None:
+    line = {"step": 3, **QUIET, "reward/zero_std_groups_frac": 1.0, taught_by: 0.1}
+    assert list(Console(80).warnings(line)) == []
+
+
 def test_the_banner() -> None:
     rewards = [RewardConfig(name="math"), RewardConfig(function="a/b.py:short", weight=0.1)]
     model = ModelConfig(path="Qwen/Qwen3-0.6B", lora=LoraConfig(rank=8))

@@ -127,6 +127,12 @@ def test_what_is_over_is_said_with_its_end(tmp_path: Path) -> None:
     assert "from step 50 to 90" in found.text
 
 
+@pytest.mark.parametrize("taught_by", ["teacher/kl", "critic/loss"])
+def test_alike_groups_are_nothing_where_something_else_teaches_them(taught_by: str, tmp_path: Path) -> None:
+    lines = [line | {"reward/zero_std_groups_frac": 0.97, taught_by: 0.1} for line in healthy(STEPS)]
+    assert "groups are alike" not in [found.title for found in _found(tmp_path, lines)]
+
+
 def test_alike_groups_of_a_task_that_was_learned_are_no_warning(tmp_path: Path) -> None:
     lines = healthy(STEPS)
     for line in lines:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from grpo_spmd import signal_parts
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import LoraConfig, LossConfig, ModelConfig, OptimizerConfig, TrainingConfig
@@ -246,7 +248,7 @@ def refusal(path: Path, *overrides: str) -> str:
 
 def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path]) -> None:
     path = write_config(tmp_path, folders[0])
-    on = f"teacher.path={folders[1]}"
+    on, penalised = f"teacher.path={folders[1]}", ("loss.kl_coef=0.1", "loss.kl_in=reward")
     check_inputs(load_config(path, [on]), num_ranks=1, to_run=False)
     check_inputs(load_config(path, [on, "rewards=[]"]), num_ranks=1, to_run=False)
     check_inputs(load_config(path, [on, "rewards.0.weight=0"]), num_ranks=1, to_run=False)
@@ -257,7 +259,12 @@ def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path])
         ([on, "teacher.beta=1.5"], "teacher.beta must be >= 0 and <= 1; got 1.5"),
         ([on, "teacher.loss=jsd"], "teacher.loss must be one of sampled, topk, full; got 'jsd'"),
         ([on, "rewards=[]", "rollout.dynamic_sampling=true"], "set dynamic_sampling: false"),
-        ([on, "teacher.loss=topk", "teacher.top_k=98"], "teacher.top_k (98) is more than the vocabulary"),
+        ([on, "teacher.loss=topk", "teacher.top_k=98"], "teacher.top_k (98) is more than the tokens that"),
+        (
+            [on, "rewards.0.weight=0", *penalised, "environment.tools=[python]"],
+            "a teacher alone: without a reward that",
+        ),
+        (["rewards=[]", "environment.tools=[python]"], "rewards must name at least one reward"),
         ([on, "teacher.prompt_key=hint"], "no column 'hint' (teacher.prompt_key)"),
         ([on, "teacher.prompt_key=prompt"], "teacher.prompt_key is data.prompt_key itself"),
         ([on, "teacher.prompt_key=answer", "environment.tools=[python]"], "teacher.prompt_key with an environment"),
@@ -266,6 +273,53 @@ def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path])
         ([f"teacher.path={{a/b: {folders[1]}}}"], "a name without a slash"),
     ):
         assert said in refusal(path, *overrides), overrides
+
+
+def test_top_k_is_of_the_tokens_that_both_have(tmp_path: Path, folders: list[Path]) -> None:
+    large = make_model(tmp_path / "large", "qwen3", tied=True, vocab_size=128)
+    path = write_config(tmp_path, folders[0])
+    of_topk = f"teacher.path={large}", "teacher.loss=topk"
+    check_inputs(load_config(path, [*of_topk, "teacher.top_k=97"]), num_ranks=1, to_run=False)
+    said = refusal(path, *of_topk, "teacher.top_k=98")
+    assert "teacher.top_k (98) is more than the tokens that" in said
+    assert "share (97); lower it" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "overrides", "said"),
+    [
+        ({}, [], ""),
+        ({}, ["loss.kl_coef=0.1", "loss.kl_in=reward"], "loss.kl_in: reward with a teacher alone"),
+        ({}, ["rollout.dynamic_sampling=true"], "rollout.dynamic_sampling with a teacher alone"),
+        ({}, ["teacher.path={}"], "rewards: the environment gives none, and all weights are 0; name one"),
+        ({}, ["teacher.path={}", "rewards=[]"], "rewards: the environment gives none; name one"),
+        ({"reward": 1.0}, ["loss.kl_coef=0.1", "loss.kl_in=reward", "rollout.dynamic_sampling=true"], ""),
+    ],
+)  # fmt: skip
+def test_what_an_environment_gives_is_held_against_what_needs_rewards(
+    given: dict[str, float], overrides: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the first rank of an engine, before anything is started; its others have started no environment."""
+    rewards = [{"name": "exact", "weight": 0.0}]
+    sections = {"environment": {"factory": "a.py:B"}, "teacher": {"path": "t"}, "rewards": rewards}
+    config = load_config(write_config(tmp_path, Path("p"), **sections), [*overrides, "rollout.tensor_parallel_size=2"])
+    monkeypatch.setattr(signal_parts, "RewardPool", lambda *_, **__: SimpleNamespace(score=print))
+    preemption = SimpleNamespace(check_scoring=None, guard=lambda score: score)
+
+    def open_on(rank: int) -> dict[str, float]:
+        weights = {reward.shown_name: reward.weight for reward in config.rewards} | given
+        known: Any = SimpleNamespace(other_rewards=[], weights=weights if rank == 0 else {}, scores=lambda score: score)
+        session, inputs = SimpleNamespace(rank=rank, world_size=2), SimpleNamespace(columns=())
+        parts: tuple[Any, ...] = config, inputs, None, session, preemption, known
+        return signal_parts.open_rewards(*parts)[2]
+
+    assert open_on(1) == {}
+    if said:
+        with pytest.raises(ConfigError) as caught:
+            open_on(0)
+        assert said in str(caught.value)
+    else:
+        assert open_on(0) == {"exact": 0.0} | given
 
 
 def test_another_vocabulary_is_refused_by_name(tmp_path: Path, folders: list[Path]) -> None:
