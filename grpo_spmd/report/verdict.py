@@ -21,8 +21,8 @@ _RANK = {"bad": 0, "warning": 1, "ok": 2}
 _FAILED = 0.01  # share of completions that failed, from which on it is worth a word
 _NEAR = 0.5  # of a bound
 _SPIKE = 10.0  # times the gradients before
-_MOST_ALIKE, _MOST_CUT, _MOST_WASTE = 0.8, 0.5, 0.3  # shares
-_MOST_UNSCORED, _FAR_UNSCORED = 0.05, 0.25  # shares
+_MOST_ALIKE, _MOST_CUT, _MOST_WASTE, _MOST_UNSCORED, _FAR_UNSCORED = 0.8, 0.5, 0.3, 0.05, 0.25  # shares
+_TEACH_ALIKE = {"teacher/kl", "critic/loss"}  # what learns from groups whose rewards are alike
 _LEAST_GROWTH_GIB = 0.5
 _MEAN, _LARGEST = "weight_sync/mismatch_abs_mean", "weight_sync/mismatch_abs_max"
 
@@ -88,11 +88,8 @@ _WORDS = {"failed": "failed", "killed": "was killed", "silent": "writes nothing 
 
 
 def _alike(run: RecordedRun) -> Iterator[Finding]:
-    key, others = "reward/zero_std_groups_frac", {"teacher/kl", "critic/loss"}  # which teach such groups too
-    alike, reward = (
-        curve([line for line in run.steps if not line.keys() & others], key),
-        curve(run.steps, "reward/mean"),
-    )
+    key, steps = "reward/zero_std_groups_frac", [one for one in run.steps if not one.keys() & _TEACH_ALIKE]
+    alike, reward = curve(steps, key), curve(run.steps, "reward/mean")
     if alike is None or (where := stretch(alike.steps, alike.values >= _MOST_ALIKE)) is None:
         return
     share = f"{_mean_in(alike, where):.0%} of the groups have rewards that are all alike {where}, and teach nothing"
