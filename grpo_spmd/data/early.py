@@ -35,10 +35,10 @@ def check_prompts_early(
     first_chat, render = overview_of(rows).first_chat, None
     if first_chat is not None:
         settings = tokenizer_settings(folder)
-        template = None if settings is None else _template(folder, settings)
+        template = None if settings is None else template_of(folder, settings)
         if settings is not None and template is None and not any(folder.glob("*chat_template*")):
             raise ConfigError(no_template(rows[first_chat].where, config))
-        if settings is None or template is None or (render := _renderer(template, settings)) is None:
+        if settings is None or template is None or (render := renderer(template, settings)) is None:
             return
     file = folder / "tokenizer.json"
     if not rows or not file.is_file():
@@ -108,7 +108,7 @@ def sample(rows: Sequence[PromptRow]) -> list[PromptRow]:
     return [rows[index] for index in sorted({*taken, *range(0, len(rows), every)})]
 
 
-class _TemplateRefusal(Exception):
+class TemplateRefusal(Exception):
     """What a template says by raise_exception."""
 
 
@@ -122,7 +122,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _template(folder: Path, settings: dict[str, Any]) -> str | None:
+def template_of(folder: Path, settings: dict[str, Any]) -> str | None:
     """The template that the model's tokenizer has by default; of several, the one of that name."""
     found: Any = settings.get("chat_template")
     if (file := folder / "chat_template.jinja").is_file():
@@ -133,8 +133,9 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _renderer(template: str, settings: dict[str, Any]) -> Callable[[Messages], str] | None:
-    """The template as transformers compiles it; None where only transformers could."""
+def renderer(template: str, settings: dict[str, Any], *, opens_turn: bool = True) -> Callable[[Messages], str] | None:
+    """The template as transformers compiles it; None where only transformers could. `opens_turn`: with a generation
+    prompt. Raises ConfigError, of model.path."""
     try:
         import jinja2.ext
         import jinja2.sandbox
@@ -142,7 +143,7 @@ def _renderer(template: str, settings: dict[str, Any]) -> Callable[[Messages], s
         return None
 
     def refuse(message: str) -> None:
-        raise _TemplateRefusal(message)
+        raise TemplateRefusal(message)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
@@ -158,7 +159,7 @@ def _renderer(template: str, settings: dict[str, Any]) -> Callable[[Messages], s
     special = _special_tokens(settings)
 
     def render(messages: Messages) -> str:
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": opens_turn}
         return compiled.render(**special | given)
 
     return render
@@ -175,7 +176,7 @@ def _rendered(row: PromptRow, render: Callable[[Messages], str] | None) -> str |
     assert not isinstance(row.prompt, str)
     try:
         return render(row.prompt)
-    except _TemplateRefusal as error:
+    except TemplateRefusal as error:
         raise ConfigError(refused_by_template(row.where, f"TemplateError: {error}")) from None
     except Exception:  # a template may fail in any way; transformers' error says which
         return None

@@ -12,10 +12,9 @@ from typing import Any
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.reward_keys import RewardConfig
 from grpo_spmd.model.families.config_json import refuse_by_config
-from grpo_spmd.untrusted import UntrustedError, open_regular, read_header, read_index, read_json, read_model_config
+from grpo_spmd.untrusted import UntrustedError, open_regular, read_header, read_index, read_model_config
 
 _HEAD = "score.weight"
-_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _MOST_BYTES = 1 << 20
 
 
@@ -31,14 +30,6 @@ class RewardModelFiles:
     drops_start: bool  # of a longer one, which has no score otherwise
     template: str | None  # in place of the tokenizer's
     shapes: dict[str, tuple[int, ...]]
-
-    @property
-    def has_template(self) -> bool:
-        """Whether it can be shown chat messages."""
-        if self.template is not None or any((self.folder / name).is_file() for name in _TEMPLATES):
-            return True
-        file = self.folder / "tokenizer_config.json"
-        return file.is_file() and bool(read_json(file, follow=True).get("chat_template"))
 
 
 @contextmanager

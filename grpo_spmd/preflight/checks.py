@@ -81,6 +81,11 @@ def check_inputs(
     rows = _read_and_check(config, rewards, folder)
     eval_sets = config.data.eval_sets if config.eval.every_steps else ()
     inputs = Inputs(rows, {name: _read_and_check(config, rewards, folder, name) for name in eval_sets}, rewards)
+    if any(reward.url is not None for reward in config.rewards):
+        from grpo_spmd.rewards.remote.early import check_sent
+
+        for rows in (inputs.rows, *inputs.eval_rows.values()):
+            check_sent(config.rewards, rows)
     if any(reward.model is not None for reward in config.rewards):
         from grpo_spmd.preflight.reward_models import check_reward_models
 

@@ -8,12 +8,16 @@ from pathlib import Path
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, RewardConfig
+from grpo_spmd.data.early import renderer, template_of, tokenizer_settings
 from grpo_spmd.data.table import PromptRow
-from grpo_spmd.model.reward_model_files import read_reward_model
+from grpo_spmd.model.reward_model_files import RewardModelFiles, read_reward_model, said_of
 from grpo_spmd.preflight.arithmetic import ITEMSIZE, shard_numel
 from grpo_spmd.preflight.beside import folder_of
 from grpo_spmd.preflight.memory import Row, size_text
 from grpo_spmd.preflight.model_facts import local_folder
+
+_NUM_SHOWN = 8  # prompts that a template is tried on
+_SAID = ("one answer", "another")  # completions that it must tell apart
 
 
 def check_reward_models(
@@ -30,16 +34,45 @@ def check_reward_models(
         if folder is None:
             continue
         files = read_reward_model(index, reward, folder, config.training.max_tokens_per_micro_batch)
-        reads_chat = config.environment.is_on
         for source, of_set in row_sets.items():
-            is_chat = reads_chat or any(not isinstance(row.prompt, str) for row in of_set[:1])
-            if is_chat and not files.has_template:
-                what = f"the prompts of {source} are chat messages, and the model has no chat template"
-                what = what if not reads_chat else "episodes are chat messages, and the model has no chat template"
-                raise ConfigError(f"{where}.template: {what}; give a file with one")
-            if not is_chat and reward.template is not None:
+            is_chat = config.environment.is_on or any(not isinstance(row.prompt, str) for row in of_set[:1])
+            if is_chat:
+                _check_template(files, source, of_set, is_episode=config.environment.is_on)
+            elif reward.template is not None:
                 what = f"the prompts of {source} are plain text, which goes through no chat template"
                 raise ConfigError(f"{where}.template: {what}; set data.as_chat: true, or take the template out")
+
+
+def _check_template(files: RewardModelFiles, source: str, rows: Sequence[PromptRow], *, is_episode: bool) -> None:
+    """That some of the first prompts can be shown, each with what is said to it. A template may refuse others."""
+    key, settings = f"{files.where}.template", tokenizer_settings(files.folder)
+    if settings is None:
+        raise ConfigError(f"{files.where}.model: cannot read {files.folder / 'tokenizer_config.json'} as JSON")
+    template = files.template or template_of(files.folder, settings)
+    if template is None:
+        what = "episodes are" if is_episode else f"the prompts of {source} are"
+        what += " chat messages, and the model has no chat template"
+        if (files.folder / "chat_template.json").is_file():
+            what += " (its chat_template.json is a processor's, which no tokenizer reads)"
+        raise ConfigError(f"{key}: {what}; give a file with one")
+    with said_of(key):
+        render = renderer(template, settings, opens_turn=False)
+    if render is None:  # transformers alone could
+        return
+    why = ""
+    for row in rows[:_NUM_SHOWN]:
+        asked = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+        try:
+            shown = {render([*asked, {"role": "assistant", "content": said}]) for said in _SAID}
+        except Exception as error:  # a template may fail in any way
+            why = why or f"{row.where}: {type(error).__name__}: {error}"
+            continue
+        if len(shown) < len(_SAID):
+            what = "shows a prompt alike whatever the assistant said, so that all completions would score alike"
+            raise ConfigError(f"{key}: the chat template {what}; give a file with one that shows it")
+        return
+    if why:
+        raise ConfigError(f"{key}: the chat template cannot show {why}; give a file with one that can")
 
 
 def reward_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:

@@ -92,10 +92,11 @@ class RewardModels:
         check_every_steps: int,
     ) -> None:
         """`weights` of all rewards of the run, in the order in which they are to be. `checks`: by the model's name, run
-        at the first scoring and at steps that `check_every_steps` divides (0: at none)."""
+        at each scoring, of an evaluation too, of the process's first step and of steps that `check_every_steps` divides
+        (0: of the first alone)."""
         self._models, self._weights, self._engine = list(models), weights, engine
         self._checks, self._check_every_steps = checks, check_every_steps
-        self._last_version: int | None = None
+        self._first_version: int | None = None
 
     def behind(self, score: Score) -> Score:
         """Collective, and called on every rank, also with no groups. `score` with the models' scores, once it has
@@ -105,8 +106,9 @@ class RewardModels:
     def _score_behind(self, score: Score, groups: Sequence[RolloutGroup], **more: Any) -> ScoredRollouts:
         scored = score(groups, **more)
         version = self._engine.policy_version or 0
-        is_due = self._last_version is None or (self._check_every_steps > 0 and version % self._check_every_steps == 0)
-        is_due, self._last_version = is_due and self._last_version != version, version
+        self._first_version = version if self._first_version is None else self._first_version
+        every = self._check_every_steps
+        is_due = version == self._first_version or (every > 0 and version % every == 0)
         self._engine.rest()  # the device is the models' now
         by_name, statuses, errors = dict(scored.by_name), dict(scored.statuses), [scored.first_error]
         for model in self._models:

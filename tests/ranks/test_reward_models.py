@@ -97,9 +97,18 @@ def test_ranks_do_not_change_a_score(folder: Path, found: Found) -> None:
             assert value is None or both[-1][case][number][1] == pytest.approx(value, abs=2e-6)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounding_in_bfloat16_passes_the_running_check(found: Found, folder: Path, family: str) -> None:
+    """It has passed, in the worker; and the scores are as near to those in float32 as the check's mean allows."""
+    values = found[f"{family} in bfloat16"].items()
+    off = [abs(value - found[family][n][1]) / (1 + abs(value)) for n, (_, value) in values]
+    assert 0 < sum(off) / len(off) < 0.05
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", list(FAULTS))
-def test_the_running_check_sees(found: Found, fault: str) -> None:
-    said = found["seen"][fault]
+def test_the_running_check_sees(found: Found, fault: str, dtype: str) -> None:
+    said = found["seen" if dtype == "float32" else "seen in bfloat16"][fault]
     if fault == "too long, scored":
         assert "was scored, over 20" in said
     else:

@@ -188,7 +188,7 @@ SIGNALS = {
     "config/reward_keys.py": 110,
     "model/parked.py": 110,
     "config/reward_rules.py": 110,
-    "rewards/remote": 430,
+    "rewards/remote": 465,
     "rewards/pool/call_limits.py": 185,
     "config/teacher.py": 70,
     "config/signal_rules.py": 40,

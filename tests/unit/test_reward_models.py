@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,14 @@ from grpo_spmd.distributed.packed import pack
 from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.preflight.checks import check_inputs
 from grpo_spmd.preflight.explain import explain
+from grpo_spmd.records import ScoredRollouts
 from grpo_spmd.rewards.protocol import load_rewards
+from grpo_spmd.rollout.reward_models import RewardModels
 from grpo_spmd.rollout.reward_rows import _deal
 from tests.support.models import make_model, make_reward_model, write_config
 
 Change = Callable[[Path], None]
+JINJA = "chat_template.jinja"
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +181,76 @@ def test_chat_prompts_need_a_template_of_the_model(folder: Path, models: Path) -
         check_inputs(load_config(config), num_ranks=1)
     finally:
         (models / "policy" / "chat_template.jinja").unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (JINJA, "{{ messages[0].content", "chat template does not compile"),
+        (JINJA, "{% for m in messages %}{{ m.content }}", "chat template does not compile"),
+        ("chat_template.json", '{"chat_template": "{{ messages[-1].content }}"}', "which no tokenizer reads"),
+        (JINJA, "{{ messages[0].content }}", "whatever the assistant said, so that all completions"),
+        (JINJA, "{{ raise_exception('no user') }}", "cannot show .*train.jsonl:1: .*no user"),
+        (JINJA, "{{ messages[0].content.upper }}{{ 1 / 0 }}", "cannot show .*ZeroDivisionError"),
+        (JINJA, "{% if messages[0].content[:3] == '1,1' %}{{ 1 / 0 }}{% endif %}{{ messages }}", ""),
+        (JINJA, "{% generation %}{{ messages[0].content }}{% endgeneration %}", ""),
+        ("tokenizer_config.json", "{", r"rewards\.0\.model: .*tokenizer_config\.json"),
+    ],
+    ids=[
+        "syntax",
+        "not closed",
+        "of a processor",
+        "no answer",
+        "refuses",
+        "fails",
+        "refuses some",
+        "generation",
+        "json",
+    ],
+)
+def test_a_template_is_tried_before_anything_starts(
+    folder: Path, models: Path, name: str, text: str, said: str
+) -> None:
+    """The model's own, and one that the entry names."""
+    (models / "policy" / JINJA).write_text("{{ messages[0].content }}")
+    try:
+        for is_own in (True, False) if name == JINJA else (True,):
+            entry: dict[str, Any] = {"model": str(folder / "rm")}
+            if not is_own:
+                (folder / "rm" / JINJA).unlink()
+                entry["template"] = str(folder / "other.jinja")
+            (folder / "rm" / name if is_own else folder / "other.jinja").write_text(text)
+            config = load_config(config_of(folder, models, entry, data={"as_chat": True, "max_prompt_tokens": 16}))
+            if said:
+                with pytest.raises(ConfigError, match=said) as error:
+                    check_inputs(config, num_ranks=1)
+                assert str(error.value).startswith("rewards.0.")
+            else:
+                check_inputs(config, num_ranks=1)
+    finally:
+        (models / "policy" / JINJA).unlink()
+
+
+def test_when_scores_are_checked() -> None:
+    """At every scoring of the first step, whether an evaluation's, a training's or a refill's, and of those due."""
+    given: list[bool] = []
+    engine: Any = SimpleNamespace(policy_version=None, rest=lambda: None)
+
+    def score(groups: Any, texts: Any, check: Any) -> ScoredRollouts:
+        given.append(check is not None)
+        return ScoredRollouts()
+
+    model: Any = SimpleNamespace(name="rm", score=score)
+    checks: Any = {"rm": object()}
+    for every, expected in ((2, [3, 0, 0, 2]), (0, [3, 0, 0, 0])):
+        scorer = RewardModels([model], {"rm": 1.0}, engine, checks, every).behind(lambda groups, **_: ScoredRollouts())
+        seen = []
+        for version, num_scorings in ((3, 3), (5, 1), (7, 1), (8, 2)):
+            engine.policy_version, before = version, sum(given)
+            for number in range(num_scorings):
+                scorer([], num_step_completions=number)
+            seen.append(sum(given) - before)
+        assert seen == expected, every
 
 
 def test_explain_counts_the_models_bytes(folder: Path, models: Path) -> None:

@@ -21,13 +21,14 @@ from grpo_spmd.config.dump import config_to_dict
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.data.table import PromptRow
 from grpo_spmd.demo.judge import reply_to
 from grpo_spmd.rewards.pool import call_limits
 from grpo_spmd.rewards.pool.call_limits import CallLimits, share_of
 from grpo_spmd.rewards.pool.pool import Call
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.remote.client import retry_after_s
-from grpo_spmd.rewards.remote.early import check_calls
+from grpo_spmd.rewards.remote.early import check_calls, check_sent
 from grpo_spmd.rewards.remote.judge import score_in
 from grpo_spmd.rewards.trl import FailedCallError
 from tests.support.processes import ROOT
@@ -410,6 +411,28 @@ def _refused(reward: dict[str, Any], folder: Path, num_ranks: int = 2) -> str:
     return str(refused.value)
 
 
+@pytest.mark.parametrize("odd", [math.nan, -math.inf, [1.0, {"x": math.nan}]], ids=["nan", "inf", "within"])
+@pytest.mark.parametrize(
+    ("form", "column", "is_sent"),
+    [("slime", "level", True), ("slime", "answer", True), ("openrlhf", "level", False), ("openrlhf", "label", True)],
+)
+def test_a_column_that_is_no_json_is_found_before_anything_is_asked(
+    form: Any, column: str, is_sent: bool, odd: Any
+) -> None:
+    """As the client would refuse the body of a row that holds it."""
+    reward = RewardConfig(url="http://127.0.0.1:9/", form=form)
+    rows = [PromptRow("1+1=", {"answer": "2"} | ({column: odd} if n == 3 else {}), f"t.jsonl:{n}") for n in (1, 2, 3)]
+    with pytest.raises(FailedCallError) as failed:
+        _asks(reward.url or "", form=form)(**ROW | {name: [value] for name, value in rows[2].columns.items()})
+    assert ("the data is not JSON" in str(failed.value)) == is_sent
+    if is_sent:
+        with pytest.raises(ConfigError, match=rf"t\.jsonl:3: the column '{column}' holds NaN or infinity"):
+            check_sent([reward], rows)
+    else:
+        check_sent([reward], rows)
+    check_sent([RewardConfig(url="http://127.0.0.1:9/", judge="r.md", judge_model="m")], rows)
+
+
 URL = "http://127.0.0.1:8000/score"
 JUDGE = {"url": URL, "judge": "rubric.md", "judge_model": "m"}
 
@@ -439,6 +462,7 @@ JUDGE = {"url": URL, "judge": "rubric.md", "judge_model": "m"}
         ({"url": URL, "headers_env": {"X-Key": "hf_s3cret"}}, "rewards.0.headers_env.X-Key must be"),
         ({"url": URL, "headers_env": {"Host": "MINE"}}, "rewards.0.headers_env: 'Host' is no header"),
         ({"url": URL, "headers_env": {"a": "A", "A": "B"}}, "rewards.0.headers_env names a header twice"),
+        ({"url": URL, "args": {"a": [math.nan]}}, "rewards.0.args: a server is sent JSON, which has no NaN"),
         ({"url": URL, "headers_env": {"Authorization": "NOT_SET"}}, "rewards.0.headers_env.Authorization: the envir"),
         ({"url": URL, "headers_env": {"Authorization": "ODD"}}, "rewards.0.headers_env.Authorization: what ODD holds"),
         ({"url": URL, "max_concurrent": 1}, "rewards.0.max_concurrent (1) must be >= the number of ranks (2)"),

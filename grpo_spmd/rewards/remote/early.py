@@ -1,11 +1,17 @@
-"""What limits of calls and headers show before anything is asked."""
+"""What limits of calls, headers and data show before anything is asked."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
+from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.data.table import PromptRow
+
+LABELS = ("label", "answer")  # columns, the first that a row has
 
 
 def check_calls(configs: Sequence[RewardConfig], num_ranks: int) -> None:
@@ -21,3 +27,29 @@ def check_calls(configs: Sequence[RewardConfig], num_ranks: int) -> None:
             from grpo_spmd.rewards.remote.client import headers_of
 
             headers_of(config.headers_env, f"rewards.{index}.headers_env")
+        if config.url is not None and not _is_json(config.args):
+            raise ConfigError(f"rewards.{index}.args: a server is sent JSON, which has no NaN and no infinity")
+
+
+def check_sent(configs: Sequence[RewardConfig], rows: Sequence[PromptRow]) -> None:
+    """Raises ConfigError, which names file:line, for a column that cannot be sent: a metadata's, or a label."""
+    for index, config in enumerate(configs):
+        if config.url is None or config.judge is not None:  # a rubric is text
+            continue
+        for row in rows:
+            sent = row.columns if config.form == "slime" else {key: row.columns.get(key) for key in LABELS}
+            if odd := [name for name, value in sent.items() if not _is_json(value)]:
+                what = f"the column {odd[0]!r} holds NaN or infinity, which JSON has not"
+                raise ConfigError(f"{row.where}: {what}, and rewards.{index}.url is sent it; fill it, or take it out")
+
+
+def _is_json(value: Any) -> bool:
+    if value is None or isinstance(value, str | int):
+        return True
+    if isinstance(value, float):
+        return math.isfinite(value)
+    try:
+        json.dumps(value, allow_nan=False, default=str)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -12,6 +12,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.protocol import Reward
 from grpo_spmd.rewards.remote.client import JsonClient, UnexpectedError, finite, headers_of, number_in
+from grpo_spmd.rewards.remote.early import LABELS
 
 
 class Form(Protocol):
@@ -70,7 +71,7 @@ def text_of(completion: Any) -> Any:
 
 def _labels(columns: Mapping[str, list[Any]], number: int) -> list[Any]:
     nothing = [None] * number  # and a row that lacks a column which others have holds None for it
-    pairs = zip(columns.get("label", nothing), columns.get("answer", nothing), strict=True)
+    pairs = zip(*(columns.get(name, nothing) for name in LABELS), strict=True)
     return [answer if label is None else label for label, answer in pairs]
 
 

@@ -47,19 +47,18 @@ def main() -> None:
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
     session = start_session()
     tokenizer = load_tokenizer(str(folder / "policy"))
-    model_config = ModelConfig(path=str(folder / "policy"), dtype="float32")
     built: dict[str, RewardModel] = {}
     found: dict[str, Any] = {}
 
-    def scorer(case: str, budget: int) -> tuple[Callable[..., Any], list[RolloutGroup]]:
+    def scorer(case: str, budget: int, dtype: Any = "float32") -> tuple[Callable[..., Any], list[RolloutGroup]]:
         family, kind, settings = CASES[case]
         settings = {key: str(folder / value) if key == "template" else value for key, value in settings.items()}
         entry = RewardConfig(model=str(folder / family), **settings)
         files = read_reward_model(0, entry, folder / family, budget)
-        model = build_reward_model(files, model_config, session)
+        model = build_reward_model(files, ModelConfig(path=str(folder / "policy"), dtype=dtype), session)
         built[case] = model
         reward = ModelReward(case, model, RewardTexts(files, tokenizer), budget)
-        check = RewardModelCheck(files, model, tokenizer, "float32")
+        check = RewardModelCheck(files, model, tokenizer, dtype)
         # The first rank has few groups, and the last of several none at all.
         groups = groups_of(kind, tokenizer)
         dealt = [groups[:2], groups[2:]][session.rank] if session.world_size > 1 else groups
@@ -81,17 +80,20 @@ def main() -> None:
         for budget in BUDGETS if case == "qwen3" else BUDGETS[-1:]:
             score, _ = scorer(case, budget)
             found[f"{case}/{budget}" if budget != BUDGETS[-1] else case] = score()
-    found["seen"] = {fault: _said(plant, scorer) for fault, plant in FAULTS.items()}
+    found["seen"] = {fault: _said(plant, scorer, "float32") for fault, plant in FAULTS.items()}
+    found["seen in bfloat16"] = {fault: _said(plant, scorer, "bfloat16") for fault, plant in FAULTS.items()}
+    for family in FAMILIES:
+        found[f"{family} in bfloat16"] = scorer(family, BUDGETS[-1], "bfloat16")[0]()
     found["not parked"] = _forward_while_parked(built["episodes"])
     if session.is_rank0:
         out.write_text(json.dumps(found))
     end_session()
 
 
-def _said(plant: Callable[[], tuple[str, Callable[[], None]]], scorer: Callable[..., Any]) -> str:
+def _said(plant: Callable[[], tuple[str, Callable[[], None]]], scorer: Callable[..., Any], dtype: str) -> str:
     case, undo = plant()
     try:
-        scorer(case, BUDGETS[-1])[0]()
+        scorer(case, BUDGETS[-1], dtype)[0]()
     except Rank0Error as error:
         return str(error)
     finally:
