@@ -53,6 +53,7 @@ from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.protocol import Reward
 from grpo_spmd.rewards.trl import TrainerState
 from grpo_spmd.rollout.buffer import RolloutBuffer
+from grpo_spmd.rollout.early_scoring import EarlyScoring
 from grpo_spmd.rollout.evaluate import Evaluator
 from grpo_spmd.rollout.expected import ExpectedLengths
 from grpo_spmd.rollout.sample import Sampler
@@ -140,10 +141,8 @@ class Run:
 
 
 def open_run(config: Config, inputs: Inputs) -> Run | None:
-    """Collective. Everything that a run needs, where it goes on if it does; None where the run is over already.
-
-    Raises ConfigError for what could be seen only now, and leaves nothing behind in the run folder.
-    """
+    """Collective. Everything that a run needs, where it goes on if it does; None where the run is over already. Raises
+    ConfigError for what could be seen only now, and leaves nothing behind in the run folder."""
     tokenizer = load_tokenizer(config.model.path)
     data, per_step = config.data, config.rollout.num_prompts_per_step
     prompts = build_prompts(inputs.rows, tokenizer, data, per_step)
@@ -203,7 +202,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     open_buffer = RolloutBuffer if environments is None else environments.buffer
     buffer = open_buffer(config.run_dir, config.seed, config.model, config.rollout, session) if keeps else None
     lengths = ExpectedLengths() if config.rollout.schedule == "shared_queue" else None
-    sampler = Sampler(engine, config.rollout.group_size, config.seed, buffer, lengths, tail, environments)
+    of_groups = buffer, lengths, tail, environments, EarlyScoring(rewards, tokenizer)
+    sampler = Sampler(engine, config.rollout.group_size, config.seed, *of_groups)
     return Run(
         config, session, preemption, stream, rewards, score, environments, engine, policy, reference,
         updater, signals, update_check, step_rules, offload, weight_sync, sampler, evaluator, checkpoints, phase,

@@ -225,8 +225,8 @@ FAULTS = (
     Fault(
         "reward misaligned by one: in the reward pool",
         "rewards/pool/pool.py",
-        "text = texts[len(self.given)]",
-        "text = texts[len(self.given) - 1]",
+        "for completion, text in zip(group.completions, texts, strict=True):",
+        "for completion, text in zip(group.completions, [*texts[-1:], *texts[:-1]], strict=True):",
         ("tests/faults/test_rewards.py",),
     ),
     Fault(
@@ -362,8 +362,8 @@ FAULTS = (
     Fault(
         "the reward gets the prompt with the completion",
         "rewards/pool/pool.py",
-        "token_ids = [completion.token_ids for group in groups for completion in group.completions]",
-        "token_ids = [[*group.prompt.token_ids, *c.token_ids] for group in groups for c in group.completions]",
+        "token_ids = [completion.token_ids for completion in group.completions]",
+        "token_ids = [[*group.prompt.token_ids, *c.token_ids] for c in group.completions]",
         ("tests/faults/test_rewards.py",),
     ),
     Fault(

@@ -219,6 +219,7 @@ class RolloutEngine:
         expected: Sequence[float] | None = None,
         race: Race | None = None,
         answers: Answers | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> dict[int, list[list[Completion]]]:
         """Collective. Share jobs out over all engines. Job j is `job_sizes[j]` >= 1 conversations, all on one engine,
         each of one request or of several in turn. Raises EngineStateError as `generate` does.
@@ -234,7 +235,8 @@ class RolloutEngine:
         the same on any rank. Where it says LATER the others go on, this conversation keeps its room, and `answers`
         (on all ranks or none, asked on an engine's first) say what follows. What waits is dropped like what runs.
         `finished` gets (job, number, completion) at once, on all ranks of the engine. Returned are, by
-        job of this engine, the completions of each conversation, on all its ranks; nothing if it aborted.
+        job of this engine, the completions of each conversation, on all its ranks; nothing if it aborted. `meanwhile`
+        is called before each step of the engine.
         """
         static = self._rollout.schedule == "static" or self.num_engines == 1
         max_num_seqs = None if static else self._engine.vllm_config.scheduler_config.max_num_seqs
@@ -254,7 +256,7 @@ class RolloutEngine:
 
         of_engine = batches()
         done = self._generate(
-            of_engine, max_in_flight, policy_version, next_request, finished, self._must_abort, race, answers
+            of_engine, max_in_flight, policy_version, next_request, finished, self._must_abort, race, answers, meanwhile
         )
         for _ in of_engine:  # ended early: whoever claims must claim until there is nothing left
             pass
@@ -300,6 +302,7 @@ class RolloutEngine:
         must_abort: Callable[[int], bool] = lambda num_steps: False,
         race: Race | None = None,
         answers: Answers | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> dict[Place, list[Completion]] | None:
         """The completions of each place, without those that are unfinished when `race` is over, or None where
         `must_abort(steps done)` said so. Takes the next batch while fewer than `max_in_flight` are unfinished."""
@@ -337,6 +340,8 @@ class RolloutEngine:
                     self._abort(list(conversations.running))
                     return conversations.complete()
                 num_steps += 1
+                if meanwhile is not None:
+                    meanwhile()
                 outputs = [output for output in self._engine.step() if output.finished] if conversations.running else []
                 just_finished = [conversations.end_turn(output.request_id, _completion(output)) for output in outputs]
                 if finished is not None:

@@ -68,10 +68,6 @@ def check_inputs(
 
         check_critic_model(config, to_run=to_run)
     rewards = load_rewards(config.rewards)
-    if any(reward.is_watched for reward in config.rewards):
-        from grpo_spmd.rewards.remote.early import check_calls
-
-        check_calls(config.rewards, num_ranks)
     if config.environment.is_on:
         from grpo_spmd.rollout.environments.early import check_environment_early
 
@@ -81,11 +77,15 @@ def check_inputs(
     rows = _read_and_check(config, rewards, folder)
     eval_sets = config.data.eval_sets if config.eval.every_steps else ()
     inputs = Inputs(rows, {name: _read_and_check(config, rewards, folder, name) for name in eval_sets}, rewards)
-    if any(reward.url is not None for reward in config.rewards):
-        from grpo_spmd.rewards.remote.early import check_sent
+    if any(reward.is_watched for reward in config.rewards):
+        from grpo_spmd.rewards.remote.early import check_calls, check_pace, check_sent
 
+        check_calls(config.rewards, num_ranks)
         for rows in (inputs.rows, *inputs.eval_rows.values()):
             check_sent(config.rewards, rows)
+        of_step = config.rollout.num_prompts_per_step, config.rollout.group_size
+        num_evaluated = config.eval.num_samples * sum(map(len, inputs.eval_rows.values()))
+        check_pace(config.rewards, num_ranks, config.watchdog, of_step=of_step, num_evaluated=num_evaluated)
     if any(reward.model is not None for reward in config.rewards):
         from grpo_spmd.preflight.reward_models import check_reward_models
 

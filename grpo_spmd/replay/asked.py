@@ -3,7 +3,14 @@ gone; and reward models, which took the run's devices."""
 
 from __future__ import annotations
 
-from grpo_spmd.replay.read import RecordedStep
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from grpo_spmd.config.schema import RewardConfig
+
+if TYPE_CHECKING:
+    from grpo_spmd.replay.read import RecordedStep
 
 
 def unasked_rewards(recorded: RecordedStep) -> list[str]:
@@ -18,6 +25,14 @@ def notes_of(recorded: RecordedStep) -> list[str]:
     return [
         f"rewards are those that the run recorded: {who} {', '.join(names)}" for who, names in kinds.items() if names
     ]
+
+
+def without_rubrics(rewards: Iterable[RewardConfig]) -> tuple[RewardConfig, ...]:
+    """As they are where nobody is asked: a judge's rubric may be gone, and what else it is sent does not matter."""
+    return tuple(
+        dataclasses.replace(reward, name=reward.shown_name, judge=None, args={}) if reward.url is not None else reward
+        for reward in rewards
+    )
 
 
 def _servers(recorded: RecordedStep) -> list[str]:

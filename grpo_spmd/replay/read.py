@@ -20,6 +20,7 @@ from grpo_spmd.observe.metrics_file import is_evaluation, read_lines
 from grpo_spmd.observe.rollout_files import dumped_steps, rollouts_file
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.observe.rollout_step import read_rollouts
+from grpo_spmd.replay.asked import without_rubrics
 from grpo_spmd.rewards.protocol import load_rewards
 
 
@@ -83,6 +84,8 @@ def read_step(run_dir: Path, step: int, overrides: Sequence[str] = (), *, asks_s
     if not metrics:
         what = f"metrics.jsonl has no line of step {step}: the run ended within it"
         notes.append(f"{what}, and only the rollouts can be compared")
+    if not asks_servers:
+        config = dataclasses.replace(config, rewards=without_rubrics(config.rewards))
     load_rewards(config.rewards)  # refuses here what the pool would refuse with a traceback
     if asks_servers:
         from grpo_spmd.rewards.remote.early import check_calls

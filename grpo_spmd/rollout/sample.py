@@ -11,6 +11,7 @@ from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Place, Request, Task
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, rollout_seed
 from grpo_spmd.rollout.buffer import RolloutBuffer
+from grpo_spmd.rollout.early_scoring import EarlyScoring, Groups
 from grpo_spmd.rollout.expected import ExpectedLengths
 
 if TYPE_CHECKING:  # off by default, and then not even imported
@@ -21,8 +22,8 @@ if TYPE_CHECKING:  # off by default, and then not even imported
 class Sampler:
     """Samples groups with the engine; `buffer` keeps what is finished, and has what a run that was stopped had. With
     `lengths` the groups expected to take longest are begun first, with `tail` a short round ends when the step is full.
-    With `environments` a completion is an episode, which the first rank of its engine has.
-    """
+    With `environments` a completion is an episode, which the first rank of its engine has. With `early` slow
+    rewards are called for a group as soon as it is complete."""
 
     def __init__(
         self,
@@ -33,9 +34,11 @@ class Sampler:
         lengths: ExpectedLengths | None = None,
         tail: TailBatching | None = None,
         environments: Environments | None = None,
+        early: EarlyScoring | None = None,
     ) -> None:
         self._engine, self._group_size, self._seed = engine, group_size, seed
         self._buffer, self._lengths, self._tail, self._environments = buffer, lengths, tail, environments
+        self._early = early if environments is None else None
 
     def sample(self, prompts: Sequence[Prompt], step: int, weights_id: str) -> tuple[list[RolloutGroup], float]:
         """Collective. The groups that this rank scores, in the order of slots, and its seconds of generation.
@@ -71,14 +74,23 @@ class Sampler:
         def keep(job: int, number: int, completion: Completion) -> None:
             if buffer is not None and engine.tp_rank == 0:  # all ranks of an engine have the same
                 buffer.keep(prompts[jobs[job]], missing[jobs[job]][number], completion)
-            if race is not None:
-                race.finish(job, len(completion.token_ids))
+            is_in_step = race is None or race.finish(job, len(completion.token_ids))
+            own.finish(job, number, completion, is_in_step=is_in_step)
 
+        def whole(slot: int, new: Sequence[Completion]) -> RolloutGroup:
+            old, fresh = {n: kept[slot, n] for n in all_samples if (slot, n) in kept}, iter(new)
+            completions = [buffer.read(old[n]) if buffer and n in old else next(fresh) for n in all_samples]
+            return RolloutGroup(slot, prompts[slot], completions)
+
+        # Ranks of an engine share its groups; episodes are its first one's, which has their environments.
+        sharing = engine.tp_size if self._environments is None else 1
+        sizes = [len(missing[slot]) for slot in jobs]
+        own = Groups(sizes, lambda job, new: whole(jobs[job], new), engine.tp_rank, sharing, self._early)
         start = time.perf_counter()
         try:
-            sizes = [len(missing[slot]) for slot in jobs]
             if self._environments is None:
-                sampled = engine.generate_shared(sizes, request, step, keep, expected, race)
+                scheduled = step, keep, expected, race
+                sampled = engine.generate_shared(sizes, request, *scheduled, meanwhile=own.meanwhile)
             else:
                 sampled = self._environments.generate(engine, sizes, task, step, finished=keep, expected=expected)
         finally:
@@ -87,18 +99,11 @@ class Sampler:
         seconds = time.perf_counter() - start
         used = self._tail.settle(race, prompts) if self._tail is not None and race is not None else set(missing)
         complete = [slot for slot, samples in missing.items() if not samples and slot in used]
-        # Ranks of an engine share its groups; episodes are its first one's, which has their environments.
-        sharing = engine.tp_size if self._environments is None else 1
         rank, num_ranks = engine.engine_rank * sharing + engine.tp_rank, engine.num_engines * sharing
-        found = complete[rank::num_ranks] if engine.tp_rank < sharing else []
-        of_rank: dict[int, list[Completion]] = {slot: [] for slot in found}
-        for job in [job for job in sampled if jobs[job] in used][engine.tp_rank :: sharing]:
-            of_rank[jobs[job]] = [completion for [completion] in sampled[job]]
-        groups = []
-        for slot, new in sorted(of_rank.items()):
-            old, fresh = {n: kept[slot, n] for n in all_samples if (slot, n) in kept}, iter(new)
-            completions = [buffer.read(old[n]) if buffer and n in old else next(fresh) for n in all_samples]
-            groups.append(RolloutGroup(slot, prompts[slot], completions))
+        of_rank = {slot: whole(slot, []) for slot in complete[rank::num_ranks] if engine.tp_rank < sharing}
+        for job in [job for job in sampled if jobs[job] in used and own.is_own(job)]:
+            of_rank[jobs[job]] = own.group(job, [completion for [completion] in sampled[job]])
+        groups = [group for _, group in sorted(of_rank.items())]
         if self._lengths is not None:
             dropped = [prompt for slot, prompt in enumerate(prompts) if slot not in used]
             self._lengths.note(groups, dropped[rank::num_ranks])

@@ -34,13 +34,15 @@ class TailRace:
         self._tokens: list[tuple[int, int]] = []  # of its completions, with their slots
         self._dropped: list[int] = []  # tokens of what was begun and not finished
 
-    def finish(self, job: int, num_tokens: int) -> None:
-        """A completion of `job` is done."""
+    def finish(self, job: int, num_tokens: int) -> bool:
+        """A completion of `job` is done. Whether with it the group is complete, and known to be in the step."""
         self._num_left[job] -= 1
         if self._is_first:
             self._tokens.append((self._slots[job], num_tokens))
             if not self._num_left[job]:
                 self._places.append((count_up(self.counter), self._slots[job]))
+                return self._places[-1][0] <= self._num_to_come
+        return False
 
     def is_over(self) -> bool:
         """Whether enough groups are complete, on all engines together."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.records import ScoredRollouts
 from grpo_spmd.replay.read import read_step
@@ -274,6 +275,11 @@ def test_a_replay_asks_no_server_unless_told(
     assert [r.replayed.rewards for r in found.rollouts] == [r.recorded.rewards for r in found.rollouts]
     note = "rewards are those that the run recorded: servers, which were not asked (--ask-servers), gave server"
     assert f"  {note}" in report(recorded, found, 3)
+    judged = ["rewards.0.name=server", "rewards.0.judge=gone.md", "rewards.0.judge_model=m", "rewards.0.args={n: 1}"]
+    replay(read_step(folder / "run", 1, judged))  # a rubric that is gone matters to those alone who ask
+    with pytest.raises(ConfigError, match=r"cannot read gone\.md"):
+        read_step(folder / "run", 1, judged, asks_servers=True)
+    assert len(server.asked) == num_asked
     monkeypatch.setenv("OF_THE_STUB", f"Bearer {SECRET}")
     ways.ways = dict.fromkeys(ways.ways, "ok")
     again = replay(read_step(folder / "run", 1, asks_servers=True))

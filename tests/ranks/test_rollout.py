@@ -92,6 +92,12 @@ def test_tokens_and_logprobs_do_not_depend_on_who_sampled_what(
     assert [position for _, position, _ in expected] == [prompt.position for prompt in PROMPTS_OF_ALL[:num_prompts]]
 
 
+@pytest.mark.parametrize("layout", RANKS)
+def test_groups_that_are_scored_early_are_the_same(found: dict[str, Found], layout: str) -> None:
+    alone = found["tp2" if RANKS[layout][1] > 1 else "one"]
+    assert completions(found[layout]["early"]) == completions(alone["many/static"])
+
+
 @pytest.mark.parametrize("layout", SHARED)
 def test_a_short_step_is_shared_out_as_evenly_as_it_can_be(found: dict[str, Found], layout: str) -> None:
     num_ranks, tensor_parallel = RANKS[layout]

@@ -716,6 +716,11 @@ bad_value(
     "rewards=[{name: gsm9k}]",
 )
 bad_value("rewards.0 needs a name (a shipped reward) or a function", "rewards=[{weight: 1}]")
+bad_value(
+    "rewards.0.max_per_minute (1): the 64 calls of a step take 3,780 s, and the watchdog stops phase reward after "
+    "1,800 s; raise it, or set watchdog.phase_timeouts_s: {reward: 4560}",
+    "rewards=[{url: 'http://127.0.0.1:1/', max_per_minute: 1}]", "rollout.group_size=16",
+)  # fmt: skip
 bad_value("rewards.1.name: 'countdown' is given twice", "rewards=[{name: countdown}, {name: countdown}]")
 bad_value("rewards.0.args: countdown does not take 'tag'", "rewards=[{name: countdown, args: {tag: x}}]")
 bad_value("rewards.0.args: format needs 'pattern'", "rewards=[{name: format}]")

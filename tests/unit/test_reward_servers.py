@@ -20,7 +20,7 @@ import yaml
 from grpo_spmd.config.dump import config_to_dict
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.config.schema import RewardConfig, WatchdogConfig
 from grpo_spmd.data.table import PromptRow
 from grpo_spmd.demo.judge import reply_to
 from grpo_spmd.rewards.pool import call_limits
@@ -28,7 +28,7 @@ from grpo_spmd.rewards.pool.call_limits import CallLimits, share_of
 from grpo_spmd.rewards.pool.pool import Call
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.remote.client import retry_after_s
-from grpo_spmd.rewards.remote.early import check_calls, check_sent
+from grpo_spmd.rewards.remote.early import check_calls, check_pace, check_sent
 from grpo_spmd.rewards.remote.judge import score_in
 from grpo_spmd.rewards.trl import FailedCallError
 from tests.support.processes import ROOT
@@ -389,6 +389,76 @@ def test_calls_pause_after_20_failures_in_a_row_and_one_decides(clock: _Clock) -
         limits.begin_scoring()
         assert limits.next_of(deque([Call(0, [0])])) is not None
         assert not limits.given_up(waiting)
+
+
+def test_a_pause_does_not_outlive_its_scoring(clock: _Clock) -> None:
+    """The last 20 calls of a step fail; the next step begins within half a minute."""
+    limits = CallLimits([replace(LIMITED, max_per_minute=60)], 10.0, rank=0, num_ranks=1)
+    for _ in range(20):
+        call = limits.next_of(deque([Call(0, [0])]))
+        assert call is not None
+        clock.now += 1
+        limits.ended(call, "failed")
+    assert limits.next_of(deque([Call(0, [0])])) is None
+    assert limits.wait_s() == 0.5
+    limits.begin_scoring()
+    assert limits.next_of(deque([Call(0, [0])])) is not None
+    assert limits.next_of(deque([Call(0, [1])])) is None  # the distance between two calls holds from step to step
+    clock.now += 1
+    assert limits.next_of(deque([Call(0, [1])])) is not None
+
+
+def test_nobody_is_given_up_while_the_engine_samples(clock: _Clock) -> None:
+    limits = CallLimits([LIMITED], 10.0, rank=0, num_ranks=1)
+    limits.begin_scoring()
+    waiting = deque(Call(0, [i]) for i in range(30))
+
+    def fail() -> None:
+        call = limits.next_of(waiting)
+        assert call is not None
+        limits.ended(call, "failed")
+
+    for _ in range(20):
+        fail()
+    for _ in range(3):
+        assert limits.next_of(waiting) is None
+        clock.now += 30
+        fail()
+        assert limits.given_up(waiting) == []
+    limits.wait_for_all()
+    assert limits.next_of(waiting) is None  # the pause goes on
+    clock.now += 30
+    fail()
+    assert len(limits.given_up(waiting)) == 6
+    limits.begin_scoring()
+    assert limits.next_of(deque([Call(0, [0])])) is not None
+
+
+def test_a_pace_that_the_watchdog_would_end_is_refused() -> None:
+    """On 2 ranks of 10 a minute one has 8 of 15 groups, 64 calls and 5 of them a minute: 63 distances of 12 s."""
+    slime, openrlhf = ({"url": URL, "form": form, "max_per_minute": 10} for form in ("slime", "openrlhf"))
+    function = {"function": "a.py:f", "max_per_minute": 10}
+
+    def check(entry: dict[str, Any], limits: dict[str, float], num_evaluated: int = 0) -> None:
+        watchdog = WatchdogConfig(timeout_s=700, phase_timeouts_s=limits)
+        check_pace([RewardConfig(**entry)], 2, watchdog, of_step=(15, 8), num_evaluated=num_evaluated)
+
+    for entry in (slime, function):
+        with pytest.raises(ConfigError) as refused:
+            check(entry, {})
+        assert str(refused.value) == (
+            "rewards.0.max_per_minute (10): the 120 calls of a step take 756 s, and the watchdog stops phase reward "
+            "after 700 s; raise it, or set watchdog.phase_timeouts_s: {reward: 960}"
+        )
+        check(entry, {"reward": 757})  # 756 s
+        with pytest.raises(ConfigError, match="stops phase reward after 756 s"):
+            check(entry, {"reward": 756})
+    check(openrlhf, {"reward": 85})  # a call a group: 7 distances
+    with pytest.raises(ConfigError, match="the 15 calls of a step take 84 s"):
+        check(openrlhf, {"reward": 84})
+    check(slime, {"reward": 900}, num_evaluated=116)
+    with pytest.raises(ConfigError, match=r"the 200 calls of an evaluation take 1,188 s.*\{eval: 1440\}"):
+        check(slime, {"reward": 900}, num_evaluated=200)
 
 
 # What a config may say

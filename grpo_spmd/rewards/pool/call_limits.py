@@ -4,9 +4,10 @@
 not divide. Calls begin at even distances, so that no minute has more of them than it may. A call that is made again is
 a call like any other, and waits outside: it holds neither a process nor a place.
 
-After 20 failures in a row a reward's calls pause for 30 s, and one is made to see: if that fails too, those that are
-left of this scoring are not made, but counted as failed. So a server that is gone costs half a minute, not hours, and
-the share of what failed decides (reward_pool.max_error_frac) whether the run goes on.
+After 20 failures in a row a reward's calls pause for 30 s, and one is made to see. If that fails too, they pause again
+while the engine still samples, since nobody waits for them; and when it has ended, those that are left of this scoring
+are not made, but counted as failed. So a server that is gone costs half a minute, not hours, and the share of what
+failed decides (reward_pool.max_error_frac) whether the run goes on. The next scoring begins without a pause.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class _Limit:
     num_under_way: int = 0
     next_s: float = -math.inf  # when the next may begin
     num_failed: int = 0  # in a row
+    paused_until: float = -math.inf
     is_trying: bool = False  # it has paused, or pauses: one call decides
     tried: Call | None = None
     has_given_up: bool = False
@@ -63,9 +65,16 @@ class CallLimits:
         self._is_watched = [reward.is_watched for reward in rewards]
         self._due: list[float] = []  # when calls that wait may be made again, as a heap
         self._jitter = random.Random()
+        self._is_waited_for = True
+
+    def wait_for_all(self) -> None:
+        """From here on nothing else is done until all calls of this scoring have ended."""
+        self._is_waited_for = True
 
     def begin_scoring(self) -> None:
+        self._is_waited_for = False
         for limit in self._limits:
+            limit.paused_until = -math.inf
             limit.num_failed, limit.is_trying, limit.tried, limit.has_given_up = 0, False, None, False
             limit.num_under_way = 0
         self._due.clear()
@@ -95,14 +104,14 @@ class CallLimits:
 
     def _can_begin(self, limit: _Limit, now: float) -> bool:
         is_free = limit.num_under_way < (1 if limit.is_trying else limit.most)
-        return is_free and limit.next_s <= now
+        return is_free and _next_s(limit) <= now
 
     def wait_s(self) -> float:
         """How long nothing can change but by what workers say, and half a second at the most."""
         now = time.monotonic()
         while self._due and self._due[0] <= now:
             heapq.heappop(self._due)
-        times = [*self._due[:1], *(limit.next_s for limit in self._limits if limit.next_s > now)]
+        times = [*self._due[:1], *(at for limit in self._limits if (at := _next_s(limit)) > now)]
         return min([_MOST_WAIT_S, *(at - now for at in times)])
 
     def seconds_for(self, call: Call) -> float:
@@ -121,10 +130,11 @@ class CallLimits:
             limit.num_failed, limit.is_trying, limit.tried = 0, False, None
         elif outcome == "failed":
             limit.num_failed += 1
-            if call is limit.tried:
+            is_enough = limit.num_failed >= _FAILURES_IN_A_ROW and not limit.is_trying and limit.has_server
+            if call is limit.tried and self._is_waited_for:
                 limit.has_given_up = True
-            elif limit.num_failed >= _FAILURES_IN_A_ROW and not limit.is_trying and limit.has_server:
-                limit.is_trying, limit.next_s = True, time.monotonic() + _PAUSE_S
+            elif call is limit.tried or is_enough:
+                limit.is_trying, limit.paused_until = True, time.monotonic() + _PAUSE_S
 
     def again(self, call: Call, reply: Mapping[str, Any]) -> Call | str:
         """Of a call that has ended with `reply`: the one that is to be made again later, or why none is."""
@@ -166,6 +176,10 @@ class CallLimits:
             f".http_{status}": [number, 0] for status, number in Counter(call.statuses).items()
         }
         return {".s": [time.monotonic() - call.began, 1], ".requests": [call.num_made, 1], **statuses}
+
+
+def _next_s(limit: _Limit) -> float:
+    return max(limit.next_s, limit.paused_until)
 
 
 def share_of(limit: int | None, rank: int, num_ranks: int) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.records import RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.nursery import encode_frame
 from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerProcess, allow_workers
+from grpo_spmd.rewards.pool.slow_rewards import SlowRewards, waits_for_others
 from grpo_spmd.rewards.protocol import RewardError, RewardFacts, check_error_rate, weighted_sum
 from grpo_spmd.rewards.trl import TrainerState
 
@@ -64,7 +65,9 @@ class RewardPool(ProcessPool):
         self._rewards: list[RewardFacts] = []  # once the nursery has imported them
         self._is_ready = False
         self._state = TrainerState()
-        self._step = _NO_STEP
+        self._step: _Step | None = None  # what is scored now
+        self._slow = SlowRewards([waits_for_others(reward) for reward in rewards])
+        self._early_error: Exception | None = None
         self._limits: CallLimits | None = None
         if any(reward.is_watched for reward in rewards):
             from grpo_spmd.rewards.pool.call_limits import CallLimits
@@ -75,51 +78,101 @@ class RewardPool(ProcessPool):
         """What reward functions are told of the run from now on."""
         self._state = state
 
+    @property
+    def starts_early(self) -> bool:
+        """Whether some reward is worth calling while the engine still samples."""
+        return bool(self._slow.early)
+
+    def start_early(self, group: RolloutGroup, tokenizer: Any) -> None:
+        """Have the slow rewards called for a group, while others are still sampled. This very object is to be among the
+        next groups that `score` gets; what goes wrong before is raised there. Waits for nobody: where the rewards are
+        not imported yet, all is left to `score`."""
+        if self._early_error is None:
+            try:
+                if self._is_ready or self._selector.select(0.0):
+                    step = self._begin()
+                    step.queue(step.add(group, tokenizer), self._slow.early)
+            except Exception as error:
+                self._early_error = error
+
+    def go_on(self) -> None:
+        """Give workers what may begin and hear what they say by now, between two steps of the engine."""
+        if self._step is not None and self._early_error is None and self._is_at_work(self._step):
+            try:
+                self._dispatch(self._step)
+                self._listen(0.0)
+            except Exception as error:
+                self._early_error = error
+
     def score(
         self, groups: Sequence[RolloutGroup], tokenizer: Any, *, num_step_completions: int | None = None
     ) -> ScoredRollouts:
         """Score every completion of `groups`, this rank's share of the step, perhaps none. Raises RewardError where the
         rewards cannot be imported in the nursery, the nursery was killed, or the user left the debugger; and, since a
         function may hang in every call, as soon as the timeouts on this rank alone are `max_error_frac` of
-        `num_step_completions`, those over all ranks."""
-        token_ids = [completion.token_ids for group in groups for completion in group.completions]
-        texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True) if token_ids else []
-        scored = ScoredRollouts(texts=texts)
-        if not groups:
-            return scored
-        if not self._is_ready:  # there may be no rewards but an environment's
-            self._is_ready = True
-            self._rewards = [RewardFacts(**facts) for facts in self._wait_until_ready()]
-        self._open_log()
-        if self._limits is not None:
-            self._limits.begin_scoring()
-        step = self._step = _Step(groups, texts, self._rewards, self._columns)
+        `num_step_completions`, those over all ranks. Calls that `start_early` began are not made again."""
         try:
+            if self._early_error is not None:
+                raise self._early_error
+            if not groups and self._step is None:
+                return ScoredRollouts()
+            step = self._begin()
+            if self._limits is not None:
+                self._limits.wait_for_all()
+            order = [sample for group in groups for sample in self._queue_rest(step, group, tokenizer)]
             self._run(step, num_step_completions)
         finally:
             for worker in list(self._workers.values()):
                 if worker.call is not None:  # only after an exception
                     self._discard(worker)
-            self._step = _NO_STEP
+            self._step = self._early_error = None
+        step.arrange(order)
+        self._slow.end_scoring()
         self._warn(step)
+        scored = ScoredRollouts(texts=step.texts)
         for reward, statuses, values in zip(self._rewards, step.statuses, step.values, strict=True):
             scored.statuses[reward.name], scored.by_name[reward.name] = statuses, values
         weights, by_sample = [reward.weight for reward in self._rewards], zip(*step.values, strict=True)
         scored.rewards = [weighted_sum(list(zip(weights, values, strict=True))) for values in by_sample]
         if not self._rewards:  # a teacher teaches alone
-            scored.rewards = [0.0] * len(texts)
+            scored.rewards = [0.0] * len(step.texts)
         scored.first_error, scored.given = step.first_error(), step.given
         for number, note in sorted(step.notes.items()):  # in an order that does not tell which worker was first
             scored.notes[number] = {kind: dict(sorted(found.items())) for kind, found in sorted(note.items())}
         return scored
 
+    def _begin(self) -> _Step:
+        """What is scored now, begun if need be; waits for the import of the rewards."""
+        if not self._is_ready:  # there may be no rewards but an environment's
+            self._is_ready = True
+            self._rewards = [RewardFacts(**facts) for facts in self._wait_until_ready()]
+        if self._step is None:
+            self._open_log()
+            if self._limits is not None:
+                self._limits.begin_scoring()
+            self._step = _Step(self._rewards, self._columns)
+        return self._step
+
+    def _queue_rest(self, step: _Step, group: RolloutGroup, tokenizer: Any) -> range:
+        """The samples of a group, with all calls queued that were not queued early."""
+        samples, begun = step.samples_of(group), self._slow.early
+        if samples is None:
+            samples, begun = step.add(group, tokenizer), frozenset()
+        step.queue(samples, set(range(len(self._rewards))) - begun)
+        return samples
+
+    def _is_at_work(self, step: _Step) -> bool:
+        return bool(step.calls) or any(worker.call is not None for worker in self._workers.values())
+
     def _run(self, step: _Step, num_step_completions: int | None) -> None:
-        while step.calls or any(worker.call is not None for worker in self._workers.values()):
+        while True:
+            if num_step_completions is not None and step.has_new_timeout:
+                self._stop_if_hopeless(step, num_step_completions)
+            if not self._is_at_work(step):
+                return
             self._check()
             self._dispatch(step)
             self._listen(0.5 if self._limits is None else self._limits.wait_s())
-            if num_step_completions is not None and step.has_new_timeout:
-                self._stop_if_hopeless(step, num_step_completions)
 
     def _dispatch(self, step: _Step) -> None:
         free = [worker for worker in self._workers.values() if worker.call is None and not worker.has_hung_up]
@@ -142,13 +195,14 @@ class RewardPool(ProcessPool):
 
     def _answered(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
         call: Call = worker.call
+        self._slow.took(call.reward, reply.get("seconds", 0.0), len(call.samples))
         if "quit" in reply:
             raise RewardError(f"the debugger was left in reward {self._rewards[call.reward].name!r}")
         if "broken" in reply:
             raise RewardError(f"reward {self._rewards[call.reward].name!r} {reply['broken']}")
         if "values" in reply:
-            self._step.record(call, reply["values"])
-            self._step.note(call, reply)
+            self._of_step.record(call, reply["values"])
+            self._of_step.note(call, reply)
             self._leave(call, "ok")
             self._release(worker)
         elif "again" in reply and self._limits is not None:
@@ -160,7 +214,9 @@ class RewardPool(ProcessPool):
     def _failed(self, worker: WorkerProcess, call: Call | None, how: HowItFailed, why: str) -> None:
         if call is not None:
             self._leave(call, "failed")
-            self._step.fail(call, how, why)
+            self._of_step.fail(call, how, why)
+            if how == "timeout":
+                self._slow.took(call.reward, self._pool.timeout_s, len(call.samples))
 
     def _leave(self, call: Call, outcome: Outcome, reply: Mapping[str, Any] | None = None) -> None:
         """A call has ended; where a server's `reply` says that it failed, it is made again, or it is a failure."""
@@ -171,16 +227,21 @@ class RewardPool(ProcessPool):
             status = reply["status"]
             call = replace(call, statuses=(*call.statuses, *([] if status is None else [status])))
             if not isinstance(again := limits.again(call, reply), str):
-                self._step.calls.append(again)
+                self._of_step.calls.append(again)
                 return
-            self._step.fail(call, "error", again, by_function=False)
-        self._step.measure(call, limits.measured(call))
+            self._of_step.fail(call, "error", again, by_function=False)
+        self._of_step.measure(call, limits.measured(call))
 
     def _too_long(self, worker: WorkerProcess) -> str:
         seconds, call = self._pool.timeout_s, worker.call
         if self._limits is not None and call is not None and self._limits.has_own_timeout(call):
             return f"took longer than its timeout_s={self._limits.timeout_s(call):g}"
         return f"took longer than reward_pool.timeout_s={seconds:g}"
+
+    @property
+    def _of_step(self) -> _Step:
+        assert self._step is not None, "a call belongs to what is scored"
+        return self._step
 
     def _ended(self, why: str) -> RewardError:
         return RewardError(why)
@@ -204,7 +265,7 @@ class RewardPool(ProcessPool):
                 first = errors.get(min(errors, default=-1), "")
             elif repeated:
                 found = f"it failed for {len(repeated)} groups and was called again for each of their completions"
-                first = repeated[0]
+                first = repeated[min(repeated)]
             else:
                 continue
             _log.warning("reward %r: %s; first: %s", reward.name, found, first.partition("\n")[0])
@@ -213,33 +274,58 @@ class RewardPool(ProcessPool):
 class _Step:
     """The flat lists of what is scored in one go, and what came of it."""
 
-    def __init__(
-        self, groups: Sequence[RolloutGroup], texts: list[str], rewards: list[RewardFacts], columns: Sequence[str]
-    ) -> None:
-        self.texts, self._rewards = texts, rewards
+    def __init__(self, rewards: Sequence[RewardFacts], columns: Collection[str]) -> None:
+        self._rewards = rewards
+        self._groups: dict[int, tuple[RolloutGroup, range]] = {}  # with their samples, by id()
+        self.texts: list[str] = []
         self.calls: deque[Call] = deque()  # still to be made
         self.given: list[dict[str, Any]] = []
-        absent = dict.fromkeys([*columns, *(name for reward in rewards for name in reward.needs)])
-        for group in groups:
-            first, prompt = len(self.given), group.prompt.text
-            samples = list(range(first, first + len(group.completions)))
-            for index, reward in enumerate(rewards):
-                parts = [[i] for i in samples] if reward.one_at_a_time else [samples]
-                self.calls.extend(Call(index, part) for part in parts)
-            for completion in group.completions:
-                text = texts[len(self.given)]
-                episode = completion.episode
-                said = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                said = episode.messages if episode is not None else said
-                given = {"prompts": prompt, "completions": said, "completion_ids": completion.token_ids}
-                self.given.append(absent | group.prompt.columns | given)
-        self.values: list[list[float | None]] = [[None] * len(texts) for _ in rewards]
-        self.statuses = [[""] * len(texts) for _ in rewards]
+        self._absent = dict.fromkeys([*columns, *(name for reward in rewards for name in reward.needs)])
+        self.values: list[list[float | None]] = [[] for _ in rewards]
+        self.statuses: list[list[str]] = [[] for _ in rewards]
         self.errors: list[dict[int, str]] = [{} for _ in rewards]
-        self.repeated: list[list[str]] = [[] for _ in rewards]
+        self.repeated: list[dict[int, str]] = [{} for _ in rewards]  # why, by the first sample of the group
         self.left_out: list[dict[str, None]] = [{} for _ in rewards]
         self.notes: dict[int, dict[str, Any]] = {}  # as in ScoredRollouts
         self.has_new_timeout = False
+
+    def add(self, group: RolloutGroup, tokenizer: Any) -> range:
+        """Its samples, for which no call is queued yet."""
+        token_ids = [completion.token_ids for completion in group.completions]
+        texts, prompt = tokenizer.batch_decode(token_ids, skip_special_tokens=True), group.prompt.text
+        samples = range(len(self.texts), len(self.texts) + len(texts))
+        self._groups[id(group)] = group, samples
+        self.texts += texts
+        for completion, text in zip(group.completions, texts, strict=True):
+            episode = completion.episode
+            said = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            said = episode.messages if episode is not None else said
+            given = {"prompts": prompt, "completions": said, "completion_ids": completion.token_ids}
+            self.given.append(self._absent | group.prompt.columns | given)
+        for values, statuses in zip(self.values, self.statuses, strict=True):
+            values += [None] * len(texts)
+            statuses += [""] * len(texts)
+        return samples
+
+    def queue(self, samples: Sequence[int], rewards: Iterable[int]) -> None:
+        for index in sorted(rewards):
+            parts = [[i] for i in samples] if self._rewards[index].one_at_a_time else [[*samples]]
+            self.calls.extend(Call(index, part) for part in parts)
+
+    def samples_of(self, group: RolloutGroup) -> range | None:
+        """None where it was not added. A group is the very object: slots begin anew in each round of a step."""
+        return self._groups.get(id(group), (None, None))[1]
+
+    def arrange(self, order: Sequence[int]) -> None:
+        """Put the samples into this order, as if they had been added so. Nobody knows the old numbers any more."""
+        assert len(order) == len(self.texts), "what was begun early is not in the step"
+        place = {sample: number for number, sample in enumerate(order)}
+        self.texts, self.given = [self.texts[i] for i in order], [self.given[i] for i in order]
+        self.values = [[values[i] for i in order] for values in self.values]
+        self.statuses = [[statuses[i] for i in order] for statuses in self.statuses]
+        self.errors = [{place[i]: error for i, error in errors.items()} for errors in self.errors]
+        self.repeated = [{place[i]: why for i, why in repeated.items()} for repeated in self.repeated]
+        self.notes = {place[i]: note for i, note in self.notes.items()}
 
     def keywords(self, call: Call) -> dict[str, list[Any]]:
         """Every column that the data set, the functions or this row have."""
@@ -280,7 +366,7 @@ class _Step:
         not be had (`by_function` False) may be there again by then, and says nothing about the reward."""
         why = f"reward {self._rewards[call.reward].name!r} {why}"
         if len(call.samples) > 1:
-            self.repeated[call.reward].append(why)
+            self.repeated[call.reward][call.samples[0]] = why
             if by_function:
                 self._add_note(call.samples[0], "retried", call, status)
             self.calls.extend(Call(call.reward, [i]) for i in call.samples)
@@ -290,8 +376,5 @@ class _Step:
         self.has_new_timeout |= status == "timeout"
 
     def first_error(self) -> str | None:
-        errors = max(self.errors, key=len, default={})
-        return errors[min(errors)] if errors else next((repeated[0] for repeated in self.repeated if repeated), None)
-
-
-_NO_STEP = _Step([], [], [], ())
+        found = max(self.errors, key=len, default={}) or next(filter(None, self.repeated), {})
+        return found[min(found)] if found else None

@@ -9,6 +9,7 @@ import asyncio
 import bdb
 import inspect
 import math
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import fields
@@ -35,7 +36,9 @@ def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker]
             _WARM[config.name]()
 
     def answer(message: dict[str, Any]) -> dict[str, Any]:
-        return call_reward(rewards[message["reward"]], message["keywords"], message.get("state"))
+        start = time.perf_counter()
+        reply = call_reward(rewards[message["reward"]], message["keywords"], message.get("state"))
+        return {**reply, "seconds": time.perf_counter() - start}
 
     names = [field.name for field in fields(RewardFacts)]
     return [{name: getattr(reward, name) for name in names} for reward in rewards], lambda _: answer

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.config.schema import RewardConfig, WatchdogConfig
 from grpo_spmd.data.table import PromptRow
 
 LABELS = ("label", "answer")  # columns, the first that a row has
@@ -53,3 +53,31 @@ def _is_json(value: Any) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def check_pace(
+    configs: Sequence[RewardConfig],
+    num_ranks: int,
+    watchdog: WatchdogConfig,
+    *,
+    of_step: tuple[int, int],
+    num_evaluated: int = 0,
+) -> None:
+    """Raises ConfigError where max_per_minute alone makes scoring outlast its phase, which the watchdog would stop.
+    `of_step`: a step's groups, and the size of each; `num_evaluated`: completions of an evaluation."""
+    for index, config in enumerate(configs):
+        if (limit := config.max_per_minute) is None:
+            continue
+        whole_groups = config.url is not None and config.form == "openrlhf"
+        phases = {"reward": (of_step[0], 1 if whole_groups else of_step[1]), "eval": (num_evaluated, 1)}
+        for phase, (num_groups, calls_each) in phases.items():
+            groups = [num_groups // num_ranks + (rank < num_groups % num_ranks) for rank in range(num_ranks)]
+            shares = [limit // num_ranks + (rank < limit % num_ranks) for rank in range(num_ranks)]
+            took_s = max((n * calls_each - 1) * 60 / share for n, share in zip(groups, shares, strict=True))
+            if took_s >= (limit_s := watchdog.phase_timeouts_s.get(phase, watchdog.timeout_s)):
+                calls = f"the {num_groups * calls_each:,} calls of {'a step' if phase == 'reward' else 'an evaluation'}"
+                enough = f"set watchdog.phase_timeouts_s: {{{phase}: {math.ceil(took_s * 1.2 / 60) * 60}}}"
+                raise ConfigError(
+                    f"rewards.{index}.max_per_minute ({limit}): {calls} take {took_s:,.0f} s, and the watchdog "
+                    f"stops phase {phase} after {limit_s:,.0f} s; raise it, or {enough}"
+                )

@@ -77,6 +77,7 @@ def main() -> None:
     in_turn, again, order = longest_first(engine, config)
     found["uneven/in turn"], found["uneven/again"] = gather(in_turn, session), gather(again, session)
     found["order"] = on_rank0(list, order)
+    found["early"] = gather(started_early(engine, config), session)
     found["race"] = race(engine, config, session)
     found["num_claims"], found["most_waiting"] = on_rank0(
         lambda counts: [max(c) for c in zip(*counts, strict=True)], watched
@@ -141,7 +142,9 @@ def longest_first(
     generate_shared, stops = engine.generate_shared, engine._stop_token_ids
     orders: list[tuple[list[int], list[float]]] = []
 
-    def watched(sizes: Any, next_request: Any, version: int, finished: Any, expected: Any, race: Any) -> Any:
+    def watched(
+        sizes: Any, next_request: Any, version: int, finished: Any, expected: Any, *rest: Any, **named: Any
+    ) -> Any:
         begun: list[int] = []
 
         def asked(job: int, number: int, turns: Sequence[Completion]) -> Any:
@@ -150,7 +153,7 @@ def longest_first(
             return next_request(job, number, turns)
 
         orders.append((begun, expected))
-        return generate_shared(sizes, asked, version, finished, expected, race)
+        return generate_shared(sizes, asked, version, finished, expected, *rest, **named)
 
     engine.generate_shared = watched  # type: ignore[method-assign, assignment]
     engine._stop_token_ids = list(range(20))  # of 97
@@ -158,6 +161,37 @@ def longest_first(
     engine.generate_shared, engine._stop_token_ids = generate_shared, stops  # type: ignore[method-assign]
     assert orders[0][1] is None
     return plain, again, orders[2]
+
+
+class Started:
+    """Stands for EarlyScoring: what its rewards were given while the engine sampled."""
+
+    is_on = True
+
+    def __init__(self) -> None:
+        self.groups: list[RolloutGroup] = []
+        self.num_looks = 0
+
+    def start(self, group: RolloutGroup) -> None:
+        self.groups.append(group)
+
+    def go_on(self) -> None:
+        self.num_looks += 1
+
+
+def started_early(engine: RolloutEngine, config: Config, tail: TailBatching | None = None) -> list[RolloutGroup]:
+    """A generation whose groups are scored as they get complete. Fails unless those of this rank, and no others, were
+    begun early, each as the object that is scored; in a race where an engine is several ranks, at most those."""
+    early, rows = Started(), PROMPTS
+    if tail is not None:
+        rows = [Prompt(row, row, prompt.token_ids, "", {}) for row, prompt in enumerate(PROMPTS)]
+    sampler = Sampler(engine, config.rollout.group_size, config.seed, tail=tail, early=early)  # type: ignore[arg-type]
+    groups, _ = sampler.sample(rows, 0, "")
+    begun, whole = {id(group) for group in early.groups}, {id(group) for group in groups}
+    assert len(begun) == len(early.groups)
+    assert begun <= whole if tail is not None and engine.tp_size > 1 else begun == whole
+    assert early.num_looks > 0
+    return groups
 
 
 def race(engine: RolloutEngine, config: Config, session: Session) -> dict[str, Any]:
@@ -179,6 +213,7 @@ def race(engine: RolloutEngine, config: Config, session: Session) -> dict[str, A
         assert not engine._engine.has_unfinished_requests()
         of_ranks = on_rank0(list, [stream.state()["waiting"], stream.metrics()])
         found[name] = [len(prompts), gather(groups, session), of_ranks]
+    started_early(engine, config, TailBatching(stream, 10))
     engine._stop_token_ids = stops
     return found
 
