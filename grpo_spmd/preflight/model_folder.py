@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.data.early import load_tokenizer_file
-from grpo_spmd.data.hub import check_reachable
 from grpo_spmd.engine.cache_room import cpu_cache_bytes, host_bytes
 from grpo_spmd.model.dimensions import dimensions
 from grpo_spmd.model.families.config_json import refuse_by_config
 from grpo_spmd.preflight.arithmetic import kv_bytes_per_token
+from grpo_spmd.preflight.beside import folder_of
 from grpo_spmd.preflight.installed import version_of
 from grpo_spmd.preflight.memory import kv_itemsize
-from grpo_spmd.preflight.model_facts import Shapes, local_folder, shapes_from_config
+from grpo_spmd.preflight.model_facts import Shapes, shapes_from_config
 from grpo_spmd.untrusted import UntrustedError, read_header, read_index, read_json, read_model_config, read_stop_tokens
 
-_HUB_NAME = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _COPY_AGAIN = "copy or download it again"
 # Of transformers' causal LMs, those that packed rows of attention cannot be: encoders with a head, recurrent states.
 _ENCODERS = (
@@ -36,16 +34,8 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
     """The model's folder, looked through; None for a name of the hub that is not in the cache yet, of which only
     whether it can be had is known, and asked only `to_run`. Raises ConfigError."""
     path = config.model.path
-    folder = Path(path)
-    if not folder.is_dir():
-        if not re.fullmatch(_HUB_NAME, path) or Path(folder.parts[0]).exists():
-            raise ConfigError(f"model.path: {_no_folder(path)}")
-        cached = local_folder(path)
-        if cached is None or not _has_weights(cached):
-            if to_run:
-                check_reachable("models", path, "model.path")
-            return None
-        folder = cached
+    if (folder := folder_of(path, "model.path", to_run=to_run)) is None:
+        return None
     try:
         for file in folder.iterdir():  # a fifo would have its reader wait for ever, a device has no end
             if file.exists() and not file.is_file() and not file.is_dir():
@@ -62,7 +52,7 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
         remedy = f"; {_COPY_AGAIN}" if "whole safetensors" in str(error) else ""
         raise ConfigError(f"model.path: {error}{remedy}") from None
     except OSError as error:
-        remedy = f"; {_COPY_AGAIN}" if str(error.filename).endswith(".safetensors") else _instead(folder)
+        remedy = f"; {_COPY_AGAIN}" if str(error.filename).endswith(".safetensors") else ""
         raise ConfigError(f"model.path: cannot read {error.filename}: {error.strerror}{remedy}") from None
     if not any(any(folder.glob(pattern)) for pattern in ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken*")):
         remedy = f"copy tokenizer.json and tokenizer_config.json of its base model there, or {_COPY_AGAIN}"
@@ -82,35 +72,6 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
 def num_embeddings(folder: Path) -> int | None:
     """Tokens that have a row in the embedding of a model that was looked through."""
     return _embeddings(_read_shapes(folder), read_model_config(folder))
-
-
-def _no_folder(path: str) -> str:
-    """Why what is no folder is no hub id either, and what to give instead."""
-    folder = Path(path)
-    if found := re.match(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)", path):
-        return f"{path} is an address; give the hub id alone: {found[1]}"
-    if "://" in path:
-        return f"{path} is an address, and only folders and hub ids (organisation/name) are read; copy it to this host"
-    if folder.is_file():
-        hint = f"give its folder ({folder.parent})" if folder.name == "config.json" else "a model is a folder"
-        return f"there is no folder {path}: it is a file; {hint}"
-    return f"there is no folder {folder}{looked_for(folder)}, and it is no hub id (organisation/name)"
-
-
-def _instead(folder: Path) -> str:
-    """Where config.json is not there: what the folder is, if that shows."""
-    if found := re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", folder.name):
-        return f"; it is a folder of the hub's cache: model.path={found[1]}/{found[2]} finds what is in it"
-    if checkpoints := sorted(folder.glob("checkpoints/step_*")):
-        export = f"`python -m grpo_spmd.export {checkpoints[-1]} OUT`"
-        return f"; it is a run's folder: {export} writes the folder of its newest model"
-    if (folder / "manifest.json").is_file():
-        return f"; it is a run's checkpoint: `python -m grpo_spmd.export {folder} OUT` writes a model's folder"
-    if (folder / "adapter_config.json").is_file():
-        return "; it is an adapter: `python -m grpo_spmd.export --merge` puts it into its base model"
-    inner = sorted(path.parent for path in folder.glob("*/config.json"))
-    remedy = "a model's folder has one: save_pretrained or `hf download` wrote it"
-    return f"; {inner[0]} has one" if inner else f"; {remedy}"
 
 
 def _check_type(model_type: str, path: str) -> None:
@@ -152,15 +113,6 @@ def _check_for_cpu(config: Config, model: Mapping[str, Any]) -> None:
         why = f"on a CPU an engine gets {most >> 20:,} MiB, 1/8 of the host's memory over its ranks"
         how = "shorten the rollouts, take fewer ranks, or set rollout.engine.kv_cache_memory_bytes"
         raise ConfigError(f"rollout.max_completion_tokens: {what}, and {why}; {how}")
-
-
-def _has_weights(folder: Path) -> bool:
-    """Whether the cache has all of a model, and not only what the planner or an evaluation needed."""
-    try:
-        files = [*(read_index(folder) or {}).values()] or list(folder.glob("*.safetensors"))
-    except (UntrustedError, OSError):
-        return True  # the look through the folder says what is wrong
-    return bool(files) and all(file.is_file() for file in files)
 
 
 def _read_shapes(folder: Path) -> Shapes:

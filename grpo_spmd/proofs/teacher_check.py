@@ -22,6 +22,9 @@ from grpo_spmd.proofs.update_check import adapters_at_zero
 from grpo_spmd.records import Decision, Lesson, MicroBatch, RolloutBatch
 
 _NUM_ROLLOUTS, _NUM_TOKENS = 3, 12  # of each teacher on a rank, at most, and of the tokens of one
+# Tokens of a plain pass, whose attention takes memory by their square: of prompts that are all longer only the shortest
+# is looked at, of longer ones still none.
+_LONG, _TOO_LONG = 2048, 8192
 _BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}  # nats a token on average, as of the policy's own logprobs
 
 
@@ -43,11 +46,15 @@ class TeacherCheck:
                 found.wrong.append("a micro-batch lacks what its teacher says of it, or has it in another form")
                 break
         row, differences = batch.micro_batches[0], [torch.zeros(0, dtype=torch.float64)]
+        lengths = _pass_lengths(row, asked)
         for name, one in self._teacher.models.items():
             own = [p for p, i in enumerate(row.rollout_ids) if asked is None or asked[i].name == name]
+            own = sorted((p for p in own if lengths[p] <= _TOO_LONG), key=lengths.__getitem__)
+            own = [p for p in own if lengths[p] <= _LONG] or own[:1]
             for number in range(_NUM_ROLLOUTS):  # as many passes on each rank
                 place = own[number * max(len(own) // _NUM_ROLLOUTS, 1)] if number < len(own) else None
-                differences.append(self._compare(one, row, place, asked))
+                most = 0 if place is None else max(_LONG - lengths[place], 0)
+                differences.append(self._compare(one, row, place, asked, most))
         if len(all_of := torch.cat(differences)):
             what = "a teacher's logprob of a token that the update is given, in nats on average,"
             found.within(what, "teacher", float(all_of.mean()), self._bound)
@@ -66,9 +73,10 @@ class TeacherCheck:
             )
 
     def _compare(
-        self, one: TeacherModel, row: MicroBatch, place: int | None, asked: Mapping[int, Ask] | None
+        self, one: TeacherModel, row: MicroBatch, place: int | None, asked: Mapping[int, Ask] | None, most: int
     ) -> Tensor:
-        """Collective. |difference| at some tokens of the first context of a rollout, nats; none of no rollout."""
+        """Collective. |difference| at some tokens of the first context of a rollout, nats, `most` behind the first;
+        none of no rollout."""
         ids, where, tokens = row.input_ids[:2], torch.zeros(1, dtype=torch.int64, device=row.input_ids.device), None
         if place is not None:
             starts = torch.nonzero(row.position_ids == 0)[:, 0]
@@ -76,7 +84,7 @@ class TeacherCheck:
             start = int(starts[starts <= row.predict_index[own[0]]].max())
             behind = starts[starts > start]
             end = int(behind.min()) if len(behind) else len(row.input_ids)
-            tokens = own[row.predict_index[own] < end][:_NUM_TOKENS]
+            tokens = own[row.predict_index[own] < min(end, int(row.predict_index[own[0]]) + most + 1)][:_NUM_TOKENS]
             where = row.predict_index[tokens] - start
             ids = row.input_ids[start : start + int(where[-1]) + 2]
             prompt = None if asked is None else asked[row.rollout_ids[place]].prompt_ids
@@ -89,6 +97,15 @@ class TeacherCheck:
             return torch.zeros(0, dtype=torch.float64)
         self._bound = max(self._bound, float(logits.abs().amax(-1).mean()) * self._rounding)
         return _differences(row.lesson, logits, tokens, row.target_ids[tokens]).double().cpu()
+
+
+def _pass_lengths(row: MicroBatch, asked: Mapping[int, Ask] | None) -> list[int]:
+    """Tokens of a pass to each rollout's first token, with the prompt that its teacher is shown."""
+    first = dict[int, int]()
+    for place, position in zip(row.sequence_index.tolist(), row.position_ids[row.predict_index].tolist(), strict=True):
+        first.setdefault(place, position + 2)
+    shown = [None if asked is None else asked[i].prompt_ids for i in row.rollout_ids]
+    return [first.get(p, 2) if ids is None else len(ids) + 1 for p, ids in enumerate(shown)]
 
 
 def _differences(lesson: Lesson, logits: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ SIGNALS = {
     "model/divergence.py": 220,
     "preflight/teacher.py": 145,
     "preflight/critic.py": 70,
-    "preflight/beside.py": 40,
+    "preflight/beside.py": 80,
     "proofs/teacher_check.py": 150,
     "proofs/made_up_teacher.py": 90,
     "demo/distill.py": 80,

@@ -211,7 +211,9 @@ def test_what_its_folder_tells_before_torch(tmp_path: Path) -> None:
     assert said("classifier") == ""
     assert said("of_two").startswith(f"critic.path: {tmp_path}/of_two tells 2 labels apart (score.weight: bad, good)")
     assert said("none").startswith("critic.path: there is no folder")
-    assert said("empty").startswith("critic.path: cannot read")
+    assert said("empty").endswith(
+        "config.json: No such file or directory; a model's folder has one: save_pretrained or `hf download` wrote it"
+    )
     assert said("other").endswith(f"knows 90 tokens, and {tmp_path}/model 97; take a critic of the policy's family")
     assert said("quantised").startswith(f"critic.path: {tmp_path}/quantised ")
 

@@ -158,6 +158,9 @@ def test_check_reads_the_models_folder(folder: Path, models: Path) -> None:
     assert inputs.rewards == []
     for entry, said in (
         ({"model": str(folder / "absent")}, "rewards.0.model: there is no folder"),
+        ({"model": "https://huggingface.co/org/rm"}, "rewards.0.model: .* is an address; .* alone: org/rm"),
+        ({"model": str(folder / "rm/config.json")}, "rewards.0.model: .* is a file; give its folder"),
+        ({"model": str(folder)}, f"rewards.0.model: cannot read .*config.json: No such file.*; {folder}/rm has one"),
         ({"model": str(folder / "rm"), "revision": "main"}, "rewards.0.revision: .* is a folder, which has none"),
         ({"model": str(folder / "rm"), "template": str(folder / "absent")}, "rewards.0.template: cannot read"),
         (

@@ -36,6 +36,7 @@ from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model.divergence import TaughtBy, TopTeacher, WholeTeacher
 from grpo_spmd.model.fill import load_weights
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
+from grpo_spmd.proofs import teacher_check
 from grpo_spmd.proofs.gradient_check import GradientCheck
 from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
 from grpo_spmd.proofs.teacher_check import TeacherCheck
@@ -225,9 +226,46 @@ def other_samples(row: MicroBatch) -> Tensor:
     return torch.tensor(sorted(range(len(index)), key=lambda c: (-index[c], c)), dtype=torch.int64)
 
 
+def long_prompts(trials: Trials) -> None:
+    """Of the rollouts those with short prompts are looked at, else the shortest, else none, each time with as many
+    passes on all ranks; a fault is seen in those that are."""
+    compare, split, passes = TeacherCheck._compare, list(SPLITS)[1], list[int]()
+
+    def counted(self: TeacherCheck, one: TeacherModel, *of: Any) -> Tensor:
+        def note(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            passes.append((given[0] if given else named["input_ids"]).shape[1])
+
+        handle = one.model.model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            return compare(self, one, *of)
+        finally:
+            handle.remove()
+
+    def shifted(_: Teacher, batch: RolloutBatch) -> None:
+        for row in batch.micro_batches:
+            assert row.lesson is not None
+            row.lesson = changed(row.lesson, lambda x: x.roll(1, 0))
+
+    kind, num_models = SEVERAL, len(KINDS[SEVERAL].paths)  # with prompts of their own, too
+    for long, too_long in ((6, 100), (0, 100), (0, 0)):
+        passes.clear()
+        with patch.multiple(teacher_check, _LONG=long, _TOO_LONG=too_long):
+            with patch.object(TeacherCheck, "_compare", counted):
+                assert not trials.update(kind, split)[1]
+            longer = [length for length in passes if length > max(long, 2)]
+            assert len(passes) == 3 * num_models, (kind, long, passes)
+            assert max(passes) <= (11 if too_long else 2), (kind, long, passes)
+            assert len(longer) <= num_models, (kind, long, passes)
+            assert not long or any_rank(not longer and max(passes) > 2), (kind, long, passes)
+            wrong = trials.update(kind, split, spoil=shifted)[1]
+            seen = any_rank(any("a teacher's logprob of a token" in text for text in wrong))
+            assert seen == (too_long > 0), (kind, long, too_long, wrong)
+
+
 def main() -> None:
     trials = Trials(sys.argv[1], sys.argv[2])
     found = clean_updates(trials)
+    long_prompts(trials)
     print(f"rank {trials.session.rank}: {faults(trials)} faults seen", flush=True)
     if trials.session.is_rank0:
         torch.save(found, sys.argv[3])
