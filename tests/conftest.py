@@ -29,6 +29,7 @@ install_import_hook(
 _FIRST = (
     "runs/test_end_to_end.py",
     "ranks/test_partition.py",
+    "runs/test_demos.py",
     "faults/test_resume.py",
     "faults/test_failures.py",
     "faults/test_doctor.py",

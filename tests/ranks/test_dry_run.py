@@ -24,7 +24,7 @@ from tests.support.dry_run.cases import CASES, RECOMPUTED
 from tests.support.dry_run.engine import CACHE_BYTES
 from tests.support.dry_run.faults import FAULTS
 from tests.support.dry_run.figures import VARIANTS, check_step, check_sync, received
-from tests.support.models import make_model, write_config
+from tests.support.models import make_model, make_reward_model, write_config
 from tests.support.ranks import RanksJob
 
 Results = dict[str, Any]
@@ -34,6 +34,11 @@ Results = dict[str, Any]
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dry_run")
     model = make_model(folder / "model", "qwen3", tied=True, num_hidden_layers=1)
+    for name in ("teacher", "critic"):
+        make_model(folder / name, "qwen3", tied=False, num_hidden_layers=1, seed=1)
+    make_reward_model(folder / "scores", "qwen3", num_hidden_layers=1, seed=2, pad_token_id=None)
+    rows = [{"prompt": f"{a},2={a}:", "hint": f"{a}+{a}={a}:", "teacher": "ab"[a % 2]} for a in range(1, 9)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return write_config(folder, model, rollout={"num_prompts_per_step": 2, "group_size": 2, "max_completion_tokens": 6})
 
 
@@ -184,3 +189,22 @@ def test_a_whole_run_sleeps_wakes_evaluates_and_measures(results: Results) -> No
         # the engine's float32 weights and its cache
         assert line["memory/sleep/freed_gib"] * 2**30 == 4 * found(results, "checkpoint")["numel"] + CACHE_BYTES
         assert line["memory/update/peak_gib"] > line["memory/rollout/peak_gib"] > 0
+
+
+def test_what_teaches_waits_in_host_memory_and_the_engine_rests_while_a_model_scores(results: Results) -> None:
+    """The run looks at itself besides: the reward model's scores, teachers, critic and update, beside plain ones."""
+    of = found(results, "signals")
+    awake, scored = ["wake weights", "wake kv_cache"], ["sleep 1", "wake weights kv_cache"]
+    step = [*awake, *scored, *scored, "sleep 2"]  # the evaluation's completions, and the step's
+    assert of["told"] == ["sleep 2", *step, *step, *awake, "sleep 1"]
+    first, second = [line for line in of["lines"] if "time/step_s" in line]
+    policy = found(results, "checkpoint")["numel"]
+    # The critic is the teacher's decoder, of 97 x 64 less without the lm_head, and a head of 64 and 1. The teacher b is
+    # the reference, of the policy's size. There are no moments before the first update.
+    teacher = policy + 97 * 64
+    critic = teacher - 97 * 64 + 65
+    parameters = policy + policy + teacher + critic
+    for line, numel in ((first, parameters), (second, parameters + 2 * (policy + critic))):
+        assert line["memory/host/offloaded_gib"] * 2**30 == 4 * numel
+        assert line["critic/loss"] > 0
+        assert line["teacher/kl"] > 0

@@ -258,10 +258,18 @@ class Trials:
             seen += [self.cuda.values(batch.old_logprobs), self.cuda.values(batch.ref_logprobs)]
         return {"old": float((seen[0] - seen[2]).abs().max()), "reference": float((seen[1] - seen[3]).abs().max())}
 
-    def whole_run(self, *overrides: str) -> Any:
+    def signals(self) -> Any:
+        """A whole run by a reward model, two teachers with prompts of their own, and a critic."""
+        of = {name: str(self.folder / name) for name in ("scores", "teacher", "critic")}
+        teacher = f"path: {{a: {of['teacher']}, b: {self.config.model.path}}}, prompt_key: hint, loss: full"
+        gae = "advantage={estimator: gae, normalize_std: batch}", f"critic.path={of['critic']}"
+        rewards = f"rewards=[{{model: {of['scores']}, name: scores}}]"
+        return self.whole_run(rewards, f"teacher={{{teacher}}}", *gae, name="signals")
+
+    def whole_run(self, *overrides: str, name: str = "run") -> Any:
         """Two steps of `grpo_spmd.train` with offload, a reference, evaluation, proofs and checkpoints; the metrics of
         each step, and what the engine was told."""
-        run_dir = self.folder / "run"
+        run_dir = self.folder / name
         more = ["model.offload=true", "loss.kl_coef=0.1", "eval.every_steps=1", "eval.num_samples=1"]
         more += [
             "checkpoint.every_steps=1",
@@ -328,6 +336,7 @@ CASES: dict[str, Callable[[Trials], Any]] = {
         "offload",
         "checkpoint",
         "sync",
+        "signals",
         "logprobs",
         "whole_run",
     )

@@ -52,6 +52,7 @@ class StandInLLM:
         self.model.load_weights = self._load
         self.cache = torch.zeros(CACHE_BYTES, dtype=torch.uint8, device=self.device)
         self._asleep = dict[str, list[tuple[torch.UntypedStorage, int]]]()
+        self._kept = list[Tensor]()  # weights in host memory, where it sleeps at level 1
         self._requests = dict[str, Any]()
         scheduler = SimpleNamespace(get_request_counts=lambda: (0, 0), has_requests=lambda: bool(self._requests))
         config = SimpleNamespace(
@@ -82,6 +83,7 @@ class StandInLLM:
             weights = {storage._cdata: storage for storage in (p.untyped_storage() for p in self.model.parameters())}
             storages = {"weights": list(weights.values()), "kv_cache": [self.cache.untyped_storage()]}
             self._asleep = {tag: [(storage, storage.nbytes()) for storage in of] for tag, of in storages.items()}
+            self._kept = [_bytes_of(storage).cpu() for storage in storages["weights"]] if level == 1 else []
             for storage, _ in (pair for of in self._asleep.values() for pair in of):
                 storage.resize_(0)
             StandInLLM.unmapped_bytes = self.pool_bytes
@@ -89,9 +91,12 @@ class StandInLLM:
     def wake_up(self, tags: list[str]) -> None:
         self.calls.append("wake " + " ".join(tags))
         for tag in tags:
-            for storage, size in self._asleep.pop(tag):
+            for storage, size in (waking := self._asleep.pop(tag)):
                 storage.resize_(size)
                 StandInLLM.unmapped_bytes -= size
+            if tag == "weights":
+                for (storage, _), kept in zip(waking, self._kept, strict=False):
+                    _bytes_of(storage).copy_(kept)
 
     @torch.no_grad()
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -127,6 +132,10 @@ class StandInLLM:
             outputs.append(SimpleNamespace(request_id=name, finished=True, outputs=[one]))
         self._requests.clear()
         return outputs
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def install_vllm() -> None:

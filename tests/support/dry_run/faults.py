@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -15,17 +15,24 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from grpo_spmd.checkpoint import save
+from grpo_spmd.config.reward_keys import RewardConfig
 from grpo_spmd.engine import gather
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.engine.weight_digest import WeightDigest
+from grpo_spmd.learn import teacher
+from grpo_spmd.learn.critic import Critic
 from grpo_spmd.model import attention
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
 from grpo_spmd.model.host_memory import host_buffer
 from grpo_spmd.model.offload import HostOffload
+from grpo_spmd.model.parked import ParkedModel
 from grpo_spmd.model.policy import Policy, build_policy
-from grpo_spmd.records import SyncStats
+from grpo_spmd.model.reward_model import RewardModel, build_reward_model
+from grpo_spmd.model.reward_model_files import read_reward_model
+from grpo_spmd.model.values import build_value_model
+from grpo_spmd.records import RolloutBatch, SyncStats
 from tests.support import weights
 from tests.support.dry_run.cases import Trials
 from tests.support.dry_run.engine import StandInLLM
@@ -192,6 +199,55 @@ def told_to_sample_after_sleep(trials: Trials) -> None:
     _asleep_again(trials)[0].generate([Request([1, 2, 3], 0)], 0)
 
 
+def _reward_model(trials: Trials) -> RewardModel:
+    reward = RewardConfig(model=str(trials.folder / "scores"), name="scores")
+    files = read_reward_model(0, reward, trials.folder / "scores", 64)
+    return build_reward_model(files, trials.config.model, trials.session())
+
+
+def reward_model_parked_without_waiting(trials: Trials) -> None:
+    parked = ParkedModel(_reward_model(trials))
+    with patch.object(torch.cuda, "synchronize", lambda *_: None):
+        parked.park()
+
+
+def reward_model_read_while_it_is_away(trials: Trials) -> None:
+    """Ours refuses it first."""
+    model = _reward_model(trials)
+    ParkedModel(model).park()
+    with patch.object(ParkedModel, "_refuse_if_away", lambda _: None):
+        model(model.row_of([[1, 2, 3]]))
+
+
+def texts_on_the_cpu(trials: Trials) -> None:
+    model = _reward_model(trials)
+    row = model.row_of([[1, 2, 3]])
+    model(dataclasses.replace(row, input_ids=trials.cuda.values(row.input_ids)))
+
+
+def teachers_places_on_the_cpu(trials: Trials) -> None:
+    policy, plain = build_policy(trials.config.model, 1.0, trials.session()), teacher.taught_row
+    one = teacher.Teacher(trials.config.teacher, {"": teacher.TeacherModel(policy)}, policy)
+    row = micro_batch(trials.cuda.device)
+
+    def on_the_cpu(*given: Any) -> Any:
+        own, places = plain(*given)
+        return own, trials.cuda.values(places)
+
+    asks = {i: teacher.Ask("") for i in row.rollout_ids}
+    with patch.object(teacher, "taught_row", on_the_cpu), patch.object(one, "asked", lambda _: asks):
+        one.attach(RolloutBatch([[row]], [24], [4]), cast(Any, None), lambda _: None)
+
+
+def returns_on_the_cpu(trials: Trials) -> None:
+    config, row = trials.config, micro_batch(trials.cuda.device)
+    model = build_value_model(str(trials.folder / "critic"), config.model, trials.session(), 24, 97)
+    critic = Critic(model, config.critic, "batch", config.loss, config.optimizer, config.training)
+    row.old_values = model(row).detach()
+    row.returns = torch.zeros(24)
+    critic.update(RolloutBatch([[row]], [24], [4]))
+
+
 # What is planted, and how it is refused.
 FAULTS: dict[Callable[[Trials], None], str] = {
     tensor_on_the_cpu: r"FakeTensorDeviceMismatchError: .* at least two devices",
@@ -208,6 +264,11 @@ FAULTS: dict[Callable[[Trials], None], str] = {
     staged_without_waiting: r"the host goes on while the device still writes its memory",
     offloaded_without_waiting: r"device memory is given back while a copy still reads it",
     policy_read_while_it_is_away: r"reads a tensor .* whose memory was given back",
+    reward_model_parked_without_waiting: r"device memory is given back while a copy still reads it",
+    reward_model_read_while_it_is_away: r"reads a tensor .* whose memory was given back",
+    texts_on_the_cpu: r"FakeTensorDeviceMismatchError: .* at least two devices",
+    teachers_places_on_the_cpu: r"index_copy\(\): .* expected to be in the same device",
+    returns_on_the_cpu: r"FakeTensorDeviceMismatchError: .* at least two devices",
     sampled_after_sleep: r"sampled while \['kv_cache', 'weights'\] are not mapped",
     loaded_after_sleep: r"aten\.copy_ reads a tensor .* whose memory was given back",
     told_to_sample_after_sleep: r"EngineStateError: generate: the engine is asleep",
