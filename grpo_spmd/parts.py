@@ -57,7 +57,14 @@ from grpo_spmd.rollout.early_scoring import EarlyScoring
 from grpo_spmd.rollout.evaluate import Evaluator
 from grpo_spmd.rollout.expected import ExpectedLengths
 from grpo_spmd.rollout.sample import Sampler
-from grpo_spmd.signal_parts import checks_of, made_up_of, open_reward_models, open_rewards, open_signals
+from grpo_spmd.signal_parts import (
+    checks_of,
+    made_up_of,
+    made_up_values_of,
+    open_reward_models,
+    open_rewards,
+    open_signals,
+)
 
 if TYPE_CHECKING:  # off by default, and then not even imported
     from grpo_spmd.data.tail import TailStream
@@ -169,13 +176,14 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
     score, weights = open_reward_models(config, by_functions, of_them, engine, tokenizer, session)
     max_completion, max_error_frac = config.rollout.max_completion_tokens, config.reward_pool.max_error_frac
-    updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training, max_completion)
     of_model, of_loss = (config.model.path, config.model.dtype), (config.advantage, config.loss)
     sources = tokenizer, of_model, stops, data, config.rollout, weights, *of_loss, config.optimizer
     every_steps, is_agent = config.proofs.every_steps, bool(config.environment.agent)
     prompt_at = PromptStream(prompts, config.seed, data.shuffle).at
     signals = open_signals(config, policy, session, reference, prompt_at, tokenizer)
+    updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training, max_completion, signals.head)
     checks: dict[str, Any] = {"more": checks_of(config, signals), "made_up": made_up_of(config, policy)}
+    checks["values"] = made_up_values_of(config, signals)
     update_check = UpdateCheck(
         every_steps, session, policy, reference, updater, *sources, config.training, is_agent=is_agent, **checks
     )

@@ -38,7 +38,8 @@ def main() -> None:
         config = load_config(args.config, args.overrides)
         names = (None, *config.data.eval_sets)
         sets = [name for name in names if key_and_source(config.data, name)[1].startswith("hub:")]
-        paths = (config.model.path, config.critic.path, *config.teacher.paths.values())
+        of_critic = None if config.critic.is_on_policy else config.critic.path
+        paths = (config.model.path, of_critic, *config.teacher.paths.values())
         models = [path for path in paths if path and not Path(path).is_dir()]
         judges = {(r.model, r.revision) for r in config.rewards if r.model is not None and not Path(r.model).is_dir()}
         if not models and not sets and not judges:

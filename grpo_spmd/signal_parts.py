@@ -23,8 +23,10 @@ from grpo_spmd.rewards.pool.pool import RewardPool
 
 if TYPE_CHECKING:
     from grpo_spmd.learn.critic import Critic
+    from grpo_spmd.learn.policy_critic import PolicyCritic
     from grpo_spmd.learn.teacher import Ask, Teacher
     from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
+    from grpo_spmd.proofs.made_up_values import MadeUpValues
     from grpo_spmd.rollout.environments.environments import Environments
 
 
@@ -71,7 +73,8 @@ def open_signals(
     if teacher is not None:
         signals.append(teacher)
     num_held_steps = config.critic.warmup_steps if critic is not None else 0
-    return Signals(signals, teacher=teacher, critic=critic, num_held_steps=num_held_steps)
+    head = head_of(critic)
+    return Signals(signals, teacher=teacher, critic=critic, head=head, num_held_steps=num_held_steps)
 
 
 def checks_of(config: Config, signals: Signals) -> list[More]:
@@ -100,6 +103,17 @@ def made_up_of(config: Config, policy: Policy) -> Callable[[], MadeUpTeacher] | 
     from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
 
     return lambda: MadeUpTeacher(config.teacher, policy, config.rollout.temperature, config.model.dtype)
+
+
+def made_up_values_of(config: Config, signals: Signals) -> MadeUpValues | None:
+    """What the gradient check's rows are given where the policy's loss has a value loss in it."""
+    if signals.head is None:
+        return None
+    from grpo_spmd.learn.policy_critic import PolicyCritic
+    from grpo_spmd.proofs.made_up_values import MadeUpValues
+
+    assert isinstance(signals.head, PolicyCritic)
+    return MadeUpValues(signals.head, config.critic, config.model.dtype)
 
 
 def open_teacher(
@@ -197,10 +211,23 @@ def open_critic(config: Config, policy: Policy, session: Session) -> Critic | No
     """Collective. None where the config has none. Raises ConfigError for a model that cannot be one."""
     if config.critic.path is None:
         return None
+    sections = config.critic, config.advantage.normalize_std, config.loss, config.optimizer, config.training
+    if config.critic.is_on_policy:
+        from grpo_spmd.learn.policy_critic import PolicyCritic
+        from grpo_spmd.model.policy_values import PolicyValues
+
+        return PolicyCritic(PolicyValues(policy, session), *sections)
     from grpo_spmd.learn.critic import Critic
     from grpo_spmd.model.values import build_value_model
 
     longest, num_tokens = config.max_rollout_tokens, policy.model.get_input_embeddings().weight.shape[0]
-    model = build_value_model(config.critic.path, config.model, session, longest, num_tokens)
-    sections = config.loss, config.optimizer, config.training
-    return Critic(model, config.critic, config.advantage.normalize_std, *sections)
+    return Critic(build_value_model(config.critic.path, config.model, session, longest, num_tokens), *sections)
+
+
+def head_of(critic: Critic | None) -> PolicyCritic | None:
+    """What the policy's update takes along."""
+    if critic is None:
+        return None
+    from grpo_spmd.learn.policy_critic import PolicyCritic
+
+    return critic if isinstance(critic, PolicyCritic) else None

@@ -59,7 +59,7 @@ def run_facts(
         }
         files |= {f"{key} ({spec})": Path(spec.rpartition(":")[0] or spec) for key, spec in functions.items()}
         for key, path in config.items():
-            if path and re.fullmatch(r"teacher\.path(\..+)?|critic\.path", key):
+            if path and re.match(r"(teacher\.path(\.[^=]+)?|critic\.path(?!=policy$))=", f"{key}={path}"):
                 contents[f"the model of {key}"] = model_fingerprint(checkpoint_folder(str(path)))
             if path is not None and re.fullmatch(r"rewards\.\d+\.model", key):
                 revision = config.get(key.removesuffix("model") + "revision")

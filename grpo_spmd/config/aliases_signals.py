@@ -14,7 +14,7 @@ teacher_model_init_kwargs | model.dtype | the teacher's is the policy's
 lmbda | | distillation is of the policy's own completions: 1
 reward_model_path | rewards.N.model | {_RM}
 cliprange_value | critic.clip_value |
-vf_coef | critic.lr | the critic has an optimizer of its own
+vf_coef | critic.coef | with critic.path: policy; a critic of its own has an optimizer of its own
 """
 
 VERL = f"""\

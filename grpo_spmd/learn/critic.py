@@ -24,6 +24,7 @@ from grpo_spmd.learn.shares import cut, of_sampled, of_trained
 from grpo_spmd.learn.signals import Check
 from grpo_spmd.model.offload import Beside
 from grpo_spmd.model.optimizer import build_optimizer, go_on_at
+from grpo_spmd.model.policy_values import PolicyValues
 from grpo_spmd.model.values import ValueModel
 from grpo_spmd.records import Decision, MicroBatch, RolloutBatch, StepDecision
 
@@ -45,7 +46,7 @@ class Critic:
 
     def __init__(
         self,
-        model: ValueModel,
+        model: ValueModel | PolicyValues,
         config: CriticConfig,
         normalize_std: str,
         loss: LossConfig,
@@ -54,6 +55,8 @@ class Critic:
     ) -> None:
         """`normalize_std`: "batch" whitens the advantages of a step, "none" leaves them."""
         self.model, self._config, self._loss, self._training = model, config, loss, training
+        self._coef = config.coef if config.is_on_policy else 1.0
+        self._found: Reductions = {}  # of the mini-batch under way
         self._whitens, self._max_grad_norm = normalize_std == "batch", optimizer.max_grad_norm
         floor = optimizer.min_lr / optimizer.lr * config.lr if optimizer.lr else 0.0
         own = dataclasses.replace(optimizer, lr=config.lr, min_lr=floor)
@@ -153,9 +156,7 @@ class Critic:
         """Collective. One optimizer step for each mini-batch of each epoch, as the policy makes them: the loss is a
         mean over tokens, whatever that of the policy is. One whose loss or gradient is not finite on some rank changes
         nothing. Raises FloatingPointError after training.max_nonfinite_in_a_row of them."""
-        sums: Reductions = {"critic/loss": Mean(), "critic/clip_frac": Mean(), "critic/skipped_updates": Max(0.0)}
-        sums |= {"critic/grad_norm": Max(), "critic/lr": Max()}
-        num_skipped = 0
+        sums, num_skipped = self.no_update(), 0
         for _ in range(self._training.num_epochs):
             for mini_batch, num_tokens in zip(batch.mini_batches, batch.num_loss_tokens, strict=True):
                 if num_tokens:  # on all ranks alike
@@ -164,38 +165,58 @@ class Critic:
                     sums = merge([sums, found])
         return sums | {"critic/skipped_updates": Max(float(num_skipped))}
 
+    @staticmethod
+    def no_update() -> Reductions:
+        """What a rank adds to the metrics where no update was made."""
+        sums: Reductions = {"critic/loss": Mean(), "critic/clip_frac": Mean(), "critic/skipped_updates": Max(0.0)}
+        return sums | {"critic/grad_norm": Max(), "critic/lr": Max()}
+
     def _step(self, mini_batch: list[MicroBatch], num_tokens: int) -> Reductions:
         """Nothing where the step was not made."""
-        sums: Reductions = {}
         for row in mini_batch:
-            loss, found = self._loss_of(row)
-            (loss / num_tokens).backward()
-            sums = merge([sums, found])
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
-        grad_norm = float(cast(DTensor, norm).full_tensor())
-        sums = {name: reduction.on_host() for name, reduction in sums.items()}
-        loss_here = cast(Mean, sums["critic/loss"]).total
-        if any_rank(not (math.isfinite(grad_norm) and math.isfinite(cast(float, loss_here)))):
-            self.optimizer.zero_grad(set_to_none=True)
-            self._skipped_in_a_row += 1
-            if self._skipped_in_a_row >= (most := self._training.max_nonfinite_in_a_row):
-                what = "updates of the critic in a row had a loss or gradient that is not finite"
-                raise FloatingPointError(f"{most} {what} (training.max_nonfinite_in_a_row)")
-            return {}
-        sums |= {"critic/grad_norm": Max(grad_norm), "critic/lr": Max(float(self._schedule.get_last_lr()[0]))}
-        self.optimizer.step()
-        self._schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._num_updates, self._skipped_in_a_row = self._num_updates + 1, 0
+            self.share(self.model(row), row, num_tokens).backward()
+        grad_norm = self.clip()
+        loss_here = cast(Mean, self._found["critic/loss"].on_host()).total
+        is_made = not any_rank(not (math.isfinite(grad_norm) and math.isfinite(cast(float, loss_here))))
+        sums = self.stepped(is_made)
+        if self._skipped_in_a_row >= (most := self._training.max_nonfinite_in_a_row):
+            what = "updates of the critic in a row had a loss or gradient that is not finite"
+            raise FloatingPointError(f"{most} {what} (training.max_nonfinite_in_a_row)")
         return sums
 
-    def _loss_of(self, row: MicroBatch) -> tuple[Tensor, Reductions]:
-        """Collective. The sum over its tokens."""
+    def share(self, values: Tensor, row: MicroBatch, num_tokens: int) -> Tensor:
+        """What these values [C] of a row add to the loss of its mini-batch, of `num_tokens` over all ranks."""
         assert row.old_values is not None
         assert row.returns is not None
-        loss, clipped = value_loss(self.model(row), row.old_values, row.returns, row.loss_mask, self._config.clip_value)
+        loss, clipped = value_loss(values, row.old_values, row.returns, row.loss_mask, self._config.clip_value)
         count = row.loss_mask.sum()
-        return loss, {"critic/loss": Mean(loss.detach(), count), "critic/clip_frac": Mean(clipped, count)}
+        found: Reductions = {"critic/loss": Mean(loss.detach(), count), "critic/clip_frac": Mean(clipped, count)}
+        self._found = merge([self._found, found])
+        return self._coef * loss / num_tokens
+
+    def clip(self) -> float:
+        """Collective. Bound the gradient by optimizer.max_grad_norm, apart from the policy's; its norm before."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+        grad_norm = float(cast(DTensor, norm).full_tensor())
+        self._found["critic/grad_norm"] = Max(grad_norm)
+        return grad_norm
+
+    def stepped(self, is_made: bool) -> Reductions:
+        """Make the optimizer step, or drop the gradient. What the mini-batch adds to the metrics, if it was made."""
+        sums = {name: reduction.on_host() for name, reduction in self._found.items()} if is_made else {}
+        if is_made:
+            sums["critic/lr"] = Max(float(self._schedule.get_last_lr()[0]))
+            self.optimizer.step()
+            self._schedule.step()
+        self.forget()
+        self._num_updates += is_made
+        self._skipped_in_a_row = 0 if is_made else self._skipped_in_a_row + 1
+        return sums
+
+    def forget(self) -> None:
+        """Drop the gradient, and what was found of it."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._found = {}
 
 
 def _lengths(row: MicroBatch) -> npt.NDArray[np.int64]:

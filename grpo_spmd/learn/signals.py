@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.model.offload import Beside
-from grpo_spmd.records import Decision, RolloutBatch
+from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
 
 Check = Callable[[bool], None]  # collective, between micro-batches, as in update.py
 
@@ -43,6 +44,26 @@ class Trained(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
+class Head(Protocol):
+    """What learns from the policy's last hidden states in the policy's own update, which its term of the loss is in."""
+
+    def term(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """Collective. Values [C] of hidden states [C, D], in the policy's forward pass."""
+        ...
+
+    def share(self, values: Tensor, row: MicroBatch, num_loss_tokens: int) -> Tensor:
+        """What they add to the loss of the mini-batch, by its tokens that count over all ranks."""
+        ...
+
+    def clip(self) -> float:
+        """Collective. Bound its own gradient; the norm before."""
+        ...
+
+    def end(self, is_made: bool) -> None:
+        """Step, or drop the gradient, as the policy does."""
+        ...
+
+
 class Signals:
     """All of a run, in the order in which they are asked."""
 
@@ -52,12 +73,14 @@ class Signals:
         *,
         teacher: Signal | None = None,
         critic: Trained | None = None,
+        head: Head | None = None,
         num_held_steps: int = 0,
     ) -> None:
         """`teacher`: that one of them which teaches by its distribution; `critic`: that one which a checkpoint holds;
-        `num_held_steps`: first steps of the run, in which the policy stays as it is."""
+        `head`: the same, where it is on the policy's layers; `num_held_steps`: first steps of the run, in which the
+        policy stays as it is."""
         self._signals, self.teacher = list(signals), teacher
-        self.critic, self._num_held_steps = critic, num_held_steps
+        self.critic, self.head, self._num_held_steps = critic, head, num_held_steps
 
     def hold_policy(self, step: int) -> bool:
         """Whether `step` trains what teaches alone."""

@@ -16,6 +16,7 @@ from grpo_spmd.distributed.collectives import any_rank
 from grpo_spmd.distributed.reductions import Histogram, Ids, Max, Mean, Reductions, Sum, merge
 from grpo_spmd.learn import losses
 from grpo_spmd.learn.losses import LossInputs, aggregation_weights, mismatch_sums, policy_loss, rollout_correction
+from grpo_spmd.learn.signals import Head
 from grpo_spmd.model.optimizer import build_optimizer, go_on_at
 from grpo_spmd.model.policy import Policy, Scores
 from grpo_spmd.records import MicroBatch, RolloutBatch
@@ -75,12 +76,14 @@ class PolicyUpdater:
         loss: LossConfig,
         training: TrainingConfig,
         max_completion_tokens: int,
+        head: Head | None = None,
     ) -> None:
-        """`max_completion_tokens` is the denominator of `loss.aggregation: constant`."""
+        """`max_completion_tokens` is the denominator of `loss.aggregation: constant`; `head`: what learns with it."""
         self._policy, self._loss, self._max_grad_norm = policy, loss, optimizer.max_grad_norm
         self._num_epochs, self._max_completion_tokens = training.num_epochs, max_completion_tokens
         self.optimizer, self._schedule = build_optimizer(policy, optimizer, training.num_run_optimizer_steps)
         self._num_updates = self._skipped_in_a_row = 0
+        self._head = head
         self._check: Check | None = None
         self._keep: Keep | None = None
 
@@ -161,7 +164,11 @@ class PolicyUpdater:
         sharded_norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm)
         assert isinstance(sharded_norm, DTensor)
         grad_norm = float(sharded_norm.full_tensor())
-        if any_rank(not (math.isfinite(grad_norm) and math.isfinite(sums["loss"].value))):
+        head_norm = self._head.clip() if self._head is not None else 0.0
+        is_bad = any_rank(not (math.isfinite(grad_norm + head_norm) and math.isfinite(sums["loss"].value)))
+        if self._head is not None:
+            self._head.end(not is_bad)
+        if is_bad:
             self.optimizer.zero_grad(set_to_none=True)
             self._skipped_in_a_row += 1
             ids = [m.rollout_ids[i] for m, bad in suspects for i in m.sequence_index[bad].unique().tolist()]
@@ -180,8 +187,10 @@ class PolicyUpdater:
         """Adds this micro-batch's gradient. What it adds to the metrics, and which places [C] count and have a score
         that is not finite. `is_synced`: the engine's logprobs are of the weights that it compares."""
         loss, mask, rollout_logprobs = self._loss, micro_batch.loss_mask, micro_batch.rollout_logprobs
-        lesson = micro_batch.lesson
-        logprobs, entropy, *apart = self._policy(micro_batch, *(lesson.terms if lesson is not None else ()))
+        lesson, head = micro_batch.lesson, self._head if torch.is_grad_enabled() else None  # else it is measured alone
+        terms = (*(lesson.terms if lesson is not None else ()), *((head.term,) if head is not None else ()))
+        logprobs, entropy, *apart = self._policy(micro_batch, *terms)
+        values = apart.pop() if head is not None else None
         # Without an earlier pass the old policy is this one: the ratio is exactly 1, its gradient the logprob's.
         old_logprobs = logprobs.detach() if micro_batch.old_logprobs is None else micro_batch.old_logprobs
         places, mode, cap = (mask, micro_batch.sequence_index), loss.rollout_correction, loss.rollout_correction_cap
@@ -196,6 +205,10 @@ class PolicyUpdater:
             from grpo_spmd.learn.distillation import taught_loss
 
             share, sums = taught_loss(inputs, loss, lesson, *apart)
+        if head is not None and values is not None:
+            of_values = head.share(values, micro_batch, num_loss_tokens)
+            share = share + of_values
+            sums |= {"loss": Sum(share.detach()), "value": Sum(of_values.detach())}
         if torch.is_grad_enabled():  # else the policy is only measured
             share.backward()
         if is_synced:
@@ -203,7 +216,7 @@ class PolicyUpdater:
             sums |= mismatch_sums(before, rollout_logprobs, mask, entropy)
             if self._keep is not None:
                 self._keep(micro_batch, before, entropy)
-        judged = *scores, rollout_logprobs, *apart, lesson and lesson.logprobs
+        judged = *scores, rollout_logprobs, *apart, values, lesson and lesson.logprobs
         finite = torch.stack([score.isfinite() for score in judged if score is not None]).all(0)
         return sums, mask & ~finite
 

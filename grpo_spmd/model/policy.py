@@ -57,21 +57,19 @@ class Policy(nn.Module):
         """Parameters of the whole model, a tied one counted once, adapters among them."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def forward(
-        self, batch: MicroBatch, term: Term | None = None, *, only_term: bool = False
-    ) -> Scores | tuple[Any, ...]:
+    def forward(self, batch: MicroBatch, *terms: Term, only_term: bool = False) -> Scores | tuple[Any, ...]:
         """Collective. Logprobs of `batch.target_ids` and entropy of the distributions they were drawn from, float32.
-        With `term`, what it makes of hidden states [C, D] and head [V, D] is the third; with `only_term` it is alone.
+        Behind them what each of `terms` makes of hidden states [C, D] and head [V, D]; with `only_term` that alone.
         """
         layout = PackedLayout(batch.sequence_lengths, batch.input_ids.device, self.attention)
         row = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
         out = self.model.get_decoder()(**row, use_cache=False, packed_layout=layout)
         hidden, head = out.last_hidden_state[0][batch.predict_index], self.model.get_output_embeddings().weight
-        if only_term and term is not None:
-            return (term(hidden, head),)
+        if only_term:
+            return tuple(term(hidden, head) for term in terms)
         settings = self.temperature, self.logprob_chunk_tokens, self.softcap
         scores: Scores = TokenLogprobs.apply(hidden, head, batch.target_ids, *settings)
-        return scores if term is None else (*scores, term(hidden, head))
+        return (*scores, *(term(hidden, head) for term in terms))
 
     def plain_logits(self, token_ids: Tensor, places: Tensor | None = None) -> Tensor:
         """Collective. Logits [S, L, V] of rows of one sequence each, or [S, n, V] at `places`, by HF's own forward pass

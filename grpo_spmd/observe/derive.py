@@ -19,9 +19,10 @@ def loss_metrics(sums: Reductions, loss: LossConfig) -> Metrics:
     if "measured" in sums:  # and not updated
         updates = sums["measured"].value
     terms = {"total": total_loss(policy, kl, entropy, loss), "policy": policy, "kl": kl, "entropy": entropy}
-    if "teacher" in sums:  # a term of the loss too
-        terms["teacher"] = sums["teacher"].value
-        terms["total"] += terms["teacher"]
+    for name in ("teacher", "value"):  # terms of the loss too
+        if name in sums:
+            terms[name] = sums[name].value
+            terms["total"] += terms[name]
     metrics: Metrics = {f"loss/{name}": total / updates if updates else None for name, total in terms.items()}
     percents = 1, 50, 99
     ratios = zip(percents, ratio_percentiles(sums["mismatch_ratios"].value, percents), strict=True)

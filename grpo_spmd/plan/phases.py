@@ -13,7 +13,7 @@ from grpo_spmd.observe.cards import Card
 from grpo_spmd.plan.device import FRAGMENTATION, GIB, engine_activations, layer_in_reload, outside
 from grpo_spmd.plan.dry_run import Pass, Peaks, peaks_of
 from grpo_spmd.plan.live_bytes import Parts
-from grpo_spmd.plan.signals import host_bytes, models_beside, widened, with_models, with_time
+from grpo_spmd.plan.signals import host_bytes, models_beside, widened, with_models, with_time, with_value_head
 from grpo_spmd.plan.step_time import StepTime, step_time
 from grpo_spmd.preflight import arithmetic, memory
 from grpo_spmd.preflight.model_facts import ModelFacts
@@ -74,7 +74,8 @@ def make_plan(config: Config, model: ModelFacts, folder: Path, card: Card, num_r
         kv_cache(config, model, card, num_ranks),
         models_beside(config, num_ranks, longest_row(config, num_ranks)),
     )
-    peaks = widened(trainer_peaks(config, folder, num_ranks, on_gpu=True), models)
+    peaks = trainer_peaks(config, folder, num_ranks, on_gpu=True)
+    peaks = widened(with_value_head(peaks, config, sizes.hidden, longest_row(config, num_ranks)), models)
     device = with_models(phases(config, model, card, num_ranks, peaks, cache), models)
     state = memory.state_of(config, model, num_ranks)
     copy = arithmetic.TRAINED_ITEMSIZE * state.trained

@@ -59,7 +59,7 @@ def extras_of(config: Config) -> list[Extra]:
     for name, path in config.teacher.paths.items():
         if path != config.model.path or not is_shared:
             found.append(_extra(f"teacher {name}".strip(), "teacher", path, "teacher.path"))
-    if config.critic.path is not None:
+    if config.critic.path is not None and not config.critic.is_on_policy:
         found.append(_extra("critic", "critic", config.critic.path, "critic.path"))
     for index, reward in enumerate(config.rewards):
         if reward.model is not None:
@@ -142,6 +142,15 @@ def widened(peaks: Peaks, models: Sequence[Beside]) -> Peaks:
             of_gradients = Counter({"gradients": model.gradients})
             update.append(max(model.peaks.update, of_gradients, key=Counter.total))
     return Peaks(max(scoring, key=Counter.total) + kept, max(update, key=Counter.total) + kept)
+
+
+def with_value_head(peaks: Peaks, config: Config, hidden: int, lengths: Sequence[tuple[int, int]]) -> Peaks:
+    """Of a critic on the policy's layers: the head with its moments and gradient on the rank that has its row, and the
+    states that it is given in float32, of the completions of the largest micro-batch."""
+    if not config.critic.is_on_policy:
+        return peaks
+    head = (arithmetic.TRAINED_ITEMSIZE + 4) * (hidden + 1) + 4 * hidden * sum(completion for _, completion in lengths)
+    return Peaks(peaks.scoring + Counter({"value head": head}), peaks.update + Counter({"value head": head}))
 
 
 def with_models(phases: dict[str, Parts], models: Sequence[Beside]) -> dict[str, Parts]:

@@ -43,11 +43,12 @@ def ratio_is_one(config: Config) -> bool:
     return config.training.num_optimizer_steps == 1 and config.loss.old_logprobs == "policy"
 
 
-def extra_passes(config: Config) -> tuple[int, int]:
-    """Forward passes of all rollouts before the update: for the old logprobs, of the reference."""
+def extra_passes(config: Config) -> tuple[int, int, int]:
+    """Forward passes of all rollouts before the update: for the old logprobs, of the reference, for the values of a
+    critic on the policy's layers."""
     loss = config.loss
     is_asked = loss.kl_in == "reward" or config.training.num_optimizer_steps > 1
-    return int(loss.old_logprobs != "engine" and is_asked), int(loss.kl_coef > 0)
+    return int(loss.old_logprobs != "engine" and is_asked), int(loss.kl_coef > 0), int(config.critic.is_on_policy)
 
 
 def micro_batches_per_step(config: Config, num_ranks: int) -> tuple[int, int]:

@@ -21,6 +21,8 @@ from grpo_spmd.untrusted import UntrustedError, read_model_config
 def check_critic_model(config: Config, *, to_run: bool = True) -> None:
     """That there is such a model, that it can train, and that it knows the policy's tokens. It needs no tokenizer.
     Raises ConfigError."""
+    if config.critic.is_on_policy:
+        return
     path = str(config.critic.path)
     folder = folder_of(path, "critic.path", to_run=to_run)
     if folder is None:
@@ -55,6 +57,9 @@ def _check_head(model: Mapping[str, Any], folder: Path, path: str) -> None:
 def critic_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     """Memory of the critic on a rank, for --explain."""
     path, ranks = str(config.critic.path), num_ranks // config.model.num_replicas
+    if config.critic.is_on_policy:
+        yield from _head_rows(config)
+        return
     if (model := read_model(path)) is None:
         yield "critic and its optimizer", "unknown", f"{path} is not here"
         return
@@ -65,3 +70,11 @@ def critic_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     how = f"{shard:,} parameters of a shard x {size} (float32 and two moments)"
     yield ("critic and its optimizer", size_text(shard * size), f"{how}; in host memory while the engine is awake")
     yield "its gradients", size_text(shard * 4), f"{shard:,} x 4, in its update"
+
+
+def _head_rows(config: Config) -> Iterator[Row]:
+    model = read_model(config.model.path)
+    if model is not None and (sizes := model.dimensions) is not None:
+        numel, size = sizes.hidden + 1, arithmetic.TRAINED_ITEMSIZE
+        how = f"{numel:,} parameters x {size} on the rank that has its row; the layers are the policy's"
+        yield "value head and its optimizer", size_text(numel * size), how

@@ -86,7 +86,7 @@ def _held_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Ro
 
 def _extra_pass_rows(config: Config) -> Iterator[Row]:
     loss, steps = config.loss, config.training.num_optimizer_steps
-    old, reference = arithmetic.extra_passes(config)
+    old, reference, _ = arithmetic.extra_passes(config)
     how = f"a forward of all rollouts before the first of {steps} optimizer steps"
     if loss.old_logprobs == "engine":
         how = "old_logprobs engine: those that came with the completions"
@@ -100,7 +100,13 @@ def _extra_pass_rows(config: Config) -> Iterator[Row]:
     if config.teacher.is_on:
         how = "each rollout by its own" if len(config.teacher.paths) > 1 else "a forward of all rollouts"
         yield "extra passes of teachers", "1", f"{how}, for teacher.loss {config.teacher.loss}"
-    if config.critic.path is not None:
+    if config.critic.is_on_policy:
+        yield (
+            "passes of the critic",
+            "1",
+            "a forward of all rollouts for their values; it learns in the policy's update",
+        )
+    elif config.critic.path is not None:
         how = f"a forward of all rollouts for their values, and {config.training.num_epochs} for its own update"
         yield "passes of the critic", str(1 + config.training.num_epochs), how
 

@@ -48,6 +48,7 @@ def idle_keys(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
     of_critic = (name for name in sources if name.startswith("critic."))
     for key, is_idle, why in (
         *((name, config.critic.path is None, "critic.path is null") for name in of_critic),
+        ("critic.coef", not config.critic.is_on_policy, "critic.path is not policy"),
         ("critic.length_alpha", config.critic.lam_policy != "length", "critic.lam_policy is no length"),
         ("loss.kl_estimator", not loss.kl_coef, "loss.kl_coef is 0"),
         ("advantage.overlong_penalty", not advantage.overlong_buffer_tokens, "advantage.overlong_buffer_tokens is 0"),

@@ -4,15 +4,14 @@ the sampling ranks know of the rewards, and nothing of learn/gae.py."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_spmd.config.critic import CriticConfig
@@ -20,8 +19,10 @@ from grpo_spmd.config.schema import LossConfig
 from grpo_spmd.distributed.collectives import on_rank0, shares_of_rank0
 from grpo_spmd.distributed.packed import Unpacked, pack
 from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.model.policy_values import PolicyValues
 from grpo_spmd.model.values import ValueModel
 from grpo_spmd.proofs.gradient_check import Found, plain_layers
+from grpo_spmd.proofs.made_up_values import lively
 from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch
 
 # Of a rank's first row, whose values are computed plainly: sequences, tokens from the first sampled one on, and how
@@ -52,7 +53,7 @@ class _Given:
 
 class CriticCheck:
     def __init__(
-        self, model: ValueModel, critic: CriticConfig, normalize_std: str, loss: LossConfig, dtype: str
+        self, model: ValueModel | PolicyValues, critic: CriticConfig, normalize_std: str, loss: LossConfig, dtype: str
     ) -> None:
         self._model, self._critic, self._loss = model, critic, loss
         self._whitens, self._bound = normalize_std == "batch", _BOUNDS[dtype]
@@ -91,7 +92,7 @@ class CriticCheck:
             ids[number, :length] = row.input_ids[start : start + length]
         with torch.no_grad():
             again = self._model(row)
-            with _lively(self._model.head):
+            with lively(self._model.head):
                 by_trainer = self._model(row)
                 with plain_layers(self._model.backbone):
                     plainly = self._model.plain_values(ids)
@@ -222,19 +223,3 @@ def _of_ranks(numbers: list[float]) -> list[list[float]]:
     """Collective."""
     found: list[list[float]] = on_rank0(list, [float(number) for number in numbers])
     return found
-
-
-@contextmanager
-def _lively(head: nn.Linear) -> Iterator[None]:
-    """Within it the head adds a product with a fixed vector."""
-
-    def add(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        width = inputs[0].shape[-1]
-        vector = torch.randn(width, generator=torch.Generator().manual_seed(0)) / math.sqrt(width)
-        return output + (inputs[0] @ vector.to(inputs[0]))[..., None]
-
-    handle = head.register_forward_hook(add)
-    try:
-        yield
-    finally:
-        handle.remove()

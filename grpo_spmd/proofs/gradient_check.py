@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,7 +32,9 @@ from grpo_spmd.records import MicroBatch, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
+    from grpo_spmd.proofs.made_up_values import MadeUpValues
 
+Term = tuple[Tensor, float]  # of the loss, with the sum of its parts' sizes
 _NUM_SEQUENCES, _PROMPT_TOKENS, _COMPLETION_TOKENS = 6, 16, 12  # of a rank, at most: it shall cost next to nothing
 _NUM_SKETCHES = 8
 _MOST = 5.0  # log ratios stay far below 20, beyond which the loss takes none: bounds of 1e9 are there to be none
@@ -66,10 +68,11 @@ class GradientCheck:
         longest: int,
         dtype: str,
         teacher: Callable[[], MadeUpTeacher] | None = None,
+        values: MadeUpValues | None = None,
     ) -> None:
         """`temperature`: what the engine samples at. `longest`: denominator of `loss.aggregation: constant`. `teacher`
-        makes one that teaches the made-up rows as the run's does."""
-        self._teacher = teacher
+        makes one that teaches the made-up rows as the run's does; `values`: for a critic on the policy's layers."""
+        self._teacher, self._values = teacher, values
         self._policy, self._updater, self._loss = policy, updater, loss
         self._temperature, self._longest = temperature, longest
         self._bounds, self._rounding = _BOUNDS[dtype], torch.finfo(DTYPES[dtype]).eps / 2
@@ -79,8 +82,13 @@ class GradientCheck:
         """Collective. Compare on this rank's own rollouts; a rank without any takes part with tokens that count
         nothing. Leaves no gradient behind. What is wrong on all ranks alike is found on rank 0. `accumulates`: over two
         micro-batches, not one, which costs a pass more."""
+        with self._values.lively() if self._values is not None else nullcontext():
+            return self._run(groups, device, accumulates)
+
+    def _run(self, groups: Sequence[RolloutGroup], device: torch.device, accumulates: bool) -> Found:
         found, policy, rollouts = Found(), self._policy, _short_rollouts(groups)
-        if stray := [name for name, p in policy.named_parameters() if p.grad is not None]:
+        named = [*policy.named_parameters(), *(self._values.named_parameters() if self._values is not None else ())]
+        if stray := [name for name, p in named if p.grad is not None]:
             found.wrong.append(f"a gradient was left from the last update: that of {stray[0]}")
         rows = [rollouts[:3], rollouts[3:]] if accumulates else [rollouts]
         scores: list[Scores] = []
@@ -92,7 +100,9 @@ class GradientCheck:
             batch, row, first = inputs[0], rows[len(scores)], sum(map(len, rows[: len(scores)]))
             scores.append((output[0].detach(), output[1].detach()))
             given.append(self._given(row, first, _joined(scores[-1:], [row])[0]))
-            apart.extend(output[2:] if row else ())
+            apart.extend(output[2 : len(output) - (self._values is not None)] if row else ())
+            if self._values is not None:
+                self._values.give(batch, output[-1])
             if row:
                 batch.rollout_logprobs.copy_(given[-1]["engine"])  # the updater holds it already
                 batch.old_logprobs = given[-1]["old"].float()
@@ -132,6 +142,8 @@ class GradientCheck:
                 columns |= self._taught(found, teacher, columns, kept, apart)
             coef = teacher.coef if teacher is not None else 0.0
             terms = plain_terms(self._sequences(rollouts, columns), self._loss, *denominators, self._longest, coef)
+            if self._values is not None:
+                terms |= self._valued(found, self._values, terms["loss"], rollouts, denominators[0])
             (-terms["loss"][0] - touch).backward()  # what is left in the gradients is the difference
         for name, (value, size) in terms.items():
             if rollouts and name in sums and (name != "kl" or self._loss.kl_coef):
@@ -142,8 +154,20 @@ class GradientCheck:
         reduced = [a - b for a, b in zip(before, sketch.of_gradient(), strict=True)]  # of the plain backward pass
         self._judge_reduction(found, reduced, sketch.of_tokens)
         self._updater.optimizer.zero_grad(set_to_none=True)
+        if self._values is not None:
+            self._values.judge_head(found, self._gradient_bound)
         # A policy that is not finite is for the update to say, which is skipped then.
         return Found() if any_rank(not bool(logprobs.isfinite().all())) else found
+
+    @staticmethod
+    def _valued(
+        found: Found, values: MadeUpValues, loss: Term, rollouts: Sequence[Rollout], num_tokens: int
+    ) -> dict[str, Term]:
+        """Collective. The loss with the value loss in it."""
+        counts = torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *(r.loss_mask for r in rollouts)]))
+        term, size, off = values.plainly(rollouts, counts, num_tokens)
+        found.within("the value of a token, of the values' size,", "values", off, values.bound)
+        return {"loss": (loss[0] + term, loss[1] + size), "value": (term, size)}
 
     def _sequences(self, rollouts: Sequence[Rollout], columns: dict[str, Tensor]) -> list[PlainSequence]:
         parts = _parts(columns, [len(r.completion_ids) for r in rollouts])

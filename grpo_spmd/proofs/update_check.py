@@ -38,6 +38,7 @@ from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
 
 if TYPE_CHECKING:
     from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
+    from grpo_spmd.proofs.made_up_values import MadeUpValues
 
 _log = logging.getLogger("grpo_spmd")
 _FIRST_WINDOW, _LATER_WINDOW = 3, 2  # optimizer steps beside a plain AdamW: moments go wrong from one to the next
@@ -79,10 +80,11 @@ class UpdateCheck:
         is_agent: bool = False,
         more: Sequence[More] = (),
         made_up: Callable[[], MadeUpTeacher] | None = None,
+        values: MadeUpValues | None = None,
     ) -> None:
         """`every_steps` 0: only at the first step. `model`: its path and compute dtype; `stop_ids`: the engine's;
         `weights` of the rewards; `is_agent`: episodes are those of `environment.agent`; `more`: checks of what teaches
-        beside the rewards; `made_up`: a teacher for the gradient check."""
+        beside the rewards; `made_up`: a teacher for the gradient check, `values` for one with a value loss."""
         self._every_steps, self._session, self._policy, self._reference = every_steps, session, policy, reference
         self._updater, self._tokenizer, self._data, self._loss = updater, tokenizer, data, loss
         # Now: later the folder may be gone, and a hub id stand for other files.
@@ -90,7 +92,7 @@ class UpdateCheck:
         self._stored: dict[str, Tensor] = {}  # rows of the reference as the files have them
         self._batch_check = BatchCheck(rollout, advantage, loss, weights, stop_ids, is_agent)
         longest = rollout.max_completion_tokens
-        self._gradients = GradientCheck(policy, updater, loss, rollout.temperature, longest, model[1], made_up)
+        self._gradients = GradientCheck(policy, updater, loss, rollout.temperature, longest, model[1], made_up, values)
         self._adamw = AdamwCheck(policy, updater, optimizer, training.num_run_optimizer_steps)
         self._num_runs, self._window, self._step, self._more = 0, 0, 0, more
         self._found, self._seconds = Found(), 0.0

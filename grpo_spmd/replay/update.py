@@ -18,12 +18,13 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.assemble import penalise_rewards_by_kl
+from grpo_spmd.learn.signals import Head
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
 from grpo_spmd.observe.derive import loss_metrics
 from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
 from grpo_spmd.replay.read import RecordedStep, is_there
-from grpo_spmd.signal_parts import open_critic
+from grpo_spmd.signal_parts import head_of, open_critic
 
 
 def train(
@@ -49,7 +50,8 @@ def train(
         longest = config.max_rollout_tokens
         policy = build_policy(model, config.rollout.temperature, session, seed=config.seed, longest=longest)
     reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
-    updater, critic = _updater(policy, config), open_critic(config, policy, session)
+    critic = open_critic(config, policy, session)
+    updater = _updater(policy, config, head_of(critic))
     if source is not None:
         load_state(policy, updater, source, read_trainer(source, TO_GO_ON), critic)
     attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
@@ -72,9 +74,9 @@ def train(
     return loss_metrics(sums, config.loss), logprobs, decision
 
 
-def _updater(policy: Policy, config: Config) -> PolicyUpdater:
+def _updater(policy: Policy, config: Config, head: Head | None = None) -> PolicyUpdater:
     longest = config.rollout.max_completion_tokens
-    return PolicyUpdater(policy, config.optimizer, config.loss, config.training, longest)
+    return PolicyUpdater(policy, config.optimizer, config.loss, config.training, longest, head)
 
 
 def _policy_source(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path | None, bool]:

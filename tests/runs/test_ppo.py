@@ -1,4 +1,5 @@
-"""A whole run with a critic: warm-up, offload, checks of it while it trains, and going on to the bit."""
+"""Whole runs with a critic, of its own and on the policy's layers: warm-up, offload, checks of it while it trains, and
+going on to the bit."""
 
 from __future__ import annotations
 
@@ -28,44 +29,54 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", params=["own", "policy"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def config(folder: Path) -> Path:
+def config(folder: Path, kind: str) -> Path:
+    here = folder / kind
+    here.mkdir()
     return write_config(
-        folder, folder / "model",
+        here, folder / "model",
         model={"path": str(folder / "model"), "dtype": "float32", "offload": True},
         advantage={"estimator": "gae", "normalize_std": "batch"},
-        critic={"path": str(folder / "critic"), "lr": 1e-3, "warmup_steps": 1},
+        critic={"path": str(folder / "critic") if kind == "own" else kind, "lr": 1e-3, "warmup_steps": 1},
         loss={"kl_coef": 0.01, "kl_in": "reward", "kl_estimator": "k1"},
         optimizer={"lr": 1e-3},
         training={"num_steps": 3, "num_mini_batches": 2},
         checkpoint={"every_steps": 2, "keep": 9},
         proofs={"every_steps": 1},
-        run_dir=str(folder / "run"),
+        run_dir=str(here / "run"),
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path, config: Path) -> Path:
+def run(config: Path) -> Path:
     train(2, config)
-    return folder / "run"
+    return config.parent / "run"
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_the_first_step_trains_the_critic_alone(run: Path) -> None:
+def test_the_first_step_trains_the_critic_alone(run: Path, kind: str) -> None:
     first, *later = lines_of(run)
     assert first["optim/updates"] == 0
     assert first["optim/grad_norm"] is None
     assert first["loss/entropy"] > 0
     assert all(line["optim/updates"] == 2 and line["optim/grad_norm"] > 0 for line in later)
     assert all(line["critic/loss"] > 0 and line["critic/grad_norm"] > 0 for line in (first, *later))
+    assert all(("loss/value" in line) == (kind == "policy") for line in later)
+    if kind == "policy":  # of a mini-batch, of which there are two of about as many tokens
+        assert all(line["loss/value"] == pytest.approx(0.1 * line["critic/loss"], rel=0.2) for line in later)
     assert all(line["memory/host/offloaded_gib"] > 0 and line["proofs/update_check_s"] > 0 for line in (first, *later))
 
 
 def test_it_goes_on_to_the_bit(folder: Path, config: Path, run: Path) -> None:
-    again = folder / "again"
+    again = config.parent / "again"
     checkpoint = run / "checkpoints" / "step_000002"
     train(2, config, f"run_dir={again}", f"checkpoint.resume={checkpoint}")
     (resumed,), expected = lines_of(again), lines_of(run)[2]
@@ -73,21 +84,23 @@ def test_it_goes_on_to_the_bit(folder: Path, config: Path, run: Path) -> None:
     for name, value in expected.items():
         assert name.startswith(_OF_THE_MACHINE) or resumed[name] == value, name
     states = [sorted((each / "checkpoints" / "step_000003" / "state").iterdir()) for each in (run, again)]
+    names = {name for each in states[0] for name in load_file(each)}  # a head has one row, which one rank has
+    assert {"critic.head.weight", "critic_exp_avg_sq.head.weight"} <= names
     for one, other in zip(*states, strict=True):
         held, loaded = load_file(one), load_file(other)
         assert held.keys() == loaded.keys()
-        assert any(name.startswith("critic.") for name in held)
-        assert any(name.startswith("critic_exp_avg_sq.") for name in held)
         assert all(torch.equal(tensor, loaded[name]) for name, tensor in held.items())
-    export_checkpoint(run / "checkpoints" / "step_000003", folder / "exported")
-    names = [load_file(folder / name / "model.safetensors").keys() for name in ("exported", "model")]
-    assert names[0] == names[1]
+    export_checkpoint(run / "checkpoints" / "step_000003", config.parent / "exported")
+    exported = [
+        load_file(place / "model.safetensors").keys() for place in (config.parent / "exported", folder / "model")
+    ]
+    assert exported[0] == exported[1]
 
 
-def test_a_critic_cannot_go_on_the_way(folder: Path, config: Path, run: Path) -> None:
-    checkpoint = shutil.copytree(run / "checkpoints" / "step_000002", folder / "kept" / "step_000002")
+def test_a_critic_cannot_go_on_the_way(config: Path, run: Path) -> None:
+    checkpoint = shutil.copytree(run / "checkpoints" / "step_000002", config.parent / "kept" / "step_000002")
     plain = "critic.path=null", "critic.warmup_steps=0", "advantage.estimator=grpo"
-    where = f"run_dir={folder / 'plain'}", f"checkpoint.resume={checkpoint}"
+    where = f"run_dir={config.parent / 'plain'}", f"checkpoint.resume={checkpoint}"
     code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config), *plain, *where).wait(60)
     assert code == 2, output
     assert "was written with a critic" in output

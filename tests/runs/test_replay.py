@@ -398,6 +398,7 @@ def test_every_metric_of_a_line_is_documented(run: Path, plain_run: Path) -> Non
         "reward/<name>/http_",
         "rollout_correction",
         "loss/teacher",
+        "loss/value",
         "teacher/",
         "critic/",
         "rollout/waiting_prompts",

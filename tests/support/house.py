@@ -54,15 +54,15 @@ OPERATIONS = {
     "distributed": 1090,
     "observe": 875,
     "checkpoint": 1090,
-    "preflight": 790,
-    "replay": 615,
+    "preflight": 800,
+    "replay": 620,
     "rewards/pool": 795,
     "rewards/sandbox": 650,
     "files": 70,
 }
 EXAMPLES = {"small": 140, "demo": 200}
 # What the trials of the first month brought: families of models, running proofs, TRL's rewards, hostile folders.
-ARMOUR = {"proofs": 2110, "model/families": 705, "rewards/trl.py": 200, "untrusted": 222, "distributed/ending.py": 135}
+ARMOUR = {"proofs": 2180, "model/families": 705, "rewards/trl.py": 200, "untrusted": 222, "distributed/ending.py": 135}
 # What shows before a GPU is there that it will run there, and what else only GPUs and several hosts need.
 EVIDENCE = {
     "plan": 1330,
@@ -183,8 +183,8 @@ SIGNALS = {
     "config/aliases_signals.py": 70,
     "config/recipes.py": 180,
     "config/algorithm.py": 95,
-    "learn/signals.py": 85,
-    "signal_parts.py": 220,
+    "learn/signals.py": 110,
+    "signal_parts.py": 245,
     "config/reward_keys.py": 110,
     "model/parked.py": 110,
     "config/reward_rules.py": 110,
@@ -198,7 +198,7 @@ SIGNALS = {
     "learn/teacher.py": 190,
     "model/divergence.py": 220,
     "preflight/teacher.py": 145,
-    "preflight/critic.py": 70,
+    "preflight/critic.py": 85,
     "preflight/beside.py": 80,
     "proofs/teacher_check.py": 150,
     "proofs/made_up_teacher.py": 90,
@@ -213,11 +213,14 @@ SIGNALS = {
     "rollout/reward_texts.py": 60,
     "preflight/reward_models.py": 110,
     "demo/reward_model.py": 130,
-    "config/critic.py": 65,
+    "config/critic.py": 70,
     "learn/gae.py": 110,
     "learn/critic.py": 240,
     "learn/held.py": 45,
     "model/values.py": 150,
+    "learn/policy_critic.py": 65,
+    "model/policy_values.py": 85,
+    "proofs/made_up_values.py": 165,
 }
 CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS | SCALE | EPISODES | LOOKING | SIGNALS
 TRAINER_LINES, OPERATIONS_LINES = 6000, 6000

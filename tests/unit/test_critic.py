@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,11 @@ from grpo_spmd.learn.gae import advantages_of_tokens, explained_variance, length
 from grpo_spmd.learn.turn_credit import token_rewards
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.observe.console import alarms
+from grpo_spmd.plan.dry_run import Peaks
+from grpo_spmd.plan.signals import extras_of, with_value_head
+from grpo_spmd.preflight.arithmetic import extra_passes
 from grpo_spmd.preflight.critic import check_critic_model, critic_rows
+from grpo_spmd.preflight.idle_keys import idle_keys
 from grpo_spmd.preflight.memory import size_text
 from grpo_spmd.proofs.critic_check import _dealt, _given, _packed, _unpacked, lambda_returns
 from grpo_spmd.records import Completion, Episode, Turn
@@ -173,7 +178,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert "critic.path (c) is not used by advantage.estimator: grpo" in _refusal(
         tmp_path, critic={"path": "c"}, advantage={}
     )
-    assert "policy's own layers" in _refusal(tmp_path, critic={"path": "policy"})
+    assert _refusal(tmp_path, critic={"path": "policy"}) == ""
+    assert "critic.coef" in _refusal(tmp_path, critic={"path": "policy", "coef": 0})
     assert "set it to batch" in _refusal(tmp_path, advantage={"estimator": "gae"})
     assert "critic.warmup_steps (5) must be < training.num_steps (5)" in _refusal(
         tmp_path, critic={"path": "c", "warmup_steps": 5}, training={"num_steps": 5}
@@ -271,6 +277,30 @@ def test_explain_counts_it(tmp_path: Path) -> None:
     assert (held[1], gradients[1]) == (size_text(12 * shard), size_text(4 * shard))
 
 
+def test_explain_counts_the_head_alone(tmp_path: Path) -> None:
+    """12 bytes for each of 64 weights and a bias; a pass for the values, and none of its own."""
+    make_model(tmp_path / "model", "qwen3", tied=False)
+    sections = {"advantage": GAE["advantage"], "critic": {"path": "policy"}}
+    config = load_config(write_config(tmp_path, tmp_path / "model", **sections), [])
+    check_critic_model(config)
+    assert [row[:2] for row in critic_rows(config, 2)] == [("value head and its optimizer", size_text(12 * 65))]
+    assert extra_passes(config) == (0, 0, 1)
+    assert extras_of(config) == []
+    peaks = Peaks(Counter(logits=1), Counter(logits=2))
+    head = 16 * 65 + 4 * 64 * 12
+    found = with_value_head(peaks, config, 64, ((8, 4), (8, 8)))
+    assert (found.scoring, found.update) == (
+        Counter(logits=1, **{"value head": head}),
+        Counter(logits=2, **{"value head": head}),
+    )
+    assert list(idle_keys(config, {"critic.coef": "config.yaml"})) == []
+    own = load_config(write_config(tmp_path, tmp_path / "model", **{**sections, "critic": {"path": "x/y"}}), [])
+    assert list(idle_keys(own, {"critic.coef": "config.yaml"})) == [
+        "critic.coef does nothing: critic.path is not policy"
+    ]
+    assert with_value_head(peaks, own, 64, ((8, 4),)) is peaks
+
+
 def _tensors(folder: Path) -> list[tuple[str, Tensor]]:
     return [pair for file in folder.glob("*.safetensors") for pair in load_file(file).items()]
 
@@ -278,7 +308,8 @@ def _tensors(folder: Path) -> list[tuple[str, Tensor]]:
 def test_without_one_nothing_of_it_is_imported() -> None:
     code = (
         "import sys, grpo_spmd.loop\n"
-        "found = [n for n in ('learn.critic', 'learn.gae', 'model.values', 'proofs.critic_check', 'preflight.critic')"
+        "found = [n for n in ('learn.critic', 'learn.policy_critic', 'learn.gae', 'model.values',"
+        " 'model.policy_values', 'proofs.critic_check', 'proofs.made_up_values', 'preflight.critic')"
         " if 'grpo_spmd.' + n in sys.modules]\n"
         "assert not found, found"
     )
