@@ -87,9 +87,7 @@ class GradientCheck:
 
     def _run(self, groups: Sequence[RolloutGroup], device: torch.device, accumulates: bool) -> Found:
         found, policy, rollouts = Found(), self._policy, _short_rollouts(groups)
-        named = [*policy.named_parameters(), *(self._values.named_parameters() if self._values is not None else ())]
-        if stray := [name for name, p in named if p.grad is not None]:
-            found.wrong.append(f"a gradient was left from the last update: that of {stray[0]}")
+        self._look_for_strays(found)
         rows = [rollouts[:3], rollouts[3:]] if accumulates else [rollouts]
         scores: list[Scores] = []
         given: list[dict[str, Tensor]] = []
@@ -112,14 +110,12 @@ class GradientCheck:
             elif self._loss.kl_coef:
                 batch.ref_logprobs = batch.rollout_logprobs
 
-        counts = [[int(np.sum(r.loss_mask)) for r in rollouts], [int(np.any(r.loss_mask)) for r in rollouts]]
-        tokens, sequences = on_rank0(lambda of: [sum(map(sum, column)) for column in zip(*of, strict=True)], counts)
-        denominators = max(tokens, 1), max(sequences, 1)
+        denominators = _denominators(rollouts)
         handle = policy.register_forward_hook(give)
         batches = [pack_rollouts(row, device) for row in rows]
-        teacher = self._teacher() if self._teacher is not None else None
-        for batch in batches if teacher is not None else ():
-            cast("MadeUpTeacher", teacher).teach(batch)
+        if (teacher := self._teacher() if self._teacher is not None else None) is not None:
+            for batch in batches:
+                teacher.teach(batch)
         sums, _ = self._updater.accumulate(batches, *denominators, is_synced=True)
         handle.remove()
         base, base_entropy = _joined(scores, rows)
@@ -158,6 +154,14 @@ class GradientCheck:
             self._values.judge_head(found, self._gradient_bound)
         # A policy that is not finite is for the update to say, which is skipped then.
         return Found() if any_rank(not bool(logprobs.isfinite().all())) else found
+
+    def _look_for_strays(self, found: Found) -> None:
+        named = [
+            *self._policy.named_parameters(),
+            *(self._values.named_parameters() if self._values is not None else ()),
+        ]
+        if stray := [name for name, p in named if p.grad is not None]:
+            found.wrong.append(f"a gradient was left from the last update: that of {stray[0]}")
 
     @staticmethod
     def _valued(
@@ -329,6 +333,13 @@ class _Sketch:
         finally:
             if handle is not None:
                 handle.remove()
+
+
+def _denominators(rollouts: Sequence[Rollout]) -> tuple[int, int]:
+    """Collective. Tokens and sequences that count, over all ranks."""
+    counts = [[int(np.sum(r.loss_mask)) for r in rollouts], [int(np.any(r.loss_mask)) for r in rollouts]]
+    tokens, sequences = on_rank0(lambda of: [sum(map(sum, column)) for column in zip(*of, strict=True)], counts)
+    return max(tokens, 1), max(sequences, 1)
 
 
 def _norm(parameter: Tensor) -> Tensor:
