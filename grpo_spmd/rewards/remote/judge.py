@@ -99,8 +99,12 @@ def _places(rubric: str) -> list[str]:
 
 
 def _as_text(value: Any) -> str:
+    """Messages are a line of JSON each, calls of tools and all: in it no text can end its message and begin another's.
+    One that has nothing but a text is that text."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value):
-        return "\n\n".join(f"{message['role']}: {_as_text(message.get('content'))}" for message in value)
+        if len(value) == 1 and value[0].keys() <= {"role", "content"} and isinstance(value[0].get("content"), str):
+            return str(value[0]["content"])
+        return "\n".join(json.dumps(message, ensure_ascii=False, default=str) for message in value)
     return json.dumps(value, ensure_ascii=False, default=str)
