@@ -46,6 +46,7 @@ from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.observe.tokenizer_file import save_tokenizer
 from grpo_spmd.preflight.checks import Inputs
+from grpo_spmd.preflight.engine_room import engine_tokens
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.proofs.update_check import UpdateCheck
 from grpo_spmd.records import MicroBatch, Prompt, ScoredRollouts
@@ -171,10 +172,10 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     refuse_untrainable(config.model.path, config.max_rollout_tokens)
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
     longest, stops = config.max_rollout_tokens, stop_token_ids(config.model.path, tokenizer)
-    engine = RolloutEngine(config.model, config.rollout, longest, session, stops, preemption.should_abort)
+    engine = RolloutEngine(config.model, config.rollout, engine_tokens(config), session, stops, preemption.should_abort)
     policy = build_policy(config.model, config.rollout.temperature, session, seed=config.seed, longest=longest)
     reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
-    score, weights = open_reward_models(config, by_functions, of_them, engine, tokenizer, session)
+    score, weights = open_reward_models(config, by_functions, of_them, engine, tokenizer, session, preemption)
     max_completion, max_error_frac = config.rollout.max_completion_tokens, config.reward_pool.max_error_frac
     of_model, of_loss = (config.model.path, config.model.dtype), (config.advantage, config.loss)
     sources = tokenizer, of_model, stops, data, config.rollout, weights, *of_loss, config.optimizer

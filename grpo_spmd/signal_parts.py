@@ -4,12 +4,12 @@ which nothing of them is even imported."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.config.signal_rules import check_given_rewards
 from grpo_spmd.distributed.preemption import Preemption
 from grpo_spmd.distributed.session import Session
@@ -176,9 +176,11 @@ def open_reward_models(
     engine: RolloutEngine,
     tokenizer: Any,
     session: Session,
+    preemption: Preemption,
 ) -> tuple[Callable[..., ScoredRollouts], list[float]]:
-    """Collective. `score` with the models among the rewards behind it, which are built here, and the weights of all, in
-    the order of the config; `weights` are those of the others, by name. Raises ConfigError."""
+    """Collective. `score` with the engine's judges and the models among the rewards behind it, which are built here;
+    the weights of all, in the order of the config. `weights` are those of the others, by name. Raises ConfigError."""
+    score, weights = open_engine_judges(config, score, weights, engine, tokenizer, session, preemption)
     if not any(reward.model is not None for reward in config.rewards):
         return score, [*weights.values()]
     if twice := [r.shown_name for r in config.rewards if r.model is not None and r.shown_name in weights]:
@@ -200,11 +202,42 @@ def open_reward_models(
         model = build_reward_model(files, config.model, session)
         checks[files.name] = RewardModelCheck(files, model, tokenizer, config.model.dtype)
         models.append(ModelReward(files.name, model, texts, budget))
-    # As the config lists them, then the environments' own.
-    of_config = {reward.shown_name: reward.weight for reward in config.rewards}
-    of_all = of_config | {name: weight for name, weight in weights.items() if name not in of_config}
+    of_all = _in_order(config.rewards, weights)
     scorer = RewardModels(models, of_all, engine, checks, config.proofs.every_steps)
     return scorer.behind(score), [*of_all.values()]
+
+
+def _in_order(rewards: Sequence[RewardConfig], weights: dict[str, float]) -> dict[str, float]:
+    """As the config lists them, then the environments' own."""
+    of_config = {reward.shown_name: reward.weight for reward in rewards}
+    return of_config | {name: weight for name, weight in weights.items() if name not in of_config}
+
+
+def open_engine_judges(
+    config: Config,
+    score: Callable[..., ScoredRollouts],
+    weights: dict[str, float],
+    engine: RolloutEngine,
+    tokenizer: Any,
+    session: Session,
+    preemption: Preemption,
+) -> tuple[Callable[..., ScoredRollouts], dict[str, float]]:
+    """`score` with the judges that are the run's own engine behind it, and the weights of all but models."""
+    if not any(reward.by_engine for reward in config.rewards):
+        return score, weights
+    from grpo_spmd.preflight.engine_judge import prompt_tokens_of_judges
+    from grpo_spmd.rollout.engine_judge import EngineJudge, EngineJudges
+
+    judges = []
+    for index, longest in prompt_tokens_of_judges(config).items():
+        reward, where = config.rewards[index], f"rewards.{index}"
+        if reward.shown_name in weights:
+            what = f"the environment's own reward is called {reward.shown_name!r} too; give the judge another name"
+            raise ConfigError(f"{where}.name: {what}")
+        judges.append(EngineJudge(where, reward, tokenizer, longest))
+    of_all = _in_order([reward for reward in config.rewards if reward.model is None], weights)
+    of_run = engine, session.world_size, preemption.check_before_update
+    return EngineJudges(judges, of_all, *of_run).behind(score), of_all
 
 
 def open_critic(config: Config, policy: Policy, session: Session) -> Critic | None:

@@ -14,7 +14,8 @@ from grpo_spmd.config.key import key
 class RewardConfig:
     name: str | None = key(None, "a shipped reward (math, gsm8k, countdown, code, format, exact), or another's name")
     function: str | None = key(None, '"file.py:function": fn(prompts, completions, completion_ids, **columns)')
-    url: str | None = key(None, "in place of function: http(s) address of a server that scores, called by POST of JSON")
+    url: str | None = key(None,
+        "in place of function: http(s) address of a server, called by POST of JSON; engine: the policy is the judge")
     model: str | None = key(None,
         "folder or hub id of a reward model: a decoder (qwen3, llama, ...) with a head for sequence classification")
     weight: float = key(1.0, "factor of this reward in the sum")
@@ -34,9 +35,12 @@ class RewardConfig:
         "OpenAI-compatible .../v1/chat/completions, whose reply ends with a score")
     judge_model: str | None = key(None, "the model that judges, by the name its server has for it")
     judge_scale: tuple[float, float] = key((0.0, 10.0), "lowest and highest score of the rubric, made 0 and 1")
+    judge_tokens: int = key(256, "longest reply of a judge with url: engine, in tokens; a longer one is no score",
+        at_least=1)
     label: str | None = key(None, "whose score counts where `model` has several labels: its name or number")
     max_tokens: int | None = key(None,
-        "longest text for `model`, in tokens; null: its positions, training.max_tokens_per_micro_batch at most",
+        "longest text for `model`, in tokens; null: its positions, training.max_tokens_per_micro_batch at most; for a "
+        "judge with url: engine its prompt; null: as its rubric and the limits of prompt and completion come to",
         at_least=1)
     on_long: Literal["not_applicable", "drop_start"] = key("not_applicable",
         "a longer one gets no score from `model`, or only its last max_tokens are read")
@@ -49,6 +53,16 @@ class RewardConfig:
         return self.function is None and self.url is None and self.model is None
 
     @property
+    def by_engine(self) -> bool:
+        """Whether the run's own engine judges."""
+        return self.url == "engine"
+
+    @property
+    def is_called(self) -> bool:
+        """Whether the reward pool calls it."""
+        return self.model is None and not self.by_engine
+
+    @property
     def shown_name(self) -> str:
         """Its metric's."""
         of_url = "judge" if self.judge is not None else "server"
@@ -59,7 +73,7 @@ class RewardConfig:
     def is_watched(self) -> bool:
         """Whether calls of it are measured and held to limits of their own."""
         limits = self.timeout_s, self.max_concurrent, self.max_per_minute
-        return self.url is not None or any(limit is not None for limit in limits)
+        return (self.url is not None and not self.by_engine) or any(limit is not None for limit in limits)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ _OF_A_CALL = ("timeout_s", "max_concurrent", "max_per_minute")
 _OF_A_URL = ("retries", "headers_env", "form", "judge")
 _OF_A_MODEL = ("label", "max_tokens", "on_long", "template", "revision")
 _OF_A_JUDGE = ("judge_model", "judge_scale")
+_OF_A_SERVER = ("retries", "headers_env", "form", "judge_model")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,99}")
 # Those that say how the body is sent, which is the client's matter.
@@ -35,7 +36,8 @@ def check_reward(where: str, reward: RewardConfig) -> None:
     if reward.is_shipped or reward.model is not None:
         _refuse_set(where, reward, _OF_A_CALL, "is of a function or a url; reward_pool.timeout_s bounds all rewards")
     if reward.model is None:
-        _refuse_set(where, reward, _OF_A_MODEL, "is of a reward model")
+        of_model = tuple(name for name in _OF_A_MODEL if not (reward.by_engine and name == "max_tokens"))
+        _refuse_set(where, reward, of_model, "is of a reward model")
     elif reward.args:
         raise ConfigError(f"{where}.args: they are for a function or a url, and a model takes none; take it out")
     if reward.url is None:
@@ -44,7 +46,11 @@ def check_reward(where: str, reward: RewardConfig) -> None:
         _refuse_set(where, reward, _OF_A_JUDGE, "is of a judge; set judge, a rubric's file")
     if reward.model is not None and reward.shown_name in ("", ".."):
         raise ConfigError(f"{where}.name: {reward.model!r} ends with no name, which its metrics bear; set name")
-    if reward.url is not None:
+    if reward.by_engine:
+        _check_engine_judge(where, reward)
+    else:
+        _refuse_set(where, reward, ("judge_tokens",), "is of url: engine; a judge's server takes args: {max_tokens: N}")
+    if reward.url is not None and not reward.by_engine:
         _check_url(f"{where}.url", reward.url)
         _check_headers(f"{where}.headers_env", reward.headers_env)
     if reward.judge is not None:
@@ -86,8 +92,16 @@ def _check_headers(where: str, headers: Mapping[str, str]) -> None:
         raise ConfigError(f"{where} names a header twice: {', '.join(headers)}")
 
 
+def _check_engine_judge(where: str, reward: RewardConfig) -> None:
+    if reward.judge is None:
+        raise ConfigError(f"{where}.judge: url: engine is the policy as a judge, by a rubric; give the rubric's file")
+    _refuse_set(where, reward, (*_OF_A_CALL, *_OF_A_SERVER), "is of a server, and url: engine is the run's own engine")
+    if reward.args:
+        raise ConfigError(f"{where}.args: they are for a function or a server, and url: engine takes none; take it out")
+
+
 def _check_judge(where: str, reward: RewardConfig) -> None:
-    if reward.judge_model is None:
+    if reward.judge_model is None and not reward.by_engine:
         raise ConfigError(f"{where}.judge needs judge_model, the name that the server at url has for it")
     if reward.form != "slime":
         raise ConfigError(f"{where}.form ({reward.form}) is of a server that is no judge; take it out")

@@ -252,7 +252,7 @@ class Config:
     @property
     def called_rewards(self) -> tuple[RewardConfig, ...]:
         """Those that are functions, and no models."""
-        return tuple(reward for reward in self.rewards if reward.model is None)
+        return tuple(reward for reward in self.rewards if reward.is_called)
 
     @property
     def max_rollout_tokens(self) -> int:

@@ -365,13 +365,15 @@ class RolloutEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        longest = self._rollout.max_completion_tokens
+        most = self._rollout.max_completion_tokens
+        if request.max_tokens is not None:
+            most = min(request.max_tokens, most) if request.is_rollout else request.max_tokens
         params = SamplingParams(
-            max_tokens=longest if request.max_tokens is None else min(request.max_tokens, longest),
+            max_tokens=most,
             temperature=self._rollout.temperature if request.temperature is None else request.temperature,
             seed=request.seed,
             stop_token_ids=self._stop_token_ids,
-            logprobs=0,  # of the sampled token alone
+            logprobs=0 if request.is_rollout else None,  # of the sampled token alone
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -382,6 +384,7 @@ class RolloutEngine:
 
 def _completion(output: Any) -> Completion:
     sampled = output.outputs[0]
-    token_ids, logprobs = list(sampled.token_ids), list(sampled.logprobs.logprobs)
-    assert len(token_ids) == len(logprobs), (len(token_ids), len(logprobs))
+    token_ids, found = list(sampled.token_ids), sampled.logprobs
+    logprobs = list(found.logprobs) if found is not None else []
+    assert found is None or len(token_ids) == len(logprobs), (len(token_ids), len(logprobs))
     return Completion(token_ids, logprobs, sampled.finish_reason)

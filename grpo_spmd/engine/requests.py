@@ -18,9 +18,10 @@ class Request:
     """One completion to sample."""
 
     prompt_ids: list[int]
-    seed: int
+    seed: int | None  # None: greedy, which draws nothing
     temperature: float | None = None  # 0: greedy; None: `rollout.temperature`
     max_tokens: int | None = None  # at least 1, and at most `rollout.max_completion_tokens`, which None stands for
+    is_rollout: bool = True  # False: nobody trains on it; it has no bound but `max_tokens`, and comes without logprobs
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from grpo_spmd.plan.live_bytes import Parts
 from grpo_spmd.plan.signals import host_bytes, models_beside, widened, with_models, with_time, with_value_head
 from grpo_spmd.plan.step_time import StepTime, step_time
 from grpo_spmd.preflight import arithmetic, memory
+from grpo_spmd.preflight.engine_room import engine_tokens
 from grpo_spmd.preflight.model_facts import ModelFacts
 
 _BLOCK = 16  # tokens of a block of vLLM's KV cache on a GPU
@@ -27,7 +28,7 @@ class KvCache:
 
     num_bytes: int  # on one rank
     tokens: int  # that it holds
-    longest_bytes: int  # of one rollout of full length
+    longest_bytes: int  # of the longest text of the engine: a rollout, or what a judge reads and says
     needed_tokens: int  # of all its sequences of a step at full length, the prompt once a group
     full_length: int  # sequences of full length that run at one time
     sequences: int  # of a step
@@ -124,7 +125,8 @@ def kv_cache(config: Config, model: ModelFacts, card: Card, num_ranks: int) -> K
     needed = prompts + sequences * rollout.max_completion_tokens
     whole = -(-longest // _BLOCK) * _BLOCK
     at_once = min(tokens // whole, rollout.engine.get("max_num_seqs") or tokens)
-    return KvCache(num_bytes, tokens, whole * token, needed, at_once, sequences)
+    text = -(-engine_tokens(config) // _BLOCK) * _BLOCK
+    return KvCache(num_bytes, tokens, text * token, needed, at_once, sequences)
 
 
 def phases(

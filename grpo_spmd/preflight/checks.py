@@ -20,6 +20,7 @@ from grpo_spmd.data.rows import check_enough_rows, key_and_source, read_rows
 from grpo_spmd.data.shown import check_shown, check_source
 from grpo_spmd.data.table import PromptRow, once, overview_of
 from grpo_spmd.preflight.engine_keys import check_engine_keys
+from grpo_spmd.preflight.engine_room import check_engine_room
 from grpo_spmd.preflight.idle_keys import check_idle_keys
 from grpo_spmd.preflight.installed import check_disk, check_packages
 from grpo_spmd.preflight.model_folder import check_model, num_embeddings
@@ -90,6 +91,7 @@ def check_inputs(
         from grpo_spmd.preflight.reward_models import check_reward_models
 
         check_reward_models(config, inputs.rows, inputs.eval_rows, to_run=to_run)
+    check_engine_room(config, folder, [rows, *inputs.eval_rows.values()])
     odd = [line for rows in (inputs.rows, *inputs.eval_rows.values()) for line in _gold(config, rows, inputs)]
     if to_run:  # last: what is wrong with the config itself is the same on every machine
         check_disk(config)

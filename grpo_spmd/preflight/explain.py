@@ -39,6 +39,10 @@ def explain(
         from grpo_spmd.preflight.reward_models import reward_model_rows
 
         lines += _section("memory of a rank: reward models", reward_model_rows(config, num_ranks))
+    if any(reward.by_engine for reward in config.rewards):
+        from grpo_spmd.preflight.engine_judge import engine_judge_rows
+
+        lines += _section("the engine as judge", engine_judge_rows(config))
     found = [*advice(config, num_ranks), *idle_keys(config, sources)]
     lines += ["", "worth a look" + ("" if found else ": nothing found"), *(f"  - {line}" for line in found)]
     return [*lines, "", "where each value came from", *_provenance(config, sources, with_defaults)]

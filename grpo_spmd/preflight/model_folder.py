@@ -17,6 +17,7 @@ from grpo_spmd.model.dimensions import dimensions
 from grpo_spmd.model.families.config_json import refuse_by_config
 from grpo_spmd.preflight.arithmetic import kv_bytes_per_token
 from grpo_spmd.preflight.beside import folder_of
+from grpo_spmd.preflight.engine_room import engine_tokens
 from grpo_spmd.preflight.installed import version_of
 from grpo_spmd.preflight.memory import kv_itemsize
 from grpo_spmd.preflight.model_facts import Shapes, shapes_from_config
@@ -109,7 +110,7 @@ def _check_for_cpu(config: Config, model: Mapping[str, Any]) -> None:
         what = f"{given:,} is more than this host has ({host_bytes():,})"
         raise ConfigError(f"rollout.engine.kv_cache_memory_bytes: {what}; it counts for each rank")
     if needed > most and given is None:
-        what = f"one rollout of {config.max_rollout_tokens} tokens takes {needed >> 20:,} MiB of KV cache"
+        what = f"one rollout of {engine_tokens(config)} tokens takes {needed >> 20:,} MiB of KV cache"
         why = f"on a CPU an engine gets {most >> 20:,} MiB, 1/8 of the host's memory over its ranks"
         how = "shorten the rollouts, take fewer ranks, or set rollout.engine.kv_cache_memory_bytes"
         raise ConfigError(f"rollout.max_completion_tokens: {what}, and {why}; {how}")
@@ -218,7 +219,7 @@ def _check_cache(config: Config, model: Mapping[str, Any]) -> None:
     """A KV cache of a size that was asked for must hold one rollout of full length."""
     given, needed = config.rollout.engine.get("kv_cache_memory_bytes"), _cache_of_a_rollout(config, model)
     if isinstance(given, int) and given < needed:
-        what = f"{given:,} hold no rollout of {config.max_rollout_tokens} tokens, which takes {needed:,}"
+        what = f"{given:,} hold no rollout of {engine_tokens(config)} tokens, which takes {needed:,}"
         raise ConfigError(f"rollout.engine.kv_cache_memory_bytes: {what}; raise it, or shorten the rollouts")
 
 
@@ -228,4 +229,4 @@ def _cache_of_a_rollout(config: Config, model: Mapping[str, Any]) -> int:
     if sizes is None or isinstance(model.get("sliding_window"), int):
         return 0
     token = kv_bytes_per_token(sizes, kv_itemsize(config), config.rollout.tensor_parallel_size)
-    return token * config.max_rollout_tokens
+    return token * engine_tokens(config)

@@ -61,8 +61,9 @@ class Reward(RewardFacts):
 def load_rewards(
     configs: Sequence[RewardConfig], timeout_s: float = math.inf, modules: Modules | None = None
 ) -> list[Reward]:
-    """The functions that the config names; models are none. ConfigError for one that is not there, wrong arguments,
-    or a name twice. `timeout_s`: after which whoever calls them would end a call; `modules` as in load_named."""
+    """The functions that the config names; models, and the run's own engine, are none. ConfigError for one that is not
+    there, wrong arguments, or a name twice. `timeout_s`: after which whoever calls them would end a call; `modules` as
+    in load_named."""
     rewards: list[Reward] = []
     names: set[str] = set()
     for index, config in enumerate(configs):
@@ -70,7 +71,7 @@ def load_rewards(
         if name in names:
             raise ConfigError(f"{where}.name: {name!r} is given twice; its metrics would overwrite each other")
         names.add(name)
-        if config.model is not None:  # rollout/reward_models.py scores with it
+        if not config.is_called:  # rollout/reward_models.py or rollout/engine_judge.py scores with it
             continue
         if config.url is not None:
             from grpo_spmd.rewards.remote.servers import server_reward

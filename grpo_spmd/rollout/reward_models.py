@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,11 +14,10 @@ from grpo_spmd.model.parked import ParkedModel
 from grpo_spmd.model.reward_model import RewardModel
 from grpo_spmd.proofs.reward_model_check import RewardModelCheck, Scored
 from grpo_spmd.records import RolloutGroup, ScoredRollouts
-from grpo_spmd.rewards.protocol import weighted_sum
+from grpo_spmd.rollout.beside import Score, with_scores
 from grpo_spmd.rollout.reward_rows import score_over_ranks
 from grpo_spmd.rollout.reward_texts import RewardTexts, TextError
 
-Score = Callable[..., ScoredRollouts]
 _MOST_SAMPLES = 1 << 20  # of a group
 
 
@@ -110,20 +108,7 @@ class RewardModels:
         every = self._check_every_steps
         is_due = version == self._first_version or (every > 0 and version % every == 0)
         self._engine.rest()  # the device is the models' now
-        by_name, statuses, errors = dict(scored.by_name), dict(scored.statuses), [scored.first_error]
-        for model in self._models:
-            found = model.score(groups, scored.texts, self._checks[model.name] if is_due else None)
-            by_name |= found.by_name
-            statuses |= found.statuses
-            errors.append(found.first_error)
-        if not groups:  # a rank that has scored nothing has no statuses either
-            return scored
-        ordered = {name: by_name[name] for name in self._weights}
-        of_rewards = [[(weight, value) for value in ordered[name]] for name, weight in self._weights.items()]
-        return dataclasses.replace(
-            scored,
-            rewards=[weighted_sum(of_completion) for of_completion in zip(*of_rewards, strict=True)],
-            by_name=ordered,
-            statuses={name: statuses[name] for name in self._weights},
-            first_error=next((error for error in errors if error), None),
-        )
+        checks = [self._checks[model.name] if is_due else None for model in self._models]
+        each = zip(self._models, checks, strict=True)
+        found = [model.score(groups, scored.texts, check) for model, check in each]
+        return with_scores(scored, found, self._weights)

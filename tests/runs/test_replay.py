@@ -396,6 +396,7 @@ def test_every_metric_of_a_line_is_documented(run: Path, plain_run: Path) -> Non
         "reward/<name>/call_s",
         "reward/<name>/retries",
         "reward/<name>/http_",
+        "reward/<name>/reply_tokens",
         "rollout_correction",
         "loss/teacher",
         "loss/value",

@@ -35,9 +35,8 @@ class Judge:
         self._rubric, self._model = read_rubric(str(config.judge), where), str(config.judge_model)
         self._low, self._high = config.judge_scale
         self._args = config.args
-        self.needs: tuple[str, ...] = tuple(
-            name for name in _places(self._rubric) if name not in ("prompt", "completion")
-        )
+        others = dict.fromkeys(name for name in places_in(self._rubric) if name not in ("prompt", "completion"))
+        self.needs: tuple[str, ...] = tuple(others)
 
     def body(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, list[Any]]) -> Any:
         given = {name: values[0] for name, values in columns.items()} | {"prompt": prompts[0]}
@@ -89,13 +88,14 @@ def read_rubric(file: str, where: str) -> str:
         raise ConfigError(f"{where}: {file} is not UTF-8 text") from None
     if len(content) > _MOST_BYTES:
         raise ConfigError(f"{where}: {file} is larger than {_MOST_BYTES >> 20} MiB; a rubric is a page of text")
-    if "completion" not in _places(rubric):
+    if "completion" not in places_in(rubric):
         raise ConfigError(f"{where}: {file} does not say {{completion}}, where the judge is to see it; add it")
     return rubric
 
 
-def _places(rubric: str) -> list[str]:
-    return list(dict.fromkeys(_PLACE.findall(rubric)))
+def places_in(rubric: str) -> list[str]:
+    """What is put into it, as often as it says so."""
+    return _PLACE.findall(rubric)
 
 
 def _as_text(value: Any) -> str:

@@ -63,7 +63,7 @@ class _Asks:
 
 
 def text_of(completion: Any) -> Any:
-    """What the assistant said to a chat, which is a list of one message; anything else, and calls of tools, as it is."""
+    """What the assistant said to a chat, which is a list of one message; anything else as it is, calls of tools too."""
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
         return completion if completion[0].get("tool_calls") else completion[0].get("content", completion)
     return completion
