@@ -43,7 +43,8 @@ class Recorder:
         for place in places:
             turns = made.setdefault(place, [])
             while isinstance(request := next_request(*place, turns), Request):
-                turns.append(Completion([*request.prompt_ids, request.seed], [policy_version, 0.0, 0.0], "stop"))
+                said = [*request.prompt_ids, request.seed or 0]
+                turns.append(Completion(said, [policy_version, 0.0, 0.0], "stop"))
         return made
 
     def _must_abort(self, num_steps: int) -> bool:

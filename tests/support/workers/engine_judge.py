@@ -58,8 +58,8 @@ def main() -> None:
     policy = build_policy(config.model, config.rollout.temperature, session)
     weight_sync = WeightSync(policy, engine, config.rollout.sync_bucket_bytes(session.device.type))
     preemption.begin_step()
-    made = config, preemption.guard(lambda groups: pool.score(groups, tokenizer)), {}, engine, tokenizer
-    score, weights = open_engine_judges(*made, session, preemption)
+    guarded = preemption.guard(lambda groups: pool.score(groups, tokenizer))
+    score, weights = open_engine_judges(config, guarded, {}, engine, tokenizer, session, preemption)
     assert weights == {"judge": 1.0}, weights
     kinds = {kind: groups_of(kind, tokenizer) for kind in KINDS[:-1]} | {"forged": forged_groups(tokenizer)}
 
@@ -81,7 +81,12 @@ def main() -> None:
 
     weight_sync.sync(1)
     seen, completion = list[Any](), of_engine._completion
-    of_engine._completion = lambda output: (seen.append(output), completion(output))[1]
+
+    def noted(output: Any) -> Completion:
+        seen.append(output)
+        return completion(output)
+
+    of_engine._completion = noted
     before = engine.generate([Request([5] * 40, 3)], 1)
     result: dict[str, Any] = {kind: judged(kind) for kind in KINDS}
     # What was judged came without logprobs; what is sampled next has them, is the same, and finds nothing in the cache.
