@@ -91,7 +91,7 @@ def check_inputs(
         from grpo_spmd.preflight.reward_models import check_reward_models
 
         check_reward_models(config, inputs.rows, inputs.eval_rows, to_run=to_run)
-    check_engine_room(config, folder, [rows, *inputs.eval_rows.values()])
+    check_engine_room(config, folder, [inputs.rows, *inputs.eval_rows.values()])
     odd = [line for rows in (inputs.rows, *inputs.eval_rows.values()) for line in _gold(config, rows, inputs)]
     if to_run:  # last: what is wrong with the config itself is the same on every machine
         check_disk(config)
