@@ -14,6 +14,7 @@ from grpo_spmd.preflight.advice import advice
 from grpo_spmd.preflight.idle_keys import idle_keys
 from grpo_spmd.preflight.memory import Row, engine_rows, size_text, training_rows
 from grpo_spmd.preflight.model_facts import ModelFacts
+from grpo_spmd.preflight.sections import model_sections
 
 
 def explain(
@@ -35,14 +36,7 @@ def explain(
         lines += _section("model and weight sync", _sync_rows(config, model, num_ranks))
         lines += _section("memory of a rank: training", _held_rows(config, model, num_ranks))
         lines += _section("memory of a rank: engine", engine_rows(config, model, num_ranks))
-    if any(reward.model is not None for reward in config.rewards):
-        from grpo_spmd.preflight.reward_models import reward_model_rows
-
-        lines += _section("memory of a rank: reward models", reward_model_rows(config, num_ranks))
-    if any(reward.by_engine for reward in config.rewards):
-        from grpo_spmd.preflight.engine_judge import engine_judge_rows
-
-        lines += _section("the engine as judge", engine_judge_rows(config))
+    lines += [line for title, rows in model_sections(config, num_ranks) for line in _section(title, rows)]
     found = [*advice(config, num_ranks), *idle_keys(config, sources)]
     lines += ["", "worth a look" + ("" if found else ": nothing found"), *(f"  - {line}" for line in found)]
     return [*lines, "", "where each value came from", *_provenance(config, sources, with_defaults)]

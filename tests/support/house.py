@@ -187,6 +187,7 @@ SIGNALS = {
     "signal_parts.py": 295,
     "config/reward_keys.py": 110,
     "preflight/engine_room.py": 30,
+    "preflight/sections.py": 25,
     "preflight/engine_judge.py": 125,
     "rollout/beside.py": 50,
     "rollout/engine_judge.py": 190,

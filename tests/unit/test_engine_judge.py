@@ -246,7 +246,7 @@ def test_a_run_without_it_imports_nothing_of_it(models: Path, tmp_path: Path) ->
     code = (
         "import sys; import grpo_spmd.loop; from grpo_spmd.train import main; "
         f"sys.argv = ['train', '--config', {str(config)!r}, '--check']; main(); "
-        "print([name for name in sys.modules if 'engine_judge' in name or name.endswith(('.judge', '.beside'))])"
+        "print([name for name in sys.modules if 'engine_judge' in name or name.endswith(('.judge', 'rollout.beside'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = done.stdout.splitlines()[-1]
