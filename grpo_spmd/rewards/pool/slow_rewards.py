@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from grpo_spmd.config.schema import RewardConfig
 
-_SLOW_S = 0.01  # of a worker's time, for a completion
+_SLOW_S = 0.003  # of a worker's time, for a completion
 
 
 class SlowRewards:
