@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,7 +18,7 @@ import pytest
 import yaml
 
 from tests.support.fake_hub import FakeHub, serve
-from tests.support.models import make_model
+from tests.support.models import make_model, make_reward_model
 from tests.support.processes import Job, run_command
 
 PREFETCH = [sys.executable, "-m", "grpo_spmd.prefetch", "--config", "config.yaml"]
@@ -117,6 +118,41 @@ print(hf_files.load_tokenizer(path)("1 + 1")["input_ids"], {str(file.resolve()) 
     weights = next(iter({*(home / "hub/models--acme--tiny/snapshots").glob("*/model.safetensors")})).resolve()
     assert tokens.endswith(f"{{'{weights}'}}")
     assert weights.read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_models_that_teach_come_too(world: Path, hub: FakeHub, tmp_path: Path) -> None:
+    """A reward model with its tokenizer and template, a teacher and a critic; then a run's readers without a hub."""
+    made, home = make_reward_model(tmp_path / "made", "qwen3", seed=1), tmp_path / "home"
+    (made / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for name in ("judge", "teacher", "critic"):
+        source = made if name == "judge" else world / "hub/models/acme/tiny"
+        shutil.copytree(source, world / "hub/models/acme" / name, dirs_exist_ok=True)
+    teach = ["teacher.path=acme/teacher", "critic.path=acme/critic", "advantage.estimator=gae"]
+    names = [*teach, "advantage.normalize_std=batch", "rewards=[{model: acme/judge}, {name: exact_match}]"]
+    lines = lines_of(world, hub, home, *LOCAL_DATA, *names)
+    fetched = re.findall("^prefetch: model (acme/[a-z]+), ", "\n".join(lines), re.MULTILINE)
+    assert sorted(fetched) == ["acme/critic", "acme/judge", "acme/teacher", "acme/tiny"]
+    program = f"""
+import sys
+from grpo_spmd.config.load import load_config
+from grpo_spmd.model import hf_files
+from grpo_spmd.model.reward_model_files import read_reward_model
+from grpo_spmd.rollout.reward_texts import RewardTexts
+config = load_config("config.yaml", {[*LOCAL_DATA, *names]})
+for path in (config.teacher.path, config.critic.path):
+    print(hf_files.load_config(path).model_type, len(hf_files.tensor_files(hf_files.checkpoint_folder(path))))
+judge = config.rewards[0]
+files = read_reward_model(0, judge, hf_files.checkpoint_folder(judge.model, judge.revision), 64)
+texts = RewardTexts(files, hf_files.load_tokenizer(config.model.path))
+print(texts.tokenizer.chat_template is not None, len(files.shapes))
+"""
+    offline = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = run_command([sys.executable, "-c", program], cwd=world, env=offline)
+    assert done.returncode == 0, done.stderr
+    teacher, critic, judge = done.stdout.splitlines()
+    assert teacher == critic
+    assert teacher.startswith("qwen3 ")
+    assert judge == f"True {int(teacher.split()[1]) + 1}"  # a head more than a tied model has
 
 
 def test_local_folders_need_nothing(world: Path) -> None:

@@ -12,8 +12,9 @@ import transformers
 
 from tests.support.dumps import dumped
 from tests.support.models import make_model, make_reward_model, write_config
-from tests.support.ranks import train
-from tests.support.reward_texts import give_chat_tokenizer
+from tests.support.played import make_caller
+from tests.support.ranks import RanksJob, train
+from tests.support.reward_texts import OTHER_TEMPLATE, give_chat_tokenizer
 from tests.support.workers.reward_models import plain_scores
 
 Lines = list[dict[str, Any]]
@@ -116,3 +117,41 @@ def test_a_resumed_run_has_the_same_scores_to_the_bit(run_dir: Path, folder: Pat
 def _scores(run_dir: Path, step: int) -> list[Any]:
     keys = ("position", "sample", "completion_ids", "rewards", "reward", "advantage")
     return sorted([record.get(key) for key in keys] for record in dumped(run_dir, step))
+
+
+def test_episodes_are_scored_by_what_was_said_in_all_their_turns(tmp_path: Path) -> None:
+    """Beside the environment's own reward, on two ranks. Both read the row's prompt, without what reset() said."""
+    model = make_caller(tmp_path)
+    make_reward_model(tmp_path / "judge", "qwen3", vocab_size=272, pad_token_id=None, max_position_embeddings=512)
+    give_chat_tokenizer(tmp_path / "judge")
+    (tmp_path / "judge/chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "shown.jinja").write_text(OTHER_TEMPLATE)
+    config = write_config(
+        tmp_path, model,
+        data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 8},
+        rollout={"num_prompts_per_step": 4, "group_size": 2, "max_completion_tokens": 16},
+        environment={
+            "gym": "tests/support/played.py:Quiz", "max_turns": 3, "max_tokens": 96, "num_workers": 2,
+        },
+        rewards=[
+            {"model": str(tmp_path / "judge"), "name": "judge", "weight": 0.5, "template": f"{tmp_path}/shown.jinja"}
+        ],
+        training={"num_steps": 2, "max_tokens_per_micro_batch": 512},
+        proofs={"every_steps": 1},
+    )  # fmt: skip
+    code, output = RanksJob(2, "grpo_spmd.train", "--config", str(config), env={"PLAYED": str(tmp_path)}).wait(200)
+    assert code == 0, output
+    assert "its scores are within" in output
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "judge")
+    records = [record for step in (1, 2) for record in dumped(tmp_path / "run", step)]
+    assert any(len(record["messages"]) > 2 for record in records)
+    shown = []
+    for record in records:
+        messages = [*record["prompt"], *record["messages"]]
+        shown.append("start," + "".join(f"{m['role']}={m['content']};" for m in messages))
+    scores = plain_scores(tmp_path / "judge", [tokenizer(text).input_ids for text in shown], 0)
+    for record, score in zip(records, scores, strict=True):
+        assert record["rewards"]["judge"] == pytest.approx(score, abs=1e-5)
+        [own] = [value for name, value in record["rewards"].items() if name != "judge"]
+        assert record["reward"] == pytest.approx(0.5 * score + own, abs=1e-6)
+    assert len({round(score, 4) for score in scores}) > 4
