@@ -123,6 +123,7 @@ class Lesson:
     terms: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()
     """One: (hidden states [C, D] and head [V, D] of the policy) -> float32 [C], how far it is from the teacher."""
     by_name: dict[str, Tensor] = field(default_factory=dict)  # bool [C], whose tokens; nothing where there is one
+    answered: Tensor | None = None  # bool [C], of which tokens its server has said something; None: of all
 
 
 @dataclass

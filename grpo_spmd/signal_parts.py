@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.config.signal_rules import check_given_rewards
+from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.preemption import Preemption
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
@@ -85,7 +86,8 @@ def checks_of(config: Config, signals: Signals) -> list[More]:
         from grpo_spmd.proofs.teacher_check import TeacherCheck
 
         assert isinstance(signals.teacher, Teacher)
-        checks.append(TeacherCheck(signals.teacher, config.rollout.temperature, config.model.dtype))
+        of_paths = signals.teacher, config.rollout.temperature, config.model.dtype
+        checks.append(_check_of_servers(signals.teacher) if config.teacher.url else TeacherCheck(*of_paths))
     if config.critic.path is not None:
         from grpo_spmd.learn.critic import Critic
         from grpo_spmd.proofs.critic_check import CriticCheck
@@ -127,6 +129,8 @@ def open_teacher(
     """Collective. As open_signals; None where the config has none."""
     if not config.teacher.is_on:
         return None
+    if config.teacher.url:
+        return _open_servers(config, policy, session, prompt_at, tokenizer)
     import dataclasses
 
     from grpo_spmd.learn.teacher import Teacher, TeacherModel
@@ -149,9 +153,31 @@ def open_teacher(
     return Teacher(config.teacher, models, policy, prompt_at, _ask_of(config, tokenizer))
 
 
+def _open_servers(
+    config: Config, policy: Policy, session: Session, prompt_at: Callable[[int], Prompt] | None, tokenizer: Any
+) -> Teacher:
+    """Collective. As open_teacher, of teachers behind addresses."""
+    from grpo_spmd.learn.served_teacher import ServedTeacher
+    from grpo_spmd.preflight.teacher_server import check_server, open_server
+
+    models = on_rank0(lambda _: {name: check_server(config, name) for name in config.teacher.urls}, None)
+    servers = {name: open_server(config, name, model) for name, model in models.items()}
+    ranks, most = (session.rank, session.world_size), config.reward_pool.max_error_frac
+    ask_of = _ask_of(config, tokenizer)
+    return ServedTeacher(config.teacher, servers, policy, prompt_at, ask_of, ranks=ranks, max_error_frac=most)
+
+
+def _check_of_servers(teacher: Teacher) -> More:
+    from grpo_spmd.learn.served_teacher import ServedTeacher
+    from grpo_spmd.proofs.server_check import ServerCheck
+
+    assert isinstance(teacher, ServedTeacher)
+    return ServerCheck(teacher)
+
+
 def _ask_of(config: Config, tokenizer: Any) -> Callable[[Prompt], Ask] | None:
     """What tells whose a prompt is, and what its teacher is shown; None where there is nothing to tell."""
-    is_one, prompt_key = "" in config.teacher.paths, config.teacher.prompt_key
+    is_one, prompt_key = "" in config.teacher.names, config.teacher.prompt_key
     if is_one and prompt_key is None:
         return None
     from grpo_spmd.data.rows import read_rows

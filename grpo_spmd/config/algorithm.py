@@ -57,7 +57,7 @@ def check_needs(config: Config) -> None:
     """Raises ConfigError where the algorithm needs a key that is not set."""
     for key in RECIPES[config.algorithm].needs if config.algorithm is not None else ():
         section, _, name = key.partition(".")
-        if not getattr(getattr(config, section), name):
+        if not getattr(getattr(config, section), name) and not (section == "teacher" and config.teacher.is_on):
             raise ConfigError(f"algorithm: {config.algorithm} needs {key}; set it to a model's folder or hub id")
 
 

@@ -11,6 +11,7 @@ TRL = f"""\
 teacher_model_name_or_path, teacher_model | teacher.path |
 teacher_model_revision | teacher.path | a folder of that revision
 teacher_model_init_kwargs | model.dtype | the teacher's is the policy's
+use_teacher_server, teacher_model_server_url | teacher.url | with /v1/completions behind it
 lmbda | | distillation is of the policy's own completions: 1
 reward_model_path | rewards.N.model | {_RM}
 cliprange_value | critic.clip_value |

@@ -23,7 +23,11 @@ def _plain(value: Any, name: str = "", free_form: bool = False) -> Any:
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name), field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        is_free = name not in ("headers_env", "path")  # names of variables, which say nothing; models of teachers
+        is_free = name not in (
+            "headers_env",
+            "path",
+            "url",
+        )  # names of variables, which say nothing; models of teachers
         return {inner: _plain(item, f"{name}.{inner}", free_form=is_free) for inner, item in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(item, name, free_form) for item in value]

@@ -51,8 +51,8 @@ def check_reward(where: str, reward: RewardConfig) -> None:
     else:
         _refuse_set(where, reward, ("judge_tokens",), "is of url: engine; a judge's server takes args: {max_tokens: N}")
     if reward.url is not None and not reward.by_engine:
-        _check_url(f"{where}.url", reward.url)
-        _check_headers(f"{where}.headers_env", reward.headers_env)
+        check_url(f"{where}.url", reward.url)
+        check_headers(f"{where}.headers_env", reward.headers_env)
     if reward.judge is not None:
         _check_judge(where, reward)
 
@@ -64,7 +64,7 @@ def _refuse_set(where: str, reward: RewardConfig, names: tuple[str, ...], why: s
             raise ConfigError(f"{where}.{name} {why}; take it out")
 
 
-def _check_url(where: str, url: str) -> None:
+def check_url(where: str, url: str) -> None:
     """What it says is not shown where it may hold a secret."""
     address, _, query = url.partition("?")
     parameters = [parameter.partition("=")[0] for parameter in query.split("&")]
@@ -81,7 +81,7 @@ def _check_url(where: str, url: str) -> None:
         raise ConfigError(f"{where} must be an address such as http://host:8000/path; got {url!r}")
 
 
-def _check_headers(where: str, headers: Mapping[str, str]) -> None:
+def check_headers(where: str, headers: Mapping[str, str]) -> None:
     for name, variable in headers.items():
         if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS:
             raise ConfigError(f"{where}: {name!r:.100} is no header that can be given")

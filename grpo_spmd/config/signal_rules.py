@@ -6,6 +6,7 @@ from grpo_spmd.config.critic import check_critic
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 from grpo_spmd.config.teacher import check_teacher
+from grpo_spmd.config.teacher_rules import check_teacher_url
 
 
 def check_signals(config: Config, has_rewards: bool) -> None:
@@ -14,6 +15,7 @@ def check_signals(config: Config, has_rewards: bool) -> None:
     check_critic(config.critic, estimator, config.advantage.normalize_std, of_turns, num_steps, has_rewards)
     sampling = {"is_dynamic": config.rollout.dynamic_sampling, "has_rewards": has_rewards}
     check_teacher(config.teacher, has_episodes=config.environment.is_on, kl_in=config.loss.kl_in, **sampling)
+    check_teacher_url(config.teacher, config.rollout.temperature)
 
 
 def check_given_rewards(config: Config, weights: dict[str, float]) -> None:

@@ -1,4 +1,5 @@
-"""The section `teacher`: a model whose distribution the policy learns on its own rollouts (on-policy distillation)."""
+"""The section `teacher`: a model whose distribution the policy learns on its own rollouts (on-policy distillation),
+here or behind a server."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ class TeacherConfig:
     path: dict[str, str] | str = key({},
         "model that teaches on the policy's own rollouts, a folder or a hub id, perhaps model.path itself; or {name: "
         "path}, of which the row's column `teacher` names one")
+    url: dict[str, str] | str = key({},
+        "in place of path: address of a vLLM server, http(s)://host:port/v1/completions, which is asked for the "
+        "logprobs of prompt and completion, as token ids; or {name: address}")
     coef: float = key(1.0, "weight of what it says", above=0)
     loss: Literal["sampled", "topk", "full"] = key("sampled",
         "sampled: coef * log(policy / teacher) of each sampled token is taken off its advantage; full: the divergence "
@@ -26,17 +30,30 @@ class TeacherConfig:
     top_k: int = key(32, "tokens of topk", at_least=1)
     prompt_key: str | None = key(None,
         "column with the prompt that the teacher sees in place of the policy's, e.g. one that has the solution")
+    model: str | None = key(None, "the model at url, by its server's name; null: the only one that it has")
+    timeout_s: float = key(120.0, "seconds for what a url says of one context of a rollout: requests and the pauses "
+        "between them", above=0)
+    max_concurrent: int = key(64, "requests to a url under way at once, over all ranks", at_least=1)
+    retries: int = key(3, "requests to a url made again for a context, as rewards.N.retries", at_least=0, at_most=20)
+    headers_env: dict[str, str] = key({}, "headers that a url is sent, as rewards.N.headers_env")
 
     @property
     def is_on(self) -> bool:
-        return bool(self.path)
+        return bool(self.path or self.url)
 
     @property
     def paths(self) -> dict[str, str]:
         """By name; a single one has none."""
-        if isinstance(self.path, str):
-            return {"": self.path} if self.path else {}
-        return self.path
+        return _by_name(self.path)
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """As paths."""
+        return _by_name(self.url)
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.paths, *self.urls]
 
 
 # fmt: on
@@ -57,3 +74,9 @@ def check_teacher(
         if not path.strip() or "/" in name:
             rule = "needs a path, and a name without a slash, since metrics bear it (teacher/NAME/kl)"
             raise ConfigError(f"teacher.path.{name} {rule}; got {path!r}")
+
+
+def _by_name(given: dict[str, str] | str) -> dict[str, str]:
+    if isinstance(given, str):
+        return {"": given} if given else {}
+    return given

@@ -21,6 +21,7 @@ def taught_advantages(
     Distillation", 2025); and its metrics. Else the advantages as they are."""
     if lesson.logprobs is None:
         return advantages, {}
+    mask = _answered(lesson, mask)
     apart = torch.where(mask, old_logprobs.detach() - lesson.logprobs, 0.0)
     return advantages - lesson.coef * apart, _metrics(lesson, apart, mask)
 
@@ -40,9 +41,15 @@ def taught_loss(
 
 def divergence_loss(lesson: Lesson, divergence: Tensor, weights: Tensor, mask: Tensor) -> tuple[Tensor, Reductions]:
     """This micro-batch's share of coef * divergence [C] in the loss, weighted as the policy's term, and its metrics."""
+    mask = _answered(lesson, mask)
     apart = torch.where(mask, divergence, 0.0)
     share = lesson.coef * (torch.where(mask, weights, 0.0).double() * apart.double()).sum()
     return share, {"teacher": Sum(share.detach()), **_metrics(lesson, apart.detach(), mask)}
+
+
+def _answered(lesson: Lesson, mask: Tensor) -> Tensor:
+    """Without the tokens of which its teacher has said nothing."""
+    return mask if lesson.answered is None else mask & lesson.answered
 
 
 def _metrics(lesson: Lesson, apart: Tensor, mask: Tensor) -> Reductions:

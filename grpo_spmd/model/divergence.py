@@ -20,7 +20,7 @@ from grpo_spmd.model.logprobs import Cap, Head, Hidden, add_product, chunks
 
 Scaling = tuple[float, int, Cap]  # temperature, tokens of a chunk, cap of the logits
 Places = Int[Tensor, " n"]  # of tokens [C]
-_LEAST = math.log(torch.finfo(torch.float32).tiny)  # log of the least probability that a bucket counts as having
+LEAST = math.log(torch.finfo(torch.float32).tiny)  # log of the least probability that a bucket counts as having
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def top_outcomes(
 def _outcomes(log_p: Tensor, ids: Tensor) -> Tensor:
     """[rows, K + 1]: logprobs of `ids`, and of all other tokens together: their sum, not 1 less the others', which
     would cancel."""
-    rest = log_p.exp().scatter(-1, ids, 0.0).sum(-1, keepdim=True).log().clamp(min=_LEAST)
+    rest = log_p.exp().scatter(-1, ids, 0.0).sum(-1, keepdim=True).log().clamp(min=LEAST)
     return torch.cat([log_p.gather(-1, ids), rest], dim=-1)
 
 

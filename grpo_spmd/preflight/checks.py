@@ -63,7 +63,7 @@ def check_inputs(
     if config.teacher.is_on:
         from grpo_spmd.preflight.teacher import check_teachers
 
-        check_teachers(config, to_run=to_run)
+        check_teachers(config, num_ranks=num_ranks, to_run=to_run)
     if config.critic.path is not None:
         from grpo_spmd.preflight.critic import check_critic_model
 

@@ -96,8 +96,8 @@ def _extra_pass_rows(config: Config) -> Iterator[Row]:
     how = f"a forward of all rollouts, for kl_coef {loss.kl_coef:g}" if reference else "kl_coef 0: no reference model"
     yield "extra passes of the reference", str(reference), how
     if config.teacher.is_on:
-        how = "each rollout by its own" if len(config.teacher.paths) > 1 else "a forward of all rollouts"
-        yield "extra passes of teachers", "1", f"{how}, for teacher.loss {config.teacher.loss}"
+        how = "each rollout by its own" if len(config.teacher.names) > 1 else "a forward of all rollouts"
+        yield "extra passes of teachers", str(int(not config.teacher.url)), f"{how}, teacher.loss {config.teacher.loss}"
     if config.critic.is_on_policy:
         yield (
             "passes of the critic",

@@ -17,9 +17,13 @@ from grpo_spmd.preflight.model_facts import local_folder, read_model
 from grpo_spmd.preflight.model_folder import check_model, num_embeddings
 
 
-def check_teachers(config: Config, *, to_run: bool) -> None:
+def check_teachers(config: Config, *, num_ranks: int, to_run: bool) -> None:
     """Look through the models' folders as through the policy's, and hold vocabularies and rows against them. A name of
-    the hub that is not in the cache yet is only asked for. Raises ConfigError."""
+    the hub that is not in the cache yet is only asked for, and so is a server. Raises ConfigError."""
+    if config.teacher.url:
+        from grpo_spmd.preflight.teacher_server import check_servers
+
+        check_servers(config, num_ranks=num_ranks, to_run=to_run)
     for name, path in config.teacher.paths.items():
         key = f"teacher.path.{name}" if name else "teacher.path"
         # Nothing of it is vLLM's: as on one rank, without adapters.
@@ -56,7 +60,7 @@ def check_vocabulary(policy: str, other: str, key: str, kind: str = "teacher") -
         raise ConfigError(f"{key}: {what}; take a {kind} of the policy's family")
     if not all(file.is_file() for file in files):
         return
-    own, theirs = (_tokens(file) for file in files)
+    own, theirs = (tokens_of(file) for file in files)
     odd = min((i for i in own.keys() & theirs.keys() if own[i] != theirs[i]), default=None)
     if odd is not None:
         what = f"token {odd} is {theirs[odd]!r} there, and {own[odd]!r} in the policy's"
@@ -74,6 +78,10 @@ def teacher_data(config: Config) -> DataConfig | None:
 
 def teacher_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     """Memory of the teachers on a rank, for --explain."""
+    for name, url in config.teacher.urls.items():
+        num = config.rollout.num_prompts_per_step * config.rollout.group_size
+        how = f"{url} is asked of {num:,} rollouts a step" + (" less those of others" if name else "")
+        yield f"teacher {name}".strip(), "0 B", f"{how}, {config.teacher.max_concurrent} at once"
     itemsize, ranks = arithmetic.ITEMSIZE[config.model.dtype], num_ranks // config.model.num_replicas
     for name, path in config.teacher.paths.items():
         what = f"teacher {name}".strip()
@@ -93,12 +101,12 @@ def _is_shared(config: Config, path: str) -> bool:
     return path == config.model.path and bool(config.model.lora.rank or config.loss.kl_coef)
 
 
-def _tokens(file: Path) -> dict[int, str]:
+def tokens_of(file: Path) -> dict[int, str]:
     return {i: token for token, i in load_tokenizer_file(file).get_vocab(with_added_tokens=True).items()}
 
 
 def _check_rows(config: Config) -> None:
-    own, names = teacher_data(config), config.teacher.paths
+    own, names = teacher_data(config), config.teacher.names
     if own is not None:
         if config.teacher.prompt_key == config.data.prompt_key and config.data.prompt_template is None:
             raise ConfigError("teacher.prompt_key is data.prompt_key itself; name the teacher's own, or leave it out")
@@ -112,5 +120,6 @@ def _check_rows(config: Config) -> None:
         return
     for row in read_rows(config.data):
         if (name := row.columns.get("teacher")) not in names:
-            rule = f"the column teacher must name one of teacher.path: {', '.join(names)}"
+            key = "teacher.url" if config.teacher.url else "teacher.path"
+            rule = f"the column teacher must name one of {key}: {', '.join(names)}"
             raise ConfigError(f"{row.where}: {rule}; got {name!r}")

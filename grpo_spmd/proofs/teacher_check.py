@@ -6,7 +6,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,9 +47,10 @@ class TeacherCheck:
                 break
         row, differences = batch.micro_batches[0], [torch.zeros(0, dtype=torch.float64)]
         lengths = _pass_lengths(row, asked)
-        for name, one in self._teacher.models.items():
+        for name, one in self._sources().items():
             own = [p for p, i in enumerate(row.rollout_ids) if asked is None or asked[i].name == name]
-            own = sorted((p for p in own if lengths[p] <= _TOO_LONG), key=lengths.__getitem__)
+            own = [p for p in own if lengths[p] <= _TOO_LONG and self._was_taught(row.rollout_ids[p])]
+            own = sorted(own, key=lengths.__getitem__)
             own = [p for p in own if lengths[p] <= _LONG] or own[:1]
             for number in range(_NUM_ROLLOUTS):  # as many passes on each rank
                 place = own[number * max(len(own) // _NUM_ROLLOUTS, 1)] if number < len(own) else None
@@ -60,6 +61,20 @@ class TeacherCheck:
             found.within(what, "teacher", float(all_of.mean()), self._bound)
         cast(FSDPModule, self._teacher.policy).reshard()
         return found
+
+    def _sources(self) -> Mapping[str, Any]:
+        """What is asked again, by the names of the teachers."""
+        return self._teacher.models
+
+    def _was_taught(self, rollout_id: int) -> bool:
+        return True
+
+    def _logits(self, source: Any, ids: Tensor, where: Tensor) -> Tensor | None:
+        """Collective. [n, V] at the places [n] of the ids [T], or what has their softmax; None: nothing was said."""
+        one: TeacherModel = source
+        with plain_layers(one.model.model), adapters_at_zero(one.model) if one.is_base else nullcontext():
+            logits: Tensor = one.model.plain_logits(ids[None], where)[0].float() / self._temperature
+        return logits
 
     def _check_asked(self, found: Found, sampled: SampledStep, decision: Decision, asked: Mapping[int, Ask]) -> None:
         """Collective. Who sampled a group has its row."""
@@ -73,7 +88,7 @@ class TeacherCheck:
             )
 
     def _compare(
-        self, one: TeacherModel, row: MicroBatch, place: int | None, asked: Mapping[int, Ask] | None, most: int
+        self, source: Any, row: MicroBatch, place: int | None, asked: Mapping[int, Ask] | None, most: int
     ) -> Tensor:
         """Collective. |difference| at some tokens of the first context of a rollout, nats, `most` behind the first;
         none of no rollout."""
@@ -91,9 +106,8 @@ class TeacherCheck:
             if prompt is not None:
                 ids = torch.cat([ids.new_tensor(prompt), ids[int(where[0]) + 1 :]])
                 where = where - where[0] + len(prompt) - 1
-        with plain_layers(one.model.model), adapters_at_zero(one.model) if one.is_base else nullcontext():
-            logits = one.model.plain_logits(ids[None], where)[0].float() / self._temperature
-        if tokens is None or row.lesson is None:
+        logits = self._logits(source, ids, where)
+        if tokens is None or row.lesson is None or logits is None:
             return torch.zeros(0, dtype=torch.float64)
         self._bound = max(self._bound, float(logits.abs().amax(-1).mean()) * self._rounding)
         return _differences(row.lesson, logits, tokens, row.target_ids[tokens]).double().cpu()

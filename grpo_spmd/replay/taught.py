@@ -15,8 +15,12 @@ def teach(
 ) -> Decision:
     """Collective. What the run's teachers say, where they and the rows that name them are here; else a note."""
     config, columns = recorded.config, recorded.columns
+    if config.teacher.url and not recorded.asks_servers:
+        why = "it is a server, which was not asked (--ask-servers)"
+        recorded.notes.append(f"the teacher is left out: {why}; loss and gradient are those without it")
+        return decision
     missing = [path for path in config.teacher.paths.values() if not is_there(path)]
-    asks = "" not in config.teacher.paths or config.teacher.prompt_key is not None
+    asks = "" not in config.teacher.names or config.teacher.prompt_key is not None
     if missing or (asks and columns is None):
         why = f"there is no folder {missing[0]}" if missing else "the rows that name it cannot be had as they were"
         recorded.notes.append(f"the teacher is left out: {why}; loss and gradient are those without it")

@@ -106,4 +106,6 @@ finally:
     print("there:", [name for name in sys.modules for part in ("teacher", "distil", "diverg") if part in name])
 """
     done = run_command([sys.executable, "-c", code])
-    assert "there: ['grpo_spmd.config.teacher']" in done.stdout, done.stdout + done.stderr
+    assert "there: ['grpo_spmd.config.teacher', 'grpo_spmd.config.teacher_rules']" in done.stdout, (
+        done.stdout + done.stderr
+    )

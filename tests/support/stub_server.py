@@ -115,11 +115,11 @@ def _read(connection: socket.socket) -> tuple[Any, dict[str, str]] | None:
     head, _, content = data.partition(b"\r\n\r\n")
     fields = [line.partition(":") for line in head.decode().splitlines()[1:]]
     headers = {name.lower(): value.strip() for name, _, value in fields}
-    while len(content) < int(headers["content-length"]):
+    while len(content) < int(headers.get("content-length", 0)):
         if not (chunk := connection.recv(1 << 16)):
             return None
         content += chunk
-    return json.loads(content), headers
+    return json.loads(content) if content else None, headers  # None: a GET
 
 
 _ANSWERS = {
@@ -133,6 +133,7 @@ _ANSWERS = {
     "nan": _response(200, b'{"score": NaN}'),
     "nan_once": _response(200, b"NaN"),
     "infinite": _response(200, b'{"score": 1e999}'),
+    "400": _response(400, b'{"error": "Requested prompt logprobs of 32, which is greater than max allowed: 20"}'),
     "null": _response(200, b'{"score": null}'),
     "text": _response(200, b"I would say seven."),
     "text_once": _response(200, b'"7"'),

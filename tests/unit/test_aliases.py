@@ -92,6 +92,7 @@ def _refusal(folder: Path, tree: dict[str, Any], *overrides: str) -> str:
         ("actor_rollout_ref.rollout.name", "nothing here", "vLLM in the process"),
         ("model.trust_remote_code", "nothing here", "never run"),
         ("teacher_model_name_or_path", "teacher.path", "TRL's name"),
+        ("teacher_model_server_url", "teacher.url", "TRL's name"),
         ("distillation.distillation_loss.topk", "teacher.top_k", "verl's name"),
         ("opd_kl_coef", "teacher.coef", "slime's name"),
         ("remote_rm_url", "rewards.N.url", "OpenRLHF's name"),

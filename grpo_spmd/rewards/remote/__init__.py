@@ -1,5 +1,5 @@
-"""Rewards that a server gives: what it is sent, what of its answers is taken, a judge's prompt and score.
+"""What servers give, rewards or a teacher's logprobs: what it is sent, what of its answers is taken, a judge's prompt.
 
-A request is one connection, made in a worker of the pool, which bounds its time; pool/call_limits.py makes it again.
-Imports config, the protocol and the verifiers' readers of numbers. Imported only where a reward has a url.
+A request is one connection, in a worker of the pool or a thread, which bounds its time; pool/call_limits.py repeats it.
+Imports config, the protocol and the verifiers' readers of numbers. Imported only where a reward or a teacher has a url.
 """

@@ -1,7 +1,7 @@
 """One POST of JSON, and the JSON that answers it, or one line that says what went wrong and no secret.
 
 Each request has a connection of its own: what is left over of an earlier answer, or comes late, can be nobody else's.
-Nothing here has a time limit. Whoever hangs or drips is killed by the pool with its process.
+It has a time limit where it is given one. Else whoever hangs or drips is killed by the pool with its process.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import json
 import math
 import os
 import re
+import socket
 import ssl
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -69,16 +72,19 @@ class JsonClient:
         pieces |= {json.dumps(piece)[1:-1] for piece in pieces}  # as it stands in an answer's JSON
         self._secrets = sorted(pieces, key=len, reverse=True)
 
-    def ask(self, body: Mapping[str, Any]) -> Any:
-        """The answer to `body`. Raises FailedCallError."""
+    def ask(
+        self, body: Mapping[str, Any] | None, *, limit_s: float | None = None, most_bytes: int = MAX_ANSWER_BYTES
+    ) -> Any:
+        """The answer to `body`, or to GET, within twice `limit_s` at the most. Raises FailedCallError."""
         try:
-            payload = json.dumps(body, allow_nan=False, default=str).encode()
+            payload = None if body is None else json.dumps(body, allow_nan=False, default=str).encode()
         except (ValueError, RecursionError) as error:
             raise FailedCallError(f"cannot be asked: the data is not JSON ({error})") from None
         connection = self._connection()
         try:
-            connection.request("POST", self._target, payload, self._headers)
-            return self._answer(connection.getresponse())
+            with _cut_after(connection, limit_s):
+                connection.request("GET" if payload is None else "POST", self._target, payload, self._headers)
+                return self._answer(connection.getresponse(), most_bytes)
         except ssl.SSLCertVerificationError as error:
             raise FailedCallError(f"cannot be asked: {error.verify_message}") from None
         except (OSError, http.client.HTTPException, UnicodeError) as error:
@@ -92,7 +98,7 @@ class JsonClient:
             return http.client.HTTPSConnection(self._host, self._port, context=_tls())
         return http.client.HTTPConnection(self._host, self._port)
 
-    def _answer(self, response: http.client.HTTPResponse) -> Any:
+    def _answer(self, response: http.client.HTTPResponse, most_bytes: int) -> Any:
         status, encoding = response.status, response.getheader("Content-Encoding", "identity").lower()
         if not 200 <= status < 300:
             said = self._shown(response.read(8192).decode(errors="replace")) if encoding == "identity" else ""
@@ -103,9 +109,9 @@ class JsonClient:
         if encoding not in ("", "identity"):
             raise FailedCallError("answered with compressed data, which was not asked for", status=status)
         said_bytes = response.length or 0
-        content = b"" if said_bytes > MAX_ANSWER_BYTES else response.read(MAX_ANSWER_BYTES + 1)
-        if max(said_bytes, len(content)) > MAX_ANSWER_BYTES:
-            raise FailedCallError(f"answered with more than {MAX_ANSWER_BYTES >> 20} MiB", status=status)
+        content = b"" if said_bytes > most_bytes else response.read(most_bytes + 1)
+        if max(said_bytes, len(content)) > most_bytes:
+            raise FailedCallError(f"answered with more than {most_bytes >> 20} MiB", status=status)
         if response.length:  # what is missing of it: read() says nothing where it is given a number
             raise FailedCallError("did not answer to the end", may_retry=True, status=status)
         try:
@@ -126,6 +132,29 @@ class JsonClient:
         for secret in self._secrets:
             text = text.replace(secret, "<redacted>")
         return redacted(text)[:_MOST_SHOWN]
+
+
+@contextmanager
+def _cut_after(connection: http.client.HTTPConnection, limit_s: float | None) -> Iterator[None]:
+    """Connects, and shuts the line after so many seconds, also to who drips: a timeout of a socket begins anew with
+    each byte."""
+    if limit_s is None:
+        yield
+        return
+    connection.timeout = limit_s
+    connection.connect()
+    timer = threading.Timer(limit_s, _shut, [connection.sock])  # which forgets its socket once the headers are read
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _shut(line: socket.socket) -> None:
+    with suppress(OSError):
+        socket.socket.shutdown(line, socket.SHUT_RDWR)  # not TLS's own, which waits
 
 
 def retry_after_s(value: str | None) -> float | None:

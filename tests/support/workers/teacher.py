@@ -62,6 +62,8 @@ def ask_of(prompt: Prompt) -> Ask:
 
 
 class Trials:
+    look: Callable[[bool], None] = staticmethod(lambda _: None)  # what is called while teachers are asked
+
     def __init__(self, path: str, teacher: str) -> None:
         self.config, self.session = load_config(path), start_session()
         self.policy = self.build(self.config.model.path)
@@ -82,6 +84,9 @@ class Trials:
             return Teacher(KINDS[kind], models, policy, prompts.__getitem__, ask_of)
         one = TeacherModel(policy, is_base=True, is_own=False) if policy.lora.rank else models["a"]
         return Teacher(KINDS[kind], {"": one}, policy)
+
+    def check(self, teacher: Teacher) -> TeacherCheck:
+        return TeacherCheck(teacher, self.config.rollout.temperature, self.config.model.dtype)
 
     def of_gradients(self, updater: Any, teacher: Teacher, policy: Policy) -> GradientCheck:
         temperature, longest, dtype = self.config.rollout.temperature, LONGEST, self.config.model.dtype
@@ -110,9 +115,9 @@ class Trials:
         grpo_spmd.learn.sampled_step.plan_batch = plan_batch if packed else plan_unpacked
         batch, decision = assemble_batch(sampled, self.session)
         attach_logprobs(policy, None, batch, config.loss, config.training.num_optimizer_steps)
-        teacher.attach(batch, decision, lambda _: None)
+        teacher.attach(batch, decision, self.look)
         spoil(teacher, batch)
-        wrong = TeacherCheck(teacher, config.rollout.temperature, config.model.dtype)(sampled, batch, decision).wrong
+        wrong = self.check(teacher)(sampled, batch, decision).wrong
         wrong += self.of_gradients(updater, teacher, policy).run(groups, self.session.device, accumulates=True).wrong
         if any_rank(bool(wrong)):
             return {}, wrong

@@ -1,0 +1,123 @@
+"""Teachers behind servers on real ranks: what they teach is what the same models teach here, however the work is split;
+the running check sees each planted fault; and the same with the real vLLM server."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks.test_partition import SECTIONS, relative_difference
+from tests.support.models import make_model, write_config
+from tests.support.processes import ROOT, environment
+from tests.support.ranks import run_worker
+from tests.support.stub_server import stub_server
+from tests.support.stub_vllm import NAME, answers
+from tests.support.workers.served_teacher import KINDS, LIMITS, SOME, UNANSWERED, tokens_of
+from tests.support.workers.update import SPLITS
+
+Results = dict[tuple[str, str], dict[str, Any]]
+ONE_ROW, FEW_ROWS, _ = SPLITS
+SILENT = [tokens_of(rollout_id) for rollout_id in UNANSWERED]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The teacher is wider than the policy, and untied."""
+    folder = tmp_path_factory.mktemp("served")
+    wide: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}
+    make_model(folder / "teacher", "qwen3", tied=False, seed=1, **wide)
+    make_model(folder / "model", "qwen3", tied=True)
+    sections = {**SECTIONS, "rollout": {**SECTIONS["rollout"], "temperature": 1.0}}
+    write_config(folder, folder / "model", **{**sections, "loss": {"rollout_correction": "none"}})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_ranks(folder: Path) -> dict[int, Results]:
+    found = dict[int, Results]()
+    with ExitStack() as stack:
+        servers = [stack.enter_context(stub_server(answers(folder / name))) for name in ("teacher", "model")]
+        silent = stack.enter_context(
+            stub_server(answers(folder / "teacher"), lambda body: "404" if body["prompt"] in SILENT else "ok")
+        )
+        for num_ranks in (1, 2):
+            urls = [server.url.replace("/score", "/v1/completions") for server in (*servers, silent)]
+            out = folder / f"ranks_{num_ranks}.pt"
+            files = str(folder / "config.yaml"), str(folder / "teacher")
+            output = run_worker(num_ranks, "served_teacher", *files, *urls, str(out))
+            assert output.count("12 faults seen") == num_ranks, output
+            found[num_ranks] = torch.load(out, weights_only=True)
+        assert all(server.most_at_once <= LIMITS["max_concurrent"] for server in servers)
+        assert all(asked.body["prompt"] in map(tokens_of, range(24)) for asked in silent.asked if asked.how == "404")
+    return found
+
+
+def same(result: dict[str, Any], reference: dict[str, Any], where: Any) -> None:
+    for name in reference.keys() - {"gradients", "parameters", "rows"}:
+        assert result[name] == pytest.approx(reference[name], rel=1e-6, abs=1e-7), (where, name)
+    for name, expected in reference["parameters"].items():
+        assert relative_difference(result["parameters"][name], expected) < 1e-6, (where, name)
+    for name, expected in reference["gradients"][0].items():
+        assert relative_difference(result["gradients"][0][name], expected) < 1e-5, (where, name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_teaches_what_its_model_teaches_here(by_ranks: dict[int, Results], kind: str) -> None:
+    """On any number of ranks, in rows of any length, packed or not."""
+    reference = by_ranks[1]["path", kind]
+    assert reference["teacher/kl"] > 0.05
+    for num_ranks, results in by_ranks.items():
+        for split in SPLITS:
+            same(results[kind, split], reference, (num_ranks, split))
+
+
+@pytest.mark.parametrize("kind", ["sampled", "topk"])
+def test_rollouts_without_an_answer_are_taught_nothing(by_ranks: dict[int, Results], kind: str) -> None:
+    reference = by_ranks[1][f"{kind}, {SOME}", FEW_ROWS]
+    for num_ranks, results in by_ranks.items():
+        same(results[f"{kind}, {SOME}", FEW_ROWS], reference, num_ranks)
+    assert reference["teacher/kl"] != pytest.approx(by_ranks[1][kind, ONE_ROW]["teacher/kl"], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def vllm_url(folder: Path) -> Iterator[str]:
+    """The real server, of the teacher."""
+    free = socket.create_server(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+    free.close()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "teacher")]
+    command += ["--served-model-name", NAME, "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "8"]
+    env = environment() | {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(ROOT)}
+    with (folder / "serve.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env)
+    try:
+        for _ in range(600):
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as answer:
+                assert json.load(answer)["data"][0]["id"] == NAME
+                break
+            assert process.poll() is None, (folder / "serve.log").read_text()
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}/v1/completions"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_the_real_server_teaches_what_its_model_teaches_here(folder: Path, vllm_url: str) -> None:
+    out, files = folder / "real.pt", (str(folder / "config.yaml"), str(folder / "teacher"))
+    run_worker(1, "served_teacher", *files, vllm_url, vllm_url, vllm_url, str(out), "plain")
+    found = torch.load(out, weights_only=True)
+    for kind in ("sampled", "topk"):
+        same(found[kind, ONE_ROW], found["path", kind], kind)
