@@ -62,7 +62,7 @@ OPERATIONS = {
 }
 EXAMPLES = {"small": 140, "demo": 200}
 # What the trials of the first month brought: families of models, running proofs, TRL's rewards, hostile folders.
-ARMOUR = {"proofs": 2310, "model/families": 705, "rewards/trl.py": 200, "untrusted": 222, "distributed/ending.py": 135}
+ARMOUR = {"proofs": 2290, "model/families": 705, "rewards/trl.py": 200, "untrusted": 222, "distributed/ending.py": 135}
 # What shows before a GPU is there that it will run there, and what else only GPUs and several hosts need.
 EVIDENCE = {
     "plan": 1330,
@@ -184,7 +184,7 @@ SIGNALS = {
     "config/recipes.py": 180,
     "config/algorithm.py": 95,
     "learn/signals.py": 110,
-    "signal_parts.py": 330,
+    "signal_parts.py": 295,
     "config/reward_keys.py": 110,
     "preflight/engine_room.py": 30,
     "preflight/sections.py": 25,
@@ -193,7 +193,7 @@ SIGNALS = {
     "rollout/engine_judge.py": 190,
     "model/parked.py": 110,
     "config/reward_rules.py": 130,
-    "rewards/remote": 760,
+    "rewards/remote": 735,
     "rewards/pool/call_limits.py": 190,
     "rewards/pool/slow_rewards.py": 40,
     "rollout/early_scoring.py": 75,
