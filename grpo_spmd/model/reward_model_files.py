@@ -131,5 +131,7 @@ def _read_template(path: str, where: str) -> str:
         return content.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{where}: cannot read {path}: {error.strerror}") from None
+    except UntrustedError as error:
+        raise ConfigError(f"{where}: {error}; give a file with a chat template") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{where}: {path} is not UTF-8 text") from None

@@ -163,6 +163,7 @@ def test_check_reads_the_models_folder(folder: Path, models: Path) -> None:
         ({"model": str(folder)}, f"rewards.0.model: cannot read .*config.json: No such file.*; {folder}/rm has one"),
         ({"model": str(folder / "rm"), "revision": "main"}, "rewards.0.revision: .* is a folder, which has none"),
         ({"model": str(folder / "rm"), "template": str(folder / "absent")}, "rewards.0.template: cannot read"),
+        ({"model": str(folder / "rm"), "template": "/dev/zero"}, "rewards.0.template: /dev/zero is a device"),
         (
             {"model": str(folder / "rm"), "template": str(models / "one" / "config.json")},
             "rewards.0.template: the prompts of data.train are plain text",
