@@ -141,7 +141,9 @@ class Step:
     def counted(self) -> Iterator[Passes]:
         passes, hooks = Passes(self.held_bytes), []
         for model in self.models:
-            layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
+            layers = next((part for part in model.modules() if isinstance(part, nn.ModuleList)), None)
+            if layers is None:  # a head alone
+                continue
             hooks.append(layers[0].register_forward_pre_hook(passes.count, with_kwargs=True))
         yield passes
         for hook in hooks:
@@ -199,7 +201,8 @@ def steps_of(config: Config, rollouts: list[Rollout], folder: Path, session: Ses
     """By what teaches, the plain step first."""
     temperature, longest = config.rollout.temperature, config.max_rollout_tokens
     policy = build_policy(config.model, temperature, session, longest=longest)
-    updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training, longest)
+    of_update = config.optimizer, config.loss, config.training, longest
+    updater = PolicyUpdater(policy, *of_update)
     gae = replace(config.advantage, estimator="gae", normalize_std="batch")
     teaches: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -207,6 +210,7 @@ def steps_of(config: Config, rollouts: list[Rollout], folder: Path, session: Ses
         "teacher, topk": {"teacher": TeacherConfig(path=f"{folder}/teacher", loss="topk")},
         "teacher, full": {"teacher": TeacherConfig(path=f"{folder}/teacher", loss="full")},
         "critic": {"critic": CriticConfig(path=f"{folder}/teacher"), "advantage": gae},
+        "critic on the policy": {"critic": CriticConfig(path="policy"), "advantage": gae},
         "reward model": {},
     }
     steps = {}
@@ -214,7 +218,8 @@ def steps_of(config: Config, rollouts: list[Rollout], folder: Path, session: Ses
         own = replace(config, **sections)
         signals = open_signals(own, policy, session)
         scores = _reward_model(own, folder, session) if name == "reward model" else None
-        steps[name] = Step(own, session, policy, updater, signals, scores, rollouts)
+        its_updater = updater if signals.head is None else PolicyUpdater(policy, *of_update, signals.head)
+        steps[name] = Step(own, session, policy, its_updater, signals, scores, rollouts)
     return steps
 
 
@@ -230,8 +235,8 @@ def measure(model: str, steps: dict[str, Step]) -> list[Row]:
     """A row for each step, after one of each that is not timed."""
     seconds, first = time_in_turn({name: step.run for name, step in steps.items()}, _ROUNDS)
     for name, sums in first.items():  # each teacher was heard, and the critic learnt
-        of_signal = {"teacher": "teacher/kl", "critic": "critic/loss"}.get(name.partition(",")[0])
-        assert of_signal is None or sums[of_signal].value, name
+        for word, metric in {"teacher": "teacher/kl", "critic": "critic/loss"}.items():
+            assert not name.startswith(word) or sums[metric].value, name
         assert sums["loss_tokens"].value == first["plain"]["loss_tokens"].value, name
     return [_row(model, name, step, seconds[name], seconds["plain"]) for name, step in steps.items()]
 

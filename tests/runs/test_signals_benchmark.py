@@ -17,6 +17,7 @@ PASSES = {
     "teacher, topk": (1, 1),
     "teacher, full": (1, 1),
     "critic": (1, 2),  # its values before the update, and its own update
+    "critic on the policy": (1, 1),  # the policy's pass of the update has its values too
     "reward model": (1, 1),
 }
 
@@ -30,8 +31,10 @@ def test_passes_and_held_bytes_are_those_of_the_models(tmp_path: Path) -> None:
     decoder, plain = mib["reward_model"] - _HIDDEN / 2**20, 3 * 4 * mib["policy"]  # float32 with two moments
     for name, row in rows.items():
         # Frozen models are bfloat16, as the size has it; a critic is float32 with two moments, and its head has a bias.
-        critic = 3 * 4 * (decoder + (_HIDDEN + 1) / 2**20)
-        own = {"plain": 0.0, "critic": critic, "reward model": 2 * mib["reward_model"]}.get(name, 2 * mib["teacher"])
+        head = 3 * 4 * (_HIDDEN + 1) / 2**20
+        of_critics = {"critic": 3 * 4 * decoder + head, "critic on the policy": head}
+        others = {"plain": 0.0, "reward model": 2 * mib["reward_model"]} | of_critics
+        own = others.get(name, 2 * mib["teacher"])
         assert row["held_mib"] == pytest.approx(plain + own, abs=1e-9), name
         assert row["waiting_mib"] == pytest.approx(own, abs=1e-9), name
         assert row["peak_mib"] > 4 * mib["policy"], name  # gradients alone
