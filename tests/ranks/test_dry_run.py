@@ -208,3 +208,19 @@ def test_what_teaches_waits_in_host_memory_and_the_engine_rests_while_a_model_sc
         assert line["memory/host/offloaded_gib"] * 2**30 == 4 * numel
         assert line["critic/loss"] > 0
         assert line["teacher/kl"] > 0
+
+
+def test_a_value_head_on_the_policy_learns_alone_and_with_it(results: Results) -> None:
+    """Float32 beside bfloat16, on a device; its 65 numbers and their moments wait with the policy's."""
+    first, second = [line for line in found(results, "value_head")["lines"] if "time/step_s" in line]
+    policy = found(results, "checkpoint")["numel"]
+    assert (first["optim/updates"], second["optim/updates"]) == (0.0, 1.0)
+    assert "loss/value" not in first
+    for line in (first, second):
+        assert line["critic/loss"] > 0
+        assert line["critic/grad_norm"] > 0
+        assert line["proofs/update_check_s"] > 0
+    assert second["loss/value"] == pytest.approx(0.1 * second["critic/loss"], rel=1e-5)
+    # float32 policy and a reference of half its bytes; then the head's moments, the policy's not: it was held
+    held = [round(line["memory/host/offloaded_gib"] * 2**30) for line in (first, second)]
+    assert held == [4 * policy + 2 * policy + 4 * 65, 4 * policy + 2 * policy + 3 * 4 * 65]

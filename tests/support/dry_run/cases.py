@@ -266,6 +266,12 @@ class Trials:
         rewards = f"rewards=[{{model: {of['scores']}, name: scores}}]"
         return self.whole_run(rewards, f"teacher={{{teacher}}}", *gae, name="signals")
 
+    def value_head(self) -> Any:
+        """A whole run with a critic on the policy's layers, which in its first step trains alone."""
+        rewards = f"rewards=[{{model: {self.folder / 'scores'}, name: scores}}]"
+        of = "advantage={estimator: gae, normalize_std: batch}", "critic={path: policy, warmup_steps: 1}"
+        return self.whole_run(rewards, *of, "model.dtype=bfloat16", name="value_head")
+
     def whole_run(self, *overrides: str, name: str = "run") -> Any:
         """Two steps of `grpo_spmd.train` with offload, a reference, evaluation, proofs and checkpoints; the metrics of
         each step, and what the engine was told."""
@@ -337,6 +343,7 @@ CASES: dict[str, Callable[[Trials], Any]] = {
         "checkpoint",
         "sync",
         "signals",
+        "value_head",
         "logprobs",
         "whole_run",
     )
