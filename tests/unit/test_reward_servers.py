@@ -564,6 +564,7 @@ JUDGE = {"url": URL, "judge": "rubric.md", "judge_model": "m"}
         (JUDGE | {"judge_scale": [5, 1]}, "rewards.0.judge_scale must be"),
         (JUDGE | {"form": "openrlhf"}, "rewards.0.form (openrlhf) is of a server that is no judge"),
         (JUDGE | {"judge": "nowhere.md"}, "rewards.0.judge: cannot read nowhere.md"),
+        (JUDGE | {"judge": "/dev/zero"}, "rewards.0.judge: /dev/zero is a device, and not a regular file"),
         (JUDGE | {"judge": "README.md"}, "rewards.0.judge: README.md does not say {completion}"),
     ],
 )

@@ -18,6 +18,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.home import looked_for
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.remote.client import UnexpectedError, finite
+from grpo_spmd.untrusted import UntrustedError, open_regular
 
 _PLACE = re.compile(r"\{(\w+)\}")
 _NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)"
@@ -80,14 +81,17 @@ def score_in(reply: str, highest: float) -> float:
 def read_rubric(file: str, where: str) -> str:
     """ConfigError for one that is not there, is no text, or shows the judge no completion."""
     try:
-        content = Path(file).read_bytes()
+        with open_regular(Path(file), follow=True) as opened:  # a device has no end, a fifo waits for ever
+            content = opened.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ConfigError(f"{where}: {file} is larger than {_MOST_BYTES >> 20} MiB; a rubric is a page of text")
         rubric = content.decode()
+    except UntrustedError as error:
+        raise ConfigError(f"{where}: {error}; give a file with a rubric") from None
     except OSError as error:
         raise ConfigError(f"{where}: cannot read {file}: {error.strerror}{looked_for(Path(file))}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{where}: {file} is not UTF-8 text") from None
-    if len(content) > _MOST_BYTES:
-        raise ConfigError(f"{where}: {file} is larger than {_MOST_BYTES >> 20} MiB; a rubric is a page of text")
     if "completion" not in places_in(rubric):
         raise ConfigError(f"{where}: {file} does not say {{completion}}, where the judge is to see it; add it")
     return rubric
