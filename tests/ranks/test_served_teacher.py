@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import load_config
+from grpo_spmd.preflight.checks import check_inputs
 from tests.ranks.test_partition import SECTIONS, relative_difference
 from tests.support.models import make_model, write_config
 from tests.support.processes import ROOT, environment
@@ -26,6 +29,8 @@ from tests.support.stub_vllm import NAME, answers
 from tests.support.workers.served_teacher import KINDS, LIMITS, SOME, UNANSWERED, tokens_of
 from tests.support.workers.update import SPLITS
 
+# With 9 of the prompt 256 tokens, as many as the server takes, and it samples one more.
+LONG = ["rollout.max_completion_tokens=247", "training.max_tokens_per_micro_batch=400"]
 Results = dict[tuple[str, str], dict[str, Any]]
 ONE_ROW, FEW_ROWS, _ = SPLITS
 SILENT = [tokens_of(rollout_id) for rollout_id in UNANSWERED]
@@ -121,3 +126,13 @@ def test_the_real_server_teaches_what_its_model_teaches_here(folder: Path, vllm_
     found = torch.load(out, weights_only=True)
     for kind in ("sampled", "topk"):
         same(found[kind, ONE_ROW], found["path", kind], kind)
+
+
+def test_the_real_server_is_asked_before_a_model_is_built(folder: Path, vllm_url: str) -> None:
+    on = [f"teacher.url={vllm_url}", "teacher.loss=topk"]
+    check_inputs(load_config(folder / "config.yaml", [*on, "teacher.top_k=20"]), num_ranks=1)
+    # vllm serve's own limit is 20, and 32 the default.
+    with pytest.raises(ConfigError, match=r"teacher.top_k \(32\) is more than the server takes; .* --max-logprobs 32"):
+        check_inputs(load_config(folder / "config.yaml", on), num_ranks=1)
+    with pytest.raises(ConfigError, match=r"start it with --max-model-len 257"):
+        check_inputs(load_config(folder / "config.yaml", [*on, *LONG]), num_ranks=1)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,10 +22,14 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.learn.distillation import divergence_loss, taught_advantages
+from grpo_spmd.learn.exchange import rollout_of
+from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.served_teacher import _contexts, rest_of
+from grpo_spmd.model.divergence import LEAST
 from grpo_spmd.preflight.checks import check_inputs
 from grpo_spmd.preflight.explain import explain
 from grpo_spmd.preflight.model_facts import read_model
-from grpo_spmd.records import Lesson
+from grpo_spmd.records import Lesson, Rollout, Segment
 from grpo_spmd.rewards.pool import call_limits
 from grpo_spmd.rewards.pool.call_limits import CallLimits
 from grpo_spmd.rewards.remote.prompt_logprobs import Place, PromptLogprobs
@@ -228,6 +233,30 @@ def test_tokens_without_an_answer_are_taught_nothing_and_are_in_no_mean() -> Non
     assert metrics["teacher/kl"].value == pytest.approx(2.0)
 
 
+def test_each_context_of_an_episode_is_asked_of_up_to_its_last_sampled_token() -> None:
+    """Rollout 4 has two segments, rollout 9 one turn; what was given behind the last sampled token is nobody's."""
+    of_first = Segment(np.array([1, 2, 3, 4, 5, 6, 7], np.int32), np.array([0, 0, 1, 1, 0, 1, 0], np.bool_))
+    of_second = Segment(np.array([1, 2, 8, 9], np.int32), np.array([0, 0, 0, 1], np.bool_))
+    episode = rollout_of(4, 0.0, True, (of_first, of_second), [0.0] * 4)
+    row = pack_rollouts([episode, Rollout(9, 0.0, True, [11], [12, 13], [0.0] * 2)], torch.device("cpu"))
+    found = [
+        (q.rollout_id, q.token_ids.tolist(), q.predicted.tolist(), q.places.tolist()) for q in _contexts(row, None)
+    ]
+    assert found == [
+        (4, [1, 2, 3, 4, 5, 6], [2, 3, 5], [0, 1, 2]),
+        (4, [1, 2, 8, 9], [3], [3]),
+        (9, [11, 12, 13], [1, 2], [4, 5]),
+    ]
+    assert [q.places.tolist() for q in _contexts(row, np.array([7, 8, 9, 0, 1, 2]))] == [[7, 8, 9], [0], [1, 2]]
+    assert [*_contexts(pack_rollouts([], torch.device("cpu")), None)] == []  # a rank with nothing to train on
+
+
+def test_what_is_left_of_1_is_known_to_rounding() -> None:
+    assert rest_of([math.log(0.5), math.log(0.25)], 97) == pytest.approx(math.log(0.25))
+    assert rest_of([math.log(0.5), math.log(0.5)], 97) == pytest.approx(math.log(2.0**-23))
+    assert rest_of([math.log(0.5), math.log(0.5)], 2) == LEAST  # there are no others
+
+
 # Before a model is built
 
 
@@ -322,6 +351,13 @@ def test_what_a_server_is_refused_for(tmp_path: Path, folders: list[Path]) -> No
     (other / "tokenizer.json").write_text(json.dumps(tokens))
     number = min(vocab["3"], vocab["4"])
     assert f"another vocabulary than {folders[0]}: token {number} is '4' there, and '3' in" in refused(answers(other))
+
+
+def test_a_recipe_that_needs_a_teacher_takes_a_server(tmp_path: Path, folders: list[Path]) -> None:
+    path = write_config(tmp_path, folders[0])
+    assert load_config(path, ["algorithm=opd", f"teacher.url={URL}"]).teacher.names == [""]
+    with pytest.raises(ConfigError, match="algorithm: opd needs"):
+        load_config(path, ["algorithm=opd"])
 
 
 def test_nobody_is_there(tmp_path: Path, folders: list[Path]) -> None:
