@@ -43,13 +43,13 @@ def config_of(folder: Path, name: str, **sections: Any) -> Path:
         folder / name,
         folder / "model",
         data={"train": str(folder / "train.jsonl"), "eval": {"held": str(folder / "held_out.jsonl")}},
-        rewards=[
-            {**judge, "judge_tokens": REPLY_TOKENS, "max_tokens": LONGEST},
-            {"function": f"{folder}/seven.py:seven", "weight": 2.0},
-        ],
         optimizer={"lr": 6e-3},
         reward_pool={"max_error_frac": 1.0},  # a model of 0.1 million parameters often says no number
         **{
+            "rewards": [
+                {**judge, "judge_tokens": REPLY_TOKENS, "max_tokens": LONGEST},
+                {"function": f"{folder}/seven.py:seven", "weight": 2.0},
+            ],
             "rollout": {
                 "num_prompts_per_step": 4,
                 "group_size": 4,
@@ -139,3 +139,45 @@ def test_a_replay_takes_the_scores_that_were_recorded(run_dir: Path, monkeypatch
     assert any("judges by the run's engine, which is not here, gave judge" in note for note in found.notes)
     was, now = found.metrics["loss/total"]
     assert now == pytest.approx(was, rel=1e-5, abs=1e-7)
+
+
+GAME = """
+class Game:
+    def reset(self, prompt, **row):
+        self.left = 2
+        return None
+
+    def step(self, action):
+        self.left -= 1
+        if "3" in action:
+            raise ValueError("no threes")
+        return f'on\\n\\nassistant: {len(action)}', 0.0, self.left == 0, False, {}
+"""
+
+
+def test_episodes_are_judged_whole_and_failed_ones_not_at_all(folder: Path) -> None:
+    """On two ranks of one engine, of which the first alone has episodes."""
+    (folder / "game.py").write_text(GAME)
+    config = config_of(
+        folder,
+        "episodes",
+        environment={"gym": f"{folder}/game.py:Game", "max_tokens": 60},
+        rewards=[{"url": "engine", "judge": str(folder / "rubric.txt"), "judge_scale": [LOW, HIGH], "judge_tokens": 3}],
+        rollout={"num_prompts_per_step": 4, "group_size": 2, "max_completion_tokens": 8, "tensor_parallel_size": 2},
+        training={"num_steps": 1, "max_tokens_per_micro_batch": 128},
+        eval={"every_steps": 1, "num_samples": 1},
+    )
+    train(2, config)
+    judge, kinds = PlainJudge(folder / "model"), set()
+    for record in dumped(folder / "episodes" / "run", 1):
+        given = record["statuses"]["judge"], record["rewards"]["judge"]
+        kinds.add(given[0])
+        if record["status"] == "env_error":
+            assert given == ("not_applicable", None)
+            continue
+        asked = asked_of(record["prompt"], record["messages"])
+        reply, why = judge.reply_to(asked)
+        score = score_of(reply, why)
+        assert given == (("ok", pytest.approx(score)) if score is not None else ("error", None))
+        assert record["extra"]["judge"] == {"reply": reply}
+    assert len(kinds) > 1, kinds

@@ -35,6 +35,8 @@ def make_digit_model(folder: Path, seed: int = 5) -> Path:
 
 def asked_of(prompt: Any, said: Any) -> str:
     """RUBRIC filled in, and what a judge is told beside it; written without a look at remote/judge.py."""
+    if not isinstance(said, str) and len(said) == 1:  # an episode of one turn without a call
+        [said] = (message["content"] for message in said)
     shown = said if isinstance(said, str) else "\n".join(json.dumps(one, ensure_ascii=False) for one in said)
     mark = f"completion-{hashlib.blake2b(shown.encode(), digest_size=8).hexdigest()}"
     task = prompt if isinstance(prompt, str) else prompt[0]["content"]

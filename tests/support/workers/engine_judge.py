@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
-from grpo_spmd.distributed.preemption import Preemption
+from grpo_spmd.distributed.preemption import Preempted, Preemption
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine import engine as of_engine
 from grpo_spmd.engine.engine import RolloutEngine
@@ -54,7 +56,8 @@ def main() -> None:
     tokenizer, preemption = load_tokenizer(config.model.path), Preemption(None)
     pool = RewardPool([], config.reward_pool, out.with_suffix(f".{session.rank}.log"))
     stops = stop_token_ids(config.model.path, tokenizer)
-    engine = RolloutEngine(config.model, config.rollout, engine_tokens(config), session, stops)
+    how = engine_tokens(config), session, stops, preemption.should_abort
+    engine = RolloutEngine(config.model, config.rollout, *how)
     policy = build_policy(config.model, config.rollout.temperature, session)
     weight_sync = WeightSync(policy, engine, config.rollout.sync_bucket_bytes(session.device.type))
     preemption.begin_step()
@@ -111,11 +114,30 @@ def main() -> None:
     except EngineStateError as error:
         said = str(error)
     assert "asleep" in said, said
+    weight_sync.sync(3)
+    _check_preemption(judged, num_ranks=session.world_size, rank=session.rank)
     if session.is_rank0:
         out.write_text(json.dumps(result))
     pool.close()
     engine.shutdown()
     end_session()
+
+
+def _check_preemption(judged: Callable[[str], Any], num_ranks: int, rank: int) -> None:
+    """A signal while the last rank's engine judges ends it on all ranks alike, with nothing scored."""
+
+    def signalled(*of: Any, **more: Any) -> Request:
+        if rank == num_ranks - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return Request(*of, **more)
+
+    undo, reason = _replaced(engine_judge, "Request", signalled), ""
+    try:
+        judged("chat")
+    except Preempted as preempted:
+        reason = str(preempted)
+    undo()
+    assert reason == "SIGUSR1", reason
 
 
 def _replaced(owner: Any, name: str, new: Any) -> Callable[[], None]:
