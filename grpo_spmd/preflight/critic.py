@@ -69,6 +69,7 @@ def critic_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     size = arithmetic.TRAINED_ITEMSIZE
     how = f"{shard:,} parameters of a shard x {size} (float32 and two moments)"
     yield ("critic and its optimizer", size_text(shard * size), f"{how}; in host memory while the engine is awake")
+    yield "its copy for a checkpoint, in host memory", size_text(shard * size), "while a thread writes it"
     yield "its gradients", size_text(shard * 4), f"{shard:,} x 4, in its update"
 
 
