@@ -19,6 +19,7 @@ from tests.faults.test_resume import TIMED
 from tests.faults.test_reward_pool import BEHAVIOURS, CharacterTokenizer, _groups
 from tests.support.models import make_model, write_config
 from tests.support.ranks import RanksJob
+from tests.support.stub_server import stub_server
 
 TEXTS = [["a", "raise", "b"], ["hang", "c", "none"], ["d", "nan"], ["e", "segfault", "word"], ["f"], ["g", "h", "i"]]
 NAMES = ("one", "ranked", "logs", "two")
@@ -125,6 +126,32 @@ def test_a_worker_that_dies_between_two_looks_fails_for_its_own_completion(pools
     sample(pool, groups, steps=1)
     time.sleep(1.0)
     assert pool.score(groups, CharacterTokenizer()).statuses["one"] == ["ok", "error", "ok", "error", "ok"]
+
+
+def test_a_long_step_of_the_engine_is_not_a_calls_time(tmp_path: Path) -> None:
+    """A server fails once, and nobody listens for longer than its timeout_s: the call is made again all the same."""
+    with stub_server(lambda body: 1.0, lambda body: "500") as server:  # which it says once to each
+        reward = RewardConfig(name="asked", url=server.url, timeout_s=2.0, retries=1)
+        with RewardPool([reward], RewardPoolConfig(num_workers=1), tmp_path / "log") as pool:
+            pool._begin()  # the rewards are imported
+            groups = _groups(["a"], ["b"])
+            pool.start_early(groups[0], CharacterTokenizer())
+            pool.go_on()
+            time.sleep(2.5)
+            scored = pool.score(groups, CharacterTokenizer())
+    assert scored.statuses["asked"] == ["ok", "ok"]
+    assert [note["logged"]["asked"][".requests"][0] for note in scored.notes.values()] == [2, 2]
+    assert all(note["logged"]["asked"][".s"][0] < 2.0 for note in scored.notes.values())
+
+
+def test_a_free_worker_does_not_wait_for_two_steps(pools: Callable[..., RewardPool]) -> None:
+    pool, groups = pools("one", early=[0]), _groups(*[["a"]] * 9)
+    sample(pool, groups, steps=0)
+    for left in (6, 3, 0):  # three workers
+        pool.go_on()
+        assert len(pool._of_step.calls) == left
+        time.sleep(0.5)
+    assert pool.score(groups, CharacterTokenizer()).statuses["one"] == ["ok"] * 9
 
 
 def test_a_nursery_that_was_killed_ends_the_step_where_it_is_scored(pools: Callable[..., RewardPool]) -> None:

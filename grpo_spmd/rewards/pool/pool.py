@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -96,11 +97,12 @@ class RewardPool(ProcessPool):
                 self._early_error = error
 
     def go_on(self) -> None:
-        """Give workers what may begin and hear what they say by now, between two steps of the engine."""
+        """Hear what workers say by now and give them what may begin, between two steps of the engine. In this order:
+        whoever is free then would else be idle for a whole step."""
         if self._step is not None and self._early_error is None and self._is_at_work(self._step):
             try:
-                self._dispatch(self._step)
                 self._listen(0.0)
+                self._dispatch(self._step)
             except Exception as error:
                 self._early_error = error
 
@@ -203,11 +205,12 @@ class RewardPool(ProcessPool):
         if "values" in reply:
             self._of_step.record(call, reply["values"])
             self._of_step.note(call, reply)
-            self._leave(call, "ok")
+            self._leave(call, "ok", seconds=reply.get("seconds"))
             self._release(worker)
         elif "again" in reply and self._limits is not None:
             self._release(worker)
-            self._leave(call, "failed" if reply["wait_s"] is None else "put_off", reply)
+            outcome: Outcome = "failed" if reply["wait_s"] is None else "put_off"
+            self._leave(call, outcome, reply, reply.get("seconds"))
         else:
             self._fail(worker, "error", str(reply.get("failed")), keep=True)
 
@@ -218,11 +221,16 @@ class RewardPool(ProcessPool):
             if how == "timeout":
                 self._slow.took(call.reward, self._pool.timeout_s, len(call.samples))
 
-    def _leave(self, call: Call, outcome: Outcome, reply: Mapping[str, Any] | None = None) -> None:
-        """A call has ended; where a server's `reply` says that it failed, it is made again, or it is a failure."""
+    def _leave(
+        self, call: Call, outcome: Outcome, reply: Mapping[str, Any] | None = None, seconds: float | None = None
+    ) -> None:
+        """A call has ended; where a server's `reply` says that it failed, it is made again, or it is a failure.
+        `seconds`: what it took by its worker's clock."""
         if (limits := self._limits) is None:
             return
         limits.ended(call, outcome)
+        if seconds is not None:  # nobody listens while the engine makes a step, which is not the call's time
+            call = replace(call, began=max(call.began, time.monotonic() - seconds))
         if reply is not None:
             status = reply["status"]
             call = replace(call, statuses=(*call.statuses, *([] if status is None else [status])))
