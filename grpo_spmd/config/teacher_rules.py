@@ -25,7 +25,8 @@ def check_teacher_url(teacher: TeacherConfig, temperature: float) -> None:
     for name, url in teacher.urls.items():
         key = f"teacher.url.{name}" if name else "teacher.url"
         check_url(key, url)
-        if "/" in name or not urlsplit(url).path.endswith("/completions"):
+        path = urlsplit(url).path
+        if "/" in name or not path.endswith("/completions") or path.endswith("/chat/completions"):
             rule = "must be the address of completions, such as http://host:8000/v1/completions, with a name without /"
             raise ConfigError(f"{key} {rule}; got {url!r}")
     check_headers("teacher.headers_env", teacher.headers_env)

@@ -34,6 +34,11 @@ _LOOK_S = 0.5  # between two looks whether the run has to stop
 _UNKNOWN = float(np.finfo(np.float32).eps)  # a probability that what is left of 1 cannot tell from none
 
 
+Said = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
+"""Of n tokens: the ids of the K likeliest [n, K] and their logprobs with that of all others [n, K + 1]; where none were
+asked for [n, 0], and the tokens' own [n, 1]. All contexts of a step are held as these."""
+
+
 @dataclass(frozen=True)
 class Question:
     """One context of a rollout, as its teacher is shown it."""
@@ -99,13 +104,13 @@ class ServedTeacher(Teacher):
         own, places = (row, None) if asked is None else taught_row(row, asked, name)
         return [*_contexts(own, None if places is None else places.cpu().numpy())]
 
-    def _ask(self, server: PromptLogprobs, question: Question, limit_s: float) -> list[Place]:
-        """In a thread. What the update needs of the answer: each sampled token's place."""
+    def _ask(self, server: PromptLogprobs, question: Question, limit_s: float) -> Said:
+        """In a thread. What the update needs of the answer, of each sampled token's place."""
         said = server.ask(question.token_ids.tolist(), self.top_k, limit_s)
         own = [said[place - 1] for place in question.predicted.tolist()]  # of the first token nothing is said
         if any(token_id >= self._num_tokens for place in own for token_id, _ in place.likeliest):
             raise FailedCallError("finds a token likely that the policy does not have")
-        return own
+        return said_of(own, self.top_k, self._num_tokens)
 
     def _counted(self, decision: Decision, calls: ServerCalls, num_asked: int) -> Decision:
         """Collective. With the metrics. Raises RewardError as attach."""
@@ -117,18 +122,17 @@ class ServedTeacher(Teacher):
         of_all = dataclasses.replace(decision.of_all, metrics=decision.of_all.metrics | found)
         return dataclasses.replace(decision, of_all=of_all)
 
-    def _teach(self, row: MicroBatch, said: Mapping[str, Sequence[tuple[Question, list[Place] | None]]]) -> None:
+    def _teach(self, row: MicroBatch, said: Mapping[str, Sequence[tuple[Question, Said | None]]]) -> None:
         answered, device = torch.zeros_like(row.loss_mask), row.input_ids.device
         parts, names = list[tuple[Places | None, Tensor | WholeTeacher | TopTeacher]](), dict[str, Tensor]()
         for name, answers in said.items():
-            whole = [(question, places) for question, places in answers if question.rollout_id not in self.unanswered]
+            whole = [(question, known) for question, known in answers if question.rollout_id not in self.unanswered]
             if len(self.servers) > 1:
                 names[name] = _marked(row, [question.places for question, _ in answers])
             if whole:
                 of_tokens = torch.from_numpy(np.concatenate([question.places for question, _ in whole])).to(device)
                 answered = answered.index_fill(0, of_tokens, True)
-                tokens = [place for _, places in whole for place in places or ()]
-                parts.append((of_tokens, _as_tensors(tokens, self.top_k, self._num_tokens, device)))
+                parts.append((of_tokens, _as_tensors([known for _, known in whole if known is not None], device)))
         row.lesson = self._lesson(row, parts, names)
         if self.unanswered & {*row.rollout_ids}:
             row.lesson = dataclasses.replace(row.lesson, answered=answered)
@@ -155,13 +159,18 @@ def _marked(row: MicroBatch, places: Sequence[npt.NDArray[np.int64]]) -> Tensor:
     return torch.from_numpy(marks).to(row.loss_mask.device)
 
 
-def _as_tensors(places: Sequence[Place], top_k: int, num_tokens: int, device: torch.device) -> Tensor | TopTeacher:
+def said_of(places: Sequence[Place], top_k: int, num_tokens: int) -> Said:
+    """Numbers of a few bytes: what JSON is read into takes ten times as much."""
     if not top_k:
-        return torch.tensor([place.logprob for place in places], dtype=torch.float32, device=device)
-    ids = torch.tensor([[token_id for token_id, _ in place.likeliest] for place in places], device=device)
-    logprobs = [[value for _, value in place.likeliest] for place in places]
-    of_all = [[*known, rest_of(known, num_tokens)] for known in logprobs]
-    return TopTeacher(ids, torch.tensor(of_all, dtype=torch.float32, device=device))
+        return np.zeros((len(places), 0), np.int32), np.array([[place.logprob] for place in places], np.float32)
+    ids = np.array([[token_id for token_id, _ in place.likeliest] for place in places], np.int32)
+    logprobs = ([value for _, value in place.likeliest] for place in places)
+    return ids, np.array([[*known, rest_of(known, num_tokens)] for known in logprobs], np.float32)
+
+
+def _as_tensors(said: Sequence[Said], device: torch.device) -> Tensor | TopTeacher:
+    ids, logprobs = (torch.from_numpy(np.concatenate(each)).to(device) for each in zip(*said, strict=True))
+    return TopTeacher(ids.long(), logprobs) if ids.shape[1] else logprobs.flatten()
 
 
 def rest_of(known: Sequence[float], num_tokens: int) -> float:

@@ -24,7 +24,7 @@ from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.learn.distillation import divergence_loss, taught_advantages
 from grpo_spmd.learn.exchange import rollout_of
 from grpo_spmd.learn.packing import pack_rollouts
-from grpo_spmd.learn.served_teacher import _contexts, rest_of
+from grpo_spmd.learn.served_teacher import _contexts, rest_of, said_of
 from grpo_spmd.model.divergence import LEAST
 from grpo_spmd.preflight.checks import check_inputs
 from grpo_spmd.preflight.explain import explain
@@ -105,6 +105,8 @@ SPOILT: list[tuple[str, Callable[[Any], Any], str]] = [
     ("above 0", _value(0.1), "what is no logprob: 0.1"),
     ("text", _value("-1"), "what is no logprob"),
     ("true", _value(True), "what is no logprob"),
+    ("no token's id", _places(lambda places: [*places[:2], places[2] | {"9" * 5000: {}}, places[3]]), "another form"),
+    ("an id twice", _places(lambda places: [*places[:2], places[2] | {"07": places[2]["7"]}, places[3]]), "form"),
     ("a reward", lambda body: {"score": 1}, "no choices[0].prompt_logprobs"),
     ("a list", lambda body: [1, 2], "no choices[0].prompt_logprobs"),
 ]
@@ -117,6 +119,17 @@ def test_what_is_no_answer_to_these_tokens_is_refused(answer: Callable[[Any], An
     assert str(failed.value).startswith("answered ")
     assert why in str(failed.value)
     assert failed.value.may_retry
+
+
+def test_what_is_kept_of_a_token_is_8_bytes_for_each_of_the_likeliest() -> None:
+    places = [Place(-5.6, [(40, -1.0), (41, -2.0)]), Place(-0.25, [(8, -0.25), (40, -2.5)])]
+    ids, logprobs = said_of(places, 2, 96)
+    assert ids.tolist() == [[40, 41], [8, 40]]
+    rests = [math.log(1 - math.exp(-1) - math.exp(-2)), math.log(1 - math.exp(-0.25) - math.exp(-2.5))]
+    assert logprobs.tolist() == [pytest.approx([-1.0, -2.0, rests[0]]), pytest.approx([-0.25, -2.5, rests[1]])]
+    assert (ids.nbytes, logprobs.nbytes) == (2 * 2 * 4, 2 * 3 * 4)
+    ids, logprobs = said_of(places, 0, 96)
+    assert (ids.shape, logprobs.tolist()) == ((2, 0), [[pytest.approx(-5.6)], [-0.25]])
 
 
 @pytest.mark.parametrize("spoilt", ["too few", "too many", "not the likeliest", "more than all"])
@@ -279,6 +292,7 @@ URL = "http://127.0.0.1:8000/v1/completions"
         ([f"teacher.url={URL}", "teacher.loss=full"], "teacher.loss: full needs the whole distribution"),
         ([f"teacher.url={URL}", "rollout.temperature=0.7"], "rollout.temperature (0.7) must be 1 with teacher.url"),
         (["teacher.url=http://127.0.0.1:8000"], "teacher.url must be the address of completions"),
+        (["teacher.url=http://127.0.0.1:8000/v1/chat/completions"], "teacher.url must be the address of completions"),
         (["teacher.url=127.0.0.1:8000/v1/completions"], "teacher.url must be an address such as"),
         ([f"teacher.url={{a/b: {URL}}}"], "teacher.url.a/b must be the address"),
         (["teacher.url=http://me:s3cret@h/v1/completions"], "teacher.url holds a password"),

@@ -7,6 +7,7 @@ this sequence: vLLM returns the ids that it was given, and has among the tokens 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from grpo_spmd.rewards.remote.client import MAX_ANSWER_BYTES, JsonClient, Unexpe
 
 _MOST_BYTES_OF_ONE = 256  # of what an answer says of one token at one place
 _NO_LESS = -9999.0  # vLLM's for minus infinity
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 _ABOVE = 1e-4  # by which rounding may take a probability over 1
 
 
@@ -92,7 +94,7 @@ def _read(answer: Any, token_ids: Sequence[int], top_k: int) -> list[tuple[Place
 
 
 def _read_place(said: Any, own: str, top_k: int) -> tuple[Place, Mapping[str, Any]]:
-    if not isinstance(said, dict) or not all(name.isdecimal() and isinstance(x, dict) for name, x in said.items()):
+    if not isinstance(said, dict) or not all(_TOKEN_ID.fullmatch(i) and isinstance(x, dict) for i, x in said.items()):
         raise UnexpectedError("prompt_logprobs of another form")
     if own not in said:
         raise UnexpectedError("prompt_logprobs without the prompt's own token at its place")
