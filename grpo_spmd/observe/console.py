@@ -164,7 +164,10 @@ def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
     """(name, text) of what is wrong with a step."""
     step, mean = int(metrics["step"] or 0), metrics.get("reward/mean")
     dump = f"rollouts/step_{step:06d}.jsonl"
-    is_warming_up = metrics.get("critic/loss") is not None
+    critic_skipped = metrics.get("critic/skipped_updates") or 0
+    is_warming_up = metrics.get("critic/loss") is not None or critic_skipped > 0
+    if critic_skipped and not metrics["optim/skipped_updates"]:  # the policy's have a warning of their own
+        yield "critic", f"{critic_skipped:.0f} updates of the critic were given up: loss or gradient was not finite"
     if not metrics["optim/updates"] and not metrics["optim/skipped_updates"] and not is_warming_up:
         yield "update", "no update was made, since no completion counts (see dynamic_sampling/*, reward/unscored_frac)"
     elif metrics.get("reward/zero_std_groups_frac") == 1.0 and not metrics.keys() & {"teacher/kl", "critic/loss"}:

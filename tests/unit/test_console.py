@@ -121,6 +121,11 @@ def test_the_time_that_is_left(step_s: float, left: str, monkeypatch: pytest.Mon
         ({"optim/grad_norm": 0.0}, "the gradient is 0"),
         ({"loss/entropy": 0.002}, "the policy's entropy is 0.002 nats a token"),
         ({"optim/updates": 0, "optim/grad_norm": None, "loss/entropy": None}, "no update was made"),
+        ({"critic/skipped_updates": 2, "critic/loss": 0.1}, "2 updates of the critic were given up"),
+        (  # all those of a step of its warm-up
+            {"optim/updates": 0, "optim/grad_norm": None, "critic/skipped_updates": 1, "critic/loss": None},
+            "1 updates of the critic were given up",
+        ),
     ],
 )
 def test_alarms_are_given_once_in_words(changed: dict[str, float | None], said: str) -> None:
@@ -135,6 +140,7 @@ def test_no_alarm_of_what_was_not_measured() -> None:
     """A skipped update has a warning of its own, and a step without a reward std nothing to say about groups."""
     skipped = QUIET | {"optim/updates": 0, "optim/skipped_updates": 1, "optim/grad_norm": None, "loss/entropy": None}
     assert list(Console(80).warnings({"step": 3, **skipped})) == []
+    assert list(Console(80).warnings({"step": 3, **skipped, "critic/skipped_updates": 1})) == []  # of path: policy
 
 
 @pytest.mark.parametrize("taught_by", ["teacher/kl", "critic/loss"])
