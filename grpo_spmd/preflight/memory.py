@@ -9,6 +9,7 @@ from typing import Literal
 
 from grpo_spmd.config.schema import Config
 from grpo_spmd.preflight import arithmetic
+from grpo_spmd.preflight.engine_room import engine_tokens
 from grpo_spmd.preflight.model_facts import ModelFacts
 
 Row = tuple[str, str, str]  # name, value, how it follows
@@ -146,8 +147,9 @@ def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[R
     how = f"2 x {sizes.layers} layers x {heads} kv heads of a rank x head_dim {sizes.head_dim} x {itemsize}"
     yield "KV cache of a token", size_text(token), how
     sequences = sequences_of_engine(config, num_ranks)
-    needed = sequences * config.max_rollout_tokens
-    how = f"{sequences} sequences of an engine x {config.max_rollout_tokens} tokens x {token:,} bytes"
+    longest = engine_tokens(config)  # as the judge it reads longer texts than rollouts are
+    needed = sequences * longest
+    how = f"{sequences} sequences of an engine x {longest} tokens x {token:,} bytes"
     yield "KV cache for all at full length", f"<= {size_text(needed * token)}", f"{how} (a group shares its prompt)"
     if isinstance(given := config.rollout.engine.get("kv_cache_memory_bytes"), int):
         how = f"engine.kv_cache_memory_bytes {given:,} / {token:,}"

@@ -19,6 +19,8 @@ from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.preflight.checks import check_inputs
 from grpo_spmd.preflight.engine_room import engine_tokens
 from grpo_spmd.preflight.explain import explain
+from grpo_spmd.preflight.memory import engine_rows
+from grpo_spmd.preflight.model_facts import read_model
 from grpo_spmd.records import Completion, ScoredRollouts
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.remote.client import UnexpectedError
@@ -164,6 +166,10 @@ def test_explain_says_how_long_the_engines_texts_are(models: Path, tmp_path: Pat
     assert shown["longest reply of judge, tokens"] == "256"
     assert shown["longest text of the engine, tokens"] == "871"
     assert shown["longest rollout, tokens"] == "28"
+    model = read_model(config.model.path)
+    assert model is not None
+    [how] = [how for name, _, how in engine_rows(config, model, 1) if name == "KV cache for all at full length"]
+    assert " x 871 tokens x " in how
 
 
 GIVEN = {"prompts": "2,3=5:", "completions": "2+3", "completion_ids": [1], "answer": "5"}
