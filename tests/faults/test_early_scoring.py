@@ -128,6 +128,16 @@ def test_a_worker_that_dies_between_two_looks_fails_for_its_own_completion(pools
     assert pool.score(groups, CharacterTokenizer()).statuses["one"] == ["ok", "error", "ok", "error", "ok"]
 
 
+def test_how_workers_died_is_heard_of_all_at_once(pools: Callable[..., RewardPool]) -> None:
+    pool, groups = pools("one", early=[0]), _groups(["segfault"], ["segfault"], ["segfault"])
+    sample(pool, groups, steps=0)
+    for _ in range(3):  # long steps: longer than a word of how one died is waited for
+        pool.go_on()
+        time.sleep(1.1)
+    assert {why.removeprefix("reward 'one' ") for why in pool._of_step.errors[0].values()} == {"died of SIGSEGV"}
+    assert len(pool._of_step.errors[0]) == 3
+
+
 def test_a_long_step_of_the_engine_is_not_a_calls_time(tmp_path: Path) -> None:
     """A server fails once, and nobody listens for longer than its timeout_s: the call is made again all the same."""
     with stub_server(lambda body: 1.0, lambda body: "500") as server:  # which it says once to each

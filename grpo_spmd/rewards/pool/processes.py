@@ -156,15 +156,16 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         """One look at all that workers and the nursery have said by now, or say within `most_s`, then at the clock."""
         next_deadline = min((worker.deadline for worker in self._workers.values()), default=math.inf)
         for key, _ in self._selector.select(min(max(next_deadline - time.monotonic(), 0.0), most_s)):
-            if key.fileobj is self._nursery:
-                message = self._hear_nursery()
-                if (worker := self._workers.get(message.get("died", -1))) is not None:
-                    if not worker.has_hung_up:
-                        self._hear(worker)  # what it said before it died
-                    if worker.number in self._workers:
-                        self._fail(worker, "error", message["how"])
-            elif isinstance(key.data, WorkerProcess) and key.data.number in self._workers:
+            if isinstance(key.data, WorkerProcess) and key.data.number in self._workers:
                 self._hear(key.data)
+        # All of it, for it may be long until the next look.
+        while any(key.fileobj is self._nursery for key, _ in self._selector.select(0.0)):
+            message = self._hear_nursery()
+            if (worker := self._workers.get(message.get("died", -1))) is not None:
+                if not worker.has_hung_up:
+                    self._hear(worker)  # what it said before it died
+                if worker.number in self._workers:
+                    self._fail(worker, "error", message["how"])
         for worker in list(self._workers.values()):
             if worker.deadline <= time.monotonic():
                 if worker.has_hung_up:
