@@ -18,6 +18,7 @@ import transformers
 from grpo_spmd.demo.countdown import make_demo, make_tokenizer
 from grpo_spmd.demo.distill import make_teacher
 from grpo_spmd.demo.reward_model import make_reward_model
+from grpo_spmd.distributed import heartbeat
 from tests.support.dumps import dumped
 from tests.support.processes import ROOT
 from tests.support.ranks import RanksJob
@@ -67,6 +68,7 @@ def runs(made: Path) -> dict[str, Path]:
         make_teacher(made / "teacher", seed=0)
         make_tokenizer(made / "reward_model")
         make_reward_model(made / "reward_model", made / "model", seed=0)
+        heartbeat.end()  # which the whole demo's maker does, or its lines come into other tests
         finish(jobs)
     jobs = {"distill": start(made, "distill", f"teacher.path={made / 'teacher'}")}
     jobs["rm"] = start(made, "rm", f"rewards.0.model={made / 'reward_model'}")

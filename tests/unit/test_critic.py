@@ -273,8 +273,8 @@ def test_explain_counts_it(tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path, tmp_path / "model", **sections), [])
     shapes = [p.shape for n, p in _tensors(tmp_path / "model") if n != "lm_head.weight"]
     shard = sum(-(-shape[0] // 2) * math.prod(shape[1:]) for shape in shapes)
-    held, gradients = critic_rows(config, 2)
-    assert (held[1], gradients[1]) == (size_text(12 * shard), size_text(4 * shard))
+    held, copied, gradients = critic_rows(config, 2)
+    assert (held[1], copied[1], gradients[1]) == (size_text(12 * shard), size_text(12 * shard), size_text(4 * shard))
 
 
 def test_explain_counts_the_head_alone(tmp_path: Path) -> None:
