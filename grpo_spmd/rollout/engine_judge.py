@@ -74,9 +74,9 @@ class EngineJudge:
     def text_of(self, reply: Completion) -> str:
         return str(self._tokenizer.decode(reply.token_ids, skip_special_tokens=True))
 
-    def score_of(self, reply: Completion) -> float:
-        """In [0, 1]. Raises UnexpectedError for what is no score."""
-        choice = {"message": {"content": self.text_of(reply)}, "finish_reason": reply.finish_reason}
+    def score_of(self, said: str, finish_reason: str) -> float:
+        """Of a reply's text, in [0, 1]. Raises UnexpectedError for what is no score."""
+        choice = {"message": {"content": said}, "finish_reason": finish_reason}
         [score] = self._judge.scores({"choices": [choice]}, 1)
         return score
 
@@ -141,7 +141,7 @@ class EngineJudges:
             logged = {"reply_tokens": [float(len(reply.token_ids)), 1]}
             notes[place] = {"logged": {judge.name: logged}, "extra": {judge.name: {"reply": said}}}
             try:
-                values[place], statuses[place] = judge.score_of(reply), "ok"
+                values[place], statuses[place] = judge.score_of(said, reply.finish_reason), "ok"
             except UnexpectedError as error:
                 fail(place, f"the engine answered {error}: {said[-_MOST_SHOWN:]!r}")
         first = errors[0] if errors else None

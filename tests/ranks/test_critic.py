@@ -40,18 +40,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def config_file(folder: Path) -> Path:
-    critic = {
-        "path": str(folder / "critic"),
-        "lr": 1e-5,
-        "lam": 0.9,
-        "lam_policy": 0.7,
-        "gamma": 0.99,
-        "clip_value": 0.1,
-    }
+def with_critic(folder: Path, **keys: Any) -> Path:
+    """A config of `folder`/model with gae and these keys of its critic."""
+    critic = {"lam": 0.9, "lam_policy": 0.7, "gamma": 0.99, "clip_value": 0.1, **keys}
     advantage = {"estimator": "gae", "normalize_std": "batch"}
     return write_config(folder, folder / "model", **SECTIONS, critic=critic, advantage=advantage)
+
+
+@pytest.fixture(scope="module")
+def config_file(folder: Path) -> Path:
+    return with_critic(folder, path=str(folder / "critic"), lr=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
-from tests.ranks.test_critic import plain_sequences
-from tests.ranks.test_partition import SECTIONS, relative_difference
-from tests.support.models import make_model, write_config
+from tests.ranks.test_critic import plain_sequences, with_critic
+from tests.ranks.test_partition import relative_difference
+from tests.support.models import make_model
 from tests.support.ranks import run_worker
 from tests.support.workers.policy_critic import ADAPTERS, REPLICATED, SETTINGS, SPLITS, WARMED_UP, changed, full_head
 from tests.support.workers.update import fixed_groups
@@ -35,17 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config_file(folder: Path) -> Path:
-    critic = {
-        "path": "policy",
-        "lr": 1e-3,
-        "coef": 0.3,
-        "lam": 0.9,
-        "lam_policy": 0.7,
-        "gamma": 0.99,
-        "clip_value": 0.1,
-    }
-    advantage = {"estimator": "gae", "normalize_std": "batch"}
-    return write_config(folder, folder / "model", **SECTIONS, critic=critic, advantage=advantage)
+    return with_critic(folder, path="policy", lr=1e-3, coef=0.3)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ the secret; it goes on to the bit, is replayed, and stops where too much is miss
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from grpo_spmd.replay.read import read_step
 from grpo_spmd.replay.redo import replay
 from tests.support.models import make_model, write_config
 from tests.support.ranks import RanksJob
-from tests.support.stub_server import SECRET, StubServer, stub_server
+from tests.support.stub_server import SECRET, StubServer, assert_no_secret, stub_server
 from tests.support.stub_vllm import answers
 
 ENV = {"OF_THE_STUB": f"Bearer {SECRET}"}
@@ -79,12 +78,7 @@ def test_what_was_not_answered_is_counted_and_nothing_has_the_secret(
         assert line["teacher/kl"] > 0
     assert server.most_at_once <= 3
     assert "of 16 rollouts have no answer, and are taught nothing; the first: the server answered" in output
-    assert {asked.headers["authorization"] for asked in server.asked} == {f"Bearer {SECRET}"}
-    assert SECRET not in output
-    assert SECRET not in os.environ.get("OF_THE_STUB", "")
-    files = [path for path in (folder / "run").rglob("*") if path.is_file()]
-    assert [str(path) for path in files if SECRET.encode() in path.read_bytes()] == []
-    assert "Authorization: OF_THE_STUB" in (folder / "run/config.yaml").read_text()
+    assert_no_secret(server, output, folder / "run")
 
 
 def test_it_goes_on_to_the_bit_and_is_replayed(

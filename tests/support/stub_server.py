@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from email.utils import formatdate
+from pathlib import Path
 from typing import Any
 
 # How the first request for a body is answered, and the next ones rightly. Any other way is for good.
@@ -24,6 +26,16 @@ class Asked:
     headers: dict[str, str]
     how: str
     began: float
+
+
+def assert_no_secret(server: StubServer, output: str, run_dir: Path) -> None:
+    """Every request had the secret, which OF_THE_STUB held, and neither a run's lines nor its files have it."""
+    assert {asked.headers["authorization"] for asked in server.asked} == {f"Bearer {SECRET}"}
+    assert SECRET not in output
+    assert SECRET not in os.environ.get("OF_THE_STUB", "")
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert [str(path) for path in files if SECRET.encode() in path.read_bytes()] == []
+    assert "Authorization: OF_THE_STUB" in (run_dir / "config.yaml").read_text()
 
 
 class StubServer:

@@ -224,9 +224,9 @@ def test_a_reply_is_worth_what_a_servers_is(
     reply = Completion([*tokenizer(said).input_ids, *[tokenizer.eos_token_id] * (why == "stop")], [], why)
     if isinstance(score, str):
         with pytest.raises(UnexpectedError, match=score):
-            judge.score_of(reply)
+            judge.score_of(judge.text_of(reply), why)
     else:
-        assert judge.score_of(reply) == pytest.approx(score)
+        assert judge.score_of(judge.text_of(reply), why) == pytest.approx(score)
 
 
 def test_scores_behind_others_keep_the_configs_order_and_what_was_noted() -> None:

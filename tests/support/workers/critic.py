@@ -37,7 +37,7 @@ from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.critic import Critic
 from grpo_spmd.learn.gae import advantages_of_tokens
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
-from grpo_spmd.learn.update import attach_logprobs
+from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model import values as model_values
 from grpo_spmd.model.attention import PackedLayout
 from grpo_spmd.model.offload import HostOffload
@@ -200,6 +200,17 @@ def refuses(call: Callable[[], Any]) -> None:
         raise AssertionError("a critic that is away has said something")
 
 
+def saved(trials: Trials, config: Config, folder: Path, updater: PolicyUpdater, critic: Critic | None) -> Path:
+    """Collective. A checkpoint of the first step in this run folder."""
+    facts = run_facts(flat_config(config), [], trials.session, {})
+    of_run = folder, config.checkpoint, config.training.num_steps, trials.session, trials.policy, updater, facts
+    checkpoints = Checkpoints(*of_run, critic)
+    checkpoints.stage(1, position=0, log_state={})
+    checkpoints.write_staged()
+    checkpoints.wait()
+    return checkpoint_path(folder, 1)
+
+
 def goes_on(trials: Trials) -> None:
     """From a checkpoint of a run with this number of ranks, to the bit; one without a critic is refused. Of a run with
     two ranks, rank 0 alone leaves digests that one of another number compares."""
@@ -208,13 +219,7 @@ def goes_on(trials: Trials) -> None:
     critic, updater = trials.critic(config), updater_of(trials.policy, config)
     step = trials.step(config, critic)
     critic.update(step[1])
-    facts = run_facts(flat_config(config), [], session, {})
-    of_run = folder, config.checkpoint, config.training.num_steps, session, trials.policy, updater, facts
-    checkpoints = Checkpoints(*of_run, critic)
-    checkpoints.stage(1, position=0, log_state={})
-    checkpoints.write_staged()
-    checkpoints.wait()
-    path = checkpoint_path(folder, 1)
+    path = saved(trials, config, folder, updater, critic)
     if session.is_rank0:
         verify_checkpoint(path)
     again = trials.critic(config)
@@ -234,11 +239,7 @@ def goes_on(trials: Trials) -> None:
         load_state(trials.policy, updater, path, read_trainer(path), critic)
         for a, b in zip(full(critic).values(), full(again).values(), strict=True):
             assert float((a - b).norm()) <= 1e-5 * float(a.norm())
-    without = Checkpoints(Path(config.run_dir, f"without_{session.world_size}"), *of_run[1:])
-    without.stage(1, position=0, log_state={})
-    without.write_staged()
-    without.wait()
-    path = checkpoint_path(Path(config.run_dir, f"without_{session.world_size}"), 1)
+    path = saved(trials, config, Path(config.run_dir, f"without_{session.world_size}"), updater, None)
     try:
         load_state(trials.policy, updater, path, read_trainer(path), critic)
     except ConfigError as error:

@@ -6,7 +6,6 @@ Rank 0 writes {kind or fault: {number of a rollout: [status, score, reply, error
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -178,8 +177,8 @@ def _no_generation_prompt() -> Callable[[], None]:
 def _cut_off_counts() -> Callable[[], None]:
     real = EngineJudge.score_of
 
-    def whole(self: EngineJudge, reply: Completion) -> float:
-        return real(self, dataclasses.replace(reply, finish_reason="stop"))
+    def whole(self: EngineJudge, said: str, _: str) -> float:
+        return real(self, said, "stop")
 
     return _replaced(EngineJudge, "score_of", whole)
 

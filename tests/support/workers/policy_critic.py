@@ -22,10 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.checkpoint.manifest import read_trainer
 from grpo_spmd.checkpoint.restore import load_state
-from grpo_spmd.checkpoint.run_dir import checkpoint_path
-from grpo_spmd.checkpoint.save import Checkpoints
-from grpo_spmd.checkpoint.state import run_facts, state_tensors, trained_parameters
-from grpo_spmd.config.dump import flat_config
+from grpo_spmd.checkpoint.state import state_tensors, trained_parameters
 from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
@@ -44,7 +41,7 @@ from grpo_spmd.proofs.made_up_values import MadeUpValues
 from grpo_spmd.records import Lesson, MicroBatch
 from grpo_spmd.signal_parts import open_critic
 from tests.support.learn import merged_on_all
-from tests.support.workers.critic import Step, Trials, by_rollout, gathered, refuses
+from tests.support.workers.critic import Step, Trials, by_rollout, gathered, refuses, saved
 from tests.support.workers.critic import changed as of_critic
 from tests.support.workers.update import deal, fixed_groups
 
@@ -237,18 +234,12 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def goes_on(trials: PolicyTrials, config: Config) -> None:
     """From a checkpoint, to the bit."""
-    session, folder = trials.session, Path(config.run_dir, f"of_{trials.session.world_size}")
+    folder = Path(config.run_dir, f"of_{trials.session.world_size}")
     critic, updater = trials.parts(config)
     trials.result(critic, updater, trials.step(config, critic))
-    facts = run_facts(flat_config(config), [], session, {})
-    of_run = folder, config.checkpoint, config.training.num_steps, session, trials.policy, updater, facts
-    checkpoints = Checkpoints(*of_run, critic)
-    checkpoints.stage(1, position=0, log_state={})
-    checkpoints.write_staged()
-    checkpoints.wait()
+    path = saved(trials, config, folder, updater, critic)
     after = trials.result(critic, updater, trials.step(config, critic))
     again, of_again = trials.parts(config)
-    path = checkpoint_path(folder, 1)
     load_state(trials.policy, of_again, path, read_trainer(path), again)
     assert again.state() == {"num_updates": 4, "skipped_in_a_row": 0}
     names = [
