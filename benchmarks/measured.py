@@ -18,12 +18,22 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.support import measured_speed, measured_trials
-from benchmarks.support.record import CHANGES, NOT_IN_HISTORY, Line, Record, RecordError, Rows, taken_on
+from benchmarks.support.record import (
+    CHANGES,
+    NOT_IN_HISTORY,
+    Line,
+    Record,
+    RecordError,
+    Rows,
+    taken_on,
+)
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 PAPERS = "benchmarks/README.md", "configs/README.md"
-_MARKS = re.compile(r"(?<=^<!-- rows: begin )(\w+) -->\n(.*?)(?=^<!-- rows: end -->$)", re.MULTILINE | re.DOTALL)
+_MARKS = re.compile(
+    r"(?<=^<!-- rows: begin )(\w+) -->\n(.*?)(?=^<!-- rows: end -->$)", re.MULTILINE | re.DOTALL
+)
 # By the name that run.sh knows, in the order of the table.
 LINES: dict[str, Callable[[Record], Iterator[Line]]] = {
     "step_vs_trl": measured_speed.step_vs_trl,
@@ -70,7 +80,9 @@ def table(record: Record) -> Iterator[str]:
     gone = any(row["commit"].removesuffix(CHANGES) in NOT_IN_HISTORY for row in used)
     changes = any(row["commit"].endswith(CHANGES) for row in used)
     notes = [f"`{CHANGES}`: of a tree with changes that no commit has."] * changes
-    yield " ".join(notes + ["\\*: the commit was rewritten later, and is not in the history."] * gone)
+    yield " ".join(
+        notes + ["\\*: the commit was rewritten later, and is not in the history."] * gone
+    )
 
 
 BLOCKS: dict[str, Callable[[Record], Iterator[str]]] = {
@@ -89,11 +101,15 @@ def filled(name: str, paper: str, record: Record) -> str:
     def block(marks: re.Match[str]) -> str:
         of = marks[1]
         if of not in BLOCKS:
-            raise RecordError(f"{name}: <!-- rows: begin {of} -->: no such table; there are {', '.join(BLOCKS)}")
+            raise RecordError(
+                f"{name}: <!-- rows: begin {of} -->: no such table; there are {', '.join(BLOCKS)}"
+            )
         lines = _read(of, lambda: list(BLOCKS[of](record)))
         return f"{of} -->\n" + "".join(f"{line}\n" for line in lines)
 
-    begun, ended = (len(re.findall(rf"^<!-- rows: {end}\b", paper, re.MULTILINE)) for end in ("begin", "end"))
+    begun, ended = (
+        len(re.findall(rf"^<!-- rows: {end}\b", paper, re.MULTILINE)) for end in ("begin", "end")
+    )
     if not begun == ended == len(_MARKS.findall(paper)):
         raise RecordError(
             f"{name}: each <!-- rows: begin NAME --> stands on a line of its own, and <!-- rows: end --> after it"
@@ -115,8 +131,12 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a paper is another")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 where a paper is another"
+    )
     check = parser.parse_args(arguments).check
     texts: dict[Path, tuple[str, str]] = {}
     try:
@@ -130,7 +150,9 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     others = [path for path, (before, after) in texts.items() if before != after]
     for path in others:
         if check:
-            print(f"{path.relative_to(root)} is not what the rows say: run python -m benchmarks.measured")
+            print(
+                f"{path.relative_to(root)} is not what the rows say: run python -m benchmarks.measured"
+            )
         else:
             path.write_text(texts[path][1], encoding="utf-8")
             print(f"{path.relative_to(root)} is written")

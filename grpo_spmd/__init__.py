@@ -14,5 +14,8 @@ if getattr(sys, "argv", [])[:1] == ["-m"]:  # `python -m grpo_spmd.x` is being f
 from grpo_spmd.api import RunResult, run
 from grpo_spmd.config.errors import ConfigError
 
+# `python -m grpo_spmd.report` and the other commands live in tools/; imports name them grpo_spmd.tools.
+__path__.append(__path__[0] + "/tools")
+
 __all__ = ["ConfigError", "RunResult", "run"]
 __version__ = "0.1.0"

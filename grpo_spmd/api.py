@@ -39,7 +39,9 @@ class RunResult:
 
 
 def run(
-    config: str | os.PathLike[str] | Mapping[str, Any], rewards: Sequence[Entry] | None = None, **overrides: Any
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    rewards: Sequence[Entry] | None = None,
+    **overrides: Any,
 ) -> RunResult:
     """Train, and return when the run has ended. One process, unless torchrun has started this one: then each rank calls
     it alike. From the main thread.
@@ -52,9 +54,8 @@ def run(
     Ctrl-C, once: the run saves, and returns; twice: KeyboardInterrupt. Raises ConfigError for what cannot be used, and
     RuntimeError, with the run's report, for anything else.
     """
-    from grpo_spmd.config.devices import trains_on_cpu
-    from grpo_spmd.config.load import config_of
-    from grpo_spmd.rewards.callables import given
+    from grpo_spmd.config.load import config_of, trains_on_cpu
+    from grpo_spmd.rewards.named import given
 
     tree = _tree_of(config)
     _merge(tree, overrides, "")
@@ -62,22 +63,28 @@ def run(
     if rewards is not None:
         tree["rewards"] = rewards
     if isinstance(tree.get("rewards"), list | tuple):
-        tree["rewards"] = [_reward_of(entry, index, functions) for index, entry in enumerate(tree["rewards"])]
+        tree["rewards"] = [
+            _reward_of(entry, index, functions) for index, entry in enumerate(tree["rewards"])
+        ]
     elif rewards is not None:
-        raise ConfigError(f"rewards must be a list, as in rewards=[fn]; got {type(rewards).__name__}")
+        raise ConfigError(
+            f"rewards must be a list, as in rewards=[fn]; got {type(rewards).__name__}"
+        )
     with given(functions):
         return _train(config_of(tree, on_cpu=trains_on_cpu()))
 
 
 def _train(config: Config) -> RunResult:
     from grpo_spmd.checkpoint.run_dir import let_go
-    from grpo_spmd.distributed.guest import as_guest
-    from grpo_spmd.preflight.checks import check_inputs
-    from grpo_spmd.rewards.callables import packed
+    from grpo_spmd.checks.inputs import check_inputs
+    from grpo_spmd.distributed.embedded_run import as_guest
+    from grpo_spmd.rewards.named import packed
     from grpo_spmd.train import prepare_torch
 
     inputs = check_inputs(config, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    if (functions := packed(config.rewards)) is not None:  # refused now, and not when the engine has started
+    if (
+        functions := packed(config.rewards)
+    ) is not None:  # refused now, and not when the engine has started
         os.close(functions)
     run_dir = Path(config.run_dir)
     try:
@@ -90,7 +97,9 @@ def _train(config: Config) -> RunResult:
         let_go(run_dir)
     marker = run_dir / "preempted.json"
     is_preempted = marker.is_file()
-    num_steps = json.loads(marker.read_text("utf-8"))["step"] if is_preempted else config.training.num_steps
+    num_steps = (
+        json.loads(marker.read_text("utf-8"))["step"] if is_preempted else config.training.num_steps
+    )
     return RunResult(run_dir, int(num_steps), is_preempted)
 
 
@@ -115,7 +124,9 @@ def _tree_of(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, An
         _merge(tree, config, "")
         return tree
     if not isinstance(config, str | os.PathLike):
-        raise ConfigError(f"config must be the path of a YAML file or a mapping; got {type(config).__name__}")
+        raise ConfigError(
+            f"config must be the path of a YAML file or a mapping; got {type(config).__name__}"
+        )
     return read_tree(Path(config))[0]
 
 
@@ -149,7 +160,7 @@ def _plain(value: Any) -> Any:
 
 def _reward_of(entry: Any, index: int, functions: dict[str, RewardFunction]) -> Any:
     """An entry of `rewards` as YAML has it; a function goes into `functions`, by what stands for it there."""
-    from grpo_spmd.rewards.callables import name_of, spec_of
+    from grpo_spmd.rewards.named import name_of, spec_of
 
     if isinstance(entry, list | tuple) and len(entry) == 2 and callable(entry[0]):
         entry = {"function": entry[0], "weight": entry[1]}
@@ -161,7 +172,9 @@ def _reward_of(entry: Any, index: int, functions: dict[str, RewardFunction]) -> 
     made = dict(entry)
     if callable(function := made.get("function")):
         if isinstance(function, type):
-            raise ConfigError(f"rewards.{index}: {function.__name__} is a class; give an object of it")
+            raise ConfigError(
+                f"rewards.{index}: {function.__name__} is a class; give an object of it"
+            )
         spec = spec_of(function)
         spec = f"{spec}#{index}" if spec in functions else spec
         functions[spec] = function

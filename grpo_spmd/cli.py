@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from grpo_spmd import __version__
 from grpo_spmd.config.errors import ConfigError, refuse, say
-from grpo_spmd.distributed import heartbeat, interrupt
+from grpo_spmd.distributed import interrupt, startup
 from grpo_spmd.files import hold_standard_streams, show
 
 _PACKAGE = Path(__file__).parent
@@ -66,7 +66,9 @@ What follows is of python -m grpo_spmd.train.
 def main() -> None:
     hold_standard_streams()
     if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd()  # as python -m has it: a reward's file imports what lies beside the config
+        sys.path[0] = (
+            os.getcwd()
+        )  # as python -m has it: a reward's file imports what lies beside the config
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         width = max(map(len, commands()))
@@ -79,7 +81,11 @@ def main() -> None:
         return
     if name not in commands():
         closest = difflib.get_close_matches(name, commands(), 1, 0.0)[0]
-        refuse(ConfigError(f"grpo-spmd {name}: unknown command; did you mean {closest}? --help lists them"))
+        refuse(
+            ConfigError(
+                f"grpo-spmd {name}: unknown command; did you mean {closest}? --help lists them"
+            )
+        )
     if name == "train":
         _train(arguments[1:])
         return
@@ -93,17 +99,28 @@ def main() -> None:
 
 def commands() -> dict[str, str]:
     """Every module and folder at the package's top that can be run, with what it says of itself."""
-    found = {path.stem: (path, path) for path in _PACKAGE.glob("*.py") if path != Path(__file__)}
-    folders = (path.parent for path in _PACKAGE.glob("*/__main__.py"))
+    modules = [*_PACKAGE.glob("*.py"), *_PACKAGE.glob("tools/*.py")]
+    found = {path.stem: (path, path) for path in modules if path != Path(__file__)}
+    mains = [*_PACKAGE.glob("*/__main__.py"), *_PACKAGE.glob("tools/*/__main__.py")]
+    folders = (path.parent for path in mains)
     found |= {path.name: (path / "__main__.py", path / "__init__.py") for path in folders}
-    texts = {name: [path.read_text(encoding="utf-8") for path in paths] for name, paths in sorted(found.items())}
-    return {name: _about(*of_command) for name, of_command in texts.items() if _STARTS in of_command[0]}
+    texts = {
+        name: [path.read_text(encoding="utf-8") for path in paths]
+        for name, paths in sorted(found.items())
+    }
+    return {
+        name: _about(*of_command) for name, of_command in texts.items() if _STARTS in of_command[0]
+    }
 
 
 def _about(program: str, described: str) -> str:
     """The description of its parser, where that is one string, or the first line that describes it."""
     in_parser = re.search(r'description="([^"]+)"[,)]', program)
-    line = in_parser[1] if in_parser else (ast.get_docstring(ast.parse(described)) or "").partition("\n")[0]
+    line = (
+        in_parser[1]
+        if in_parser
+        else (ast.get_docstring(ast.parse(described)) or "").partition("\n")[0]
+    )
     line = re.sub(r"`?python -m grpo_spmd\.[^:]*:? ?", "", line).strip(" .:")
     return textwrap.shorten(line[:1].upper() + line[1:], 66, placeholder=" ...")
 
@@ -115,12 +132,20 @@ def _train(arguments: list[str]) -> None:
     for name in _PASSED_ON:
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")  # torchrun takes both
     own, rest = parser.parse_known_args(arguments)
-    passed = {name: value for name in _PASSED_ON if (value := getattr(own, name.replace("-", "_"))) is not None}
+    passed = {
+        name: value
+        for name in _PASSED_ON
+        if (value := getattr(own, name.replace("-", "_"))) is not None
+    }
     num_nodes = _number("--nnodes", passed.get("nnodes", "1").partition(":")[0])
     local_ranks = _number("--nproc", own.nproc or "1")
     for_help, only_asks = {"-h", "--help"} & {*rest}, {"--check", "--explain"} & {*rest}
     if for_help:
-        show(_TRAIN_USAGE.format(options=textwrap.fill(" ".join(f"--{name}" for name in _PASSED_ON), 80)))
+        show(
+            _TRAIN_USAGE.format(
+                options=textwrap.fill(" ".join(f"--{name}" for name in _PASSED_ON), 80)
+            )
+        )
     sys.argv = ["grpo-spmd train", *rest]
     from grpo_spmd import train
 
@@ -129,7 +154,7 @@ def _train(arguments: list[str]) -> None:
         return
     sizes = {"WORLD_SIZE": str(local_ranks * num_nodes), "LOCAL_WORLD_SIZE": str(local_ranks)}
     os.environ.update(sizes)
-    heartbeat.begin("checking config and data")
+    startup.begin("checking config and data")
     if only_asks:
         train.main()
         return

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from grpo_spmd.checks.inputs import Inputs
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.preemption import Preempted
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.parts import Run, open_run
-from grpo_spmd.preflight.checks import Inputs
 
 
 def train(config: Config, inputs: Inputs) -> bool:
@@ -32,7 +32,9 @@ def _train_step(run: Run, step: int) -> None:
     with phase("weight_sync"):
         sync_stats = run.weight_sync.sync(step)
     with phase("eval"):
-        log.write_evaluation(step - 1, run.evaluator.evaluate_if_due(step - 1))  # of the policy so far
+        log.write_evaluation(
+            step - 1, run.evaluator.evaluate_if_due(step - 1)
+        )  # of the policy so far
     sampled, generation_s = SampledStep(run.step_rules), list[float]()
     while sampled.num_missing:  # once, unless dynamic sampling has to refill the step
         with phase("rollout"):
@@ -47,7 +49,15 @@ def _train_step(run: Run, step: int) -> None:
         batch, decision = assemble_batch(sampled, run.session)
     with phase("logprobs"):
         check, keep = run.preemption.check_in_update, run.dump.keep_scores_if_due(step)
-        attach_logprobs(run.policy, run.reference, batch, config.loss, config.training.num_optimizer_steps, check, keep)
+        attach_logprobs(
+            run.policy,
+            run.reference,
+            batch,
+            config.loss,
+            config.training.num_optimizer_steps,
+            check,
+            keep,
+        )
         decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
         decision = run.signals.attach(batch, decision, check)
     with phase("reward"):
@@ -59,9 +69,13 @@ def _train_step(run: Run, step: int) -> None:
         sums = update(batch, run.update_check, check, keep) | run.signals.update(batch)
     log.record_largest(run.update_check.metrics())
     run.dump.write_updated(step, sampled, decision, sums, keep)
-    counts = run.progress.count(sampled.num_completions, decision.num_sampled_tokens, run.stream.epoch)
+    counts = run.progress.count(
+        sampled.num_completions, decision.num_sampled_tokens, run.stream.epoch
+    )
     log.record_largest(counts | run.stream.metrics())
-    log.check_step(step, decision, sync_stats, sums, generation_s)  # before a checkpoint is made of it
+    log.check_step(
+        step, decision, sync_stats, sums, generation_s
+    )  # before a checkpoint is made of it
     with phase("checkpoint"):
         run.checkpoints.stage_if_due(step, run.stream.position, run.log_state())
     log.end_step(step, decision)

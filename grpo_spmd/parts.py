@@ -14,15 +14,22 @@ from grpo_spmd.checkpoint.restore import find_start
 from grpo_spmd.checkpoint.run_dir import Start, begin_in
 from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import run_facts
-from grpo_spmd.config.dump import config_to_dict, flat_config
+from grpo_spmd.checks.inputs import Inputs
+from grpo_spmd.checks.memory import engine_tokens
+from grpo_spmd.config.describe import config_to_dict, flat_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import PromptStream
 from grpo_spmd.data.tokens import build_prompts
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import barrier, on_rank0
-from grpo_spmd.distributed.ending import orderly_end
+from grpo_spmd.distributed.exit import orderly_end
 from grpo_spmd.distributed.preemption import Preemption
-from grpo_spmd.distributed.session import Session, end_session, set_collective_timeouts, start_session
+from grpo_spmd.distributed.session import (
+    Session,
+    end_session,
+    set_collective_timeouts,
+    start_session,
+)
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.files import write_durably
@@ -30,7 +37,7 @@ from grpo_spmd.learn.balance import attention_cost_ratio
 from grpo_spmd.learn.sampled_step import StepRules
 from grpo_spmd.learn.signals import Signals
 from grpo_spmd.learn.update import PolicyUpdater
-from grpo_spmd.model.families.probe import refuse_untrainable
+from grpo_spmd.model.families.refusals import refuse_untrainable
 from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, Scores, build_policy, build_reference
@@ -45,8 +52,6 @@ from grpo_spmd.observe.progress import Progress
 from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.observe.tokenizer_file import save_tokenizer
-from grpo_spmd.preflight.checks import Inputs
-from grpo_spmd.preflight.engine_room import engine_tokens
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.proofs.update_check import UpdateCheck
 from grpo_spmd.records import MicroBatch, Prompt, ScoredRollouts
@@ -54,10 +59,8 @@ from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.protocol import Reward
 from grpo_spmd.rewards.trl import TrainerState
 from grpo_spmd.rollout.buffer import RolloutBuffer
-from grpo_spmd.rollout.early_scoring import EarlyScoring
 from grpo_spmd.rollout.evaluate import Evaluator
-from grpo_spmd.rollout.expected import ExpectedLengths
-from grpo_spmd.rollout.sample import Sampler
+from grpo_spmd.rollout.sample import EarlyScoring, ExpectedLengths, Sampler
 from grpo_spmd.signal_parts import (
     checks_of,
     made_up_of,
@@ -68,9 +71,9 @@ from grpo_spmd.signal_parts import (
 )
 
 if TYPE_CHECKING:  # off by default, and then not even imported
-    from grpo_spmd.data.tail import TailStream
-    from grpo_spmd.rollout.environments.environments import Environments
-    from grpo_spmd.rollout.tail import TailBatching
+    from grpo_spmd.data.prompts import TailStream
+    from grpo_spmd.episodes.environments import Environments
+    from grpo_spmd.rollout.sample import TailBatching
 
 _log = logging.getLogger("grpo_spmd")
 
@@ -105,7 +108,11 @@ class Run:
     progress: Progress
     launch: Launch
     num_finished_steps: int  # when it was opened
-    begun: tuple[int, int, dict[str, Any]] = (0, 0, {})  # with the step under way: finished steps, the prompt stream
+    begun: tuple[int, int, dict[str, Any]] = (
+        0,
+        0,
+        {},
+    )  # with the step under way: finished steps, the prompt stream
 
     def steps(self) -> Iterator[int]:
         """Collective. The steps that the run still has to make, each begun when it is drawn. Raises Preempted."""
@@ -116,7 +123,9 @@ class Run:
     def begin_step(self, step: int) -> None:
         """Collective. Note where the step begins, and ask whether to begin it. Raises Preempted."""
         self.begun = step - 1, self.stream.position, self.stream.state()
-        self.rewards.begin_step(TrainerState(step - 1, self.config.training.num_steps, self.stream.epoch))
+        self.rewards.begin_step(
+            TrainerState(step - 1, self.config.training.num_steps, self.stream.epoch)
+        )
         self.preemption.begin_step(self.checkpoints.time_to_save_s)
 
     def hand_device_to_trainer(self) -> dict[str, float]:
@@ -154,49 +163,104 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     tokenizer = load_tokenizer(config.model.path)
     data, per_step = config.data, config.rollout.num_prompts_per_step
     prompts = build_prompts(inputs.rows, tokenizer, data, per_step)
-    held_out = {name: build_prompts(rows, tokenizer, data, per_step, name) for name, rows in inputs.eval_rows.items()}
-    session = start_session(config.model.num_replicas, config.rollout.tensor_parallel_size, config.watchdog)
+    held_out = {
+        name: build_prompts(rows, tokenizer, data, per_step, name)
+        for name, rows in inputs.eval_rows.items()
+    }
+    session = start_session(
+        config.model.num_replicas, config.rollout.tensor_parallel_size, config.watchdog
+    )
     preemption = Preemption(config.training.max_time_s)
     log_to_terminal(session.rank)
     if session.is_rank0:
-        for line in banner(config.model, data, config.rollout, config.rewards, config.training.num_steps):
+        for line in banner(
+            config.model, data, config.rollout, config.rewards, config.training.num_steps
+        ):
             _log.info(line)
     run_dir, num_steps = Path(config.run_dir), config.training.num_steps
     facts = run_facts(flat_config(config), prompts, session, held_out)
-    start = find_start(run_dir, config.checkpoint.resume, session, facts, num_steps, bool(config.eval.every_steps))
+    start = find_start(
+        run_dir, config.checkpoint.resume, session, facts, num_steps, bool(config.eval.every_steps)
+    )
     if start.is_over:
         end_session()
         return None
-    environments = open_environments(config, inputs.rewards, tokenizer, session, preemption.check_scoring)
-    rewards, by_functions, of_them = open_rewards(config, inputs, tokenizer, session, preemption, environments)
+    environments = open_environments(
+        config, inputs.rewards, tokenizer, session, preemption.check_scoring
+    )
+    rewards, by_functions, of_them = open_rewards(
+        config, inputs, tokenizer, session, preemption, environments
+    )
     refuse_untrainable(config.model.path, config.max_rollout_tokens)
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
     longest, stops = config.max_rollout_tokens, stop_token_ids(config.model.path, tokenizer)
-    engine = RolloutEngine(config.model, config.rollout, engine_tokens(config), session, stops, preemption.should_abort)
-    policy = build_policy(config.model, config.rollout.temperature, session, seed=config.seed, longest=longest)
-    reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
-    score, weights = open_reward_models(config, by_functions, of_them, engine, tokenizer, session, preemption)
-    max_completion, max_error_frac = config.rollout.max_completion_tokens, config.reward_pool.max_error_frac
+    engine = RolloutEngine(
+        config.model, config.rollout, engine_tokens(config), session, stops, preemption.should_abort
+    )
+    policy = build_policy(
+        config.model, config.rollout.temperature, session, seed=config.seed, longest=longest
+    )
+    reference = build_reference(
+        policy, config.model, config.rollout.temperature, config.loss.kl_coef, session
+    )
+    score, weights = open_reward_models(
+        config, by_functions, of_them, engine, tokenizer, session, preemption
+    )
+    max_completion, max_error_frac = (
+        config.rollout.max_completion_tokens,
+        config.reward_pool.max_error_frac,
+    )
     of_model, of_loss = (config.model.path, config.model.dtype), (config.advantage, config.loss)
     sources = tokenizer, of_model, stops, data, config.rollout, weights, *of_loss, config.optimizer
     every_steps, is_agent = config.proofs.every_steps, bool(config.environment.agent)
     prompt_at = PromptStream(prompts, config.seed, data.shuffle).at
     signals = open_signals(config, policy, session, reference, prompt_at, tokenizer)
-    updater = PolicyUpdater(policy, config.optimizer, config.loss, config.training, max_completion, signals.head)
-    checks: dict[str, Any] = {"more": checks_of(config, signals), "made_up": made_up_of(config, policy)}
+    updater = PolicyUpdater(
+        policy, config.optimizer, config.loss, config.training, max_completion, signals.head
+    )
+    checks: dict[str, Any] = {
+        "more": checks_of(config, signals),
+        "made_up": made_up_of(config, policy),
+    }
     checks["values"] = made_up_values_of(config, signals)
     update_check = UpdateCheck(
-        every_steps, session, policy, reference, updater, *sources, config.training, is_agent=is_agent, **checks
+        every_steps,
+        session,
+        policy,
+        reference,
+        updater,
+        *sources,
+        config.training,
+        is_agent=is_agent,
+        **checks,
     )
     cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
     step_rules = open_step_rules(config, session.world_size, cost_ratio, weights)
-    offload = HostOffload(config.model.offload, policy, reference, updater.optimizer, signals.beside)
-    bucket_bytes, keeps = config.rollout.sync_bucket_bytes(session.device.type), config.checkpoint.rollout_buffer
-    weight_sync = WeightSync(policy, engine, bucket_bytes, config.proofs.every_steps, offload, is_named=keeps)
-    writer, every_steps = RolloutWriter(run_dir, config.logging, session), config.logging.rollouts_every_steps
-    of_eval = config.eval, config.seed, max_error_frac, writer if every_steps else None, environments
+    offload = HostOffload(
+        config.model.offload, policy, reference, updater.optimizer, signals.beside
+    )
+    bucket_bytes, keeps = (
+        config.rollout.sync_bucket_bytes(session.device.type),
+        config.checkpoint.rollout_buffer,
+    )
+    weight_sync = WeightSync(
+        policy, engine, bucket_bytes, config.proofs.every_steps, offload, is_named=keeps
+    )
+    writer, every_steps = (
+        RolloutWriter(run_dir, config.logging, session),
+        config.logging.rollouts_every_steps,
+    )
+    of_eval = (
+        config.eval,
+        config.seed,
+        max_error_frac,
+        writer if every_steps else None,
+        environments,
+    )
     evaluator = Evaluator(held_out, engine, score, *of_eval)
-    checkpoints = Checkpoints(run_dir, config.checkpoint, num_steps, session, policy, updater, facts, signals.critic)
+    checkpoints = Checkpoints(
+        run_dir, config.checkpoint, num_steps, session, policy, updater, facts, signals.critic
+    )
     checkpoints.load(start)
     stream, tail = open_stream(config, prompts, start)
     # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
@@ -206,10 +270,18 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     logprob_check = LogprobCheck(config.model.dtype, config.proofs.max_mismatch)
     logprob_check.restore(start.trainer)
     of_policy = policy.num_parameters, logprob_check
-    phase, log = open_log(config, session, inputs.began, *of_policy, engine.pool_bytes, start.step + 1)
-    dump = RolloutDump(writer, every_steps, RolloutWriter(run_dir, config.logging, session, "token_scores"))
+    phase, log = open_log(
+        config, session, inputs.began, *of_policy, engine.pool_bytes, start.step + 1
+    )
+    dump = RolloutDump(
+        writer, every_steps, RolloutWriter(run_dir, config.logging, session, "token_scores")
+    )
     open_buffer = RolloutBuffer if environments is None else environments.buffer
-    buffer = open_buffer(config.run_dir, config.seed, config.model, config.rollout, session) if keeps else None
+    buffer = (
+        open_buffer(config.run_dir, config.seed, config.model, config.rollout, session)
+        if keeps
+        else None
+    )
     lengths = ExpectedLengths() if config.rollout.schedule == "shared_queue" else None
     of_groups = buffer, lengths, tail, environments, EarlyScoring(rewards, tokenizer)
     sampler = Sampler(engine, config.rollout.group_size, config.seed, *of_groups)
@@ -220,25 +292,50 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     )  # fmt: skip
 
 
-def open_step_rules(config: Config, num_ranks: int, cost_ratio: float, weights: Sequence[float]) -> StepRules:
+def open_step_rules(
+    config: Config, num_ranks: int, cost_ratio: float, weights: Sequence[float]
+) -> StepRules:
     """`cost_ratio`: as balance.py has it. `weights` of the rewards: where all are 0, these are only watched."""
-    sections, is_watched = (config.rollout, config.advantage, config.loss, config.training), not any(weights)
+    sections, is_watched = (
+        (config.rollout, config.advantage, config.loss, config.training),
+        not any(weights),
+    )
     discount, max_error_frac = config.environment.discount, config.reward_pool.max_error_frac
-    return StepRules(*sections, max_error_frac, num_ranks, cost_ratio, None if is_watched else discount, is_watched)
+    return StepRules(
+        *sections,
+        max_error_frac,
+        num_ranks,
+        cost_ratio,
+        None if is_watched else discount,
+        is_watched,
+    )
 
 
 def open_environments(
-    config: Config, rewards: Sequence[Reward], tokenizer: Any, session: Session, check: Callable[[], None]
+    config: Config,
+    rewards: Sequence[Reward],
+    tokenizer: Any,
+    session: Session,
+    check: Callable[[], None],
 ) -> Environments | None:
     """None where the policy talks to nobody. Raises ConfigError."""
     if not config.environment.is_on:
         return None
-    from grpo_spmd.rollout.environments.environments import Environments
-    from grpo_spmd.rollout.environments.open_episode import Limits
+    from grpo_spmd.episodes.environments import Environments
+    from grpo_spmd.episodes.open_episode import Limits
 
     longest = config.max_rollout_tokens
-    of_turn, of_all = config.rollout.max_completion_tokens, config.training.max_tokens_per_micro_batch
-    limits = Limits(config.environment.max_turns, longest - config.data.max_prompt_tokens, of_turn, longest, of_all)
+    of_turn, of_all = (
+        config.rollout.max_completion_tokens,
+        config.training.max_tokens_per_micro_batch,
+    )
+    limits = Limits(
+        config.environment.max_turns,
+        longest - config.data.max_prompt_tokens,
+        of_turn,
+        longest,
+        of_all,
+    )
     log_file = Path(config.run_dir, "logs", f"environments_rank_{session.rank}.log")
     is_first = session.rank % config.rollout.tensor_parallel_size == 0
     sources = config.environment, config.called_rewards, rewards, tokenizer, limits
@@ -252,7 +349,7 @@ def open_stream(
     fresh = PromptStream(prompts, config.seed, config.data.shuffle, start.position)
     if config.rollout.tail_batching == 1 and not start.waiting:
         return fresh, None
-    from grpo_spmd.rollout.tail import open_tail
+    from grpo_spmd.rollout.sample import open_tail
 
     return open_tail(fresh, len(prompts), config.rollout, start.waiting)
 
@@ -269,15 +366,28 @@ def open_log(
     """The clock of the steps from `first_step` on, and the log of their metrics; `began`: the launch, on the monotonic
     clock; `pool_bytes` is the engine's."""
     run_dir, num_workers = Path(config.run_dir), config.reward_pool.num_workers
-    may_help = remedies(config.model, config.rollout, config.training, config.max_rollout_tokens, num_workers)
-    timer = PhaseTimer(session.device, MemoryLedger(session.device, pool_bytes, may_help), first_step)
-    followers = open_followers(run_dir, config.logging, config_to_dict(config)) if session.is_rank0 else None
+    may_help = remedies(
+        config.model, config.rollout, config.training, config.max_rollout_tokens, num_workers
+    )
+    timer = PhaseTimer(
+        session.device, MemoryLedger(session.device, pool_bytes, may_help), first_step
+    )
+    followers = (
+        open_followers(run_dir, config.logging, config_to_dict(config))
+        if session.is_rank0
+        else None
+    )
     of_loss = logprob_check, config.loss, config.training
     return timer, MetricsLog(run_dir, session, timer, *of_loss, num_parameters, followers, began)
 
 
 def open_run_dir(
-    config: Config, session: Session, num_dropped_prompts: int, start: Start, began: float, tokenizer: Any = None
+    config: Config,
+    session: Session,
+    num_dropped_prompts: int,
+    start: Start,
+    began: float,
+    tokenizer: Any = None,
 ) -> Launch:
     """Collective. Make the run folder, with the resolved `config.yaml`, `tokenizer` and a log file of each rank; its
     line of launches.jsonl, of a launch that `began` on the monotonic clock.
@@ -301,5 +411,9 @@ def open_run_dir(
     log_to_file(logs / f"rank_{session.rank}.log")
     if num_dropped_prompts and session.is_rank0:
         longest = config.data.max_prompt_tokens
-        _log.warning("data: dropped %d prompts longer than data.max_prompt_tokens=%d", num_dropped_prompts, longest)
+        _log.warning(
+            "data: dropped %d prompts longer than data.max_prompt_tokens=%d",
+            num_dropped_prompts,
+            longest,
+        )
     return launch

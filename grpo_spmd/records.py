@@ -32,7 +32,9 @@ class Prompt:
     position: int  # place in the stream, counted from 0 over the whole run
     row: int  # row of the data set
     token_ids: list[int]
-    text: str | list[dict[str, Any]]  # what a reward function gets as the prompt: a string or chat messages
+    text: (
+        str | list[dict[str, Any]]
+    )  # what a reward function gets as the prompt: a string or chat messages
     columns: dict[str, Any]  # the row's other columns, for the reward functions
 
 
@@ -122,8 +124,12 @@ class Lesson:
     logprobs: Tensor | None = None  # float32 [C], of the sampled tokens
     terms: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()
     """One: (hidden states [C, D] and head [V, D] of the policy) -> float32 [C], how far it is from the teacher."""
-    by_name: dict[str, Tensor] = field(default_factory=dict)  # bool [C], whose tokens; nothing where there is one
-    answered: Tensor | None = None  # bool [C], of which tokens its server has said something; None: of all
+    by_name: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # bool [C], whose tokens; nothing where there is one
+    answered: Tensor | None = (
+        None  # bool [C], of which tokens its server has said something; None: of all
+    )
 
 
 @dataclass
@@ -133,17 +139,23 @@ class MicroBatch:
     input_ids: Tensor  # int64 [T]
     position_ids: Tensor  # int64 [T], starts at 0 in each sequence
     sequence_lengths: list[int]  # S lengths that add up to T
-    predict_index: Tensor  # int64 [C], the place in the row whose hidden state predicts target_ids[c]
+    predict_index: (
+        Tensor  # int64 [C], the place in the row whose hidden state predicts target_ids[c]
+    )
     target_ids: Tensor  # int64 [C]
     rollout_logprobs: Tensor  # float32 [C]
     advantages: Tensor  # float32 [C]
     loss_mask: Tensor  # bool [C], True where a token counts
-    sequence_index: Tensor  # int64 [C], the place in rollout_ids of the rollout that the token belongs to
+    sequence_index: (
+        Tensor  # int64 [C], the place in rollout_ids of the rollout that the token belongs to
+    )
     rollout_ids: list[int]  # without those that have no completion token
     old_logprobs: Tensor | None = None  # float32 [C]; None where the loss does not need them
     ref_logprobs: Tensor | None = None  # the same
     lesson: Lesson | None = None  # of a teacher, if there is one
-    old_values: Tensor | None = None  # float32 [C], by the critic before this step's updates; None: there is no critic
+    old_values: Tensor | None = (
+        None  # float32 [C], by the critic before this step's updates; None: there is no critic
+    )
     returns: Tensor | None = None  # float32 [C], what the critic's values are taught
 
 
@@ -153,7 +165,9 @@ class RolloutBatch:
     of each on every rank."""
 
     mini_batches: list[list[MicroBatch]]
-    num_loss_tokens: list[int]  # over all ranks, one for each mini-batch: the denominator of its token mean
+    num_loss_tokens: list[
+        int
+    ]  # over all ranks, one for each mini-batch: the denominator of its token mean
     num_loss_sequences: list[int]  # the same, of sequences with a token that counts
 
     @property
@@ -165,11 +179,17 @@ class RolloutBatch:
 class ScoredRollouts:
     """What one rank scored: lists with one entry a completion, in the order of its groups and their completions."""
 
-    rewards: list[float | None] = field(default_factory=list)  # the weighted sum; None: no reward is known
-    by_name: dict[str, list[float | None]] = field(default_factory=dict)  # None: does not apply; NaN: unusable
+    rewards: list[float | None] = field(
+        default_factory=list
+    )  # the weighted sum; None: no reward is known
+    by_name: dict[str, list[float | None]] = field(
+        default_factory=dict
+    )  # None: does not apply; NaN: unusable
     # by name: "ok", "not_applicable", "error" or "timeout"
     statuses: dict[str, list[str]] = field(default_factory=dict)
-    first_error: str | None = None  # the first failure of the function that failed most, with its traceback
+    first_error: str | None = (
+        None  # the first failure of the function that failed most, with its traceback
+    )
     texts: list[str] = field(default_factory=list)
     given: list[dict[str, Any]] = field(default_factory=list)  # what the functions were called with
     # "extra" {reward: {column: value}}; at a call's first completion "logged" {reward: {metric: [sum, number]}}, at a
@@ -195,10 +215,15 @@ class ScoredRollouts:
     def finite_by_name(self, number: int) -> dict[str, float | None]:
         """Each function's reward of one rollout, None where it is unusable too: NaN is not JSON."""
         mine = {name: values[number] for name, values in self.by_name.items()}
-        return {name: None if value is None or math.isnan(value) else value for name, value in mine.items()}
+        return {
+            name: None if value is None or math.isnan(value) else value
+            for name, value in mine.items()
+        }
 
 
-def rollout_seed(seed: int, step: int | str, position: int, sample: int, turn: int | str = 0) -> int:
+def rollout_seed(
+    seed: int, step: int | str, position: int, sample: int, turn: int | str = 0
+) -> int:
     """Sampling seed of one turn, in [0, 2**63): a function of its place in the run, never of ranks or batches. An
     evaluation has text in the place of `step`, alike at all steps, and the row in the place of `position`."""
     place = f"{seed}/{step}/{position}/{sample}" + (f"/{turn}" if turn else "")
@@ -225,7 +250,9 @@ class Plan:
     def __getitem__(self, mini_batch: int) -> list[list[list[int]]]:
         of_rows, lengths = list(self.blocks())[mini_batch]
         ids = iter(of_rows.tolist())
-        return [[[next(ids) for _ in range(length)] for length in rank] for rank in lengths.tolist()]
+        return [
+            [[next(ids) for _ in range(length)] for length in rank] for rank in lengths.tolist()
+        ]
 
     def blocks(self) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
         """Of each mini-batch the ids and the lengths."""

@@ -12,18 +12,16 @@ import shutil
 
 import yaml
 
+from grpo_spmd.checks.explain import explain
+from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.command_line import OverridesParser, number_of_ranks
-from grpo_spmd.config.describe import describe_keys
-from grpo_spmd.config.devices import trains_on_cpu
-from grpo_spmd.config.dump import config_to_dict
+from grpo_spmd.config.describe import config_to_dict, describe_keys
 from grpo_spmd.config.errors import ConfigError, refuse
-from grpo_spmd.config.load import load_config_with_sources
-from grpo_spmd.distributed import heartbeat, interrupt
-from grpo_spmd.distributed.collector import collector_off
+from grpo_spmd.config.load import load_config_with_sources, trains_on_cpu
+from grpo_spmd.distributed import interrupt, startup
+from grpo_spmd.distributed.startup import collector_off
 from grpo_spmd.files import hold_standard_streams, show
-from grpo_spmd.preflight.checks import check_inputs
-from grpo_spmd.preflight.explain import explain
-from grpo_spmd.preflight.model_facts import read_model
+from grpo_spmd.model.config_json import read_model
 
 
 def main() -> None:
@@ -36,14 +34,20 @@ def main() -> None:
         parser.error("--ranks is a number from 1 on, and goes with --explain")
     try:
         num_ranks = number_of_ranks(args.ranks)
-        config, sources = load_config_with_sources(args.config, args.overrides, on_cpu=trains_on_cpu())
+        config, sources = load_config_with_sources(
+            args.config, args.overrides, on_cpu=trains_on_cpu()
+        )
         interrupt.tell_of(config.run_dir)
         inputs = check_inputs(config, num_ranks=num_ranks, to_run=not args.explain, sources=sources)
     except ConfigError as error:
         refuse(error)
     if args.explain:
         model = read_model(config.model.path)
-        show("\n".join(explain(config, sources, model, len(inputs.rows), num_ranks, with_defaults=args.all)))
+        show(
+            "\n".join(
+                explain(config, sources, model, len(inputs.rows), num_ranks, with_defaults=args.all)
+            )
+        )
         return
     if args.check:
         show(yaml.safe_dump(config_to_dict(config), sort_keys=False).rstrip())
@@ -52,14 +56,16 @@ def main() -> None:
     prepare_torch()
     from grpo_spmd.distributed.doctor import exit_with_outcome
 
-    heartbeat.begin("importing torch and vLLM")
+    startup.begin("importing torch and vLLM")
     with exit_with_outcome():
         with collector_off():
             from torch.distributed.elastic.multiprocessing.errors import record
 
             from grpo_spmd.loop import train
 
-        if not record(train)(config, inputs):  # torch's record takes a sys.exit(0) somewhere below for a success
+        if not record(train)(
+            config, inputs
+        ):  # torch's record takes a sys.exit(0) somewhere below for a success
             raise RuntimeError("something called sys.exit(0) in the middle of the run")
 
 
@@ -79,9 +85,16 @@ def _parser() -> OverridesParser:
         epilog="config keys:\n" + describe_keys(shutil.get_terminal_size().columns),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, explained = parser.add_argument, "print what the config comes to and where what it sets is from, and stop"
+    add, explained = (
+        parser.add_argument,
+        "print what the config comes to and where what it sets is from, and stop",
+    )
     add("--config", required=True, help="a YAML file; configs/ has examples")
-    add("--check", action="store_true", help="check config and data, print the resolved config, and stop")
+    add(
+        "--check",
+        action="store_true",
+        help="check config and data, print the resolved config, and stop",
+    )
     add("--explain", action="store_true", help=explained)
     add("--explain=all", dest="all", action="store_true", help="the same, and the defaults")
     planned_for = "with --explain: the number of ranks to plan for (default: WORLD_SIZE, else 1)"

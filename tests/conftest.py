@@ -20,7 +20,12 @@ from jaxtyping import install_import_hook
 from tests.support.processes import launches
 
 install_import_hook(
-    ["grpo_spmd.learn.advantages", "grpo_spmd.model.logprobs", "grpo_spmd.learn.losses", "grpo_spmd.model.policy"],
+    [
+        "grpo_spmd.learn.advantages",
+        "grpo_spmd.model.logprobs",
+        "grpo_spmd.learn.losses",
+        "grpo_spmd.model.policy",
+    ],
     "beartype.beartype",
 )
 
@@ -50,7 +55,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):  # one of several pytest processes: its controller prints for all
+    if hasattr(
+        session.config, "workeroutput"
+    ):  # one of several pytest processes: its controller prints for all
         session.config.workeroutput["launches"] = dict(launches)
 
 

@@ -28,22 +28,35 @@ from benchmarks.agreement.contract_rows import CPU, TORCH, VLLM
 from benchmarks.agreement.contract_source import Source
 from benchmarks.support.report import Row, arguments_parser, report
 
-VERSIONS = ("0.26.0", "0.32.0", "0.33.0")  # the least that pyproject.toml takes, the one that is pinned, the newest
+VERSIONS = (
+    "0.26.0",
+    "0.32.0",
+    "0.33.0",
+)  # the least that pyproject.toml takes, the one that is pinned, the newest
 
 
 def main() -> None:
     parser = arguments_parser(__doc__)
-    parser.add_argument("--vllm", nargs="+", default=VERSIONS, metavar="VERSION", help="releases to hold it against")
-    parser.add_argument("--installed", action="store_true", help="hold it against the vLLM of this environment")
+    parser.add_argument(
+        "--vllm", nargs="+", default=VERSIONS, metavar="VERSION", help="releases to hold it against"
+    )
+    parser.add_argument(
+        "--installed", action="store_true", help="hold it against the vLLM of this environment"
+    )
     args = parser.parse_args()
     rows: list[Row] = []
     for version in ["installed"] if args.installed else args.vllm:
         found, facts = _of_installed() if args.installed else _of_release(version)
         for finding in (finding for finding in found if finding.verdict == "broken"):
-            print(f"broken: {finding.row.label}: {finding.how}; relied on for: {finding.row.why}", flush=True)
+            print(
+                f"broken: {finding.row.label}: {finding.how}; relied on for: {finding.row.why}",
+                flush=True,
+            )
         verdicts = Counter(finding.verdict for finding in found)
         absent = sorted(
-            finding.row.name.rpartition(".")[2] for finding in found if finding.verdict.startswith("absent")
+            finding.row.name.rpartition(".")[2]
+            for finding in found
+            if finding.verdict.startswith("absent")
         )
         counts = {"rows": len(found), "kept": verdicts["kept"], "broken": verdicts["broken"]}
         rows.append({**facts, **counts, "absent_as_allowed": ", ".join(absent) or "none"})
@@ -54,16 +67,24 @@ def main() -> None:
 def _of_installed() -> tuple[list[Finding], Row]:
     site = Path(sysconfig.get_path("purelib"))
     source, version = Source(site), installed_version("vllm", site)
-    found = [*check((*VLLM, *CPU), source, version), *check(TORCH, source, installed_version("torch", site))]
+    found = [
+        *check((*VLLM, *CPU), source, version),
+        *check(TORCH, source, installed_version("torch", site)),
+    ]
     here = f"{version[0]}.{version[1]}, installed"
     return found, {"vllm": here, "wheel": "-", "its torch": "installed", "imported": "-"}
 
 
 def _of_release(version: str) -> tuple[list[Finding], Row]:
     with tempfile.TemporaryDirectory() as folder:
-        site, of_torch = Path(folder, "vllm"), Path(folder, "torch")  # apart: the import takes the installed torch
+        site, of_torch = (
+            Path(folder, "vllm"),
+            Path(folder, "torch"),
+        )  # apart: the import takes the installed torch
         vllm = _unpack("vllm", version, site)
-        wanted = re.search(r"^Requires-Dist: torch==([\w.]+)", _metadata(site, "vllm"), re.MULTILINE)
+        wanted = re.search(
+            r"^Requires-Dist: torch==([\w.]+)", _metadata(site, "vllm"), re.MULTILINE
+        )
         assert wanted is not None, f"vllm {version} names no version of torch"
         _unpack("torch", wanted[1], of_torch)
         found = [*check(VLLM, Source(site), installed_version("vllm", site))]
@@ -89,34 +110,61 @@ def _unpack(package: str, version: str, site: Path) -> str:
         ]
         print(f"downloading {package} {version}", flush=True)
         done = subprocess.run(
-            [*pip, "--only-binary=:all:", "--no-cache-dir", "-q", "-d", folder, f"{package}==={version}"],
+            [
+                *pip,
+                "--only-binary=:all:",
+                "--no-cache-dir",
+                "-q",
+                "-d",
+                folder,
+                f"{package}==={version}",
+            ],
             capture_output=True,
             text=True,
         )
         if done.returncode:
-            raise SystemExit(f"pip could not download {package} {version}: {done.stderr.strip().splitlines()[-1]}")
+            raise SystemExit(
+                f"pip could not download {package} {version}: {done.stderr.strip().splitlines()[-1]}"
+            )
         wheel = next(Path(folder).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.endswith((".py", ".pyi", ".json", "METADATA"))]
+            names = [
+                name
+                for name in archive.namelist()
+                if name.endswith((".py", ".pyi", ".json", "METADATA"))
+            ]
             archive.extractall(site, names)
         return wheel.name
 
 
 def _metadata(site: Path, package: str) -> str:
-    return next(site.glob(f"{package}-*.dist-info/METADATA")).read_text(encoding="utf-8", errors="replace")
+    return next(site.glob(f"{package}-*.dist-info/METADATA")).read_text(
+        encoding="utf-8", errors="replace"
+    )
 
 
 def _of_import(package: Path) -> tuple[list[Finding], str]:
     """Rows whose call does not bind to the imported object, and in how many it does; or why it cannot be imported.
     In a process of its own, where this folder stands for the installed vllm, beside the installed torch."""
-    worker = [sys.executable, "-W", "ignore", "-m", "benchmarks.agreement.contract_import", str(package)]
-    done = subprocess.run(worker, capture_output=True, text=True, env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"})
+    worker = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "benchmarks.agreement.contract_import",
+        str(package),
+    ]
+    done = subprocess.run(
+        worker, capture_output=True, text=True, env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
         return [], f"no: {last[:120]}"
     said = json.loads(done.stdout.splitlines()[-1])
     rows = {row.label: row for row in VLLM}
-    return [Finding(rows[label], "broken", f"imported, {how}") for label, how in said["broken"]], said["summary"]
+    return [
+        Finding(rows[label], "broken", f"imported, {how}") for label, how in said["broken"]
+    ], said["summary"]
 
 
 if __name__ == "__main__":

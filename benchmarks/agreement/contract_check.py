@@ -27,7 +27,9 @@ def check(rows: Iterable[Row], source: Source, version: tuple[int, int]) -> Iter
             yield Finding(row, "of another version")
             continue
         breach = _breach(row, source)
-        if row.absent and breach.startswith((_NO_NAME, _TAKES_NO)):  # whatever is there must be as it is called
+        if row.absent and breach.startswith(
+            (_NO_NAME, _TAKES_NO)
+        ):  # whatever is there must be as it is called
             yield Finding(row, "absent, as allowed", row.absent)
         else:
             yield Finding(row, "broken" if breach else "kept", breach)

@@ -20,7 +20,9 @@ def main(package: Path) -> None:
     broken, bound, unseen = list[tuple[str, str]](), 0, 0
     for row in VLLM:
         target = _object(row.name) if row.call and not row.forwards_to else None
-        if not callable(target):  # made by an instance, or in a module that needs what is not here (a kernel library)
+        if not callable(
+            target
+        ):  # made by an instance, or in a module that needs what is not here (a kernel library)
             unseen += bool(row.call) and not row.forwards_to
             continue
         try:
@@ -31,7 +33,14 @@ def main(package: Path) -> None:
         except TypeError as error:
             broken.append((row.label, str(error)))
     taken = _options_taken(broken)
-    print(json.dumps({"broken": broken, "summary": f"{bound} calls bound, {unseen} not to be had, {taken} options"}))
+    print(
+        json.dumps(
+            {
+                "broken": broken,
+                "summary": f"{bound} calls bound, {unseen} not to be had, {taken} options",
+            }
+        )
+    )
 
 
 def _object(name: str) -> Any:
@@ -42,7 +51,11 @@ def _object(name: str) -> Any:
         except ImportError:
             continue
         for part in parts[cut:]:
-            found = inspect.getattr_static(found, part, None) if inspect.isclass(found) else getattr(found, part, None)
+            found = (
+                inspect.getattr_static(found, part, None)
+                if inspect.isclass(found)
+                else getattr(found, part, None)
+            )
         return found.__func__ if isinstance(found, staticmethod | classmethod) else found
     return None
 
@@ -53,13 +66,19 @@ def _bind(row: Row, target: Any) -> None:
 
     args, kwargs = eval(f"given{row.call}", {"given": given, **dict.fromkeys(_words(row.call))})
     is_method = (
-        inspect.isfunction(target) and "." in target.__qualname__ and "self" in inspect.signature(target).parameters
+        inspect.isfunction(target)
+        and "." in target.__qualname__
+        and "self" in inspect.signature(target).parameters
     )
     inspect.signature(target).bind(*([None] if is_method else []), *args, **kwargs)
 
 
 def _words(call: str) -> list[str]:
-    return [word for word in call.replace("(", " ").replace(")", " ").replace(",", " ").split() if word.isidentifier()]
+    return [
+        word
+        for word in call.replace("(", " ").replace(")", " ").replace(",", " ").split()
+        if word.isidentifier()
+    ]
 
 
 def _options_taken(broken: list[tuple[str, str]]) -> int:

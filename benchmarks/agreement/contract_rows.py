@@ -14,7 +14,10 @@ _LINEAR = "vllm.model_executor.layers.linear"
 _VOCABULARY = "vllm.model_executor.layers.vocab_parallel_embedding"
 _CORE = "vllm.v1.engine.core.EngineCore"
 _SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
-_V1, _V2 = "vllm.v1.worker.gpu_model_runner.GPUModelRunner", "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+_V1, _V2 = (
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+)
 _WORKER = "vllm.v1.worker.gpu_worker.Worker"
 _EXECUTOR = "vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher"
 _STATE = "vllm.distributed.parallel_state"
@@ -71,7 +74,7 @@ OPTIONS = (
     Row("vllm.config.model.LogprobsMode", "the value that start.py passes", says=("'processed_logprobs'",)),
     Row("vllm.model_executor.model_loader._LOAD_FORMAT_TO_MODEL_LOADER", "the same", says=("'dummy':",)),
     Row("vllm.config.lora.MaxLoRARanks", "start.py's list", says=("8, 16, 32, 64, 128, 256, 320, 512]",)),
-    Row("vllm.engine.arg_utils.EngineArgs", "preflight/checks.py looks a misspelt rollout.engine key up in this file"),
+    Row("vllm.engine.arg_utils.EngineArgs", "checks/inputs.py looks a misspelt rollout.engine key up in this file"),
     Row("vllm.entrypoints.llm.LLM", "and in this one"),
     Row(
         "vllm.v1.executor.abstract.Executor.get_class",
@@ -110,7 +113,11 @@ STATES = (
     Row("vllm.config.ModelConfig.model", "the same"),
     Row("vllm.LLM.apply_model", "gives the model itself, for the reload and the proof", "(func)"),
     Row("vllm.LLM.collective_rpc", "reload_weights of the worker", "(method, kwargs=0)"),
-    Row("vllm.LLM.sleep", "frees weights and KV cache; requests of an ended generation go too", "(level=2)"),
+    Row(
+        "vllm.LLM.sleep",
+        "frees weights and KV cache; requests of an ended generation go too",
+        "(level=2)",
+    ),
     Row("vllm.LLM.wake_up", "the weights before the sync, the KV cache after it", "(tags=0)"),
     Row("vllm.LLM.reset_prefix_cache", "keys and values of the old weights", "()"),
     Row(
@@ -124,8 +131,15 @@ STATES = (
         "(level=2)",
         says=("level == 2", "model.named_buffers()"),
     ),
-    Row(f"{_WORKER}.wake_up", "and puts them back", "(tags=0)", says=("_sleep_saved_buffers", ".copy_(")),
-    Row(_WORKER, "the pools that the tags of wake_up name", says=("tag='weights'", "tag='kv_cache'")),
+    Row(
+        f"{_WORKER}.wake_up",
+        "and puts them back",
+        "(tags=0)",
+        says=("_sleep_saved_buffers", ".copy_("),
+    ),
+    Row(
+        _WORKER, "the pools that the tags of wake_up name", says=("tag='weights'", "tag='kv_cache'")
+    ),
     Row("vllm.device_allocator.cumem.CuMemAllocator.get_instance", "the sleep pool's bytes", "()"),
     Row("vllm.device_allocator.cumem.CuMemAllocator.get_current_usage", "the same", "()"),
     Row(
@@ -133,11 +147,17 @@ STATES = (
         "switches expandable segments off and on again: gpu.py keeps the user's other options",
         says=("expandable",),
     ),
-    Row("vllm.v1.engine.llm_engine.LLMEngine.vllm_config", "dtype of the weights, size of a batch, model runner"),
+    Row(
+        "vllm.v1.engine.llm_engine.LLMEngine.vllm_config",
+        "dtype of the weights, size of a batch, model runner",
+    ),
     Row("vllm.config.VllmConfig.model_config", "the dtype"),
     Row("vllm.config.ModelConfig.dtype", "the dtype that the sync casts to"),
     Row("vllm.config.VllmConfig.scheduler_config", "what an engine runs at once"),
-    Row("vllm.config.SchedulerConfig.max_num_seqs", "how many jobs an engine takes from the shared queue"),
+    Row(
+        "vllm.config.SchedulerConfig.max_num_seqs",
+        "how many jobs an engine takes from the shared queue",
+    ),
     Row(
         "vllm.config.VllmConfig.use_v2_model_runner",
         "V1's sampler loops over seeds in Python: a warning where it runs on a GPU",
@@ -151,19 +171,40 @@ STATES = (
         "V2 too gives logprobs of what was sampled from, not of the raw logits",
         says=("self.logprobs_mode in", "logits = processed_logits"),
     ),
-    Row("vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler", "so does V1", says=("== 'processed_logprobs'",)),
+    Row(
+        "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler",
+        "so does V1",
+        says=("== 'processed_logprobs'",),
+    ),
     Row(
         "vllm.envs.environment_variables",
         "the worker sets the precision of float32 products for the whole process, to what torch has by default",
         says=("env_with_choices('VLLM_FLOAT32_MATMUL_PRECISION', 'highest',",),
     ),
-    Row("vllm.v1.sample.ops.topk_topp_sampler.random_sample", "V1's loop", says=("in generators.items()",)),
+    Row(
+        "vllm.v1.sample.ops.topk_topp_sampler.random_sample",
+        "V1's loop",
+        says=("in generators.items()",),
+    ),
     Row("vllm.v1.engine.llm_engine.LLMEngine.engine_core", "the scheduler and the end of vLLM"),
-    Row("vllm.v1.engine.core_client.EngineCoreClient.make_client", "in this process", says=("return InprocClient(",)),
-    Row("vllm.v1.engine.core_client.InprocClient.engine_core", "the EngineCore, whose scheduler is asked"),
-    Row("vllm.v1.engine.core_client.InprocClient.shutdown", "ends vLLM, on all ranks together", "()"),
+    Row(
+        "vllm.v1.engine.core_client.EngineCoreClient.make_client",
+        "in this process",
+        says=("return InprocClient(",),
+    ),
+    Row(
+        "vllm.v1.engine.core_client.InprocClient.engine_core",
+        "the EngineCore, whose scheduler is asked",
+    ),
+    Row(
+        "vllm.v1.engine.core_client.InprocClient.shutdown", "ends vLLM, on all ranks together", "()"
+    ),
     Row(f"{_CORE}.scheduler", "asked how many requests wait for room"),
-    Row(f"{_CORE}.batch_queue", "asynchronous scheduling: a batch may be under way", absent="taken for none"),
+    Row(
+        f"{_CORE}.batch_queue",
+        "asynchronous scheduling: a batch may be under way",
+        absent="taken for none",
+    ),
     Row(f"{_SCHEDULER}.requests", "those that are not finished, by name"),
     Row("vllm.v1.request.Request.num_output_tokens", "how many a dropped request had"),
     Row(f"{_SCHEDULER}.has_requests", "an abort is over when it says no", "()"),
@@ -182,12 +223,24 @@ REQUESTS = (
         "(request_id, prompt, params, lora_request=None)",
     ),
     Row("vllm.inputs.TokensPrompt", "the key of that prompt", "(prompt_token_ids=0)"),
-    Row("vllm.v1.engine.llm_engine.LLMEngine.abort_request", "drops requests by the names that we gave", "(names)"),
-    Row("vllm.v1.engine.llm_engine.LLMEngine.step", "one step; what it returns may not be finished", "()"),
+    Row(
+        "vllm.v1.engine.llm_engine.LLMEngine.abort_request",
+        "drops requests by the names that we gave",
+        "(names)",
+    ),
+    Row(
+        "vllm.v1.engine.llm_engine.LLMEngine.step",
+        "one step; what it returns may not be finished",
+        "()",
+    ),
     _parameter("max_tokens", "rollout.max_completion_tokens"),
     _parameter("temperature", "rollout.temperature, or that of the evaluation"),
-    _parameter("seed", "a function of step, prompt and sample: a completion does not depend on its batch"),
-    _parameter("stop_token_ids", "of tokenizer and generation_config.json: vLLM has no tokenizer here"),
+    _parameter(
+        "seed", "a function of step, prompt and sample: a completion does not depend on its batch"
+    ),
+    _parameter(
+        "stop_token_ids", "of tokenizer and generation_config.json: vLLM has no tokenizer here"
+    ),
     _parameter("logprobs", "0: of the sampled token alone"),
     _parameter("flat_logprobs", "a list of numbers, not an object a token"),
     _parameter("detokenize", "False: no text is made"),
@@ -215,16 +268,26 @@ RELOAD = (
         f"{_VOCABULARY}.ParallelLMHead",
         "on a CPU a tied one keeps its packed copy: it is packed anew. The proof reads it by its packed weights",
     ),
-    Row(f"{_VOCABULARY}.UnquantizedEmbeddingMethod.process_weights_after_loading", "that packing", "(layer)"),
     Row(
-        f"{_LINEAR}.UnquantizedLinearMethod.process_weights_after_loading", "a linear layer's, after a copy", "(layer)"
+        f"{_VOCABULARY}.UnquantizedEmbeddingMethod.process_weights_after_loading",
+        "that packing",
+        "(layer)",
+    ),
+    Row(
+        f"{_LINEAR}.UnquantizedLinearMethod.process_weights_after_loading",
+        "a linear layer's, after a copy",
+        "(layer)",
     ),
     Row(
         "vllm.model_executor.layers.attention.attention.Attention.process_weights_after_loading",
         "after all copies, as vLLM does after its reload: the one layer that may have such a method",
         "(act_dtype)",
     ),
-    Row("vllm.model_executor.layers.utils", "on a CPU a layer keeps its packed weights", says=("layer.cpu_linear",)),
+    Row(
+        "vllm.model_executor.layers.utils",
+        "on a CPU a layer keeps its packed weights",
+        says=("layer.cpu_linear",),
+    ),
     Row(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.moe_kernel",
         "on a CPU its kernel is taken away, so that a reload packs anew",
@@ -238,7 +301,11 @@ LAYOUT = (
         for name in ("output_size", "tp_rank", "tp_size", "quant_method")
     ),
     Row(f"{_LINEAR}.UnquantizedLinearMethod.weight", "a plain layout: by bytes"),
-    Row(f"{_LINEAR}.UnquantizedLinearMethod.apply", "a packed one: its product with a vector", "(layer, x, bias)"),
+    Row(
+        f"{_LINEAR}.UnquantizedLinearMethod.apply",
+        "a packed one: its product with a vector",
+        "(layer, x, bias)",
+    ),
     Row(f"{_LINEAR}.ColumnParallelLinear.bias", "HF's bias, or None"),
     Row(f"{_LINEAR}.RowParallelLinear.bias", "the same"),
     Row(f"{_LINEAR}.ColumnParallelLinear", "split by rows"),
@@ -246,20 +313,47 @@ LAYOUT = (
     Row(f"{_LINEAR}.MergedColumnParallelLinear.output_sizes", "rows of each of HF's layers in it"),
     *(
         Row(f"{_LINEAR}.QKVParallelLinear.{name}", "rows of q, k and v on this rank")
-        for name in ("num_heads", "num_kv_heads", "total_num_heads", "total_num_kv_heads", "head_size")
+        for name in (
+            "num_heads",
+            "num_kv_heads",
+            "total_num_heads",
+            "total_num_kv_heads",
+            "head_size",
+        )
     ),
     Row(f"{_LINEAR}.QKVParallelLinear.num_kv_head_replicas", "ranks that share a KV head"),
-    Row(f"{_LINEAR}.QKVParallelLinear.v_head_size", "where values are smaller than keys", absent="taken for head_size"),
+    Row(
+        f"{_LINEAR}.QKVParallelLinear.v_head_size",
+        "where values are smaller than keys",
+        absent="taken for head_size",
+    ),
     Row(f"{_VOCABULARY}.VocabParallelEmbedding", "split by vocabulary"),
     Row(f"{_VOCABULARY}.VocabParallelEmbedding.shard_indices", "which rows this rank holds"),
     Row(f"{_VOCABULARY}.VocabParallelEmbedding.org_vocab_size", "rows without padding"),
     Row(f"{_VOCABULARY}.VocabParallelEmbedding.quant_method", "whether they are packed"),
-    Row(f"{_VOCABULARY}.VocabParallelEmbeddingShardIndices.org_vocab_start_index", "the first of them"),
+    Row(
+        f"{_VOCABULARY}.VocabParallelEmbeddingShardIndices.org_vocab_start_index",
+        "the first of them",
+    ),
     Row(f"{_VOCABULARY}.VocabParallelEmbeddingShardIndices.org_vocab_end_index", "the last"),
-    Row("vllm.model_executor.models.qwen2.Qwen2ForCausalLM.packed_modules_mapping", "HF's names in a fused layer"),
-    Row("vllm.model_executor.models.qwen2.Qwen2ForCausalLM.lm_head", "read by its packed weights where it has such"),
-    Row("vllm.model_executor.models.llama.LlamaForCausalLM.hf_to_vllm_mapper", "a class's renaming", absent="none"),
-    Row("vllm.model_executor.models.utils.WeightsMapper.apply_list", "names that a class of vLLM's changes", "(names)"),
+    Row(
+        "vllm.model_executor.models.qwen2.Qwen2ForCausalLM.packed_modules_mapping",
+        "HF's names in a fused layer",
+    ),
+    Row(
+        "vllm.model_executor.models.qwen2.Qwen2ForCausalLM.lm_head",
+        "read by its packed weights where it has such",
+    ),
+    Row(
+        "vllm.model_executor.models.llama.LlamaForCausalLM.hf_to_vllm_mapper",
+        "a class's renaming",
+        absent="none",
+    ),
+    Row(
+        "vllm.model_executor.models.utils.WeightsMapper.apply_list",
+        "names that a class of vLLM's changes",
+        "(names)",
+    ),
     Row(
         "vllm.model_executor.models.utils.WeightsMapper.get_rename_mapper",
         "from 0.30 on a mapper stacks too: the names alone",
@@ -275,8 +369,14 @@ LAYOUT = (
 )
 
 ADAPTERS = (
-    Row("vllm.lora.request.LoRARequest", "an adapter by name, number and a folder that nobody opens", "(a, b, c)"),
-    Row("vllm.lora.lora_model.LoRAModel", "tensors handed over in memory", "(number, rank, weights)"),
+    Row(
+        "vllm.lora.request.LoRARequest",
+        "an adapter by name, number and a folder that nobody opens",
+        "(a, b, c)",
+    ),
+    Row(
+        "vllm.lora.lora_model.LoRAModel", "tensors handed over in memory", "(number, rank, weights)"
+    ),
     Row("vllm.lora.lora_weights.LoRALayerWeights", "those of a layer", "(name, rank, alpha, a, b)"),
     Row(
         "vllm.lora.lora_weights.LoRALayerWeights.optimize",
@@ -285,14 +385,25 @@ ADAPTERS = (
         says=("if self.scaling == 1:",),
     ),
     Row("vllm.lora.model_manager.LoRAModelManager.lora_manager", "the model holds its manager"),
-    Row("vllm.lora.model_manager.LRUCacheLoRAModelManager.add_adapter", "as it would be read from a folder", "(model)"),
-    Row("vllm.lora.model_manager.LRUCacheLoRAModelManager.activate_adapter", "into the layers", "(number)"),
+    Row(
+        "vllm.lora.model_manager.LRUCacheLoRAModelManager.add_adapter",
+        "as it would be read from a folder",
+        "(model)",
+    ),
+    Row(
+        "vllm.lora.model_manager.LRUCacheLoRAModelManager.activate_adapter",
+        "into the layers",
+        "(number)",
+    ),
     Row(
         "vllm.lora.model_manager.LRUCacheLoRAModelManager.remove_adapter",
         "out of them; one that is not there too",
         "(i)",
     ),
-    Row("vllm.lora.model_manager.LoRAModelManager.modules", "the layers that take one, for the proof"),
+    Row(
+        "vllm.lora.model_manager.LoRAModelManager.modules",
+        "the layers that take one, for the proof",
+    ),
     Row(f"{_LORA_LAYER}.base_layer", "the layer below"),
     Row(f"{_LORA_LAYER}.n_slices", "adapters of a fused layer"),
     Row(f"{_LORA_LAYER}.lora_a_stacked", "[adapter, 1, rank, columns]"),
@@ -306,11 +417,19 @@ CPU = (
         "a model with other heads would fail when it first samples",
         "()",
     ),
-    Row("vllm.platforms.cpu", "isolation.py puts LOCAL_WORLD_SIZE back", says=("os.environ['LOCAL_WORLD_SIZE'] =",)),
+    Row(
+        "vllm.platforms.cpu",
+        "isolation.py puts LOCAL_WORLD_SIZE back",
+        says=("os.environ['LOCAL_WORLD_SIZE'] =",),
+    ),
 )
 
 TORCH = (
-    Row("torch.compiler.set_stance", "vLLM compiles a helper of its logprobs on first use", '("force_eager")'),
+    Row(
+        "torch.compiler.set_stance",
+        "vLLM compiles a helper of its logprobs on first use",
+        '("force_eager")',
+    ),
     Row(
         "torch._C._accelerator_setAllocatorSettings",
         "the user's allocator options again, after vLLM has reset them",
@@ -323,9 +442,19 @@ TORCH = (
         "attention over packed rows on a GPU (model/attention.py)",
         "(q, k, v, a, b, c, d, scale=0, window_size=0)",
     ),
-    Row("torch.distributed.fsdp.fully_shard", "the policy's shards (model/policy.py)", "(module, mesh=0)"),
-    Row("torch.distributed.distributed_c10d._set_pg_timeout", "limits of vLLM's groups (session.py)", "(a, b)"),
-    Row("torch.distributed.distributed_c10d._World.pg_map", "the groups that there are (session.py)"),
+    Row(
+        "torch.distributed.fsdp.fully_shard",
+        "the policy's shards (model/policy.py)",
+        "(module, mesh=0)",
+    ),
+    Row(
+        "torch.distributed.distributed_c10d._set_pg_timeout",
+        "limits of vLLM's groups (session.py)",
+        "(a, b)",
+    ),
+    Row(
+        "torch.distributed.distributed_c10d._World.pg_map", "the groups that there are (session.py)"
+    ),
 )
 
 VLLM = (*OPTIONS, *STATES, *REQUESTS, *RELOAD, *LAYOUT, *ADAPTERS)

@@ -48,7 +48,12 @@ class Source:
 
     def _read(self, path: str) -> ast.Module | None:
         for folder in self._folders:
-            for file in (f"{path}.py", f"{path}/__init__.py", f"{path}.pyi", f"{path}/__init__.pyi"):
+            for file in (
+                f"{path}.py",
+                f"{path}/__init__.py",
+                f"{path}.pyi",
+                f"{path}/__init__.pyi",
+            ):
                 if (folder / file).is_file():
                     return ast.parse((folder / file).read_text(encoding="utf-8"))
         return None
@@ -101,7 +106,9 @@ class Source:
         if isinstance(statement, ast.Import) or not statement.level:
             return getattr(statement, "module", None) or ""
         package = module.split(".")
-        is_package = any((folder / "/".join(package) / "__init__.py").is_file() for folder in self._folders)
+        is_package = any(
+            (folder / "/".join(package) / "__init__.py").is_file() for folder in self._folders
+        )
         above = package[: len(package) - statement.level + is_package]
         return ".".join([*above, *filter(None, [statement.module])])
 
@@ -113,7 +120,11 @@ class Source:
             dotted = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
             key = f"{of.module}.{dotted}"
             above = self.find(key, seen) if key not in seen else None
-            if above is not None and isinstance(above.node, ast.ClassDef) and above.node is not of.node:
+            if (
+                above is not None
+                and isinstance(above.node, ast.ClassDef)
+                and above.node is not of.node
+            ):
                 yield from self.lineage(above, seen | {key})
 
     def parameters(self, of: Found) -> Parameters | None:
@@ -126,10 +137,14 @@ class Source:
         given = of.node.args
         names = [argument.arg for argument in [*given.posonlyargs, *given.args]]
         with_default = set(names[len(names) - len(given.defaults) :])
-        is_bound = of.owner is not None and "staticmethod" not in map(ast.unparse, of.node.decorator_list)
+        is_bound = of.owner is not None and "staticmethod" not in map(
+            ast.unparse, of.node.decorator_list
+        )
         names = names[1:] if is_bound else names
         only = [argument.arg for argument in given.kwonlyargs]
-        with_default |= {name for name, value in zip(only, given.kw_defaults, strict=True) if value is not None}
+        with_default |= {
+            name for name, value in zip(only, given.kw_defaults, strict=True) if value is not None
+        }
         required = {*names, *only} - with_default
         return Parameters(names, only, required, given.vararg is not None, given.kwarg is not None)
 
@@ -170,11 +185,17 @@ def _definition(statement: ast.stmt, name: str) -> bool:
 def _gives_to_self(statement: ast.AST, name: str) -> bool:
     """Whether a statement in a method gives its object this attribute, or registers it with the layer it serves."""
     if isinstance(statement, ast.Call):  # layer.register_parameter("weight", weight)
-        registers = ast.unparse(statement.func).endswith((".register_parameter", ".register_buffer"))
-        return registers and bool(statement.args) and getattr(statement.args[0], "value", None) == name
+        registers = ast.unparse(statement.func).endswith(
+            (".register_parameter", ".register_buffer")
+        )
+        return (
+            registers and bool(statement.args) and getattr(statement.args[0], "value", None) == name
+        )
     owners = ("self", "layer", "self.model")
     return any(
-        isinstance(target, ast.Attribute) and target.attr == name and ast.unparse(target.value) in owners
+        isinstance(target, ast.Attribute)
+        and target.attr == name
+        and ast.unparse(target.value) in owners
         for target in _targets(statement)
     )
 

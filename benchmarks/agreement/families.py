@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from benchmarks.support.models import make_model
 from benchmarks.support.report import Row, arguments_parser, report
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.model.families.config_json import refuse_by_config
+from grpo_spmd.model.config_json import refuse_by_config
 from tests.support.models import write_config
 from tests.support.ranks import RanksJob
 
@@ -47,12 +47,30 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads"), 4),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
-    **{"num_key_value_heads": 2, "head_dim": 32, "rotary_dim": 16, "sliding_window": 8, "initializer_range": 0.1},
+    **{
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "sliding_window": 8,
+        "initializer_range": 0.1,
+    },
     **{"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0},
 }
-_TABLES = ("_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")  # of vLLM's registry: its classes, and HF's
+_TABLES = (
+    "_TEXT_GENERATION_MODELS",
+    "_TRANSFORMERS_SUPPORTED_MODELS",
+)  # of vLLM's registry: its classes, and HF's
 # Of which vLLM's backend for transformers' classes makes an engine without listing them.
-_UNLISTED = ("bitnet", "biogpt", "diffllama", "helium", "ministral", "nanochat", "persimmon", "xglm")
+_UNLISTED = (
+    "bitnet",
+    "biogpt",
+    "diffllama",
+    "helium",
+    "ministral",
+    "nanochat",
+    "persimmon",
+    "xglm",
+)
 
 
 def families() -> list[str]:
@@ -71,7 +89,9 @@ def _known_to_vllm() -> set[str]:
     source = Path(package.origin).parent / "model_executor" / "models" / "registry.py"
     known = set[str]()
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
+        target = (
+            node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
+        )
         value = getattr(node, "value", None)
         if isinstance(target, ast.Name) and target.id in _TABLES and isinstance(value, ast.Dict):
             known |= {ast.literal_eval(key) for key in value.keys if key is not None}
@@ -104,10 +124,14 @@ def _move_vectors(model: Any) -> None:
     """Norms at 1 and biases at 0 would hide one that was not loaded."""
     for number, parameter in enumerate(model.parameters()):
         if parameter.ndim == 1:
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+            parameter.add_(
+                0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            )
 
 
-def rows(names: list[str], dtypes: list[str], folder: Path, num_ranks: int, overrides: list[str]) -> Iterator[Row]:
+def rows(
+    names: list[str], dtypes: list[str], folder: Path, num_ranks: int, overrides: list[str]
+) -> Iterator[Row]:
     for family in names:
         model = folder / family / "model"
         try:
@@ -124,28 +148,45 @@ def rows(names: list[str], dtypes: list[str], folder: Path, num_ranks: int, over
                 break
 
 
-def trained(family: str, model: Path, dtype: str, folder: Path, num_ranks: int, overrides: list[str]) -> Row:
-    settings: dict[str, Any] = {"model": {"path": str(model), "dtype": dtype}, "training": {"num_steps": STEPS}}
+def trained(
+    family: str, model: Path, dtype: str, folder: Path, num_ranks: int, overrides: list[str]
+) -> Row:
+    settings: dict[str, Any] = {
+        "model": {"path": str(model), "dtype": dtype},
+        "training": {"num_steps": STEPS},
+    }
     settings["rollout"] = {"tensor_parallel_size": num_ranks}
     config = str(write_config(folder, model, **settings))
-    job = RanksJob(num_ranks, "benchmarks.agreement.families_worker", "--config", config, *overrides)
+    job = RanksJob(
+        num_ranks, "benchmarks.agreement.families_worker", "--config", config, *overrides
+    )
     code, output = job.wait(200)
     metrics = folder / "run" / "metrics.jsonl"
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    steps = (
+        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    )
     mismatch = max((step["weight_sync/mismatch_abs_mean"] for step in steps), default=None)
     counts = re.search(r"proof: .* s, (\d+) tensors by bytes, (\d+) by probe", output)
     proved = sum(map(int, counts.groups())) if counts else 0
     with safe_open(model / "model.safetensors", framework="pt") as file:
         of_all = f"{proved} of {len(file.keys())}" if counts else ""
-    copies = re.search(r"direct: (\d+ of \d+) tensors; of \d+ of the engine's differ: \[(.*)\]", output)
+    copies = re.search(
+        r"direct: (\d+ of \d+) tensors; of \d+ of the engine's differ: \[(.*)\]", output
+    )
     found: dict[str, Any] = {"proved": of_all, "direct": copies[1] if copies else ""}
     if "Traceback" in output or code not in (0, 2):
-        raised = [line for line in output.splitlines() if re.search(r"[\w.]*(Error|Exception)\b: ", line)]
+        raised = [
+            line for line in output.splitlines() if re.search(r"[\w.]*(Error|Exception)\b: ", line)
+        ]
         kind = "TRACEBACK" if "Traceback" in output or not raised else "BREACH"
-        return _row(family, dtype, kind, mismatch, **found, why=(raised or output.splitlines() or [""])[-1])
+        return _row(
+            family, dtype, kind, mismatch, **found, why=(raised or output.splitlines() or [""])[-1]
+        )
     if code == 2:
         refusal = next((line for line in output.splitlines() if line.startswith("error: ")), "")
-        why = refusal.removeprefix("error: ").removeprefix("model.path: ").replace(str(model), family)
+        why = (
+            refusal.removeprefix("error: ").removeprefix("model.path: ").replace(str(model), family)
+        )
         return _row(family, dtype, "refused", **found, why=why)
     assert mismatch is not None
     assert copies is not None, output
@@ -154,7 +195,13 @@ def trained(family: str, model: Path, dtype: str, folder: Path, num_ranks: int, 
     if "not proved" in output:
         why = output.partition("not proved, ")[2].splitlines()[0]
         return _row(family, dtype, "NOT PROVED", mismatch, **found, why=why)
-    return _row(family, dtype, "trains" if mismatch < ROUNDING[dtype] else "BEYOND ROUNDING", mismatch, **found)
+    return _row(
+        family,
+        dtype,
+        "trains" if mismatch < ROUNDING[dtype] else "BEYOND ROUNDING",
+        mismatch,
+        **found,
+    )
 
 
 def _row(
@@ -175,21 +222,31 @@ def main() -> None:
     parser = arguments_parser(__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types; default: all")
     parser.add_argument("--dtype", choices=list(ROUNDING), help="default: both")
-    parser.add_argument("--ranks", type=int, default=1, help="that share one engine (tensor parallel); default: 1")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the training's config")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="that share one engine (tensor parallel); default: 1"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of the training's config"
+    )
     args = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     found = list[Row]()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            names, dtypes = args.families or families(), [args.dtype] if args.dtype else list(ROUNDING)
+            names, dtypes = (
+                args.families or families(),
+                [args.dtype] if args.dtype else list(ROUNDING),
+            )
             for row in rows(names, dtypes, Path(folder), args.ranks, args.set):
                 print(*(value for value in row.values() if value != ""), flush=True)
                 found.append({"ranks": args.ranks, **row})
     finally:  # also what there is when somebody has seen enough
         report("families", found, args.json)
     outcomes = [row["outcome"] for row in found]
-    print("  " + ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes)))
+    print(
+        "  "
+        + ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
+    )
     sys.exit(any(outcome.isupper() for outcome in outcomes))
 
 

@@ -52,29 +52,44 @@ def compare(run: Any) -> None:
     copied = held(engine, names)
     sync._send(0, SyncStats(), None, None)
     loaded = held(engine, names)
-    differ = sorted(name for name in copied.keys() | loaded.keys() if not _are_same(copied.get(name), loaded.get(name)))
+    differ = sorted(
+        name
+        for name in copied.keys() | loaded.keys()
+        if not _are_same(copied.get(name), loaded.get(name))
+    )
     num_direct = len(sync._direct.names) if sync._direct is not None else 0
-    of_all = on_rank0(lambda of_ranks: sorted({name for of_rank in of_ranks for name in of_rank}), differ)
+    of_all = on_rank0(
+        lambda of_ranks: sorted({name for of_rank in of_ranks for name in of_rank}), differ
+    )
     if run.session.is_rank0:
-        print(f"direct: {num_direct} of {len(names)} tensors; of {len(loaded)} of the engine's differ: {of_all}")
+        print(
+            f"direct: {num_direct} of {len(names)} tensors; of {len(loaded)} of the engine's differ: {of_all}"
+        )
 
 
 def held(engine: Any, names: list[str]) -> dict[str, Tensor]:
     """All that this rank's engine has: what is plain as it is, what is packed as the products with a unit matrix."""
-    found = {f"{name} as it is": tensor.detach().clone() for name, tensor in engine._model.named_parameters()}
+    found = {
+        f"{name} as it is": tensor.detach().clone()
+        for name, tensor in engine._model.named_parameters()
+    }
     for tensor in engine.tensors(names):
         if tensor.values is None:
             layer: Any = tensor.layer
             sizes = ("input_size_per_partition", "input_size", "embedding_dim")  # one rank's first
             columns = next(getattr(layer, name) for name in sizes if hasattr(layer, name))
-            found[tensor.engine_name] = layer.quant_method.apply(layer, torch.eye(columns, dtype=engine.dtype), None)
+            found[tensor.engine_name] = layer.quant_method.apply(
+                layer, torch.eye(columns, dtype=engine.dtype), None
+            )
     return found
 
 
 def _are_same(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(
+        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+    )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     ),
     "reinforce++": ("advantage.estimator=reinforce_pp",),
     "4 updates a rollout": _REUSE,
-    "4 updates, engine's logprobs": ("loss.old_logprobs=engine", "loss.rollout_correction=none", *_REUSE),
+    "4 updates, engine's logprobs": (
+        "loss.old_logprobs=engine",
+        "loss.rollout_correction=none",
+        *_REUSE,
+    ),
 }
 
 
@@ -59,17 +63,33 @@ def main() -> None:
             rows.append(_row(name, rewards, f"last ten >= {_GOAL}", mean(rewards[-10:]) >= _GOAL))
         rewards = _train(Path(folder), "3-4", "countdown-3to4.yaml", ())
         better = mean(rewards[-10:]) >= _IMPROVEMENT * mean(rewards[:10])
-        rows.append(_row("countdown of 3 to 4 numbers", rewards, f"last ten >= {_IMPROVEMENT} x first ten", better))
+        rows.append(
+            _row(
+                "countdown of 3 to 4 numbers",
+                rewards,
+                f"last ten >= {_IMPROVEMENT} x first ten",
+                better,
+            )
+        )
     report("learning", rows, args.json)
     sys.exit(0 if all(row["reached"] for row in rows) else 1)
 
 
 def _train(folder: Path, numbers: str, config: str, overrides: tuple[str, ...]) -> list[float]:
     made, run_dir = folder / numbers, Path(tempfile.mkdtemp(dir=folder), "run")
-    paths = (f"model.path={made / 'model'}", f"data.train={made / 'train.jsonl'}", f"run_dir={run_dir}")
-    command = torchrun(2, "-m", "grpo_spmd.train", "--config", str(_ROOT / "configs" / config), *paths)
+    paths = (
+        f"model.path={made / 'model'}",
+        f"data.train={made / 'train.jsonl'}",
+        f"run_dir={run_dir}",
+    )
+    command = torchrun(
+        2, "-m", "grpo_spmd.train", "--config", str(_ROOT / "configs" / config), *paths
+    )
     done = subprocess.run(
-        [*command, "logging.rollouts_every_steps=0", *overrides], cwd=_ROOT, capture_output=True, text=True
+        [*command, "logging.rollouts_every_steps=0", *overrides],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)

@@ -52,8 +52,18 @@ _PROOFS = (
 
 def main() -> None:
     parser = arguments_parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=[""], metavar="WORDS", help="faults whose names hold one of these")
-    parser.add_argument("--check", action="store_true", help="say whether every fault can be planted, and run nothing")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="WORDS",
+        help="faults whose names hold one of these",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="say whether every fault can be planted, and run nothing",
+    )
     args = parser.parse_args()
     if found := problems(_ROOT):
         sys.exit("\n".join(found))
@@ -73,11 +83,16 @@ def main() -> None:
         made = Path(folder, "made")
         _make_models_and_data(made)
         trials = [(None, chosen), *((fault, [fault]) for fault in chosen)]
-        jobs = [pool.submit(_row, *trial, made, Path(folder, str(number))) for number, trial in enumerate(trials)]
+        jobs = [
+            pool.submit(_row, *trial, made, Path(folder, str(number)))
+            for number, trial in enumerate(trials)
+        ]
         rows = [job.result() for job in jobs]
     report("mutations", rows, args.json)
     if wrong := [row["fault"] for row in rows if not row["as it should be"]]:
-        sys.exit(f"without a fault something failed, or a fault was seen by neither, or a trial is broken: {wrong}")
+        sys.exit(
+            f"without a fault something failed, or a fault was seen by neither, or a trial is broken: {wrong}"
+        )
 
 
 @contextmanager
@@ -91,7 +106,11 @@ def _server() -> Iterator[None]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
     server = subprocess.Popen(
-        command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent
+        command,
+        pass_fds=fds,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=_die_with_parent,
     )
     try:
         yield
@@ -106,12 +125,17 @@ def _die_with_parent() -> None:
 
 def _make_models_and_data(made: Path) -> None:
     make_demo(made, seed=0)
-    make_model(made / "wide", "qwen3", tied=True, intermediate_size=4096)  # 6 MiB: several of the smallest buckets
+    make_model(
+        made / "wide", "qwen3", tied=True, intermediate_size=4096
+    )  # 6 MiB: several of the smallest buckets
     rows = read_lines(made / "train.jsonl")[:8]
     longer = [row | {"prompt": "1,2,3,4,5,6,7,8,9," * 2 + row["prompt"]} for row in rows]
     (made / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in longer))
     rows = read_lines(made / "train.jsonl")[:64]  # every second one is dropped for its length
-    mixed = [row if n % 2 else row | {"prompt": "1,2,3,4,5,6,7," + row["prompt"]} for n, row in enumerate(rows)]
+    mixed = [
+        row if n % 2 else row | {"prompt": "1,2,3,4,5,6,7," + row["prompt"]}
+        for n, row in enumerate(rows)
+    ]
     (made / "some_long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
     shutil.copytree(made / "model", made / "two_stops")
     (made / "two_stops/generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5]}))
@@ -125,15 +149,21 @@ def _row(fault: Fault | None, used: Sequence[Fault], made: Path, copy: Path) -> 
         if edit is not None:
             plant(copy, edit)
     proofs = _train(copy, made, [f.overrides for f in used])
-    every_step = _train(copy, made, [(*f.overrides, "proofs.every_steps=1") for f in used if f.of_sync])
+    every_step = _train(
+        copy, made, [(*f.overrides, "proofs.every_steps=1") for f in used if f.of_sync]
+    )
     tests = _test(copy, list(dict.fromkeys(test for f in used for test in f.tests)))
     shutil.rmtree(copy)
     cells = [cell for cell in (proofs, every_step, tests) if cell != _NOT_RUN]
     if fault is None:
         good = all(cell == _PASSES for cell in cells)
     else:
-        good = any(cell != _PASSES for cell in cells) and not any(cell.startswith(_BROKEN) for cell in cells)
-        proofs, every_step, tests = (_NOT_SEEN if cell == _PASSES else cell for cell in (proofs, every_step, tests))
+        good = any(cell != _PASSES for cell in cells) and not any(
+            cell.startswith(_BROKEN) for cell in cells
+        )
+        proofs, every_step, tests = (
+            _NOT_SEEN if cell == _PASSES else cell for cell in (proofs, every_step, tests)
+        )
     row: Row = {
         "fault": "no fault" if fault is None else fault.name,
         "planted in": "-" if fault is None else fault.file,
@@ -148,21 +178,31 @@ def _row(fault: Fault | None, used: Sequence[Fault], made: Path, copy: Path) -> 
 
 
 def _copy_repository(to: Path) -> None:
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=_ROOT, check=True, capture_output=True, text=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=_ROOT, check=True, capture_output=True, text=True
+    ).stdout
     for name in filter(None, tracked.split("\0")):
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(_ROOT / name, to / name)
 
-    (to / "which.py").write_text("import grpo_spmd, tests\nprint(grpo_spmd.__file__, tests.__file__)\n")
+    (to / "which.py").write_text(
+        "import grpo_spmd, tests\nprint(grpo_spmd.__file__, tests.__file__)\n"
+    )
     _, said = _run(to, 1, "which")
     expected = f"{to}/grpo_spmd/__init__.py {to}/tests/__init__.py"
     if said.strip() != expected:
-        raise RuntimeError(f"a process of the copy does not import the copy, which is at {to}, but {said}")
+        raise RuntimeError(
+            f"a process of the copy does not import the copy, which is at {to}, but {said}"
+        )
 
 
 def _train(copy: Path, made: Path, variants: Sequence[tuple[str, ...]]) -> str:
     """What stopped the first of these short trainings that did not come to its end."""
-    short = ("training.num_steps=4", "rollout.num_prompts_per_step=8", "logging.rollouts_every_steps=0")
+    short = (
+        "training.num_steps=4",
+        "rollout.num_prompts_per_step=8",
+        "logging.rollouts_every_steps=0",
+    )
     for overrides in dict.fromkeys(variants):
         paths = (
             "model.path={made}/model",
@@ -170,7 +210,9 @@ def _train(copy: Path, made: Path, variants: Sequence[tuple[str, ...]]) -> str:
             f"run_dir={tempfile.mkdtemp(dir=copy)}/run",
         )
         values = [value.format(made=made) for value in (*paths, *overrides)]
-        code, output = _run(copy, 2, "grpo_spmd.train", "--config", "configs/demo.yaml", *short, *values)
+        code, output = _run(
+            copy, 2, "grpo_spmd.train", "--config", "configs/demo.yaml", *short, *values
+        )
         if code == 0:
             continue
         error = re.search(rf"({_PROOFS}): (?:step (\d+): )?(.*)", output)
@@ -198,13 +240,18 @@ def _test(copy: Path, tests: Sequence[str]) -> str:
 
 def _broken(output: str) -> str:
     print(output, file=sys.stderr)
-    return _BROKEN + ([line for line in output.splitlines() if "Error" in line] or ["see the output"])[-1][:80]
+    return (
+        _BROKEN
+        + ([line for line in output.splitlines() if "Error" in line] or ["see the output"])[-1][:80]
+    )
 
 
 def _run(copy: Path, num_ranks: int, module: str, *arguments: str) -> tuple[int, str]:
     """Exit code and output of a module in the copy."""
     try:
-        return RanksJob(num_ranks, module, *arguments, env={"COLUMNS": "300"}, cwd=copy).wait(_TIMEOUT_S)
+        return RanksJob(num_ranks, module, *arguments, env={"COLUMNS": "300"}, cwd=copy).wait(
+            _TIMEOUT_S
+        )
     except AssertionError as error:  # still running, or processes left
         return -1, f"AssertionError: {error}"
 

@@ -15,15 +15,23 @@ _LONG_PROMPTS = (  # longer than a block of the prefix cache (32 tokens on a CPU
     "data.max_prompt_tokens=48",
     "rewards=[{{name: format, args: {{pattern: '[0-4].*'}}}}]",
 )
-_SEVERAL_BUCKETS = ("model.path={made}/wide", "rollout.weight_sync_bucket_mib=1", "optimizer.lr=1e-4")
+_SEVERAL_BUCKETS = (
+    "model.path={made}/wide",
+    "rollout.weight_sync_bucket_mib=1",
+    "optimizer.lr=1e-4",
+)
 _COOL = ("rollout.temperature=0.7",)
 
 _SYNC = "tests/ranks/test_weight_sync.py"
 _UPDATES = f"{_SYNC}::test_engine_equals_transformers_after_each_of_20_updates"
-_TIED, _UNTIED, _SHARDED = (f"{_UPDATES}[{of}]" for of in ("qwen2-True-1", "granite-False-1", "qwen3-False-2"))
+_TIED, _UNTIED, _SHARDED = (
+    f"{_UPDATES}[{of}]" for of in ("qwen2-True-1", "granite-False-1", "qwen3-False-2")
+)
 _GATHER = f"{_SYNC}::test_bucketed_gather_equals_full_tensor[3-1]"
 _PARTITION = "tests/ranks/test_partition.py"
-_LOSS, _ADVANTAGES, _BATCHING = (f"tests/unit/test_{name}.py" for name in ("loss", "advantages", "batching"))
+_LOSS, _ADVANTAGES, _BATCHING = (
+    f"tests/unit/test_{name}.py" for name in ("loss", "advantages", "batching")
+)
 _ROLLOUT = "tests/unit/test_rollout.py"
 _CHECK = "tests/ranks/test_proofs.py::test_the_check_of_the_update_sees_planted_faults_and_changes_no_bit"
 
@@ -148,19 +156,21 @@ FAULTS = (
         "rollout/evaluate.py",
         "        engine.reset_prefix_cache()\n",
         "",
-        ("tests/ranks/test_evaluate.py::test_greedy_evaluation_is_the_argmax_of_plain_transformers[two engines]",),
+        (
+            "tests/ranks/test_evaluate.py::test_greedy_evaluation_is_the_argmax_of_plain_transformers[two engines]",
+        ),
         (*_LONG_PROMPTS, "data.eval={{long: {made}/long.jsonl}}", "eval.every_steps=1"),
     ),
     Fault(
         "off by one: a token is scored by the place after the right one",
-        "learn/packing.py",
+        "learn/assemble.py",
         "predict_index=on_device(completion_places - 1)",
         "predict_index=on_device(completion_places)",
         (_BATCHING,),
     ),
     Fault(
         "off by one: the mask leaves out the first token",
-        "learn/packing.py",
+        "learn/assemble.py",
         "loss_mask=per_token([rollout.loss_mask for rollout in rollouts], np.bool_)",
         "loss_mask=per_token([rollout.loss_mask for rollout in rollouts], np.bool_) * "
         "on_device(np.diff(completion_places, prepend=-1) == 1)",
@@ -217,7 +227,7 @@ FAULTS = (
     ),
     Fault(
         "reward misaligned by one: on the way to rank 0",
-        "learn/facts.py",
+        "learn/sampled_step.py",
         "np.array(scored.rewards, np.float64)",
         "np.array(scored.rewards[-1:] + scored.rewards[:-1], np.float64)",
         (_PARTITION,),
@@ -231,7 +241,7 @@ FAULTS = (
     ),
     Fault(
         "unscored sample taken for 0",
-        "learn/facts.py",
+        "learn/sampled_step.py",
         "np.array(scored.rewards, np.float64)",
         "np.array([reward or 0.0 for reward in scored.rewards], np.float64)",
         (_PARTITION,),
@@ -244,7 +254,11 @@ FAULTS = (
         (_ROLLOUT,),
     ),
     Fault(
-        "seed ignored: that of the config", "rollout/sample.py", _SEED, _SEED.replace("self._seed", "0"), (_ROLLOUT,)
+        "seed ignored: that of the config",
+        "rollout/sample.py",
+        _SEED,
+        _SEED.replace("self._seed", "0"),
+        (_ROLLOUT,),
     ),
     Fault(
         "seed ignored: the engine's own is used",
@@ -281,7 +295,12 @@ FAULTS = (
         ("tests/ranks/test_nonfinite.py",),
     ),
     Fault(
-        "KL sign", "learn/losses.py", "policy + kl_coef * kl", "policy - kl_coef * kl", (_LOSS,), ("loss.kl_coef=0.01",)
+        "KL sign",
+        "learn/losses.py",
+        "policy + kl_coef * kl",
+        "policy - kl_coef * kl",
+        (_LOSS,),
+        ("loss.kl_coef=0.01",),
     ),
     Fault(
         "rollout correction upside down",
@@ -357,7 +376,11 @@ FAULTS = (
         "return Prompt(number, number, token_ids, row.prompt, row.columns)",
         "return Prompt(number, number, token_ids, row.prompt, self._rows[place].columns)",
         ("tests/unit/test_data.py",),
-        ("data.train={made}/some_long.jsonl", "data.max_prompt_tokens=8", "data.on_long_prompt=drop"),
+        (
+            "data.train={made}/some_long.jsonl",
+            "data.max_prompt_tokens=8",
+            "data.on_long_prompt=drop",
+        ),
     ),
     Fault(
         "the reward gets the prompt with the completion",
@@ -368,7 +391,7 @@ FAULTS = (
     ),
     Fault(
         "generation_config's stop tokens ignored",
-        "untrusted.py",
+        "files.py",
         'for name in ("generation_config.json", "config.json"):',
         'for name in ("config.json",):',
         (),
@@ -379,7 +402,9 @@ FAULTS = (
 
 # Made in every copy, also in the one without a fault: the matrix of world sizes 1 to 4 takes three times as long as
 # that of 1 and 2.
-SHORTER = Fault("", "../tests/ranks/test_partition.py", "WORLD_SIZES = (1, 2, 3, 4)", "WORLD_SIZES = (1, 2)", ())
+SHORTER = Fault(
+    "", "../tests/ranks/test_partition.py", "WORLD_SIZES = (1, 2, 3, 4)", "WORLD_SIZES = (1, 2)", ()
+)
 
 
 def plant(root: Path, fault: Fault, *, write: bool = True) -> None:
@@ -391,7 +416,9 @@ def plant(root: Path, fault: Fault, *, write: bool = True) -> None:
     path = root / "grpo_spmd" / fault.file
     text = path.read_text(encoding="utf-8")
     if text.count(fault.old) != 1:
-        raise ValueError(f"{fault.name}: {fault.file} holds {text.count(fault.old)} times, not once:\n{fault.old}")
+        raise ValueError(
+            f"{fault.name}: {fault.file} holds {text.count(fault.old)} times, not once:\n{fault.old}"
+        )
     text = text.replace(fault.old, fault.new)
     try:
         ast.parse(text)
@@ -411,6 +438,8 @@ def problems(root: Path) -> list[str]:
             found.append(str(error))
         for test in fault.tests:
             file, _, name = test.partition("[")[0].partition("::")
-            if not (root / file).exists() or f"def {name}" not in (root / file).read_text(encoding="utf-8"):
+            if not (root / file).exists() or f"def {name}" not in (root / file).read_text(
+                encoding="utf-8"
+            ):
                 found.append(f"{fault.name}: there is no test {test}")
     return found

@@ -35,9 +35,9 @@ from benchmarks.support.models import make_model
 from benchmarks.support.ranks import measure
 from benchmarks.support.report import Row, arguments_parser, report
 from grpo_spmd.config.load import load_config
+from grpo_spmd.model.config_json import read_model
 from grpo_spmd.observe.cards import find_card
-from grpo_spmd.plan.phases import make_plan
-from grpo_spmd.preflight.model_facts import read_model
+from grpo_spmd.tools.plan.phases import make_plan
 from tests.support.real_memory import predicted
 
 _MIB, _WITHIN = 2**20, 0.03
@@ -60,7 +60,10 @@ _QWEN_0_5B: dict[str, Any] = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-_SIZES = {"0.1b": transformers.Qwen3Config(**_SMALL), "0.5b": transformers.Qwen2Config(**_QWEN_0_5B)}
+_SIZES = {
+    "0.1b": transformers.Qwen3Config(**_SMALL),
+    "0.5b": transformers.Qwen2Config(**_QWEN_0_5B),
+}
 _RECOMPUTE = "model.activation_checkpointing=true"
 _RUNS: list[tuple[str, int, str]] = [
     ("0.1b", 1, ""),
@@ -81,7 +84,9 @@ def main() -> None:
     parser = arguments_parser(__doc__)
     parser.add_argument("--part", default="cpu,published,predictions")
     parser.add_argument("--sizes", default="0.1b,0.5b", help="of the part cpu")
-    parser.add_argument("--variants", default="", help="of the part cpu: those in whose overrides one of these is")
+    parser.add_argument(
+        "--variants", default="", help="of the part cpu: those in whose overrides one of these is"
+    )
     args = parser.parse_args()
     off: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +94,9 @@ def main() -> None:
             rows = list(_cpu_rows(Path(folder), args.sizes.split(","), args.variants.split(",")))
             report("plan_cpu", rows, args.json)
             off = [abs(row["off_percent"]) / 100 for row in rows]
-            print(f"the largest difference is {100 * max(off):.2f} %, and {100 * _WITHIN:g} % are allowed")
+            print(
+                f"the largest difference is {100 * max(off):.2f} %, and {100 * _WITHIN:g} % are allowed"
+            )
         if "published" in args.part:
             report("plan_published", plan_published.rows(Path(folder)), args.json)
         if "predictions" in args.part:
@@ -119,7 +126,9 @@ def _cpu_rows(folder: Path, sizes: list[str], variants: list[str]) -> Iterator[R
 
 
 def _compared(size: str, path: Path, ranks: int, overrides: str) -> Iterator[Row]:
-    (found,) = measure(0, "benchmarks.agreement.plan_worker", str(ranks), str(path), *overrides.split())
+    (found,) = measure(
+        0, "benchmarks.agreement.plan_worker", str(ranks), str(path), *overrides.split()
+    )
     expected = predicted(load_config(path, overrides.split()), ranks)
     for what, held in found.items():
         if held or expected[what]:
@@ -137,13 +146,17 @@ def _compared(size: str, path: Path, ranks: int, overrides: str) -> Iterator[Row
 @dataclass(frozen=True)
 class _Case:
     name: str
-    config: str | dict[str, Any]  # a file of configs/, or sections beside those that every run needs
+    config: (
+        str | dict[str, Any]
+    )  # a file of configs/, or sections beside those that every run needs
     model: dict[str, Any]  # config.json
     card: str
     ranks: int
 
 
-def qwen2(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, *, tied: bool) -> dict[str, Any]:
+def qwen2(
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, *, tied: bool
+) -> dict[str, Any]:
     """config.json of a Qwen2.5, by the sizes that its model card gives."""
     config: dict[str, Any] = transformers.Qwen2Config(
         vocab_size=151_936,
@@ -185,12 +198,24 @@ _LARGER: dict[str, Any] = _LARGE | {
     "rollout": _LARGE["rollout"] | {"tensor_parallel_size": 4},
 }
 CASES = (
-    _Case("qwen2.5-0.5b-debug", "qwen2.5-0.5b-debug", qwen2(896, 24, 14, 2, 4864, tied=True), "RTX4090-24GB", 1),
+    _Case(
+        "qwen2.5-0.5b-debug",
+        "qwen2.5-0.5b-debug",
+        qwen2(896, 24, 14, 2, 4864, tied=True),
+        "RTX4090-24GB",
+        1,
+    ),
     _Case("qwen2.5-1.5b-gsm8k", "qwen2.5-1.5b-gsm8k", _QWEN_1_5B, "A100-40GB", 8),
     _Case("qwen2.5-1.5b-gsm8k", "qwen2.5-1.5b-gsm8k", _QWEN_1_5B, "H100-80GB", 8),
     _Case("qwen2.5-1.5b-gsm8k-lora", "qwen2.5-1.5b-gsm8k-lora", _QWEN_1_5B, "RTX4090-24GB", 1),
     _Case("qwen2.5-1.5b-gsm8k-lora", "qwen2.5-1.5b-gsm8k-lora", _QWEN_1_5B, "A100-40GB", 1),
-    _Case("tinyzero-countdown", "tinyzero-countdown", qwen2(2048, 36, 16, 2, 11008, tied=True), "A100-80GB", 8),
+    _Case(
+        "tinyzero-countdown",
+        "tinyzero-countdown",
+        qwen2(2048, 36, 16, 2, 11008, tied=True),
+        "A100-80GB",
+        8,
+    ),
     _Case("Qwen3-8B", _LARGE, qwen3(4096, 36, 32, 12288), "H100-80GB", 8),
     _Case("Qwen3-32B", _LARGER, qwen3(5120, 64, 64, 25600), "H100-80GB", 16),
 )
@@ -205,7 +230,11 @@ def _predictions(folder: Path) -> Iterator[Row]:
         if isinstance(case.config, dict):
             path = folder / f"case_{number}.yaml"
             needed = {"run_dir": "none", "rewards": [{"name": "gsm8k"}]}
-            path.write_text(yaml.safe_dump(needed | case.config | {"model": {**case.config["model"], "path": "none"}}))
+            path.write_text(
+                yaml.safe_dump(
+                    needed | case.config | {"model": {**case.config["model"], "path": "none"}}
+                )
+            )
         config = load_config(path, [f"model.path={model}"])
         facts, start = read_model(str(model)), time.perf_counter()
         assert facts is not None
@@ -216,7 +245,10 @@ def _predictions(folder: Path) -> Iterator[Row]:
             "fits": plan.fits,
             "margin_gib": plan.margin_gib,
             "tightest": plan.tightest,
-            **{f"{phase}_gib": plan.peak_gib(phase) for phase in ("weight_sync", "rollout", "update")},
+            **{
+                f"{phase}_gib": plan.peak_gib(phase)
+                for phase in ("weight_sync", "rollout", "update")
+            },
             "kv_sequences": f"{min(plan.kv_cache.full_length, plan.kv_cache.sequences)} of {plan.kv_cache.sequences}",
             "step_s": plan.time.total,
             "took_s": time.perf_counter() - start,

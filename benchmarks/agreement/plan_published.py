@@ -14,12 +14,15 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from benchmarks.support.report import Row
-from grpo_spmd.plan.dry_run import at_full_depth, fake_ranks, mark, shallow
-from grpo_spmd.plan.live_bytes import LiveBytes, Parts
-from grpo_spmd.preflight.arithmetic import shard_numel
+from grpo_spmd.checks.memory import shard_numel
+from grpo_spmd.tools.plan.dry_run import LiveBytes, Parts, at_full_depth, fake_ranks, mark, shallow
 
 _GIB = 2**30
 _LLAMA_8B = transformers.LlamaConfig(
@@ -56,9 +59,31 @@ class Published:
 # loop held on to the float32 logits while it went backward.
 PUBLISHED = (
     Published("Llama 7B", _LLAMA_7B, 8, (8, 2048), "full", True, 0.2392 * 95.0396, "active", _PULL),
-    Published("Llama 7B", _LLAMA_7B, 8, (8, 2048), _OTHERS, True, 0.5213 * 95.0396, "active", _PULL),
-    Published("Llama 3.1 8B", _LLAMA_8B, 8, (2, 8192), _OTHERS, False, 82.4, "reserved", f"{_TABLE}, table 1"),
-    Published("Llama 3.1 8B", _LLAMA_8B, 128, (2, 8192), _OTHERS, False, 67.0, "reserved", f"{_TABLE}, table 3"),
+    Published(
+        "Llama 7B", _LLAMA_7B, 8, (8, 2048), _OTHERS, True, 0.5213 * 95.0396, "active", _PULL
+    ),
+    Published(
+        "Llama 3.1 8B",
+        _LLAMA_8B,
+        8,
+        (2, 8192),
+        _OTHERS,
+        False,
+        82.4,
+        "reserved",
+        f"{_TABLE}, table 1",
+    ),
+    Published(
+        "Llama 3.1 8B",
+        _LLAMA_8B,
+        128,
+        (2, 8192),
+        _OTHERS,
+        False,
+        67.0,
+        "reserved",
+        f"{_TABLE}, table 3",
+    ),
 )
 
 
@@ -96,7 +121,9 @@ def _run(published: Published, num_layers: int) -> tuple[dict[str, Parts], int]:
     config = published.config
     with torch.device("meta"):
         few = shallow(config, num_layers)
-        model = transformers.AutoModelForCausalLM.from_config(few, dtype=torch.float32, trust_remote_code=False)
+        model = transformers.AutoModelForCausalLM.from_config(
+            few, dtype=torch.float32, trust_remote_code=False
+        )
     layers = list(model.model.layers)
     for layer in layers:
         layer.forward = _recomputing(layer.forward, published.recompute)
@@ -106,14 +133,18 @@ def _run(published: Published, num_layers: int) -> tuple[dict[str, Parts], int]:
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with fake_ranks(published.ranks, 1) as mesh, FakeTensorMode(allow_non_fake_inputs=True), live:
         for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=layer is not layers[-1])
+            fully_shard(
+                layer, mesh=mesh, mp_policy=precision, reshard_after_forward=layer is not layers[-1]
+            )
         fully_shard(model, mesh=mesh, mp_policy=precision)
         model.to_empty(device="cpu")
         state = live.live()
         live.begin("start")
         ids = torch.zeros(published.batch, dtype=torch.int64)
         places = torch.arange(published.batch[1])[None]
-        logits = model(input_ids=ids, position_ids=places, attention_mask=None, use_cache=False).logits
+        logits = model(
+            input_ids=ids, position_ids=places, attention_mask=None, use_cache=False
+        ).logits
         wide = logits.flatten(0, 1).float()
         del logits
         loss = cross_entropy(wide, ids.flatten())

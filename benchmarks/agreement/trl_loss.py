@@ -39,9 +39,9 @@ from grpo_spmd.config.schema import ModelConfig, OptimizerConfig, TrainingConfig
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.advantages import compute_advantages, overlong_penalties
+from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.losses import kl_estimate
-from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
 from grpo_spmd.records import Rollout
@@ -65,10 +65,14 @@ def main() -> None:
         folder = Path(name)
         batch = make(folder)
         chosen = variants(batch)
-        (folder / "variants.json").write_text(json.dumps([_for_worker(variant, batch) for variant in chosen]))
+        (folder / "variants.json").write_text(
+            json.dumps([_for_worker(variant, batch) for variant in chosen])
+        )
         command = [python, "-W", "ignore", "-m", "benchmarks.agreement.trl_loss_worker", name]
         subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1", NO_VLLM: "1"})
-        theirs = [load_result(folder / "trl" / f"{number}.safetensors") for number in range(len(chosen))]
+        theirs = [
+            load_result(folder / "trl" / f"{number}.safetensors") for number in range(len(chosen))
+        ]
         ours = run_ours(folder, batch, chosen)
     rows = [compare(*each, theirs) for each in zip(chosen, ours, theirs, strict=True)]
     report("trl_loss", rows, args.json)
@@ -76,7 +80,10 @@ def main() -> None:
         print(f"\n{title}:" + "".join(f"\n  {name}: {reason}" for name, reason in names.items()))
     failed = [row["variant"] for row in rows if row["verdict"] == "FAILED"]
     claims = sum(not variant.reason for variant in chosen)
-    print(f"\n{claims - len(failed)} of {claims} claims of agreement within {TOLERANCE:g} hold", flush=True)
+    print(
+        f"\n{claims - len(failed)} of {claims} claims of agreement within {TOLERANCE:g} hold",
+        flush=True,
+    )
     if failed:
         raise AssertionError(f"off by more than {TOLERANCE:g}: {'; '.join(failed)}")
 
@@ -95,7 +102,11 @@ def _for_worker(variant: Variant, batch: Batch) -> dict[str, Any]:
 
 def load_result(path: Path) -> Result:
     tensors = load_file(path)
-    gradients = {name.partition("/")[2]: tensor for name, tensor in tensors.items() if name.startswith("gradient/")}
+    gradients = {
+        name.partition("/")[2]: tensor
+        for name, tensor in tensors.items()
+        if name.startswith("gradient/")
+    }
     return Result(float(tensors["loss"]), tensors["advantages"], gradients)
 
 
@@ -122,39 +133,61 @@ def run_ours(folder: Path, batch: Batch, chosen: list[Variant]) -> list[Result]:
 def _score(policy: Policy, batch: Batch, session: Session) -> list[Tensor]:
     """The logprobs of each completion, [tokens]."""
     sequences = zip(batch.prompt_ids, batch.completion_ids, batch.rollout_logprobs, strict=True)
-    return [policy(pack_rollouts([Rollout(0, 0.0, True, *ids)], session.device))[0] for ids in sequences]
+    return [
+        policy(pack_rollouts([Rollout(0, 0.0, True, *ids)], session.device))[0] for ids in sequences
+    ]
 
 
 def _run(
-    variant: Variant, batch: Batch, policy: Policy, old: list[Tensor], ref: list[Tensor], session: Session
+    variant: Variant,
+    batch: Batch,
+    policy: Policy,
+    old: list[Tensor],
+    ref: list[Tensor],
+    session: Session,
 ) -> Result:
     loss_config, advantage_config = variant.loss_config, variant.advantage_config
     rewards = torch.tensor(
-        [math.nan if r is None else r for r in batch.rewards_of(variant.rewards)], dtype=torch.float64
+        [math.nan if r is None else r for r in batch.rewards_of(variant.rewards)],
+        dtype=torch.float64,
     )
     if advantage_config.overlong_buffer_tokens:
-        num_tokens = torch.tensor([len(ids) for ids in batch.completion_ids], dtype=torch.float64)[None]
+        num_tokens = torch.tensor([len(ids) for ids in batch.completion_ids], dtype=torch.float64)[
+            None
+        ]
         buffer, penalty = advantage_config.overlong_buffer_tokens, advantage_config.overlong_penalty
         rewards -= overlong_penalties(num_tokens, batch.max_completion_tokens, buffer, penalty)[0]
     if loss_config.kl_in == "reward":
-        estimates = [kl_estimate(*pair, loss_config.kl_estimator).double().sum() for pair in zip(old, ref, strict=True)]
+        estimates = [
+            kl_estimate(*pair, loss_config.kl_estimator).double().sum()
+            for pair in zip(old, ref, strict=True)
+        ]
         rewards -= loss_config.kl_coef * torch.stack(estimates)
     advantages, _ = compute_advantages(
-        rewards.view(-1, batch.group_size), advantage_config.estimator, advantage_config.normalize_std
+        rewards.view(-1, batch.group_size),
+        advantage_config.estimator,
+        advantage_config.normalize_std,
     )
     advantages = advantages.flatten()
     masked = [cut and loss_config.mask_truncated for cut in batch.truncated]
     rollouts = [
         Rollout(i, float(advantages[i]), not bool(rewards[i].isnan()) and not masked[i], *ids)
-        for i, ids in enumerate(zip(batch.prompt_ids, batch.completion_ids, batch.rollout_logprobs, strict=True))
+        for i, ids in enumerate(
+            zip(batch.prompt_ids, batch.completion_ids, batch.rollout_logprobs, strict=True)
+        )
     ]
     counted = [rollout for rollout in rollouts if rollout.loss_mask]
     plan = plan_batch(
-        [r.num_tokens for r in rollouts], num_ranks=1, mini_batch_sizes=[len(rollouts)], max_tokens=_MAX_ROW_TOKENS
+        [r.num_tokens for r in rollouts],
+        num_ranks=1,
+        mini_batch_sizes=[len(rollouts)],
+        max_tokens=_MAX_ROW_TOKENS,
     )
     loss = 0.0
     policy.zero_grad()
-    updater = PolicyUpdater(policy, OptimizerConfig(), loss_config, TrainingConfig(), batch.max_completion_tokens)
+    updater = PolicyUpdater(
+        policy, OptimizerConfig(), loss_config, TrainingConfig(), batch.max_completion_tokens
+    )
     for row in plan[0][0]:
         micro_batch = pack_rollouts([rollouts[i] for i in row], session.device)
         micro_batch.old_logprobs = None if variant.on_policy else torch.cat([old[i] for i in row])
@@ -197,7 +230,8 @@ def compare(variant: Variant, ours: Result, theirs: Result, all_theirs: list[Res
         "gradient norm TRL": _norm(theirs),
         "gradient probe TRL": probe(theirs),
         "ours": _settings(variant),
-        "TRL": f"{variant.trainer}Trainer " + " ".join(f"{name}={value}" for name, value in variant.trl.items()),
+        "TRL": f"{variant.trainer}Trainer "
+        + " ".join(f"{name}={value}" for name, value in variant.trl.items()),
         "TRL version": TRL_VERSION,
         "why": variant.reason or "-",
     }
@@ -205,9 +239,12 @@ def compare(variant: Variant, ours: Result, theirs: Result, all_theirs: list[Res
 
 def gradient_difference(ours: Result, theirs: Result) -> tuple[float, str]:
     """The largest norm of the difference over the norm of theirs of a parameter, and its name."""
-    assert ours.gradients.keys() == theirs.gradients.keys(), ours.gradients.keys() ^ theirs.gradients.keys()
+    assert ours.gradients.keys() == theirs.gradients.keys(), (
+        ours.gradients.keys() ^ theirs.gradients.keys()
+    )
     far = {
-        name: float((ours.gradients[name] - theirs).norm() / theirs.norm()) for name, theirs in theirs.gradients.items()
+        name: float((ours.gradients[name] - theirs).norm() / theirs.norm())
+        for name, theirs in theirs.gradients.items()
     }
     worst = max(far, key=lambda name: math.inf if math.isnan(far[name]) else far[name])
     return far[worst], worst
@@ -232,13 +269,19 @@ def _settings(variant: Variant) -> str:
         ("loss", variant.loss_config, plain.loss_config),
         ("advantage", variant.advantage_config, plain.advantage_config),
     ):
-        names = [each.name for each in fields(config) if getattr(config, each.name) != getattr(default, each.name)]
+        names = [
+            each.name
+            for each in fields(config)
+            if getattr(config, each.name) != getattr(default, each.name)
+        ]
         words += [f"{section}.{name}={getattr(config, name)}" for name in names]
     return " ".join(words) or "-"
 
 
 def _norm(result: Result) -> float:
-    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in result.gradients.values()))
+    return math.sqrt(
+        sum(float(gradient.double().square().sum()) for gradient in result.gradients.values())
+    )
 
 
 if __name__ == "__main__":

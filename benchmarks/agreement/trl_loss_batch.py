@@ -72,7 +72,11 @@ def make(folder: Path) -> Batch:
     for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
         with torch.no_grad():
             logits = old(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-        logprobs = (logits / _TEMPERATURE).log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+        logprobs = (
+            (logits / _TEMPERATURE)
+            .log_softmax(-1)
+            .gather(-1, torch.tensor(completion)[:, None])[:, 0]
+        )
         # an engine far from the policy, so that caps bind
         noise = 0.4 * torch.randn(len(completion), generator=generator)
         rollout_logprobs.append((logprobs + noise).clamp(max=-1e-3).tolist())
@@ -94,7 +98,9 @@ def _make_model(folder: Path, seed: int) -> None:
 
     def change(model: torch.nn.Module) -> None:
         for _, parameter in sorted(model.named_parameters()):
-            parameter.copy_(float(parameter.ndim == 1) + 0.1 * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(
+                float(parameter.ndim == 1) + 0.1 * torch.randn(parameter.shape, generator=generator)
+            )
             if seed == 1:
                 parameter.add_(0.015 * torch.randn(parameter.shape, generator=nearby))
 

@@ -24,7 +24,9 @@ class Variant:
     trainer: str = "GRPO"
     num_parts: int = 2  # TRL's micro-batches
     on_policy: bool = False  # old logprobs are those of the weights that train
-    overlong_reward: list[int] | None = None  # TRL: arguments of the reward function get_soft_overlong_punishment
+    overlong_reward: list[int] | None = (
+        None  # TRL: arguments of the reward function get_soft_overlong_punishment
+    )
     factor: float = 1.0  # of our loss, where the two differ by a known constant
     compares: str = "loss, gradients"  # or "gradients", "advantages"
 
@@ -33,7 +35,11 @@ class Variant:
         """All that TRL is given: its clip is at 0.8 and 1.2 by default, and its GRPOTrainer divides by the group's
         std."""
         plain: dict[str, Any] = {"epsilon": 0.2, "epsilon_high": 0.28}
-        return {**plain, **({"scale_rewards": "none"} if self.trainer == "GRPO" else {}), **self.trl}
+        return {
+            **plain,
+            **({"scale_rewards": "none"} if self.trainer == "GRPO" else {}),
+            **self.trl,
+        }
 
     @property
     def loss_config(self) -> LossConfig:
@@ -56,13 +62,26 @@ _K3: dict[str, Any] = {"beta": 0.1, "use_bias_correction_kl": False}
 _OURS_K3 = {"kl_coef": 0.1, "kl_estimator": "k3"}
 _GSPO = {"importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.08}
 _OURS_GSPO = {"policy": "gspo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.08}
-_CISPO = {"loss_type": "cispo", "epsilon_high": 1.28}  # TRL's is the bound itself, ours is what it lies above 1
+_CISPO = {
+    "loss_type": "cispo",
+    "epsilon_high": 1.28,
+}  # TRL's is the bound itself, ours is what it lies above 1
 _OURS_CISPO = {"policy": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 0.28}
-_TOKEN_CAP = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.5}
+_TOKEN_CAP = {
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 1.5,
+}
 _OURS_TOKEN_CAP = {"rollout_correction": "token_tis", "rollout_correction_cap": 1.5}
-_SEQUENCE_CAP = {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 2.0}
+_SEQUENCE_CAP = {
+    "vllm_importance_sampling_mode": "sequence_truncate",
+    "vllm_importance_sampling_clip_max": 2.0,
+}
 _OURS_SEQUENCE_CAP = {"rollout_correction": "sequence_tis", "rollout_correction_cap": 2.0}
-_BAND = {**_TOKEN_CAP, "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 1 / 1.5}
+_BAND = {
+    **_TOKEN_CAP,
+    "vllm_importance_sampling_mode": "token_mask",
+    "vllm_importance_sampling_clip_min": 1 / 1.5,
+}
 _GROUP_STD = {"scale_rewards": "group"}
 _RLOO, _OURS_RLOO = {"beta": 0.0}, {"estimator": "rloo"}
 _KL_IN_REWARD = {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward"}
@@ -92,7 +111,9 @@ _SAME = (
     Variant("GSPO", {**_GSPO, **_GRPO}, {**_OURS_GSPO, "aggregation": "sequence"}),
     Variant("GSPO, token mean", {**_GSPO, **_DAPO}, _OURS_GSPO),
     Variant(
-        "GSPO, dual clip", {**_GSPO, **_GRPO, "delta": 1.2}, {**_OURS_GSPO, "aggregation": "sequence", "dual_clip": 1.2}
+        "GSPO, dual clip",
+        {**_GSPO, **_GRPO, "delta": 1.2},
+        {**_OURS_GSPO, "aggregation": "sequence", "dual_clip": 1.2},
     ),
     Variant(
         "LUSPO (ours times max_completion_tokens)",
@@ -104,13 +125,23 @@ _SAME = (
     Variant("DAPO, k3", {**_DAPO, **_K3}, _OURS_K3),
     Variant("GRPO, k3", {**_GRPO, **_K3}, {**_OURS_K3, "aggregation": "sequence"}),
     Variant("Dr. GRPO, k3", {**_DR_GRPO, **_K3}, {**_OURS_K3, "aggregation": "constant"}),
-    Variant("GSPO, k3", {**_GSPO, **_GRPO, **_K3}, {**_OURS_GSPO, **_OURS_K3, "aggregation": "sequence"}),
+    Variant(
+        "GSPO, k3", {**_GSPO, **_GRPO, **_K3}, {**_OURS_GSPO, **_OURS_K3, "aggregation": "sequence"}
+    ),
     Variant("CISPO, k3", {**_CISPO, **_K3}, {**_OURS_CISPO, **_OURS_K3}),
-    Variant("DAPO, entropy bonus", {**_DAPO, "entropy_coef": 0.05}, {"entropy_coef": 0.05}, num_parts=1),
+    Variant(
+        "DAPO, entropy bonus", {**_DAPO, "entropy_coef": 0.05}, {"entropy_coef": 0.05}, num_parts=1
+    ),
     Variant("DAPO, token TIS", {**_DAPO, **_TOKEN_CAP}, _OURS_TOKEN_CAP),
-    Variant("GRPO, token TIS", {**_GRPO, **_TOKEN_CAP}, {**_OURS_TOKEN_CAP, "aggregation": "sequence"}),
+    Variant(
+        "GRPO, token TIS", {**_GRPO, **_TOKEN_CAP}, {**_OURS_TOKEN_CAP, "aggregation": "sequence"}
+    ),
     Variant("DAPO, sequence TIS", {**_DAPO, **_SEQUENCE_CAP}, _OURS_SEQUENCE_CAP),
-    Variant("DAPO, IcePop", {**_DAPO, **_BAND}, {"rollout_correction": "icepop", "rollout_correction_cap": 1.5}),
+    Variant(
+        "DAPO, IcePop",
+        {**_DAPO, **_BAND},
+        {"rollout_correction": "icepop", "rollout_correction_cap": 1.5},
+    ),
     Variant(
         "GSPO, sequence TIS",
         {**_GSPO, **_GRPO, **_SEQUENCE_CAP},
@@ -154,9 +185,17 @@ _SAME = (
 )
 
 _DIFFER = (
-    Variant("GRPO, truncated masked", {**_GRPO, **_MASK}, {"aggregation": "sequence", **_OURS_MASK}, reason=_COUNTED),
     Variant(
-        "Dr. GRPO, truncated masked", {**_DR_GRPO, **_MASK}, {"aggregation": "constant", **_OURS_MASK}, reason=_COUNTED
+        "GRPO, truncated masked",
+        {**_GRPO, **_MASK},
+        {"aggregation": "sequence", **_OURS_MASK},
+        reason=_COUNTED,
+    ),
+    Variant(
+        "Dr. GRPO, truncated masked",
+        {**_DR_GRPO, **_MASK},
+        {"aggregation": "constant", **_OURS_MASK},
+        reason=_COUNTED,
     ),
     Variant(
         "DAPO, one reward unknown",
@@ -216,7 +255,11 @@ _DIFFER = (
     ),
     Variant(
         "DAPO, TRL's default correction",
-        {**_DAPO, "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 2.0},
+        {
+            **_DAPO,
+            "vllm_importance_sampling_mode": "sequence_mask",
+            "vllm_importance_sampling_clip_max": 2.0,
+        },
         _OURS_SEQUENCE_CAP,
         reason="sequence_mask: TRL drops sequences above the cap, ours caps them",
     ),
@@ -252,7 +295,12 @@ def variants(batch: Batch) -> list[Variant]:
             {"aggregation": "constant", **_OURS_MASK},
             factor=sequences,
         ),
-        Variant("DAPO, one reward unknown (ours times kept / all tokens)", _DAPO, rewards="one_unknown", factor=scored),
+        Variant(
+            "DAPO, one reward unknown (ours times kept / all tokens)",
+            _DAPO,
+            rewards="one_unknown",
+            factor=scored,
+        ),
     ]
     return [*_SAME, *scaled, *_DIFFER]
 

@@ -41,20 +41,29 @@ class _RLOO(RLOOTrainer):  # type: ignore[misc]
 def main() -> None:
     folder = Path(sys.argv[1])
     transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("trl").setLevel(logging.ERROR)  # its remarks on unknown rewards, which are there on purpose
+    logging.getLogger("trl").setLevel(
+        logging.ERROR
+    )  # its remarks on unknown rewards, which are there on purpose
     batch = json.loads((folder / "batch.json").read_text())
-    weights = {name: load_file(folder / name / "model.safetensors") for name in ("policy", "old", "ref")}
+    weights = {
+        name: load_file(folder / name / "model.safetensors") for name in ("policy", "old", "ref")
+    }
     (folder / "trl").mkdir()
     for number, variant in enumerate(json.loads((folder / "variants.json").read_text())):
         save_file(run(folder, batch, weights, variant), folder / "trl" / f"{number}.safetensors")
 
 
 def run(
-    folder: Path, batch: dict[str, Any], weights: dict[str, dict[str, torch.Tensor]], variant: dict[str, Any]
+    folder: Path,
+    batch: dict[str, Any],
+    weights: dict[str, dict[str, torch.Tensor]],
+    variant: dict[str, Any],
 ) -> dict[str, torch.Tensor]:
     """One generation batch and its backward passes: loss, advantages, and the gradient of every parameter."""
     num_parts = variant["num_parts"]
-    kind, trainer_kind = (GRPOConfig, _GRPO) if variant["trainer"] == "GRPO" else (RLOOConfig, _RLOO)
+    kind, trainer_kind = (
+        (GRPOConfig, _GRPO) if variant["trainer"] == "GRPO" else (RLOOConfig, _RLOO)
+    )
     arguments = kind(
         output_dir=str(folder / "output"),
         use_cpu=True,
@@ -66,7 +75,9 @@ def run(
         max_completion_length=batch["max_completion_tokens"],
         per_device_train_batch_size=len(batch["completion_ids"]) // num_parts,
         gradient_accumulation_steps=num_parts,
-        num_iterations=1 if variant["on_policy"] else 2,  # above 1 it takes old logprobs when it generates
+        num_iterations=1
+        if variant["on_policy"]
+        else 2,  # above 1 it takes old logprobs when it generates
         **variant["arguments"],
     )
     rewards = [lambda **_: variant["rewards"]]
@@ -79,7 +90,9 @@ def run(
         train_dataset=Dataset.from_dict({"prompt": batch["prompts"]}),
     )
     trainer.batch = batch
-    trainer.use_vllm = variant["engine"]  # set only now: there is no engine, but its logprobs are in the batch
+    trainer.use_vllm = variant[
+        "engine"
+    ]  # set only now: there is no engine, but its logprobs are in the batch
     trainer.current_gradient_accumulation_steps = num_parts  # as Trainer.train sets it
     model = trainer.model.train()
     if trainer.ref_model is not None:
@@ -91,14 +104,20 @@ def run(
         trainer._step = part
         if part == 0 and not variant["on_policy"]:
             _fill(model, weights["old"])
-        prepared = trainer._prepare_inputs(inputs)  # the first call generates and scores, the others take what it kept
+        prepared = trainer._prepare_inputs(
+            inputs
+        )  # the first call generates and scores, the others take what it kept
         if part == 0:
             _fill(model, weights["policy"])
         share = trainer.compute_loss(model, prepared)
         share.backward()
         loss += share.detach()
     gradients = {f"gradient/{name}": parameter.grad for name, parameter in model.named_parameters()}
-    return {"loss": loss, "advantages": torch.tensor(list(trainer._logs["advantages"])), **gradients}
+    return {
+        "loss": loss,
+        "advantages": torch.tensor(list(trainer._logs["advantages"])),
+        **gradients,
+    }
 
 
 @torch.no_grad()

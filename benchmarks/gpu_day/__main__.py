@@ -25,14 +25,32 @@ _ASK = "import torch; torch.cuda.is_available() and torch.zeros(1, device='cuda'
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, help="no step begins that may outlast them; default: 9, dry 20")
-    parser.add_argument("--out", type=Path, help="where the results go; default: $OUT, else runs/gpu_day[_dry]")
-    parser.add_argument("--scratch", type=Path, help="models, runs and logs; default: runs/gpu_day[_dry].scratch")
-    parser.add_argument("--from", type=Path, dest="before", help="results of an earlier machine, to go on with")
-    parser.add_argument("--again", action="append", default=[], metavar="STEP", help="make this step anew")
-    parser.add_argument("--dry", action="store_true", help="the small forms on the CPU; so too where there is no GPU")
-    parser.add_argument("--commit", help="where there is no git, what the rows name; default: $" + COMMIT)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="no step begins that may outlast them; default: 9, dry 20"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="where the results go; default: $OUT, else runs/gpu_day[_dry]"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, help="models, runs and logs; default: runs/gpu_day[_dry].scratch"
+    )
+    parser.add_argument(
+        "--from", type=Path, dest="before", help="results of an earlier machine, to go on with"
+    )
+    parser.add_argument(
+        "--again", action="append", default=[], metavar="STEP", help="make this step anew"
+    )
+    parser.add_argument(
+        "--dry",
+        action="store_true",
+        help="the small forms on the CPU; so too where there is no GPU",
+    )
+    parser.add_argument(
+        "--commit", help="where there is no git, what the rows name; default: $" + COMMIT
+    )
     args = parser.parse_args()
     try:
         dry = args.dry or not _has_gpu()
@@ -53,7 +71,9 @@ def main() -> int:
 
 def _has_gpu() -> bool:
     """Raises DayError where there is a GPU that torch cannot use: a dry day there would pass for a real one."""
-    asked = subprocess.run([sys.executable, "-W", "ignore", "-c", _ASK], capture_output=True, text=True)
+    asked = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _ASK], capture_output=True, text=True
+    )
     if asked.returncode == 0 and asked.stdout.strip() == "True":
         return True
     try:
@@ -62,7 +82,9 @@ def _has_gpu() -> bool:
         listed = ""
     if "GPU" in listed:
         why = (asked.stderr.strip().splitlines() or ["torch.cuda.is_available() is False"])[-1]
-        raise DayError(f"nvidia-smi lists a GPU that torch cannot use ({why}); mend that, or ask for --dry")
+        raise DayError(
+            f"nvidia-smi lists a GPU that torch cannot use ({why}); mend that, or ask for --dry"
+        )
     return False
 
 

@@ -27,7 +27,11 @@ from benchmarks.speed.gpu import SIZES, make_model, training_config
 from benchmarks.support.report import Row, arguments_parser, read_lines, report
 from benchmarks.support.tree import kill_tree, marked
 
-_STEPS, _EVERY, _KILL_AFTER = 6, 2, 5  # of the run, between its checkpoints, lines of metrics at the kill
+_STEPS, _EVERY, _KILL_AFTER = (
+    6,
+    2,
+    5,
+)  # of the run, between its checkpoints, lines of metrics at the kill
 _MARK = "GRPO_SPMD_CRASH_TREE"
 _SAME = ("reward/mean", "loss/total", "completion/tokens_mean", "optim/grad_norm")
 # On a GPU five standard deviations of the difference of two draws: of a mean of 128 rewards of 0 to 6 (0.25), and of a
@@ -42,7 +46,10 @@ def main() -> int:
     args = parser.parse_args()
     size, folder = SIZES[args.size], args.folder
     num_parameters = make_model(folder / "model", size)
-    half = {"num_prompts_per_step": size.num_prompts // 2, "max_completion_tokens": size.max_completion_tokens // 2}
+    half = {
+        "num_prompts_per_step": size.num_prompts // 2,
+        "max_completion_tokens": size.max_completion_tokens // 2,
+    }
     sections: dict[str, dict[str, Any]] = {
         "rollout": half,
         "checkpoint": {"every_steps": _EVERY, "keep": 2, "resume": "auto"},
@@ -59,15 +66,24 @@ def main() -> int:
         return 1
     killed = kill_tree(mark, _MARK)
     process.wait()
-    before = [json.loads(line) for line in path.read_text().splitlines()[:_KILL_AFTER]]  # what follows may be torn
-    checkpoints, used = sorted(found.name for found in (folder / "run/checkpoints").glob("*")), _gpu_used_mib()
+    before = [
+        json.loads(line) for line in path.read_text().splitlines()[:_KILL_AFTER]
+    ]  # what follows may be torn
+    checkpoints, used = (
+        sorted(found.name for found in (folder / "run/checkpoints").glob("*")),
+        _gpu_used_mib(),
+    )
     start = time.perf_counter()
     code = subprocess.run(command, env={**os.environ, _MARK: mark}).returncode
     seconds, left = time.perf_counter() - start, marked(mark, _MARK)
     after = read_lines(path)
     row: Row = {"model": f"{args.size}, {num_parameters:,} parameters", "processes_killed": killed}
     row |= {"steps_before_the_kill": len(before), "checkpoints_then": " ".join(checkpoints) or "-"}
-    row |= {"gpu_used_mib_after_the_kill": used, "exit_code_of_the_second": code, "second_start_s": seconds}
+    row |= {
+        "gpu_used_mib_after_the_kill": used,
+        "exit_code_of_the_second": code,
+        "second_start_s": seconds,
+    }
     row |= compared(before, after) | {"processes_left": len(left)}
     import torch  # only now: a context of this process would be in the runs' ledgers
 
@@ -84,7 +100,11 @@ def compared(before: Sequence[Row], after: Sequence[Row]) -> Row:
     twice = pairs[kept:]
     off = {name: [abs(old[name] - new[name]) for old, new in twice] or [0.0] for name in _SAME}
     row: Row = {"went_on_at_step": kept, "steps_made_twice": len(twice)}
-    return row | {f"{name} off by": max(off[name]) for name in _SAME} | {"first loss off by": off["loss/total"][0]}
+    return (
+        row
+        | {f"{name} off by": max(off[name]) for name in _SAME}
+        | {"first loss off by": off["loss/total"][0]}
+    )
 
 
 def judged(row: Row, num_steps: int, *, exactly: bool) -> list[str]:
@@ -93,7 +113,9 @@ def judged(row: Row, num_steps: int, *, exactly: bool) -> list[str]:
         code = row["exit_code_of_the_second"]
         problems.append(f"the second start ended at step {num_steps} of {_STEPS}, exit code {code}")
     if row["went_on_at_step"] < _KILL_AFTER - 2 * _EVERY:
-        problems.append(f"it went on at step {row['went_on_at_step']}, more than two intervals of {_EVERY} back")
+        problems.append(
+            f"it went on at step {row['went_on_at_step']}, more than two intervals of {_EVERY} back"
+        )
     reward_off, loss_off = (0.0, 0.0) if exactly else (_REWARD_OFF, _LOSS_OFF)
     if row["reward/mean off by"] > reward_off or row["loss/total off by"] > loss_off:
         problems.append("steps that were made twice differ")

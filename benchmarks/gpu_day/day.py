@@ -31,7 +31,12 @@ ENDED = ("done", "skipped", "failed", "limit")  # what has one of these is not b
 _MOST_STARTS = 2  # of a step whose driver is killed each time
 _MOST_LOG_BYTES = 15 << 20
 _TAIL_LINES = 15
-_KEPT = ("*.log", "logs/*", "metrics.jsonl", "config.yaml")  # of a step's folder, and so in the archive
+_KEPT = (
+    "*.log",
+    "logs/*",
+    "metrics.jsonl",
+    "config.yaml",
+)  # of a step's folder, and so in the archive
 _FILES = ("state.json", "rows.jsonl", "page.txt", "logs.tar.gz")
 
 
@@ -56,17 +61,29 @@ class Day:
     earlier machine. Raises DayError: another driver is at work there, or the results are of another form."""
 
     def __init__(
-        self, steps: Sequence[Step], scratch: Path, out: Path, form: str, commit: str, before: Sequence[Path] = ()
+        self,
+        steps: Sequence[Step],
+        scratch: Path,
+        out: Path,
+        form: str,
+        commit: str,
+        before: Sequence[Path] = (),
     ) -> None:
         self._steps, self._scratch, self._out, self._commit = steps, scratch, out, commit
         for folder in (scratch / "logs", scratch / "rows", scratch / "steps", out):
             folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (scratch / "lock").open("w")  # a child does not inherit it, so that a kill frees it
+        self._lock = (scratch / "lock").open(
+            "w"
+        )  # a child does not inherit it, so that a kill frees it
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DayError(f"another gpu_day is at work in {scratch}; wait for it, or name another --scratch") from None
-        found = next((folder for folder in (scratch, *before) if (folder / "state.json").is_file()), None)
+            raise DayError(
+                f"another gpu_day is at work in {scratch}; wait for it, or name another --scratch"
+            ) from None
+        found = next(
+            (folder for folder in (scratch, *before) if (folder / "state.json").is_file()), None
+        )
         self._state: dict[str, Any] = {"form": form, "commit": commit, "commands": [], "steps": {}}
         self._rows: list[Row] = []
         if found is not None:
@@ -74,7 +91,9 @@ class Day:
             self._rows = read_rows(found / "rows.jsonl")
         if self._state["form"] != form:
             was = self._state["form"]
-            raise DayError(f"{found} holds a day of form {was!r}, and this one is {form!r}; name other folders")
+            raise DayError(
+                f"{found} holds a day of form {was!r}, and this one is {form!r}; name other folders"
+            )
 
     def run(self, minutes: float, again: Sequence[str] = ()) -> int:
         """Exit code: 0 every step is done or skipped, 1 one failed or came to its limit, 3 there is more to do. A step
@@ -84,9 +103,15 @@ class Day:
         for name in self._known_names(again):
             known.pop(name, None)
         self._end_what_was_left()
-        to_make = [step for step in self._steps if known.get(step.name, {}).get("status") not in ENDED]
+        to_make = [
+            step for step in self._steps if known.get(step.name, {}).get("status") not in ENDED
+        ]
         self._refuse_too_short(minutes, to_make)
-        before = [f"{step.name} ({known[step.name]['status']})" for step in self._steps if step not in to_make]
+        before = [
+            f"{step.name} ({known[step.name]['status']})"
+            for step in self._steps
+            if step not in to_make
+        ]
         if before:
             _say(f"ended in an earlier command: {', '.join(before)}")
         command: dict[str, Any] = {"began": _stamp(), "seconds": 0.0, "steps": []}
@@ -102,7 +127,9 @@ class Day:
         self._publish()
         waiting = [step.name for step in to_make[len(command["steps"]) :]]
         if waiting:
-            _say(f"{minutes:g} minutes are over; the same command goes on with {', '.join(waiting)}")
+            _say(
+                f"{minutes:g} minutes are over; the same command goes on with {', '.join(waiting)}"
+            )
         statuses = [known[step.name]["status"] for step in self._steps if step.name in known]
         return 3 if waiting else int(any(status in ("failed", "limit") for status in statuses))
 
@@ -116,7 +143,9 @@ class Day:
         longest = max(to_make, key=lambda step: step.limit_s, default=None)
         if longest is not None and 60 * minutes < longest.limit_s:
             least = f"the limit of step {longest.name}, {longest.limit_s / 60:g} minutes"
-            raise DayError(f"--minutes {minutes:g} is less than {least}, so that it would never begin; give more")
+            raise DayError(
+                f"--minutes {minutes:g} is less than {least}, so that it would never begin; give more"
+            )
 
     def _end_what_was_left(self) -> None:
         """A driver that was killed left its step running, which would be in the next one's measurements."""
@@ -125,15 +154,22 @@ class Day:
                 try:
                     count = kill_tree(known["mark"])
                 except RuntimeError as error:  # they would be in every measurement to come
-                    raise DayError(f"step {name} of an earlier command: {error}; only a new machine helps") from None
+                    raise DayError(
+                        f"step {name} of an earlier command: {error}; only a new machine helps"
+                    ) from None
                 is_last = known["starts"] >= _MOST_STARTS
                 known["status"] = "failed" if is_last else "interrupted"
-                known["said"] = f"the driver was killed in it {known['starts']} times" if is_last else "-"
+                known["said"] = (
+                    f"the driver was killed in it {known['starts']} times" if is_last else "-"
+                )
                 _say(f"{name}: its driver was killed; ended {count} processes of it")
 
     def _make(self, step: Step) -> None:
         """Run one step to its end or its limit, and take its rows."""
-        folder, log = self._scratch / "steps" / step.name, self._scratch / "logs" / f"{step.name}.log"
+        folder, log = (
+            self._scratch / "steps" / step.name,
+            self._scratch / "logs" / f"{step.name}.log",
+        )
         rows = self._scratch / "rows" / f"{step.name}.jsonl"
         _remove(folder)
         folder.mkdir()
@@ -143,10 +179,15 @@ class Day:
         self._state["steps"][step.name] = known
         self._write_state()
         _say(f"{step.name}: {step.shows} (limit {step.limit_s:.0f} s)")
-        command = [part.replace("{json}", str(rows)).replace("{folder}", str(folder)) for part in step.command]
+        command = [
+            part.replace("{json}", str(rows)).replace("{folder}", str(folder))
+            for part in step.command
+        ]
         start, ended_by_limit = time.monotonic(), False
         with log.open("ab") as file:
-            file.write(f"--- {step.name}, start {starts}, {_stamp()}: {' '.join(command)}\n".encode())
+            file.write(
+                f"--- {step.name}, start {starts}, {_stamp()}: {' '.join(command)}\n".encode()
+            )
             file.flush()
             process = subprocess.Popen(
                 [sys.executable, *command],
@@ -183,7 +224,13 @@ class Day:
         return left, ""
 
     def _environment(self, mark: str, folder: Path) -> dict[str, str]:
-        own = {MARK: mark, COMMIT: self._commit, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        own = {
+            MARK: mark,
+            COMMIT: self._commit,
+            "TMPDIR": str(folder),
+            "PYTHONUNBUFFERED": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
         # What one step compiled the next one need not: torch would put it into the temporary folder, which is a step's.
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(self._scratch / "cache")}
         own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -207,7 +254,9 @@ class Day:
         new = [own | row for row in read_rows(path)]
         names = [each.name for each in self._steps]
         rows = [row for row in self._rows if row["step"] != step.name] + new
-        self._rows = sorted(rows, key=lambda row: names.index(row["step"]) if row["step"] in names else len(names))
+        self._rows = sorted(
+            rows, key=lambda row: names.index(row["step"]) if row["step"] in names else len(names)
+        )
 
     def _write_state(self) -> None:
         _write(self._scratch / "state.json", json.dumps(self._state, indent=1).encode())
@@ -215,7 +264,10 @@ class Day:
     def _publish(self) -> None:
         """Results into scratch, then copies into `out`, each whole or as it was before."""
         self._write_state()
-        _write(self._scratch / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in self._rows).encode())
+        _write(
+            self._scratch / "rows.jsonl",
+            "".join(json.dumps(row) + "\n" for row in self._rows).encode(),
+        )
         _write(self._scratch / "page.txt", page(self._steps, self._state, self._rows).encode())
         _write(self._scratch / "logs.tar.gz", _archive(self._scratch))
         for name in _FILES if self._out != self._scratch else ():
@@ -276,7 +328,9 @@ def _signals_raise() -> Iterator[None]:
     def leave(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before: Mapping[int, Any] = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before: Mapping[int, Any] = {
+        number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:

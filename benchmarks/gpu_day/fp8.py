@@ -37,7 +37,12 @@ def main() -> int:
         if code := subprocess.run(command).returncode:
             return code
         metrics = read_lines(args.folder / name / "metrics.jsonl")[1:]  # the first warms up
-        figures = ("time/rollout_s", "rollout/tokens_per_s", "time/weight_sync_s", "weight_sync/mismatch_abs_mean")
+        figures = (
+            "time/rollout_s",
+            "rollout/tokens_per_s",
+            "time/weight_sync_s",
+            "weight_sync/mismatch_abs_mean",
+        )
         median = {figure: statistics.median(line[figure] for line in metrics) for figure in figures}
         rows.append({"engine": name, "model": args.size, **median})
     report("gpu_day_fp8", rows, args.json)

@@ -20,17 +20,29 @@ from benchmarks.support.report import Row, arguments_parser, report
 
 def main() -> int:
     parser = arguments_parser(__doc__)
-    parser.add_argument("--marked", metavar="MARK", help="the tests with this mark, wherever they are")
+    parser.add_argument(
+        "--marked", metavar="MARK", help="the tests with this mark, wherever they are"
+    )
     args, of_pytest = parser.parse_known_args()
     if args.marked:
         of_pytest = ["-m", args.marked, *naming(args.marked), *of_pytest]
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder, "junit.xml")
-        options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", "-o", "junit_family=xunit1"]
+        options = [
+            "-p",
+            "no:cacheprovider",
+            "--continue-on-collection-errors",
+            "-o",
+            "junit_family=xunit1",
+        ]
         command = [sys.executable, "-m", "pytest", *options, f"--junitxml={junit}", *of_pytest]
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         code = subprocess.run(command, env=environment, stderr=subprocess.STDOUT).returncode
-        row = counted(junit) if junit.is_file() else {"passed": 0, "failed": "pytest did not come to its end"}
+        row = (
+            counted(junit)
+            if junit.is_file()
+            else {"passed": 0, "failed": "pytest did not come to its end"}
+        )
     report("gpu_day_tests", [{"tests": " ".join(of_pytest), **row, "exit_code": code}], args.json)
     return code
 
@@ -38,7 +50,9 @@ def main() -> int:
 def naming(mark: str) -> list[str]:
     """Files of tests that name the mark."""
     files = sorted(Path("tests").rglob("test_*.py"))
-    return [str(path) for path in files if f"pytest.mark.{mark}" in path.read_text(encoding="utf-8")]
+    return [
+        str(path) for path in files if f"pytest.mark.{mark}" in path.read_text(encoding="utf-8")
+    ]
 
 
 def counted(junit: Path) -> Row:
@@ -51,7 +65,10 @@ def counted(junit: Path) -> Row:
     row: Row = {"passed": len(cases) - sum(map(len, ended.values()))}
     row |= {what: len(found) for what, found in ended.items()}
     names = [f"{case.get('classname')}::{case.get('name')}" for case in ended["failed"]]
-    return row | {"seconds": sum(float(case.get("time", 0)) for case in cases), "failures": " ".join(names) or "-"}
+    return row | {
+        "seconds": sum(float(case.get("time", 0)) for case in cases),
+        "failures": " ".join(names) or "-",
+    }
 
 
 if __name__ == "__main__":

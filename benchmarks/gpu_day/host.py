@@ -14,11 +14,23 @@ def main() -> None:
     args = arguments_parser(__doc__).parse_args()
     import torch
 
-    row: Row = {"device": "CPU", "driver": "-", "memory_gib": "-", "free_gib": "-", "cuda": str(torch.version.cuda)}
+    row: Row = {
+        "device": "CPU",
+        "driver": "-",
+        "memory_gib": "-",
+        "free_gib": "-",
+        "cuda": str(torch.version.cuda),
+    }
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        row |= {"device": torch.cuda.get_device_name(), "driver": _driver(), "memory_gib": total / 2**30}
-        row |= {"free_gib": free / 2**30}  # what is missing is another's, and would be in every ledger
+        row |= {
+            "device": torch.cuda.get_device_name(),
+            "driver": _driver(),
+            "memory_gib": total / 2**30,
+        }
+        row |= {
+            "free_gib": free / 2**30
+        }  # what is missing is another's, and would be in every ledger
         x = torch.randn(512, 512, device="cuda").bfloat16()
         assert torch.isfinite(x @ x).all(), "the GPU multiplies wrongly"
     start = time.perf_counter()

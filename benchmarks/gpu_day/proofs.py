@@ -41,7 +41,10 @@ def main() -> int:
     size = SIZES[args.size]
     num_parameters = make_model(args.folder / "model", size)
     # Half a step of the speed benchmark: 20 of them shall fit into their minutes, beside a proof in each.
-    half = {"num_prompts_per_step": size.num_prompts // 2, "max_completion_tokens": size.max_completion_tokens // 2}
+    half = {
+        "num_prompts_per_step": size.num_prompts // 2,
+        "max_completion_tokens": size.max_completion_tokens // 2,
+    }
     sections: dict[str, dict[str, Any]] = {
         "rollout": half,
         "proofs": {"every_steps": 1},
@@ -53,7 +56,9 @@ def main() -> int:
         code = subprocess.run(command, timeout=args.within).returncode
         held = code == 0
     except subprocess.TimeoutExpired:
-        print(f"proofs: the run was killed after {args.within:g} s; the rows are of the steps that it had made")
+        print(
+            f"proofs: the run was killed after {args.within:g} s; the rows are of the steps that it had made"
+        )
         code, held = 1, True  # a proof that fails ends the run
     metrics = read_rows(args.folder / "run/metrics.jsonl")
     if not metrics:
@@ -63,9 +68,15 @@ def main() -> int:
     on_gpu = torch.cuda.is_available()
     ran = {"model": f"{args.size}, {num_parameters:,} parameters"}
     ran |= {"device": torch.cuda.get_device_name() if on_gpu else "CPU"}
-    share = yaml.safe_load((args.folder / "run/config.yaml").read_text())["rollout"]["gpu_memory_utilization"]
+    share = yaml.safe_load((args.folder / "run/config.yaml").read_text())["rollout"][
+        "gpu_memory_utilization"
+    ]
     may_take_gib = share * torch.cuda.mem_get_info()[1] / 2**30 if on_gpu else None
-    report("gpu_day_proofs", [row | ran for row in proof_rows(metrics, args.steps, held=held)], args.json)
+    report(
+        "gpu_day_proofs",
+        [row | ran for row in proof_rows(metrics, args.steps, held=held)],
+        args.json,
+    )
     sleep, problems = sleep_row(metrics, may_take_gib)
     report("gpu_day_sleep", [sleep | ran], args.json)
     plan = planned(args.folder / "run/config.yaml", args.folder / "plan.json")
@@ -89,7 +100,13 @@ def proof_rows(metrics: Sequence[Row], steps: int, *, held: bool) -> list[Row]:
         values = [line[name] for line in metrics if line.get(name) is not None]
         found = spread("median", values) if values else dict.fromkeys(("median", "min", "max"), "-")
         rows.append(
-            {"what": name, "unit": unit, "steps": f"{len(values)} of {steps}", **found, "all proofs held": held}
+            {
+                "what": name,
+                "unit": unit,
+                "steps": f"{len(values)} of {steps}",
+                **found,
+                "all proofs held": held,
+            }
         )
     return rows
 
@@ -97,30 +114,57 @@ def proof_rows(metrics: Sequence[Row], steps: int, *, held: bool) -> list[Row]:
 def sleep_row(metrics: Sequence[Row], may_take_gib: float | None) -> tuple[Row, list[str]]:
     """What the engine's sleep frees and leaves, over the steps; and what is wrong with it. `may_take_gib`: None on a
     CPU, where sleep frees nothing."""
-    freed, left = ([line[f"memory/sleep/{what}_gib"] for line in metrics] for what in ("freed", "left"))
+    freed, left = (
+        [line[f"memory/sleep/{what}_gib"] for line in metrics] for what in ("freed", "left")
+    )
     grown = left[-1] - left[min(_WARM, len(left) - 1)]
-    row: Row = {"freed_gib": freed[-1], "least_freed_gib": min(freed), "left_gib": left[-1], "grown_gib": grown}
+    row: Row = {
+        "freed_gib": freed[-1],
+        "least_freed_gib": min(freed),
+        "left_gib": left[-1],
+        "grown_gib": grown,
+    }
     row |= {"engine_may_take_gib": may_take_gib or "-", "sleeps": len(freed)}
     if may_take_gib is None:
         return row, []
     least, problems = _LEAST_FREED_FRAC * may_take_gib, []
     if min(freed) < least:
-        problems.append(f"a sleep freed {min(freed):.2f} GiB, and at least {least:.2f} must come back")
+        problems.append(
+            f"a sleep freed {min(freed):.2f} GiB, and at least {least:.2f} must come back"
+        )
     if grown > _MOST_GROWN_GIB:
-        problems.append(f"what is left after a sleep grew by {grown:.2f} GiB, at most {_MOST_GROWN_GIB:g} may")
+        problems.append(
+            f"what is left after a sleep grew by {grown:.2f} GiB, at most {_MOST_GROWN_GIB:g} may"
+        )
     return row, problems
 
 
 def planned(config: Path, answer: Path) -> dict[str, Any]:
     """The planner's answer for this run on this device, by its command alone; empty where it gives none."""
-    command = [sys.executable, "-m", "grpo_spmd.plan", "--config", str(config), "--gpu", _card(), "--ranks", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "grpo_spmd.plan",
+        "--config",
+        str(config),
+        "--gpu",
+        _card(),
+        "--ranks",
+        "1",
+    ]
     try:
-        done = subprocess.run([*command, "--json", str(answer)], capture_output=True, text=True, timeout=_PLAN_S)
+        done = subprocess.run(
+            [*command, "--json", str(answer)], capture_output=True, text=True, timeout=_PLAN_S
+        )
     except subprocess.TimeoutExpired:
         print(f"proofs: the planner gave no answer within {_PLAN_S} s")
         return {}
-    if done.returncode not in (0, 1) or not answer.is_file():  # 1: it answers that the run does not fit
-        print(f"proofs: the planner gave no answer (exit code {done.returncode}): {done.stderr.strip()[-300:]}")
+    if (
+        done.returncode not in (0, 1) or not answer.is_file()
+    ):  # 1: it answers that the run does not fit
+        print(
+            f"proofs: the planner gave no answer (exit code {done.returncode}): {done.stderr.strip()[-300:]}"
+        )
         return {}
     return dict(json.loads(answer.read_text()))
 
@@ -132,9 +176,14 @@ def _card() -> str:
 
     if not torch.cuda.is_available():
         return "24GiB,1TFLOPS,20GB/s"
-    name, gib = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**30
+    name, gib = (
+        torch.cuda.get_device_name(),
+        torch.cuda.get_device_properties(0).total_memory / 2**30,
+    )
     known = {"H200": "H200-141GB", "H100": "H100-80GB"}
-    return next((card for part, card in known.items() if part in name), f"{gib:.1f}GiB,1TFLOPS,1GB/s")
+    return next(
+        (card for part, card in known.items() if part in name), f"{gib:.1f}GiB,1TFLOPS,1GB/s"
+    )
 
 
 def ledger_rows(metrics: Sequence[Row], plan: dict[str, Any]) -> list[Row]:
@@ -143,12 +192,20 @@ def ledger_rows(metrics: Sequence[Row], plan: dict[str, Any]) -> list[Row]:
     weight_sync the KV cache is there too, which the planner counts to the rollout."""
 
     def most(phase: str, *fields: str) -> float:
-        return max(float(sum(line[f"memory/{phase}/{field}_gib"] for field in fields)) for line in metrics)
+        return max(
+            float(sum(line[f"memory/{phase}/{field}_gib"] for field in fields)) for line in metrics
+        )
 
     rows = []
     for phase in (phase for phase in _PHASES if f"memory/{phase}/peak_gib" in metrics[0]):
-        said, on_device = plan.get("phases", {}).get(phase, {}).get("peak_gib"), most(phase, "peak", "other")
-        row: Row = {"phase": phase, **{field: most(phase, field) for field in ("peak", "reserved", "driver_used")}}
+        said, on_device = (
+            plan.get("phases", {}).get(phase, {}).get("peak_gib"),
+            most(phase, "peak", "other"),
+        )
+        row: Row = {
+            "phase": phase,
+            **{field: most(phase, field) for field in ("peak", "reserved", "driver_used")},
+        }
         row |= {"on_device": on_device, "planned": _NOT_THERE if said is None else said}
         rows.append(row | {"to_planned": "-" if said is None else on_device / said})
     return rows

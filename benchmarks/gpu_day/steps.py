@@ -8,8 +8,14 @@ from benchmarks.gpu_day.day import Step
 _FOLDER, _JSON = ("--folder", "{folder}"), ("--json", "{json}")
 _HOST = ("host", "what this host is, and whether vLLM can be imported")
 _TESTS = ("tests", "the tests that need a GPU")
-_PROOFS = ("proofs", "every sync and update of a run in bfloat16 proved; sleep; memory beside the planner's figures")
-_FLOORS = ("floors", "each phase of a run beside the least time that its arithmetic or bytes take here")
+_PROOFS = (
+    "proofs",
+    "every sync and update of a run in bfloat16 proved; sleep; memory beside the planner's figures",
+)
+_FLOORS = (
+    "floors",
+    "each phase of a run beside the least time that its arithmetic or bytes take here",
+)
 _PACKING = ("packing", "packed rows beside padded batches; recomputation and compilation")
 _KERNELS = ("kernels", "what the update's time on the device is made of")
 _TRL = ("trl", "the same step through TRL's GRPOTrainer")
@@ -24,8 +30,16 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
 GPU = (
     Step(*_HOST, _module("gpu_day.host"), 75),
     Step(*_TESTS, _module("gpu_day.gpu_tests", "--marked", "gpu"), 60),
-    Step(*_PROOFS, _module("gpu_day.proofs", "--size", "0.5b", "--steps", "20", "--within", "195", *_FOLDER), 255),
-    Step(*_FLOORS, _module("speed.gpu", "--size", "1.5b", "--steps", "4", "--variants", "plain", *_FOLDER), 225),
+    Step(
+        *_PROOFS,
+        _module("gpu_day.proofs", "--size", "0.5b", "--steps", "20", "--within", "195", *_FOLDER),
+        255,
+    ),
+    Step(
+        *_FLOORS,
+        _module("speed.gpu", "--size", "1.5b", "--steps", "4", "--variants", "plain", *_FOLDER),
+        225,
+    ),
     Step(*_PACKING, _module("speed.update", "--size", "0.5b"), 120),
     Step(*_KERNELS, _module("speed.kernels", "--size", "1.5b"), 90),
     Step(*_TRL, _module("gpu_day.trl", "--size", "0.5b", *_FOLDER), 270),

@@ -25,7 +25,10 @@ from benchmarks.speed.step_vs_trl import Ours, Task, Trl, figures
 from benchmarks.support.report import Row, arguments_parser, report
 
 _STEPS = 3  # the first, which compiles and warms up, is left out
-_MICRO_BATCHES = (8, 16)  # TRL's default, and one that fills a GPU better; the logits of 32, in float32, do not fit
+_MICRO_BATCHES = (
+    8,
+    16,
+)  # TRL's default, and one that fills a GPU better; the logits of 32, in float32, do not fit
 _PHASES = ("step", "generation", "sync", "reward", "logprobs", "update")
 
 
@@ -75,7 +78,9 @@ def _ours(folder: Path, task: Task, size: Size, on_gpu: bool) -> list[Row]:
 
 
 def _theirs(folder: Path, task: Task, python: str, micro_batch: int, on_gpu: bool) -> list[Row]:
-    arguments: dict[str, Any] = {"use_cpu": False, "bf16": True, "vllm_gpu_memory_utilization": 0.4} if on_gpu else {}
+    arguments: dict[str, Any] = (
+        {"use_cpu": False, "bf16": True, "vllm_gpu_memory_utilization": 0.4} if on_gpu else {}
+    )
     side = Trl(folder, f"trl_{micro_batch}", task, python, micro_batch, **arguments)
     try:
         return side.turn(task.num_steps)[1:]
@@ -92,9 +97,13 @@ def _row(side: str, micro_batch: int | str, steps: Sequence[Row], ours: Sequence
     row: Row = {"side": side, "micro_batch": micro_batch}
     row |= {f"{phase}_s": median(steps, f"{phase}_s") for phase in _PHASES}
     row |= {
-        f"{phase}_to_ours": median(steps, f"{phase}_s") / median(ours, f"{phase}_s") for phase in ("step", "update")
+        f"{phase}_to_ours": median(steps, f"{phase}_s") / median(ours, f"{phase}_s")
+        for phase in ("step", "update")
     }
-    return row | {"tokens_mean": median(steps, "tokens_mean"), "reward_mean": median(steps, "reward_mean")}
+    return row | {
+        "tokens_mean": median(steps, "tokens_mean"),
+        "reward_mean": median(steps, "reward_mean"),
+    }
 
 
 if __name__ == "__main__":

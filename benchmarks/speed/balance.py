@@ -27,7 +27,9 @@ from grpo_spmd.records import Plan
 
 GROUP_SIZE, LONGEST = 8, 8192
 BUDGET = 16384
-TIGHT_BUDGET = 8448  # no more than the longest rollout: rows of short ones are full before they cost as much
+TIGHT_BUDGET = (
+    8448  # no more than the longest rollout: rows of short ones are full before they cost as much
+)
 _PLAIN_UP_TO = 10_000  # its time grows with rollouts * rows
 
 
@@ -54,7 +56,10 @@ def main() -> None:
         f"in the others at most {max(row['gap_to_bound'] for row in usual if row['best'] < 1):.2%} above the bound"
     )
     for few, many in ((1_000, 10_000), (10_000, 100_000)):
-        times = [sum(row["cpu_s"] for row in usual if row["rollouts"] == number) for number in (few, many)]
+        times = [
+            sum(row["cpu_s"] for row in usual if row["rollouts"] == number)
+            for number in (few, many)
+        ]
         print(f"{few:,} -> {many:,} rollouts: {times[1] / times[0]:.1f} times the CPU time")
 
 
@@ -65,7 +70,11 @@ def _measure(num_rollouts: int, num_ranks: int, max_tokens: int, ratio: float) -
     for _ in range(3):
         start = time.process_time()
         plan = plan_batch(
-            num_tokens, num_ranks=num_ranks, mini_batch_sizes=[num_rollouts], max_tokens=max_tokens, costs=costs
+            num_tokens,
+            num_ranks=num_ranks,
+            mini_batch_sizes=[num_rollouts],
+            max_tokens=max_tokens,
+            costs=costs,
         )
         seconds.append(time.process_time() - start)
     figures = plan_metrics(plan, num_tokens, costs)
@@ -93,14 +102,20 @@ def _measure(num_rollouts: int, num_ranks: int, max_tokens: int, ratio: float) -
     }
 
 
-def trace(num_rollouts: int, *, median: int = 512, longest: int = LONGEST, seed: int = 0) -> list[int]:
+def trace(
+    num_rollouts: int, *, median: int = 512, longest: int = LONGEST, seed: int = 0
+) -> list[int]:
     """Tokens of each rollout, in the order of ids: lognormal completions behind prompts of 64 to 256 tokens, groups
     side by side."""
     rng = np.random.default_rng(seed)
     num_groups = -(-num_rollouts // GROUP_SIZE)
-    logs = rng.normal(0, 0.9, (num_groups, 1)) + rng.normal(0, (1 - 0.9**2) ** 0.5, (num_groups, GROUP_SIZE))
+    logs = rng.normal(0, 0.9, (num_groups, 1)) + rng.normal(
+        0, (1 - 0.9**2) ** 0.5, (num_groups, GROUP_SIZE)
+    )
     completions = np.clip(median * np.exp(logs), 1, longest).astype(int)
-    tokens: list[int] = (rng.integers(64, 256, (num_groups, 1)) + completions).ravel()[:num_rollouts].tolist()
+    tokens: list[int] = (
+        (rng.integers(64, 256, (num_groups, 1)) + completions).ravel()[:num_rollouts].tolist()
+    )
     return tokens
 
 
@@ -113,7 +128,9 @@ def plan_by_tokens(num_tokens: list[int], num_ranks: int, max_tokens: int) -> Pl
     for i in sorted(range(len(num_tokens)), key=lambda i: -num_tokens[i]):
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + num_tokens[i], rank))
-        number = next((n for n, free in enumerate(room[rank]) if free >= num_tokens[i]), len(room[rank]))
+        number = next(
+            (n for n, free in enumerate(room[rank]) if free >= num_tokens[i]), len(room[rank])
+        )
         if number == len(room[rank]):
             ranks[rank].append([])
             room[rank].append(max_tokens)
@@ -126,7 +143,9 @@ def plan_by_tokens(num_tokens: list[int], num_ranks: int, max_tokens: int) -> Pl
 def plan_of(mini_batches: Sequence[list[list[list[int]]]]) -> Plan:
     """Of rows of rollout ids [mini_batch][rank][micro_batch]."""
     rows = [row for ranks in mini_batches for rank in ranks for row in rank]
-    lengths = [np.array([[len(row) for row in rank] for rank in ranks], np.int32) for ranks in mini_batches]
+    lengths = [
+        np.array([[len(row) for row in rank] for rank in ranks], np.int32) for ranks in mini_batches
+    ]
     return Plan(np.array([i for row in rows for i in row], np.int32), lengths)
 
 
@@ -134,9 +153,10 @@ def ranks_of_a_group(plan: Plan, num_rollouts: int) -> float:
     """On how many ranks the rollouts of a group lie, on average."""
     rank_of = {i: rank for rank, rows in enumerate(plan[0]) for row in rows for i in row}
     groups = range(num_rollouts // GROUP_SIZE)
-    return sum(len({rank_of[GROUP_SIZE * group + sample] for sample in range(GROUP_SIZE)}) for group in groups) / len(
-        groups
-    )
+    return sum(
+        len({rank_of[GROUP_SIZE * group + sample] for sample in range(GROUP_SIZE)})
+        for group in groups
+    ) / len(groups)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,10 @@ _RESPONSE_TEMPLATE = {
             "close": "<|end|>",
             "repeats": True,
             "content": "text",
-            "transform": {"type": "function", "function": {"name": "work", "arguments": {"text": "{content}"}}},
+            "transform": {
+                "type": "function",
+                "function": {"name": "work", "arguments": {"text": "{content}"}},
+            },
         },
         "content": {"close": "<|end|>", "content": "text"},
     },
@@ -77,7 +80,9 @@ def main() -> None:
 def make_chat(folder: Path) -> None:
     """The model of `step_vs_trl` with a tokenizer whose chat template opens a call, and chats as prompts."""
     make(folder, _SHAPE)
-    tokens = make_tokenizer(folder / "model")  # bytes and the roles of the tools demo, and a word for each id above
+    tokens = make_tokenizer(
+        folder / "model"
+    )  # bytes and the roles of the tools demo, and a word for each id above
     tokens.add_tokens([f" w{number}" for number in range(len(tokens), _SHAPE.vocabulary)])
     tokens.chat_template, tokens.response_template = _CHAT_TEMPLATE, _RESPONSE_TEMPLATE
     tokens.save_pretrained(folder / "model")
@@ -86,20 +91,36 @@ def make_chat(folder: Path) -> None:
     with (folder / "train.jsonl").open("w") as file:
         for _ in range(512):
             length = rng.randint(_SHAPE.fewest_prompt_tokens, longest)
-            text = "".join(f" w{rng.randrange(_SHAPE.vocabulary // 2, _SHAPE.vocabulary)}" for _ in range(length))
+            text = "".join(
+                f" w{rng.randrange(_SHAPE.vocabulary // 2, _SHAPE.vocabulary)}"
+                for _ in range(length)
+            )
             file.write(json.dumps({"prompt": [{"role": "user", "content": text}]}) + "\n")
 
 
 def race(folder: Path, python: str, rounds: int) -> list[Row]:
     sides: dict[str, Ours | Trl] = {}
     try:
-        for label, kind, num_workers in (("ours", "Slow", 64), (_DEFAULT, "Slow", 16), (_AT_ONCE, "Quick", 64)):
+        for label, kind, num_workers in (
+            ("ours", "Slow", 64),
+            (_DEFAULT, "Slow", 16),
+            (_AT_ONCE, "Quick", 64),
+        ):
             ours = sides[label] = Ours(
-                folder, label.replace(", ", "_").replace(" ", "_"), _SHAPE.task, **_section(kind, num_workers)
+                folder,
+                label.replace(", ", "_").replace(" ", "_"),
+                _SHAPE.task,
+                **_section(kind, num_workers),
             )
             ours.turn(1)
         sides["trl"] = Trl(
-            folder, "trl", _SHAPE.task, python, _MICRO_BATCH, environment="Slow", max_tool_calling_iterations=_TURNS - 1
+            folder,
+            "trl",
+            _SHAPE.task,
+            python,
+            _MICRO_BATCH,
+            environment="Slow",
+            max_tool_calling_iterations=_TURNS - 1,
         )
         sides["trl"].turn(1)
         seen: dict[str, list[list[Row]]] = {label: [] for label in sides}
@@ -116,7 +137,12 @@ def race(folder: Path, python: str, rounds: int) -> list[Row]:
         for label, turns in seen.items()
     }
     seconds["floor"] = [each + (_TURNS - 1) * TOOL_S for each in seconds.pop(_AT_ONCE)]
-    facts = {"episodes": _SHAPE.task.num_rollouts, "turns": _TURNS, "tool_s": TOOL_S, "TRL version": TRL_VERSION}
+    facts = {
+        "episodes": _SHAPE.task.num_rollouts,
+        "turns": _TURNS,
+        "tool_s": TOOL_S,
+        "TRL version": TRL_VERSION,
+    }
     return [
         {
             "side": side,
@@ -124,7 +150,9 @@ def race(folder: Path, python: str, rounds: int) -> list[Row]:
             "side_s": statistics.median(seconds[side]),
             "beside_s": statistics.median(seconds[beside]),
             **spread("ratio", ratios(seconds[slower], seconds[quicker])),
-            "side_tokens_mean": statistics.median(step["tokens_mean"] for turn in seen[side] for step in turn),
+            "side_tokens_mean": statistics.median(
+                step["tokens_mean"] for turn in seen[side] for step in turn
+            ),
             "rounds": rounds,
             **facts,
         }

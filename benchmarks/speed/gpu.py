@@ -34,9 +34,9 @@ from typing import Any
 import yaml
 
 from benchmarks.support.report import Row, arguments_parser, read_lines, report, spread
-from grpo_spmd.model.dimensions import dimensions
-from grpo_spmd.plan.step_time import Work as Passes
-from grpo_spmd.plan.step_time import decode_bytes, decode_flops, forward_flops
+from grpo_spmd.model.config_json import dimensions
+from grpo_spmd.tools.plan.step_time import Work as Passes
+from grpo_spmd.tools.plan.step_time import decode_bytes, decode_flops, forward_flops
 
 _VARIANTS = {
     "plain": [],
@@ -102,18 +102,29 @@ class Work(Passes):
 def floors(work: Work, ceilings: Ceilings) -> dict[str, tuple[str, float]]:
     """{phase: (formula, seconds)} of the phases that have a floor."""
     n = work.num_parameters
-    leave, back = work.offloaded_bytes / ceilings.to_host_bytes, work.offloaded_bytes / ceilings.to_device_bytes
+    leave, back = (
+        work.offloaded_bytes / ceilings.to_host_bytes,
+        work.offloaded_bytes / ceilings.to_device_bytes,
+    )
     moved = ["", " + offloaded/link"][work.offloaded_bytes > 0]
-    rollout = max(decode_bytes(work) / ceilings.memory_bytes, decode_flops(work) / ceilings.matmul_flops)
+    rollout = max(
+        decode_bytes(work) / ceilings.memory_bytes, decode_flops(work) / ceilings.matmul_flops
+    )
     optimizer = work.optimizer_steps * 28 * n / ceilings.memory_bytes
     return {
         "weight_sync": (
             f"(4N read + {work.itemsize}N written)/mem{moved}",
             (4 + work.itemsize) * n / ceilings.memory_bytes + leave,
         ),
-        "rollout": (f"max((longest*weights + KV read)/mem, 2N*sampled/matmul){moved}", rollout + back),
+        "rollout": (
+            f"max((longest*weights + KV read)/mem, 2N*sampled/matmul){moved}",
+            rollout + back,
+        ),
         "logprobs": ("forward/matmul", forward_flops(work) / ceilings.matmul_flops),
-        "update": ("3*forward/matmul + steps*28N/mem", 3 * forward_flops(work) / ceilings.matmul_flops + optimizer),
+        "update": (
+            "3*forward/matmul + steps*28N/mem",
+            3 * forward_flops(work) / ceilings.matmul_flops + optimizer,
+        ),
     }
 
 
@@ -121,11 +132,17 @@ def main() -> None:
     parser = arguments_parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="0.5b")
     parser.add_argument(
-        "--steps", type=int, default=6, help="of training; the first, which compiles and warms up, is left out"
+        "--steps",
+        type=int,
+        default=6,
+        help="of training; the first, which compiles and warms up, is left out",
     )
     parser.add_argument("--variants", default="plain,offload", help=f"of {', '.join(_VARIANTS)}")
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a smoke test of this file, no measurement"
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: a smoke test of this file, no measurement",
     )
     parser.add_argument("--folder", type=Path, help="where the run stays; default: a temporary one")
     args = parser.parse_args()
@@ -138,21 +155,44 @@ def main() -> None:
         print("gpu: no GPU: nothing measured")
         return
     size, device = SIZES[args.size], torch.device(args.device)
-    with contextlib.nullcontext(args.folder) if args.folder else tempfile.TemporaryDirectory() as folder:
+    with (
+        contextlib.nullcontext(args.folder)
+        if args.folder
+        else tempfile.TemporaryDirectory() as folder
+    ):
         num_parameters = make_model(Path(folder, "model"), size)
-        runs = {name: _train(Path(folder), name, size, args.steps, on_gpu=args.device == "cuda") for name in variants}
-    ceilings = measure_ceilings(device)  # only now: a context of this process on the GPU would be in the run's ledger
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU (a smoke test, not a measurement)"
+        runs = {
+            name: _train(Path(folder), name, size, args.steps, on_gpu=args.device == "cuda")
+            for name in variants
+        }
+    ceilings = measure_ceilings(
+        device
+    )  # only now: a context of this process on the GPU would be in the run's ledger
+    name = (
+        torch.cuda.get_device_name()
+        if args.device == "cuda"
+        else "CPU (a smoke test, not a measurement)"
+    )
     ran = {"model": f"{args.size}, {num_parameters:,} parameters", "device": name}
-    facts = {"command": shlex.join(["python", "-m", "benchmarks.speed.gpu", *sys.argv[1:]]), "step": size.step}
+    facts = {
+        "command": shlex.join(["python", "-m", "benchmarks.speed.gpu", *sys.argv[1:]]),
+        "step": size.step,
+    }
     report(
         "gpu_ceilings",
-        [{field: value / 1e9 for field, value in vars(ceilings).items()} | {"unit": "1e9/s"} | ran | facts],
+        [
+            {field: value / 1e9 for field, value in vars(ceilings).items()}
+            | {"unit": "1e9/s"}
+            | ran
+            | facts
+        ],
         args.json,
     )
     rows = [row for run in runs.values() for row in phase_rows(run, num_parameters, size, ceilings)]
     report("gpu", [row | ran for row in rows], args.json)
-    report("gpu_memory", [row | ran for run in runs.values() for row in memory_rows(run)], args.json)
+    report(
+        "gpu_memory", [row | ran for run in runs.values() for row in memory_rows(run)], args.json
+    )
 
 
 @dataclass(frozen=True)
@@ -188,12 +228,18 @@ def phase_rows(run: Run, num_parameters: int, size: Size, ceilings: Ceilings) ->
             if name.startswith("time/")
         }
         step = sum(seconds for _, seconds in known.values())
-        found.append({name: (*known.get(name, ("-", 0.0)), seconds) for name, seconds in phases.items()})
+        found.append(
+            {name: (*known.get(name, ("-", 0.0)), seconds) for name, seconds in phases.items()}
+        )
         found[-1]["step"] = ("sum of the above", step, metrics["time/step_s"])
     rows = []
     for name in sorted(found[0], key=lambda name: name == "step"):
         formulas, floor, measured = zip(*(step[name] for step in found), strict=True)
-        mfu = [m["throughput/mfu"] for m in run.metrics if name == "update" and m.get("throughput/mfu") is not None]
+        mfu = [
+            m["throughput/mfu"]
+            for m in run.metrics
+            if name == "update" and m.get("throughput/mfu") is not None
+        ]
         rows.append(
             {
                 "variant": run.variant,
@@ -229,12 +275,25 @@ def memory_rows(run: Run) -> list[Row]:
     }
     order = [
         phase
-        for phase in ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
+        for phase in (
+            "weight_sync",
+            "eval",
+            "rollout",
+            "reward",
+            "logprobs",
+            "update",
+            "checkpoint",
+        )
         if phase in phases
     ]
     nothing: Row = dict.fromkeys((*fields, "freed", "left"), "-")
     rows = [
-        {"variant": run.variant, "phase": p, **nothing, **{f: most(f"memory/{p}/{f}_gib") for f in fields}}
+        {
+            "variant": run.variant,
+            "phase": p,
+            **nothing,
+            **{f: most(f"memory/{p}/{f}_gib") for f in fields},
+        }
         for p in order
     ]
     sleep = {"freed": most("memory/sleep/freed_gib"), "left": most("memory/sleep/left_gib")}
@@ -256,7 +315,9 @@ def measure_ceilings(device: Any) -> Ceilings:
     host = torch.ones(numel, dtype=torch.uint8, pin_memory=on_gpu)
     to_device_s = _best_s(lambda: here.copy_(host, non_blocking=True), on_gpu)
     to_host_s = _best_s(lambda: host.copy_(here, non_blocking=True), on_gpu)
-    return Ceilings(2 * wide**3 / matmul_s, 2 * numel / copy_s, numel / to_device_s, numel / to_host_s)
+    return Ceilings(
+        2 * wide**3 / matmul_s, 2 * numel / copy_s, numel / to_device_s, numel / to_host_s
+    )
 
 
 def _best_s(call: Callable[[], Any], on_gpu: bool, rounds: int = 5, repeat: int = 5) -> float:
@@ -306,20 +367,32 @@ def make_model(folder: Path, size: Size) -> int:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
     rng = random.Random(0)
     prompts = [
-        "".join(rng.choices("0123456789+-*,=:", k=rng.randint(size.max_prompt_tokens // 2, size.max_prompt_tokens)))
+        "".join(
+            rng.choices(
+                "0123456789+-*,=:",
+                k=rng.randint(size.max_prompt_tokens // 2, size.max_prompt_tokens),
+            )
+        )
         for _ in range(512)
     ]
-    (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    )
     return num_parameters
 
 
-def training_config(folder: Path, name: str, size: Size, steps: int, dtype: str, **sections: dict[str, Any]) -> Path:
+def training_config(
+    folder: Path, name: str, size: Size, steps: int, dtype: str, **sections: dict[str, Any]
+) -> Path:
     """Write FOLDER/NAME.yaml for the model that `make_model` made in FOLDER/model, and the reward that it names; the
     run's folder is FOLDER/NAME. `sections` are laid over it, key by key."""
     config: dict[str, Any] = {
         "run_dir": str(folder / name),
         "model": {"path": str(folder / "model"), "dtype": dtype},
-        "data": {"train": str(folder / "model/train.jsonl"), "max_prompt_tokens": size.max_prompt_tokens},
+        "data": {
+            "train": str(folder / "model/train.jsonl"),
+            "max_prompt_tokens": size.max_prompt_tokens,
+        },
         "rollout": {
             "num_prompts_per_step": size.num_prompts,
             "group_size": GROUP_SIZE,
@@ -353,12 +426,18 @@ def _train(folder: Path, variant: str, size: Size, steps: int, *, on_gpu: bool) 
     if code:
         raise SystemExit(f"{shlex.join(command)} ended with exit code {code}; its output is above")
     metrics = read_lines(run_dir / "metrics.jsonl")
-    lengths = [_lengths(run_dir / "rollouts" / f"step_{line['step']:06d}.jsonl") for line in metrics]
-    return Run(variant, yaml.safe_load((run_dir / "config.yaml").read_text()), metrics[1:], lengths[1:])
+    lengths = [
+        _lengths(run_dir / "rollouts" / f"step_{line['step']:06d}.jsonl") for line in metrics
+    ]
+    return Run(
+        variant, yaml.safe_load((run_dir / "config.yaml").read_text()), metrics[1:], lengths[1:]
+    )
 
 
 def _lengths(path: Path) -> list[tuple[int, int]]:
-    return [(len(rollout["prompt_ids"]), len(rollout["completion_ids"])) for rollout in read_lines(path)]
+    return [
+        (len(rollout["prompt_ids"]), len(rollout["completion_ids"])) for rollout in read_lines(path)
+    ]
 
 
 if __name__ == "__main__":

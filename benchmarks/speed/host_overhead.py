@@ -22,20 +22,27 @@ _ROUNDS = 3
 def main() -> None:
     args = arguments_parser(__doc__).parse_args()
     report(
-        "host_overhead", [_measure(ranks, rollouts) for ranks in (1, 2) for rollouts in (512, 4096, 16384)], args.json
+        "host_overhead",
+        [_measure(ranks, rollouts) for ranks in (1, 2) for rollouts in (512, 4096, 16384)],
+        args.json,
     )
 
 
 def _measure(num_ranks: int, num_rollouts: int) -> Row:
-    ranks = measure(num_ranks, "benchmarks.speed.host_overhead_worker", str(num_rollouts), str(_ROUNDS))
+    ranks = measure(
+        num_ranks, "benchmarks.speed.host_overhead_worker", str(num_rollouts), str(_ROUNDS)
+    )
     rounds = [
-        {part: max(rank[number][part] for rank in ranks) for part in ranks[0][number]} for number in range(_ROUNDS)
+        {part: max(rank[number][part] for rank in ranks) for part in ranks[0][number]}
+        for number in range(_ROUNDS)
     ]
     return {
         "ranks": num_ranks,
         "rollouts": num_rollouts,
         "budget_us": BUDGET_US,
-        **{f"{part}_us": median(r[part] for r in rounds) / num_rollouts * 1e6 for part in rounds[0]},
+        **{
+            f"{part}_us": median(r[part] for r in rounds) / num_rollouts * 1e6 for part in rounds[0]
+        },
     }
 
 

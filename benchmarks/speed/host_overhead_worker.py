@@ -16,7 +16,14 @@ import numpy as np
 
 from benchmarks.speed.balance import GROUP_SIZE, trace
 from benchmarks.support.ranks import tell
-from grpo_spmd.config.schema import Config, DataConfig, LoggingConfig, ModelConfig, RolloutConfig, TrainingConfig
+from grpo_spmd.config.schema import (
+    Config,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainingConfig,
+)
 from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
@@ -27,7 +34,13 @@ from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
-PARTS = ("plan_batch", "encode_rollouts", "exchange_bytes", "decode_rollouts", "pack_rollouts")  # of assemble_batch
+PARTS = (
+    "plan_batch",
+    "encode_rollouts",
+    "exchange_bytes",
+    "decode_rollouts",
+    "pack_rollouts",
+)  # of assemble_batch
 
 
 def main() -> None:
@@ -41,7 +54,9 @@ def main() -> None:
             data=DataConfig(train=""),
             rewards=(),
             rollout=RolloutConfig(
-                num_prompts_per_step=num_rollouts // GROUP_SIZE, group_size=GROUP_SIZE, max_completion_tokens=4096
+                num_prompts_per_step=num_rollouts // GROUP_SIZE,
+                group_size=GROUP_SIZE,
+                max_completion_tokens=4096,
             ),
             training=TrainingConfig(num_mini_batches=2, max_tokens_per_micro_batch=16384),
             logging=LoggingConfig(rollouts_every_steps=1),
@@ -56,13 +71,18 @@ def make_groups(num_rollouts: int, session: Session) -> tuple[list[RolloutGroup]
     """This rank's groups, and scores of two rewards for them."""
     rng = np.random.default_rng(session.rank)
     lengths = trace(num_rollouts, median=448, longest=4096)
-    groups, scored = [], ScoredRollouts(by_name={"first": [], "second": []}, statuses={"first": [], "second": []})
+    groups, scored = (
+        [],
+        ScoredRollouts(by_name={"first": [], "second": []}, statuses={"first": [], "second": []}),
+    )
     for slot in range(session.rank, num_rollouts // GROUP_SIZE, session.world_size):
         prompt = Prompt(slot, slot, rng.integers(0, 150_000, 128).tolist(), "Why?", {})
         completions = []
         for length in lengths[slot * GROUP_SIZE : (slot + 1) * GROUP_SIZE]:
             token_ids = rng.integers(0, 150_000, length).tolist()
-            logprobs = (-rng.exponential(size=length)).astype(np.float32).tolist()  # as an engine's are
+            logprobs = (
+                (-rng.exponential(size=length)).astype(np.float32).tolist()
+            )  # as an engine's are
             completions.append(Completion(token_ids, logprobs, "stop"))
             reward = float(rng.integers(2))
             scored.rewards.append(reward)
@@ -74,7 +94,9 @@ def make_groups(num_rollouts: int, session: Session) -> tuple[list[RolloutGroup]
     return groups, scored
 
 
-def one_round(groups: list[RolloutGroup], scored: ScoredRollouts, config: Config, session: Session) -> dict[str, float]:
+def one_round(
+    groups: list[RolloutGroup], scored: ScoredRollouts, config: Config, session: Session
+) -> dict[str, float]:
     """Seconds of this rank: "add", the parts of assemble_batch and its rest, "total" of these (and in CPU time), and
     "dump"."""
     seconds: dict[str, float] = {}
@@ -93,7 +115,12 @@ def one_round(groups: list[RolloutGroup], scored: ScoredRollouts, config: Config
     for name, original in originals.items():
         setattr(places[name], name, timed(name, original))
     sections = config.rollout, config.advantage, config.loss, config.training
-    rules = StepRules(*sections, config.reward_pool.max_error_frac, session.world_size, attention_cost_ratio=2.8e-5)
+    rules = StepRules(
+        *sections,
+        config.reward_pool.max_error_frac,
+        session.world_size,
+        attention_cost_ratio=2.8e-5,
+    )
     sampled = SampledStep(rules)
     barrier()
     cpu_start = time.process_time()
@@ -107,7 +134,13 @@ def one_round(groups: list[RolloutGroup], scored: ScoredRollouts, config: Config
     timed("dump", dump.write_if_due)(0, sampled, decision)
     parts = {name: seconds.get(name, 0.0) for name in ("add", *PARTS)}
     total = seconds["add"] + seconds["assemble"]
-    return {**parts, "rest": total - sum(parts.values()), "total": total, "total_cpu": cpu, "dump": seconds["dump"]}
+    return {
+        **parts,
+        "rest": total - sum(parts.values()),
+        "total": total,
+        "total_cpu": cpu,
+        "dump": seconds["dump"],
+    }
 
 
 if __name__ == "__main__":

@@ -23,14 +23,20 @@ def main() -> None:
     args = arguments_parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         num_parameters, layer_bytes, largest_bytes = make(Path(folder))
-        rows = [_row(folder, *case) for case in (("policy", 1), ("policy", 2), ("from_pretrained", 1))]
+        rows = [
+            _row(folder, *case) for case in (("policy", 1), ("policy", 2), ("from_pretrained", 1))
+        ]
     layer, largest = layer_bytes / _MIB, largest_bytes / _MIB
-    print(f"\n{num_parameters:,} parameters; one layer {layer:.0f} MiB, the largest tensor {largest:.0f} MiB")
+    print(
+        f"\n{num_parameters:,} parameters; one layer {layer:.0f} MiB, the largest tensor {largest:.0f} MiB"
+    )
     report("init", rows, args.json)
 
 
 def _row(folder: str, what: str, num_ranks: int) -> Row:
-    rounds = [measure(num_ranks, "benchmarks.speed.init_worker", what, folder) for _ in range(_ROUNDS)]
+    rounds = [
+        measure(num_ranks, "benchmarks.speed.init_worker", what, folder) for _ in range(_ROUNDS)
+    ]
     beyond = [max(rank["peak_beyond_shard_bytes"] for rank in ranks) / _MIB for ranks in rounds]
     return {
         "built by": "build_policy" if what == "policy" else what,

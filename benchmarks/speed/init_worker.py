@@ -25,7 +25,9 @@ def main() -> None:
     what, folder = sys.argv[1:]
     transformers.utils.logging.disable_progress_bar()
     session = start_session()
-    torch.ones(64, 64) @ torch.ones(64, 64)  # the libraries' own first allocations belong to what was there before
+    torch.ones(64, 64) @ torch.ones(
+        64, 64
+    )  # the libraries' own first allocations belong to what was there before
     built: list[torch.nn.Module] = []
 
     def build() -> None:
@@ -34,9 +36,9 @@ def main() -> None:
             return
         plain = transformers.AutoModelForCausalLM
         built.append(plain.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False))
-        for p in built[
-            0
-        ].parameters():  # it maps the files and reads nothing yet: touch what a first forward pass would
+        for p in (
+            built[0].parameters()
+        ):  # it maps the files and reads nothing yet: touch what a first forward pass would
             p.detach().sum()
 
     start = time.perf_counter()

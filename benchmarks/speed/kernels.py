@@ -29,12 +29,42 @@ _ROLLOUTS, _LONGEST = 64, 12
 # The first whose word is in a kernel's name, in lower case. Products come after attention, whose names have them too.
 _KINDS = (
     ("attention", ("flash", "fmha", "attention", "attn", "sdpa")),
-    ("products", ("gemm", "gemv", "cublas", "cutlass", "nvjet", "xmma", "matmul", "::mm", "addmm", "bmm", "linear")),
+    (
+        "products",
+        (
+            "gemm",
+            "gemv",
+            "cublas",
+            "cutlass",
+            "nvjet",
+            "xmma",
+            "matmul",
+            "::mm",
+            "addmm",
+            "bmm",
+            "linear",
+        ),
+    ),
     ("collectives", ("nccl", "c10d", "all_gather", "reduce_scatter")),
     ("optimizer", ("adam", "multi_tensor", "foreach")),
     ("copies and casts", ("memcpy", "memset", "copy", "cat", "to_copy", "fill")),
     ("softmax and sums", ("softmax", "logsumexp", "reduce", "sum", "mean", "norm", "amax")),
-    ("elementwise", ("elementwise", "vectorized", "triton", "mul", "add", "sub", "div", "silu", "exp", "neg", "pow")),
+    (
+        "elementwise",
+        (
+            "elementwise",
+            "vectorized",
+            "triton",
+            "mul",
+            "add",
+            "sub",
+            "div",
+            "silu",
+            "exp",
+            "neg",
+            "pow",
+        ),
+    ),
 )
 
 
@@ -63,15 +93,27 @@ def main() -> None:
     update()  # returns a figure, and so waits for the device
     seconds = time.perf_counter() - start
     on_gpu = session.device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
+    with profile(
+        activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+    ) as recorded:
         update()
     kernels = _kernels(recorded, on_gpu=on_gpu)
     end_session()
-    ran = {"model": f"{args.size}, {num_parameters:,} parameters", "tokens": sum(each.num_tokens for each in rollouts)}
-    ran |= {"device": torch.cuda.get_device_name() if on_gpu else "CPU (a smoke test, not a measurement)"}
+    ran = {
+        "model": f"{args.size}, {num_parameters:,} parameters",
+        "tokens": sum(each.num_tokens for each in rollouts),
+    }
+    ran |= {
+        "device": torch.cuda.get_device_name()
+        if on_gpu
+        else "CPU (a smoke test, not a measurement)"
+    }
     report("kernels", [row | ran for row in kind_rows(kernels, seconds)], args.json)
     longest = sorted(kernels, key=lambda kernel: -kernel.seconds)[:_LONGEST]
-    rows = [{"ms": 1e3 * k.seconds, "calls": k.calls, "kind": kind_of(k.name), "name": k.name[:90]} for k in longest]
+    rows = [
+        {"ms": 1e3 * k.seconds, "calls": k.calls, "kind": kind_of(k.name), "name": k.name[:90]}
+        for k in longest
+    ]
     report("kernels_longest", rows, args.json)
 
 

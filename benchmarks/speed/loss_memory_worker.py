@@ -23,19 +23,25 @@ def main() -> None:
     how, chunk, dtype, folder = sys.argv[1:]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(_TOKENS, _HIDDEN, generator=generator).bfloat16()  # values that both dtypes can hold
+    hidden = torch.randn(
+        _TOKENS, _HIDDEN, generator=generator
+    ).bfloat16()  # values that both dtypes can hold
     head = (0.05 * torch.randn(_VOCABULARY, _HIDDEN, generator=generator)).bfloat16()
     target_ids = torch.randint(0, _VOCABULARY, (_TOKENS,), generator=generator).to(device)
     weights = torch.randn(_TOKENS, generator=generator).to(device)  # as advantages would weigh them
 
     def logprobs(hidden: Tensor, head: Tensor) -> Tensor:
         if how == "chunked":
-            scores: tuple[Tensor, Tensor] = TokenLogprobs.apply(hidden, head, target_ids, _TEMPERATURE, int(chunk))
+            scores: tuple[Tensor, Tensor] = TokenLogprobs.apply(
+                hidden, head, target_ids, _TEMPERATURE, int(chunk)
+            )
             return scores[0]
         logits = (hidden @ head.T).float() / _TEMPERATURE
         if how == "full":
             return logits.log_softmax(-1).gather(-1, target_ids[:, None])[:, 0]
-        return logits.gather(-1, target_ids[:, None])[:, 0] - torch.stack([row.logsumexp(-1) for row in logits])
+        return logits.gather(-1, target_ids[:, None])[:, 0] - torch.stack(
+            [row.logsumexp(-1) for row in logits]
+        )
 
     seconds: list[float] = []
 

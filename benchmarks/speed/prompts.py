@@ -35,9 +35,7 @@ from benchmarks.support.report import Row, arguments_parser, report
 from grpo_spmd.demo.making import model_config
 
 _RANKS, _OWN = 2, 20_000
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -47,9 +45,15 @@ _CHATML = (
 def main() -> None:
     parser = arguments_parser(__doc__)
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[100_000], help="sizes of the data set (default: 100000)"
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[100_000],
+        help="sizes of the data set (default: 100000)",
     )
-    parser.add_argument("--prompts", nargs="+", default=["plain", "chat"], choices=("plain", "chat"))
+    parser.add_argument(
+        "--prompts", nargs="+", default=["plain", "chat"], choices=("plain", "chat")
+    )
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +61,9 @@ def main() -> None:
         for num_rows in args.rows:
             _make_data(Path(folder, "train.jsonl"), num_rows)
             for prompts in args.prompts:
-                rows += [_measure(Path(folder), num_rows, prompts, start) for start in ("first", "next")]
+                rows += [
+                    _measure(Path(folder), num_rows, prompts, start) for start in ("first", "next")
+                ]
         _make_data(Path(folder, "train.jsonl"), own := min(_OWN, *args.rows))
         rows += [_measure(Path(folder), own, prompts, "in memory") for prompts in args.prompts]
     report("prompts", rows, args.json)
@@ -73,31 +79,64 @@ def _measure(folder: Path, num_rows: int, prompts: str, start: str) -> Row:
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     cache = folder / f"cache_{prompts}_{num_rows}"
-    told = measure(_RANKS, "benchmarks.speed.prompts_worker", str(folder), start, env={"XDG_CACHE_HOME": str(cache)})
+    told = measure(
+        _RANKS,
+        "benchmarks.speed.prompts_worker",
+        str(folder),
+        start,
+        env={"XDG_CACHE_HOME": str(cache)},
+    )
     kept = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
     cpu_s = sum(rank["rank_cpu_s"] for rank in told)
-    row: Row = {"rows": num_rows, "prompts": prompts, "start": start, "ranks": _RANKS, "tokens": told[0]["tokens"]}
+    row: Row = {
+        "rows": num_rows,
+        "prompts": prompts,
+        "start": start,
+        "ranks": _RANKS,
+        "tokens": told[0]["tokens"],
+    }
     row |= {"node_cpu_s": cpu_s, "us_a_row": cpu_s / num_rows * 1e6}
-    for name in ("check_s", "tokens_s", "rank_cpu_s", "wall_s", "encode_s", "anon_mib", "after_mib"):
+    for name in (
+        "check_s",
+        "tokens_s",
+        "rank_cpu_s",
+        "wall_s",
+        "encode_s",
+        "anon_mib",
+        "after_mib",
+    ):
         row[name] = max(rank[name] for rank in told)
     return row | {"kept_mb": kept / 1e6}
 
 
 def _make_data(path: Path, num_rows: int) -> None:
-    words = [word for word in _corpus().split() if len(word) < 20 and re.search(r"\w", word)]  # no rules of tables
+    words = [
+        word for word in _corpus().split() if len(word) < 20 and re.search(r"\w", word)
+    ]  # no rules of tables
     draw = random.Random(0)
-    syllables = [first + vowel + last for first in "bdfgklmnprstv" for vowel in "aeiou" for last in ("", "n", "r", "s")]
+    syllables = [
+        first + vowel + last
+        for first in "bdfgklmnprstv"
+        for vowel in "aeiou"
+        for last in ("", "n", "r", "s")
+    ]
     with path.open("w", encoding="utf-8") as file:
         for number in range(num_rows):
             begin, length = draw.randrange(len(words) - 60), draw.randrange(20, 56)
             text = words[begin : begin + length]
             for place in draw.choices(range(length), k=length // 12):
-                text[place] = f"{draw.randrange(10 ** draw.randrange(1, 6))}{draw.choice(('', '', ',', '.', '%'))}"
+                text[place] = (
+                    f"{draw.randrange(10 ** draw.randrange(1, 6))}{draw.choice(('', '', ',', '.', '%'))}"
+                )
             if number % 5 < 4:
                 place = draw.randrange(length)
                 text[place] = "".join(draw.choices(syllables, k=3)).title()
             text[length // 2] += "\n"
-            record = {"prompt": " ".join(text).replace("\n ", "\n"), "answer": str(number), "level": number % 5}
+            record = {
+                "prompt": " ".join(text).replace("\n ", "\n"),
+                "answer": str(number),
+                "level": number % 5,
+            }
             file.write(json.dumps(record) + "\n")
 
 
@@ -113,7 +152,9 @@ def _make_model(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_QWEN2), "isolated"), pieces])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(_QWEN2), "isolated"), pieces]
+    )
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
@@ -121,7 +162,9 @@ def _make_model(folder: Path) -> None:
     )
     tokenizer.train_from_iterator([_corpus()], trainer)
     options: dict[str, Any] = {"eos_token": "<|im_end|>", "chat_template": _CHATML}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(
+        folder
+    )
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.ranks import tell
+from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.load import load_config
 from grpo_spmd.data import cache
 from grpo_spmd.data.prompts import PromptStream
 from grpo_spmd.data.tokens import build_prompts, digests_of
 from grpo_spmd.model.hf_files import load_tokenizer
-from grpo_spmd.preflight.checks import check_inputs
 
 _ENCODED = 10_000  # texts that encode_s is measured with
 
@@ -49,10 +49,14 @@ def main() -> None:
     peak, began, times = _Peak(), time.perf_counter(), [time.process_time()]
     inputs = check_inputs(config, num_ranks=int(os.environ["WORLD_SIZE"]))
     times.append(time.process_time())
-    prompts = build_prompts(inputs.rows, tokenizer, config.data, config.rollout.num_prompts_per_step)
+    prompts = build_prompts(
+        inputs.rows, tokenizer, config.data, config.rollout.num_prompts_per_step
+    )
     digests_of(prompts, whole=False)
     times.append(time.process_time())
-    PromptStream(prompts, config.seed, config.data.shuffle).take(config.rollout.num_prompts_per_step)
+    PromptStream(prompts, config.seed, config.data.shuffle).take(
+        config.rollout.num_prompts_per_step
+    )
     times.append(time.process_time())
     figures = {
         "rank_cpu_s": times[-1] - times[0],

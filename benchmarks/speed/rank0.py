@@ -37,10 +37,8 @@ from benchmarks.support.report import Row, arguments_parser, report
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, TrainingConfig
 from grpo_spmd.distributed.reductions import Mean, Sum, merge_bytes, to_bytes
 from grpo_spmd.learn import sampled_step
-from grpo_spmd.learn.facts import encode_facts
 from grpo_spmd.learn.losses import mismatch_sums
-from grpo_spmd.learn.sampled_step import StepRules, _Decider
-from grpo_spmd.learn.shares import encode_shares
+from grpo_spmd.learn.sampled_step import StepRules, _Decider, encode_facts, encode_shares
 from grpo_spmd.learn.update import no_update
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
@@ -69,7 +67,9 @@ def _measure(num_rollouts: int, num_ranks: int) -> Row:
         seconds: dict[str, float] = {}
         decider = _Decider(rules)
         _timed(seconds, "judge_s", decider.add_round)(facts, num_rollouts // GROUP_SIZE)
-        with patch.object(sampled_step, "plan_batch", _timed(seconds, "plan_s", sampled_step.plan_batch)):
+        with patch.object(
+            sampled_step, "plan_batch", _timed(seconds, "plan_s", sampled_step.plan_batch)
+        ):
             step = _timed(seconds, "rest_s", decider.decide)()
         seconds["rest_s"] -= seconds["plan_s"]
         shares = _timed(seconds, "encode_s", encode_shares)(step)
@@ -106,7 +106,9 @@ def simulated_step(num_rollouts: int, num_ranks: int) -> tuple[list[bytes], Step
     rng, lengths = np.random.default_rng(0), trace(num_rollouts)
     of_ranks: list[list[RolloutGroup]] = [[] for _ in range(num_ranks)]
     names = ("accuracy", "format")
-    of_scores = [ScoredRollouts([], {n: [] for n in names}, {n: [] for n in names}) for _ in range(num_ranks)]
+    of_scores = [
+        ScoredRollouts([], {n: [] for n in names}, {n: [] for n in names}) for _ in range(num_ranks)
+    ]
     for position in range(num_rollouts // GROUP_SIZE):
         scored, completions = of_scores[position % num_ranks], []
         for length in lengths[position * GROUP_SIZE : (position + 1) * GROUP_SIZE]:
@@ -120,10 +122,20 @@ def simulated_step(num_rollouts: int, num_ranks: int) -> tuple[list[bytes], Step
         group = RolloutGroup(position, Prompt(position, position, [1] * 64, "", {}), completions)
         of_ranks[position % num_ranks].append(group)
     rollout = RolloutConfig(
-        num_prompts_per_step=num_rollouts // GROUP_SIZE, group_size=GROUP_SIZE, max_completion_tokens=LONGEST
+        num_prompts_per_step=num_rollouts // GROUP_SIZE,
+        group_size=GROUP_SIZE,
+        max_completion_tokens=LONGEST,
     )
     training = TrainingConfig(max_tokens_per_micro_batch=BUDGET)
-    rules = StepRules(rollout, AdvantageConfig(), LossConfig(), training, 0.5, num_ranks, attention_cost_ratio=2.8e-5)
+    rules = StepRules(
+        rollout,
+        AdvantageConfig(),
+        LossConfig(),
+        training,
+        0.5,
+        num_ranks,
+        attention_cost_ratio=2.8e-5,
+    )
     return [encode_facts(*own, GROUP_SIZE) for own in zip(of_ranks, of_scores, strict=True)], rules
 
 
@@ -152,11 +164,15 @@ def simulated_sums(rank: int, num_rollouts: int) -> bytes:
     """What a rank's update came to, as it tells rank 0."""
     rng = np.random.default_rng(rank)
     sums = no_update(LossConfig())
-    sums |= {name: Mean(rng.normal(), 1000) for name, kind in sums.items() if isinstance(kind, Mean)}
+    sums |= {
+        name: Mean(rng.normal(), 1000) for name, kind in sums.items() if isinstance(kind, Mean)
+    }
     sums |= {name: Sum(rng.normal()) for name, kind in sums.items() if isinstance(kind, Sum)}
     # Most tokens are all but certain, and there engine and policy agree to the last digits.
     size = min(max(1_000, 1_000 * num_rollouts), 100_000)
-    difference = torch.from_numpy((rng.normal(size=size) * 0.02 * rng.uniform(size=size) ** 3).astype(np.float32))
+    difference = torch.from_numpy(
+        (rng.normal(size=size) * 0.02 * rng.uniform(size=size) ** 3).astype(np.float32)
+    )
     ones = torch.ones(size, dtype=torch.bool)
     measured = mismatch_sums(difference, torch.zeros(size), ones)
     return to_bytes(sums | {name: kind.on_host() for name, kind in measured.items()})

@@ -20,14 +20,18 @@ _STEPS, _ROLLOUTS = (100, 1_000, 10_000), 512
 
 def main() -> None:
     parser = arguments_parser(__doc__)
-    parser.add_argument("--steps", type=int, nargs="+", default=_STEPS, metavar="N", help="steps of the runs")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=_STEPS, metavar="N", help="steps of the runs"
+    )
     args = parser.parse_args()
     report("report", [_measure(steps) for steps in args.steps], args.json)
 
 
 def _measure(num_steps: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
-        (figures,) = measure(0, "benchmarks.speed.report_worker", folder, str(num_steps), str(_ROLLOUTS))
+        (figures,) = measure(
+            0, "benchmarks.speed.report_worker", folder, str(num_steps), str(_ROLLOUTS)
+        )
     return {"steps": num_steps, "rollouts": _ROLLOUTS, **figures}
 
 

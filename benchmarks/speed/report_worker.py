@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.ranks import tell
-from grpo_spmd.observe.rollout_files import rollouts_file
-from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
+from grpo_spmd.observe.rollout_reader import RolloutRecord, rollouts_file, to_line
 
 _DIFFERENT, _GROUP, _POOL, _TOKENS = 50, 8, 1_000, 740
 _PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
@@ -63,7 +62,9 @@ def _peak_kib(process: subprocess.Popen[bytes]) -> int:
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             for pid in (process.pid, *children):
                 with suppress(OSError, IndexError):
-                    used += int(Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()[0])
+                    used += int(
+                        Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()[0]
+                    )
         peak = max(peak, used)
         time.sleep(0.02)
     return peak
@@ -78,7 +79,13 @@ def make_run(folder: Path, num_steps: int, num_rollouts: int) -> None:
         f"run_dir: {folder}\nmodel: {{path: m, dtype: bfloat16}}\nrollout: {{group_size: {_GROUP}}}\n"
         f"training: {{num_steps: {num_steps}}}\n"
     )
-    launch = {"launch": 1, "outcome": "done", "first_step": 1, "last_step": num_steps, "command": ["train.py"]}
+    launch = {
+        "launch": 1,
+        "outcome": "done",
+        "first_step": 1,
+        "last_step": num_steps,
+        "command": ["train.py"],
+    }
     (folder / "launches.jsonl").write_text(json.dumps(launch) + "\n")
     pool = _completions(folder / "tokenizer.json", rng)
     for step in range(1, min(num_steps, _DIFFERENT) + 1):
@@ -86,18 +93,32 @@ def make_run(folder: Path, num_steps: int, num_rollouts: int) -> None:
     for step in range(_DIFFERENT + 1, num_steps + 1):
         for of in (rollouts_file, _scores_file):
             os.link(of(folder, (step - 1) % _DIFFERENT + 1), of(folder, step))
-    with (folder / "metrics.jsonl").open("w") as metrics, (folder / "timeline.jsonl").open("w") as timeline:
+    with (
+        (folder / "metrics.jsonl").open("w") as metrics,
+        (folder / "timeline.jsonl").open("w") as timeline,
+    ):
         for step in range(1, num_steps + 1):
             metrics.write(json.dumps(_metrics(step, num_steps, rng)) + "\n")
-            spans = [[[name, i * 9.5, i * 9.5 + 9, 40.0, None] for i, name in enumerate(_PHASES)] for _ in range(8)]
-            line = {"step": step, "unix_s": 1e9, "world_size": 8, "ranks": [*range(8)], "spans": spans}
+            spans = [
+                [[name, i * 9.5, i * 9.5 + 9, 40.0, None] for i, name in enumerate(_PHASES)]
+                for _ in range(8)
+            ]
+            line = {
+                "step": step,
+                "unix_s": 1e9,
+                "world_size": 8,
+                "ranks": [*range(8)],
+                "spans": spans,
+            }
             timeline.write(json.dumps(line) + "\n")
 
 
 def _completions(tokenizer_path: Path, rng: np.random.Generator) -> list[tuple[str, list[int]]]:
     from tokenizers import ByteLevelBPETokenizer
 
-    papers = [str(path) for path in Path(__file__).parents[2].glob("**/*.md") if ".venv" not in path.parts]
+    papers = [
+        str(path) for path in Path(__file__).parents[2].glob("**/*.md") if ".venv" not in path.parts
+    ]
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train(papers, vocab_size=8_000, show_progress=False)
     tokenizer.save(str(tokenizer_path))
@@ -112,10 +133,16 @@ def _completions(tokenizer_path: Path, rng: np.random.Generator) -> list[tuple[s
 
 
 def _dump_step(
-    folder: Path, step: int, num_rollouts: int, pool: list[tuple[str, list[int]]], rng: np.random.Generator
+    folder: Path,
+    step: int,
+    num_rollouts: int,
+    pool: list[tuple[str, list[int]]],
+    rng: np.random.Generator,
 ) -> None:
     lines, scores = [], []
-    rewards = (rng.random((num_rollouts // _GROUP, _GROUP)) < 0.1 + 0.8 * step / _DIFFERENT).astype(float)
+    rewards = (rng.random((num_rollouts // _GROUP, _GROUP)) < 0.1 + 0.8 * step / _DIFFERENT).astype(
+        float
+    )
     spread = rewards.std(1, keepdims=True, ddof=1)
     advantages = (rewards - rewards.mean(1, keepdims=True)) / (spread + 1e-6)
     for number in range(num_rollouts):
@@ -129,7 +156,9 @@ def _dump_step(
             row=row,
             position=(step - 1) * (num_rollouts // _GROUP) + position,
             sample=sample,
-            prompt=[{"role": "user", "content": f"Question {row}: {pool[row % len(pool)][0][:300]}"}],
+            prompt=[
+                {"role": "user", "content": f"Question {row}: {pool[row % len(pool)][0][:300]}"}
+            ],
             columns={"answer": str(row), "level": "middle"},
             completion=text,
             reward=reward,
@@ -143,11 +172,16 @@ def _dump_step(
             num_rollouts=num_rollouts,
         )
         lines.append(to_line(record) + b"\n")
-        difference = (rng.normal(0, 0.01, len(ids)) * (rng.random(len(ids)) < 0.6)).astype(np.float16)
+        difference = (rng.normal(0, 0.01, len(ids)) * (rng.random(len(ids)) < 0.6)).astype(
+            np.float16
+        )
         entropy = rng.exponential(0.3, len(ids)).astype(np.float16)
         score: dict[str, Any] = {"rollout_id": number}
         score |= {"difference": _base64(difference), "entropy": _base64(entropy)}
-        score |= {"difference_mean": float(abs(difference).mean()), "difference_max": float(abs(difference).max())}
+        score |= {
+            "difference_mean": float(abs(difference).mean()),
+            "difference_max": float(abs(difference).max()),
+        }
         scores.append(json.dumps(score).encode() + b"\n")
     rollouts_file(folder, step).write_bytes(b"".join(lines))
     _scores_file(folder, step).write_bytes(b"".join(scores))
@@ -170,8 +204,15 @@ def _metrics(step: int, num_steps: int, rng: np.random.Generator) -> dict[str, f
         "reward/std": 0.45,
         "loss/entropy": 0.5 - 0.2 * rise,
     }
-    metrics |= {"completion/tokens_mean": 740 + 100 * rise, "completion/truncated_frac": 0.05 + abs(noise[1]) / 10}
-    metrics |= {"weight_sync/mismatch_abs_mean": 0.01, "weight_sync/mismatch_abs_max": 0.5, "optim/grad_norm": 0.3}
+    metrics |= {
+        "completion/tokens_mean": 740 + 100 * rise,
+        "completion/truncated_frac": 0.05 + abs(noise[1]) / 10,
+    }
+    metrics |= {
+        "weight_sync/mismatch_abs_mean": 0.01,
+        "weight_sync/mismatch_abs_max": 0.5,
+        "optim/grad_norm": 0.3,
+    }
     metrics |= {
         "optim/updates": 1.0,
         "optim/skipped_updates": 0.0,

@@ -21,11 +21,21 @@ _SHAPES = ((1024, 0), (4096, 0), (256, 8192))  # rollouts, tokens each
 
 def main() -> None:
     args = arguments_parser(__doc__).parse_args()
-    report("rollout_dump", [_measure(ranks, *shape) for ranks in (1, 2, 4) for shape in _SHAPES], args.json)
+    report(
+        "rollout_dump",
+        [_measure(ranks, *shape) for ranks in (1, 2, 4) for shape in _SHAPES],
+        args.json,
+    )
 
 
 def _measure(num_ranks: int, num_rollouts: int, tokens: int) -> Row:
-    ranks = measure(num_ranks, "benchmarks.speed.rollout_dump_worker", str(num_rollouts), str(tokens), str(_ROUNDS))
+    ranks = measure(
+        num_ranks,
+        "benchmarks.speed.rollout_dump_worker",
+        str(num_rollouts),
+        str(tokens),
+        str(_ROUNDS),
+    )
     first = next(rank for rank in ranks if rank["rank"] == 0)
     times = first["times"]  # equal on all ranks: of the slowest
     ratios = [before / now for before, now in zip(times["before"], times["now"], strict=True)]

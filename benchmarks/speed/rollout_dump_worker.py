@@ -14,7 +14,13 @@ from pathlib import Path
 
 from benchmarks.speed.host_overhead_worker import make_groups
 from benchmarks.support.ranks import peak_bytes, tell, time_in_turn
-from grpo_spmd.config.schema import AdvantageConfig, LoggingConfig, LossConfig, RolloutConfig, TrainingConfig
+from grpo_spmd.config.schema import (
+    AdvantageConfig,
+    LoggingConfig,
+    LossConfig,
+    RolloutConfig,
+    TrainingConfig,
+)
 from grpo_spmd.distributed.collectives import barrier, gather_bytes, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
@@ -35,7 +41,11 @@ def main() -> None:
         longer = tokens - _PROMPT
         for group in groups:
             group.completions[:] = [
-                Completion([*islice(cycle(c.token_ids), longer)], [*islice(cycle(c.logprobs), longer)], "length")
+                Completion(
+                    [*islice(cycle(c.token_ids), longer)],
+                    [*islice(cycle(c.logprobs), longer)],
+                    "length",
+                )
                 for c in group.completions
             ]
         scored.texts[:] = ["Because. " * (longer // 3)] * len(scored.texts)
@@ -59,7 +69,9 @@ def main() -> None:
             "now": lambda: dump.write_if_due(1, sampled, decision),
         }
         peaks = {}
-        for name, write in reversed(forms.items()):  # the smaller first: what is freed stays resident
+        for name, write in reversed(
+            forms.items()
+        ):  # the smaller first: what is freed stays resident
             barrier()
             peaks[name] = peak_bytes(write, on_gpu=False)
         times, _ = time_in_turn(forms, num_rounds)
@@ -75,11 +87,19 @@ def dump_through_rank0(sampled: SampledStep, decision: Decision, path: Path) -> 
     digits, gathered on rank 0, which sorts and writes it."""
     lines = []
     for record in records_of(sampled, decision):
-        values = {name: value for name, value in vars(record).items() if name not in ("extra", "num_rollouts")}
+        values = {
+            name: value
+            for name, value in vars(record).items()
+            if name not in ("extra", "num_rollouts")
+        }
         logprobs = [x if math.isfinite(x) else None for x in record.rollout_logprobs]
         values["rollout_logprobs"] = None
-        fields = [f'"{name}": {json.dumps(value, ensure_ascii=False)}' for name, value in values.items()]
-        text = ", ".join(["null" if x is None else f"{x:.9g}" if x % 1 else repr(x) for x in logprobs])
+        fields = [
+            f'"{name}": {json.dumps(value, ensure_ascii=False)}' for name, value in values.items()
+        ]
+        text = ", ".join(
+            ["null" if x is None else f"{x:.9g}" if x % 1 else repr(x) for x in logprobs]
+        )
         fields[list(values).index("rollout_logprobs")] = f'"rollout_logprobs": [{text}]'
         lines.append(f"{record.position * 8 + record.sample}\t{{{', '.join(fields)}}}\n")
     parts = gather_bytes("".join(lines).encode("utf-8", "backslashreplace"))

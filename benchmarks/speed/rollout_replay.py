@@ -11,16 +11,17 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_spmd.data.prompts import PromptStream
-from grpo_spmd.data.tail import TailStream
-from grpo_spmd.engine.shares import deal, share_out
+from grpo_spmd.data.prompts import PromptStream, TailStream
+from grpo_spmd.engine.requests import deal, share_out
 from grpo_spmd.records import Prompt
 
 Lengths = list[list[int]]  # of each group's completions, in tokens
 MEAN_TOKENS = 1000
 
 
-def draw(rng: random.Random, of_prompt: float, alike: float, cap: int, group_size: int) -> list[int]:
+def draw(
+    rng: random.Random, of_prompt: float, alike: float, cap: int, group_size: int
+) -> list[int]:
     """A group's lengths: lognormal, sigma 1, of mean MEAN_TOKENS before the cap; `alike` of the variance of the
     logarithm is the prompt's, which has drawn `of_prompt` from a standard normal distribution."""
     mean = math.log(MEAN_TOKENS) - 0.5 + math.sqrt(alike) * of_prompt
@@ -54,11 +55,17 @@ def play(
         enough: complete groups that end the round; None: all.
     """
     engines, sizes = len(slowness), [len(group) for group in lengths]
-    max_in_flight, num_dealt = share_out(len(lengths), max(sizes), engines, None if static else at_once)
+    max_in_flight, num_dealt = share_out(
+        len(lengths), max(sizes), engines, None if static else at_once
+    )
     dealt, queued = deal(sizes, expected, num_dealt, engines)
     queued.reverse()  # the next one last, here and below
-    waiting = [[(tokens, g) for g in of_engine for tokens in lengths[g]][::-1] for of_engine in dealt]
-    running: list[list[tuple[int, int, int]]] = [[] for _ in dealt]  # the step of the end, the group, that of the start
+    waiting = [
+        [(tokens, g) for g in of_engine for tokens in lengths[g]][::-1] for of_engine in dealt
+    ]
+    running: list[list[tuple[int, int, int]]] = [
+        [] for _ in dealt
+    ]  # the step of the end, the group, that of the start
     steps, played, num_left = [0] * engines, Played([0.0] * engines, [], 0.0), sizes
     events: list[tuple[float, int]] = []
 
@@ -75,7 +82,9 @@ def play(
             group = queued.pop()
             waiting[e][:0] = [(tokens, group) for tokens in lengths[group]][::-1]
         if running[e]:
-            heapq.heappush(events, (played.done_s[e] + (running[e][0][0] - steps[e]) * step_s(e), e))
+            heapq.heappush(
+                events, (played.done_s[e] + (running[e][0][0] - steps[e]) * step_s(e), e)
+            )
 
     for e in range(engines):
         go_on(e)
@@ -116,15 +125,22 @@ def play_epoch(
     rng, num_rows = random.Random(seed), num_prompts * num_steps
     of_prompts = [rng.gauss(0, 1) for _ in range(num_rows)]
     last_time = [sum(draw(rng, mean, alike, cap, group_size)) / group_size for mean in of_prompts]
-    fresh = PromptStream([Prompt(row, row, [], "", {}) for row in range(num_rows)], seed, shuffle=True)
+    fresh = PromptStream(
+        [Prompt(row, row, [], "", {}) for row in range(num_rows)], seed, shuffle=True
+    )
     stream = TailStream(fresh, num_rows, math.ceil(round(num_prompts * factor, 6)))
     seconds, sampled, trained = 0.0, 0.0, list[int]()
     of_short = list[int]()
     for step in range(num_steps):
         dealt = stream.take(num_prompts)
         rows = [prompt.row for prompt in dealt]
-        lengths = [draw(random.Random(f"{seed}/{step}/{r}"), of_prompts[r], alike, cap, group_size) for r in rows]
-        played = play(lengths, at_once, [1.0] * engines, False, [last_time[row] for row in rows], num_prompts)
+        lengths = [
+            draw(random.Random(f"{seed}/{step}/{r}"), of_prompts[r], alike, cap, group_size)
+            for r in rows
+        ]
+        played = play(
+            lengths, at_once, [1.0] * engines, False, [last_time[row] for row in rows], num_prompts
+        )
         taken = set(played.complete)
         used = [tokens for slot in taken for tokens in lengths[slot]]
         trained += used

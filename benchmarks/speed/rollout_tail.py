@@ -30,19 +30,29 @@ from benchmarks.speed import rollout_tail_worker
 from benchmarks.speed.rollout_replay import MEAN_TOKENS, Lengths, draw, play, play_epoch
 from benchmarks.support import ranks
 from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
-from grpo_spmd.observe.rollout_files import dumped_steps
-from grpo_spmd.replay.read import read_step
+from grpo_spmd.observe.rollout_reader import dumped_steps
+from grpo_spmd.tools.replay.read import read_step
 
 GROUP_SIZE, NUM_SEEDS, NUM_TAIL_SEEDS = 8, 7, 3
-SCHEDULES = "static", "shared_queue", "longest_first"  # the last two: the shared queue, in the stream's order or not
+SCHEDULES = (
+    "static",
+    "shared_queue",
+    "longest_first",
+)  # the last two: the shared queue, in the stream's order or not
 
 
 def main() -> None:
     parser = arguments_parser(__doc__)
-    parser.add_argument("--trace", type=Path, help="replay the lengths in the rollout dump of this run")
+    parser.add_argument(
+        "--trace", type=Path, help="replay the lengths in the rollout dump of this run"
+    )
     args = parser.parse_args()
     if args.trace is not None:
-        report("rollout_tail", list(replay_recorded(str(args.trace), recorded_steps(args.trace))), args.json)
+        report(
+            "rollout_tail",
+            list(replay_recorded(str(args.trace), recorded_steps(args.trace))),
+            args.json,
+        )
         return
     rows = []
     # alike, engines, requests at once, fair share / that, cap / mean, one engine in 8 at half the speed
@@ -71,7 +81,13 @@ def main() -> None:
     of_ranks, of_epochs = measure()
     report("rollout_tail", rows + of_ranks, args.json)
     # alike, engines, requests at once, prompts a step, cap / mean, factor
-    cases = (0.5, 8, 256, 256, 8), (0.5, 8, 32, 256, 8), (0.0, 8, 64, 64, 8), (0.5, 8, 64, 64, 2), (0.9, 8, 64, 64, 16)
+    cases = (
+        (0.5, 8, 256, 256, 8),
+        (0.5, 8, 32, 256, 8),
+        (0.0, 8, 64, 64, 8),
+        (0.5, 8, 64, 64, 2),
+        (0.9, 8, 64, 64, 16),
+    )
     tail = [tail_row(*case, factor) for case in cases for factor in (1.1, 1.25, 1.5)]
     report("rollout_tail", [*tail, *of_epochs], args.json)
 
@@ -84,11 +100,20 @@ def replay(alike: float, engines: int, at_once: int, load: int, cap: int, one_sl
         num_groups = engines * at_once * load // GROUP_SIZE
         rng = random.Random(seed)
         of_prompts = [rng.gauss(0, 1) for _ in range(num_groups)]
-        epochs = [[draw(rng, x, alike, cap * MEAN_TOKENS, GROUP_SIZE) for x in of_prompts] for _ in range(2)]
+        epochs = [
+            [draw(rng, x, alike, cap * MEAN_TOKENS, GROUP_SIZE) for x in of_prompts]
+            for _ in range(2)
+        ]
         for schedule, of_seeds in seconds.items():
-            expected = [sum(group) / GROUP_SIZE for group in epochs[0]] if schedule == "longest_first" else None
+            expected = (
+                [sum(group) / GROUP_SIZE for group in epochs[0]]
+                if schedule == "longest_first"
+                else None
+            )
             of_seeds.append(play(epochs[1], at_once, step_s, schedule == "static", expected).done_s)
-    what = f"alike {alike:g}, cap {cap} x mean" + (", 1 engine in 8 at half speed" if one_slow else "")
+    what = f"alike {alike:g}, cap {cap} x mean" + (
+        ", 1 engine in 8 at half speed" if one_slow else ""
+    )
     return _row("model", what, engines, at_once, at_once * load, seconds)
 
 
@@ -100,7 +125,11 @@ def replay_recorded(what: str, steps: Sequence[dict[str, Lengths]]) -> Iterator[
             expected = [sum(group) / len(group) for group in step["last_time"]]
             for schedule, of_steps in seconds.items():
                 known = expected if schedule == "longest_first" else None
-                of_steps.append(play(step["lengths"], at_once, [1.0] * engines, schedule == "static", known).done_s)
+                of_steps.append(
+                    play(
+                        step["lengths"], at_once, [1.0] * engines, schedule == "static", known
+                    ).done_s
+                )
         per_engine = sum(map(len, steps[0]["lengths"])) // engines
         yield _row("recorded", what, engines, at_once, per_engine, seconds)
 
@@ -111,16 +140,23 @@ def recorded_steps(run_dir: Path) -> list[dict[str, Lengths]]:
     steps: list[dict[str, Lengths]] = []
     for step in dumped_steps(run_dir):
         groups = read_step(run_dir, step).rollouts
-        rows, lengths = [group[0].row for group in groups], [[len(r.completion_ids) for r in group] for group in groups]
+        rows, lengths = (
+            [group[0].row for group in groups],
+            [[len(r.completion_ids) for r in group] for group in groups],
+        )
         if all(row in lengths_of for row in rows):
             steps.append({"lengths": lengths, "last_time": [lengths_of[row] for row in rows]})
         lengths_of |= dict(zip(rows, lengths, strict=True))
     if not steps:
-        raise SystemExit(f"{run_dir}: no step of its rollout dump has prompts that all were sampled before")
+        raise SystemExit(
+            f"{run_dir}: no step of its rollout dump has prompts that all were sampled before"
+        )
     return steps
 
 
-def tail_row(alike: float, engines: int, at_once: int, prompts: int, cap: int, factor: float) -> Row:
+def tail_row(
+    alike: float, engines: int, at_once: int, prompts: int, cap: int, factor: float
+) -> Row:
     """An epoch of 16 steps with tail batching beside one without; both begin with the longest expected groups."""
     shape = 16, prompts, GROUP_SIZE, engines, at_once, alike, cap * MEAN_TOKENS
     without = [play_epoch(seed, *shape, 1.0) for seed in range(NUM_TAIL_SEEDS)]
@@ -150,13 +186,18 @@ def measure() -> tuple[list[Row], list[Row]]:
     rows = []
     for case in cases:
         row = _row("real", case["what"], 2, case["at_once"], case["per_engine"], case["seconds"])
-        steps = {f"{name} steps": statistics.median(map(max, of_rounds)) for name, of_rounds in case["steps"].items()}
+        steps = {
+            f"{name} steps": statistics.median(map(max, of_rounds))
+            for name, of_rounds in case["steps"].items()
+        }
         rows += [row | steps, *replay_recorded(case["what"], case["trace"])]
     return rows, [_epoch_row(epochs)]
 
 
 def _epoch_row(epochs: Row) -> Row:
-    times, steps = ([[of[place] for of in epochs[name]] for name in ("without", "with")] for place in (0, 1))
+    times, steps = (
+        [[of[place] for of in epochs[name]] for name in ("without", "with")] for place in (0, 1)
+    )
     return {
         "source": "tail real",
         "what": "prompts of lognormal mean length",
@@ -176,16 +217,25 @@ def _epoch_row(epochs: Row) -> Row:
 
 
 def _row(
-    source: str, what: str, engines: int, at_once: int, per_engine: int, seconds: dict[str, list[list[float]]]
+    source: str,
+    what: str,
+    engines: int,
+    at_once: int,
+    per_engine: int,
+    seconds: dict[str, list[list[float]]],
 ) -> Row:
     """`seconds`: by schedule, for each seed or round, of each engine."""
-    last = {schedule: [max(of_engines) for of_engines in of_rounds] for schedule, of_rounds in seconds.items()}
+    last = {
+        schedule: [max(of_engines) for of_engines in of_rounds]
+        for schedule, of_rounds in seconds.items()
+    }
 
     first = spread("first", ratios(last["shared_queue"], last["longest_first"]))
 
     def waste(schedule: str) -> float:
         return statistics.median(
-            1 - sum(of_engines) / len(of_engines) / max(of_engines) for of_engines in seconds[schedule]
+            1 - sum(of_engines) / len(of_engines) / max(of_engines)
+            for of_engines in seconds[schedule]
         )
 
     return {

@@ -28,9 +28,7 @@ from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Prompt
-from grpo_spmd.rollout.expected import ExpectedLengths
-from grpo_spmd.rollout.sample import Sampler
-from grpo_spmd.rollout.tail import open_tail
+from grpo_spmd.rollout.sample import ExpectedLengths, Sampler, open_tail
 
 NUM_PROMPTS, GROUP_SIZE, AT_ONCE, ROUNDS = 32, 4, 8, 5
 EPOCH_PROMPTS, STEP_PROMPTS, EPOCHS, TAIL_BATCHING = 64, 8, 3, 1.5  # of tail batching
@@ -114,13 +112,17 @@ def main() -> None:
         steps: dict[str, list[list[int]]] = {name: [] for name in schedules}
         lengths: list[dict[int, list[int]]] = []  # of each step, by row
         samplers = dict.fromkeys(schedules, Sampler(engine, GROUP_SIZE, config.seed))
-        samplers["longest_first"] = Sampler(engine, GROUP_SIZE, config.seed, lengths=ExpectedLengths())
+        samplers["longest_first"] = Sampler(
+            engine, GROUP_SIZE, config.seed, lengths=ExpectedLengths()
+        )
         for step in range(1 + ROUNDS):  # the first warms up, and shows the prompts' lengths
             weight_sync.sync(step)
             order = list(range(NUM_PROMPTS))
             if "lognormal" in what:
                 random.Random(step).shuffle(order)
-            prompts = [Prompt(slot, place, [5, tokens[place]], "", {}) for slot, place in enumerate(order)]
+            prompts = [
+                Prompt(slot, place, [5, tokens[place]], "", {}) for slot, place in enumerate(order)
+            ]
             made = []
             for name in sorted(schedules, reverse=bool(step % 2)):
                 engine._rollout = schedules[name]
@@ -131,10 +133,14 @@ def main() -> None:
                 seconds[name].append(on_rank0(list, busy_s))
                 steps[name].append(on_rank0(list, num_steps[0]))
                 mine = [[g.slot, [dataclasses.astuple(c) for c in g.completions]] for g in groups]
-                made.append(on_rank0(lambda parts: sorted(group for part in parts for group in part), mine))
+                made.append(
+                    on_rank0(lambda parts: sorted(group for part in parts for group in part), mine)
+                )
             assert made[0] == made[1] == made[2], "the schedules sampled different tokens"
             assert [slot for slot, _ in made[0]] == list(range(NUM_PROMPTS))
-            lengths.append({prompts[slot].row: [len(ids) for ids, *_ in group] for slot, group in made[0]})
+            lengths.append(
+                {prompts[slot].row: [len(ids) for ids, *_ in group] for slot, group in made[0]}
+            )
         measured = {name: of_rounds[1:] for name, of_rounds in seconds.items()}
         counted = {name: of_rounds[1:] for name, of_rounds in steps.items()}
         trace = [
@@ -146,7 +152,10 @@ def main() -> None:
             sizes = {"at_once": AT_ONCE, "per_engine": per_engine}
             tell({"what": what, **sizes, "seconds": measured, "steps": counted, "trace": trace})
     tail = _epochs(
-        engine, weight_sync, dataclasses.replace(config.rollout, num_prompts_per_step=STEP_PROMPTS), num_steps
+        engine,
+        weight_sync,
+        dataclasses.replace(config.rollout, num_prompts_per_step=STEP_PROMPTS),
+        num_steps,
     )
     if session.is_rank0:
         tell(tail)
@@ -154,7 +163,9 @@ def main() -> None:
     end_session()
 
 
-def _epochs(engine: RolloutEngine, weight_sync: WeightSync, rollout: RolloutConfig, num_steps: list[int]) -> Row:
+def _epochs(
+    engine: RolloutEngine, weight_sync: WeightSync, rollout: RolloutConfig, num_steps: list[int]
+) -> Row:
     """Collective. Epochs without tail batching and with it, in turn: seconds and decode steps of the engine that made
     most, added up over the epoch's rounds; equal on all ranks."""
     engine._rollout = rollout
@@ -173,8 +184,13 @@ def _epochs(engine: RolloutEngine, weight_sync: WeightSync, rollout: RolloutConf
         for name in sorted(("without", "with"), reverse=bool(epoch % 2))[: 2 if epoch else 1]:
             factor = TAIL_BATCHING if name == "with" else 1.0
             fresh = PromptStream(rows, seed=epoch, shuffle=True)
-            stream, tail = open_tail(fresh, EPOCH_PROMPTS, dataclasses.replace(rollout, tail_batching=factor), ())
-            sampler, trained = Sampler(engine, GROUP_SIZE, epoch, lengths=lengths, tail=tail), list[Row]()
+            stream, tail = open_tail(
+                fresh, EPOCH_PROMPTS, dataclasses.replace(rollout, tail_batching=factor), ()
+            )
+            sampler, trained = (
+                Sampler(engine, GROUP_SIZE, epoch, lengths=lengths, tail=tail),
+                list[Row](),
+            )
             total_s, total_steps = 0.0, 0
             while stream.epoch < 1:
                 weight_sync.sync(len(trained) + 1)
@@ -186,12 +202,16 @@ def _epochs(engine: RolloutEngine, weight_sync: WeightSync, rollout: RolloutConf
                 )
                 total_s, total_steps = total_s + slowest[0], total_steps + int(slowest[1])
                 mine = [[g.prompt.row, [len(c.token_ids) for c in g.completions]] for g in groups]
-                taken = on_rank0(lambda parts: sorted(group for part in parts for group in part), mine)
+                taken = on_rank0(
+                    lambda parts: sorted(group for part in parts for group in part), mine
+                )
                 assert len(taken) == STEP_PROMPTS, f"a step of {len(taken)} prompts"
-                trained.append({"is_short": len(prompts) > STEP_PROMPTS, "groups": taken, **stream.metrics()})
-            assert sorted(row for step in trained for row, _ in step["groups"]) == list(range(EPOCH_PROMPTS)), (
-                "not each prompt once"
-            )
+                trained.append(
+                    {"is_short": len(prompts) > STEP_PROMPTS, "groups": taken, **stream.metrics()}
+                )
+            assert sorted(row for step in trained for row, _ in step["groups"]) == list(
+                range(EPOCH_PROMPTS)
+            ), "not each prompt once"
             if epoch:
                 found[name].append([total_s, total_steps])
             if epoch and name == "with":

@@ -35,10 +35,7 @@ from benchmarks.speed.update import MODELS, base_config, made_rollouts, peak_ten
 from benchmarks.support.models import make_large_model, make_model
 from benchmarks.support.ranks import time_in_turn
 from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
-from grpo_spmd.config.critic import CriticConfig
-from grpo_spmd.config.reward_keys import RewardConfig
-from grpo_spmd.config.schema import Config
-from grpo_spmd.config.teacher import TeacherConfig
+from grpo_spmd.config.schema import Config, CriticConfig, RewardConfig, TeacherConfig
 from grpo_spmd.demo.countdown import make_tokenizer
 from grpo_spmd.demo.making import model_config
 from grpo_spmd.distributed.reductions import Reductions
@@ -48,14 +45,12 @@ from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.learn.signals import Signals
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.hf_files import load_tokenizer
-from grpo_spmd.model.offload import HostOffload
-from grpo_spmd.model.parked import optimizer_state, storage_of
+from grpo_spmd.model.offload import HostOffload, optimizer_state, storage_of
 from grpo_spmd.model.policy import Policy, build_policy
 from grpo_spmd.model.reward_model import RewardModel, build_reward_model
 from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.records import Completion, Prompt, Rollout, RolloutGroup, ScoredRollouts
-from grpo_spmd.rollout.reward_models import ModelReward
-from grpo_spmd.rollout.reward_texts import RewardTexts
+from grpo_spmd.rollout.reward_models import ModelReward, RewardTexts
 from grpo_spmd.signal_parts import open_signals
 
 _ROUNDS, _GROUP_SIZE, _NUM_ROLLOUTS, _MIB = 5, 8, 64, 2**20
@@ -90,14 +85,20 @@ class Step:
 
     def __post_init__(self) -> None:
         beside = self.signals.beside
-        self.offload = HostOffload(self.config.model.offload, self.policy, None, self.updater.optimizer, beside)
+        self.offload = HostOffload(
+            self.config.model.offload, self.policy, None, self.updater.optimizer, beside
+        )
         scored = [self.reward_model[0]] if self.reward_model else []
         self.models = [self.policy, *(model for model, _ in beside), *scored]
         self.optimizers = [self.updater.optimizer, *(own for _, own in beside if own)]
         # of the shards: within a forward pass a parameter is what was gathered of it
-        self.shards = [storage_of(parameter) for model in self.models for parameter in model.parameters()]
+        self.shards = [
+            storage_of(parameter) for model in self.models for parameter in model.parameters()
+        ]
         self.groups = _groups(self.rollouts)
-        self.num_tokens = sum(len(g.prompt.token_ids) + len(c.token_ids) for g in self.groups for c in g.completions)
+        self.num_tokens = sum(
+            len(g.prompt.token_ids) + len(c.token_ids) for g in self.groups for c in g.completions
+        )
 
     def run(self) -> Reductions:
         """As loop.py has it."""
@@ -125,23 +126,32 @@ class Step:
     def _sampled(self) -> SampledStep:
         config, rewards = self.config, [float(len(r.completion_ids) % 7) for r in self.rollouts]
         sections = config.rollout, config.advantage, config.loss, config.training
-        sampled = SampledStep(StepRules(*sections, config.reward_pool.max_error_frac, self.session.world_size))
+        sampled = SampledStep(
+            StepRules(*sections, config.reward_pool.max_error_frac, self.session.world_size)
+        )
         statuses = {"length": ["ok"] * len(rewards)}
         sampled.add(
-            self.groups, ScoredRollouts([*rewards], {"length": [*rewards]}, statuses, texts=[""] * len(rewards))
+            self.groups,
+            ScoredRollouts([*rewards], {"length": [*rewards]}, statuses, texts=[""] * len(rewards)),
         )
         return sampled
 
     def held_bytes(self) -> int:
         """Of parameters and moments, on the device now."""
-        moments = (storage_of(each) for optimizer in self.optimizers for each in optimizer_state(optimizer))
-        return sum({storage._cdata: storage.nbytes() for storage in (*self.shards, *moments)}.values())
+        moments = (
+            storage_of(each) for optimizer in self.optimizers for each in optimizer_state(optimizer)
+        )
+        return sum(
+            {storage._cdata: storage.nbytes() for storage in (*self.shards, *moments)}.values()
+        )
 
     @contextmanager
     def counted(self) -> Iterator[Passes]:
         passes, hooks = Passes(self.held_bytes), []
         for model in self.models:
-            layers = next((part for part in model.modules() if isinstance(part, nn.ModuleList)), None)
+            layers = next(
+                (part for part in model.modules() if isinstance(part, nn.ModuleList)), None
+            )
             if layers is None:  # a head alone
                 continue
             hooks.append(layers[0].register_forward_pre_hook(passes.count, with_kwargs=True))
@@ -153,7 +163,9 @@ class Step:
 def main() -> None:
     parser = arguments_parser(__doc__)
     parser.add_argument("--size", choices=gpu.SIZES, help="a model of this size, in bfloat16")
-    parser.add_argument("--folder", type=Path, help="where the models stay; default: a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="where the models stay; default: a temporary one"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
@@ -171,11 +183,20 @@ def _made(folder: Path, size: str | None) -> tuple[str, Config, list[Rollout]]:
     policy, name = folder / "policy", size or MODELS[0][0]
     for number, path in enumerate((policy, folder / "teacher")):
         if size is not None:
-            make_large_model(path, transformers.Qwen2Config(**gpu.model_config(gpu.SIZES[size])), seed=number)
+            make_large_model(
+                path, transformers.Qwen2Config(**gpu.model_config(gpu.SIZES[size])), seed=number
+            )
         else:
-            sizes = MODELS[0][1] | {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512}
+            sizes = MODELS[0][1] | {
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+                "max_position_embeddings": 512,
+            }
             make_model(path, model_config(**sizes), seed=number)
-    kind, options = transformers.AutoModelForSequenceClassification, {"num_labels": 1, "pad_token_id": None}
+    kind, options = (
+        transformers.AutoModelForSequenceClassification,
+        {"num_labels": 1, "pad_token_id": None},
+    )
     kind.from_pretrained(folder / "teacher", trust_remote_code=False, **options).save_pretrained(
         folder / "reward_model"
     )
@@ -183,8 +204,13 @@ def _made(folder: Path, size: str | None) -> tuple[str, Config, list[Rollout]]:
     if size is not None:
         config, rollouts = sized(size, str(policy), _NUM_ROLLOUTS)
     else:
-        config, rollouts = base_config(str(policy)), made_rollouts(_NUM_ROLLOUTS, MODELS[0][1]["vocab_size"])
-    sampling = replace(config.rollout, num_prompts_per_step=_NUM_ROLLOUTS // _GROUP_SIZE, group_size=_GROUP_SIZE)
+        config, rollouts = (
+            base_config(str(policy)),
+            made_rollouts(_NUM_ROLLOUTS, MODELS[0][1]["vocab_size"]),
+        )
+    sampling = replace(
+        config.rollout, num_prompts_per_step=_NUM_ROLLOUTS // _GROUP_SIZE, group_size=_GROUP_SIZE
+    )
     return name, replace(config, rollout=sampling), rollouts
 
 
@@ -192,12 +218,18 @@ def _groups(rollouts: list[Rollout]) -> list[RolloutGroup]:
     groups = []
     for slot, start in enumerate(range(0, len(rollouts), _GROUP_SIZE)):
         group = rollouts[start : start + _GROUP_SIZE]
-        completions = [Completion([*r.completion_ids], [*r.rollout_logprobs], "stop") for r in group]
-        groups.append(RolloutGroup(slot, Prompt(slot, slot, [*group[0].prompt_ids], "", {}), completions))
+        completions = [
+            Completion([*r.completion_ids], [*r.rollout_logprobs], "stop") for r in group
+        ]
+        groups.append(
+            RolloutGroup(slot, Prompt(slot, slot, [*group[0].prompt_ids], "", {}), completions)
+        )
     return groups
 
 
-def steps_of(config: Config, rollouts: list[Rollout], folder: Path, session: Session) -> dict[str, Step]:
+def steps_of(
+    config: Config, rollouts: list[Rollout], folder: Path, session: Session
+) -> dict[str, Step]:
     """By what teaches, the plain step first."""
     temperature, longest = config.rollout.temperature, config.max_rollout_tokens
     policy = build_policy(config.model, temperature, session, longest=longest)
@@ -218,12 +250,16 @@ def steps_of(config: Config, rollouts: list[Rollout], folder: Path, session: Ses
         own = replace(config, **sections)
         signals = open_signals(own, policy, session)
         scores = _reward_model(own, folder, session) if name == "reward model" else None
-        its_updater = updater if signals.head is None else PolicyUpdater(policy, *of_update, signals.head)
+        its_updater = (
+            updater if signals.head is None else PolicyUpdater(policy, *of_update, signals.head)
+        )
         steps[name] = Step(own, session, policy, its_updater, signals, scores, rollouts)
     return steps
 
 
-def _reward_model(config: Config, folder: Path, session: Session) -> tuple[RewardModel, ModelReward]:
+def _reward_model(
+    config: Config, folder: Path, session: Session
+) -> tuple[RewardModel, ModelReward]:
     reward, budget = RewardConfig(model=str(folder / "reward_model"), name="model"), config.training
     files = read_reward_model(0, reward, folder / "reward_model", budget.max_tokens_per_micro_batch)
     model = build_reward_model(files, config.model, session)
@@ -238,7 +274,9 @@ def measure(model: str, steps: dict[str, Step]) -> list[Row]:
         for word, metric in {"teacher": "teacher/kl", "critic": "critic/loss"}.items():
             assert not name.startswith(word) or sums[metric].value, name
         assert sums["loss_tokens"].value == first["plain"]["loss_tokens"].value, name
-    return [_row(model, name, step, seconds[name], seconds["plain"]) for name, step in steps.items()]
+    return [
+        _row(model, name, step, seconds[name], seconds["plain"]) for name, step in steps.items()
+    ]
 
 
 def _row(model: str, name: str, step: Step, seconds: list[float], plain: list[float]) -> Row:

@@ -106,7 +106,9 @@ def _checkout(commit: str | None) -> Iterator[Path | None]:
         return
     with tempfile.TemporaryDirectory() as name:
         folder, git = Path(name, "tree"), ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--detach", str(folder), commit], check=True, capture_output=True)
+        subprocess.run(
+            [*git, "add", "--detach", str(folder), commit], check=True, capture_output=True
+        )
         try:
             yield folder
         finally:
@@ -120,7 +122,15 @@ def _launch(command: str, num_ranks: int, root: Path, config: Path, folder: Path
     if command == "torchrun":
         started = [*torchrun(num_ranks, "-m", "grpo_spmd.train"), *arguments]
     else:
-        started = [sys.executable, "-m", "grpo_spmd.cli", "train", "--nproc", str(num_ranks), *arguments]
+        started = [
+            sys.executable,
+            "-m",
+            "grpo_spmd.cli",
+            "train",
+            "--nproc",
+            str(num_ranks),
+            *arguments,
+        ]
     lines = folder / "probe.jsonl"
     path = os.pathsep.join([str(_PROBE), str(root)])
     environment = {**os.environ, "PYTHONPATH": path, FILE: str(lines), "HF_HUB_OFFLINE": "1"}
@@ -128,13 +138,17 @@ def _launch(command: str, num_ranks: int, root: Path, config: Path, folder: Path
     done = subprocess.run(started, cwd=root, env=environment, capture_output=True, text=True)
     cpu = _cpu_of_children() - cpu
     if done.returncode:
-        raise RuntimeError(f"{' '.join(started)} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise RuntimeError(
+            f"{' '.join(started)} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
     return _phases(lines, begin) | {"cpu_s": cpu}
 
 
 def _phases(lines: Path, begin: float) -> Figures:
     noted = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-    rank0 = next(line["pid"] for line in noted if line["what"] == "_train_step ends" and line["rank"] == "0")
+    rank0 = next(
+        line["pid"] for line in noted if line["what"] == "_train_step ends" and line["rank"] == "0"
+    )
     first: dict[str, Mapping[str, float]] = {}
     for line in noted:
         if line["pid"] == rank0:
@@ -154,12 +168,21 @@ def _rows(command: str, num_ranks: int, found: Mapping[str, list[Figures]]) -> l
     rows, now = [], [figures["total_s"] for figures in found["now"]]
     for side, rounds in found.items():
         totals = [figures["total_s"] for figures in rounds]
-        row: Row = {"command": command, "ranks": num_ranks, "side": side, **spread("total_s", totals)}
+        row: Row = {
+            "command": command,
+            "ranks": num_ranks,
+            "side": side,
+            **spread("total_s", totals),
+        }
         for name in ("cpu_s", "rank_cpu_s", *_ENDS):
             row[name] = median(figures[name] for figures in rounds)
         if side != "now":
             of_now = spread("before_x", ratios(totals, now))
-            row |= {"before_x": of_now["before_x"], "before_x_min": of_now["min"], "before_x_max": of_now["max"]}
+            row |= {
+                "before_x": of_now["before_x"],
+                "before_x_min": of_now["min"],
+                "before_x_max": of_now["max"],
+            }
         rows.append(row)
     return rows
 

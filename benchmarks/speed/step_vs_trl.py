@@ -57,7 +57,7 @@ from benchmarks.support.models import make_model
 from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
 from benchmarks.support.trl_environment import TRL_VERSION, trl_python
 from grpo_spmd.demo.making import model_config
-from grpo_spmd.observe.rollout_step import read_rollouts
+from grpo_spmd.observe.rollout_reader import read_rollouts
 
 _ROUNDS = 5
 _STEPS_A_TURN = 2  # of ours; TRL makes one
@@ -65,7 +65,15 @@ _SIZES = (4, 8, 16, 32, 64, 128)  # as far as the step has rollouts
 _DEFAULT_SIZE = 8
 _EOS = "<eos>"
 _PHASES = ("generation", "sync", "reward", "logprobs", "update", "step")
-_SHOWN = ("step", "step a token", "generation", "generation a token", "sync", "update", "logprobs + update")
+_SHOWN = (
+    "step",
+    "step a token",
+    "generation",
+    "generation a token",
+    "sync",
+    "update",
+    "logprobs + update",
+)
 
 
 @dataclass(frozen=True)
@@ -112,13 +120,17 @@ def main() -> None:
     parser = arguments_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, help="default: all, one after the other")
     parser.add_argument("--rounds", type=int, default=_ROUNDS)
-    parser.add_argument("--sizes", type=int, nargs="+", default=_SIZES, help="micro-batches that TRL is tried with")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=_SIZES, help="micro-batches that TRL is tried with"
+    )
     args = parser.parse_args()
     chosen = [args.shape] if args.shape else list(SHAPES)
     for num_rollouts in (SHAPES[shape].task.num_rollouts for shape in chosen):
         fitting = [size for size in args.sizes if size <= num_rollouts]
         if not fitting or any(num_rollouts % size for size in fitting):
-            parser.error(f"--sizes: of {num_rollouts} rollouts a micro-batch must be a part without remainder")
+            parser.error(
+                f"--sizes: of {num_rollouts} rollouts a micro-batch must be a part without remainder"
+            )
     transformers.utils.logging.disable_progress_bar()
     python = trl_python()
     with tempfile.TemporaryDirectory() as name:
@@ -149,7 +161,9 @@ def make(folder: Path, shape: Shape) -> None:
         # An lm_head has no bias: one channel that is the same for every token stands in for it.
         model.model.embed_tokens.weight[:, 0] = 0.5
         model.lm_head.weight[0] = 0.0
-        channel = model.model(torch.randint(1, num_words, (8, 128))).last_hidden_state[..., 0].mean()
+        channel = (
+            model.model(torch.randint(1, num_words, (8, 128))).last_hidden_state[..., 0].mean()
+        )
         model.lm_head.weight[0, 0] = shape.end_logit / channel
 
     config = model_config(
@@ -162,7 +176,9 @@ def make(folder: Path, shape: Shape) -> None:
         tie_word_embeddings=False,
     )
     make_model(folder / "model", config, change=change)
-    tokens = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS)
+    tokens = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS
+    )
     tokens.save_pretrained(folder / "model")  # in place of the demo's: words, not characters
     rng = random.Random(0)
     rows = [
@@ -205,7 +221,9 @@ class Side:
         lines: list[str] = []
         part = ""
         while len(lines) < count:
-            ended = self.process.poll() is not None  # looked at first: what it wrote before its end is read below
+            ended = (
+                self.process.poll() is not None
+            )  # looked at first: what it wrote before its end is read below
             if self._file is None and self._steps.exists():
                 self._file = self._steps.open()
             part += self._file.readline() if self._file else ""
@@ -223,7 +241,9 @@ class Side:
     def end(self) -> None:
         if self._file:
             self._file.close()
-        os.killpg(self.process.pid, signal.SIGKILL)  # also where it is stopped; reward processes end with it
+        os.killpg(
+            self.process.pid, signal.SIGKILL
+        )  # also where it is stopped; reward processes end with it
         self.process.wait()
 
 
@@ -234,14 +254,20 @@ class Ours(Side):
         config: dict[str, Any] = {
             "run_dir": str(self.run),
             "model": {"path": str(folder / "model"), "dtype": "float32"},
-            "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": task.max_prompt_tokens},
+            "data": {
+                "train": str(folder / "train.jsonl"),
+                "max_prompt_tokens": task.max_prompt_tokens,
+            },
             "rollout": {
                 "num_prompts_per_step": task.num_prompts,
                 "group_size": task.group_size,
                 "max_completion_tokens": task.max_completion_tokens,
             },
             "rewards": [
-                {"name": "even", "function": f"{Path(__file__).with_name('step_vs_trl_reward.py')}:even_tokens"}
+                {
+                    "name": "even",
+                    "function": f"{Path(__file__).with_name('step_vs_trl_reward.py')}:even_tokens",
+                }
             ],
             "reward_pool": {"num_workers": 1},
             "optimizer": {"lr": task.lr},
@@ -292,10 +318,22 @@ class Trl(Side):
         environment: str | None = None,
         **arguments: Any,
     ) -> None:
-        settings: dict[str, Any] = {"task": vars(task), "micro_batch": micro_batch, "arguments": arguments}
+        settings: dict[str, Any] = {
+            "task": vars(task),
+            "micro_batch": micro_batch,
+            "arguments": arguments,
+        }
         settings |= {"replay": replay, "engine_dtype": engine_dtype, "environment": environment}
         (folder / f"{name}.json").write_text(json.dumps(settings))
-        command = [python, "-W", "ignore", "-m", "benchmarks.speed.step_vs_trl_worker", str(folder), name]
+        command = [
+            python,
+            "-W",
+            "ignore",
+            "-m",
+            "benchmarks.speed.step_vs_trl_worker",
+            str(folder),
+            name,
+        ]
         super().__init__(command, folder / f"{name}.jsonl", folder / f"{name}.log")
 
     def turn(self, count: int) -> list[Row]:
@@ -316,20 +354,28 @@ def compare(folder: Path, python: str) -> list[Row]:
     ours.end()
     rollouts = [read_rollouts(ours.run, step) for step in range(1, _COMPARED.num_steps + 1)]
     kept = ("prompt_ids", "completion_ids", "rollout_logprobs")
-    replay = [[{key: getattr(rollout, key) for key in kept} for rollout in step] for step in rollouts]
+    replay = [
+        [{key: getattr(rollout, key) for key in kept} for rollout in step] for step in rollouts
+    ]
     theirs = {}
     changed: dict[str, dict[str, Any]] = {"trained": {}, "untrained": {"learning_rate": 0.0}}
     for name, arguments in changed.items():
         trl = Trl(folder, name, _COMPARED, python, _COMPARED.group_size, replay, **arguments)
         theirs[name] = trl.turn(_COMPARED.num_steps)
         trl.end()
-    pairs = [(m, step, trl) for m, step, trl in zip(metrics, rollouts, theirs["trained"], strict=True)]
+    pairs = [
+        (m, step, trl) for m, step, trl in zip(metrics, rollouts, theirs["trained"], strict=True)
+    ]
     rewards = max(abs(m["reward/mean"] - trl["reward_mean"]) for m, _, trl in pairs)
     loss = max(abs(m["loss/total"] - trl["loss"]) for m, _, trl in pairs)
     advantages = max(
-        abs(r.advantage - a) for _, step, trl in pairs for r, a in zip(step, trl["advantages"], strict=True)
+        abs(r.advantage - a)
+        for _, step, trl in pairs
+        for r, a in zip(step, trl["advantages"], strict=True)
     )
-    logprobs, untrained = (theirs[name][-1]["logprob_difference"] for name in ("trained", "untrained"))
+    logprobs, untrained = (
+        theirs[name][-1]["logprob_difference"] for name in ("trained", "untrained")
+    )
     facts = {
         "steps": _COMPARED.num_steps,
         "rollouts a step": _COMPARED.num_rollouts,
@@ -337,12 +383,23 @@ def compare(folder: Path, python: str) -> list[Row]:
         "TRL version": TRL_VERSION,
     }
     return [
-        {"what": what, "difference": difference, "at most": most, "if TRL had not trained": idle, **facts}
+        {
+            "what": what,
+            "difference": difference,
+            "at most": most,
+            "if TRL had not trained": idle,
+            **facts,
+        }
         for what, difference, most, idle in (
             ("mean reward", rewards, _TOLERANCE, "-"),
             ("loss", loss, _TOLERANCE, "-"),
             ("advantages", advantages, _TOLERANCE, "-"),
-            ("logprobs of the last step: TRL's policy, our engine", logprobs, untrained / 100, untrained),
+            (
+                "logprobs of the last step: TRL's policy, our engine",
+                logprobs,
+                untrained / 100,
+                untrained,
+            ),
         )
     ]
 
@@ -350,7 +407,9 @@ def compare(folder: Path, python: str) -> list[Row]:
 # The times
 
 
-def race(folder: Path, python: str, task: Task, rounds: int, chosen: Sequence[int]) -> tuple[list[Row], list[Row]]:
+def race(
+    folder: Path, python: str, task: Task, rounds: int, chosen: Sequence[int]
+) -> tuple[list[Row], list[Row]]:
     """Rows of the sweep over TRL's micro-batch, and of the rounds."""
     sides: list[Side] = []
     sizes = sorted(size for size in chosen if size <= task.num_rollouts)
@@ -365,7 +424,11 @@ def race(folder: Path, python: str, task: Task, rounds: int, chosen: Sequence[in
             sides.append(trl[size])
             _, swept[size] = trl[size].turn(2)
         best = min(sizes, key=lambda size: swept[size]["step_s"])
-        names = ((_DEFAULT_SIZE, "its default"), (task.num_rollouts, "one batch"), (best, "its best"))
+        names = (
+            (_DEFAULT_SIZE, "its default"),
+            (task.num_rollouts, "one batch"),
+            (best, "its best"),
+        )
         racing = {
             ", ".join([str(size), *(name for each, name in names if each == size)]): trl[size]
             for size in sizes
@@ -396,7 +459,8 @@ def race(folder: Path, python: str, task: Task, rounds: int, chosen: Sequence[in
         "tried": " ".join(map(str, sizes)),
     }
     sweep = [
-        {"TRL's micro-batch": size, **{f"{p}_s": swept[size][f"{p}_s"] for p in _PHASES}, **facts} for size in sizes
+        {"TRL's micro-batch": size, **{f"{p}_s": swept[size][f"{p}_s"] for p in _PHASES}, **facts}
+        for size in sizes
     ]
     rows = []
     for label, turns in theirs.items():
@@ -404,7 +468,9 @@ def race(folder: Path, python: str, task: Task, rounds: int, chosen: Sequence[in
     return sweep, rows
 
 
-def _row(label: str, phase: str, own: list[list[Row]], theirs: list[list[Row]], num_rollouts: int) -> Row:
+def _row(
+    label: str, phase: str, own: list[list[Row]], theirs: list[list[Row]], num_rollouts: int
+) -> Row:
     """One phase in all rounds; a round's ratio is between its own turns."""
 
     parts, by_token = phase.removesuffix(" a token").split(" + "), phase.endswith(" a token")
@@ -424,7 +490,9 @@ def _row(label: str, phase: str, own: list[list[Row]], theirs: list[list[Row]], 
         "phase": phase,
         "ours_s": median(own, seconds),
         "trl_s": median(theirs, seconds),
-        **spread("ratio", ratios([seconds(turn) for turn in theirs], [seconds(turn) for turn in own])),
+        **spread(
+            "ratio", ratios([seconds(turn) for turn in theirs], [seconds(turn) for turn in own])
+        ),
         "ours_samples_per_s": num_rollouts / median(own, seconds),
         "trl_samples_per_s": num_rollouts / median(theirs, seconds),
         "ours_tokens_mean": median(own, tokens),

@@ -86,7 +86,9 @@ def main() -> None:
         vllm_generation.LLM = partial(vllm_generation.LLM, trust_remote_code=False)
     else:
         dtype = {"dtype": settings["engine_dtype"]} if settings["engine_dtype"] else {}
-        vllm_generation.LLM = partial(vllm_generation.LLM, trust_remote_code=False, **_ENGINE, **dtype)
+        vllm_generation.LLM = partial(
+            vllm_generation.LLM, trust_remote_code=False, **_ENGINE, **dtype
+        )
         vllm_generation.VLLMGeneration.sync_weights = _sync_weights
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
 
@@ -109,11 +111,17 @@ def main() -> None:
 
 
 # The keys of a rollout_func's output, and ours in a rollout dump.
-_REPLAYED = {"prompt_ids": "prompt_ids", "completion_ids": "completion_ids", "logprobs": "rollout_logprobs"}
+_REPLAYED = {
+    "prompt_ids": "prompt_ids",
+    "completion_ids": "completion_ids",
+    "logprobs": "rollout_logprobs",
+}
 
 
 def _sync_weights(self: Any) -> None:
-    self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
+    self.llm.collective_rpc(
+        "reload_weights", kwargs={"weights_iterator": self._iter_named_params()}
+    )
     assert self.llm.reset_prefix_cache()
 
 
@@ -140,7 +148,9 @@ class _Steps(transformers.TrainerCallback):  # type: ignore[misc]
 
         def scored(*args: Any, **kwargs: Any) -> Any:
             return (
-                score(*args, **kwargs) if torch.is_grad_enabled() else self._timed("logprobs", score)(*args, **kwargs)
+                score(*args, **kwargs)
+                if torch.is_grad_enabled()
+                else self._timed("logprobs", score)(*args, **kwargs)
             )
 
         def prepared(*args: Any) -> Any:
@@ -153,7 +163,11 @@ class _Steps(transformers.TrainerCallback):  # type: ignore[misc]
             self._loss += float(out.detach())
             return out
 
-        trainer._get_per_token_logps_and_entropies, trainer._generate_and_score_completions, trainer._compute_loss = (
+        (
+            trainer._get_per_token_logps_and_entropies,
+            trainer._generate_and_score_completions,
+            trainer._compute_loss,
+        ) = (
             scored,
             prepared,
             summed,
@@ -167,7 +181,9 @@ class _Steps(transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         # It logs only after this: what it logs is in _metrics by now.
-        metrics = {name: values[-1] for name, values in self._trainer._metrics["train"].items() if values}
+        metrics = {
+            name: values[-1] for name, values in self._trainer._metrics["train"].items() if values
+        }
         self._seconds["step"] = time.perf_counter() - self._start
         if self._trainer.environment_factories is not None:
             self._seconds["generation"] -= self._seconds["sync"]

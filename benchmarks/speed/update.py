@@ -37,12 +37,19 @@ from benchmarks.speed import gpu
 from benchmarks.support.models import make_model
 from benchmarks.support.ranks import peak_bytes, time_in_turn
 from benchmarks.support.report import Row, arguments_parser, ratios, report, spread
-from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig, TrainingConfig
+from grpo_spmd.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainingConfig,
+)
 from grpo_spmd.demo.making import model_config
 from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.losses import LossInputs, aggregation_weights, policy_loss, rollout_correction
-from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Rollout, RolloutBatch
@@ -50,7 +57,10 @@ from grpo_spmd.records import Rollout, RolloutBatch
 _ROUNDS = 5
 _VARIANT_ROUNDS = 3
 _SIZED_ROLLOUTS, _SIZED_BATCHES = 64, (8, 16)
-_SIZED_VARIANTS = {"cuda": 4, "cpu": 3}  # of _VARIANTS: compiling twice, or on a CPU at all, takes minutes
+_SIZED_VARIANTS = {
+    "cuda": 4,
+    "cpu": 3,
+}  # of _VARIANTS: compiling twice, or on a CPU at all, takes minutes
 _MIB = 2**20
 # Name, config, rollouts of an update.
 MODELS: tuple[tuple[str, dict[str, int], int], ...] = (
@@ -98,7 +108,9 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     session = start_session()
     if args.size:
-        for block in _sized(args.size, session):  # the second compiles, and may come to the limit of who started it
+        for block in _sized(
+            args.size, session
+        ):  # the second compiles, and may come to the limit of who started it
             report("update", block, args.json)
         end_session()
         return
@@ -106,23 +118,34 @@ def main() -> None:
     for name, sizes, num_rollouts in MODELS:
         with tempfile.TemporaryDirectory() as folder:
             make_model(
-                Path(folder), model_config(**sizes, num_key_value_heads=2, head_dim=64, max_position_embeddings=512)
+                Path(folder),
+                model_config(
+                    **sizes, num_key_value_heads=2, head_dim=64, max_position_embeddings=512
+                ),
             )
             config, rollouts = base_config(folder), made_rollouts(num_rollouts, sizes["vocab_size"])
             tokens = sum(rollout.num_tokens for rollout in rollouts)
             updates = {"packed": packed(config, rollouts, session)}
             for size in (16, num_rollouts):
-                updates[f"padded, batches of {size}"] = padded(config, rollouts, size, session.device)
+                updates[f"padded, batches of {size}"] = padded(
+                    config, rollouts, size, session.device
+                )
             rows += _compare(name, updates, tokens, _ROUNDS)
             if name == "20 M":
-                rows += _compare(name, _variants(config, rollouts, session, _VARIANTS), tokens, _VARIANT_ROUNDS)
+                rows += _compare(
+                    name, _variants(config, rollouts, session, _VARIANTS), tokens, _VARIANT_ROUNDS
+                )
     end_session()
     report("update", rows, args.json)
 
 
-def _variants(config: Config, rollouts: list[Rollout], session: Session, names: Iterable[str]) -> dict[str, Update]:
+def _variants(
+    config: Config, rollouts: list[Rollout], session: Session, names: Iterable[str]
+) -> dict[str, Update]:
     return {
-        name: packed(replace(config, model=replace(config.model, **_VARIANTS[name])), rollouts, session)
+        name: packed(
+            replace(config, model=replace(config.model, **_VARIANTS[name])), rollouts, session
+        )
         for name in names
     }
 
@@ -139,7 +162,9 @@ def _sized(name: str, session: Session) -> Iterator[list[Row]]:
         yield _compare(name, updates, tokens, _VARIANT_ROUNDS, bound=math.inf)
         updates.clear()  # their parameters and moments: the variants have their own
         gc.collect()
-        variants = _variants(config, rollouts, session, list(_VARIANTS)[: _SIZED_VARIANTS[session.device.type]])
+        variants = _variants(
+            config, rollouts, session, list(_VARIANTS)[: _SIZED_VARIANTS[session.device.type]]
+        )
         yield _compare(name, variants, tokens, _VARIANT_ROUNDS, bound=math.inf)
 
 
@@ -160,10 +185,14 @@ def sized(name: str, folder: str, number: int) -> tuple[Config, list[Rollout]]:
         rollout=RolloutConfig(max_completion_tokens=size.max_completion_tokens),
         training=TrainingConfig(max_tokens_per_micro_batch=size.max_tokens_per_micro_batch),
     )
-    return config, _rollouts_of([length() for _ in range(number)], prompt_length, size.vocabulary, rng)
+    return config, _rollouts_of(
+        [length() for _ in range(number)], prompt_length, size.vocabulary, rng
+    )
 
 
-def _compare(model: str, updates: dict[str, Update], tokens: int, num_rounds: int, bound: float = 1e-4) -> list[Row]:
+def _compare(
+    model: str, updates: dict[str, Update], tokens: int, num_rounds: int, bound: float = 1e-4
+) -> list[Row]:
     """A row for each update, after one of each that is not timed. `bound`: on the relative difference of their losses
     and norms."""
     seconds, first = time_in_turn(updates, num_rounds)
@@ -200,8 +229,12 @@ def packed(config: Config, rollouts: list[Rollout], session: Session) -> Update:
 
     def update() -> tuple[float, float]:
         budget = config.training.max_tokens_per_micro_batch
-        plan = plan_batch(num_tokens, num_ranks=1, mini_batch_sizes=[len(rollouts)], max_tokens=budget)
-        mini_batch = [pack_rollouts([rollouts[i] for i in row], session.device) for row in plan[0][0]]
+        plan = plan_batch(
+            num_tokens, num_ranks=1, mini_batch_sizes=[len(rollouts)], max_tokens=budget
+        )
+        mini_batch = [
+            pack_rollouts([rollouts[i] for i in row], session.device) for row in plan[0][0]
+        ]
         sums = updater.update(RolloutBatch([mini_batch], [counted], [len(rollouts)]))
         return sums["policy"].value, sums["optim/grad_norm"].value
 
@@ -213,7 +246,9 @@ def padded(config: Config, rollouts: list[Rollout], size: int, device: torch.dev
     model = transformers.AutoModelForCausalLM.from_pretrained(
         config.model.path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
     ).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, betas=config.optimizer.betas)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.optimizer.lr, betas=config.optimizer.betas
+    )
     counted = sum(len(rollout.completion_ids) for rollout in rollouts)
 
     def update() -> tuple[float, float]:
@@ -222,7 +257,9 @@ def padded(config: Config, rollouts: list[Rollout], size: int, device: torch.dev
             loss = _padded_loss(config, model, rollouts[start : start + size], counted, device)
             loss.backward()
             total += float(loss.detach())
-        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm))
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
+        )
         optimizer.step()
         optimizer.zero_grad()
         return total, norm
@@ -230,7 +267,9 @@ def padded(config: Config, rollouts: list[Rollout], size: int, device: torch.dev
     return update
 
 
-def _padded_loss(config: Config, model: Any, rollouts: list[Rollout], counted: int, device: torch.device) -> Tensor:
+def _padded_loss(
+    config: Config, model: Any, rollouts: list[Rollout], counted: int, device: torch.device
+) -> Tensor:
     num_prompt = max(len(rollout.prompt_ids) for rollout in rollouts)
     num_completion = max(len(rollout.completion_ids) for rollout in rollouts)
     ids = torch.zeros(len(rollouts), num_prompt + num_completion, dtype=torch.int64)
@@ -244,12 +283,16 @@ def _padded_loss(config: Config, model: Any, rollouts: list[Rollout], counted: i
     ids, real, rollout_logprobs = ids.to(device), real.to(device), rollout_logprobs.to(device)
     # float32 masters and bfloat16 compute, as packed has them
     with torch.autocast(device.type, torch.bfloat16, enabled=config.model.dtype == "bfloat16"):
-        logits = model(ids, attention_mask=real, use_cache=False, logits_to_keep=num_completion + 1).logits[:, :-1]
+        logits = model(
+            ids, attention_mask=real, use_cache=False, logits_to_keep=num_completion + 1
+        ).logits[:, :-1]
     scores = (logits.float() / config.rollout.temperature).log_softmax(-1)
     logprobs = scores.gather(-1, ids[:, num_prompt:, None])[..., 0].flatten()
     mask, rollout_logprobs = real[:, num_prompt:].flatten(), rollout_logprobs.flatten()
     sequence_index = torch.arange(len(rollouts), device=device).repeat_interleave(num_completion)
-    advantages = torch.tensor([rollout.advantages for rollout in rollouts], device=device)[sequence_index]
+    advantages = torch.tensor([rollout.advantages for rollout in rollouts], device=device)[
+        sequence_index
+    ]
     old, places = logprobs.detach(), (mask, sequence_index)
     longest = config.rollout.max_completion_tokens
     inputs = LossInputs(
@@ -260,7 +303,9 @@ def _padded_loss(config: Config, model: Any, rollouts: list[Rollout], counted: i
         advantages,
         *places,
         weights=aggregation_weights("token", *places, counted, len(rollouts), longest),
-        correction=rollout_correction("token_tis", config.loss.rollout_correction_cap, old, rollout_logprobs, *places),
+        correction=rollout_correction(
+            "token_tis", config.loss.rollout_correction_cap, old, rollout_logprobs, *places
+        ),
     )
     loss, _ = policy_loss(inputs, config.loss)
     return loss
@@ -274,9 +319,13 @@ def peak_tensor_bytes(update: Callable[[], object]) -> float:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         update()
     assert recorded.profiler is not None
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     return max(
-        itertools.accumulate(int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns()))
+        itertools.accumulate(
+            int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns())
+        )
     )
 
 
@@ -309,7 +358,14 @@ def _rollouts_of(
         return (-rng.uniform(8.0, 10.0) for _ in range(length))
 
     return [
-        Rollout(i, rng.uniform(-1.0, 1.0), True, ids(prompt_length()), ids(length), list(logprobs(length)))
+        Rollout(
+            i,
+            rng.uniform(-1.0, 1.0),
+            True,
+            ids(prompt_length()),
+            ids(length),
+            list(logprobs(length)),
+        )
         for i, length in enumerate(lengths)
     ]
 

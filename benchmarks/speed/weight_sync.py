@@ -24,7 +24,10 @@ from benchmarks.support.report import Row, arguments_parser, ratios, report, spr
 _MIB = 2**20
 _BUCKETS_MIB = (1, 4, 16, 64, 256)
 _GATHERS = [
-    (size, ranks, dtype) for size in ("0.3M", "20M", "98M") for ranks in (1, 2) for dtype in ("bfloat16", "float32")
+    (size, ranks, dtype)
+    for size in ("0.3M", "20M", "98M")
+    for ranks in (1, 2)
+    for dtype in ("bfloat16", "float32")
 ]
 _SYNCS = [(size, ranks, "bfloat16") for size in ("20M", "98M") for ranks in (1, 2)]
 
@@ -43,7 +46,9 @@ def _measure(folder: str, what: str, size: str, num_ranks: int, dtype: str) -> l
     buckets = ",".join(map(str, _BUCKETS_MIB))
     environment = {"THP_MEM_ALLOC_ENABLE": "1"}  # as train.py sets it
     worker = "benchmarks.speed.weight_sync_worker"
-    found = measure(num_ranks, worker, what, str(Path(folder, size)), dtype, buckets, env=environment)
+    found = measure(
+        num_ranks, worker, what, str(Path(folder, size)), dtype, buckets, env=environment
+    )
     return [
         {
             "model": size,
@@ -56,7 +61,10 @@ def _measure(folder: str, what: str, size: str, num_ranks: int, dtype: str) -> l
             "moved_mib": figures["moved_bytes"] / _MIB,
             "needed_mib": figures["needed_bytes"] / _MIB,
             **(
-                {"peak_mib": figures["peak_bytes"] / _MIB, "bound_mib": figures["bound_bytes"] / _MIB}
+                {
+                    "peak_mib": figures["peak_bytes"] / _MIB,
+                    "bound_mib": figures["bound_bytes"] / _MIB,
+                }
                 if what == "gather"
                 else {}
             ),

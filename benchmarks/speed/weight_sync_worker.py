@@ -22,10 +22,15 @@ from grpo_spmd.distributed.collectives import on_rank0, start_all_gather, wait_f
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import gather_full_tensors, gather_pieces
-from grpo_spmd.engine.weight_digest import WeightDigest
+from grpo_spmd.engine.gather import WeightDigest, gather_full_tensors, gather_pieces
 from grpo_spmd.engine.weight_sync import WeightSync
-from grpo_spmd.model.policy import DTYPES, Policy, build_policy, hf_named_parameters, hf_named_shards
+from grpo_spmd.model.policy import (
+    DTYPES,
+    Policy,
+    build_policy,
+    hf_named_parameters,
+    hf_named_shards,
+)
 from grpo_spmd.model.sharding import shard_group
 from grpo_spmd.records import SyncStats
 
@@ -60,18 +65,27 @@ def main() -> None:
     policy = build_policy(config.model, 1.0, session)
     parameters = [parameter for _, parameter in hf_named_parameters(policy)]
     sizes = [parameter.numel() * dtype.itemsize for parameter in parameters]
-    source, target = (torch.ones(sum(sizes), dtype=torch.uint8, device=session.device) for _ in range(2))
+    source, target = (
+        torch.ones(sum(sizes), dtype=torch.uint8, device=session.device) for _ in range(2)
+    )
     timed: dict[str, Callable[[], SyncStats]] = {"memcpy": lambda: _no_stats(target.copy_(source))}
     bounds: dict[str, int] = {}
     if engine is None:
         if session.world_size > 1:
-            timed["all-gather alone"] = lambda: _all_gather_alone(target, shard_group(parameters[0]))
+            timed["all-gather alone"] = lambda: _all_gather_alone(
+                target, shard_group(parameters[0])
+            )
         timed["full_tensor() of each"] = lambda: _full_tensors(policy, dtype)
         timed |= {f"gather, {mib} MiB": _gather(policy, dtype, mib << 20) for mib in buckets}
-        bounds = {f"gather, {mib} MiB": min(2, session.world_size) * (mib << 20) + max(sizes) for mib in buckets}
+        bounds = {
+            f"gather, {mib} MiB": min(2, session.world_size) * (mib << 20) + max(sizes)
+            for mib in buckets
+        }
     else:
         bucket_bytes = config.rollout.sync_bucket_bytes(session.device.type)
-        whole = torch.empty(sum(sizes) // dtype.itemsize + (1 << 20), dtype=dtype, device=session.device).zero_()
+        whole = torch.empty(
+            sum(sizes) // dtype.itemsize + (1 << 20), dtype=dtype, device=session.device
+        ).zero_()
         timed["gather alone"] = _pieces(policy, dtype, bucket_bytes)
         timed["gather and copy"] = _pieces(policy, dtype, bucket_bytes, whole)
         timed["gather and copy, named"] = _pieces(policy, dtype, bucket_bytes, whole, is_named=True)
@@ -83,7 +97,9 @@ def main() -> None:
         weight_sync.sync(1)  # directly, and proved
         timed["whole sync through vLLM's loader"] = lambda: _sync(weight_sync, is_direct=False)
         timed["whole sync, direct"] = lambda: _sync(weight_sync, is_direct=True)
-        timed["whole sync, direct, not named"] = lambda: _sync(weight_sync, is_direct=True, is_named=False)
+        timed["whole sync, direct, not named"] = lambda: _sync(
+            weight_sync, is_direct=True, is_named=False
+        )
     times, stats = ranks.time_in_turn(timed, ROUNDS)
     peaks = {name: peak_bytes(run) for name, run in timed.items()} if engine is None else {}
     for name, of_rounds in times.items():
@@ -118,7 +134,9 @@ def peak_bytes(run: Callable[[], SyncStats]) -> int:
 def _gather(policy: Policy, dtype: torch.dtype, bucket_bytes: int) -> Callable[[], SyncStats]:
     def run() -> SyncStats:
         stats = SyncStats()
-        for _ in gather_full_tensors(policy, dtype, bucket_bytes, stats):  # a receiver that throws everything away
+        for _ in gather_full_tensors(
+            policy, dtype, bucket_bytes, stats
+        ):  # a receiver that throws everything away
             pass
         return stats
 
@@ -126,14 +144,23 @@ def _gather(policy: Policy, dtype: torch.dtype, bucket_bytes: int) -> Callable[[
 
 
 def _pieces(
-    policy: Policy, dtype: torch.dtype, bucket_bytes: int, into: torch.Tensor | None = None, is_named: bool = False
+    policy: Policy,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    into: torch.Tensor | None = None,
+    is_named: bool = False,
 ) -> Callable[[], SyncStats]:
     """As a direct load draws them; copied out, padding too, where there is a place for them."""
 
     def run() -> SyncStats:
-        stats, digest = SyncStats(), WeightDigest(next(policy.parameters()).device) if is_named else None
+        stats, digest = (
+            SyncStats(),
+            WeightDigest(next(policy.parameters()).device) if is_named else None,
+        )
         place = 0
-        for *_, piece in gather_pieces(list(hf_named_shards(policy)), dtype, bucket_bytes, stats, digest=digest):
+        for *_, piece in gather_pieces(
+            list(hf_named_shards(policy)), dtype, bucket_bytes, stats, digest=digest
+        ):
             if into is not None:
                 into[place : place + piece.numel()].view(piece.shape).copy_(piece)
             place += piece.numel()

@@ -7,12 +7,24 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
-from benchmarks.support.record import Line, Record, RecordedRow, Rows, figure, listed, one, span, spread
+from benchmarks.support.record import (
+    Line,
+    Record,
+    RecordedRow,
+    Rows,
+    figure,
+    listed,
+    one,
+    span,
+    spread,
+)
 
 
 def start(record: Record) -> Iterator[Line]:
     for (command, ranks), _ in _by(record.all("start"), "command", "ranks"):
-        of_command = record.run("start", "command", "ranks", "side", where=_is(command=command, ranks=ranks))
+        of_command = record.run(
+            "start", "command", "ranks", "side", where=_is(command=command, ranks=ranks)
+        )
         now = one(of_command, {"side": "now"})
         others = ("min", "max", "before_x", "before_x_min", "before_x_max", "ranks")
         phases = [
@@ -26,10 +38,12 @@ def start(record: Record) -> Iterator[Line]:
         )
         for row in of_command:
             if row["side"] != "now":
-                figures += (
-                    f"; {row['side']} takes {spread(row, 'before_x', 'before_x_min', 'before_x_max')} times as long"
-                )
-        yield Line(f"from `{command}` to the end of the first step, {_plural(ranks, 'rank')}", figures, of_command)
+                figures += f"; {row['side']} takes {spread(row, 'before_x', 'before_x_min', 'before_x_max')} times as long"
+        yield Line(
+            f"from `{command}` to the end of the first step, {_plural(ranks, 'rank')}",
+            figures,
+            of_command,
+        )
 
 
 def init(record: Record) -> Iterator[Line]:
@@ -40,26 +54,41 @@ def init(record: Record) -> Iterator[Line]:
             f"{figure(row.number('shard_mib'))}"
             for row in rows
         ]
-        yield Line("building the policy: a rank's memory at its peak beyond its shard", "; ".join(parts), rows)
+        yield Line(
+            "building the policy: a rank's memory at its peak beyond its shard",
+            "; ".join(parts),
+            rows,
+        )
 
 
 def weight_sync(record: Record) -> Iterator[Line]:
     rows = record.run("weight_sync into vLLM", "model", "ranks", "dtype", "what")
     for (model, ranks, dtype), of_case in _by(rows, "model", "ranks", "dtype"):
-        parts = [f"{row['what']} {spread(row, 'x_memcpy')}" for row in of_case if row["what"] != "memcpy"]
+        parts = [
+            f"{row['what']} {spread(row, 'x_memcpy')}" for row in of_case if row["what"] != "memcpy"
+        ]
         moved = figure(of_case[0].number("needed_mib"))
         what = f"a weight sync into vLLM, {model} parameters in {dtype} on {_plural(ranks, 'rank')}"
-        yield Line(f"{what}, in multiples of a memcpy of its {moved} MiB", "; ".join(parts), of_case)
+        yield Line(
+            f"{what}, in multiples of a memcpy of its {moved} MiB", "; ".join(parts), of_case
+        )
     rows = record.run("weight_sync gather", "model", "ranks", "dtype", "what")
     for (ranks,), of_ranks in _by(rows, "ranks"):
         parts = []
         for (model,), of_model in _by(of_ranks, "model"):
             in_buckets = [row for row in of_model if row["what"].startswith("gather, ")]
             others = [row for row in of_model if row["what"] != "memcpy" and row not in in_buckets]
-            sizes = [row["what"].removeprefix("gather, ").removesuffix(" MiB") for row in in_buckets]
-            named = [(f"buckets of {sizes[0]} to {sizes[-1]} MiB", in_buckets)] if in_buckets else []
+            sizes = [
+                row["what"].removeprefix("gather, ").removesuffix(" MiB") for row in in_buckets
+            ]
+            named = (
+                [(f"buckets of {sizes[0]} to {sizes[-1]} MiB", in_buckets)] if in_buckets else []
+            )
             named += [(what, of_what) for (what,), of_what in _by(others, "what")]
-            said = [f"{what} {span(row.number('x_memcpy') for row in of_what)}" for what, of_what in named]
+            said = [
+                f"{what} {span(row.number('x_memcpy') for row in of_what)}"
+                for what, of_what in named
+            ]
             parts.append(f"{model}: {', '.join(said)}")
         dtypes = listed(dict.fromkeys(row["dtype"] for row in of_ranks))
         what = f"gathering whole tensors on {_plural(ranks, 'rank')}, in multiples of a memcpy (medians; {dtypes})"
@@ -107,7 +136,9 @@ def balance(record: Record) -> Iterator[Line]:
             f"rollouts on {worst['ranks']} ranks"
         )
         if worst["plain"] is not None:
-            figures += f"; dealt plainly {_percent(worst.number('best') / worst.number('plain') - 1)}"
+            figures += (
+                f"; dealt plainly {_percent(worst.number('best') / worst.number('plain') - 1)}"
+            )
         figures += f"); {span(row.number('us_a_rollout') for row in of_budget)} microseconds a rollout at best"
         what = f"plans of a long-tailed trace, rows of {max_tokens:,} tokens, {_sizes(of_budget)}"
         yield Line(f"{what}: time of the slowest rank", figures, of_budget)
@@ -135,29 +166,43 @@ def rank0(record: Record) -> Iterator[Line]:
 def host_overhead(record: Record) -> Iterator[Line]:
     rows = record.run("host_overhead", "ranks", "rollouts")
     for (ranks,), of_ranks in _by(rows, "ranks"):
-        total, dump = (span(row.number(f"{part}_us") for row in of_ranks) for part in ("total", "dump"))
+        total, dump = (
+            span(row.number(f"{part}_us") for row in of_ranks) for part in ("total", "dump")
+        )
         figures = (
             f"{total} microseconds a rollout, of {figure(of_ranks[0].number('budget_us'))} allowed; the dump of the "
             f"step besides {dump}"
         )
         what = f"host work from completions to packed micro-batches on {_plural(ranks, 'rank')}"
-        yield Line(f"{what}, {_span_of_counts(row['rollouts'] for row in of_ranks)} rollouts", figures, of_ranks)
+        yield Line(
+            f"{what}, {_span_of_counts(row['rollouts'] for row in of_ranks)} rollouts",
+            figures,
+            of_ranks,
+        )
 
 
 def prompts(record: Record) -> Iterator[Line]:
     """Where nothing is kept, a benchmark may take fewer rows, which are a case of their own."""
     for (num_rows, how), _ in _by(record.all("prompts"), "rows", "prompts"):
-        of_case = record.run("prompts", "rows", "prompts", "start", where=_is(rows=num_rows, prompts=how))
+        of_case = record.run(
+            "prompts", "rows", "prompts", "start", where=_is(rows=num_rows, prompts=how)
+        )
         parts = [
             f"{row['start']} {figure(row.number('node_cpu_s'))} s ({figure(row.number('node_cpu_s') / num_rows * 1e6)} "
             f"microseconds a row), {figure(row.number('anon_mib'))} MiB"
             for row in of_case
         ]
-        parts.append(f"the tokenizers library alone {figure(min(row.number('encode_s') for row in of_case))} s")
+        parts.append(
+            f"the tokenizers library alone {figure(min(row.number('encode_s') for row in of_case))} s"
+        )
         kept = max(row.number("kept_mb") for row in of_case)
         parts += [f"{figure(kept)} MB are kept"] if kept else []
         what = f"{num_rows:,} prompts, {how}, of a node of {_ranks(of_case[0])}, one of each start"
-        yield Line(f"{what}: CPU time of all ranks, memory of the largest beyond its base", "; ".join(parts), of_case)
+        yield Line(
+            f"{what}: CPU time of all ranks, memory of the largest beyond its base",
+            "; ".join(parts),
+            of_case,
+        )
 
 
 def rollout_dump(record: Record) -> Iterator[Line]:
@@ -178,12 +223,18 @@ def rollout_dump(record: Record) -> Iterator[Line]:
 def report(record: Record) -> Iterator[Line]:
     rows = record.run("report", "steps", "rollouts")
     for row in rows:
-        there = "all of them" if row["steps_there"] == row["steps"] else f"{row['steps_there']:,} of them"
+        there = (
+            "all of them"
+            if row["steps_there"] == row["steps"]
+            else f"{row['steps_there']:,} of them"
+        )
         figures = (
             f"{figure(row.number('seconds'))} s, {figure(row.number('cpu_s'))} s of CPU time, "
             f"{figure(row.number('peak_mib'))} MiB, a file of {figure(row.number('mb'))} MB with {there}"
         )
-        yield Line(f"a page of {row['steps']:,} steps of {row['rollouts']:,} rollouts", figures, [row])
+        yield Line(
+            f"a page of {row['steps']:,} steps of {row['rollouts']:,} rollouts", figures, [row]
+        )
 
 
 def signals(record: Record) -> Iterator[Line]:
@@ -202,7 +253,9 @@ def signals(record: Record) -> Iterator[Line]:
 
 
 def _of_signal(row: RecordedRow) -> str:
-    waiting = f" ({figure(row.number('waiting_mib'))} of them in host memory meanwhile)" * bool(row["waiting_mib"])
+    waiting = f" ({figure(row.number('waiting_mib'))} of them in host memory meanwhile)" * bool(
+        row["waiting_mib"]
+    )
     return (
         f"{figure(row.number('forward'))} + {figure(row.number('trained'))} passes, "
         f"{figure(row.number('held_mib'))} MiB held{waiting}, {figure(row.number('peak_mib'))} at the peak"
@@ -225,12 +278,24 @@ def rollout_tail(record: Record) -> Iterator[Line]:
     """A replay, real vLLM and its lengths replayed come from one run, tail batching from a table of its own; a replay
     of somebody's own trace is in neither."""
     columns = "source", "what", "engines", "at once", "completions an engine", "prompts", "factor"
-    run = next((rows for rows in record.runs("rollout_tail", *columns) if "model" in _values(rows, "source")), [])
+    run = next(
+        (
+            rows
+            for rows in record.runs("rollout_tail", *columns)
+            if "model" in _values(rows, "source")
+        ),
+        [],
+    )
     played = {row["what"] for row in run if row["source"] == "real"}
     own = [row for row in run if row["source"] != "recorded" or row["what"] in played]
     for title, column, least, most in (
         ("the shared queue beside the static split", "ratio", "min", "max"),
-        ("the queue's longest expected groups first, beside its own order", "first", "first min", "first max"),
+        (
+            "the queue's longest expected groups first, beside its own order",
+            "first",
+            "first min",
+            "first max",
+        ),
     ):
         rows = [row for row in own if row["source"] in _SOURCES and column in row]
         parts = [
@@ -246,14 +311,20 @@ def rollout_tail(record: Record) -> Iterator[Line]:
             f"{_spans(of_factor, 'ratio')}{_decode_steps(of_factor, 'without', 'tail')}; "
             f"{span(100 * row.number('dropped') for row in of_factor)} % of {_THROWN_AWAY[source]} are thrown away"
         )
-        what = f"an epoch's rollouts with `rollout.tail_batching: {factor:g}`, {_TAIL_SOURCES[source]}"
+        what = (
+            f"an epoch's rollouts with `rollout.tail_batching: {factor:g}`, {_TAIL_SOURCES[source]}"
+        )
         yield Line(f"{what}: times less time than without", figures, of_factor)
 
 
 _THROWN_AWAY = {"tail": "the sampled tokens", "tail real": "a round's tokens, on average,"}
 _TAIL_SOURCES = {"tail": "replayed, by how lengths are spread", "tail real": "on two real ranks"}
 _COMPARED = {"ratio": ("static", "shared_queue"), "first": ("shared_queue", "longest_first")}
-_SOURCES = {"model": "in a replay", "real": "on two real ranks", "recorded": "their lengths replayed"}
+_SOURCES = {
+    "model": "in a replay",
+    "real": "on two real ranks",
+    "recorded": "their lengths replayed",
+}
 
 
 def _spans(rows: Rows, column: str, least: str = "min", most: str = "max") -> str:
@@ -269,7 +340,10 @@ def _values(rows: Rows, column: str) -> set[Any]:
 def _decode_steps(rows: Rows, before: str, after: str) -> str:
     """How many more decode steps the engine that made most made, on real ranks; no load of the machine changes it."""
     counted = [row for row in rows if f"{before} steps" in row]
-    parts = [f"{100 * (row.number(f'{after} steps') / row.number(f'{before} steps') - 1):+.0f} %" for row in counted]
+    parts = [
+        f"{100 * (row.number(f'{after} steps') / row.number(f'{before} steps') - 1):+.0f} %"
+        for row in counted
+    ]
     return f"; decode steps there {listed(parts)}" if parts else ""
 
 
@@ -312,7 +386,9 @@ def _beside_trl(shape: str, rows: Rows) -> tuple[str, str]:
     tried = f" of {step['tried']}" if "tried" in step else ""
     parts = [f"at TRL's micro-batch {best}{tried}: {_phases(own)}"]
     for label, of_label in by_label.items():
-        parts.append(f"at {label}: {_phases([row for row in of_label if row['phase'] in _IN_SHORT])}")
+        parts.append(
+            f"at {label}: {_phases([row for row in of_label if row['phase'] in _IN_SHORT])}"
+        )
     return what, "; ".join(parts)
 
 
@@ -332,14 +408,18 @@ def gpu(record: Record) -> Iterator[Line]:
             for row in of_variant
         ]
         yield Line(
-            f"phases of a step beside their floors, {model} on {device}, {variant}", "; ".join(parts), of_variant
+            f"phases of a step beside their floors, {model} on {device}, {variant}",
+            "; ".join(parts),
+            of_variant,
         )
 
 
 def kernels(record: Record) -> Iterator[Line]:
     rows = record.run("kernels", "kind", where=_on_gpu)
     if rows:
-        parts = [f"{row['kind']} {_percent(row.number('share'))}" for row in rows if row["kind"] != "all"]
+        parts = [
+            f"{row['kind']} {_percent(row.number('share'))}" for row in rows if row["kind"] != "all"
+        ]
         busy = f"the device is busy {_percent(rows[0].number('busy'))} of the update"
         what = f"what an update's time is made of, {rows[0]['model']} on {rows[0]['device']}"
         yield Line(what, f"{', '.join(parts)}; {busy}", rows)
@@ -372,7 +452,9 @@ def _span_of_counts(values: Iterable[int]) -> str:
 
 
 def _sizes(rows: Rows) -> str:
-    rollouts, ranks = (_span_of_counts(row[column] for row in rows) for column in ("rollouts", "ranks"))
+    rollouts, ranks = (
+        _span_of_counts(row[column] for row in rows) for column in ("rollouts", "ranks")
+    )
     return f"{rollouts} rollouts, {ranks} ranks"
 
 

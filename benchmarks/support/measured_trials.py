@@ -9,13 +9,27 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from benchmarks.agreement.mutations_faults import FAULTS
-from benchmarks.support.record import Line, Record, RecordedRow, Rows, figure, listed, span, spread, taken_on
+from benchmarks.support.record import (
+    Line,
+    Record,
+    RecordedRow,
+    Rows,
+    figure,
+    listed,
+    span,
+    spread,
+    taken_on,
+)
 
 
 def learning(record: Record) -> Iterator[Line]:
     rows = record.run("learning", "variant")
     if rows:
-        missed = [f"{row['variant']} ({figure(row.number('last ten'))})" for row in rows if not row["reached"]]
+        missed = [
+            f"{row['variant']} ({figure(row.number('last ten'))})"
+            for row in rows
+            if not row["reached"]
+        ]
         parts = [f"{len(rows) - len(missed)} of {len(rows)} variants reach their goal"]
         parts += [f"not: {', '.join(missed)}"] if missed else []
         parts += [
@@ -23,7 +37,9 @@ def learning(record: Record) -> Iterator[Line]:
             f"{span(row.number('first ten') for row in rows if row['goal'] == goal)} over the first ten"
             for goal in dict.fromkeys(row["goal"] for row in rows)
         ]
-        yield Line("mean reward of the last ten steps, under each algorithm", "; ".join(parts), rows)
+        yield Line(
+            "mean reward of the last ten steps, under each algorithm", "; ".join(parts), rows
+        )
 
 
 def trl_loss(record: Record) -> Iterator[Line]:
@@ -45,7 +61,10 @@ def trl_loss(record: Record) -> Iterator[Line]:
 def families(record: Record) -> Iterator[Line]:
     for ranks in sorted({_ranks(row) for row in record.all("families")}):
         by_outcome = _families(record, ranks)
-        figures = ", ".join(f"{len(types)} {_OUTCOMES.get(outcome, outcome)}" for outcome, types in by_outcome.items())
+        figures = ", ".join(
+            f"{len(types)} {_OUTCOMES.get(outcome, outcome)}"
+            for outcome, types in by_outcome.items()
+        )
         rows = [row for types in by_outcome.values() for rows in types.values() for row in rows]
         what = "model types that transformers and vLLM both know"
         yield Line(f"{what}, {ranks} ranks sharing an engine" if ranks > 1 else what, figures, rows)
@@ -56,7 +75,11 @@ def _ranks(row: RecordedRow) -> int:
     return int(row.get("ranks", 1))
 
 
-_OUTCOMES = {"trains": "train", "refused": "are refused in one line", "not made": "transformers cannot make tiny"}
+_OUTCOMES = {
+    "trains": "train",
+    "refused": "are refused in one line",
+    "not made": "transformers cannot make tiny",
+}
 
 
 def _families(record: Record, ranks: int = 1) -> dict[str, dict[str, Rows]]:
@@ -81,17 +104,27 @@ def families_table(record: Record) -> Iterator[str]:
     for outcome, types in by_outcome.items():
         rows = [row for of_type in types.values() for row in of_type]
         worst = {
-            dtype: max(row.number("mismatch") for row in rows if row["dtype"] == dtype and row["mismatch"] != "")
+            dtype: max(
+                row.number("mismatch")
+                for row in rows
+                if row["dtype"] == dtype and row["mismatch"] != ""
+            )
             for dtype in dict.fromkeys(row["dtype"] for row in rows if row["mismatch"] != "")
         }
-        unproved = [row["family"] for row in rows if outcome == "trains" and not _is_whole(row["proved"])]
-        said = ", ".join(f"at most {figure(most)} in {dtype}" for dtype, most in worst.items()) or "-"
+        unproved = [
+            row["family"] for row in rows if outcome == "trains" and not _is_whole(row["proved"])
+        ]
+        said = (
+            ", ".join(f"at most {figure(most)} in {dtype}" for dtype, most in worst.items()) or "-"
+        )
         if outcome == "trains":
             said += f"; proved in part: {listed(unproved)}" if unproved else "; all tensors proved"
             if copied := {row["family"]: row["direct"] for row in rows if "direct" in row}:
                 part = [family for family, direct in copied.items() if not _is_whole(direct)]
                 said += f"; copied directly as the loader does to the bit, in part: {listed(part) or 'none'}"
-                missing = dict.fromkeys(row["family"] for row in rows if row["family"] not in copied)
+                missing = dict.fromkeys(
+                    row["family"] for row in rows if row["family"] not in copied
+                )
                 said += f"; not compared: {listed(missing)}" if missing else ""
         yield f"| {outcome} | {len(types)} | {said} | {', '.join(types)} |"
 
@@ -108,7 +141,11 @@ def plan(record: Record) -> Iterator[Line]:
         variants = {(row["model"], row["ranks"], row["variant"]) for row in rows}
         off = max(abs(row.number("off_percent")) for row in rows)
         figures = f"all {len(rows)} figures of {len(variants)} runs within {figure(off)} %"
-        yield Line("the planner's live bytes beside those of a real CPU rank without its peers", figures, rows)
+        yield Line(
+            "the planner's live bytes beside those of a real CPU rank without its peers",
+            figures,
+            rows,
+        )
     rows = record.newest("plan_published", *_PUBLISHED)
     if rows:
         parts = [
@@ -133,11 +170,24 @@ def plan_table(record: Record) -> Iterator[str]:
 
 def predictions_table(record: Record) -> Iterator[str]:
     """Of configs/README.md; what nobody has measured."""
-    columns = "config", "on", "margin", "tightest", "weight sync", "rollout", "update", _SEQUENCES, "step, s"
+    columns = (
+        "config",
+        "on",
+        "margin",
+        "tightest",
+        "weight sync",
+        "rollout",
+        "update",
+        _SEQUENCES,
+        "step, s",
+    )
     yield f"| {' | '.join(columns)} |"
     yield f"|{'---|' * len(columns)}"
     for row in record.newest("plan_predictions", "config", "on"):
-        gib = [f"{row.number(f'{what}_gib'):.1f}" for what in ("margin", "weight_sync", "rollout", "update")]
+        gib = [
+            f"{row.number(f'{what}_gib'):.1f}"
+            for what in ("margin", "weight_sync", "rollout", "update")
+        ]
         tightest = row["tightest"].replace("_", " ") if row["fits"] else "does not fit"
         cells = [
             row["config"],
@@ -162,18 +212,26 @@ def mutations(record: Record) -> Iterator[Line]:
         neither = [row["fault"] for row in rows if not row["as it should be"]]
         parts.append(f"unseen or broken: {'; '.join(neither) or 'none'}")
         parts += [f"not tried yet: {len(untried)}"] if untried else []
-        yield Line(f"{len(rows)} faults planted in a copy of this repository", "; ".join(parts), rows)
+        yield Line(
+            f"{len(rows)} faults planted in a copy of this repository", "; ".join(parts), rows
+        )
 
 
 def _mutations(record: Record) -> tuple[Rows, list[str]]:
     """Rows of the faults that there are now, and the names of those without one."""
     found = {row["fault"]: row for row in record.newest("mutations", "fault")}
     names = [fault.name for fault in FAULTS]
-    return [found[name] for name in names if name in found], [name for name in names if name not in found]
+    return [found[name] for name in names if name in found], [
+        name for name in names if name not in found
+    ]
 
 
 def _unseen(rows: Rows, by: str) -> list[str]:
-    return [row["fault"] for row in rows if row[by] in ("not seen", "passes", "-") or row[by].startswith("broken")]
+    return [
+        row["fault"]
+        for row in rows
+        if row[by] in ("not seen", "passes", "-") or row[by].startswith("broken")
+    ]
 
 
 def mutations_table(record: Record) -> Iterator[str]:
@@ -198,7 +256,9 @@ def contract(record: Record) -> Iterator[Line]:
             for row in rows
         ]
         parts += [f"imported: {said}" for said in dict.fromkeys(row["imported"] for row in rows)]
-        yield Line("what `engine/` relies on, held against vLLM's GPU wheels", "; ".join(parts), rows)
+        yield Line(
+            "what `engine/` relies on, held against vLLM's GPU wheels", "; ".join(parts), rows
+        )
 
 
 def slurm_trial(record: Record) -> Iterator[Line]:
@@ -227,13 +287,25 @@ def faults(record: Record) -> Iterator[Line]:
 
 # What begins a fault's name, and what a table says of all of these; others have a line of their own.
 _KINDS = (
-    ("SIGKILL of a random rank", "SIGKILL of a random rank at a random time; torchrun starts the ranks again"),
+    (
+        "SIGKILL of a random rank",
+        "SIGKILL of a random rank at a random time; torchrun starts the ranks again",
+    ),
     ("SIGKILL of torchrun and all ranks", "SIGKILL of torchrun and all ranks, `resume: auto`"),
     ("SIGKILL of a rank, write: ", "SIGKILL of a rank at each place of a write"),
     ("SIGKILL of a rank, ", "SIGKILL of a rank in each phase"),
-    ("SIGKILL of a whole tree", "SIGKILL of torchrun, ranks, reward workers and sandboxes at once, at random times"),
-    ("SIGSTOP of a rank, ", "SIGSTOP of a rank in odd places: engine start, model build, evaluation, a save, the end"),
-    ("checkpoint: a file ", "a file of a checkpoint cut short, emptied, removed or added, with a bit flipped, zeroed"),
+    (
+        "SIGKILL of a whole tree",
+        "SIGKILL of torchrun, ranks, reward workers and sandboxes at once, at random times",
+    ),
+    (
+        "SIGSTOP of a rank, ",
+        "SIGSTOP of a rank in odd places: engine start, model build, evaluation, a save, the end",
+    ),
+    (
+        "checkpoint: a file ",
+        "a file of a checkpoint cut short, emptied, removed or added, with a bit flipped, zeroed",
+    ),
     ("newest checkpoint damaged", "the newest checkpoint damaged, real starts"),
     ("no usable checkpoint", "no checkpoint that can be used, real starts"),
     ("disk ", "disk full before, in and during a save"),
@@ -247,7 +319,9 @@ _KINDS = (
 def faults_table(record: Record) -> Iterator[str]:
     kinds: dict[str, Rows] = {said: [] for _, said in _KINDS}
     for row in record.newest_commit("faults", "fault"):
-        kind = next((said for begin, said in _KINDS if row["fault"].startswith(begin)), row["fault"])
+        kind = next(
+            (said for begin, said in _KINDS if row["fault"].startswith(begin)), row["fault"]
+        )
         kinds.setdefault(kind, []).append(row)
     yield "| | tried | survived | lost | worst | commit, date |"
     yield "|---|---|---|---|---|---|"
@@ -259,7 +333,11 @@ def faults_table(record: Record) -> Iterator[str]:
 def _worst(rows: Rows) -> str:
     """The row's own words with the largest number that begins them; of "times less" the smallest."""
     said = [str(row["worst"]) for row in rows]
-    numbered = [(float(found[0]), text) for text in said if (found := re.search(r"-?\d+(\.\d+)?(e-?\d+)?", text))]
+    numbered = [
+        (float(found[0]), text)
+        for text in said
+        if (found := re.search(r"-?\d+(\.\d+)?(e-?\d+)?", text))
+    ]
     if not numbered:
         return said[0]
     return (min if any(" x less" in text for text in said) else max)(numbered)[1]
@@ -268,9 +346,19 @@ def _worst(rows: Rows) -> str:
 def gpu_day(record: Record) -> Iterator[Line]:
     rows = record.run("gpu_day_proofs", "what")
     if rows:
-        parts = [f"{row['what']} {spread(row, 'median')} {row['unit']}" for row in rows if row["median"] != "-"]
-        held = "all proofs held" if all(row["all proofs held"] for row in rows) else "NOT all proofs held"
-        yield Line(f"a run whose every sync and update is proved, on a GPU: {held}", "; ".join(parts), rows)
+        parts = [
+            f"{row['what']} {spread(row, 'median')} {row['unit']}"
+            for row in rows
+            if row["median"] != "-"
+        ]
+        held = (
+            "all proofs held"
+            if all(row["all proofs held"] for row in rows)
+            else "NOT all proofs held"
+        )
+        yield Line(
+            f"a run whose every sync and update is proved, on a GPU: {held}", "; ".join(parts), rows
+        )
     rows = record.run("gpu_day_tests", "tests")
     if rows:
         figures = f"{rows[0]['passed']} passed, {rows[0]['failed']} failed, {rows[0].get('skipped', '-')} skipped"

@@ -29,7 +29,9 @@ def make_model(
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=dtype, trust_remote_code=False
+    )
     if change is not None:
         with torch.no_grad():
             change(model)
@@ -45,7 +47,9 @@ def make_large_model(folder: Path, config: Any, *, seed: int = 0) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, trust_remote_code=False
+        )
     model.to_empty(device="cpu")
     model.tie_weights()
     std = config.initializer_range

@@ -20,15 +20,21 @@ _MARK = "figures: "
 T = TypeVar("T")
 
 
-def measure(num_ranks: int, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> list[Any]:
+def measure(
+    num_ranks: int, module: str, *arguments: str, env: Mapping[str, str] | None = None
+) -> list[Any]:
     """What the ranks of a module told, in no order of ranks. Zero ranks: a plain process. Raises RuntimeError with
     their output."""
     command = torchrun(num_ranks, "-m", module) if num_ranks else [sys.executable, "-m", module]
     environment = {**os.environ, **(env or {})}
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment)
-    told = [json.loads(line.partition(_MARK)[2]) for line in done.stdout.splitlines() if _MARK in line]
+    told = [
+        json.loads(line.partition(_MARK)[2]) for line in done.stdout.splitlines() if _MARK in line
+    ]
     if done.returncode or not told:
-        raise RuntimeError(f"{module} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise RuntimeError(
+            f"{module} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
     return told
 
 
@@ -39,7 +45,9 @@ def tell(figures: Any) -> None:
     sys.stdout.flush()
 
 
-def time_in_turn(timed: Mapping[str, Callable[[], T]], num_rounds: int) -> tuple[dict[str, list[float]], dict[str, T]]:
+def time_in_turn(
+    timed: Mapping[str, Callable[[], T]], num_rounds: int
+) -> tuple[dict[str, list[float]], dict[str, T]]:
     """Collective. Seconds of the slowest rank in each round, and what each call returned in a round before them, which
     warms up.
 

@@ -33,12 +33,18 @@ class RecordedRow(dict[str, Any]):
         self.place = place
 
     def __missing__(self, column: str) -> Any:
-        raise RecordError(f"{self.place}: {self.get('benchmark', 'a row')} has no column {column!r}; {_REMEDY}")
+        raise RecordError(
+            f"{self.place}: {self.get('benchmark', 'a row')} has no column {column!r}; {_REMEDY}"
+        )
 
     def number(self, column: str) -> float:
         """Raises RecordError where it is no finite number."""
         value = self[column]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             raise RecordError(
                 f"{self.place}: column {column!r} of {self['benchmark']} is {value!r}, not a number; {_REMEDY}"
             )
@@ -84,7 +90,9 @@ class Record:
             runs[-1][2].append(row)
         return [rows for *_, rows in reversed(runs)]
 
-    def run(self, benchmark: str, *case: str, where: Callable[[RecordedRow], bool] = lambda row: True) -> Rows:
+    def run(
+        self, benchmark: str, *case: str, where: Callable[[RecordedRow], bool] = lambda row: True
+    ) -> Rows:
         """The newest run that has rows for which `where` is true, these rows; empty where there is none."""
         runs = ([row for row in rows if where(row)] for rows in self.runs(benchmark, *case))
         return next((rows for rows in runs if rows), [])
@@ -115,7 +123,9 @@ def _read(path: Path) -> Iterator[RecordedRow]:
         row = RecordedRow(columns, place)
         for column in ("benchmark", "commit", "date"):
             if not isinstance(row[column], str):
-                raise RecordError(f"{place}: column {column!r} is {row[column]!r}, not text; take the row again")
+                raise RecordError(
+                    f"{place}: column {column!r} is {row[column]!r}, not text; take the row again"
+                )
         yield row
 
 
@@ -146,7 +156,9 @@ def _case(row: RecordedRow, columns: Sequence[str]) -> Hashable:
 
 def one(rows: Rows, wanted: Mapping[str, Any]) -> RecordedRow:
     """The row with these values. Raises RecordError where there is none."""
-    found = next((row for row in rows if all(row.get(name) == value for name, value in wanted.items())), None)
+    found = next(
+        (row for row in rows if all(row.get(name) == value for name, value in wanted.items())), None
+    )
     if found is None:
         raise RecordError(
             f"{rows[0].place}: this run of {rows[0]['benchmark']} has no row with {dict(wanted)}; {_REMEDY}"
@@ -175,7 +187,9 @@ def figure(value: float) -> str:
 
 def spread(row: RecordedRow, column: str, least: str = "min", most: str = "max") -> str:
     """The median, with the least and the most of the rounds."""
-    return f"{figure(row.number(column))} ({figure(row.number(least))} to {figure(row.number(most))})"
+    return (
+        f"{figure(row.number(column))} ({figure(row.number(least))} to {figure(row.number(most))})"
+    )
 
 
 def span(values: Iterable[float]) -> str:

@@ -20,7 +20,9 @@ COMMIT = "GRPO_SPMD_COMMIT"  # a variable that names the commit where there is n
 
 def arguments_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the argument that every benchmark takes, --json."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="append one JSON object a row to this file")
     return parser
 
@@ -73,7 +75,10 @@ def table(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
     """Lines of a table for people, its head first; a row need not have every column."""
     cells = [list(columns), *([_cell(row.get(column, "-")) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
 
 
 def spread(name: str, values: Iterable[float]) -> Row:
@@ -97,7 +102,9 @@ def _cell(value: Any) -> str:
 
 
 def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+    for line in (
+        Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    ):
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor()

@@ -45,13 +45,17 @@ def kill_tree(mark: str, variable: str = MARK, limit_s: float = 20.0) -> int:
     killed, end = set[int](), time.monotonic() + limit_s
     while left := marked(mark, variable):
         stopped = set[int]()
-        while more := with_descendants(marked(mark, variable)) - stopped:  # one that still ran may have started another
+        while (
+            more := with_descendants(marked(mark, variable)) - stopped
+        ):  # one that still ran may have started another
             _signal(more, signal.SIGSTOP)
             stopped |= more
         _signal(stopped, signal.SIGKILL)
         killed |= stopped
         if time.monotonic() > end:
-            raise RuntimeError(f"processes {sorted(left)} are still there {limit_s:.0f} s after SIGKILL")
+            raise RuntimeError(
+                f"processes {sorted(left)} are still there {limit_s:.0f} s after SIGKILL"
+            )
         time.sleep(0.02)
     return len(killed)
 

@@ -14,9 +14,7 @@ import transformers
 TRL_VERSION = "1.16.0"
 _PACKAGES = (f"trl=={TRL_VERSION}", "accelerate==1.15.0")
 _ENVIRONMENT = Path(".venv-trl")
-NO_VLLM = (
-    "BENCHMARK_WITHOUT_VLLM"  # a variable of the worker's environment; TRL takes 10 s to import vLLM where it finds it
-)
+NO_VLLM = "BENCHMARK_WITHOUT_VLLM"  # a variable of the worker's environment; TRL takes 10 s to import vLLM where it finds it
 
 
 def trl_python() -> str:
@@ -37,7 +35,9 @@ def trl_python() -> str:
     (own / "shared.pth").write_text(shared)
     # torch and transformers are met by ours; where TRL asked for others, pip shall fail and not fetch a CUDA build.
     constraints, log = _ENVIRONMENT / "constraints.txt", _ENVIRONMENT / "setup.log"
-    constraints.write_text(f"torch=={torch.__version__}\ntransformers=={transformers.__version__}\n")
+    constraints.write_text(
+        f"torch=={torch.__version__}\ntransformers=={transformers.__version__}\n"
+    )
     pip = [
         str(python),
         "-m",

@@ -68,7 +68,9 @@ class Cluster:
         )
         os.environ["SLURM_CONF"] = str(root / "slurm.conf")
         self._hosts = Path("/etc/hosts").read_text()
-        self._munged = subprocess.run(["pgrep", "-x", "munged"], capture_output=True).returncode == 0
+        self._munged = (
+            subprocess.run(["pgrep", "-x", "munged"], capture_output=True).returncode == 0
+        )
 
     def __enter__(self) -> Cluster:
         Path("/etc/hosts").write_text(
@@ -84,7 +86,9 @@ class Cluster:
             (self.root / f"d-{node}").mkdir()
             subprocess.run(["slurmd", "-N", node], check=True)
         until(
-            lambda: run("sinfo", "--noheader", "--format=%D %t", "--partition=main") == "2 idle", 60, "two idle nodes"
+            lambda: run("sinfo", "--noheader", "--format=%D %t", "--partition=main") == "2 idle",
+            60,
+            "two idle nodes",
         )
         return self
 
@@ -96,7 +100,10 @@ class Cluster:
                 os.kill(int(file.read_text()), signal.SIGTERM)
         time.sleep(2)
         if not self._munged:
-            subprocess.run(["su", "-s", "/bin/bash", "munge", "-c", "/usr/sbin/munged --stop"], capture_output=True)
+            subprocess.run(
+                ["su", "-s", "/bin/bash", "munge", "-c", "/usr/sbin/munged --stop"],
+                capture_output=True,
+            )
         Path("/etc/hosts").write_text(self._hosts)
 
     def survivors(self) -> list[int]:
@@ -140,7 +147,9 @@ class Job:
         until(lambda: max(self.steps(), default=-1) >= step, 180, f"step {step}", self)
 
     def until_state(self, *states: str, timeout_s: float = 420) -> None:
-        until(lambda: self.show("JobState") in states, timeout_s, f"state {' or '.join(states)}", self)
+        until(
+            lambda: self.show("JobState") in states, timeout_s, f"state {' or '.join(states)}", self
+        )
 
     def until_gone(self) -> None:
         """Wait for the job's processes to end, and note how long that took."""
@@ -150,7 +159,9 @@ class Job:
 
     def leaving_s(self) -> list[float]:
         """Seconds from each signal that the batch shell heard until it queued the job again, by its log."""
-        times = re.findall(r"slurm.sbatch: (\S+ \S+) (got SIG|preempted and saved|no time|told to leave)", self.log)
+        times = re.findall(
+            r"slurm.sbatch: (\S+ \S+) (got SIG|preempted and saved|no time|told to leave)", self.log
+        )
         stamps = [(datetime.fromisoformat(stamp), what) for stamp, what in times]
         return [
             (after[0] - before[0]).total_seconds()
@@ -169,11 +180,20 @@ class Trial:
     number: int = 0
 
     def submit(
-        self, *overrides: str, num_steps: int = STEPS, nodes: int = 1, options: tuple[str, ...] = (), **variables: str
+        self,
+        *overrides: str,
+        num_steps: int = STEPS,
+        nodes: int = 1,
+        options: tuple[str, ...] = (),
+        **variables: str,
     ) -> Job:
         self.number += 1
         run_dir = self.checkout / "runs" / str(self.number)
-        env = os.environ | {"NPROC": str(2 // nodes), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
+        env = (
+            os.environ
+            | {"NPROC": str(2 // nodes), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            | variables
+        )
         env["GRPO_SPMD_TRIAL"] = self.cluster.mark
         command = [
             "sbatch",
@@ -199,7 +219,9 @@ def until(holds: Callable[[], bool], timeout_s: float, what: str, job: Job | Non
     deadline = time.monotonic() + timeout_s
     while not holds():
         log = f"; the end of its log:\n{job.log[-3000:]}" if job else ""
-        assert time.monotonic() < deadline, f"no {what.removeprefix('no ')} after {timeout_s:g} s{log}"
+        assert time.monotonic() < deadline, (
+            f"no {what.removeprefix('no ')} after {timeout_s:g} s{log}"
+        )
         time.sleep(0.2)
 
 

@@ -88,10 +88,21 @@ def preempted(trial: Trial, partition: str = "main") -> Job:
     job = trial.submit(nodes=2, options=(f"--partition={partition}",))
     job.until_step(8)
     urgent = run(
-        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"
+        "sbatch",
+        "--parsable",
+        "--partition=urgent",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 2",
     )
     job.until_gone()
-    until(lambda: "COMPLETED" in run("scontrol", "show", "job", urgent), 60, "the end of the urgent job", job)
+    until(
+        lambda: "COMPLETED" in run("scontrol", "show", "job", urgent),
+        60,
+        "the end of the urgent job",
+        job,
+    )
     job.until_state("COMPLETED", "FAILED")
     return job
 
@@ -129,7 +140,9 @@ def array(trial: Trial) -> Job:
     for each in ("0", "1"):
         task = Job(job.cluster, job.checkout, Path(f"{job.run_dir}-{each}"), f"{job.id}_{each}")
         task.until_step(8)
-        run("scancel", "--signal=USR1", "--batch", task.id)  # saved, and queued again: this task alone
+        run(
+            "scancel", "--signal=USR1", "--batch", task.id
+        )  # saved, and queued again: this task alone
     for each in ("0", "1"):
         Job(job.cluster, job.checkout, job.run_dir, f"{job.id}_{each}").until_state(
             "COMPLETED", "FAILED", timeout_s=600
@@ -159,7 +172,9 @@ def main() -> None:
     parser.add_argument("--stand-in", action="store_true")
     args = parser.parse_args()
     if os.geteuid() != 0 or not all(map(shutil.which, ("slurmctld", "slurmd", "munged"))):
-        print("slurm_trial: skipped, it needs root and slurm-wlm and munge (apt-get install slurm-wlm munge)")
+        print(
+            "slurm_trial: skipped, it needs root and slurm-wlm and munge (apt-get install slurm-wlm munge)"
+        )
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the daemons are taken down
     with tempfile.TemporaryDirectory(prefix="slurm_trial.") as folder:
@@ -183,12 +198,17 @@ def main() -> None:
                 if name == "uninterrupted":
                     reference = {steps: _digests(job.run_dir, steps) for steps in (STEPS, LONG)}
                 rows.append(_row(name, job, expected, reference))
-                print("  " + ", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+                print(
+                    "  " + ", ".join(f"{key} {value}" for key, value in rows[-1].items()),
+                    flush=True,
+                )
     report("slurm_trial", rows, args.json)
     sys.exit(any(row["outcome"] != "ok" for row in rows))
 
 
-def _row(name: str, job: Job | None, expected: str, reference: dict[int, str], problem: str = "") -> Row:
+def _row(
+    name: str, job: Job | None, expected: str, reference: dict[int, str], problem: str = ""
+) -> Row:
     if job is None:
         return {
             "tried": name,
@@ -206,7 +226,9 @@ def _row(name: str, job: Job | None, expected: str, reference: dict[int, str], p
         run_dirs = [Path(f"{job.run_dir}-{n}") for n in (0, 1)]
         steps = [step for run_dir in run_dirs for step in job.steps(run_dir)]
         log = "".join(
-            path.read_text() for path in job.checkout.glob("slurm-*.log") if int(path.stem.split("-")[1]) >= int(job.id)
+            path.read_text()
+            for path in job.checkout.glob("slurm-*.log")
+            if int(path.stem.split("-")[1]) >= int(job.id)
         )
     leaving = job.left_s + job.leaving_s()
     problems = [problem] if problem else []
@@ -224,7 +246,11 @@ def _row(name: str, job: Job | None, expected: str, reference: dict[int, str], p
     ):
         problems.append("parameters differ from the uninterrupted run's")
     starts = log.count(" starting on ")
-    if expected == "COMPLETED" and starts == 1 and name not in ("uninterrupted", "scancel, submitted again"):
+    if (
+        expected == "COMPLETED"
+        and starts == 1
+        and name not in ("uninterrupted", "scancel, submitted again")
+    ):
         problems.append("never interrupted")
     if name == "bad config" and job.show("ExitCode") != "2:0":
         problems.append(f"exit code {job.show('ExitCode')}")
@@ -247,7 +273,13 @@ def _digests(run_dir: Path, steps: int) -> str:
     if not manifest.exists():
         return ""
     files = json.loads(manifest.read_text())["files"]
-    return json.dumps({name: entry["sha256"] for name, entry in sorted(files.items()) if name.startswith("state/")})
+    return json.dumps(
+        {
+            name: entry["sha256"]
+            for name, entry in sorted(files.items())
+            if name.startswith("state/")
+        }
+    )
 
 
 def _make_checkout(checkout: Path, stand_in: bool) -> None:
@@ -258,7 +290,9 @@ def _make_checkout(checkout: Path, stand_in: bool) -> None:
     if stand_in:
         (checkout / "grpo_spmd").mkdir()
         (checkout / "grpo_spmd/__init__.py").touch()
-        shutil.copy(_ROOT / "tests/support/workers/stand_in_train.py", checkout / "grpo_spmd/train.py")
+        shutil.copy(
+            _ROOT / "tests/support/workers/stand_in_train.py", checkout / "grpo_spmd/train.py"
+        )
         config = {
             "run_dir": "x",
             "seed": 0,

@@ -16,8 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from grpo_spmd.checkpoint.manifest import CheckpointError, read_trainer
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.files import sync_path, sync_to_disk
-from grpo_spmd.untrusted import read_json, regular_files
+from grpo_spmd.files import read_json, regular_files, sync_path, sync_to_disk
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +30,9 @@ class Readable(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]: ...
-    def read(self, dtype: str) -> Tensor: ...  # all of it as "float32" or "bfloat16", rounded to nearest even
+    def read(
+        self, dtype: str
+    ) -> Tensor: ...  # all of it as "float32" or "bfloat16", rounded to nearest even
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ class StoredTensor:
     def read(self, dtype: str) -> Tensor:
         whole = empty_tensor(self.shape, dtype)
         for piece in self.pieces:
-            rows_at_a_time = max(1, READ_BYTES * piece.shape[0] // max(1, 4 * math.prod(piece.shape)))
+            rows_at_a_time = max(
+                1, READ_BYTES * piece.shape[0] // max(1, 4 * math.prod(piece.shape))
+            )
             for row in range(0, piece.shape[0], rows_at_a_time):
                 # Opened anew each time: pages of a mapping count as resident memory until it is closed.
                 with safe_open(piece.file, framework="pt") as file:
@@ -69,7 +72,9 @@ def empty_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
     return torch.empty(shape, dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype])
 
 
-def stored_tensors(checkpoint: Path, trainer: dict[str, Any], prefix: str = "policy.") -> dict[str, StoredTensor]:
+def stored_tensors(
+    checkpoint: Path, trainer: dict[str, Any], prefix: str = "policy."
+) -> dict[str, StoredTensor]:
     """The tensors in the shards of `checkpoint` whose names begin with `prefix`, by the rest of it. Reads no values.
     `trainer`, its trainer.json, tells over how many ranks the rows were dealt. Raises CheckpointError: a shard is
     missing or unreadable, or rows of a tensor are missing or doubled."""
@@ -80,17 +85,31 @@ def stored_tensors(checkpoint: Path, trainer: dict[str, Any], prefix: str = "pol
                 offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
                     if name.startswith(prefix):
-                        rows, (first_row, *others) = file.get_slice(name), offsets[name]["saved_offsets"]
-                        is_whole = type(first_row) is int and 1 + len(others) == len(rows.get_shape())
+                        rows, (first_row, *others) = (
+                            file.get_slice(name),
+                            offsets[name]["saved_offsets"],
+                        )
+                        is_whole = type(first_row) is int and 1 + len(others) == len(
+                            rows.get_shape()
+                        )
                         if rows.get_dtype() != "F32" or not is_whole or any(others):
                             raise CheckpointError(f"{path}: {name} is not whole rows of float32")
-                        pieces.setdefault(name, []).append(_Piece(path, first_row, tuple(rows.get_shape())))
+                        pieces.setdefault(name, []).append(
+                            _Piece(path, first_row, tuple(rows.get_shape()))
+                        )
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: not a checkpoint's shard ({type(error).__name__}: {error})") from None
+            raise CheckpointError(
+                f"{path}: not a checkpoint's shard ({type(error).__name__}: {error})"
+            ) from None
     if not pieces:
-        raise CheckpointError(f"{checkpoint}: no shard in its state folder holds a tensor {prefix}*")
+        raise CheckpointError(
+            f"{checkpoint}: no shard in its state folder holds a tensor {prefix}*"
+        )
     num_ranks = trainer["world_size"] // trainer["config"].get("model.num_replicas", 1)
-    return {name.removeprefix(prefix): _joined(name, pieces[name], checkpoint, num_ranks) for name in sorted(pieces)}
+    return {
+        name.removeprefix(prefix): _joined(name, pieces[name], checkpoint, num_ranks)
+        for name in sorted(pieces)
+    }
 
 
 def _joined(name: str, found: list[_Piece], checkpoint: Path, num_ranks: int) -> StoredTensor:
@@ -111,7 +130,9 @@ def _joined(name: str, found: list[_Piece], checkpoint: Path, num_ranks: int) ->
     return StoredTensor(name, (num_rows, *pieces[0].shape[1:]), tuple(pieces))
 
 
-def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, max_file_bytes: int = FILE_BYTES) -> None:
+def export_checkpoint(
+    checkpoint: Path, out: Path, dtype: str | None = None, max_file_bytes: int = FILE_BYTES
+) -> None:
     """Write the weights of `checkpoint` to `out` in HF's format with config and tokenizer, or its adapters in peft's.
     Needs no manifest; may run in any thread. `out` is complete or absent; where it is `checkpoint` itself, still being
     made, all files are put into it or none. `dtype`: "float32", "bfloat16" or None, which is what the engine of the run
@@ -119,25 +140,36 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None, max
     (`out` is taken, `dtype` does not go with adapters, or a file is a link), CheckpointError (damaged), and OSError or
     SafetensorError where nothing can be written."""
     trainer = read_trainer(checkpoint, ("world_size", "config", "dtype"))
-    regular_files(checkpoint)  # raises: a copied link would be another's file, a device or a fifo has no end
+    regular_files(
+        checkpoint
+    )  # raises: a copied link would be another's file, a device or a fifo has no end
     tensors = stored_tensors(checkpoint, trainer)
     is_lora = (checkpoint / "model" / "adapter_config.json").is_file()
     if is_lora and dtype not in (None, "float32"):
-        raise ConfigError(f"--dtype {dtype}: {checkpoint} holds adapters, which are float32 always; leave it out")
+        raise ConfigError(
+            f"--dtype {dtype}: {checkpoint} holds adapters, which are float32 always; leave it out"
+        )
     with complete_or_absent(out, into_existing=out == checkpoint) as made:
         shutil.copytree(checkpoint / "model", made, dirs_exist_ok=True)
         if is_lora:
-            adapters = {f"base_model.model.{name}": tensor.read("float32") for name, tensor in tensors.items()}
+            adapters = {
+                f"base_model.model.{name}": tensor.read("float32")
+                for name, tensor in tensors.items()
+            }
             _save(adapters, made / "adapter_model.safetensors")
         else:
             save_model(tensors, made, dtype or str(trainer["dtype"]), max_file_bytes)
 
 
-def save_model(tensors: Mapping[str, Readable], folder: Path, dtype: str, max_file_bytes: int = FILE_BYTES) -> None:
+def save_model(
+    tensors: Mapping[str, Readable], folder: Path, dtype: str, max_file_bytes: int = FILE_BYTES
+) -> None:
     """Write them to `folder`, one file after the other, and the dtype into the config.json that is there."""
     config = read_json(folder / "config.json")
     config.pop("torch_dtype", None)
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps({**config, "dtype": dtype}, indent=2), encoding="utf-8"
+    )
     sizes = {name: math.prod(tensor.shape) * DTYPE_BYTES[dtype] for name, tensor in tensors.items()}
     files: list[list[str]] = [[]]
     for name, size in sizes.items():
@@ -145,7 +177,10 @@ def save_model(tensors: Mapping[str, Readable], folder: Path, dtype: str, max_fi
             files.append([])
         files[-1].append(name)
     if len(files) == 1:
-        _save({name: tensor.read(dtype) for name, tensor in tensors.items()}, folder / "model.safetensors")
+        _save(
+            {name: tensor.read(dtype) for name, tensor in tensors.items()},
+            folder / "model.safetensors",
+        )
         return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
@@ -153,7 +188,9 @@ def save_model(tensors: Mapping[str, Readable], folder: Path, dtype: str, max_fi
         _save({name: tensors[name].read(dtype) for name in names}, folder / file)
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=1), encoding="utf-8"
+    )
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

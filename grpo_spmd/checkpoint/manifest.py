@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd import untrusted
-from grpo_spmd.untrusted import UntrustedError, check_fields, regular_files
+from grpo_spmd import files
+from grpo_spmd.files import MANIFEST_FILE, UntrustedError, check_fields, regular_files
 
 # Of trainer.json, what a run needs to go on.
 TO_GO_ON = ("step", "position", "num_updates", "skipped_in_a_row", "config", "world_size",
@@ -41,7 +41,7 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
         raise CheckpointError(f"{checkpoint}: manifest.json is damaged: it names no files")
     try:
-        rules = untrusted.MANIFEST_FILE
+        rules = MANIFEST_FILE
         for name, facts in files.items():
             check_fields(facts, rules, f"{checkpoint}: manifest.json is damaged: {name}", rules)
         present = regular_files(checkpoint) - {"manifest.json"}
@@ -59,22 +59,27 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
     """trainer.json, every field of it checked; `needed` ones must be there. Raises CheckpointError."""
-    trainer, where = _read_json(checkpoint, "trainer.json"), f"{checkpoint}: trainer.json is damaged"
+    trainer, where = (
+        _read_json(checkpoint, "trainer.json"),
+        f"{checkpoint}: trainer.json is damaged",
+    )
     try:
-        check_fields(trainer, untrusted.TRAINER, where, needed)
-        replicas = {"model.num_replicas": untrusted.whole(1, trainer.get("world_size", 1))}
+        check_fields(trainer, files.TRAINER, where, needed)
+        replicas = {"model.num_replicas": files.whole(1, trainer.get("world_size", 1))}
         check_fields(trainer.get("config", {}), replicas, f"{where}: config")
     except UntrustedError as error:
         raise CheckpointError(str(error)) from None
     named = re.fullmatch(r"step_(\d{6,18})", checkpoint.name)
     if named and int(named[1]) != trainer["step"]:
-        raise CheckpointError(f"{where}: it is of step {trainer['step']}, and the folder of {int(named[1])}")
+        raise CheckpointError(
+            f"{where}: it is of step {trainer['step']}, and the folder of {int(named[1])}"
+        )
     return trainer
 
 
 def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
     try:
-        value = untrusted.read_json(checkpoint / name)
+        value = files.read_json(checkpoint / name)
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint}: {name} is missing") from None
     except OSError as error:
@@ -85,7 +90,9 @@ def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
         raise CheckpointError(f"{checkpoint}: {name} is damaged: its format is no number")
     if value["format"] > FORMAT:
         formats = f"(format {value['format']}, this one reads up to {FORMAT})"
-        raise NewerFormatError(f"{checkpoint}: written by a newer grpo_spmd {formats}; update grpo_spmd")
+        raise NewerFormatError(
+            f"{checkpoint}: written by a newer grpo_spmd {formats}; update grpo_spmd"
+        )
     return value
 
 
@@ -97,14 +104,18 @@ def verify_files(checkpoint: Path, share: int = 0, num_shares: int = 1) -> None:
         try:
             size = (checkpoint / name).lstat().st_size
             if size != files[name]["bytes"]:
-                raise CheckpointError(f"{checkpoint}: {name} has {size} bytes, and should have {files[name]['bytes']}")
+                raise CheckpointError(
+                    f"{checkpoint}: {name} has {size} bytes, and should have {files[name]['bytes']}"
+                )
             digest = _sha256(checkpoint / name)
         except UntrustedError as error:
             raise CheckpointError(f"{checkpoint}: cannot read {name}: {error}") from None
         except OSError as error:
             raise CheckpointError(f"{checkpoint}: cannot read {name}: {error.strerror}") from None
         if digest != files[name]["sha256"]:
-            raise CheckpointError(f"{checkpoint}: {name} is damaged (its SHA-256 is not the manifest's)")
+            raise CheckpointError(
+                f"{checkpoint}: {name} is damaged (its SHA-256 is not the manifest's)"
+            )
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
@@ -125,5 +136,5 @@ def write_manifest(folder: Path, known: dict[str, dict[str, Any]]) -> None:
 
 
 def _sha256(path: Path) -> str:
-    with untrusted.open_regular(path) as file:
+    with files.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

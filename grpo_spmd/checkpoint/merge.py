@@ -22,15 +22,20 @@ from grpo_spmd.checkpoint.export import (
 )
 from grpo_spmd.checkpoint.manifest import CheckpointError, read_trainer
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.untrusted import Rule, check_fields, read_json, regular_files, whole
+from grpo_spmd.files import Rule, check_fields, read_json, regular_files, whole
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _ADAPTER = {
     "r": whole(1, 2**20),
-    "lora_alpha": Rule("a number above 0", lambda value: type(value) in (int, float) and 0 < value < 1e9),
-    **dict.fromkeys(("use_dora", "use_rslora", "rank_pattern", "alpha_pattern"), Rule("off", lambda value: not value)),
+    "lora_alpha": Rule(
+        "a number above 0", lambda value: type(value) in (int, float) and 0 < value < 1e9
+    ),
+    **dict.fromkeys(
+        ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern"),
+        Rule("off", lambda value: not value),
+    ),
 }
 
 
@@ -55,12 +60,18 @@ class _Merged:
             # Opened anew each time: pages of a mapping count as resident memory until it is closed.
             with safe_open(self.file, framework="pt") as file:
                 rows = file.get_slice(self.name)[place].float()
-                merged[place] = rows if a is None or b is None else rows.addmm(b[place], a, alpha=self.scale)
+                merged[place] = (
+                    rows if a is None or b is None else rows.addmm(b[place], a, alpha=self.scale)
+                )
         return merged
 
 
 def export_merged(
-    checkpoint: Path, out: Path, dtype: str | None = None, base: Path | None = None, max_file_bytes: int = FILE_BYTES
+    checkpoint: Path,
+    out: Path,
+    dtype: str | None = None,
+    base: Path | None = None,
+    max_file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write the base model plus the adapters of `checkpoint` to `out`, as export_checkpoint writes a model, and with
     its errors. `base`: where the base model is now; None: where the run had it. Raises ConfigError where the checkpoint
@@ -69,7 +80,9 @@ def export_merged(
     regular_files(checkpoint)  # raises where a link leads out of it
     adapter_config = checkpoint / "model" / "adapter_config.json"
     if not adapter_config.is_file():
-        raise ConfigError(f"--merge: {checkpoint} holds a whole model and no adapters; leave --merge out")
+        raise ConfigError(
+            f"--merge: {checkpoint} holds a whole model and no adapters; leave --merge out"
+        )
     folder = _base_folder(str(base or trainer["model_path"]))
     _check_is_base(folder, trainer.get("model_fingerprint"), checkpoint)
     values = read_json(adapter_config)
@@ -100,7 +113,9 @@ def _base_folder(path: str) -> Path:
         return checkpoint_folder(path)
     except (OSError, ValueError, HfHubHTTPError) as error:
         why = f"it is no folder here, and the hub gives none: {type(error).__name__}"
-        raise ConfigError(f"--merge: the base model {path} is not to be found ({why}); name it with --base") from None
+        raise ConfigError(
+            f"--merge: the base model {path} is not to be found ({why}); name it with --base"
+        ) from None
 
 
 def _check_is_base(folder: Path, fingerprint: str | None, checkpoint: Path) -> None:
@@ -130,8 +145,13 @@ def _merged_tensors(
         if name not in files:
             raise ConfigError(f"--merge: {folder} has no tensor {name}")
         pair = (a, b) if a is not None and b is not None else None
-        if pair is not None and (pair[1].shape[0], pair[0].shape[1], pair[0].shape[0]) != (*shape, pair[1].shape[1]):
-            raise CheckpointError(f"{checkpoint}: the adapter of {name} does not have the shape for {list(shape)}")
+        if pair is not None and (pair[1].shape[0], pair[0].shape[1], pair[0].shape[0]) != (
+            *shape,
+            pair[1].shape[1],
+        ):
+            raise CheckpointError(
+                f"{checkpoint}: the adapter of {name} does not have the shape for {list(shape)}"
+            )
         used += 2 * (pair is not None)
         found[name] = _Merged(files[name], name, shape, pair, scale)
     if used != len(adapters):

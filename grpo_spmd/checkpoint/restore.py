@@ -14,7 +14,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.checkpoint.export import stored_tensors
-from grpo_spmd.checkpoint.manifest import TO_GO_ON, CheckpointError, NewerFormatError, read_trainer, verify_files
+from grpo_spmd.checkpoint.manifest import (
+    TO_GO_ON,
+    CheckpointError,
+    NewerFormatError,
+    read_trainer,
+    verify_files,
+)
 from grpo_spmd.checkpoint.run_dir import Candidates, Start, check_same_run, find_candidates
 from grpo_spmd.checkpoint.state import MOMENTS, RunFacts, state_tensors, trained_parameters
 from grpo_spmd.config.errors import ConfigError
@@ -30,39 +36,64 @@ _log = logging.getLogger("grpo_spmd")
 
 
 def find_start(
-    run_dir: Path, resume: str, session: Session, facts: RunFacts, num_steps: int, has_closing_eval: bool
+    run_dir: Path,
+    resume: str,
+    session: Session,
+    facts: RunFacts,
+    num_steps: int,
+    has_closing_eval: bool,
 ) -> Start:
     """Collective. The newest good checkpoint of the run folder, or the one that `resume` names; the same on all ranks.
     Damaged ones are passed over, with a warning. `facts`: of the run that starts; with `has_closing_eval` an evaluation
     follows its `num_steps`, which has a metrics line of its own. Raises ConfigError: the folder is in use; the named
     checkpoint, or all, are damaged; one is of a later version; or it is of another model, data set or seed."""
     # Rank 0 says, for another rank may see the folder a moment later.
-    found = Candidates(**on_rank0(lambda _: asdict(find_candidates(run_dir, resume, session.is_restart)), None))
+    found = Candidates(
+        **on_rank0(lambda _: asdict(find_candidates(run_dir, resume, session.is_restart)), None)
+    )
     if (folder := _newest_good(found, session)) is None:
         return Start(goes_on=found.goes_on)
 
     def check(_: list[Any]) -> tuple[dict[str, Any], bool]:
         trainer = read_trainer(folder)
         changed, recorded = check_same_run(folder, trainer, facts.config), trainer.get("contents")
-        other = [name for name, digest in facts.contents.items() if (recorded or {}).get(name, digest) != digest]
+        other = [
+            name
+            for name, digest in facts.contents.items()
+            if (recorded or {}).get(name, digest) != digest
+        ]
         changed += [f"{name} edited" for name in other]
         if trainer["world_size"] != facts.world_size:
             changed.append(f"ranks {trainer['world_size']} -> {facts.world_size}")
-        for part, what in (("model", "model.path holds another model"), ("data", "data.train gives other prompts")):
+        for part, what in (
+            ("model", "model.path holds another model"),
+            ("data", "data.train gives other prompts"),
+        ):
             if trainer[f"{part}_fingerprint"] != getattr(facts, f"{part}_fingerprint"):
                 why = f" ({'; '.join(changed)})" if part == "data" and changed else ""
                 text = f"{what} than the run had that wrote {folder}{why}"
                 raise ConfigError(f"checkpoint.resume: {text}; restore it, or start a new run_dir")
         is_last = int(trainer["step"]) >= num_steps
         if is_last:
-            _log.info("%s is the end of this run; raise training.num_steps (%d) to go on", folder, num_steps)
+            _log.info(
+                "%s is the end of this run; raise training.num_steps (%d) to go on",
+                folder,
+                num_steps,
+            )
         if changed:
             _log.info("changed since %s was written: %s", folder, "; ".join(changed))
-        if goes_on := changed_schedule(trainer["config"], facts.config, int(trainer["num_updates"])):
+        if goes_on := changed_schedule(
+            trainer["config"], facts.config, int(trainer["num_updates"])
+        ):
             _log.info("%s", goes_on)
         if recorded is None:
-            _log.info("%s does not record answers, reward files and tokenizer: edits of them are not seen", folder)
-        has_all_lines = not has_closing_eval or ends_with_evaluation(run_dir / "metrics.jsonl", num_steps)
+            _log.info(
+                "%s does not record answers, reward files and tokenizer: edits of them are not seen",
+                folder,
+            )
+        has_all_lines = not has_closing_eval or ends_with_evaluation(
+            run_dir / "metrics.jsonl", num_steps
+        )
         return trainer, found.goes_on and is_last and has_all_lines
 
     trainer, is_over = on_rank0(check, None)
@@ -79,7 +110,11 @@ def _newest_good(found: Candidates, session: Session) -> Path | None:
         if session.is_rank0 and not found.is_named:
             _log.warning("passed over: %s", damage)
     if why:
-        all_bad = "" if found.is_named else f"; {len(why)} checkpoints cannot be loaded; move them away to start anew"
+        all_bad = (
+            ""
+            if found.is_named
+            else f"; {len(why)} checkpoints cannot be loaded; move them away to start anew"
+        )
         raise ConfigError(f"checkpoint.resume: {why[0]}{all_bad}")
     return None
 
@@ -107,7 +142,11 @@ def _damage_of(folder: Path, session: Session) -> str | None:
 
 @torch.no_grad()
 def load_state(
-    policy: Policy, updater: PolicyUpdater, folder: Path, trainer: dict[str, Any], critic: Trained | None = None
+    policy: Policy,
+    updater: PolicyUpdater,
+    folder: Path,
+    trainer: dict[str, Any],
+    critic: Trained | None = None,
 ) -> None:
     """Collective. Fill the policy's shards, and the optimizer's, from a verified checkpoint of any world size and mesh,
     and those of the critic. Raises ConfigError where the tensors are not those of these models."""
@@ -122,7 +161,9 @@ def load_state(
             raise ConfigError(
                 f"checkpoint.resume: {folder} holds no critic; leave critic.path out, or start a new run_dir"
             )
-        _make_moments(critic.trained_parameters(), critic.optimizer, counts["num_updates"], "critic_", stored)
+        _make_moments(
+            critic.trained_parameters(), critic.optimizer, counts["num_updates"], "critic_", stored
+        )
         critic.restore(counts)
         kinds = ("policy.", "critic.")
     wanted = state_tensors(policy, updater, critic)
@@ -130,7 +171,9 @@ def load_state(
     for name in sorted(expected.keys() | {n for n in stored if n.startswith(kinds)}):
         if stored.get(name) != expected.get(name):
             shapes = f"{stored.get(name, 'none')} there, and {expected.get(name, 'none')} here"
-            raise ConfigError(f"checkpoint.resume: {folder} is of another model: {name} has shape {shapes}")
+            raise ConfigError(
+                f"checkpoint.resume: {folder} is of another model: {name} has shape {shapes}"
+            )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         # each rank reads what it holds: nothing needs to be agreed on, and DCP's own collectives would send pickles
@@ -148,5 +191,7 @@ def _make_moments(
     for name, parameter in parameters.items():
         if f"{prefix}exp_avg.{name}" in stored:
             moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-            num_steps = torch.tensor(float(num_updates), device=parameter.device)  # for the fused kernel
+            num_steps = torch.tensor(
+                float(num_updates), device=parameter.device
+            )  # for the fused kernel
             optimizer.state[parameter] = {"step": num_steps, **moments}

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import logging
 import os
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.checkpoint.in_use import list_checkpoints, refuse_in_use, set_attempt_aside, step_of
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.processes import read_stat
-from grpo_spmd.files import sync_path, sync_to_disk
-from grpo_spmd.untrusted import UntrustedError, open_regular
+from grpo_spmd.files import UntrustedError, open_regular, sync_path, sync_to_disk
 
 _log = logging.getLogger("grpo_spmd")
 _LAUNCH = Path("logs", "launch")
 _locked: dict[Path, int] = {}  # and the descriptor of each
 # What makes another run of it: the order of its prompts, its random numbers, the shape of what trains.
-_FIXED_KEYS = ("seed", "data.shuffle", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
+_FIXED_KEYS = (
+    "seed",
+    "data.shuffle",
+    "model.lora.rank",
+    "model.lora.alpha",
+    "model.lora.target_modules",
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,9 @@ class Start:
 
     @property
     def waiting(self) -> list[int]:
-        return list(self.trainer.get("waiting", []))  # places before it, of prompts that tail batching has left behind
+        return list(
+            self.trainer.get("waiting", [])
+        )  # places before it, of prompts that tail batching has left behind
 
 
 @dataclass(frozen=True)
@@ -99,17 +107,31 @@ def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, 
     """What of the flat `config` has changed since `trainer`, of `checkpoint`, was written, and may; one text a key.
     Raises ConfigError for a key that must stay as it was."""
     before = trainer["config"]
-    changed = [key for key in sorted(before.keys() | config.keys()) if repr(before.get(key)) != repr(config.get(key))]
+    changed = [
+        key
+        for key in sorted(before.keys() | config.keys())
+        if repr(before.get(key)) != repr(config.get(key))
+    ]
     for key in changed:
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS):
             was = f"{key} ({config.get(key)}) was {before.get(key)} in the run that wrote {checkpoint}"
-            raise ConfigError(f"{was}, and cannot change on the way; set it back, or start a new run_dir")
+            raise ConfigError(
+                f"{was}, and cannot change on the way; set it back, or start a new run_dir"
+            )
     if (has := config.get("critic.path") is not None) != (before.get("critic.path") is not None):
         rule = "and a critic cannot come or go on the way; set critic.path back, or start a new run_dir"
-        raise ConfigError(f"{checkpoint} was written {'without' if has else 'with'} a critic, {rule}")
+        raise ConfigError(
+            f"{checkpoint} was written {'without' if has else 'with'} a critic, {rule}"
+        )
     own = ("checkpoint.", "run_dir")
-    changed = [key for key in changed if "<redacted>" not in (before.get(key), config.get(key))]  # nor show a secret
-    return [f"{key} {before.get(key)} -> {config.get(key)}" for key in changed if not key.startswith(own)]
+    changed = [
+        key for key in changed if "<redacted>" not in (before.get(key), config.get(key))
+    ]  # nor show a secret
+    return [
+        f"{key} {before.get(key)} -> {config.get(key)}"
+        for key in changed
+        if not key.startswith(own)
+    ]
 
 
 def is_same_launch(run_dir: str | Path) -> bool:
@@ -128,7 +150,9 @@ def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
         # An earlier launch had the same id: its note must not speak for this one's restarts.
         _lock(run_dir)
         _note_launch(run_dir, "")
-    again = is_restart and is_same_launch(run_dir)  # then the run has begun, from wherever `resume` said
+    again = is_restart and is_same_launch(
+        run_dir
+    )  # then the run has begun, from wherever `resume` said
     is_named = resume not in ("auto", "never") and not (again and list_checkpoints(run_dir))
     goes_on = again or resume == "auto" or (is_named and is_inside(resume, run_dir))
     if not goes_on:
@@ -137,7 +161,9 @@ def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
         _lock(run_dir)
     if is_named:
         return Candidates([resume], goes_on, True)
-    return Candidates([str(folder) for folder in list_checkpoints(run_dir)[::-1]] if goes_on else [], goes_on)
+    return Candidates(
+        [str(folder) for folder in list_checkpoints(run_dir)[::-1]] if goes_on else [], goes_on
+    )
 
 
 def begin_in(run_dir: Path, start: Start) -> None:
@@ -158,7 +184,9 @@ def begin_in(run_dir: Path, start: Start) -> None:
     own = checkpoint_path(run_dir, start.step)
     if start.folder is not None and start.folder.resolve() != own.resolve():
         # Of another run, say: a failure before this run's first save must come back to it, and not to the beginning.
-        put_in_place(shutil.copytree(start.folder, temporary_path(own), copy_function=_link_or_copy), own)
+        put_in_place(
+            shutil.copytree(start.folder, temporary_path(own), copy_function=_link_or_copy), own
+        )
 
 
 def let_go(run_dir: Path) -> None:
@@ -190,7 +218,9 @@ def _lock(run_dir: Path) -> None:
 
 
 def _note_launch(run_dir: Path, launch_id: str) -> None:
-    (run_dir / _LAUNCH).write_text(launch_id, encoding="utf-8")  # in place: another file would not be locked
+    (run_dir / _LAUNCH).write_text(
+        launch_id, encoding="utf-8"
+    )  # in place: another file would not be locked
 
 
 def _launch_id() -> str:
@@ -208,3 +238,54 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)  # a checkpoint's files are never changed
     except OSError:  # another file system, or one without links
         shutil.copyfile(source, target)
+
+
+# Whether a run folder is in use: by its checkpoints, and by what an attempt left that failed. Without torch.
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def list_checkpoints(run_dir: str | Path) -> list[Path]:
+    """Folders that were completed, good or bad, in the order of steps: not those whose names end in .tmp or .aside."""
+    folder = Path(run_dir) / "checkpoints"
+    found = (
+        [path for path in folder.iterdir() if re.fullmatch(r"step_\d{6,}", path.name)]
+        if folder.is_dir()
+        else []
+    )
+    return sorted(found, key=step_of)
+
+
+def refuse_in_use(run_dir: Path) -> None:
+    """Raises ConfigError where a run has been in the folder; not for one that failed before its first step's end."""
+    metrics = run_dir / "metrics.jsonl"
+    has_failed = (run_dir / "logs" / "rank_0.log").exists() and not (
+        metrics.exists() and metrics.stat().st_size
+    )
+    names = () if has_failed else ("metrics.jsonl", "config.yaml")
+    for name in (*names, *(f"checkpoints/{path.name}" for path in list_checkpoints(run_dir))):
+        if (run_dir / name).exists():
+            remedy = "set checkpoint.resume: auto to go on with that run, choose another folder, or move it away"
+            raise ConfigError(
+                f"run_dir: {run_dir} holds a {name} already, and nothing is written over; {remedy}"
+            )
+
+
+def set_attempt_aside(run_dir: Path) -> None:
+    """Keep what an attempt left that failed before its first step's end; its logs stay, and are written on."""
+    names = (
+        "config.yaml",
+        "rollouts",
+        "rollout_buffer",
+        "timeline.jsonl",
+        "token_scores",
+        "tokenizer.json",
+    )
+    left = [path for name in names if (path := run_dir / name).exists()]
+    if left:
+        number = next(n for n in itertools.count(1) if not (run_dir / f"failed_{n}").exists())
+        (run_dir / f"failed_{number}").mkdir()
+        for path in left:
+            path.rename(run_dir / f"failed_{number}" / path.name)

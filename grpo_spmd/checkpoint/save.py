@@ -22,7 +22,13 @@ from grpo_spmd.checkpoint.export import export_checkpoint
 from grpo_spmd.checkpoint.manifest import FORMAT, write_manifest
 from grpo_spmd.checkpoint.merge import copy_companions
 from grpo_spmd.checkpoint.restore import load_state
-from grpo_spmd.checkpoint.run_dir import Start, checkpoint_path, put_in_place, remove_old, temporary_path
+from grpo_spmd.checkpoint.run_dir import (
+    Start,
+    checkpoint_path,
+    put_in_place,
+    remove_old,
+    temporary_path,
+)
 from grpo_spmd.checkpoint.state import RunFacts, state_tensors, write_shard
 from grpo_spmd.config.schema import CheckpointConfig
 from grpo_spmd.distributed.collectives import on_rank0
@@ -33,8 +39,8 @@ from grpo_spmd.files import sync_path
 from grpo_spmd.learn.signals import Trained
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.hf_files import checkpoint_folder
-from grpo_spmd.model.host_memory import host_buffer
 from grpo_spmd.model.lora import write_peft_config
+from grpo_spmd.model.offload import host_buffer
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica
 from grpo_spmd.observe.metrics_file import is_evaluation, read_lines
@@ -71,9 +77,16 @@ class Checkpoints:
         critic: Trained | None = None,
     ) -> None:
         """`num_steps`: of the whole run, after which it is saved and exported; `facts`: what is written beside it."""
-        self._run_dir, self._config, self._num_steps, self._facts = run_dir, config, num_steps, facts
+        self._run_dir, self._config, self._num_steps, self._facts = (
+            run_dir,
+            config,
+            num_steps,
+            facts,
+        )
         self._session, self._policy, self._updater, self._critic = session, policy, updater, critic
-        self._buffers: dict[str, Tensor] = {}  # in host memory, made once: pinned memory is slow to get
+        self._buffers: dict[
+            str, Tensor
+        ] = {}  # in host memory, made once: pinned memory is slow to get
         self._staged: _Staged | None = None
         self._writer: threading.Thread | None = None
         self._failure: str | None = None  # of the last save; on rank 0 that of any rank
@@ -111,15 +124,23 @@ class Checkpoints:
         shards = {name: t for name, t in tensors.items() if is_first_replica(t)}
         num_bytes = sum(t.to_local().nbytes for t in shards.values())
         if self._is_due(step, self._config.export_every_steps):
-            num_bytes += sum(t.to_local().nbytes for name, t in shards.items() if name.startswith("policy."))
-        self._failure, self._longest_s = on_rank0(lambda sizes: self._prepare(folder, sum(sizes)), num_bytes)
+            num_bytes += sum(
+                t.to_local().nbytes for name, t in shards.items() if name.startswith("policy.")
+            )
+        self._failure, self._longest_s = on_rank0(
+            lambda sizes: self._prepare(folder, sum(sizes)), num_bytes
+        )
         if self._failure is not None:
             return
-        rows = {name: first_row(t) for name, t in shards.items() if len(t.to_local())}  # a rank may have none
+        rows = {
+            name: first_row(t) for name, t in shards.items() if len(t.to_local())
+        }  # a rank may have none
         for name in rows:
             local = shards[name].to_local().detach()
             if name not in self._buffers:
-                self._buffers[name] = host_buffer(local.nbytes, local.device).view(local.dtype).view(local.shape)
+                self._buffers[name] = (
+                    host_buffer(local.nbytes, local.device).view(local.dtype).view(local.shape)
+                )
             self._buffers[name].copy_(local, non_blocking=True)
         if self._session.device.type == "cuda":
             torch.cuda.synchronize()
@@ -134,7 +155,9 @@ class Checkpoints:
         """Let the background thread write what was staged, if anything was. The step's metrics line is on disk by now:
         a run that goes on from this checkpoint will not write it again."""
         if self._staged is not None:
-            self._writer = threading.Thread(target=self._write, args=(self._staged,), name="checkpoint", daemon=True)
+            self._writer = threading.Thread(
+                target=self._write, args=(self._staged,), name="checkpoint", daemon=True
+            )
             self._staged = None
             self._writer.start()
 
@@ -144,7 +167,9 @@ class Checkpoints:
         if (failure := on_rank0(lambda _: self._failure, None)) is not None:
             raise RuntimeError(f"the run's last state could not be saved: {failure}")
 
-    def save_preempted(self, step: int, position: int, log_state: dict[str, Any], reason: str) -> None:
+    def save_preempted(
+        self, step: int, position: int, log_state: dict[str, Any], reason: str
+    ) -> None:
         """Collective. Save the state with which the present step began, unless it is on disk or the run started from
         it, and leave word that all is saved. Raises RuntimeError on every rank, where it could not be saved."""
         self._wait_for_writer()
@@ -174,7 +199,9 @@ class Checkpoints:
             free = shutil.disk_usage(temporary).free
             if free < num_bytes:
                 shutil.rmtree(temporary, ignore_errors=True)
-                raise OSError(f"it takes {num_bytes / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free")
+                raise OSError(
+                    f"it takes {num_bytes / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free"
+                )
         except OSError as error:
             return _log_failure(folder, error), self._longest_s
         return None, self._longest_s
@@ -187,7 +214,10 @@ class Checkpoints:
             if staged.rows:
                 name = f"state/shard_{rank + 1:05d}.safetensors"
                 tensors = {tensor: self._buffers[tensor] for tensor in staged.rows}
-                mine = {"file": name, **write_shard(temporary_path(staged.folder) / name, tensors, staged.rows)}
+                mine = {
+                    "file": name,
+                    **write_shard(temporary_path(staged.folder) / name, tensors, staged.rows),
+                }
         except Exception as error:  # a full disk most of all
             mine = {"error": f"rank {rank}: {type(error).__name__}: {error}"}
         self._store.set(f"{key}/{rank}", json.dumps(mine))
@@ -195,7 +225,9 @@ class Checkpoints:
             try:
                 self._complete(staged, self._hear_all(key))
             except Exception as error:
-                shutil.rmtree(temporary_path(staged.folder), ignore_errors=True)  # half of it only fills the disk
+                shutil.rmtree(
+                    temporary_path(staged.folder), ignore_errors=True
+                )  # half of it only fills the disk
                 self._failure = _log_failure(staged.folder, error)
 
     def _hear_all(self, key: str) -> list[dict[str, Any]]:
@@ -204,7 +236,9 @@ class Checkpoints:
         for rank in range(self._session.world_size):
             while not self._store.check([f"{key}/{rank}"]):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {rank} has not written its part within {_SAVED_WITHIN_S:.0f} s")
+                    raise TimeoutError(
+                        f"rank {rank} has not written its part within {_SAVED_WITHIN_S:.0f} s"
+                    )
                 time.sleep(0.01)
             said.append(json.loads(self._store.get(f"{key}/{rank}")))
             self._store.delete_key(f"{key}/{rank}")
@@ -221,14 +255,20 @@ class Checkpoints:
                 why = f"rank 0 does not see {name}, which another rank has written"
                 raise OSError(f"{why}: run_dir must be a file system that all nodes share")
         self._write_companions(temporary / "model")
-        (temporary / "trainer.json").write_text(json.dumps(staged.trainer, indent=1), encoding="utf-8")
+        (temporary / "trainer.json").write_text(
+            json.dumps(staged.trainer, indent=1), encoding="utf-8"
+        )
         if self._is_due(staged.step, self._config.export_every_steps):
             try:
                 export_checkpoint(temporary, temporary)
-            except Exception as error:  # what the run needs is there, and a user can export it at any time
+            except (
+                Exception
+            ) as error:  # what the run needs is there, and a user can export it at any time
                 _log.error("%s is saved, but not exported: %s", staged.folder, error)
         write_manifest(temporary, digests)
-        if (metrics := self._run_dir / "metrics.jsonl").exists():  # its last line must not be lost, once this is kept
+        if (
+            metrics := self._run_dir / "metrics.jsonl"
+        ).exists():  # its last line must not be lost, once this is kept
             sync_path(metrics)
         put_in_place(temporary, staged.folder)
         self._longest_s = max(self._longest_s, time.perf_counter() - staged.start)
@@ -251,14 +291,24 @@ class Checkpoints:
         for line in read_lines(path, start):
             self._metrics_read = line.end
             if isinstance(line.metrics.get(name), int | float):
-                self._metric_by_step[line.metrics["step"] - (not is_evaluation(line.metrics))] = line.metrics[name]
+                self._metric_by_step[line.metrics["step"] - (not is_evaluation(line.metrics))] = (
+                    line.metrics[name]
+                )
         if self._metrics_read > start and not self._metric_by_step:
             _log.warning("checkpoint.best_metric: no line of %s has a %s so far", path, name)
-        kept = (step for step in sorted(self._metric_by_step) if checkpoint_path(self._run_dir, step).exists())
+        kept = (
+            step
+            for step in sorted(self._metric_by_step)
+            if checkpoint_path(self._run_dir, step).exists()
+        )
         return max(kept, key=self._metric_by_step.__getitem__, default=None)
 
 
 def _log_failure(folder: Path, error: Exception) -> str:
-    text = f"{folder}: {error}" if isinstance(error, OSError) else f"{folder}: {type(error).__name__}: {error}"
+    text = (
+        f"{folder}: {error}"
+        if isinstance(error, OSError)
+        else f"{folder}: {type(error).__name__}: {error}"
+    )
     _log.error("checkpoint not saved, those before it stay as they are: %s", text)
     return text

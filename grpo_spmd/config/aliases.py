@@ -10,9 +10,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 
-from grpo_spmd.config import aliases_signals as signals
-
-_SIZES = "sizes are global here: prompts x group_size a step, and micro-batches are counted in tokens"
+_SIZES = (
+    "sizes are global here: prompts x group_size a step, and micro-batches are counted in tokens"
+)
 _STEPS = "a step here is one rollout with its updates"
 _SERVER = "the engine is in the process: there is no server, Ray or placement"
 
@@ -114,7 +114,7 @@ stop, stop_token_ids, stop_strings | | \
 a completion ends with the model's own eos (generation_config.json), or is cut off
 ignore_eos | | every completion may end
 num_processes, nproc_per_node, nproc | | torchrun --nproc-per-node N, or grpo-spmd train --nproc N
-push_to_hub, hub_model_id, hub_token | | python -m grpo_spmd.export writes the model's folder
+push_to_hub, hub_model_id, hub_token | | python -m grpo_spmd.tools.export writes the model's folder
 environment_factory | environment.factory | "file.py:Class", or a mapping of names to such
 tools | environment.tools | a list of "file.py:function"
 max_tool_calling_iterations | environment.max_turns | counts turns: one more than calling iterations
@@ -337,13 +337,86 @@ enable_router_replay, teacher_tau | |
 trainer, orchestrator, inference, deployment, slurm | | its keys have other names: configs/README.md, "Coming from"
 """
 
-_SAYS_NOTHING = ("name", "path", "enable", "interval", "type", "len", "dataset", "env", "freq", "offline", "steps")
+# Names that people bring for teachers, critics, reward models and reward servers; config/aliases.py reads them as its
+# own. Read in TRL 1.16 (DistillationConfig), verl's critic.yaml and distillation.yaml, OpenRLHF's flags and slime's
+# arguments.py, all of 2026.
+
+
+_BOTH_LAMBDAS = "theirs sets both: give both"
+_RM = "rewards: [{model: PATH}]"
+
+TRL_SIGNALS = f"""\
+teacher_model_name_or_path, teacher_model | teacher.path |
+teacher_model_revision | teacher.path | a folder of that revision
+teacher_model_init_kwargs | model.dtype | the teacher's is the policy's
+use_teacher_server, teacher_model_server_url | teacher.url | with /v1/completions behind it
+lmbda | | distillation is of the policy's own completions: 1
+reward_model_path | rewards.N.model | {_RM}
+cliprange_value | critic.clip_value |
+vf_coef | critic.coef | with critic.path: policy; a critic of its own has an optimizer of its own
+"""
+
+VERL_SIGNALS = f"""\
+critic.model.path | critic.path |
+critic.optim.lr | critic.lr |
+critic.cliprange_value, cliprange_value | critic.clip_value |
+trainer.critic_warmup, critic_warmup | critic.warmup_steps |
+algorithm.gamma | critic.gamma |
+algorithm.lam | critic.lam, critic.lam_policy | {_BOTH_LAMBDAS}
+reward_model.model.path, reward_model.path, reward_model | rewards.N.model | {_RM}
+distillation.enabled, distillation.teacher_model.model_path, teacher_model.model_path, distillation | teacher.path |
+distillation_loss.loss_mode | teacher.loss, teacher.beta | \
+sampled, topk or full; a beta of 0 is the forward KL, 1 the reverse
+distillation_loss.topk | teacher.top_k |
+distillation_loss.distillation_loss_coef, distillation_loss_coef | teacher.coef |
+distillation_loss.jsd_beta, jsd_beta | teacher.beta |
+distillation_loss.use_policy_loss, use_policy_loss | rewards.N.weight | 0: the teacher alone teaches
+"""
+
+OPENRLHF_SIGNALS = f"""\
+critic_pretrain, critic.model_name_or_path | critic.path |
+critic_learning_rate, critic.adam.lr | critic.lr |
+value_clip, critic.value_clip | critic.clip_value |
+freezing_actor_steps | critic.warmup_steps |
+algo.advantage.gamma, advantage.gamma | critic.gamma |
+lambd, algo.advantage.lambd, advantage.lambd | critic.lam, critic.lam_policy | {_BOTH_LAMBDAS}
+reward_pretrain, reward.model_name_or_path | rewards.N.model | {_RM}
+remote_rm_url, reward.remote_url | rewards.N.url, rewards.N.function | with form: openrlhf; a .py file is a function
+"""
+
+SLIME = f"""\
+use_opd, opd_teacher_load, opd_type | teacher.path | in the process, sharded as the policy is
+opd_kl_coef | teacher.coef | with teacher.loss: sampled
+rm_url | rewards.N.url | form: slime is the default
+custom_rm_path | rewards.N.function | "file.py:fn"
+rm_type | rewards.N.name | a shipped reward
+critic_load | critic.path |
+critic_lr | critic.lr |
+num_critic_only_steps | critic.warmup_steps |
+value_clip | critic.clip_value |
+gamma | critic.gamma |
+lambd | critic.lam, critic.lam_policy | {_BOTH_LAMBDAS}
+"""
+
+_SAYS_NOTHING = (
+    "name",
+    "path",
+    "enable",
+    "interval",
+    "type",
+    "len",
+    "dataset",
+    "env",
+    "freq",
+    "offline",
+    "steps",
+)
 TRAINERS = {
-    "TRL": TRL + signals.TRL,
-    "verl": VERL + signals.VERL,
-    "OpenRLHF": OPENRLHF + signals.OPENRLHF,
+    "TRL": TRL + TRL_SIGNALS,
+    "verl": VERL + VERL_SIGNALS,
+    "OpenRLHF": OPENRLHF + OPENRLHF_SIGNALS,
     "prime-rl": PRIME_RL,
-    "slime": signals.SLIME,
+    "slime": SLIME,
 }
 
 
@@ -366,7 +439,11 @@ def known_elsewhere(full: str, value: object = None) -> str | None:
 def same_here(full: str) -> str | None:
     """Our key that takes the value of theirs as it stands: one alone, with nothing to mind, and alike for all."""
     for suffix in _suffixes(full):
-        found = [entry for table in TRAINERS.values() if (entry := _entry(table, suffix, by_last_part=False))]
+        found = [
+            entry
+            for table in TRAINERS.values()
+            if (entry := _entry(table, suffix, by_last_part=False))
+        ]
         if found:
             keys, note = found[0]
             is_same = len(keys) == 1 and not note and all(entry == found[0] for entry in found)
@@ -389,10 +466,16 @@ def known_by_last_part(full: str) -> str | None:
 def known_closely(full: str) -> str | None:
     """The same for a name with a letter too much."""
     last = full.rpartition(".")[2].replace("-", "_")
-    all_known = {known for table in TRAINERS.values() for names, *_ in entries(table) for known in names}
+    all_known = {
+        known for table in TRAINERS.values() for names, *_ in entries(table) for known in names
+    }
     close = difflib.get_close_matches(last, all_known, n=1, cutoff=0.9)
     said = known_elsewhere(close[0]) if close else None
-    return f"{full}: unknown key; did you mean {said.replace(': unknown key', '', 1)}?" if said else None
+    return (
+        f"{full}: unknown key; did you mean {said.replace(': unknown key', '', 1)}?"
+        if said
+        else None
+    )
 
 
 def _translated(name: str, known: str, *, by_last_part: bool = False) -> str | None:

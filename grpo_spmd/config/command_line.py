@@ -28,7 +28,9 @@ class OverridesParser(OneLineParser):
 
     def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
         words = sys.argv[1:] if words is None else words
-        takes_value = {name: action.nargs != 0 for name, action in self._option_string_actions.items()}
+        takes_value = {
+            name: action.nargs != 0 for name, action in self._option_string_actions.items()
+        }
         if found := next(_misspelt(words, takes_value), None):
             refuse(ConfigError(found))
         args = self.parse_intermixed_args(words)
@@ -43,7 +45,9 @@ def number_of_ranks(given: int | None = None) -> int:
         text = os.environ.get(name)
         if text is not None and not (text.isdecimal() and int(text) >= least):
             rule = f"must be a whole number from {least} on; got {text!r}"
-            raise ConfigError(f"{name} {rule}; torchrun sets it: unset {name}, or start by torchrun")
+            raise ConfigError(
+                f"{name} {rule}; torchrun sets it: unset {name}, or start by torchrun"
+            )
     return given or int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -70,9 +74,15 @@ def _misspelt(words: Sequence[str], takes_value: dict[str, bool]) -> Iterator[st
         elif found := re.fullmatch(r"--?([A-Za-z][\w.-]*)", option):
             value = text if equals else _taken(left)
             close = difflib.get_close_matches(option, takes_value, n=1, cutoff=0.8)
-            instead = f"did you mean {close[0]}?" if close else _OTHERWISE.get(found[1].replace("-", "_"))
+            instead = (
+                f"did you mean {close[0]}?" if close else _OTHERWISE.get(found[1].replace("-", "_"))
+            )
             yield f"{option}: no such option; {instead}" if instead else _advice(found[1], value)
-        elif not text and re.fullmatch(r"[A-Za-z_][\w.]*", option) and (left[:1] == ["="] or _is_value(left)):
+        elif (
+            not text
+            and re.fullmatch(r"[A-Za-z_][\w.]*", option)
+            and (left[:1] == ["="] or _is_value(left))
+        ):
             is_spaced = left[0].startswith("=")
             value = (left.pop(0)[1:] or _taken(left)) if is_spaced else _taken(left)
             yield _advice(option, value, "no spaces around the equals sign")
@@ -80,7 +90,9 @@ def _misspelt(words: Sequence[str], takes_value: dict[str, bool]) -> Iterator[st
 
 def _is_value(left: Sequence[str]) -> bool:
     """The next word can only belong to this one."""
-    return bool(left) and (left[0].startswith("=") or not re.match(r"-{1,2}[A-Za-z]|[A-Za-z_][\w.]*=", left[0]))
+    return bool(left) and (
+        left[0].startswith("=") or not re.match(r"-{1,2}[A-Za-z]|[A-Za-z_][\w.]*=", left[0])
+    )
 
 
 def _taken(left: list[str]) -> str | None:
@@ -101,7 +113,7 @@ _OTHERWISE = {
 def _advice(name: str, value: str | None, rule: str = "an override has no dashes") -> str:
     """The key by our name, with the value where it means the same there."""
     from grpo_spmd.config.aliases import known_elsewhere, same_here
-    from grpo_spmd.config.unknown_key import keys_named
+    from grpo_spmd.config.coerce import keys_named
 
     known, said, key = key_names(Config), known_elsewhere(name), name
     if name in known or name.startswith("rewards."):
@@ -113,8 +125,15 @@ def _advice(name: str, value: str | None, rule: str = "an override has no dashes
             return f"{name}: neither an option nor a key; --help lists both"
         key = ours[0] if len(ours) == 1 else name.replace("-", "_")
     else:
-        keys = {key for found in re.findall(r"here ([\w., ]+?)(?= \(|;|$)", said) for key in found.split(", ")}
-        key, value = (keys.pop() if len(keys) == 1 else "section.key"), value if same_here(name) else None
+        keys = {
+            key
+            for found in re.findall(r"here ([\w., ]+?)(?= \(|;|$)", said)
+            for key in found.split(", ")
+        }
+        key, value = (
+            (keys.pop() if len(keys) == 1 else "section.key"),
+            value if same_here(name) else None,
+        )
         if "nothing here" in said:
             return said
     example = shlex.quote(f"{key}={'value' if value is None else value}")

@@ -14,7 +14,9 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Algorithm = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "max_rl", "opd", "ppo"]
+Algorithm = Literal[
+    "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "max_rl", "opd", "ppo"
+]
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,9 @@ class Recipe:
     name: str  # as people write it, with its paper
     values: dict[str, Any]  # by dotted key
     yours: str = ""  # what belongs to it and depends on your sizes
-    needs: tuple[str, ...] = ()  # keys without which there is no such algorithm, and which nobody else can know
+    needs: tuple[
+        str, ...
+    ] = ()  # keys without which there is no such algorithm, and which nobody else can know
 
 
 # fmt: off
@@ -147,8 +151,12 @@ def recipes_as_markdown() -> str:
         sections: dict[str, list[str]] = {}
         for key, value in recipe.values.items():
             section, _, last = key.partition(".")
-            sections.setdefault(section, []).append(f"{last}: {value if isinstance(value, str) else json.dumps(value)}")
-        said = "; ".join(f"`{section}: {{{', '.join(values)}}}`" for section, values in sections.items())
+            sections.setdefault(section, []).append(
+                f"{last}: {value if isinstance(value, str) else json.dumps(value)}"
+            )
+        said = "; ".join(
+            f"`{section}: {{{', '.join(values)}}}`" for section, values in sections.items()
+        )
         lines.append(f"| `{name}` | {recipe.name} | {said} | {recipe.yours} |")
     return "\n".join(lines)
 

@@ -27,17 +27,35 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from grpo_spmd.config.errors import ConfigError, say
-from grpo_spmd.untrusted import UntrustedError, open_regular, parse_object
+from grpo_spmd.files import UntrustedError, open_regular, parse_object
 
 FORMAT = 3  # counts up with every change of what is made or checked: files of another one are not looked at
-SMALL = 4 << 20  # bytes of a data set below which each rank makes its own in memory, in less than a second
+SMALL = (
+    4 << 20
+)  # bytes of a data set below which each rank makes its own in memory, in less than a second
 _KEPT_S = 30 * 86_400.0  # what was not used for so long goes when something else is made
 _TAIL = 8 + 32  # at the end of a file: the length of its JSON, and SHA-256 of all before
 _RECENT_S = 2.0  # a file that changed so shortly ago may change again without its times showing it
 _LEFT_S = 3600.0  # since somebody wrote to a file that has no name yet
-_PATIENCE_S, _MOST_PATIENCE_S = 60.0, 900.0  # until a line says whom a rank waits for; until it makes its own
+_PATIENCE_S, _MOST_PATIENCE_S = (
+    60.0,
+    900.0,
+)  # until a line says whom a rank waits for; until it makes its own
 # Of this host, as /proc calls them. Others may be gone while the file is mapped.
-_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "bcachefs", "f2fs", "jfs", "tmpfs", "ramfs", "overlay"}
+_LOCAL = {
+    "ext2",
+    "ext3",
+    "ext4",
+    "xfs",
+    "btrfs",
+    "zfs",
+    "bcachefs",
+    "f2fs",
+    "jfs",
+    "tmpfs",
+    "ramfs",
+    "overlay",
+}
 
 
 class Entry:
@@ -53,7 +71,11 @@ class Entry:
         if header["format"] != FORMAT or header["name"] != name:
             raise ValueError("another entry")
         self.facts: dict[str, Any] = header["facts"]
-        self.blob, self._arrays, start = content[: header["blob"]], dict[str, memoryview](), header["blob"]
+        self.blob, self._arrays, start = (
+            content[: header["blob"]],
+            dict[str, memoryview](),
+            header["blob"],
+        )
         for array_name, size in header["arrays"].items():
             self._arrays[array_name] = content[start : start + size].cast("q")
             start += size
@@ -96,7 +118,13 @@ class Maker:
         for values in self.arrays.values():
             self.add(memoryview(values).cast("B"))
         sizes = {key: 8 * len(values) for key, values in self.arrays.items()}
-        header = {"format": FORMAT, "name": name, "blob": blob, "arrays": sizes, "facts": self.facts}
+        header = {
+            "format": FORMAT,
+            "name": name,
+            "blob": blob,
+            "arrays": sizes,
+            "facts": self.facts,
+        }
         text = json.dumps(header).encode()
         self.add(text)
         self.add(len(text).to_bytes(8, "little"))
@@ -167,7 +195,9 @@ def _made(name: str, size: int, make: Make, error_name: str) -> Entry:
         return entry
     if os.environ.get("LOCAL_RANK", "0") == "0":
         why = "; ".join([*failed, "set XDG_CACHE_HOME to a folder of this node"])
-        say(f"warning: data: tokenized prompts are not kept, and each rank makes its own in memory ({why})")
+        say(
+            f"warning: data: tokenized prompts are not kept, and each rank makes its own in memory ({why})"
+        )
     return _in_memory(name, make)
 
 
@@ -196,14 +226,18 @@ def _made_in(place: Path, name: str, make: Make) -> Entry:
     """Raises _NoRoom, and what `make` raises."""
     with _folder_errors():
         _sweep(place)
-        descriptor, temporary = tempfile.mkstemp(prefix=f"{name}.", suffix=".tmp", dir=place)  # 0600
+        descriptor, temporary = tempfile.mkstemp(
+            prefix=f"{name}.", suffix=".tmp", dir=place
+        )  # 0600
     try:
         with open(descriptor, "wb", buffering=0) as file:
             maker = Maker(file)
             make(maker)
             digest = maker.finish(name)
             with _folder_errors():
-                os.fsync(descriptor)  # or a power cut leaves a file of the right size and time without its content
+                os.fsync(
+                    descriptor
+                )  # or a power cut leaves a file of the right size and time without its content
         with _folder_errors():
             os.replace(temporary, place / name)
     except BaseException:
@@ -245,7 +279,10 @@ def digest_of(path: Path) -> str:
         state, asked = os.fstat(file.fileno()), time.time()
         if state.st_size < SMALL or not (found := places()):
             return _sha256(file, state.st_size)
-        place, name = found[0], f"digest-{hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:40]}"
+        place, name = (
+            found[0],
+            f"digest-{hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:40]}",
+        )
         if (digest := _remembered(place, name, state)) is not None:
             return digest
         with _alone(name):
@@ -324,7 +361,9 @@ def is_own_folder(place: Path) -> bool:
     """Whether this user alone can write to it: in /tmp anyone may have put a link there, or a folder of their own.
     Raises OSError where nothing is."""
     state = place.lstat()
-    return stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o022
+    return (
+        stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o022
+    )
 
 
 def is_of_this_host(place: Path) -> bool:
@@ -334,7 +373,10 @@ def is_of_this_host(place: Path) -> bool:
 def _file_system_of(place: Path) -> str:
     """As /proc names the one that it is mounted from; "unknown" where it does not say."""
     path, found = os.path.realpath(place), ("", "unknown")
-    with contextlib.suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as file:
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as file,
+    ):
         for line in file:
             _, at, kind, *_ = line.split(" ")
             at = at.replace("\\040", " ")  # a blank
@@ -362,7 +404,9 @@ def _alone(name: str) -> Iterator[bool]:
                 break  # it was stopped, or its disk is gone
             if now - said > _PATIENCE_S and os.environ.get("LOCAL_RANK", "0") in "01":
                 said, holder = now, os.pread(lock, 20, 0).decode(errors="replace").strip() or "?"
-                say(f"data: waiting for process {holder} of this node, which makes {name} ({now - begun:.0f} s)")
+                say(
+                    f"data: waiting for process {holder} of this node, which makes {name} ({now - begun:.0f} s)"
+                )
             time.sleep(0.05)
         if lock is not None:
             with contextlib.suppress(OSError):  # a full disk
@@ -376,7 +420,9 @@ def _alone(name: str) -> Iterator[bool]:
 def _open_lock(name: str) -> int | None:
     for place in places():
         with contextlib.suppress(OSError):
-            return os.open(place / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            return os.open(
+                place / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
     return None
 
 

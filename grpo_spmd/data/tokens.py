@@ -16,13 +16,14 @@ from typing import Any, overload
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.data.cache import Entry, Maker, obtain, versions_of
-from grpo_spmd.data.rows import check_enough_rows
-from grpo_spmd.data.table import PromptRow, Rows
-from grpo_spmd.distributed import heartbeat
+from grpo_spmd.data.rows import PromptRow, Rows, check_enough_rows
+from grpo_spmd.distributed import startup
 from grpo_spmd.records import Prompt
 
 _BATCH = 1024
-_OF_TRANSFORMERS = "transformers.tokenization_utils"  # its modules whose classes every tokenizer inherits from
+_OF_TRANSFORMERS = (
+    "transformers.tokenization_utils"  # its modules whose classes every tokenizer inherits from
+)
 
 
 class Prompts(Sequence[Prompt]):
@@ -46,7 +47,9 @@ class Prompts(Sequence[Prompt]):
             return [self[number] for number in range(len(self))[index]]
         place = range(len(self))[index]
         number = self._numbers[place]
-        token_ids = self._token_ids[self._ends[place - 1] if place else 0 : self._ends[place]].tolist()
+        token_ids = self._token_ids[
+            self._ends[place - 1] if place else 0 : self._ends[place]
+        ].tolist()
         row = self._rows[number]
         return Prompt(number, number, token_ids, row.prompt, row.columns)
 
@@ -57,7 +60,9 @@ class _Digests:
     def __init__(self, whole: bool) -> None:
         self._whole, self._of_tokens, self._of_rows = whole, hashlib.sha256(), hashlib.sha256()
         self._tokens, self._rows = list[bytes](), list[str]()  # that wait
-        self._encode = json.JSONEncoder(sort_keys=True, default=str).encode  # json.dumps makes one each time
+        self._encode = json.JSONEncoder(
+            sort_keys=True, default=str
+        ).encode  # json.dumps makes one each time
 
     def add(self, number: int, columns: dict[str, Any], token_ids: bytes) -> None:
         """`token_ids`: as int32."""
@@ -90,7 +95,11 @@ def digests_of(prompts: Sequence[Prompt], *, whole: bool) -> tuple[str, str]:
 
 
 def build_prompts(
-    rows: Sequence[PromptRow], tokenizer: Any, config: DataConfig, per_step: int, eval_set: str | None = None
+    rows: Sequence[PromptRow],
+    tokenizer: Any,
+    config: DataConfig,
+    per_step: int,
+    eval_set: str | None = None,
 ) -> Prompts:
     """Tokenize every row: strings as they are, messages through the chat template with a generation prompt. Once on a
     node, and not again while data, tokenizer and limits are the same.
@@ -124,26 +133,44 @@ def build_prompts(
         limits = [config.max_prompt_tokens, config.on_long_prompt, is_held_out]
         inputs = None if of_tokenizer is None else [rows.inputs, of_tokenizer, limits]
     prompts = Prompts(rows, obtain("tokens", inputs, size, make, of))
-    check_enough_rows(len(prompts), config, per_step, num_dropped=len(rows) - len(prompts), eval_set=eval_set)
+    check_enough_rows(
+        len(prompts), config, per_step, num_dropped=len(rows) - len(prompts), eval_set=eval_set
+    )
     return prompts
 
 
 def _inputs_of(tokenizer: Any) -> list[Any] | None:
     """What its tokens are a function of; None for one in Python, of which nothing says that."""
-    backend, template = getattr(tokenizer, "backend_tokenizer", None), getattr(tokenizer, "chat_template", None)
+    backend, template = (
+        getattr(tokenizer, "backend_tokenizer", None),
+        getattr(tokenizer, "chat_template", None),
+    )
     if backend is None:
         return None
-    cls, special = type(tokenizer), {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    cls, special = (
+        type(tokenizer),
+        {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+    )
     # Without what is before it, truncation and padding: a first use sets them, and they decide nothing here.
     content = hashlib.sha256(backend.to_str().partition('"added_tokens"')[2].encode()).hexdigest()
     splits = bool(getattr(tokenizer, "split_special_tokens", False))
     # A template may write the date: its prompts are of one day.
     today = time.strftime("%Y-%m-%d") if "strftime_now" in str(template) else ""
     versions = versions_of("transformers", "tokenizers", "jinja2")
-    return [f"{cls.__module__}.{cls.__qualname__}", content, template, special, splits, today, versions]
+    return [
+        f"{cls.__module__}.{cls.__qualname__}",
+        content,
+        template,
+        special,
+        splits,
+        today,
+        versions,
+    ]
 
 
-def _tokenized(rows: Sequence[PromptRow], tokenizer: Any, config: DataConfig) -> Iterator[tuple[int, PromptRow, bytes]]:
+def _tokenized(
+    rows: Sequence[PromptRow], tokenizer: Any, config: DataConfig
+) -> Iterator[tuple[int, PromptRow, bytes]]:
     """Each row's number, and its tokens as int32. Raises ConfigError for the first row, in their order, that has
     none."""
     for start in range(0, len(rows), _BATCH):
@@ -157,31 +184,44 @@ def _tokenized(rows: Sequence[PromptRow], tokenizer: Any, config: DataConfig) ->
             # Which one it was, and in which order.
             found = (array("i", _tokens_of_one(row, tokenizer, config)).tobytes() for row in batch)
         yield from zip(range(start, start + len(batch)), batch, found, strict=True)
-        heartbeat.note(f", {start + len(batch):,} of {len(rows):,} prompts tokenized")
-    heartbeat.note("")
+        startup.note(f", {start + len(batch):,} of {len(rows):,} prompts tokenized")
+    startup.note("")
 
 
 def _tokens_of_batch(batch: Sequence[PromptRow], tokenizer: Any) -> list[bytes]:
     """As int32. Raises whatever a template or the tokenizer raises for one of them."""
     texts = {number: row.prompt for number, row in enumerate(batch) if isinstance(row.prompt, str)}
-    found = dict(zip(texts, _encoded([*texts.values()], tokenizer, True), strict=True)) if texts else {}
+    found = (
+        dict(zip(texts, _encoded([*texts.values()], tokenizer, True), strict=True)) if texts else {}
+    )
     if others := [number for number in range(len(batch)) if number not in texts]:
         messages = [batch[number].prompt for number in others]
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        found |= zip(others, _encoded(rendered, tokenizer, False), strict=True)  # the template has written them
+        rendered = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        found |= zip(
+            others, _encoded(rendered, tokenizer, False), strict=True
+        )  # the template has written them
     return [found[number] for number in range(len(batch))]
 
 
 def _encoded(texts: list[str], tokenizer: Any, with_special_tokens: bool) -> list[bytes]:
     """As `tokenizer(text)` encodes each, as int32. Where that is transformers' own way, and not a model's, straight in
     the library below, without masks and offsets."""
-    ways = (getattr(type(tokenizer), name, None) for name in ("__call__", "_encode_plus", "tokenize", "encode"))
+    ways = (
+        getattr(type(tokenizer), name, None)
+        for name in ("__call__", "_encode_plus", "tokenize", "encode")
+    )
     is_plain = all(str(getattr(way, "__module__", "")).startswith(_OF_TRANSFORMERS) for way in ways)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     with _one_thread():
-        first = list(tokenizer(texts[0], add_special_tokens=with_special_tokens)["input_ids"])  # sets the backend up
+        first = list(
+            tokenizer(texts[0], add_special_tokens=with_special_tokens)["input_ids"]
+        )  # sets the backend up
         if is_plain and (encode := getattr(backend, "encode_batch_fast", None)) is not None:
-            ids = [encoding.ids for encoding in encode(texts, add_special_tokens=with_special_tokens)]
+            ids = [
+                encoding.ids for encoding in encode(texts, add_special_tokens=with_special_tokens)
+            ]
             if ids[0] == first:
                 return _packed(ids)
         return _packed(tokenizer(texts, add_special_tokens=with_special_tokens)["input_ids"])
@@ -212,9 +252,13 @@ def _tokens_of_one(row: PromptRow, tokenizer: Any, config: DataConfig) -> list[i
         if getattr(tokenizer, "chat_template", None) is None:
             raise ConfigError(no_template(row.where, config))
         try:
-            text = tokenizer.apply_chat_template(row.prompt, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(
+                row.prompt, tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # a template may refuse with any error, e.g. roles in an order that it does not know
-            raise ConfigError(refused_by_template(row.where, f"{type(error).__name__}: {error}")) from None
+            raise ConfigError(
+                refused_by_template(row.where, f"{type(error).__name__}: {error}")
+            ) from None
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -226,11 +270,15 @@ def panics_named(where: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise ConfigError(f"model.path: its tokenizer fails on a prompt from {where} on: {error}") from None
+        raise ConfigError(
+            f"model.path: its tokenizer fails on a prompt from {where} on: {error}"
+        ) from None
 
 
 def no_template(where: str, config: DataConfig) -> str:
-    key = "data.as_chat" if config.as_chat else "data.system_prompt" if config.system_prompt else None
+    key = (
+        "data.as_chat" if config.as_chat else "data.system_prompt" if config.system_prompt else None
+    )
     because = f" ({key} makes plain text one)" if key else ""
     what = f"the prompt is chat messages{because}, but the tokenizer of model.path has no chat template"
     remedy = "take an instruct model, put a chat_template.jinja into its folder, or give plain text"

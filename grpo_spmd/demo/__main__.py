@@ -27,11 +27,20 @@ _FOLDERS = {
 
 
 def main() -> None:
-    parser = OneLineParser(prog="python -m grpo_spmd.demo", description="Make a demo's model and prompts.")
+    parser = OneLineParser(
+        prog="python -m grpo_spmd.demo", description="Make a demo's model and prompts."
+    )
     parser.add_argument("name", nargs="?", choices=(*_FOLDERS, "judge"), default="countdown")
-    parser.add_argument("--out", type=Path, help="the folder; default: .demo, of another than countdown .demo-NAME")
+    parser.add_argument(
+        "--out", type=Path, help="the folder; default: .demo, of another than countdown .demo-NAME"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--numbers", choices=("2", "3-4"), default="2", help="how many numbers a task of countdown has")
+    parser.add_argument(
+        "--numbers",
+        choices=("2", "3-4"),
+        default="2",
+        help="how many numbers a task of countdown has",
+    )
     args = parser.parse_args()
     if args.name == "judge":
         from grpo_spmd.demo.judge import serve
@@ -46,7 +55,9 @@ def main() -> None:
         os._exit(1)
 
     interrupt.hear(quit_cleanly)
-    os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it; on a busy machine a second thread makes it many times slower
+    os.environ["OMP_NUM_THREADS"] = (
+        "1"  # torch reads it; on a busy machine a second thread makes it many times slower
+    )
     if args.name == "tools":
         make_tools_demo(out, args.seed)
     elif args.name == "distill":

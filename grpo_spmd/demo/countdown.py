@@ -25,7 +25,15 @@ _LONGER_STEPS, _LONGER_LR, _LONGER_ROWS = 500, 3e-3, 4096
 def solvable_tasks() -> list[tuple[int, int, int]]:
     """All (a, b, target) with a and b from 1 to 9 and a positive target that a + b, a - b or a * b reaches."""
     numbers = range(1, _LARGEST + 1)
-    return sorted({(a, b, target) for a in numbers for b in numbers for target in (a + b, a - b, a * b) if target > 0})
+    return sorted(
+        {
+            (a, b, target)
+            for a in numbers
+            for b in numbers
+            for target in (a + b, a - b, a * b)
+            if target > 0
+        }
+    )
 
 
 def prompt_text(*nums_and_target: int) -> str:
@@ -47,10 +55,16 @@ def longer_task(rng: random.Random) -> tuple[list[int], int, str]:
 def make_rows(numbers: str, seed: int) -> list[dict[str, Any]]:
     """The data set: one row a task, columns prompt, nums, target."""
     if numbers == "2":
-        return [{"prompt": prompt_text(*task), "nums": task[:2], "target": task[2]} for task in solvable_tasks()]
+        return [
+            {"prompt": prompt_text(*task), "nums": task[:2], "target": task[2]}
+            for task in solvable_tasks()
+        ]
     rng = random.Random(f"rows/{seed}")
     tasks = [longer_task(rng) for _ in range(_LONGER_ROWS)]
-    return [{"prompt": prompt_text(*nums, target), "nums": nums, "target": target} for nums, target, _ in tasks]
+    return [
+        {"prompt": prompt_text(*nums, target), "nums": nums, "target": target}
+        for nums, target, _ in tasks
+    ]
 
 
 def right_equations(a: int, b: int, target: int) -> list[str]:
@@ -75,7 +89,9 @@ def make_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_EOS))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_EOS
+    )
     fast.save_pretrained(folder)
 
 
@@ -84,14 +100,20 @@ def make_countdown_model(folder: Path, seed: int, numbers: str) -> None:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    ids = {character: tokenizer.convert_tokens_to_ids(character) for character in [*_CHARACTERS, _EOS]}
+    ids = {
+        character: tokenizer.convert_tokens_to_ids(character) for character in [*_CHARACTERS, _EOS]
+    }
     rng = random.Random(seed)
     tasks = solvable_tasks()
 
-    def lessons(step: int) -> list[Lesson]:  # a batch of prompts, each with the equation shown for it
+    def lessons(
+        step: int,
+    ) -> list[Lesson]:  # a batch of prompts, each with the equation shown for it
         if numbers != "2":
             longer = [longer_task(rng) for _ in range(_BATCH)]
-            return [lesson(prompt_text(*nums, target), equation) for nums, target, equation in longer]
+            return [
+                lesson(prompt_text(*nums, target), equation) for nums, target, equation in longer
+            ]
         shown = []
         for task in rng.choices(tasks, k=_BATCH):
             is_right = step < _RIGHT_STEPS or rng.random() < _CARELESS_RIGHT_FRAC

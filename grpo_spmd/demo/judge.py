@@ -28,7 +28,9 @@ class _Answers(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         message = {"role": "assistant", "content": reply_to(asked["messages"][-1]["content"])}
-        content = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+        content = json.dumps(
+            {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+        ).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -51,7 +53,9 @@ _PARENT = os.getppid()
 
 def serve() -> None:
     """Print the address, and answer until whoever started this ends it, or has gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's, which still has completions to score
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is the run's, which still has completions to score
     with _Server(("127.0.0.1", 0), _Answers) as server:
         print(f"http://127.0.0.1:{server.server_address[1]}/v1/chat/completions", flush=True)
         server.serve_forever()

@@ -19,10 +19,15 @@ from grpo_spmd.demo.countdown import (
     solvable_tasks,
 )
 from grpo_spmd.demo.making import code, make_folder, model_config
-from grpo_spmd.distributed import heartbeat
+from grpo_spmd.distributed import startup
 from grpo_spmd.rewards.verifiers import countdown
 
-_BATCH, _WRONG, _STEPS, _LR = 32, 5, 800, 5e-3  # tasks of a step, and wrong answers beside each right one
+_BATCH, _WRONG, _STEPS, _LR = (
+    32,
+    5,
+    800,
+    5e-3,
+)  # tasks of a step, and wrong answers beside each right one
 _CHARACTERS = "0123456789+-*"
 _LONGEST = 8  # characters of a completion
 Task = tuple[int, int, int]
@@ -40,16 +45,25 @@ def wrong_answer(rng: random.Random, task: Task) -> str:
         right = rng.choice(right_equations(*task))
         if kind < 0.2:
             said = random_equation(rng)
-        elif kind < 0.75:  # one number of the task, or both or twice the same, which a policy soon tries
-            pair = [rng.choice(task[:2]), rng.choice(task[:2]) if kind < 0.55 else rng.randint(1, 9)]
+        elif (
+            kind < 0.75
+        ):  # one number of the task, or both or twice the same, which a policy soon tries
+            pair = [
+                rng.choice(task[:2]),
+                rng.choice(task[:2]) if kind < 0.55 else rng.randint(1, 9),
+            ]
             rng.shuffle(pair)
             said = f"{pair[0]}{rng.choice('+-*')}{pair[1]}"
         elif kind < 0.85:  # one character of a right one changed, left out or put in
             place = rng.randrange(len(right))
-            middle = rng.choice(["", rng.choice(_CHARACTERS), right[place] + rng.choice(_CHARACTERS)])
+            middle = rng.choice(
+                ["", rng.choice(_CHARACTERS), right[place] + rng.choice(_CHARACTERS)]
+            )
             said = right[:place] + middle + right[place + 1 :]
         elif kind < 0.92:  # it goes on behind a right one
-            said = right + "".join(rng.choices(_CHARACTERS + ",=:", k=rng.randint(1, _LONGEST - len(right))))
+            said = right + "".join(
+                rng.choices(_CHARACTERS + ",=:", k=rng.randint(1, _LONGEST - len(right)))
+            )
         else:
             said = "".join(rng.choices(_CHARACTERS, k=rng.randint(1, _LONGEST)))
         if not is_right(task, said):
@@ -64,7 +78,9 @@ def make_reward_model(folder: Path, base: Path, seed: int) -> None:
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     torch.manual_seed(seed)
-    model = transformers.Qwen3ForSequenceClassification(model_config(num_labels=1, pad_token_id=None))
+    model = transformers.Qwen3ForSequenceClassification(
+        model_config(num_labels=1, pad_token_id=None)
+    )
     language_model = transformers.Qwen3ForCausalLM.from_pretrained(base, trust_remote_code=False)
     model.model.load_state_dict(language_model.model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
@@ -72,18 +88,24 @@ def make_reward_model(folder: Path, base: Path, seed: int) -> None:
 
     def ids_of(task: Task, said: str) -> list[int]:
         ids: list[int] = tokenizer.convert_tokens_to_ids([*prompt_text(*task), *said])
-        return [*ids, end] if len(said) < _LONGEST else ids  # as the policy's, which are cut off there
+        return (
+            [*ids, end] if len(said) < _LONGEST else ids
+        )  # as the policy's, which are cut off there
 
     def scores_of(texts: list[list[int]]) -> Any:
         longest, lengths = max(map(len, texts)), torch.tensor([len(ids) for ids in texts])
-        rows = torch.tensor([ids + [end] * (longest - len(ids)) for ids in texts])  # the mask is causal
+        rows = torch.tensor(
+            [ids + [end] * (longest - len(ids)) for ids in texts]
+        )  # the mask is causal
         hidden = model.model(input_ids=rows, use_cache=False).last_hidden_state
         return model.score(hidden[torch.arange(len(texts)), lengths - 1]).squeeze(-1)
 
-    heartbeat.begin("demo: the reward model")
+    startup.begin("demo: the reward model")
     for step in range(_STEPS):
-        heartbeat.note(f", step {step + 1} of {_STEPS}")
-        optimizer.param_groups[0]["lr"] = _LR * min(1.0, (step + 1) / 50, (_STEPS - step) / (_STEPS / 2))
+        startup.note(f", step {step + 1} of {_STEPS}")
+        optimizer.param_groups[0]["lr"] = _LR * min(
+            1.0, (step + 1) / 50, (_STEPS - step) / (_STEPS / 2)
+        )
         batch = rng.choices(tasks, k=_BATCH)
         right = [ids_of(task, rng.choice(right_equations(*task))) for task in batch]
         wrong = [ids_of(task, wrong_answer(rng, task)) for _ in range(_WRONG) for task in batch]
@@ -93,7 +115,10 @@ def make_reward_model(folder: Path, base: Path, seed: int) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    print(f"demo: the reward model tells {float((margins > 0).float().mean()):.0%} of its last pairs apart", flush=True)
+    print(
+        f"demo: the reward model tells {float((margins > 0).float().mean()):.0%} of its last pairs apart",
+        flush=True,
+    )
     model.save_pretrained(folder)
 
 

@@ -34,7 +34,9 @@ class Stockroom:
         return ",".join(str(self._stock[item]) for item in self._wanted)
 
 
-def right_counts(completions: Sequence[Any], environments: Sequence[Any], **columns: Any) -> list[float]:
+def right_counts(
+    completions: Sequence[Any], environments: Sequence[Any], **columns: Any
+) -> list[float]:
     """1.0 where the last message says how many there are of each item that was asked for, "7,3"."""
     pairs = zip(completions, environments, strict=True)
     return [float(said[-1].get("content") == environment._answer()) for said, environment in pairs]

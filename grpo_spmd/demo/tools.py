@@ -49,7 +49,10 @@ RESPONSE_TEMPLATE = {
 _BATCH = 64
 _RIGHT_STEPS, _RIGHT_LR = 350, 1e-2
 _CARELESS_STEPS, _CARELESS_LR = 100, 1e-3
-_RIGHT_FRAC, _GUESS_FRAC = 0.3, 0.5  # of the careless teacher's episodes; in the others one item is looked up
+_RIGHT_FRAC, _GUESS_FRAC = (
+    0.3,
+    0.5,
+)  # of the careless teacher's episodes; in the others one item is looked up
 
 
 def make_tokenizer(folder: Path) -> Any:
@@ -66,7 +69,9 @@ def make_tokenizer(folder: Path) -> Any:
     tokenizer.add_special_tokens([_END, *_ROLES])
     words = (_CALL, _CALLED, _OPENING, _CLOSING)
     tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END, pad_token=_END)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=_END, pad_token=_END
+    )
     fast.chat_template, fast.response_template = CHAT_TEMPLATE, RESPONSE_TEMPLATE
     fast.save_pretrained(folder)
     return fast
@@ -75,7 +80,10 @@ def make_tokenizer(folder: Path) -> Any:
 def questions() -> list[dict[str, Any]]:
     """The data set: one row for each two items, columns prompt (a chat) and wanted."""
     pairs = itertools.permutations(ITEMS, 2)
-    return [{"prompt": [{"role": "user", "content": ",".join(pair)}], "wanted": list(pair)} for pair in pairs]
+    return [
+        {"prompt": [{"role": "user", "content": ",".join(pair)}], "wanted": list(pair)}
+        for pair in pairs
+    ]
 
 
 def call_text(item: str) -> str:
@@ -121,7 +129,9 @@ def make_tools_demo(out: Path, seed: int) -> None:
         rise, fall = _RIGHT_STEPS // 7, _RIGHT_STEPS // 2  # steps at each end of the right episodes
         shape = [min(1.0, (i + 1) / rise, (_RIGHT_STEPS - i) / fall) for i in range(_RIGHT_STEPS)]
         rates = [_RIGHT_LR * part for part in shape] + [_CARELESS_LR] * _CARELESS_STEPS
-        make_model(model, seed, model_config(vocab_size=272, max_position_embeddings=512), lessons, rates)
+        make_model(
+            model, seed, model_config(vocab_size=272, max_position_embeddings=512), lessons, rates
+        )
         return questions()
 
     make_folder(out, {"seed": seed, "demo": "tools", "code": code()}, fill)

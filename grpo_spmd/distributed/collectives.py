@@ -13,10 +13,12 @@ from torch import Tensor
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.doctor import count_collective
-from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.exit import Rank0Error
 
 T = TypeVar("T")
-_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+_ALL_GATHER = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)  # renamed in torch 2.13
 
 
 def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
@@ -28,7 +30,9 @@ def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
 def on_rank0_of_bytes(fn: Callable[[list[bytes]], T], payload: bytes) -> T:
     """Collective. `on_rank0` of what ranks have made bytes of themselves; the result must survive JSON."""
     payloads = gather_bytes(payload)
-    said = _answer(lambda payloads: [_encode(fn(payloads))], payloads, lambda reply: _broadcast_bytes(reply[0]))
+    said = _answer(
+        lambda payloads: [_encode(fn(payloads))], payloads, lambda reply: _broadcast_bytes(reply[0])
+    )
     return cast(T, json.loads(said))
 
 
@@ -39,7 +43,9 @@ def shares_of_rank0(fn: Callable[[list[bytes]], list[bytes]], payload: bytes) ->
 
 
 def _answer(
-    fn: Callable[[list[bytes]], list[bytes]], payloads: list[bytes] | None, send: Callable[[list[bytes]], bytes]
+    fn: Callable[[list[bytes]], list[bytes]],
+    payloads: list[bytes] | None,
+    send: Callable[[list[bytes]], bytes],
 ) -> bytes:
     """Collective. This rank's of what the rank with `payloads` makes of them, or its error."""
     replies = [b""]
@@ -56,7 +62,9 @@ def _answer(
     kind, said = reply[:1], reply[1:]
     if kind == b"?":
         raise ConfigError(json.loads(said))
-    if kind == b"-":  # the whole text, which may hold a traceback, on rank 0 alone: it would be printed once a rank
+    if (
+        kind == b"-"
+    ):  # the whole text, which may hold a traceback, on rank 0 alone: it would be printed once a rank
         text = json.loads(said)
         raise Rank0Error(text if error is not None else text.partition("\n")[0]) from error
     return said
@@ -76,7 +84,13 @@ def gather_bytes(payload: bytes) -> list[bytes] | None:
             dist.send(_as_tensor(payload), dst=0)
         return None
     out = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
-    wait_for([work for r, row in enumerate(out) if r and len(row) and (work := dist.irecv(row, src=r)) is not None])
+    wait_for(
+        [
+            work
+            for r, row in enumerate(out)
+            if r and len(row) and (work := dist.irecv(row, src=r)) is not None
+        ]
+    )
     return [payload, *(row.numpy().tobytes() for row in out[1:])]
 
 
@@ -154,7 +168,9 @@ def sum_in_place(values: Tensor, group: dist.ProcessGroup | None = None) -> None
 def of_first_in_group(make: Callable[[], T], group: dist.ProcessGroup) -> T:
     """Collective over `group`. What `make` returns on its first rank; it must survive JSON. Errors as by `on_rank0`."""
     payloads = [b""] if dist.get_rank(group) == 0 else None
-    said = _answer(lambda _: [_encode(make())], payloads, lambda reply: _broadcast_bytes(reply[0], group))
+    said = _answer(
+        lambda _: [_encode(make())], payloads, lambda reply: _broadcast_bytes(reply[0], group)
+    )
     return cast(T, json.loads(said))
 
 
@@ -165,7 +181,11 @@ def _broadcast_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> 
         return payload
     size = torch.tensor([len(payload)])
     dist.broadcast(size, group_src=0, group=group)
-    buffer = _as_tensor(payload) if dist.get_rank(group) == 0 else torch.empty(int(size), dtype=torch.uint8)
+    buffer = (
+        _as_tensor(payload)
+        if dist.get_rank(group) == 0
+        else torch.empty(int(size), dtype=torch.uint8)
+    )
     dist.broadcast(buffer, group_src=0, group=group)
     return buffer.numpy().tobytes()
 
@@ -176,7 +196,9 @@ def _scatter_bytes(payloads: list[bytes]) -> bytes:
     if dist.get_world_size() == 1:
         return payloads[0]
     size, is_rank0 = torch.zeros(1, dtype=torch.int64), dist.get_rank() == 0
-    dist.scatter(size, [torch.tensor([len(payload)]) for payload in payloads] if is_rank0 else None, src=0)
+    dist.scatter(
+        size, [torch.tensor([len(payload)]) for payload in payloads] if is_rank0 else None, src=0
+    )
     if is_rank0:
         sent = [(to, _as_tensor(payload)) for to, payload in enumerate(payloads) if to]
         wait_for([work for to, part in sent if (work := dist.isend(part, dst=to)) is not None])
@@ -191,4 +213,8 @@ def _encode(value: Any) -> bytes:
 
 
 def _as_tensor(payload: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        if payload
+        else torch.empty(0, dtype=torch.uint8)
+    )

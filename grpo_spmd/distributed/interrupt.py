@@ -17,7 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from grpo_spmd.config.errors import say
-from grpo_spmd.distributed.ending import leave
+from grpo_spmd.distributed.exit import leave
 from grpo_spmd.distributed.processes import in_debugger
 
 Answer = Callable[[int], None]  # to the first press, the second, ...
@@ -33,11 +33,17 @@ def hear(answer: Answer | None = None) -> None:
     nothing where Ctrl-C is ignored (a shell's background job), or outside the main thread."""
     global _listener
     is_main = threading.current_thread() is threading.main_thread()
-    if _listener is None and is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if (
+        _listener is None
+        and is_main
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):
         _listener = _Listener(quit_before_training)
     if answer is not None:
         answer_with(answer)
-    if is_main:  # whoever started this process may have held it back until somebody hears it (cli.py)
+    if (
+        is_main
+    ):  # whoever started this process may have held it back until somebody hears it (cli.py)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
@@ -54,7 +60,9 @@ def stop_with(stop: Callable[[], bool]) -> None:
     def answer(number: int) -> None:
         if number > 1:
             newest = _newest_checkpoint()
-            what = f"{newest} stands (checkpoint.resume=auto)" if newest else "no checkpoint was saved"
+            what = (
+                f"{newest} stands (checkpoint.resume=auto)" if newest else "no checkpoint was saved"
+            )
             _quit(f"Ctrl-C: out at once; {what}")
         tell(f"Ctrl-C: {'finishing the update, then ' if stop() else ''}saving; again to quit now")
 
@@ -86,7 +94,9 @@ def tell(text: str) -> None:
 
 def quit_before_training(_: int) -> None:
     newest = _newest_checkpoint()
-    _quit(f"stopped by Ctrl-C before the first step; {f'{newest} stands' if newest else 'nothing was trained'}")
+    _quit(
+        f"stopped by Ctrl-C before the first step; {f'{newest} stands' if newest else 'nothing was trained'}"
+    )
 
 
 def _quit(text: str) -> NoReturn:
@@ -119,7 +129,9 @@ class _Listener:
         """Have the interpreter's C handler write the number of each signal; not from a debugger, whose user said
         "continue": there Ctrl-C comes back to its prompt."""
         handler = signal.getsignal(signal.SIGINT)
-        is_debuggers = "bdb" in sys.modules and isinstance(getattr(handler, "__self__", None), sys.modules["bdb"].Bdb)
+        is_debuggers = "bdb" in sys.modules and isinstance(
+            getattr(handler, "__self__", None), sys.modules["bdb"].Bdb
+        )
         if not is_debuggers:
             signal.signal(signal.SIGINT, self._on_signal)
             signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -135,7 +147,9 @@ class _Listener:
     def _listen(self, reader: socket.socket) -> None:
         while numbers := reader.recv(64):
             # torchrun turns a second Ctrl-C into SIGTERM.
-            is_press = signal.SIGINT in numbers or (self._num_presses > 0 and signal.SIGTERM in numbers)
+            is_press = signal.SIGINT in numbers or (
+                self._num_presses > 0 and signal.SIGTERM in numbers
+            )
             now, is_ours = time.monotonic(), signal.getsignal(signal.SIGINT) == self._on_signal
             if not is_press or not is_ours or now - self._last < _ONE_PRESS_S:
                 continue

@@ -19,9 +19,9 @@ from types import FrameType
 from typing import Any
 
 from grpo_spmd.config.errors import say
-from grpo_spmd.distributed import heartbeat, interrupt
-from grpo_spmd.distributed.collector import collector_off
-from grpo_spmd.distributed.ending import leave
+from grpo_spmd.distributed import interrupt, startup
+from grpo_spmd.distributed.exit import leave
+from grpo_spmd.distributed.startup import collector_off
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -35,7 +35,7 @@ def main() -> None:
         interrupt.quit_before_training(number)
 
     interrupt.hear(quit_alone)
-    heartbeat.begin("starting the ranks")
+    startup.begin("starting the ranks")
     code = 1
     try:
         code = _run([f"--log-dir={folder}", "--signals-to-handle=SIGQUIT", *sys.argv[1:]], folder)
@@ -45,7 +45,9 @@ def main() -> None:
 
 
 def _run(arguments: list[str], folder: str) -> int:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets the same, with a banner of six lines
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # torchrun sets the same, with a banner of six lines
     with collector_off():
         from torch.distributed import run
         from torch.distributed.elastic.agent.server import local_elastic_agent
@@ -66,7 +68,7 @@ def _run(arguments: list[str], folder: str) -> int:
             for number in _FORWARDED:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                     signal.signal(number, self._on_signal)
-            heartbeat.end()  # rank 0 has one of its own
+            startup.end()  # rank 0 has one of its own
             return started
 
         def _on_press(self, number: int) -> None:
@@ -88,7 +90,9 @@ def _run(arguments: list[str], folder: str) -> int:
                     num_there += 1
             return num_there
 
-    logging.disable(logging.ERROR)  # its account of who was ended and why: the ranks' report says it better
+    logging.disable(
+        logging.ERROR
+    )  # its account of who was ended and why: the ranks' report says it better
     api.LocalElasticAgent = Agent  # type: ignore[misc]
     try:
         run.run(run.parse_args(arguments))
@@ -98,7 +102,9 @@ def _run(arguments: list[str], folder: str) -> int:
             if code < 0:  # it could not say so itself
                 say(f"rank {rank} was ended by {signal.Signals(-code).name}")
         return 2 if set(failed.values()) == {2} else 1
-    except SignalException:  # SIGQUIT (Ctrl and backslash), which torchrun still takes: it has ended the ranks
+    except (
+        SignalException
+    ):  # SIGQUIT (Ctrl and backslash), which torchrun still takes: it has ended the ranks
         return 1
     return 0
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch.distributed import Store
 
-from grpo_spmd.config.devices import gpus_are_hidden, num_gpus
 from grpo_spmd.config.errors import ConfigError, refuse
+from grpo_spmd.config.load import gpus_are_hidden, num_gpus
 from grpo_spmd.config.schema import WatchdogConfig
 
 _log = logging.getLogger("grpo_spmd")
@@ -32,19 +32,27 @@ def own_device(local_rank: int) -> torch.device:
     if is_usable:
         if local_rank >= (found := torch.cuda.device_count()):
             ranks = f"rank {local_rank} of this node (counted from 0) has no GPU"
-            raise ConfigError(f"{ranks}: torch sees {found}; start as many ranks, or look at CUDA_VISIBLE_DEVICES")
+            raise ConfigError(
+                f"{ranks}: torch sees {found}; start as many ranks, or look at CUDA_VISIBLE_DEVICES"
+            )
         return torch.device("cuda", local_rank)
     if num_gpus() and not gpus_are_hidden():
         build = f"torch {torch.__version__}"
         if torch.version.cuda is None:
             if local_rank == 0:
                 _log.warning(
-                    "this machine has %d GPUs, and %s is a build for the CPU: training there", num_gpus(), build
+                    "this machine has %d GPUs, and %s is a build for the CPU: training there",
+                    num_gpus(),
+                    build,
                 )
             return torch.device("cpu")
         what = f"this machine has {num_gpus()} GPUs{_driver()}, and {build} (CUDA {torch.version.cuda}) cannot use them"
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
-        look = f"look whether CUDA_VISIBLE_DEVICES={named} names GPUs that are there, " if named else ""
+        look = (
+            f"look whether CUDA_VISIBLE_DEVICES={named} names GPUs that are there, "
+            if named
+            else ""
+        )
         remedy = f"{look}update the driver, or install a torch for it; CUDA_VISIBLE_DEVICES= trains on the CPU"
         raise ConfigError(f"{what}: {_why_not()}; {remedy}")
     return torch.device("cpu")
@@ -89,17 +97,19 @@ def refuse_unreachable(store: Store, rank: int, world_size: int) -> None:
     if others != {own_host()}:
         names = [name for _, name in socket.if_nameindex() if name != "lo"]
         there = f" (this host has {', '.join(names)})" if names else ""
-        where = (
-            f"the name of host {socket.gethostname()!r} leads to {address}, where ranks of other hosts cannot reach it"
+        where = f"the name of host {socket.gethostname()!r} leads to {address}, where ranks of other hosts cannot reach it"
+        raise ConfigError(
+            f"{where}: set GLOO_SOCKET_IFNAME to the network interface between the hosts{there}"
         )
-        raise ConfigError(f"{where}: set GLOO_SOCKET_IFNAME to the network interface between the hosts{there}")
 
 
 def gloo_address() -> str:
     """Where torch's gloo listens if GLOO_SOCKET_IFNAME is not set: at the first address of this host's name that it can
     bind, else at the loopback interface (ProcessGroupGloo.cpp of torch 2.11 to 2.13)."""
     with suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
+        for family, kind, _, _, address in socket.getaddrinfo(
+            socket.gethostname(), 0, type=socket.SOCK_STREAM
+        ):
             with suppress(OSError), socket.socket(family, kind) as trial:
                 trial.bind(address)
                 return str(address[0]).partition("%")[0]
@@ -119,7 +129,9 @@ def check_setup() -> None:
     """Of launch/setup.sh gpu: a login node may have no GPU, but torch must be a build for one. Exits with 2 if not."""
     try:
         if torch.version.cuda is None:
-            raise ConfigError(f"pip installed torch {torch.__version__}, a build for the CPU: look at pip's indexes")
+            raise ConfigError(
+                f"pip installed torch {torch.__version__}, a build for the CPU: look at pip's indexes"
+            )
         own_device(0)
     except ConfigError as error:
         refuse(error)

@@ -18,20 +18,26 @@ from typing import Any
 
 from grpo_spmd.distributed import interrupt
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
-from grpo_spmd.distributed.ending import is_hosted
-from grpo_spmd.distributed.job_time import seconds_left
+from grpo_spmd.distributed.exit import is_hosted
+from grpo_spmd.distributed.processes import seconds_left
 from grpo_spmd.distributed.store import post, posted
 from grpo_spmd.files import write_durably
 from grpo_spmd.records import ScoredRollouts
 
 _log = logging.getLogger("grpo_spmd")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # the last: the terminal was closed, or its ssh has ended
+SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGHUP,
+)  # the last: the terminal was closed, or its ssh has ended
 MARKER = "preempted.json"
 _NUM_RECENT = 200  # steps; more than lie between two evaluations, most likely
 _SPREAD = 1.2  # a step may take so many times the longest of the recent ones
 _NOTICE = "preempted"  # in the run's store: a rank that was signalled tells the others
 _NOTICE_POLL_S = 0.5
-_BEGIN, _GENERATED, _UPDATE = range(3)  # a step's start, its last generation's end, its update's start
+_BEGIN, _GENERATED, _UPDATE = range(
+    3
+)  # a step's start, its last generation's end, its update's start
 
 
 class Preempted(Exception):
@@ -51,12 +57,18 @@ class Preemption:
         self._max_time_s = max_time_s
         self._signal: str | None = None
         self._aborting: str | None = None  # why generation was ended early on this rank
-        self._deadline: float | None = None  # on the monotonic clock, like all times here; None: not asked for yet
+        self._deadline: float | None = (
+            None  # on the monotonic clock, like all times here; None: not asked for yet
+        )
         self._next_poll = 0.0
         self._moments = [math.nan] * 3  # of this step
-        self._took_s: list[deque[float]] = [deque(maxlen=_NUM_RECENT) for _ in range(3)]  # from each to the step's end
+        self._took_s: list[deque[float]] = [
+            deque(maxlen=_NUM_RECENT) for _ in range(3)
+        ]  # from each to the step's end
         self._num_steps, self._policy_changes = 0, False
-        self._save_s = self._unknown_save_s = 0.0  # what a save may take; the second while no save was measured
+        self._save_s = self._unknown_save_s = (
+            0.0  # what a save may take; the second while no save was measured
+        )
         self._take_signals()
 
     def begin_step(self, time_to_save_s: float = 0.0) -> None:
@@ -134,7 +146,12 @@ class Preemption:
                 except Exception as e:
                     if self._signal is None:
                         raise
-                    _log.warning("%s: scoring failed and is given up (%s: %s)", self._signal, type(e).__name__, e)
+                    _log.warning(
+                        "%s: scoring failed and is given up (%s: %s)",
+                        self._signal,
+                        type(e).__name__,
+                        e,
+                    )
             self._agree(reason or self._aborting or self._why_stop(_UPDATE, "an update"))
             return scored
 
@@ -155,14 +172,19 @@ class Preemption:
         return f"deadline: {left:.0f} s left, {what} takes {needed_s:.0f} s and a save {self._save_s:.0f} s"
 
     def _agree(self, reason: str | None) -> None:
-        first: str | None = on_rank0(lambda reasons: next((r for r in reasons if r is not None), None), reason)
+        first: str | None = on_rank0(
+            lambda reasons: next((r for r in reasons if r is not None), None), reason
+        )
         if first is not None:
             raise Preempted(first)
 
     def _take_signals(self) -> None:
         for number in SIGNALS:
             before = signal.getsignal(number)
-            if before != self._on_signal and (number, before) != (signal.SIGHUP, signal.SIG_IGN):  # nohup
+            if before != self._on_signal and (number, before) != (
+                signal.SIGHUP,
+                signal.SIG_IGN,
+            ):  # nohup
                 signal.signal(number, self._on_signal)
         interrupt.take_again()
 

@@ -39,7 +39,9 @@ class Reduction:
 
     def on_host(self) -> Self:
         """With numbers for tensors. Waits for the device."""
-        return type(self)(*(v.tolist() if isinstance(v, Tensor) else v for v in vars(self).values()))
+        return type(self)(
+            *(v.tolist() if isinstance(v, Tensor) else v for v in vars(self).values())
+        )
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ def _larger(known: Number | None, number: Number) -> Number:
 
 @dataclass(frozen=True)
 class Histogram(Reduction):
-    counts: Tensor | list[float] = field(default_factory=list)  # a bin each; equally many in all parts that have any
+    counts: Tensor | list[float] = field(
+        default_factory=list
+    )  # a bin each; equally many in all parts that have any
 
     @classmethod
     def merged(cls, parts: Sequence[Fields]) -> Self:
@@ -140,7 +144,12 @@ def merge_bytes(parts: Iterable[bytes]) -> Reductions:
     found: dict[str, tuple[str, list[tuple[int, Fields]]]] = {}
     for of_ranks in alike.values():
         ranks, header = [rank for rank, _ in of_ranks], of_ranks[0][1].header
-        width = sum(_width(kind) for _, reduction, *kinds in header for kind in kinds if reduction != "Histogram")
+        width = sum(
+            _width(kind)
+            for _, reduction, *kinds in header
+            for kind in kinds
+            if reduction != "Histogram"
+        )
         table = b"".join(packed.array(np.float64, width).tobytes() for _, packed in of_ranks)
         numbers, at = np.frombuffer(table, np.float64).reshape(len(ranks), width), 0
         for name, reduction, *kinds in header:
@@ -155,7 +164,9 @@ def merge_bytes(parts: Iterable[bytes]) -> Reductions:
             found.setdefault(name, (reduction, []))[1].extend(fields)
         assert not any(packed.rest() for _, packed in of_ranks), header
     return {
-        name: _KINDS[kind].merged([fields for _, fields in sorted(of_name, key=operator.itemgetter(0))])
+        name: _KINDS[kind].merged(
+            [fields for _, fields in sorted(of_name, key=operator.itemgetter(0))]
+        )
         for name, (kind, of_name) in found.items()
     }
 
@@ -167,9 +178,13 @@ def _width(kind: str | int | None) -> int:
 def _bins(parts: Sequence[Unpacked], number: int) -> list[Any]:
     """A histogram of many ranks."""
     bits = b"".join(packed.array(np.uint8, -(-number // 8)).tobytes() for packed in parts)
-    there = np.unpackbits(np.frombuffer(bits, np.uint8).reshape(len(parts), -(-number // 8)), axis=1, count=number)
+    there = np.unpackbits(
+        np.frombuffer(bits, np.uint8).reshape(len(parts), -(-number // 8)), axis=1, count=number
+    )
     bins, counts = np.zeros(there.shape), zip(parts, there.sum(axis=1).tolist(), strict=True)
-    bins[there > 0] = np.frombuffer(b"".join(packed.array(np.float64, count).tobytes() for packed, count in counts))
+    bins[there > 0] = np.frombuffer(
+        b"".join(packed.array(np.float64, count).tobytes() for packed, count in counts)
+    )
     return list(bins)
 
 

@@ -31,8 +31,12 @@ class Session:
     local_rank: int
     device: torch.device
     mesh: DeviceMesh  # over which the policy is sharded: "shard", or "replicate" x "shard" (HSDP)
-    engine_group: dist.ProcessGroup | None  # the ranks that share this one's engine, over gloo; None: it has its own
-    is_restart: bool = False  # torchrun started the ranks again after a failure; the same on all ranks
+    engine_group: (
+        dist.ProcessGroup | None
+    )  # the ranks that share this one's engine, over gloo; None: it has its own
+    is_restart: bool = (
+        False  # torchrun started the ranks again after a failure; the same on all ranks
+    )
     attempt: int = 1  # a number that no earlier start by this torchrun has had
 
     @property
@@ -40,16 +44,24 @@ class Session:
         return self.rank == 0
 
 
-def start_session(num_replicas: int = 1, tensor_parallel_size: int = 1, watchdog: WatchdogConfig = _LIMITS) -> Session:
+def start_session(
+    num_replicas: int = 1, tensor_parallel_size: int = 1, watchdog: WatchdogConfig = _LIMITS
+) -> Session:
     """Collective. Join the process group that torchrun describes, or without torchrun one of this rank; the doctor
     watches until `end_session`. Consecutive ranks share one of `num_replicas` copies of the policy,
     `tensor_parallel_size` of them an engine; both divide the number of ranks."""
-    if "RANK" not in os.environ:  # debug mode: vLLM's external_launcher wants the variables that torchrun would set
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    if (
+        "RANK" not in os.environ
+    ):  # debug mode: vLLM's external_launcher wants the variables that torchrun would set
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1"
+        )
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             os.environ["MASTER_PORT"] = str(free.getsockname()[1])
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # the flight recorder, for the doctor's report of a hang
+    os.environ.setdefault(
+        "TORCH_FR_BUFFER_SIZE", "1000"
+    )  # the flight recorder, for the doctor's report of a hang
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device, watchdog = own_device(local_rank), with_time_to_start(watchdog, world_size)
@@ -72,7 +84,11 @@ def start_session(num_replicas: int = 1, tensor_parallel_size: int = 1, watchdog
     own = dist.PrefixStore("default_group", store)
     dist.init_process_group(backends, store=own, rank=rank, world_size=world_size, timeout=timeout)
     mesh = policy_mesh(device, num_replicas)
-    engine_group = dist.new_subgroups(tensor_parallel_size, backend="gloo")[0] if tensor_parallel_size > 1 else None
+    engine_group = (
+        dist.new_subgroups(tensor_parallel_size, backend="gloo")[0]
+        if tensor_parallel_size > 1
+        else None
+    )
     return Session(rank, world_size, local_rank, device, mesh, engine_group, is_restart, attempt)
 
 
@@ -91,8 +107,13 @@ def _join(store: dist.Store, rank: int, world_size: int) -> tuple[int, bool]:
     attempt = store.add("grpo_spmd/attempts", 1)
     # First all signs, to learn of restarts that rank 0's own node has not counted; then the answers. A sign of an
     # earlier attempt is answered in vain, until its rank has come with a new one: only its owner deletes the answer.
-    signs = {other: store.get(f"grpo_spmd/sign/{other}").decode().split() for other in range(1, world_size)}
-    is_restart = attempt > 1 or max([num_restarts, *(int(count) for _, count in signs.values())]) > 0
+    signs = {
+        other: store.get(f"grpo_spmd/sign/{other}").decode().split()
+        for other in range(1, world_size)
+    }
+    is_restart = (
+        attempt > 1 or max([num_restarts, *(int(count) for _, count in signs.values())]) > 0
+    )
     reply, answered = json.dumps([attempt, is_restart]), dict[int, str]()
     while signs:
         for other in list(signs):

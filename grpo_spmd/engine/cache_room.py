@@ -26,7 +26,9 @@ def no_room_for_cache(error: str, device: str) -> str | None:
     """One line for vLLM's message about memory; None where it is about something else."""
     if not _ABOUT_MEMORY.search(error):
         return None
-    if found := re.search(r"max seq len\s+\((\d+)\),?\s+\(?([\d.]+) GiB.*?memory\s+\(([\d.]+) GiB\)", error, re.DOTALL):
+    if found := re.search(
+        r"max seq len\s+\((\d+)\),?\s+\(?([\d.]+) GiB.*?memory\s+\(([\d.]+) GiB\)", error, re.DOTALL
+    ):
         longest, needed, there = found.groups()
         what = f"one rollout of {longest} tokens ({_LONGEST}) takes {needed} GiB of KV cache, and {there} GiB are there"
     else:
@@ -36,7 +38,9 @@ def no_room_for_cache(error: str, device: str) -> str | None:
         cpu = "lower rollout.engine.kv_cache_memory_bytes, take fewer ranks, or end what else takes memory"
     else:
         gpu = "raise rollout.gpu_memory_utilization or rollout.tensor_parallel_size, or shorten the rollouts"
-        cpu = "raise rollout.engine.kv_cache_memory_bytes, take fewer ranks, or shorten the rollouts"
+        cpu = (
+            "raise rollout.engine.kv_cache_memory_bytes, take fewer ranks, or shorten the rollouts"
+        )
     return f"rollout: {what}; {gpu if device == 'cuda' else cpu}"
 
 

@@ -28,7 +28,13 @@ _log = logging.getLogger("grpo_spmd")
 class DirectLoad:
     """Of one engine: which HF tensors are copied (`names`), which engine parameters that covers (`covered`)."""
 
-    def __init__(self, model: nn.Module, tensors: Sequence[EngineTensor], names: Mapping[str, str], dtype: torch.dtype):
+    def __init__(
+        self,
+        model: nn.Module,
+        tensors: Sequence[EngineTensor],
+        names: Mapping[str, str],
+        dtype: torch.dtype,
+    ):
         """`tensors`: all of the engine's, proved to hold what they say. `names`: of the tensors that are gathered, by
         each name that they have (a tied lm_head is the embedding)."""
         direct = _in_direct_layers(model, tensors, names, dtype)
@@ -46,7 +52,11 @@ class DirectLoad:
             if id(layer) in layers
             for name, _ in layer.named_parameters(path, recurse=False)
         }
-        _log.debug("weight sync: %d of %d tensors are copied directly", len(self.names), len(set(names.values())))
+        _log.debug(
+            "weight sync: %d of %d tensors are copied directly",
+            len(self.names),
+            len(set(names.values())),
+        )
 
     @torch.no_grad()
     def __call__(self, pieces: Iterable[Piece]) -> None:
@@ -61,7 +71,11 @@ class DirectLoad:
         for matrix in self._matrices:
             matrix.end()
         # A packed copy of an embedding that no head uses: vLLM makes one on the CPU, and here it would become stale.
-        heads = {id(matrix.tensor.layer) for matrix in self._matrices if matrix.tensor.product is not None}
+        heads = {
+            id(matrix.tensor.layer)
+            for matrix in self._matrices
+            if matrix.tensor.product is not None
+        }
         for matrix in self._matrices:
             layer: Any = matrix.tensor.layer
             if hasattr(layer, "cpu_linear") and id(layer) not in heads:
@@ -87,7 +101,9 @@ class _Matrix:
 
     def end(self) -> None:
         if self._num_missing:
-            raise EngineStateError(f"load_weights: {self.tensor.engine_name} was not covered by the policy")
+            raise EngineStateError(
+                f"load_weights: {self.tensor.engine_name} was not covered by the policy"
+            )
         if not self.is_copied:
             _pack(self._layer)
         self._rows = None
@@ -112,7 +128,9 @@ class _Matrix:
             if low < high:
                 found = piece[:, begin - first : end - first].unflatten(1, (-1, right - left))
                 found = found[..., low - left : high - left]
-                self._num_missing -= _copy_blocks(rows[:, low - before : high - before], found, row - start, block)
+                self._num_missing -= _copy_blocks(
+                    rows[:, low - before : high - before], found, row - start, block
+                )
         if not self._num_missing and self.tensor.values is None:
             self._pack_rows()
 
@@ -120,10 +138,14 @@ class _Matrix:
         """Rows of the engine's own, or of a tensor that is packed once it is full."""
         values = self.tensor.values
         if values is None and not self._layer.weight.numel():
-            return torch.empty(self._num_rows, columns, dtype=self._dtype, device=self._layer.weight.device)
+            return torch.empty(
+                self._num_rows, columns, dtype=self._dtype, device=self._layer.weight.device
+            )
         values = self._layer.weight if values is None else values
         rows = cast(Tensor, values).data.view(len(values), columns)
-        rows[self._num_rows :].zero_()  # a vocabulary's padding, as vLLM does; asleep it may have been lost
+        rows[
+            self._num_rows :
+        ].zero_()  # a vocabulary's padding, as vLLM does; asleep it may have been lost
         return rows
 
     def _pack_rows(self) -> None:
@@ -137,7 +159,9 @@ class _Matrix:
 
 
 def _pack(layer: Any) -> None:
-    layer.cpu_linear = None  # the packed copy of before is in it: the new one takes its memory, which is mapped
+    layer.cpu_linear = (
+        None  # the packed copy of before is in it: the new one takes its memory, which is mapped
+    )
     layer.quant_method.process_weights_after_loading(layer)
 
 
@@ -145,12 +169,19 @@ def _copy_blocks(rows: Tensor, found: Tensor, offset: int, block: int) -> int:
     """Copy what `found`, [ranks, rows, columns], has of `rows`: row i of rank r is row r * block + i + offset there, if
     there is one. In one copy for all ranks whose rows are all there. Returns the number of elements."""
     (ranks, num_rows, columns), num_copied = found.shape, 0
-    inside = range(max(0, -(offset // block)), min(ranks - 1, (len(rows) - offset - num_rows) // block) + 1)
-    touched = range(max(0, (-offset - num_rows) // block + 1), min(ranks - 1, (len(rows) - 1 - offset) // block) + 1)
+    inside = range(
+        max(0, -(offset // block)), min(ranks - 1, (len(rows) - offset - num_rows) // block) + 1
+    )
+    touched = range(
+        max(0, (-offset - num_rows) // block + 1),
+        min(ranks - 1, (len(rows) - 1 - offset) // block) + 1,
+    )
     if inside:
         strides = block * rows.stride(0), rows.stride(0), 1
         first = rows[inside.start * block + offset :]
-        first.as_strided((len(inside), num_rows, columns), strides).copy_(found[inside.start : inside.stop])
+        first.as_strided((len(inside), num_rows, columns), strides).copy_(
+            found[inside.start : inside.stop]
+        )
         num_copied += len(inside) * num_rows * columns
     for rank in touched:
         if rank not in inside:  # the first and the last
@@ -165,7 +196,9 @@ def _stretches(begin: int, end: int, columns: int) -> Iterable[tuple[int, int]]:
     """Elements begin to end of a matrix's rows, as what is left of one row, whole rows, and a part of one."""
     first = min(end, -(-begin // columns) * columns)
     return [
-        (low, high) for low, high in pairwise((begin, first, max(first, end // columns * columns), end)) if low < high
+        (low, high)
+        for low, high in pairwise((begin, first, max(first, end // columns * columns), end))
+        if low < high
     ]
 
 
@@ -174,29 +207,53 @@ def _in_direct_layers(
 ) -> list[EngineTensor]:
     """What is in layers of which all is plain, or packed by the layer alone, and fed by no HF tensor that another layer
     needs too. Nothing, where some layer makes something else of its neighbours' weights."""
-    if any(hasattr(layer, "process_weights_after_loading") and not _is_attention(layer) for layer in model.modules()):
+    if any(
+        hasattr(layer, "process_weights_after_loading") and not _is_attention(layer)
+        for layer in model.modules()
+    ):
         return []
     copyable = [tensor for tensor in tensors if _is_copyable(tensor, dtype)]
     filled = {id(tensor.values) for tensor in copyable}
-    packed = [tensor.layer for tensor in copyable if tensor.values is None and not _is_vocabulary(tensor.layer)]
+    packed = [
+        tensor.layer
+        for tensor in copyable
+        if tensor.values is None and not _is_vocabulary(tensor.layer)
+    ]
     filled |= {id(cast(Any, layer).weight) for layer in packed}
-    loaded = {id(of) for of in model.modules() if any(id(p) not in filled for p in of.parameters(recurse=False))}
+    loaded = {
+        id(of)
+        for of in model.modules()
+        if any(id(p) not in filled for p in of.parameters(recurse=False))
+    }
     loaded |= {id(tensor.layer) for tensor in tensors if not _is_copyable(tensor, dtype)}
     while True:
-        shared = {names[part.name] for tensor in tensors if id(tensor.layer) in loaded for part in tensor.parts}
-        more = {id(of.layer) for of in tensors if any(names[part.name] in shared for part in of.parts)} - loaded
+        shared = {
+            names[part.name]
+            for tensor in tensors
+            if id(tensor.layer) in loaded
+            for part in tensor.parts
+        }
+        more = {
+            id(of.layer) for of in tensors if any(names[part.name] in shared for part in of.parts)
+        } - loaded
         if not more:
             return [tensor for tensor in tensors if id(tensor.layer) not in loaded]
         loaded |= more
 
 
 def _is_copyable(tensor: EngineTensor, dtype: torch.dtype) -> bool:
-    layer, values, num_rows = cast(Any, tensor.layer), tensor.values, sum(part.num_rows for part in tensor.parts)
+    layer, values, num_rows = (
+        cast(Any, tensor.layer),
+        tensor.values,
+        sum(part.num_rows for part in tensor.parts),
+    )
     if tensor.is_quantised or layer is None:
         return False
     if values is None:
         return hasattr(layer, "cpu_linear")
-    is_exact = values.is_floating_point() and values.itemsize >= dtype.itemsize and values.is_contiguous()
+    is_exact = (
+        values.is_floating_point() and values.itemsize >= dtype.itemsize and values.is_contiguous()
+    )
     return is_exact and (num_rows == len(values) or _is_vocabulary(layer))
 
 

@@ -21,23 +21,35 @@ from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.conversations import Conversations
 from grpo_spmd.engine.direct_load import DirectLoad
 from grpo_spmd.engine.gather import Piece
-from grpo_spmd.engine.gpu import allocator_settings_kept, warn_of_slow_seeds
-from grpo_spmd.engine.isolation import isolated
 from grpo_spmd.engine.leftovers import forget_engine, note_engine
-from grpo_spmd.engine.lora_adapters import EngineAdapters
-from grpo_spmd.engine.reload import WeightReload
-from grpo_spmd.engine.requests import Answers, EngineStateError, Finished, NextRequest, Place, Race, Request
-from grpo_spmd.engine.shares import deal, share_out
-from grpo_spmd.engine.sleep_check import SleepCheck
-from grpo_spmd.engine.start import start_vllm
+from grpo_spmd.engine.reload import EngineAdapters, WeightReload
+from grpo_spmd.engine.requests import (
+    Answers,
+    EngineStateError,
+    Finished,
+    NextRequest,
+    Place,
+    Race,
+    Request,
+    deal,
+    share_out,
+)
+from grpo_spmd.engine.start import (
+    SleepCheck,
+    allocator_settings_kept,
+    isolated,
+    start_vllm,
+    warn_of_slow_seeds,
+)
 from grpo_spmd.engine.weight_map import EngineTensor, engine_tensors
-from grpo_spmd.model.families.build import one_line_for
-from grpo_spmd.model.families.hf_classes import keep_hf_classes
+from grpo_spmd.model.families.build import keep_hf_classes, one_line_for
 from grpo_spmd.observe.memory import MemoryUse, measure
 from grpo_spmd.records import Completion
 
 _log = logging.getLogger("grpo_spmd")
-_AGREE_EVERY_STEPS = 8  # ranks that share an engine ask each other this often whether to end a generation early
+_AGREE_EVERY_STEPS = (
+    8  # ranks that share an engine ask each other this often whether to end a generation early
+)
 
 
 class RolloutEngine:
@@ -62,20 +74,40 @@ class RolloutEngine:
         shared generation; once True it must stay so."""
         self.policy_version: int | None = None
         self._weights_awake, self._kv_cache_awake, self._holds_weights = True, True, False
-        self._rested_from: MemoryUse | None = None  # what was in use before the rest; None: it does not rest
+        self._rested_from: MemoryUse | None = (
+            None  # what was in use before the rest; None: it does not rest
+        )
         self._rollout, self._session, self._should_abort = rollout, session, should_abort
-        self._sleep_level, self._stop_token_ids = rollout.sleep_level_with(model.lora), sorted(stop_token_ids)
+        self._sleep_level, self._stop_token_ids = (
+            rollout.sleep_level_with(model.lora),
+            sorted(stop_token_ids),
+        )
         self._sleep_check = SleepCheck(session.device, tp_size=rollout.tensor_parallel_size)
         self._num_shared_calls = 0  # the same on all ranks: it names the queue of a call
         self.tp_size = rollout.tensor_parallel_size
         self.engine_rank, self.tp_rank = divmod(session.rank, self.tp_size)
         self.num_engines = session.world_size // self.tp_size
         has_group = session.engine_group is not None
-        assert has_group == (self.tp_size > 1), "start_session was given another tensor_parallel_size"
+        assert has_group == (self.tp_size > 1), (
+            "start_session was given another tensor_parallel_size"
+        )
         self._on_cpu = session.device.type == "cpu"
-        _log.info("starting vLLM: %d engines of %d ranks, on %s", self.num_engines, self.tp_size, session.device.type)
-        put_back_hf_classes, by_vllm = keep_hf_classes(model.path), one_line_for(model.path, "cannot be built by vLLM")
-        with isolated(), allocator_settings_kept(session.device), warnings.catch_warnings(), by_vllm:
+        _log.info(
+            "starting vLLM: %d engines of %d ranks, on %s",
+            self.num_engines,
+            self.tp_size,
+            session.device.type,
+        )
+        put_back_hf_classes, by_vllm = (
+            keep_hf_classes(model.path),
+            one_line_for(model.path, "cannot be built by vLLM"),
+        )
+        with (
+            isolated(),
+            allocator_settings_kept(session.device),
+            warnings.catch_warnings(),
+            by_vllm,
+        ):
             warnings.simplefilter("ignore", FutureWarning)  # about vLLM's own use of torch
             self._llm = start_vllm(model, rollout, max_rollout_tokens, session)
         self._engine = self._llm.llm_engine
@@ -84,9 +116,17 @@ class RolloutEngine:
         self._model: nn.Module = self._llm.apply_model(lambda model: model)[0]
         put_back_hf_classes(self._model)
         self._reload = WeightReload(self._llm, self._model, self._on_cpu)
-        self._adapters = EngineAdapters(self._model, model.lora.rank) if model.lora.base_stays_in_engine else None
-        self.takes_adapters = self._adapters is not None  # by themselves (`load_adapters`), onto a base that stays
-        self.dtype: torch.dtype = self._engine.vllm_config.model_config.dtype  # of the weights that it holds
+        self._adapters = (
+            EngineAdapters(self._model, model.lora.rank)
+            if model.lora.base_stays_in_engine
+            else None
+        )
+        self.takes_adapters = (
+            self._adapters is not None
+        )  # by themselves (`load_adapters`), onto a base that stays
+        self.dtype: torch.dtype = (
+            self._engine.vllm_config.model_config.dtype
+        )  # of the weights that it holds
         self.sleep()
 
     @property
@@ -138,7 +178,9 @@ class RolloutEngine:
     def reset_prefix_cache(self) -> None:
         """Collective over the engine's ranks. Forget all cached prefixes. Raises EngineStateError: requests run."""
         if not self._llm.reset_prefix_cache():  # says False, and raises nothing, while requests run
-            raise EngineStateError("requests are still running, the prefix cache could not be reset")
+            raise EngineStateError(
+                "requests are still running, the prefix cache could not be reset"
+            )
 
     def wake_kv_cache(self) -> None:
         """Bring back the memory of the KV cache: after the sync, whose buckets are free again."""
@@ -150,7 +192,9 @@ class RolloutEngine:
         """Free weights and KV cache for the policy's update; without a GPU vLLM only takes note of it. Returns the
         metrics of SleepCheck, given `held_bytes`, what the trainer itself holds."""
         before = self._rested_from if self._sleep_level == 1 else None
-        sleeps_already = before is not None  # a rest is that sleep; the other one drops only what is on the device
+        sleeps_already = (
+            before is not None
+        )  # a rest is that sleep; the other one drops only what is on the device
         if before is None:
             self._end_rest()
             before = measure(self._session.device, self.pool_bytes())
@@ -162,7 +206,9 @@ class RolloutEngine:
         self.policy_version = None
         if held_bytes is None:
             return {}
-        return self._sleep_check.check(before, measure(self._session.device, self.pool_bytes()), held_bytes)
+        return self._sleep_check.check(
+            before, measure(self._session.device, self.pool_bytes()), held_bytes
+        )
 
     def rest(self) -> None:
         """Make room on the device between two generations by the same weights, which wait in host memory, whatever
@@ -187,7 +233,9 @@ class RolloutEngine:
 
     def tensors(self, hf_names: Collection[str]) -> list[EngineTensor]:
         """Where the rows of HF's tensors are in this rank's engine; the same in number and kind on all ranks."""
-        return engine_tensors(self._model, hf_names) + (self._adapters.tensors() if self._adapters is not None else [])
+        return engine_tensors(self._model, hf_names) + (
+            self._adapters.tensors() if self._adapters is not None else []
+        )
 
     def direct_load(self, names: Mapping[str, str]) -> DirectLoad:
         """To be made when a proof has passed. `names`: of the policy's tensors, by each name that they have."""
@@ -206,7 +254,9 @@ class RolloutEngine:
         of the distribution that was sampled from (greedy: of temperature 1). A "stop" completion ends with the
         end-of-sequence token. Raises EngineStateError: asleep, or it holds another version than `policy_version`."""
         places = [(0, number) for number in range(len(requests))]
-        done = self._generate(iter([places]), 1, policy_version, lambda _, n, turns: None if turns else requests[n])
+        done = self._generate(
+            iter([places]), 1, policy_version, lambda _, n, turns: None if turns else requests[n]
+        )
         assert done is not None
         return [done[place][0] for place in places]
 
@@ -241,7 +291,9 @@ class RolloutEngine:
         static = self._rollout.schedule == "static" or self.num_engines == 1
         max_num_seqs = None if static else self._engine.vllm_config.scheduler_config.max_num_seqs
         largest = max(job_sizes, default=1)
-        max_in_flight, num_dealt = share_out(len(job_sizes), largest, self.num_engines, max_num_seqs)
+        max_in_flight, num_dealt = share_out(
+            len(job_sizes), largest, self.num_engines, max_num_seqs
+        )
         dealt, queued = deal(job_sizes, expected, num_dealt, self.num_engines)
         queue = f"jobs/{self._num_shared_calls}"
         self._num_shared_calls += 1
@@ -256,7 +308,15 @@ class RolloutEngine:
 
         of_engine = batches()
         done = self._generate(
-            of_engine, max_in_flight, policy_version, next_request, finished, self._must_abort, race, answers, meanwhile
+            of_engine,
+            max_in_flight,
+            policy_version,
+            next_request,
+            finished,
+            self._must_abort,
+            race,
+            answers,
+            meanwhile,
         )
         for _ in of_engine:  # ended early: whoever claims must claim until there is nothing left
             pass
@@ -308,20 +368,28 @@ class RolloutEngine:
         `must_abort(steps done)` said so. Takes the next batch while fewer than `max_in_flight` are unfinished."""
         self._refuse_unless_ready(policy_version)
         self._end_rest()
-        conversations = Conversations(next_request, answers, self._session.engine_group, self.engine_rank)
+        conversations = Conversations(
+            next_request, answers, self._session.engine_group, self.engine_rank
+        )
         scheduler = self._engine.engine_core.engine_core.scheduler
         all_taken, num_steps, just_finished = False, 0, list[Place]()
         # On a CPU vLLM compiles a helper of its logprobs on first use, for seconds; its result is the same without.
         stance = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
         # A bar once a rollout takes some seconds, of the first rank's requests; None is tqdm's "only on a terminal".
         quiet = True if self._session.rank else None
-        bar: tqdm[Any] = tqdm(desc="generate", unit="completion", delay=3, leave=False, disable=quiet)
+        bar: tqdm[Any] = tqdm(
+            desc="generate", unit="completion", delay=3, leave=False, disable=quiet
+        )
         with isolated(), stance, bar as progress:
             while True:
                 # While requests wait for room (the KV cache may hold fewer than max_num_seqs), leave batches to others.
                 _, num_waiting = scheduler.get_request_counts()
                 self._start(conversations.go_on(just_finished))
-                while not all_taken and not num_waiting and conversations.num_open < max(max_in_flight, 1):
+                while (
+                    not all_taken
+                    and not num_waiting
+                    and conversations.num_open < max(max_in_flight, 1)
+                ):
                     batch = next(batches, None)
                     all_taken = batch is None
                     self._start(conversations.go_on(batch or ()))
@@ -336,14 +404,25 @@ class RolloutEngine:
                     return None
                 if race is not None and self._is_over(race, num_since):
                     unfinished = scheduler.requests
-                    race.drop(conversations.num_tokens([one.num_output_tokens for one in unfinished.values()]))
+                    race.drop(
+                        conversations.num_tokens(
+                            [one.num_output_tokens for one in unfinished.values()]
+                        )
+                    )
                     self._abort(list(conversations.running))
                     return conversations.complete()
                 num_steps += 1
                 if meanwhile is not None:
                     meanwhile()
-                outputs = [output for output in self._engine.step() if output.finished] if conversations.running else []
-                just_finished = [conversations.end_turn(output.request_id, _completion(output)) for output in outputs]
+                outputs = (
+                    [output for output in self._engine.step() if output.finished]
+                    if conversations.running
+                    else []
+                )
+                just_finished = [
+                    conversations.end_turn(output.request_id, _completion(output))
+                    for output in outputs
+                ]
                 if finished is not None:
                     for place in just_finished:
                         finished(*place, conversations.completions[place][-1])
@@ -370,7 +449,9 @@ class RolloutEngine:
             most = min(request.max_tokens, most) if request.is_rollout else request.max_tokens
         params = SamplingParams(
             max_tokens=most,
-            temperature=self._rollout.temperature if request.temperature is None else request.temperature,
+            temperature=self._rollout.temperature
+            if request.temperature is None
+            else request.temperature,
             seed=request.seed,
             stop_token_ids=self._stop_token_ids,
             logprobs=0 if request.is_rollout else None,  # of the sampled token alone
@@ -379,7 +460,9 @@ class RolloutEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         adapters = self._adapters.request if self._adapters is not None else None
-        self._engine.add_request(name, {"prompt_token_ids": request.prompt_ids}, params, lora_request=adapters)
+        self._engine.add_request(
+            name, {"prompt_token_ids": request.prompt_ids}, params, lora_request=adapters
+        )
 
 
 def _completion(output: Any) -> Completion:

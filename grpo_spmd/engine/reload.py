@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from grpo_spmd.engine.requests import EngineStateError
+from grpo_spmd.engine.weight_map import EngineTensor, adapter_tensors
 from grpo_spmd.model.families.build import one_line_for
 from grpo_spmd.model.lora import hf_name
 
@@ -31,17 +32,24 @@ class WeightReload:
             lambda record: "Failed to load weights" not in record.getMessage()
         )
 
-    def __call__(self, weights: Iterable[tuple[str, Tensor]], covered: Collection[str] = ()) -> None:
+    def __call__(
+        self, weights: Iterable[tuple[str, Tensor]], covered: Collection[str] = ()
+    ) -> None:
         """Collective over the engine's ranks. Replace every weight but those in `covered`, which the engine has got, or
         raise EngineStateError."""
-        if names := {hf_name(name) for name, _ in self._model.named_parameters()}.difference(covered):
+        if names := {hf_name(name) for name, _ in self._model.named_parameters()}.difference(
+            covered
+        ):
             self._reload(weights, names)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]], names: set[str]) -> None:
         self._loaded = None
         if self._on_cpu:
             self._llm.apply_model(before_reload_on_cpu)
-        path, kinds = self._llm.model_config.model, (AssertionError, AttributeError, KeyError, ValueError)
+        path, kinds = (
+            self._llm.model_config.model,
+            (AssertionError, AttributeError, KeyError, ValueError),
+        )
         with one_line_for(path, "cannot be loaded by vLLM", *kinds):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self._on_cpu:
@@ -51,7 +59,9 @@ class WeightReload:
             raise EngineStateError(text)
         if missing := sorted(names - self._loaded):
             which = f"{len(missing)} engine parameters"
-            raise EngineStateError(f"load_weights: {which} were not covered by the policy, first {missing[0]}")
+            raise EngineStateError(
+                f"load_weights: {which} were not covered by the policy, first {missing[0]}"
+            )
 
 
 def before_reload_on_cpu(model: nn.Module) -> None:
@@ -59,7 +69,9 @@ def before_reload_on_cpu(model: nn.Module) -> None:
     one does not pack anew (0.28 to 0.32: wrong logprobs, no message)."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None and type(method).__name__.startswith("Unquantized"):
+        if getattr(method, "moe_kernel", None) is not None and type(method).__name__.startswith(
+            "Unquantized"
+        ):
             method._kernel_before_reload, method.moe_kernel = method.moe_kernel, None
 
 
@@ -76,3 +88,55 @@ def after_reload_on_cpu(model: nn.Module) -> None:
             if method.moe_kernel is None:  # the layer got no weights: keep what it had
                 method.moe_kernel = method._kernel_before_reload
             method._kernel_before_reload = None
+
+
+# Adapters that come to an engine without the base: one vLLM adapter, handed over in memory, not through files.
+
+
+_ID = 1
+
+
+class EngineAdapters:
+    def __init__(self, model: Any, rank: int) -> None:
+        from vllm.lora.request import LoRARequest
+
+        self._model, self._rank = model, rank
+        self._layers: set[str] = set()  # HF names of those that were given an adapter
+        # If the adapter were not there before the first request, vLLM would look for this folder, and fail.
+        self.request = LoRARequest("policy", _ID, "/handed-over-in-memory")
+
+    def load(self, adapters: Mapping[str, Tensor]) -> None:
+        """As `RolloutEngine.load_adapters`, but the engine's state is not checked."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        self.drop()
+        layers = {
+            name.removesuffix(".lora_A.weight")
+            for name in adapters
+            if name.endswith(".lora_A.weight")
+        }
+        # Equal rank and alpha: the factor is in B. vLLM would otherwise multiply these tensors in place.
+        weights = {}
+        for name in layers:
+            a, b = adapters[f"{name}.lora_A.weight"], adapters[f"{name}.lora_B.weight"]
+            weights[name] = LoRALayerWeights(name, self._rank, self._rank, a, b)
+        self._model.lora_manager.add_adapter(LoRAModel(_ID, self._rank, weights))
+        self._model.lora_manager.activate_adapter(_ID)
+        # vLLM ignores an adapter whose name it does not know: look at what its layers were given.
+        self._layers = layers
+        if homeless := sorted(adapters.keys() - {tensor.engine_name for tensor in self.tensors()}):
+            which = f"{len(homeless)} adapters have no place in the engine, first {homeless[0]}"
+            raise EngineStateError(f"load_adapters: {which}; set model.lora.sync: merged")
+
+    def drop(self) -> None:
+        """Free the copy of the adapters that vLLM keeps beside the one in its layers, for the update to use."""
+        self._layers = set()
+        self._model.lora_manager.remove_adapter(_ID)
+
+    def tensors(self) -> list[EngineTensor]:
+        """The adapters in this rank's engine, named as the policy names them, for the layers that were given one."""
+        held = adapter_tensors(self._model, self._rank) if self._layers else []
+        return [
+            tensor for tensor in held if tensor.engine_name.rpartition(".lora_")[0] in self._layers
+        ]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from grpo_spmd.model.families.engine_names import as_in_hf, hf_names_by_engine_name
+from grpo_spmd.model.families.build import as_in_hf, hf_names_by_engine_name
 
 T = TypeVar("T")
 
@@ -35,14 +35,18 @@ class EngineTensor:
     engine_name: str
     parts: tuple[TensorPart, ...]
     values: Tensor | None  # [rows, columns], where the layout is plain
-    product: Callable[[Tensor], Tensor] | None = None  # [columns] -> [rows], where the weights are packed or quantised
+    product: Callable[[Tensor], Tensor] | None = (
+        None  # [columns] -> [rows], where the weights are packed or quantised
+    )
     is_quantised: bool = False
     column_slice: int = 0  # which of so many equal slices of the HF tensor's columns it holds
     num_column_slices: int = 1
     layer: nn.Module | None = None  # that it is in, unless it is an adapter
 
 
-Rows = tuple[int, int, int]  # of one HF tensor: how many are held here, how many there are, which block of that size
+Rows = tuple[
+    int, int, int
+]  # of one HF tensor: how many are held here, how many there are, which block of that size
 Reader = Callable[[str, Any, Any], list[EngineTensor]]  # of a layer: its path, itself, the model
 
 
@@ -50,12 +54,23 @@ def engine_tensors(model: nn.Module, hf_names: Collection[str]) -> list[EngineTe
     """What every parameter of this rank's engine holds, the same in number and kind on all ranks. `hf_names`: of the
     policy's parameters, which some of vLLM's classes rename, or fuse where they are fused already (GLM4)."""
     readers, renamed = _readers(), hf_names_by_engine_name(model, hf_names)
-    found, seen = list[EngineTensor](), set[int]()  # a tied lm_head may share its parameter with the embedding
+    found, seen = (
+        list[EngineTensor](),
+        set[int](),
+    )  # a tied lm_head may share its parameter with the embedding
     for path, layer in model.named_modules():
         read = _of_nearest_class(readers, layer)
-        for tensor in read(path.removesuffix(".base_layer"), layer, model):  # wrapped, where it can take an adapter
+        for tensor in read(
+            path.removesuffix(".base_layer"), layer, model
+        ):  # wrapped, where it can take an adapter
             if tensor.values is None or id(tensor.values) not in seen:
-                found.append(replace(tensor, parts=as_in_hf(tensor.engine_name, tensor.parts, renamed), layer=layer))
+                found.append(
+                    replace(
+                        tensor,
+                        parts=as_in_hf(tensor.engine_name, tensor.parts, renamed),
+                        layer=layer,
+                    )
+                )
             seen.add(id(tensor.values))
     return found
 
@@ -64,7 +79,11 @@ def _readers() -> dict[type, Reader]:
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    return {LinearBase: _linear_tensors, VocabParallelEmbedding: _vocabulary_tensors, nn.Module: _plain_tensors}
+    return {
+        LinearBase: _linear_tensors,
+        VocabParallelEmbedding: _vocabulary_tensors,
+        nn.Module: _plain_tensors,
+    }
 
 
 def _row_layouts() -> dict[type, Callable[[Any], list[Rows]]]:
@@ -73,8 +92,12 @@ def _row_layouts() -> dict[type, Callable[[Any], list[Rows]]]:
 
     return {
         linear.QKVParallelLinear: _qkv_rows,
-        linear.MergedColumnParallelLinear: lambda of: [(n // of.tp_size, n, of.tp_rank) for n in of.output_sizes],
-        linear.ColumnParallelLinear: lambda of: [(of.output_size // of.tp_size, of.output_size, of.tp_rank)],
+        linear.MergedColumnParallelLinear: lambda of: [
+            (n // of.tp_size, n, of.tp_rank) for n in of.output_sizes
+        ],
+        linear.ColumnParallelLinear: lambda of: [
+            (of.output_size // of.tp_size, of.output_size, of.tp_rank)
+        ],
         linear.LinearBase: lambda of: [(of.output_size, of.output_size, 0)],
     }
 
@@ -84,7 +107,9 @@ def _of_nearest_class(table: dict[type, T], layer: object) -> T:
 
 
 def _qkv_rows(layer: Any) -> list[Rows]:
-    kv_rank = layer.tp_rank // layer.num_kv_head_replicas  # with fewer KV heads than ranks, neighbours share one
+    kv_rank = (
+        layer.tp_rank // layer.num_kv_head_replicas
+    )  # with fewer KV heads than ranks, neighbours share one
     size, value_size = layer.head_size, getattr(layer, "v_head_size", layer.head_size)
     return [
         (layer.num_heads * size, layer.total_num_heads * size, layer.tp_rank),
@@ -95,7 +120,9 @@ def _qkv_rows(layer: Any) -> list[Rows]:
 
 def _plain_tensors(path: str, layer: nn.Module, model: Any) -> list[EngineTensor]:
     parameters = layer.named_parameters(path, recurse=False)
-    return [EngineTensor(name, (TensorPart(name, len(p), 0, 0, len(p)),), p) for name, p in parameters]
+    return [
+        EngineTensor(name, (TensorPart(name, len(p), 0, 0, len(p)),), p) for name, p in parameters
+    ]
 
 
 def _linear_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
@@ -112,7 +139,11 @@ def _linear_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
     parts = fused_rows([f"{name}.weight" for name in names], rows)
     found = [EngineTensor(f"{path}.weight", parts, values, product, _is_quantised(layer), *columns)]
     if layer.bias is not None:
-        found.append(EngineTensor(f"{path}.bias", fused_rows([f"{name}.bias" for name in names], rows), layer.bias))
+        found.append(
+            EngineTensor(
+                f"{path}.bias", fused_rows([f"{name}.bias" for name in names], rows), layer.bias
+            )
+        )
     return found
 
 
@@ -121,7 +152,9 @@ def _vocabulary_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]
     a packed copy beside the plain one, which they may share: the embedding reads the plain, the lm_head the packed."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    head = getattr(model, "lm_head", None)  # where there is none, the embedding itself is (Gemma 2, Command R)
+    head = getattr(
+        model, "lm_head", None
+    )  # where there is none, the embedding itself is (Gemma 2, Command R)
     is_head = isinstance(layer, ParallelLMHead) or layer is head or head is None
     name, rows = f"{path}.weight", layer.shard_indices
     first = rows.org_vocab_start_index
@@ -140,18 +173,26 @@ def adapter_tensors(model: Any, rank: int) -> list[EngineTensor]:
 
     found = []
     for path, wrapper in model.lora_manager.modules.items():
-        if not isinstance(wrapper.base_layer, LinearBase):  # older versions also wrap the embedding and the lm_head
+        if not isinstance(
+            wrapper.base_layer, LinearBase
+        ):  # older versions also wrap the embedding and the lm_head
             continue
         base = _linear_tensors(path, wrapper.base_layer, model)[0]
         columns = base.column_slice, base.num_column_slices
         slices = [base.parts] if wrapper.n_slices == 1 else [(part,) for part in base.parts]
-        for parts, lora_a, lora_b in zip(slices, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True):
+        for parts, lora_a, lora_b in zip(
+            slices, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True
+        ):
             layer = parts[0].name.removesuffix(".weight")
             a, b = f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
             # [adapter, 1, largest rank, columns] and [adapter, 1, rows, largest rank]
             values_a, values_b = lora_a[0, 0, :rank], lora_b[0, 0, :, :rank]
-            parts_b = tuple(replace(part, name=b, start=part.start - parts[0].start) for part in parts)
-            found.append(EngineTensor(a, (TensorPart(a, rank, 0, 0, rank),), values_a, None, False, *columns))
+            parts_b = tuple(
+                replace(part, name=b, start=part.start - parts[0].start) for part in parts
+            )
+            found.append(
+                EngineTensor(a, (TensorPart(a, rank, 0, 0, rank),), values_a, None, False, *columns)
+            )
             found.append(EngineTensor(b, parts_b, values_b))
     return found
 
@@ -176,4 +217,6 @@ def _is_quantised(layer: Any) -> bool:
 
 def _product(layer: Any) -> Callable[[Tensor], Tensor]:
     """The layer's weight applied to one vector, without its bias and without the sum over ranks."""
-    return lambda vector: layer.quant_method.apply(layer, vector.to(next(layer.parameters()).device)[None], None)[0]
+    return lambda vector: layer.quant_method.apply(
+        layer, vector.to(next(layer.parameters()).device)[None], None
+    )[0]

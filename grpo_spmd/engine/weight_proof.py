@@ -26,7 +26,9 @@ from grpo_spmd.model.sharding import gather_rows
 
 _log = logging.getLogger("grpo_spmd")
 _MAX_NAMED = 4  # tensors that an error describes
-_Shard = tuple[DTensor, Callable[[], Tensor]]  # a parameter; gives this rank's rows of what the engine must hold
+_Shard = tuple[
+    DTensor, Callable[[], Tensor]
+]  # a parameter; gives this rank's rows of what the engine must hold
 _Shards = Mapping[str, _Shard]  # by HF name
 
 
@@ -44,7 +46,9 @@ class _View:
 
 
 @torch.no_grad()
-def prove_weights(policy: Policy, engine: RolloutEngine, step: int, is_first: bool = False) -> float:
+def prove_weights(
+    policy: Policy, engine: RolloutEngine, step: int, is_first: bool = False
+) -> float:
     """Collective. Compare what every engine holds with the policy's shards, in the engine's dtype; the seconds it took.
     By bytes, where the engine's layout is plain: a 64-bit hash of each row, in which one flipped bit shows. By probe,
     where it packs or quantises: its own layer applied to a random vector, another at each step, within the rounding of
@@ -53,33 +57,60 @@ def prove_weights(policy: Policy, engine: RolloutEngine, step: int, is_first: bo
     start = time.perf_counter()
     shards = _expected_shards(policy, engine)
     tensors = engine.tensors(shards)
-    known = [tensor for tensor in tensors if fits(tensor, {name: parameter for name, (parameter, _) in shards.items()})]
-    views = list(dict.fromkeys(_view(tensor, part.name) for tensor in known for part in tensor.parts))
+    known = [
+        tensor
+        for tensor in tensors
+        if fits(tensor, {name: parameter for name, (parameter, _) in shards.items()})
+    ]
+    views = list(
+        dict.fromkeys(_view(tensor, part.name) for tensor in known for part in tensor.parts)
+    )
     expected = _gather_fingerprints(shards, views, engine.dtype, step)
     wrong: dict[str, str] = {}
     for tensor in known:
-        wrong |= _differences(tensor, expected, _columns(shards[tensor.parts[0].name][0]), engine.dtype, step)
+        wrong |= _differences(
+            tensor, expected, _columns(shards[tensor.parts[0].name][0]), engine.dtype, step
+        )
     if engine.takes_adapters:
         given = {part.name for tensor in tensors for part in tensor.parts}
-        wrong |= {name: "the engine was not given it" for name, _ in named_adapters(policy.model) if name not in given}
+        wrong |= {
+            name: "the engine was not given it"
+            for name, _ in named_adapters(policy.model)
+            if name not in given
+        }
     # No other check sees that replicas have drifted apart.
-    digest = sum(int(fingerprints.sum()) for view, fingerprints in expected.items() if not view.by_probe)
+    digest = sum(
+        int(fingerprints.sum()) for view, fingerprints in expected.items() if not view.by_probe
+    )
     on_rank0(lambda of_ranks: _raise_if_replicas_differ(of_ranks, step), digest)
     num_names = len({view.name for view in views})
     on_rank0(lambda of_ranks: _raise_if_wrong(of_ranks, num_names, step), wrong)
     seconds = time.perf_counter() - start
     if is_first and engine.engine_rank == engine.tp_rank == 0:
-        unknown = {tensor.engine_name for tensor in tensors} - {tensor.engine_name for tensor in known}
+        unknown = {tensor.engine_name for tensor in tensors} - {
+            tensor.engine_name for tensor in known
+        }
         _log_what_was_proved(seconds, views, shards, unknown)
     return seconds
 
 
-def _log_what_was_proved(seconds: float, views: Sequence[_View], shards: _Shards, unknown: set[str]) -> None:
+def _log_what_was_proved(
+    seconds: float, views: Sequence[_View], shards: _Shards, unknown: set[str]
+) -> None:
     names, probed = {view.name for view in views}, {view.name for view in views if view.by_probe}
     by_bytes = len(names - probed)
-    _log.info("weight-sync proof: %.2f s, %d tensors by bytes, %d by probe", seconds, by_bytes, len(probed))
-    proved = {id(shards[name][0]) for name in names}  # a tied lm_head may be there as the embedding alone
-    unproved = unknown | {name for name, (parameter, _) in shards.items() if id(parameter) not in proved}
+    _log.info(
+        "weight-sync proof: %.2f s, %d tensors by bytes, %d by probe",
+        seconds,
+        by_bytes,
+        len(probed),
+    )
+    proved = {
+        id(shards[name][0]) for name in names
+    }  # a tied lm_head may be there as the embedding alone
+    unproved = unknown | {
+        name for name, (parameter, _) in shards.items() if id(parameter) not in proved
+    }
     if unproved:
         text = "weight-sync proof: not proved, since their layout in the engine is not known: %s"
         _log.warning(text, ", ".join(sorted(unproved)))
@@ -87,17 +118,28 @@ def _log_what_was_proved(seconds: float, views: Sequence[_View], shards: _Shards
 
 def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, _Shard]:
     """Collective where adapters are merged. Also under the name of a tied lm_head, which an engine may pack apart."""
-    by_parameter = {id(parameter): (parameter, shard) for _, parameter, shard in hf_named_shards(policy)}
-    names = {hf_name(name): id(parameter) for name, parameter in policy.model.named_parameters(remove_duplicate=False)}
+    by_parameter = {
+        id(parameter): (parameter, shard) for _, parameter, shard in hf_named_shards(policy)
+    }
+    names = {
+        hf_name(name): id(parameter)
+        for name, parameter in policy.model.named_parameters(remove_duplicate=False)
+    }
     expected = {name: by_parameter[which] for name, which in names.items() if which in by_parameter}
     if engine.takes_adapters:
-        expected |= {name: (parameter, shard) for name, parameter, shard in adapter_shards(policy.model, policy.lora)}
+        expected |= {
+            name: (parameter, shard)
+            for name, parameter, shard in adapter_shards(policy.model, policy.lora)
+        }
     return expected
 
 
 def fits(tensor: EngineTensor, parameters: Mapping[str, Tensor]) -> bool:
     """Whether the engine's parameter is what its name says, as far as shapes tell."""
-    if not all(part.name in parameters and len(parameters[part.name]) == part.num_hf_rows for part in tensor.parts):
+    if not all(
+        part.name in parameters and len(parameters[part.name]) == part.num_hf_rows
+        for part in tensor.parts
+    ):
         return False
     columns = {_columns(parameters[part.name]) for part in tensor.parts}
     if tensor.values is not None:
@@ -121,16 +163,23 @@ def _coefficients(columns: int, by_probe: bool, dtype: torch.dtype, step: int) -
     """What columns are multiplied by, equal on all ranks: odd 64-bit numbers for a hash, or a probe in `dtype`."""
     if by_probe:
         return torch.randn(columns, generator=torch.Generator().manual_seed(step)).to(dtype)
-    return torch.randint(-(2**62), 2**62, (columns,), generator=torch.Generator().manual_seed(0)) * 2 + 1
+    return (
+        torch.randint(-(2**62), 2**62, (columns,), generator=torch.Generator().manual_seed(0)) * 2
+        + 1
+    )
 
 
-def row_fingerprints(matrix: Tensor, coefficients: Tensor, num_slices: int, dtype: torch.dtype) -> Tensor:
+def row_fingerprints(
+    matrix: Tensor, coefficients: Tensor, num_slices: int, dtype: torch.dtype
+) -> Tensor:
     """Fingerprints [rows, num_slices], int64, of a matrix [rows, columns] cast to `dtype`, for equal slices of columns.
     With int64 coefficients [columns]: sum of bits * coefficient modulo 2^64. With a probe: the product and the row's
     norm, two float32 in one int64."""
     out = torch.empty(len(matrix), num_slices, dtype=torch.int64, device=matrix.device)
     coefficients = coefficients.to(matrix.device)
-    chunk = max(1, (1 << 22 if matrix.is_cuda else 1 << 16) // max(1, matrix.shape[1]))  # in a CPU's cache
+    chunk = max(
+        1, (1 << 22 if matrix.is_cuda else 1 << 16) // max(1, matrix.shape[1])
+    )  # in a CPU's cache
     for rows, result in zip(matrix.split(chunk), out.split(chunk), strict=True):
         cast = rows.to(dtype)
         if coefficients.dtype == torch.int64:
@@ -143,20 +192,29 @@ def row_fingerprints(matrix: Tensor, coefficients: Tensor, num_slices: int, dtyp
     return out
 
 
-def _gather_fingerprints(shards: _Shards, views: list[_View], dtype: torch.dtype, step: int) -> dict[_View, Tensor]:
+def _gather_fingerprints(
+    shards: _Shards, views: list[_View], dtype: torch.dtype, step: int
+) -> dict[_View, Tensor]:
     """Collective. The policy's fingerprints [rows, slices] in each view; each rank takes those of its shards."""
 
     def of_shards() -> Iterator[tuple[DTensor, Tensor]]:
         for view in views:
             parameter, shard = shards[view.name]
             coefficients = _coefficients(_columns(parameter), view.by_probe, dtype, step)
-            yield parameter, row_fingerprints(_as_matrix(shard()), coefficients, view.num_slices, dtype)
+            yield (
+                parameter,
+                row_fingerprints(_as_matrix(shard()), coefficients, view.num_slices, dtype),
+            )
 
     return dict(zip(views, gather_rows(of_shards()), strict=True))
 
 
 def _differences(
-    tensor: EngineTensor, of_policy: Mapping[_View, Tensor], columns: int, dtype: torch.dtype, step: int
+    tensor: EngineTensor,
+    of_policy: Mapping[_View, Tensor],
+    columns: int,
+    dtype: torch.dtype,
+    step: int,
 ) -> dict[str, str]:
     """HF tensors that one of the engine's parameters does not hold as the policy does, and how they differ."""
     whole, differences = _coefficients(columns, tensor.values is None, dtype, step), {}
@@ -177,10 +235,18 @@ def _differences(
         if same.all():
             continue
         how = f"{int((~same).sum())} of its {len(same)} rows here differ"
-        others = [other for other in of_policy if other != view and replace(other, name=view.name) == view]
-        others = [other for other in others if len(of_policy[other]) == part.num_hf_rows and is_of(other).all()]
+        others = [
+            other for other in of_policy if other != view and replace(other, name=view.name) == view
+        ]
+        others = [
+            other
+            for other in others
+            if len(of_policy[other]) == part.num_hf_rows and is_of(other).all()
+        ]
         expected = of_policy[view][here]
-        by = expected if rows.dtype == torch.int64 else _products_and_norms(expected)[0]  # hash, or product
+        by = (
+            expected if rows.dtype == torch.int64 else _products_and_norms(expected)[0]
+        )  # hash, or product
         if others:
             how += f", there are those of {others[0].name}"
         elif matches(rows.sort()[0], expected[by.argsort()], coefficients, dtype).all():
@@ -190,7 +256,11 @@ def _differences(
 
 
 def matches(
-    found: Tensor, expected: Tensor, coefficients: Tensor, dtype: torch.dtype, is_quantised: bool = False
+    found: Tensor,
+    expected: Tensor,
+    coefficients: Tensor,
+    dtype: torch.dtype,
+    is_quantised: bool = False,
 ) -> Tensor:
     """For each row, whether the engine's hash (int64) or product (in `dtype`) is that in the policy's fingerprint.
 
@@ -206,7 +276,9 @@ def matches(
     rounding = (dtype.itemsize < 4) * 2.0**-7 * product.abs()
     if is_quantised:
         rounding = 0.4 / math.sqrt(len(coefficients)) * scale
-    same: Tensor = (found.float() - product).abs() <= rounding + 1e-6 * scale  # False where one is NaN
+    same: Tensor = (
+        found.float() - product
+    ).abs() <= rounding + 1e-6 * scale  # False where one is NaN
     return same
 
 
@@ -217,7 +289,9 @@ def _products_and_norms(fingerprints: Tensor) -> tuple[Tensor, Tensor]:
 
 def _raise_if_replicas_differ(digests: list[int], step: int) -> None:
     """On rank 0, from every rank's digest of the policy's weights."""
-    if differing := ", ".join(str(rank) for rank, digest in enumerate(digests) if digest != digests[0]):
+    if differing := ", ".join(
+        str(rank) for rank, digest in enumerate(digests) if digest != digests[0]
+    ):
         raise WeightProofError(
             f"step {step}: the replicas of the policy (model.num_replicas) hold different weights: those of rank "
             f"{differing} are not those of rank 0, likely because an update ran on some ranks only, or their gradients "

@@ -8,10 +8,17 @@ from contextlib import closing
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.direct_load import DirectLoad
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import Cast, as_it_is, full_tensors, gather_pieces, of_entries
-from grpo_spmd.engine.weight_digest import WeightDigest, weights_id
+from grpo_spmd.engine.gather import (
+    Cast,
+    WeightDigest,
+    as_it_is,
+    full_tensors,
+    gather_pieces,
+    of_entries,
+    weights_id,
+)
 from grpo_spmd.engine.weight_proof import fits, prove_weights
-from grpo_spmd.model.families.tensors import refuse_holes
+from grpo_spmd.model.families.refusals import refuse_holes
 from grpo_spmd.model.lora import adapter_shards, gather_adapters, hf_name
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, hf_named_parameters, hf_named_shards
@@ -36,12 +43,18 @@ class WeightSync:
         refuse_holes(policy.model, engine.tensors, fits)
         self._policy, self._engine, self._offload, self._cast = policy, engine, offload, cast
         self._device = next(policy.model.parameters()).device
-        self._bucket_bytes, self._prove_every_steps, self._is_named = bucket_bytes, prove_every_steps, is_named
+        self._bucket_bytes, self._prove_every_steps, self._is_named = (
+            bucket_bytes,
+            prove_every_steps,
+            is_named,
+        )
         self._has_proved = False
         self._direct: DirectLoad | None = None
         self._direct_is_proved = True
         self._loader_is_due = True  # of the due steps, every other one is the loader's
-        self._base_totals = list[int]()  # what a base that stays in the engine adds to the name of its weights
+        self._base_totals = list[
+            int
+        ]()  # what a base that stays in the engine adds to the name of its weights
 
     def sync(self, step: int) -> SyncStats:
         """Collective. Wake the engine with exactly the policy's weights, as version `step`, its caches emptied.
@@ -60,12 +73,16 @@ class WeightSync:
         if self._offload is not None:
             self._offload.before_sync()
         engine.wake_weights()
-        is_due = not self._has_proved or (self._prove_every_steps > 0 and step % self._prove_every_steps == 0)
+        is_due = not self._has_proved or (
+            self._prove_every_steps > 0 and step % self._prove_every_steps == 0
+        )
         direct = None if is_due and self._loader_is_due else self._direct
         if engine.needs_weights:
             # Of a base that stays nothing is counted: a step is then counted alike, whether the process is new or not.
             self._send(step, SyncStats() if engine.takes_adapters else stats, digest, direct)
-            self._base_totals = digest.totals() if digest is not None and engine.takes_adapters else []
+            self._base_totals = (
+                digest.totals() if digest is not None and engine.takes_adapters else []
+            )
         if engine.takes_adapters:
             digest = self._new_digest()
             shards = list(adapter_shards(policy.model, policy.lora))
@@ -94,7 +111,9 @@ class WeightSync:
     def _new_digest(self) -> WeightDigest | None:
         return WeightDigest(self._device) if self._is_named else None
 
-    def _send(self, step: int, stats: SyncStats, digest: WeightDigest | None, direct: DirectLoad | None) -> None:
+    def _send(
+        self, step: int, stats: SyncStats, digest: WeightDigest | None, direct: DirectLoad | None
+    ) -> None:
         """Collective. The whole policy, directly as far as `direct` goes; in one row, so that it takes as many
         collectives either way."""
         engine, names = self._engine, direct.names if direct is not None else frozenset()
@@ -102,13 +121,19 @@ class WeightSync:
         copied = [entry for entry in entries if entry[0] in names]
         how = engine.dtype, self._bucket_bytes, stats, self._cast, digest
         with closing(gather_pieces(entries, *how)) as pieces:
-            engine.load_weights(full_tensors(pieces, engine.dtype), step, direct, of_entries(pieces, copied))
+            engine.load_weights(
+                full_tensors(pieces, engine.dtype), step, direct, of_entries(pieces, copied)
+            )
 
     def _proved_direct_load(self) -> DirectLoad | None:
         """Collective. None where nothing can be copied, or where ranks would copy different tensors."""
-        by_parameter = {id(parameter): name for name, parameter in hf_named_parameters(self._policy)}
+        by_parameter = {
+            id(parameter): name for name, parameter in hf_named_parameters(self._policy)
+        }
         named = self._policy.model.named_parameters(remove_duplicate=False)
-        parameters = {hf_name(name): parameter for name, parameter in named if id(parameter) in by_parameter}
+        parameters = {
+            hf_name(name): parameter for name, parameter in named if id(parameter) in by_parameter
+        }
         names = {name: by_parameter[id(parameter)] for name, parameter in parameters.items()}
         all_fit = all(fits(tensor, parameters) for tensor in self._engine.tensors(names))
         direct = self._engine.direct_load(names) if all_fit else None

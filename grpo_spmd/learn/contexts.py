@@ -13,7 +13,9 @@ from grpo_spmd.records import EPISODE_STATUSES, FAILED_STATUSES, Completion, Epi
 _Ids = list[int] | npt.NDArray[np.int32]
 
 
-def contexts_of(prompt_ids: _Ids, completion_ids: _Ids, segments: Sequence[Segment] = ()) -> Sequence[Segment]:
+def contexts_of(
+    prompt_ids: _Ids, completion_ids: _Ids, segments: Sequence[Segment] = ()
+) -> Sequence[Segment]:
     """An episode's segments; where there are none, the prompt and its completion as one."""
     if segments:
         return segments
@@ -52,11 +54,15 @@ def broken_rule(token_ids: Sequence[int], episode: Episode) -> str | None:
         return f"its turns have {in_turns} tokens, and {len(token_ids)} were sampled"
     ends = np.cumsum([turn.num_tokens for turn in episode.turns])
     # Where a stretch of sampled tokens ends, a turn does; counted in sampled tokens.
-    joined = np.concatenate([np.append(segment.sampled, False) for segment in episode.segments] or [np.zeros(1, bool)])
+    joined = np.concatenate(
+        [np.append(segment.sampled, False) for segment in episode.segments] or [np.zeros(1, bool)]
+    )
     stretch_ends = np.cumsum(joined)[:-1][joined[:-1] & ~joined[1:]]
     if not np.isin(stretch_ends, ends).all():
         return "a turn has tokens before and behind one that was given"
-    if odd := [turn.finish_reason for turn in episode.turns if turn.finish_reason not in ("stop", "length")]:
+    if odd := [
+        turn.finish_reason for turn in episode.turns if turn.finish_reason not in ("stop", "length")
+    ]:
         return f"a turn's finish_reason is {odd[0]!r:.80}"
     return None
 
@@ -68,7 +74,9 @@ def shortened(segments: Sequence[Segment], num_given: int, num_sampled: int) -> 
     for segment in segments:
         parts = list[tuple[npt.NDArray[np.int32], bool]]()
         changes = np.flatnonzero(np.diff(segment.sampled)) + 1
-        for ids, own in zip(np.split(segment.token_ids, changes), np.split(segment.sampled, changes), strict=True):
+        for ids, own in zip(
+            np.split(segment.token_ids, changes), np.split(segment.sampled, changes), strict=True
+        ):
             if own[0] and left:
                 parts.append((ids[: min(left, max(1, num_sampled // 2))], True))
                 left -= len(parts[-1][0])

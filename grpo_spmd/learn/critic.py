@@ -14,18 +14,22 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.config.critic import CriticConfig
-from grpo_spmd.config.schema import LossConfig, OptimizerConfig, TrainingConfig
+from grpo_spmd.config.schema import CriticConfig, LossConfig, OptimizerConfig, TrainingConfig
 from grpo_spmd.distributed.collectives import any_rank, shares_of_rank0
 from grpo_spmd.distributed.reductions import Max, Mean, Reductions, merge
-from grpo_spmd.learn.gae import advantages_of_tokens, explained_variance, length_lambda, value_loss, whitening
+from grpo_spmd.learn.advantages import (
+    advantages_of_tokens,
+    explained_variance,
+    length_lambda,
+    value_loss,
+    whitening,
+)
 from grpo_spmd.learn.losses import kl_estimate
-from grpo_spmd.learn.shares import cut, of_sampled, of_trained
+from grpo_spmd.learn.sampled_step import cut, of_sampled, of_trained
 from grpo_spmd.learn.signals import Check
 from grpo_spmd.model.offload import Beside
 from grpo_spmd.model.optimizer import build_optimizer, go_on_at
-from grpo_spmd.model.policy_values import PolicyValues
-from grpo_spmd.model.values import ValueModel
+from grpo_spmd.model.values import PolicyValues, ValueModel
 from grpo_spmd.records import Decision, MicroBatch, RolloutBatch, StepDecision
 
 _NUM_SUMS = 8  # of `_Estimate.sums`
@@ -37,7 +41,9 @@ class _Estimate:
 
     advantages: npt.NDArray[np.float64]  # [C], not whitened
     returns: npt.NDArray[np.float64]  # [C]
-    sums: npt.NDArray[np.float64]  # over tokens that count: their number, A and A^2, V, R and R^2, R - V and its square
+    sums: npt.NDArray[
+        np.float64
+    ]  # over tokens that count: their number, A and A^2, V, R and R^2, R - V and its square
 
 
 class Critic:
@@ -60,7 +66,9 @@ class Critic:
         self._whitens, self._max_grad_norm = normalize_std == "batch", optimizer.max_grad_norm
         floor = optimizer.min_lr / optimizer.lr * config.lr if optimizer.lr else 0.0
         own = dataclasses.replace(optimizer, lr=config.lr, min_lr=floor)
-        self.optimizer, self._schedule = build_optimizer(model, own, training.num_run_optimizer_steps)
+        self.optimizer, self._schedule = build_optimizer(
+            model, own, training.num_run_optimizer_steps
+        )
         self._num_updates = self._skipped_in_a_row = 0
 
     @property
@@ -94,7 +102,9 @@ class Critic:
         mean, factor, decision = self._whiten(rows, estimates, decision)
         for row, estimate in zip(rows, estimates, strict=True):
             device, mask = row.advantages.device, row.loss_mask
-            advantages = torch.from_numpy((estimate.advantages - mean) * factor).to(device, torch.float32)
+            advantages = torch.from_numpy((estimate.advantages - mean) * factor).to(
+                device, torch.float32
+            )
             row.advantages = torch.where(mask, advantages, 0.0)
             row.returns = torch.from_numpy(estimate.returns).to(device, torch.float32)
         return decision
@@ -109,12 +119,28 @@ class Critic:
         assert row.old_values is not None
         lengths = _lengths(row)
         given = rewards.cpu().numpy(), row.old_values.double().cpu().numpy(), lengths
-        lam = length_lambda(lengths, config.length_alpha) if config.lam_policy == "length" else config.lam_policy
+        lam = (
+            length_lambda(lengths, config.length_alpha)
+            if config.lam_policy == "length"
+            else config.lam_policy
+        )
         advantages = advantages_of_tokens(*given, config.gamma, lam)
-        values, returns = given[1], advantages_of_tokens(*given, config.gamma, config.lam) + given[1]
+        values, returns = (
+            given[1],
+            advantages_of_tokens(*given, config.gamma, config.lam) + given[1],
+        )
         mask = row.loss_mask.cpu().numpy()
         a, v, r = advantages[mask], values[mask], returns[mask]
-        sums = len(a), a.sum(), (a**2).sum(), v.sum(), r.sum(), (r**2).sum(), (r - v).sum(), ((r - v) ** 2).sum()
+        sums = (
+            len(a),
+            a.sum(),
+            (a**2).sum(),
+            v.sum(),
+            r.sum(),
+            (r**2).sum(),
+            (r - v).sum(),
+            ((r - v) ** 2).sum(),
+        )
         return _Estimate(advantages, returns, np.array(sums, np.float64))
 
     def _whiten(
@@ -131,17 +157,25 @@ class Critic:
         def decide(parts: list[bytes]) -> list[bytes]:
             assert of_all is not None
             told = [np.frombuffer(part, np.float64) for part in parts]
-            count, a, a_squares, v, *others = sum((each[:_NUM_SUMS] for each in told), np.zeros(_NUM_SUMS)).tolist()
+            count, a, a_squares, v, *others = sum(
+                (each[:_NUM_SUMS] for each in told), np.zeros(_NUM_SUMS)
+            ).tolist()
             mean, factor = whitening(count, a, a_squares) if self._whitens else (0.0, 1.0)
             of_rollouts = np.full(len(of_all.rewards), math.nan)
             of_rollouts[of_trained(of_all)[0]] = np.concatenate([each[_NUM_SUMS:] for each in told])
             advantages = np.nan_to_num((of_rollouts - mean) * factor).astype(np.float32)
             metrics = {
                 "critic/value_mean": v / count if count else None,
-                "critic/explained_variance": explained_variance(count, tuple(others[:2]), tuple(others[2:])),
-                "critic/advantage_std": math.sqrt(max(0.0, a_squares / count - (a / count) ** 2)) if count else None,
+                "critic/explained_variance": explained_variance(
+                    count, tuple(others[:2]), tuple(others[2:])
+                ),
+                "critic/advantage_std": math.sqrt(max(0.0, a_squares / count - (a / count) ** 2))
+                if count
+                else None,
             }
-            decided.append(dataclasses.replace(of_all, advantages=advantages, metrics=of_all.metrics | metrics))
+            decided.append(
+                dataclasses.replace(of_all, advantages=advantages, metrics=of_all.metrics | metrics)
+            )
             header = np.array([mean, factor]).tobytes()
             return [header + part for part in cut(*of_sampled(of_all, advantages))]
 
@@ -149,7 +183,9 @@ class Critic:
         mean, factor = np.frombuffer(share, np.float64, 2).tolist()
         values = np.frombuffer(share, np.float32, offset=16).tolist()
         advantages = dict(zip(decision.advantages, values, strict=True))
-        changed = dataclasses.replace(decision, advantages=advantages, of_all=next(iter(decided), None))
+        changed = dataclasses.replace(
+            decision, advantages=advantages, of_all=next(iter(decided), None)
+        )
         return mean, factor, changed
 
     def update(self, batch: RolloutBatch) -> Reductions:
@@ -158,7 +194,9 @@ class Critic:
         nothing. Raises FloatingPointError after training.max_nonfinite_in_a_row of them."""
         sums, num_skipped = self.no_update(), 0
         for _ in range(self._training.num_epochs):
-            for mini_batch, num_tokens in zip(batch.mini_batches, batch.num_loss_tokens, strict=True):
+            for mini_batch, num_tokens in zip(
+                batch.mini_batches, batch.num_loss_tokens, strict=True
+            ):
                 if num_tokens:  # on all ranks alike
                     found = self._step(mini_batch, num_tokens)
                     num_skipped += not found
@@ -168,7 +206,11 @@ class Critic:
     @staticmethod
     def no_update() -> Reductions:
         """What a rank adds to the metrics where no update was made."""
-        sums: Reductions = {"critic/loss": Mean(), "critic/clip_frac": Mean(), "critic/skipped_updates": Max(0.0)}
+        sums: Reductions = {
+            "critic/loss": Mean(),
+            "critic/clip_frac": Mean(),
+            "critic/skipped_updates": Max(0.0),
+        }
         return sums | {"critic/grad_norm": Max(), "critic/lr": Max()}
 
     def _step(self, mini_batch: list[MicroBatch], num_tokens: int) -> Reductions:
@@ -177,7 +219,9 @@ class Critic:
             self.share(self.model(row), row, num_tokens).backward()
         grad_norm = self.clip()
         loss_here = cast(Mean, self._found["critic/loss"].on_host()).total
-        is_made = not any_rank(not (math.isfinite(grad_norm) and math.isfinite(cast(float, loss_here))))
+        is_made = not any_rank(
+            not (math.isfinite(grad_norm) and math.isfinite(cast(float, loss_here)))
+        )
         sums = self.stepped(is_made)
         if self._skipped_in_a_row >= (most := self._training.max_nonfinite_in_a_row):
             what = "updates of the critic in a row had a loss or gradient that is not finite"
@@ -188,9 +232,14 @@ class Critic:
         """What these values [C] of a row add to the loss of its mini-batch, of `num_tokens` over all ranks."""
         assert row.old_values is not None
         assert row.returns is not None
-        loss, clipped = value_loss(values, row.old_values, row.returns, row.loss_mask, self._config.clip_value)
+        loss, clipped = value_loss(
+            values, row.old_values, row.returns, row.loss_mask, self._config.clip_value
+        )
         count = row.loss_mask.sum()
-        found: Reductions = {"critic/loss": Mean(loss.detach(), count), "critic/clip_frac": Mean(clipped, count)}
+        found: Reductions = {
+            "critic/loss": Mean(loss.detach(), count),
+            "critic/clip_frac": Mean(clipped, count),
+        }
         self._found = merge([self._found, found])
         return self._coef * loss / num_tokens
 
@@ -203,7 +252,11 @@ class Critic:
 
     def stepped(self, is_made: bool) -> Reductions:
         """Make the optimizer step, or drop the gradient. What the mini-batch adds to the metrics, if it was made."""
-        sums = {name: reduction.on_host() for name, reduction in self._found.items()} if is_made else {}
+        sums = (
+            {name: reduction.on_host() for name, reduction in self._found.items()}
+            if is_made
+            else {}
+        )
         if is_made:
             sums["critic/lr"] = Max(float(self._schedule.get_last_lr()[0]))
             self.optimizer.step()

@@ -5,6 +5,7 @@ the whole mini-batch on all ranks: shares of micro-batches add up to the same lo
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,7 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_spmd.config.schema import LossConfig
-from grpo_spmd.distributed.reductions import Histogram, Max, Mean, Reductions, Sum
+from grpo_spmd.distributed.reductions import Histogram, Max, Mean, Reductions, Sum, merge
+from grpo_spmd.records import Lesson
 
 T = TypeVar("T", float, Tensor)
 # Of the C completion tokens of a micro-batch, which holds whole sequences.
@@ -35,7 +37,9 @@ class LossInputs:
     loss_mask: Mask
     sequence_index: Index
     weights: PerToken  # what a token counts, from `aggregation_weights`
-    correction: PerToken | None = None  # factor of a token's policy term, from `rollout_correction`; None: 1
+    correction: PerToken | None = (
+        None  # factor of a token's policy term, from `rollout_correction`; None: 1
+    )
 
 
 def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, ""], Reductions]:
@@ -51,31 +55,50 @@ def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, 
     zero = torch.zeros((), dtype=inputs.logprobs.dtype, device=mask.device)
     logprobs = torch.where(mask, inputs.logprobs, zero)
     # Without a bonus it has no gradient at all: one of zeros would make the logprobs' backward pass work through it.
-    entropy = torch.where(mask, inputs.entropy if options.entropy_coef else inputs.entropy.detach(), zero)
+    entropy = torch.where(
+        mask, inputs.entropy if options.entropy_coef else inputs.entropy.detach(), zero
+    )
     log_ratio = logprobs - torch.where(mask, inputs.old_logprobs, zero)
     if options.policy == "gspo":
-        mean = _sequence_mean(log_ratio.detach(), mask, inputs.sequence_index)[inputs.sequence_index]
+        mean = _sequence_mean(log_ratio.detach(), mask, inputs.sequence_index)[
+            inputs.sequence_index
+        ]
         # The value is the sequence's, the gradient each token's own; with 1/length weights that is the gradient of the
         # geometric mean. The brackets keep it exact: GSPO clips at some 1e-4, and (mean + logprob) - logprob would be
         # off by the rounding of the logprob.
         log_ratio = torch.where(mask, mean + (logprobs - logprobs.detach()), zero)
-    per_token, clipped = _policy_terms(logprobs, log_ratio, torch.where(mask, inputs.advantages, zero), options)
+    per_token, clipped = _policy_terms(
+        logprobs, log_ratio, torch.where(mask, inputs.advantages, zero), options
+    )
     if correction is not None:
         per_token = per_token * torch.where(mask, correction, zero)
     # Sums in float64: advantages of both signs nearly cancel, and in float32 the order of the tokens would show.
     weights = torch.where(mask, inputs.weights, 0.0).double()
-    policy_sum, entropy_sum = (weights * per_token.double()).sum(), (weights * entropy.double()).sum()
+    policy_sum, entropy_sum = (
+        (weights * per_token.double()).sum(),
+        (weights * entropy.double()).sum(),
+    )
     kl_sum = torch.zeros_like(policy_sum)
     if inputs.ref_logprobs is not None:
         ref_logprobs = torch.where(mask, inputs.ref_logprobs, zero)
-        kl_sum = (weights * kl_estimate(logprobs, ref_logprobs, options.kl_estimator).double()).sum()
+        kl_sum = (
+            weights * kl_estimate(logprobs, ref_logprobs, options.kl_estimator).double()
+        ).sum()
     total, num_tokens = total_loss(policy_sum, kl_sum, entropy_sum, options), mask.sum()
-    terms = {"loss": total, "policy": policy_sum, "kl": kl_sum, "entropy": entropy_sum, "loss_tokens": num_tokens}
+    terms = {
+        "loss": total,
+        "policy": policy_sum,
+        "kl": kl_sum,
+        "entropy": entropy_sum,
+        "loss_tokens": num_tokens,
+    }
     sums: Reductions = {name: Sum(term.detach()) for name, term in terms.items()}
     sums["loss/clip_frac"] = Mean((mask & clipped).sum(), num_tokens)
     if correction is not None:
         capped = mask & ((correction >= options.rollout_correction_cap) | (correction == 0))
-        sums["rollout_correction/weight_mean"] = Mean(torch.where(mask, correction, 0.0).double().sum(), num_tokens)
+        sums["rollout_correction/weight_mean"] = Mean(
+            torch.where(mask, correction, 0.0).double().sum(), num_tokens
+        )
         sums["rollout_correction/capped_frac"] = Mean(capped.sum(), num_tokens)
     return total, sums
 
@@ -90,7 +113,9 @@ def _policy_terms(
     if options.policy == "cispo":
         return -advantages * clipped_ratio.detach() * logprobs, clipped_ratio != ratio
     per_token = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
-    if options.dual_clip is not None:  # where the advantage is negative the term would grow with the ratio without end
+    if (
+        options.dual_clip is not None
+    ):  # where the advantage is negative the term would grow with the ratio without end
         bounded = torch.minimum(per_token, -advantages * options.dual_clip)
         per_token = torch.where(advantages < 0, bounded, per_token)
     return per_token, per_token != -advantages * ratio
@@ -104,7 +129,12 @@ def total_loss(policy: T, kl: T, entropy: T, options: LossConfig) -> T:
 
 
 def aggregation_weights(
-    mode: str, mask: Mask, index: Index, num_loss_tokens: int, num_loss_sequences: int, max_completion_tokens: int
+    mode: str,
+    mask: Mask,
+    index: Index,
+    num_loss_tokens: int,
+    num_loss_sequences: int,
+    max_completion_tokens: int,
 ) -> PerToken:
     """What each token counts in the loss, float64; 0 where `mask` is False.
 
@@ -123,7 +153,12 @@ def aggregation_weights(
 
 
 def rollout_correction(
-    mode: str, cap: float, policy_logprobs: PerToken, rollout_logprobs: PerToken, mask: Mask, index: Index
+    mode: str,
+    cap: float,
+    policy_logprobs: PerToken,
+    rollout_logprobs: PerToken,
+    mask: Mask,
+    index: Index,
 ) -> PerToken | None:
     """Importance weights, detached, for tokens that the engine sampled and the policy trains on; None for mode "none".
 
@@ -170,13 +205,19 @@ def mismatch_sums(
     # In float64: expm1(d) - d loses all its digits where |d| is near the rounding of float32.
     difference = torch.where(loss_mask, logprobs.detach() - rollout_logprobs, zero).double()
     # A NaN has no bin. An index out of range would end the process (on a GPU, CUDA) instead of skipping the update.
-    place = torch.asinh(difference / _HIST_SCALE).nan_to_num(nan=_HIST_LIMIT).clamp(-_HIST_LIMIT, _HIST_LIMIT)
+    place = (
+        torch.asinh(difference / _HIST_SCALE)
+        .nan_to_num(nan=_HIST_LIMIT)
+        .clamp(-_HIST_LIMIT, _HIST_LIMIT)
+    )
     bins = ((place + _HIST_LIMIT) / (2 * _HIST_LIMIT) * (_HIST_BINS - 1)).round().long()
     histogram = torch.zeros(_HIST_BINS, dtype=torch.float64, device=bins.device)
     num_tokens, size = loss_mask.sum(), difference.abs()
     tilt: Reductions = {}
     if entropy is not None:
-        surprise = torch.where(loss_mask, (logprobs + rollout_logprobs).detach() / 2 + entropy.detach(), zero).double()
+        surprise = torch.where(
+            loss_mask, (logprobs + rollout_logprobs).detach() / 2 + entropy.detach(), zero
+        ).double()
         values = surprise * difference, surprise.square(), (surprise * difference).square()
         tilt = {name: Sum(value.sum()) for name, value in zip(TILT_SUMS, values, strict=True)}
     return tilt | {
@@ -195,7 +236,10 @@ def ratio_percentiles(histogram: list[float], percents: tuple[int, ...]) -> list
     centers = torch.linspace(-_HIST_LIMIT, _HIST_LIMIT, _HIST_BINS, dtype=torch.float64)
     ratios = torch.exp(torch.sinh(centers) * _HIST_SCALE)
     share = counts.cumsum(0) / counts.sum()
-    return [float(ratios[int((share < percent / 100).sum().clamp(max=_HIST_BINS - 1))]) for percent in percents]
+    return [
+        float(ratios[int((share < percent / 100).sum().clamp(max=_HIST_BINS - 1))])
+        for percent in percents
+    ]
 
 
 def _sequence_sum(values: PerToken, sequence_index: Index) -> PerToken:
@@ -207,3 +251,56 @@ def _sequence_mean(values: PerToken, loss_mask: Mask, sequence_index: Index) -> 
     total = _sequence_sum(torch.where(loss_mask, values, 0.0).double(), sequence_index)
     count = _sequence_sum(loss_mask.double(), sequence_index)
     return (total / count.clamp(min=1)).to(values.dtype)
+
+
+# What a teacher's word does to the update of one micro-batch. Pure.
+
+
+def taught_advantages(
+    lesson: Lesson, advantages: Tensor, old_logprobs: Tensor, mask: Tensor
+) -> tuple[Tensor, Reductions]:
+    """With a lesson by logprobs: A_t - coef * (log pi_old - log pi_teacher) at each sampled token [C], which on average
+    over samples gives the gradient of coef * KL(policy || teacher) of that token (Thinking Machines, "On-Policy
+    Distillation", 2025); and its metrics. Else the advantages as they are."""
+    if lesson.logprobs is None:
+        return advantages, {}
+    mask = _answered(lesson, mask)
+    apart = torch.where(mask, old_logprobs.detach() - lesson.logprobs, 0.0)
+    return advantages - lesson.coef * apart, _metrics(lesson, apart, mask)
+
+
+def taught_loss(
+    inputs: LossInputs, options: LossConfig, lesson: Lesson, divergence: Tensor | None = None
+) -> tuple[Tensor, Reductions]:
+    """As `policy_loss`, with what the teacher says in it. `divergence` [C], where the lesson is one."""
+    mask = inputs.loss_mask
+    advantages, of_lesson = taught_advantages(lesson, inputs.advantages, inputs.old_logprobs, mask)
+    share, sums = policy_loss(dataclasses.replace(inputs, advantages=advantages), options)
+    if divergence is not None:
+        term, of_lesson = divergence_loss(lesson, divergence, inputs.weights, mask)
+        share, of_lesson["loss"] = share + term, of_lesson["teacher"]
+    return share, merge([sums, of_lesson])
+
+
+def divergence_loss(
+    lesson: Lesson, divergence: Tensor, weights: Tensor, mask: Tensor
+) -> tuple[Tensor, Reductions]:
+    """This micro-batch's share of coef * divergence [C] in the loss, weighted as the policy's term, and its metrics."""
+    mask = _answered(lesson, mask)
+    apart = torch.where(mask, divergence, 0.0)
+    share = lesson.coef * (torch.where(mask, weights, 0.0).double() * apart.double()).sum()
+    return share, {"teacher": Sum(share.detach()), **_metrics(lesson, apart.detach(), mask)}
+
+
+def _answered(lesson: Lesson, mask: Tensor) -> Tensor:
+    """Without the tokens of which its teacher has said nothing."""
+    return mask if lesson.answered is None else mask & lesson.answered
+
+
+def _metrics(lesson: Lesson, apart: Tensor, mask: Tensor) -> Reductions:
+    found: Reductions = {"teacher/kl": Mean(apart.double().sum(), mask.sum())}
+    for name, own in lesson.by_name.items():
+        found[f"teacher/{name}/kl"] = Mean(
+            torch.where(own, apart, 0.0).double().sum(), (mask & own).sum()
+        )
+    return found

@@ -11,7 +11,7 @@ from grpo_spmd.distributed.reductions import Max, Reductions, merge
 from grpo_spmd.learn.critic import Critic
 from grpo_spmd.learn.signals import Check
 from grpo_spmd.model.offload import Beside
-from grpo_spmd.model.policy_values import PolicyValues
+from grpo_spmd.model.values import PolicyValues
 from grpo_spmd.records import Decision, RolloutBatch
 
 
@@ -49,4 +49,8 @@ class PolicyCritic(Critic):
                 return super().update(batch)
             finally:
                 self.model.reshard()  # as held.py: no backward pass has come down the policy
-        return self.no_update() | self._in_update | {"critic/skipped_updates": Max(float(self._num_skipped))}
+        return (
+            self.no_update()
+            | self._in_update
+            | {"critic/skipped_updates": Max(float(self._num_skipped))}
+        )

@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.config.teacher import TeacherConfig
+from grpo_spmd.config.schema import RewardConfig, TeacherConfig
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.learn.signals import Check
 from grpo_spmd.learn.teacher import Ask, Teacher, taught_row
@@ -25,13 +24,15 @@ from grpo_spmd.model.divergence import LEAST, Places, TopTeacher, WholeTeacher
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch
 from grpo_spmd.rewards.pool.call_limits import CallLimits
-from grpo_spmd.rewards.remote.prompt_logprobs import Place, PromptLogprobs
+from grpo_spmd.rewards.remote.client import Place, PromptLogprobs
 from grpo_spmd.rewards.remote.server_calls import ServerCalls
 from grpo_spmd.rewards.trl import FailedCallError, RewardError
 
 _log = logging.getLogger("grpo_spmd")
 _LOOK_S = 0.5  # between two looks whether the run has to stop
-_UNKNOWN = float(np.finfo(np.float32).eps)  # a probability that what is left of 1 cannot tell from none
+_UNKNOWN = float(
+    np.finfo(np.float32).eps
+)  # a probability that what is left of 1 cannot tell from none
 
 
 Said = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
@@ -70,7 +71,10 @@ class ServedTeacher(Teacher):
         super().__init__(config, {}, policy, prompt_at, ask_of)
         self.servers, self._max_error_frac = dict(servers), max_error_frac
         limit = RewardConfig(
-            url="", timeout_s=config.timeout_s, max_concurrent=config.max_concurrent, retries=config.retries
+            url="",
+            timeout_s=config.timeout_s,
+            max_concurrent=config.max_concurrent,
+            retries=config.retries,
         )
         self._limits = CallLimits([limit] * len(self.servers), config.timeout_s, *ranks)
         self.unanswered: set[int] = set()  # rollouts of this rank's rows, of the last step
@@ -82,7 +86,10 @@ class ServedTeacher(Teacher):
     def attach(self, batch: RolloutBatch, decision: Decision, check: Check) -> Decision:
         """Collective. As Teacher's. Raises RewardError on all ranks where too many rollouts have no answer."""
         asked = self.asked(decision)
-        of_rows = [{name: self._questions(row, asked, name) for name in self.servers} for row in batch.micro_batches]
+        of_rows = [
+            {name: self._questions(row, asked, name) for name in self.servers}
+            for row in batch.micro_batches
+        ]
         numbered = [
             (number, question)
             for of_row in of_rows
@@ -90,24 +97,36 @@ class ServedTeacher(Teacher):
             for question in questions
         ]
         servers = [*self.servers.values()]
-        calls = ServerCalls(self._limits, [(n, partial(self._ask, servers[n], question)) for n, question in numbered])
+        calls = ServerCalls(
+            self._limits,
+            [(n, partial(self._ask, servers[n], question)) for n, question in numbered],
+        )
         while any_rank(calls.go_on(_LOOK_S)):
             check(False)
         self.unanswered = {numbered[job][1].rollout_id for job in calls.failed}
-        decision = self._counted(decision, calls, len({question.rollout_id for _, question in numbered}))
+        decision = self._counted(
+            decision, calls, len({question.rollout_id for _, question in numbered})
+        )
         said = iter([calls.found.get(job) for job in range(len(numbered))])
         for row, of_row in zip(batch.micro_batches, of_rows, strict=True):
-            self._teach(row, {name: [(q, next(said)) for q in questions] for name, questions in of_row.items()})
+            self._teach(
+                row,
+                {name: [(q, next(said)) for q in questions] for name, questions in of_row.items()},
+            )
         return decision
 
-    def _questions(self, row: MicroBatch, asked: Mapping[int, Ask] | None, name: str) -> list[Question]:
+    def _questions(
+        self, row: MicroBatch, asked: Mapping[int, Ask] | None, name: str
+    ) -> list[Question]:
         own, places = (row, None) if asked is None else taught_row(row, asked, name)
         return [*_contexts(own, None if places is None else places.cpu().numpy())]
 
     def _ask(self, server: PromptLogprobs, question: Question, limit_s: float) -> Said:
         """In a thread. What the update needs of the answer, of each sampled token's place."""
         said = server.ask(question.token_ids.tolist(), self.top_k, limit_s)
-        own = [said[place - 1] for place in question.predicted.tolist()]  # of the first token nothing is said
+        own = [
+            said[place - 1] for place in question.predicted.tolist()
+        ]  # of the first token nothing is said
         if any(token_id >= self._num_tokens for place in own for token_id, _ in place.likeliest):
             raise FailedCallError("finds a token likely that the policy does not have")
         return said_of(own, self.top_k, self._num_tokens)
@@ -115,24 +134,47 @@ class ServedTeacher(Teacher):
     def _counted(self, decision: Decision, calls: ServerCalls, num_asked: int) -> Decision:
         """Collective. With the metrics. Raises RewardError as attach."""
         first = calls.failed[min(calls.failed)] if calls.failed else None
-        mine = {"asked": num_asked, "unanswered": len(self.unanswered), "first": first, "again": calls.num_again}
-        found = on_rank0(partial(_count, max_error_frac=self._max_error_frac), mine | {"seconds": calls.seconds})
+        mine = {
+            "asked": num_asked,
+            "unanswered": len(self.unanswered),
+            "first": first,
+            "again": calls.num_again,
+        }
+        found = on_rank0(
+            partial(_count, max_error_frac=self._max_error_frac), mine | {"seconds": calls.seconds}
+        )
         if decision.of_all is None:
             return decision
         of_all = dataclasses.replace(decision.of_all, metrics=decision.of_all.metrics | found)
         return dataclasses.replace(decision, of_all=of_all)
 
-    def _teach(self, row: MicroBatch, said: Mapping[str, Sequence[tuple[Question, Said | None]]]) -> None:
+    def _teach(
+        self, row: MicroBatch, said: Mapping[str, Sequence[tuple[Question, Said | None]]]
+    ) -> None:
         answered, device = torch.zeros_like(row.loss_mask), row.input_ids.device
-        parts, names = list[tuple[Places | None, Tensor | WholeTeacher | TopTeacher]](), dict[str, Tensor]()
+        parts, names = (
+            list[tuple[Places | None, Tensor | WholeTeacher | TopTeacher]](),
+            dict[str, Tensor](),
+        )
         for name, answers in said.items():
-            whole = [(question, known) for question, known in answers if question.rollout_id not in self.unanswered]
+            whole = [
+                (question, known)
+                for question, known in answers
+                if question.rollout_id not in self.unanswered
+            ]
             if len(self.servers) > 1:
                 names[name] = _marked(row, [question.places for question, _ in answers])
             if whole:
-                of_tokens = torch.from_numpy(np.concatenate([question.places for question, _ in whole])).to(device)
+                of_tokens = torch.from_numpy(
+                    np.concatenate([question.places for question, _ in whole])
+                ).to(device)
                 answered = answered.index_fill(0, of_tokens, True)
-                parts.append((of_tokens, _as_tensors([known for _, known in whole if known is not None], device)))
+                parts.append(
+                    (
+                        of_tokens,
+                        _as_tensors([known for _, known in whole if known is not None], device),
+                    )
+                )
         row.lesson = self._lesson(row, parts, names)
         if self.unanswered & {*row.rollout_ids}:
             row.lesson = dataclasses.replace(row.lesson, answered=answered)
@@ -143,14 +185,21 @@ def _contexts(row: MicroBatch, places: npt.NDArray[np.int64] | None) -> Iterator
     tokens in another row."""
     if not row.rollout_ids:
         return
-    ids, predict, index = (x.cpu().numpy() for x in (row.input_ids, row.predict_index, row.sequence_index))
+    ids, predict, index = (
+        x.cpu().numpy() for x in (row.input_ids, row.predict_index, row.sequence_index)
+    )
     bounds = np.cumsum([0, *row.sequence_lengths])
     sequences = np.searchsorted(bounds, predict, side="right") - 1
     for number in np.unique(sequences).tolist():
         own = np.flatnonzero(sequences == number)
         predicted = predict[own] + 1 - bounds[number]
         token_ids = ids[bounds[number] : bounds[number] + predicted[-1] + 1]
-        yield Question(row.rollout_ids[index[own[0]]], token_ids, predicted, own if places is None else places[own])
+        yield Question(
+            row.rollout_ids[index[own[0]]],
+            token_ids,
+            predicted,
+            own if places is None else places[own],
+        )
 
 
 def _marked(row: MicroBatch, places: Sequence[npt.NDArray[np.int64]]) -> Tensor:
@@ -162,14 +211,18 @@ def _marked(row: MicroBatch, places: Sequence[npt.NDArray[np.int64]]) -> Tensor:
 def said_of(places: Sequence[Place], top_k: int, num_tokens: int) -> Said:
     """Numbers of a few bytes: what JSON is read into takes ten times as much."""
     if not top_k:
-        return np.zeros((len(places), 0), np.int32), np.array([[place.logprob] for place in places], np.float32)
+        return np.zeros((len(places), 0), np.int32), np.array(
+            [[place.logprob] for place in places], np.float32
+        )
     ids = np.array([[token_id for token_id, _ in place.likeliest] for place in places], np.int32)
     logprobs = ([value for _, value in place.likeliest] for place in places)
     return ids, np.array([[*known, rest_of(known, num_tokens)] for known in logprobs], np.float32)
 
 
 def _as_tensors(said: Sequence[Said], device: torch.device) -> Tensor | TopTeacher:
-    ids, logprobs = (torch.from_numpy(np.concatenate(each)).to(device) for each in zip(*said, strict=True))
+    ids, logprobs = (
+        torch.from_numpy(np.concatenate(each)).to(device) for each in zip(*said, strict=True)
+    )
     return TopTeacher(ids.long(), logprobs) if ids.shape[1] else logprobs.flatten()
 
 
@@ -182,7 +235,10 @@ def rest_of(known: Sequence[float], num_tokens: int) -> float:
 
 def _count(parts: list[dict[str, Any]], max_error_frac: float) -> dict[str, float | None]:
     """The metrics, of what all ranks say. Raises RewardError."""
-    num_asked, unanswered = sum(part["asked"] for part in parts), sum(part["unanswered"] for part in parts)
+    num_asked, unanswered = (
+        sum(part["asked"] for part in parts),
+        sum(part["unanswered"] for part in parts),
+    )
     seconds = [each for part in parts for each in part["seconds"]]
     if unanswered:
         first = next(part["first"] for part in parts if part["first"] is not None)
@@ -194,5 +250,8 @@ def _count(parts: list[dict[str, Any]], max_error_frac: float) -> dict[str, floa
     return {
         "teacher/unanswered_frac": unanswered / max(num_asked, 1),
         "teacher/retries": sum(part["again"] for part in parts),
-        **{f"teacher/call_s_p{p}": float(np.percentile(seconds, p)) if seconds else None for p in (50, 95)},
+        **{
+            f"teacher/call_s_p{p}": float(np.percentile(seconds, p)) if seconds else None
+            for p in (50, 95)
+        },
     }

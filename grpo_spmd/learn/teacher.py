@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from grpo_spmd.config.teacher import TeacherConfig
+from grpo_spmd.config.schema import TeacherConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.reductions import Reductions
-from grpo_spmd.learn.exchange import rollout_of
-from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.assemble import pack_rollouts, rollout_of
 from grpo_spmd.learn.signals import Check
 from grpo_spmd.model.divergence import Places, TaughtBy, TopTeacher, WholeTeacher, top_outcomes
 from grpo_spmd.model.lora import adapters_off
@@ -73,9 +72,15 @@ class Teacher:
         """Collective. A lesson into every micro-batch; a forward pass of each teacher over its own rollouts."""
         asked, heads = self.asked(decision), dict[str, Tensor]()
         if self.config.loss == "full":
-            heads = {name: _whole_head(one.model)[: self._num_tokens] for name, one in self.models.items()}
+            heads = {
+                name: _whole_head(one.model)[: self._num_tokens]
+                for name, one in self.models.items()
+            }
         for row in batch.micro_batches:
-            parts, names = list[tuple[Places | None, Tensor | WholeTeacher | TopTeacher]](), dict[str, Tensor]()
+            parts, names = (
+                list[tuple[Places | None, Tensor | WholeTeacher | TopTeacher]](),
+                dict[str, Tensor](),
+            )
             for name, one in self.models.items():
                 check(False)
                 own, places = (row, None) if asked is None else taught_row(row, asked, name)
@@ -100,21 +105,31 @@ class Teacher:
         positions = on_rank0(lambda _: [] if of_all is None else of_all.positions.tolist(), None)
         size = decision.num_rollouts // max(len(positions), 1)
         asks = [self.ask_of(self._prompt_at(position)) for position in positions]
-        return {slot * size + sample: ask for slot, ask in enumerate(asks) for sample in range(size)}
+        return {
+            slot * size + sample: ask for slot, ask in enumerate(asks) for sample in range(size)
+        }
 
     def ask_of(self, prompt: Prompt) -> Ask:
         return Ask("") if self._ask_of is None else self._ask_of(prompt)
 
-    def _said(self, one: TeacherModel, row: MicroBatch, head: Tensor | None) -> Tensor | WholeTeacher | TopTeacher:
+    def _said(
+        self, one: TeacherModel, row: MicroBatch, head: Tensor | None
+    ) -> Tensor | WholeTeacher | TopTeacher:
         if self.config.loss == "sampled":
             logprobs: Tensor = one.score(row)
             return logprobs
         if head is not None:
             temperature, _, softcap = _scaling(one.model)
-            return WholeTeacher(one.score(row, lambda hidden, _: hidden), head, temperature, softcap)
+            return WholeTeacher(
+                one.score(row, lambda hidden, _: hidden), head, temperature, softcap
+            )
         temperature, chunk, softcap = _scaling(one.model)
-        top = partial(top_outcomes, k=self.config.top_k, temperature=temperature, chunk=chunk, softcap=softcap)
-        return TopTeacher(*one.score(row, lambda hidden, head: top(hidden, head[: self._num_tokens])))
+        top = partial(
+            top_outcomes, k=self.config.top_k, temperature=temperature, chunk=chunk, softcap=softcap
+        )
+        return TopTeacher(
+            *one.score(row, lambda hidden, head: top(hidden, head[: self._num_tokens]))
+        )
 
     def _lesson(
         self,
@@ -136,7 +151,9 @@ class Teacher:
 def taught_row(row: MicroBatch, asked: Mapping[int, Ask], name: str) -> tuple[MicroBatch, Places]:
     """The rollouts of a row that the teacher `name` has, as it sees them, in their order; and the places [n] of their
     tokens among all of the row. Waits for the device. Without any a row of two tokens, and no place."""
-    ids, predict, index = (x.cpu().numpy() for x in (row.input_ids, row.predict_index, row.sequence_index))
+    ids, predict, index = (
+        x.cpu().numpy() for x in (row.input_ids, row.predict_index, row.sequence_index)
+    )
     bounds, is_sampled = np.cumsum([0, *row.sequence_lengths]), np.zeros(len(ids), np.bool_)
     is_sampled[predict + 1] = True
     sequences = (np.searchsorted(bounds, predict, side="right") - 1).tolist()

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.model.families.soft_cap import capped_attention
+from grpo_spmd.model.families.logits import capped_attention
 
 PACKED_ATTENTION = "grpo_spmd_packed"
 Backend = Literal["flash", "varlen", "sdpa"]
@@ -32,8 +32,15 @@ class PackedLayout:
             # (number, length) of neighbours of equal length: packing puts the longest first, so that these are all.
             self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
         else:
-            starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)  # [S + 1]
-            self.bounds = (starts, starts, max(lengths), max(lengths))  # of queries and of keys, as the kernels ask
+            starts = torch.tensor([0, *lengths], device=device).cumsum(
+                0, dtype=torch.int32
+            )  # [S + 1]
+            self.bounds = (
+                starts,
+                starts,
+                max(lengths),
+                max(lengths),
+            )  # of queries and of keys, as the kernels ask
 
 
 def choose_backend(
@@ -41,7 +48,11 @@ def choose_backend(
 ) -> Backend:
     """The back end for `model.attention`, maybe of a model that caps its logits there. Raises ConfigError where flash
     was asked for and cannot be had."""
-    kernels = device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
+    kernels = (
+        device.type == "cuda"
+        and dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
     kernels = kernels and head_dim % 8 == 0 and head_dim <= 256
     if kernels and choice != "sdpa" and _found("flash_attn", "flash_attn_varlen_func"):
         return "flash"
@@ -64,13 +75,22 @@ def _found(module: str, name: str) -> bool:
 # Not traced by torch.compile: ragged lengths would compile anew, and the kernels are opaque to it anyway.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
-    _: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_layout: PackedLayout, **more: Any
+    _: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    packed_layout: PackedLayout,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Attention in the signature of HF's attention functions. `query` [1, heads, T, head_dim], `key` and `value` the
     same with kv heads -> [1, T, heads, head_dim]. Raises ConfigError where the model has attention sinks, or caps
     logits that varlen cannot. Some models (AFMoE, Doge) pass tensors by these names."""
     if more.get("s_aux") is not None:
-        raise ConfigError("model.path: this model has attention sinks, which packed rows do not support")
+        raise ConfigError(
+            "model.path: this model has attention sinks, which packed rows do not support"
+        )
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
     attend = {"flash": _flash, "varlen": _varlen, "sdpa": _sdpa}[packed_layout.backend]
     changes = _Changes(more.get("scaling"), more.get("sliding_window"), more.get("softcap"))
@@ -103,10 +123,16 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, changes: _Cha
     from torch.nn.attention.varlen import varlen_attn
 
     if changes.softcap is not None:
-        raise ConfigError("model.attention: this model caps its attention logits; set sdpa, or install flash-attn")
+        raise ConfigError(
+            "model.attention: this model caps its attention logits; set sdpa, or install flash-attn"
+        )
     # torch 2.11 takes fewer kv heads as they are; from 2.12 on it wants to be told.
-    gqa: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    out = varlen_attn(q, k, v, *layout.bounds, scale=changes.scale, window_size=changes.sides, **gqa)
+    gqa: dict[str, Any] = (
+        {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    )
+    out = varlen_attn(
+        q, k, v, *layout.bounds, scale=changes.scale, window_size=changes.sides, **gqa
+    )
     assert isinstance(out, Tensor)
     return out
 
@@ -118,7 +144,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, changes: _Chang
     tokens, gqa = [number * length for number, length in layout.runs], q.shape[1] != k.shape[1]
     parts = []
     # Split once and join once: slicing in the loop would make the backward pass write a whole row for each sequence.
-    for (number, length), *qkv in zip(layout.runs, *(x.split(tokens) for x in (q, k, v)), strict=True):
+    for (number, length), *qkv in zip(
+        layout.runs, *(x.split(tokens) for x in (q, k, v)), strict=True
+    ):
         mask = None
         if window is not None and length > window:
             place = torch.arange(length, device=q.device)
@@ -126,7 +154,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, changes: _Chang
             mask = (distance >= 0) & (distance < window)
         # [number, heads, length, head_dim]
         query, key, value = (x.unflatten(0, (number, length)).transpose(1, 2) for x in qkv)
-        out = scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
+        out = scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+        )
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)
 

@@ -20,7 +20,9 @@ from grpo_spmd.model.logprobs import Cap, Head, Hidden, add_product, chunks
 
 Scaling = tuple[float, int, Cap]  # temperature, tokens of a chunk, cap of the logits
 Places = Int[Tensor, " n"]  # of tokens [C]
-LEAST = math.log(torch.finfo(torch.float32).tiny)  # log of the least probability that a bucket counts as having
+LEAST = math.log(
+    torch.finfo(torch.float32).tiny
+)  # log of the least probability that a bucket counts as having
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,9 @@ class Divergence(torch.autograd.Function):
         found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         for part in chunks(len(hidden), _rows(chunk)):
             log_p = _log_softmax(hidden[part], head, temperature, softcap)
-            found[part] = _terms(teacher.outcomes(log_p, part), teacher.logprobs_of(part), beta).sum(-1)
+            found[part] = _terms(
+                teacher.outcomes(log_p, part), teacher.logprobs_of(part), beta
+            ).sum(-1)
         ctx.save_for_backward(hidden, head)
         ctx.teacher, ctx.beta, ctx.scaling = teacher, beta, (temperature, chunk, softcap)
         return found
@@ -99,11 +103,17 @@ class Divergence(torch.autograd.Function):
         temperature, chunk, softcap = ctx.scaling
         grad_hidden = torch.empty_like(hidden)
         trains_head = ctx.needs_input_grad[1]  # not where the head is frozen (LoRA)
-        grad_head = torch.zeros(head.shape, dtype=torch.float32, device=head.device) if trains_head else None
+        grad_head = (
+            torch.zeros(head.shape, dtype=torch.float32, device=head.device)
+            if trains_head
+            else None
+        )
         for part in chunks(len(hidden), _rows(chunk)):
             scaled = _scaled_logits(hidden[part], head, temperature, softcap)
             log_p = scaled.log_softmax(-1)
-            grad = _gradient(ctx.teacher.outcomes(log_p, part), ctx.teacher.logprobs_of(part), ctx.beta)
+            grad = _gradient(
+                ctx.teacher.outcomes(log_p, part), ctx.teacher.logprobs_of(part), ctx.beta
+            )
             grad = ctx.teacher.spread(grad, log_p, part).mul_(grad_output[part, None] / temperature)
             if softcap is not None:  # its slope is 1 - tanh^2
                 grad.mul_(1 - scaled.mul_(temperature / softcap).square_())

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_spmd.model.families.soft_cap import times_slope
+from grpo_spmd.model.families.logits import times_slope
 
 Hidden = Float[Tensor, "C D"]
 Head = Float[Tensor, "V D"]
@@ -28,7 +28,13 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Hidden, head: Head, target_ids: TargetIds, temperature: float, chunk: int, softcap: Cap = None
+        ctx: Any,
+        hidden: Hidden,
+        head: Head,
+        target_ids: TargetIds,
+        temperature: float,
+        chunk: int,
+        softcap: Cap = None,
     ) -> Scores:
         log_normalizer = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         logprobs, entropy = torch.empty_like(log_normalizer), torch.empty_like(log_normalizer)
@@ -45,7 +51,9 @@ class TokenLogprobs(torch.autograd.Function):
             entropy[part] = -(exponents.mul_(log_p).sum(-1, keepdim=True) / normalizer).squeeze(-1)
         ctx.save_for_backward(hidden, head, target_ids, log_normalizer, entropy)
         ctx.temperature, ctx.chunk, ctx.softcap = temperature, chunk, softcap
-        ctx.set_materialize_grads(False)  # an entropy that the loss does not use has no gradient, not one of zeros
+        ctx.set_materialize_grads(
+            False
+        )  # an entropy that the loss does not use has no gradient, not one of zeros
         return logprobs, entropy
 
     @staticmethod
@@ -55,17 +63,35 @@ class TokenLogprobs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropy)
         grad_hidden = torch.empty_like(hidden)
-        trains_head = ctx.needs_input_grad[1]  # not where the head is frozen (LoRA): a third of the work here
-        grad_head = torch.zeros(head.shape, dtype=torch.float32, device=head.device) if trains_head else None
-        two, softcap, temperature = grad_entropy is not None or ctx.softcap is not None, ctx.softcap, ctx.temperature
+        trains_head = ctx.needs_input_grad[
+            1
+        ]  # not where the head is frozen (LoRA): a third of the work here
+        grad_head = (
+            torch.zeros(head.shape, dtype=torch.float32, device=head.device)
+            if trains_head
+            else None
+        )
+        two, softcap, temperature = (
+            grad_entropy is not None or ctx.softcap is not None,
+            ctx.softcap,
+            ctx.temperature,
+        )
         rows = max(1, ctx.chunk // 2) if two else ctx.chunk
         buffers = _Buffers(min(rows, len(hidden)), hidden, head, two=two)
         for part in chunks(len(hidden), rows):
             # d logprob / d logits = onehot - p; d entropy / d logits = -p * (log p + entropy); and 1 / temperature
-            outer, target, norm = grad_logprobs[part, None] / temperature, target_ids[part, None], norms[part, None]
+            outer, target, norm = (
+                grad_logprobs[part, None] / temperature,
+                target_ids[part, None],
+                norms[part, None],
+            )
             log_p = buffers.logits(hidden[part], head, temperature, softcap).sub_(norm)
             p = torch.exp(log_p, out=buffers.other[: len(log_p)] if two else log_p)
-            slope = 1.0 if softcap is None else times_slope(p, log_p, norm, temperature / softcap, target)
+            slope = (
+                1.0
+                if softcap is None
+                else times_slope(p, log_p, norm, temperature / softcap, target)
+            )
             if grad_entropy is None:
                 grad_logits = p.mul_(-outer)
             else:
@@ -76,7 +102,14 @@ class TokenLogprobs(torch.autograd.Function):
             torch.mm(grad_product, head, out=grad_hidden[part])
             if grad_head is not None:
                 add_product(grad_head, grad_product.T, hidden[part])
-        return grad_hidden, None if grad_head is None else grad_head.to(head.dtype), None, None, None, None
+        return (
+            grad_hidden,
+            None if grad_head is None else grad_head.to(head.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _Buffers:
@@ -85,7 +118,9 @@ class _Buffers:
     def __init__(self, rows: int, hidden: Tensor, head: Tensor, *, two: bool) -> None:
         self._float = hidden.new_empty(rows, len(head), dtype=torch.float32)
         is_float = hidden.dtype == torch.float32
-        self._product = self._float if is_float else hidden.new_empty(rows, len(head), dtype=hidden.dtype)
+        self._product = (
+            self._float if is_float else hidden.new_empty(rows, len(head), dtype=hidden.dtype)
+        )
         if two:
             self.other = torch.empty_like(self._float)
 
@@ -99,7 +134,11 @@ class _Buffers:
         return logits.div_(temperature)
 
     def in_compute_dtype(self, grad_logits: Tensor) -> Tensor:
-        return grad_logits if self._product is self._float else self._product[: len(grad_logits)].copy_(grad_logits)
+        return (
+            grad_logits
+            if self._product is self._float
+            else self._product[: len(grad_logits)].copy_(grad_logits)
+        )
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -34,8 +34,14 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
     import peft
 
     alpha: Any = int(config.alpha) if config.alpha.is_integer() else config.alpha
-    size: dict[str, Any] = {"r": config.rank, "lora_alpha": alpha, "lora_dropout": 0.0}  # the engine has no dropout
-    peft_config = peft.LoraConfig(**size, target_modules=target_modules(model, config), task_type="CAUSAL_LM")
+    size: dict[str, Any] = {
+        "r": config.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+    }  # the engine has no dropout
+    peft_config = peft.LoraConfig(
+        **size, target_modules=target_modules(model, config), task_type="CAUSAL_LM"
+    )
     peft.inject_adapter_in_model(peft_config, model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
@@ -55,14 +61,20 @@ def initialise_adapters(model: nn.Module, seed: int) -> None:
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
             nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
         # src_data_rank=None: every rank has the whole and takes its own rows, nothing is sent
-        own = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        own = distribute_tensor(
+            full, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
         parameter.to_local().copy_(own.to_local())
 
 
 def target_modules(model: Any, config: LoraConfig) -> list[str]:
     """`config.target_modules`, or for "all-linear" the last parts of the names of the decoder's linear layers. Raises
     ConfigError where a name matches none of them."""
-    layers = [name for name, module in decoder_layers(model).named_modules() if isinstance(module, nn.Linear)]
+    layers = [
+        name
+        for name, module in decoder_layers(model).named_modules()
+        if isinstance(module, nn.Linear)
+    ]
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
     if config.target_modules == "all-linear":
         return known
@@ -104,25 +116,40 @@ def named_adapters(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             assert isinstance(parameter, DTensor), name
-            yield name.replace(".default.", "."), parameter  # peft's name for the one adapter of a layer
+            yield (
+                name.replace(".default.", "."),
+                parameter,
+            )  # peft's name for the one adapter of a layer
 
 
 def adapter_shards(model: nn.Module, config: LoraConfig) -> Iterator[Shard]:
     """What an engine with adapters must hold: A, and B times alpha / rank, so that the product is rounded once."""
     for name, parameter in named_adapters(model):
         is_b = name.endswith("lora_B.weight")
-        yield name, parameter, partial(_scaled, parameter, config.alpha / config.rank if is_b else 1.0)
+        yield (
+            name,
+            parameter,
+            partial(_scaled, parameter, config.alpha / config.rank if is_b else 1.0),
+        )
 
 
-def merged_shards(model: nn.Module, config: LoraConfig, base: Iterator[tuple[str, DTensor]]) -> Iterator[Shard]:
+def merged_shards(
+    model: nn.Module, config: LoraConfig, base: Iterator[tuple[str, DTensor]]
+) -> Iterator[Shard]:
     """Collective: one all-gather of all A, when the first is drawn. Base parameters; the call gives this rank's rows of
     W + (alpha / rank) B A, in a float32 tensor of their own: W keeps every bit. FSDP deals rows of B as those of W."""
     adapters, scale = dict(named_adapters(model)), config.alpha / config.rank
-    shards_a: list[Shard] = [(name, p, p.to_local) for name, p in adapters.items() if name.endswith("lora_A.weight")]
+    shards_a: list[Shard] = [
+        (name, p, p.to_local) for name, p in adapters.items() if name.endswith("lora_A.weight")
+    ]
     full_a = gather_adapters(shards_a, torch.float32)
     for name, parameter in base:
         a, b = (f"{name.removesuffix('weight')}lora_{which}.weight" for which in "AB")
-        merged = partial(_merged, parameter, adapters[b], full_a[a], scale) if a in full_a else parameter.to_local
+        merged = (
+            partial(_merged, parameter, adapters[b], full_a[a], scale)
+            if a in full_a
+            else parameter.to_local
+        )
         yield name, parameter, merged
 
 
@@ -149,8 +176,14 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def write_peft_config(model: Any, base_model: str, folder: Path) -> None:
     """adapter_config.json: with adapter_model.safetensors beside it, peft and vLLM load the folder."""
-    values = {**model.peft_config["default"].to_dict(), "base_model_name_or_path": base_model, "inference_mode": True}
-    values["target_modules"] = sorted(values["target_modules"])  # a set, whose order changes from run to run
+    values = {
+        **model.peft_config["default"].to_dict(),
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+    }
+    values["target_modules"] = sorted(
+        values["target_modules"]
+    )  # a set, whose order changes from run to run
     (folder / "adapter_config.json").write_text(json.dumps(values, indent=2, sort_keys=True))
 
 

@@ -10,7 +10,9 @@ from grpo_spmd.config.schema import OptimizerConfig
 from grpo_spmd.model.schedule import lr_share
 
 
-def build_optimizer(policy: nn.Module, config: OptimizerConfig, num_all: int = 1) -> tuple[AdamW, LambdaLR]:
+def build_optimizer(
+    policy: nn.Module, config: OptimizerConfig, num_all: int = 1
+) -> tuple[AdamW, LambdaLR]:
     """AdamW over what trains, weight decay on matrices only (not norms, biases), and the schedule of its learning rate
     over the run's `num_all` optimizer steps, which a constant one need not know."""
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -20,7 +22,9 @@ def build_optimizer(policy: nn.Module, config: OptimizerConfig, num_all: int = 1
     ]
     # On CUDA torch's default holds one more float32 shard while it steps, which the one fused kernel does not.
     fused = True if parameters[0].is_cuda else None
-    optimizer = AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=fused)
+    optimizer = AdamW(
+        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=fused
+    )
     return optimizer, LambdaLR(optimizer, lambda num_made: lr_share(config, num_made, num_all))
 
 

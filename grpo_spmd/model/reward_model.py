@@ -18,13 +18,11 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import ModelConfig
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, choose_backend
-from grpo_spmd.model.dimensions import head_dim
+from grpo_spmd.model.config_json import head_dim
 from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
-from grpo_spmd.model.families.probe import refuse_structure
-from grpo_spmd.model.families.tensors import refuse_tensors
-from grpo_spmd.model.fill import load_weights
+from grpo_spmd.model.families.refusals import refuse_structure, refuse_tensors
 from grpo_spmd.model.hf_files import load_config
-from grpo_spmd.model.policy import DTYPES
+from grpo_spmd.model.policy import DTYPES, load_weights
 from grpo_spmd.model.reward_model_files import RewardModelFiles, said_of
 from grpo_spmd.model.sharding import shard_over_ranks
 
@@ -46,7 +44,10 @@ class RewardModel(nn.Module):
 
     def __init__(self, config: Any, label: int, attention: Backend, dtype: torch.dtype) -> None:
         super().__init__()
-        kind, how = transformers.AutoModelForSequenceClassification, {"attn_implementation": PACKED_ATTENTION}
+        kind, how = (
+            transformers.AutoModelForSequenceClassification,
+            {"attn_implementation": PACKED_ATTENTION},
+        )
         self.model = build_hf_model(config, config.name_or_path, kind, **how, dtype=dtype)
         self._label, self._attention, self._pad = label, attention, config.pad_token_id
 
@@ -59,7 +60,9 @@ class RewardModel(nn.Module):
         """Collective. Scores of the label, float32 [S]."""
         layout = PackedLayout(row.lengths, row.input_ids.device, self._attention)
         ids = {"input_ids": row.input_ids[None], "position_ids": row.position_ids[None]}
-        hidden = self.model.get_decoder()(**ids, use_cache=False, packed_layout=layout).last_hidden_state
+        hidden = self.model.get_decoder()(
+            **ids, use_cache=False, packed_layout=layout
+        ).last_hidden_state
         scores: Tensor = hidden[0][row.last].float() @ self.model.score.weight[self._label].float()
         return scores
 
@@ -90,21 +93,27 @@ class RewardModel(nn.Module):
         return next(places, len(text) - 1 if self._pad is None else 0)
 
 
-def build_reward_model(files: RewardModelFiles, config: ModelConfig, session: Session) -> RewardModel:
+def build_reward_model(
+    files: RewardModelFiles, config: ModelConfig, session: Session
+) -> RewardModel:
     """Collective. The model of `files.folder`, frozen in the compute dtype of the policy's `config`: meta device, then
     FSDP2, then each rank reads its own rows. Raises ConfigError, of the reward's key, for what cannot be packed."""
     with said_of(f"{files.where}.model"):
         path = str(files.folder)
         hf_config, compute = load_config(path), DTYPES[config.dtype]
         capped = getattr(hf_config, "attn_logit_softcapping", None) is not None
-        attention = choose_backend(config.attention, session.device, compute, head_dim(hf_config), capped=capped)
+        attention = choose_backend(
+            config.attention, session.device, compute, head_dim(hf_config), capped=capped
+        )
         with torch.device("meta"):
             model = RewardModel(hf_config, files.label, attention, compute)
         _refuse_other_heads(model.model, path)
         refuse_structure(model.model, path)
         stored_as = refuse_tensors(model.model, files.folder)
         model.requires_grad_(False).eval()
-        shard_over_ranks(model, decoder_layers(model.model), session.mesh, compute, reshard_root=True)
+        shard_over_ranks(
+            model, decoder_layers(model.model), session.mesh, compute, reshard_root=True
+        )
         register_fsdp_forward_method(model, "plain_score")
         model.to_empty(device=session.device)
         initialise_buffers(model.model)
@@ -112,7 +121,12 @@ def build_reward_model(files: RewardModelFiles, config: ModelConfig, session: Se
         shards = ((name, shard) for name, shard in named if isinstance(shard, DTensor))
         load_weights(((stored_as.get(name, name), shard) for name, shard in shards), files.folder)
     numel = sum(parameter.numel() for _, parameter in named)
-    _log.info("reward model %r: %s, %.1f M parameters", files.name, type(model.model).__name__, numel / 1e6)
+    _log.info(
+        "reward model %r: %s, %.1f M parameters",
+        files.name,
+        type(model.model).__name__,
+        numel / 1e6,
+    )
     return model
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.reward_keys import RewardConfig
-from grpo_spmd.model.families.config_json import refuse_by_config
-from grpo_spmd.untrusted import UntrustedError, open_regular, read_header, read_index, read_model_config
+from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.files import UntrustedError, open_regular, read_header, read_index, read_model_config
+from grpo_spmd.model.config_json import refuse_by_config
 
 _HEAD = "score.weight"
 _MOST_BYTES = 1 << 20
@@ -42,28 +42,44 @@ def said_of(where: str) -> Iterator[None]:
         raise ConfigError(f"{where}: {text}") from error
 
 
-def read_reward_model(index: int, reward: RewardConfig, folder: Path, budget: int) -> RewardModelFiles:
+def read_reward_model(
+    index: int, reward: RewardConfig, folder: Path, budget: int
+) -> RewardModelFiles:
     """`folder`: that of `reward.model`; `budget`: training.max_tokens_per_micro_batch. Raises ConfigError for what is
     no decoder with a head for sequence classification, and where it is not clear which label or how long a text."""
     where = f"rewards.{index}"
     with said_of(f"{where}.model"):
         try:
             config = read_model_config(folder)
-            refuse_by_config({name: value for name, value in config.items() if name != "architectures"}, str(folder))
+            refuse_by_config(
+                {name: value for name, value in config.items() if name != "architectures"},
+                str(folder),
+            )
             shapes = _shapes(folder)
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
         _check_kind(config, folder)
         _check_head(config, shapes, folder)
-        if not any(any(folder.glob(pattern)) for pattern in ("tokenizer.*", "vocab*", "*.model", "*.tiktoken")):
+        if not any(
+            any(folder.glob(pattern))
+            for pattern in ("tokenizer.*", "vocab*", "*.model", "*.tiktoken")
+        ):
             raise ConfigError(f"{folder} holds no tokenizer; copy that of its base model there")
     positions = config.get("max_position_embeddings")
     most = min(positions, budget) if isinstance(positions, int) else budget
     if reward.max_tokens is not None and reward.max_tokens > most:
         by_model = most != budget
-        of = f"its model has positions ({most})" if by_model else f"training.max_tokens_per_micro_batch ({most})"
+        of = (
+            f"its model has positions ({most})"
+            if by_model
+            else f"training.max_tokens_per_micro_batch ({most})"
+        )
         raise ConfigError(f"{where}.max_tokens ({reward.max_tokens}) is more than {of}; lower it")
-    template = _read_template(reward.template, f"{where}.template") if reward.template is not None else None
+    template = (
+        _read_template(reward.template, f"{where}.template")
+        if reward.template is not None
+        else None
+    )
     return RewardModelFiles(
         reward.shown_name, where, folder, _label(config, reward.label, f"{where}.label"), reward.max_tokens or most,
         reward.on_long == "drop_start", template, shapes,
@@ -85,19 +101,31 @@ def _check_kind(config: Mapping[str, Any], folder: Path) -> None:
         why = "they change with the longest text of a row, and so would the score of the others"
         raise ConfigError(f"{folder} has rotary factors of the kind {kind}: {why}")
     if config.get("auto_map"):
-        raise ConfigError(f"{folder} has code of its own (auto_map in its config.json), which is never run")
+        raise ConfigError(
+            f"{folder} has code of its own (auto_map in its config.json), which is never run"
+        )
 
 
-def _check_head(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+def _check_head(
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path
+) -> None:
     kinds = ", ".join(map(str, config.get("architectures") or ["no architectures"]))
     if _HEAD not in shapes:
-        heads = [name for name in shapes if re.match("(classifier|v_head|value_head|lm_head|reward_head)", name)]
+        heads = [
+            name
+            for name in shapes
+            if re.match("(classifier|v_head|value_head|lm_head|reward_head)", name)
+        ]
         found = f"; it has {heads[0]}" if heads else ""
         need = f"a reward model is a causal decoder with a linear head {_HEAD} (AutoModelForSequenceClassification)"
-        raise ConfigError(f"{folder} ({kinds} in its config.json) has no tensor {_HEAD}{found}; {need}")
+        raise ConfigError(
+            f"{folder} ({kinds} in its config.json) has no tensor {_HEAD}{found}; {need}"
+        )
     rows, labels = shapes[_HEAD][0], len(_labels(config))
     if rows != labels:
-        raise ConfigError(f"{folder}: {_HEAD} has {rows} rows, and config.json names {labels} labels")
+        raise ConfigError(
+            f"{folder}: {_HEAD} has {rows} rows, and config.json names {labels} labels"
+        )
 
 
 def _labels(config: Mapping[str, Any]) -> list[str]:
@@ -113,7 +141,9 @@ def _label(config: Mapping[str, Any], asked: str | None, where: str) -> int:
     known = ", ".join(f"{number} ({name})" for number, name in enumerate(names[:8]))
     if asked is None:
         if len(names) > 1:
-            raise ConfigError(f"{where}: the model has {len(names)} labels; say whose score counts: {known}")
+            raise ConfigError(
+                f"{where}: the model has {len(names)} labels; say whose score counts: {known}"
+            )
         return 0
     if asked in names:
         return names.index(asked)
@@ -127,7 +157,9 @@ def _read_template(path: str, where: str) -> str:
         with open_regular(Path(path), follow=True) as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            raise ConfigError(f"{where}: {path} is larger than {_MOST_BYTES >> 20} MiB, which no template is")
+            raise ConfigError(
+                f"{where}: {path} is larger than {_MOST_BYTES >> 20} MiB, which no template is"
+            )
         return content.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{where}: cannot read {path}: {error.strerror}") from None

@@ -24,7 +24,9 @@ def lr_share(config: OptimizerConfig, num_made: int, num_all: int) -> float:
     if config.schedule == "constant" or not config.lr:
         return 1.0
     progress = min(1.0, (num_made - config.warmup_steps) / max(1, num_all - config.warmup_steps))
-    left = 1.0 - progress if config.schedule == "linear" else (1.0 + math.cos(math.pi * progress)) / 2
+    left = (
+        1.0 - progress if config.schedule == "linear" else (1.0 + math.cos(math.pi * progress)) / 2
+    )
     floor = config.min_lr / config.lr
     return floor + (1.0 - floor) * left
 
@@ -38,20 +40,29 @@ def schedule_rows(config: OptimizerConfig, num_all: int) -> Iterator[tuple[str, 
         yield "learning rate of the last", f"{last:.3g}", how + warmup
 
 
-def changed_schedule(before: Mapping[str, Any], now: Mapping[str, Any], num_made: int) -> str | None:
+def changed_schedule(
+    before: Mapping[str, Any], now: Mapping[str, Any], num_made: int
+) -> str | None:
     """What a resumed run that asks for another learning rate comes to: the new schedule counts, as if it had always
     been asked for. `before`, `now`: flat configs of whoever wrote the checkpoint, and of the run that goes on. Raises
     ConfigError where the first is none."""
     (was, old_steps), (rate, steps) = (_rate_of(flat, num_made) for flat in (before, now))
     if was == rate:
         return None
-    of = f" (the schedule now runs over {steps} optimizer steps, before over {old_steps})" if steps != old_steps else ""
+    of = (
+        f" (the schedule now runs over {steps} optimizer steps, before over {old_steps})"
+        if steps != old_steps
+        else ""
+    )
     return f"the learning rate goes on at {rate:.3g}, where it would have been {was:.3g}{of}"
 
 
 def _rate_of(flat: Mapping[str, Any], num_made: int) -> tuple[float, int]:
     """Of the next optimizer step, and how many the whole run has."""
-    names = ("lr", "min_lr", "schedule", "warmup_steps"), ("num_steps", "num_mini_batches", "num_epochs")
+    names = (
+        ("lr", "min_lr", "schedule", "warmup_steps"),
+        ("num_steps", "num_mini_batches", "num_epochs"),
+    )
     of_optimizer, of_training = (
         {name: flat[f"{section}.{name}"] for name in known if f"{section}.{name}" in flat}
         for section, known in zip(("optimizer", "training"), names, strict=True)

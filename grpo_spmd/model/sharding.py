@@ -16,10 +16,16 @@ from grpo_spmd.distributed.collectives import start_all_gather, wait_for
 
 
 def shard_over_ranks(
-    policy: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, compute: torch.dtype, reshard_root: bool
+    policy: nn.Module,
+    layers: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    compute: torch.dtype,
+    reshard_root: bool,
 ) -> None:
     """Collective. FSDP2: each of `layers` gathers its parameters by itself, in `compute`, and the root those left."""
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_root)
@@ -47,7 +53,9 @@ def rows_per_rank(parameter: DTensor, ranks: int | None = None) -> int:
 
 def first_row(parameter: DTensor) -> int:
     """First row of this rank's shard: FSDP2 deals rows in equal blocks, the last ranks may get fewer or none."""
-    return min(parameter.device_mesh.get_local_rank("shard") * rows_per_rank(parameter), parameter.shape[0])
+    return min(
+        parameter.device_mesh.get_local_rank("shard") * rows_per_rank(parameter), parameter.shape[0]
+    )
 
 
 def is_first_replica(parameter: DTensor) -> bool:
@@ -70,5 +78,9 @@ def gather_rows(shards: Iterable[tuple[DTensor, Tensor]]) -> list[Tensor]:
     gathered = row.new_empty(dist.get_world_size(group), len(row))
     gathered[dist.get_rank(group)] = row
     wait_for(start_all_gather(gathered, group))
-    parts = zip(parameters, padded, gathered.split([block.numel() for block in padded], dim=1), strict=True)
-    return [part.reshape(-1, block.shape[1])[: parameter.shape[0]] for parameter, block, part in parts]
+    parts = zip(
+        parameters, padded, gathered.split([block.numel() for block in padded], dim=1), strict=True
+    )
+    return [
+        part.reshape(-1, block.shape[1])[: parameter.shape[0]] for parameter, block, part in parts
+    ]

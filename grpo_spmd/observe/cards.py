@@ -39,14 +39,21 @@ CARDS = {
     )
 }
 # Sold under other names with the same arithmetic, by a part of what the driver calls them.
-_ALIKE = {"H800": "H100-80GB", "GH200": "H200-141GB", "A800": "A100-80GB", "RTX 4090": "RTX4090-24GB"}
+_ALIKE = {
+    "H800": "H100-80GB",
+    "GH200": "H200-141GB",
+    "A800": "A100-80GB",
+    "RTX 4090": "RTX4090-24GB",
+}
 
 
 def peak_tflops(device_name: str) -> float | None:
     """Of the device that the driver calls so ("NVIDIA H100 80GB HBM3"); None where it is not in the table."""
     parts = {card.name.partition("-")[0]: card.tflops for card in CARDS.values()}
     parts |= {part: CARDS[name].tflops for part, name in _ALIKE.items()}
-    return next((parts[part] for part in sorted(parts, key=len, reverse=True) if part in device_name), None)
+    return next(
+        (parts[part] for part in sorted(parts, key=len, reverse=True) if part in device_name), None
+    )
 
 
 def find_card(text: str) -> Card:
@@ -56,24 +63,34 @@ def find_card(text: str) -> Card:
     if "," in plain or plain.endswith("gib"):
         return _custom(text, plain.split(","))
     names = {name.lower(): card for name, card in CARDS.items()}
-    fitting = [card for name, card in names.items() if name == plain or name.partition("-")[0] == plain]
+    fitting = [
+        card for name, card in names.items() if name == plain or name.partition("-")[0] == plain
+    ]
     if plain == "a100":
         raise ConfigError("--gpu: A100 is sold with 40 and with 80 GB; say A100-40GB or A100-80GB")
     if fitting:
         return fitting[0]
     close = difflib.get_close_matches(plain, names, n=1)
     hint = f"; did you mean {names[close[0]].name}?" if close else "."
-    raise ConfigError(f"--gpu: no card {text!r}{hint} Known are {', '.join(CARDS)}, or give figures: {_CUSTOM}")
+    raise ConfigError(
+        f"--gpu: no card {text!r}{hint} Known are {', '.join(CARDS)}, or give figures: {_CUSTOM}"
+    )
 
 
 def _custom(text: str, parts: list[str]) -> Card:
     units = ("gib", "tflops", "gb/s", "gb/s")
-    if not 3 <= len(parts) <= 4 or not all(part.endswith(unit) for part, unit in zip(parts, units, strict=False)):
-        raise ConfigError(f"--gpu: {text!r} is not GiB, TFLOP/s and GB/s of a card, as in {_CUSTOM}")
+    if not 3 <= len(parts) <= 4 or not all(
+        part.endswith(unit) for part, unit in zip(parts, units, strict=False)
+    ):
+        raise ConfigError(
+            f"--gpu: {text!r} is not GiB, TFLOP/s and GB/s of a card, as in {_CUSTOM}"
+        )
     try:
         values = [float(part.removesuffix(unit)) for part, unit in zip(parts, units, strict=False)]
     except ValueError:
-        raise ConfigError(f"--gpu: {text!r} has a figure that is no number; write {_CUSTOM}") from None
+        raise ConfigError(
+            f"--gpu: {text!r} has a figure that is no number; write {_CUSTOM}"
+        ) from None
     if not all(0 < value < 1e7 for value in values):
         raise ConfigError(f"--gpu: {text!r} has a figure that is not above 0; write {_CUSTOM}")
     gib, tflops, memory, *link = values

@@ -8,7 +8,17 @@ from typing import Any
 
 LONGEST_VALUE, LONGEST_ROW = 4_000, 16_000  # characters of one value, and of all values of a row
 # What data sets call what is right, the commonest name first.
-_GOLD = ("answer", "final_answer", "ground_truth", "gold", "solution", "target", "label", "expected", "output")
+_GOLD = (
+    "answer",
+    "final_answer",
+    "ground_truth",
+    "gold",
+    "solution",
+    "target",
+    "label",
+    "expected",
+    "output",
+)
 
 
 def bounded(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -19,7 +29,11 @@ def bounded(columns: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in columns.items():
         (text, is_json), longest = _as_text(value), min(LONGEST_VALUE, room)
         is_whole = len(text) <= longest
-        found[name] = (value if is_json else text) if is_whole else f"{text[:longest]} ... ({len(text)} characters)"
+        found[name] = (
+            (value if is_json else text)
+            if is_whole
+            else f"{text[:longest]} ... ({len(text)} characters)"
+        )
         room -= min(len(text), longest)
     return found
 

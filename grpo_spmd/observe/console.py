@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from grpo_spmd.config.schema import PHASES, DataConfig, ModelConfig, RewardConfig, RolloutConfig
-from grpo_spmd.distributed.ending import Terminal
+from grpo_spmd.distributed.exit import Terminal
 
 _log = logging.getLogger("grpo_spmd")
 _HEADER_EVERY = 20  # lines
@@ -37,27 +37,41 @@ class _Column(NamedTuple):
 _COLUMNS = (
     _Column("reward", 8, "reward/mean", "{:.3f}".format),
     _Column("spread", 7, "reward/std", "{:.3f}".format),
-    _Column("tokens", 7, "completion/tokens_mean", lambda x: f"{x:.0f}" if x >= 1000 else f"{x:.1f}"),
+    _Column(
+        "tokens", 7, "completion/tokens_mean", lambda x: f"{x:.0f}" if x >= 1000 else f"{x:.1f}"
+    ),
     _Column("cut", 5, "completion/truncated_frac", "{:.0%}".format),
     _Column("loss", 9, "loss/total", lambda x: f"{x:+.4f}" if abs(x) < 100 else f"{x:+.1e}"),
     _Column("grad", 7, "optim/grad_norm", lambda x: f"{x:.3f}" if x < 100 else f"{x:.0e}"),
     _Column("mismatch", 9, "weight_sync/mismatch_kl", "{:.0e}".format),
     _Column("time", 6, "time/step_s", lambda seconds: _duration(seconds)),
 )
-_ENTROPY = _Column("entropy", 8, "loss/entropy", "{:.3f}".format)  # where the terminal has room for it
+_ENTROPY = _Column(
+    "entropy", 8, "loss/entropy", "{:.3f}".format
+)  # where the terminal has room for it
 _LEFT_WIDTH = 6
 
 
 def banner(
-    model: ModelConfig, data: DataConfig, rollout: RolloutConfig, rewards: Sequence[RewardConfig], num_steps: int
+    model: ModelConfig,
+    data: DataConfig,
+    rollout: RolloutConfig,
+    rewards: Sequence[RewardConfig],
+    num_steps: int,
 ) -> Iterator[str]:
     """What is about to be trained, before anything takes long."""
-    yield f"model: {model.path}, {model.dtype}" + (f", LoRA of rank {model.lora.rank}" if model.lora.rank else "")
+    yield f"model: {model.path}, {model.dtype}" + (
+        f", LoRA of rank {model.lora.rank}" if model.lora.rank else ""
+    )
     yield f"data: {data.train}"
     named = [(reward.shown_name, reward.weight) for reward in rewards]
     if named:  # an environment may give the only one
         said = ", ".join(name if weight == 1 else f"{name} x {weight:g}" for name, weight in named)
-        yield f"rewards: {said}" if any(reward.weight for reward in rewards) else f"rewards, only watched: {said}"
+        yield (
+            f"rewards: {said}"
+            if any(reward.weight for reward in rewards)
+            else f"rewards, only watched: {said}"
+        )
     prompts, size = rollout.num_prompts_per_step, rollout.group_size
     most = prompts * size * rollout.max_completion_tokens
     yield f"{num_steps} steps of {prompts} prompts x {size} completions: at most {most:,} sampled tokens each"
@@ -67,7 +81,9 @@ def log_to_terminal(rank: int) -> None:
     """Show rank 0's log lines, and other ranks' warnings. What is said until there is a file waits for it."""
     to_terminal = Terminal(sys.stdout)
     to_terminal.setLevel(logging.WARNING if rank else logging.INFO)
-    to_terminal.setFormatter(logging.Formatter(f"rank {rank}: %(message)s" if rank else "%(message)s"))
+    to_terminal.setFormatter(
+        logging.Formatter(f"rank {rank}: %(message)s" if rank else "%(message)s")
+    )
     _log.setLevel(logging.INFO)
     _log.propagate = False
     _log.handlers[:] = [to_terminal, MemoryHandler(1000, flushLevel=logging.CRITICAL + 1)]
@@ -140,11 +156,21 @@ class Console:
 
     def _rest(self, metrics: Metrics) -> str:
         """Where the terminal has room: the rewards one by one, then the phases that took longest."""
-        rewards = {key[7:-5]: value for key, value in metrics.items() if re.fullmatch("reward/.+/mean", key)}
-        more = [f"  {name} {'-' if value is None else f'{value:.3f}'}" for name, value in rewards.items()]
+        rewards = {
+            key[7:-5]: value
+            for key, value in metrics.items()
+            if re.fullmatch("reward/.+/mean", key)
+        }
+        more = [
+            f"  {name} {'-' if value is None else f'{value:.3f}'}"
+            for name, value in rewards.items()
+        ]
         more *= len(rewards) > 1
         seconds = {name: metrics.get(f"time/{name}_s") or 0.0 for name in PHASES}
-        more += [f"  {name} {_duration(seconds[name])}" for name in sorted(seconds, key=lambda name: -seconds[name])]
+        more += [
+            f"  {name} {_duration(seconds[name])}"
+            for name in sorted(seconds, key=lambda name: -seconds[name])
+        ]
         text = ""
         for cell in more[: len(more) - sum(of < 0.005 for of in seconds.values())]:
             text += cell if len(text + cell) <= self._room else ""
@@ -166,18 +192,32 @@ def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
     dump = f"rollouts/step_{step:06d}.jsonl"
     critic_skipped = metrics.get("critic/skipped_updates") or 0
     is_warming_up = metrics.get("critic/loss") is not None or critic_skipped > 0
-    if critic_skipped and not metrics["optim/skipped_updates"]:  # the policy's have a warning of their own
-        yield "critic", f"{critic_skipped:.0f} updates of the critic were given up: loss or gradient was not finite"
+    if (
+        critic_skipped and not metrics["optim/skipped_updates"]
+    ):  # the policy's have a warning of their own
+        yield (
+            "critic",
+            f"{critic_skipped:.0f} updates of the critic were given up: loss or gradient was not finite",
+        )
     if not metrics["optim/updates"] and not metrics["optim/skipped_updates"] and not is_warming_up:
-        yield "update", "no update was made, since no completion counts (see dynamic_sampling/*, reward/unscored_frac)"
-    elif metrics.get("reward/zero_std_groups_frac") == 1.0 and not metrics.keys() & {"teacher/kl", "critic/loss"}:
+        yield (
+            "update",
+            "no update was made, since no completion counts (see dynamic_sampling/*, reward/unscored_frac)",
+        )
+    elif metrics.get("reward/zero_std_groups_frac") == 1.0 and not metrics.keys() & {
+        "teacher/kl",
+        "critic/loss",
+    }:
         what = f"in every group all rewards are alike (mean {mean:.3g}), so that nothing is learned from this step"
         yield (
             "alike",
             f"{what}; if that goes on, the task is too hard, too easy, or the reward never differs: see {dump}",
         )
     elif metrics.get("optim/grad_norm") == 0.0:
-        yield "gradient", f"the gradient is 0, so that nothing is learned from this step; see {dump}"
+        yield (
+            "gradient",
+            f"the gradient is 0, so that nothing is learned from this step; see {dump}",
+        )
     if metrics.get("completion/truncated_frac") == 1.0:
         what = "every completion was cut off at rollout.max_completion_tokens"
         yield (
@@ -187,4 +227,7 @@ def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
     entropy = metrics.get("loss/entropy")
     if entropy is not None and entropy < _LEAST_ENTROPY:
         what = f"the policy's entropy is {entropy:.2g} nats a token: completions of a group hardly differ any more"
-        yield "entropy", f"{what} (a lower optimizer.lr, a higher loss.clip_ratio_high or loss.kl_coef slow that down)"
+        yield (
+            "entropy",
+            f"{what} (a lower optimizer.lr, a higher loss.clip_ratio_high or loss.kl_coef slow that down)",
+        )

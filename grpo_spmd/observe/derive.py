@@ -15,18 +15,31 @@ Metrics = dict[str, float | None]
 
 def loss_metrics(sums: Reductions, loss: LossConfig) -> Metrics:
     """Of what all ranks' updates of a step came to."""
-    policy, kl, entropy, updates = (sums[name].value for name in ("policy", "kl", "entropy", "optim/updates"))
+    policy, kl, entropy, updates = (
+        sums[name].value for name in ("policy", "kl", "entropy", "optim/updates")
+    )
     if "measured" in sums:  # and not updated
         updates = sums["measured"].value
-    terms = {"total": total_loss(policy, kl, entropy, loss), "policy": policy, "kl": kl, "entropy": entropy}
+    terms = {
+        "total": total_loss(policy, kl, entropy, loss),
+        "policy": policy,
+        "kl": kl,
+        "entropy": entropy,
+    }
     for name in ("teacher", "value"):  # terms of the loss too
         if name in sums:
             terms[name] = sums[name].value
             terms["total"] += terms[name]
-    metrics: Metrics = {f"loss/{name}": total / updates if updates else None for name, total in terms.items()}
+    metrics: Metrics = {
+        f"loss/{name}": total / updates if updates else None for name, total in terms.items()
+    }
     percents = 1, 50, 99
     ratios = zip(percents, ratio_percentiles(sums["mismatch_ratios"].value, percents), strict=True)
-    return metrics | metric_values(sums) | {f"rollout_correction/ratio_p{n:02d}": ratio for n, ratio in ratios}
+    return (
+        metrics
+        | metric_values(sums)
+        | {f"rollout_correction/ratio_p{n:02d}": ratio for n, ratio in ratios}
+    )
 
 
 def tail_waste_frac(generation_s: Sequence[Sequence[float]]) -> float | None:
@@ -46,7 +59,9 @@ def throughput(decision: Decision, times: Mapping[str, float | None], world_size
     }
 
 
-def mfu(num_parameters: int, num_tokens: int, update_s: float, world_size: int, device_name: str) -> float | None:
+def mfu(
+    num_parameters: int, num_tokens: int, update_s: float, world_size: int, device_name: str
+) -> float | None:
     """The share of the device's peak that the update had; None where we do not know the peak. A lower bound: forward
     and backward of a dense model take 6 FLOPs a parameter and token, and attention is left out."""
     flops = 6.0 * num_parameters * num_tokens / max(update_s, 1e-9) / world_size

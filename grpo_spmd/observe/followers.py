@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_spmd.config.logging_keys import LoggingConfig
+from grpo_spmd.config.schema import LoggingConfig
 
 if TYPE_CHECKING:  # where they are off they are not even imported
     from grpo_spmd.observe.report_process import ReportProcess
     from grpo_spmd.observe.trackers.feed import Tracker, TrackerFeed
 
-FINISH_S, STOPPED_S = 60.0, 5.0  # for all of them together: at the end of a run, and where it was preempted
+FINISH_S, STOPPED_S = (
+    60.0,
+    5.0,
+)  # for all of them together: at the end of a run, and where it was preempted
 
 
 _open: weakref.WeakSet[Followers] = weakref.WeakSet()
@@ -53,14 +56,20 @@ def finish_all() -> None:
         followers.finish(has_ended=False)
 
 
-def open_followers(run_dir: Path, options: LoggingConfig, config: dict[str, Any]) -> Followers | None:
+def open_followers(
+    run_dir: Path, options: LoggingConfig, config: dict[str, Any]
+) -> Followers | None:
     """`config`: what trackers show as the run's. None where nobody is asked for."""
     feeds, report = [], None
     for name in options.tracker_names:
         from grpo_spmd.observe.trackers.feed import TrackerFeed
 
         feeds.append(
-            TrackerFeed(run_dir, _tracker(name, run_dir, options, config), options.trackers_rollouts_every_steps)
+            TrackerFeed(
+                run_dir,
+                _tracker(name, run_dir, options, config),
+                options.trackers_rollouts_every_steps,
+            )
         )
     if options.report_every_steps:
         from grpo_spmd.observe.report_process import ReportProcess

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpo_spmd
-from grpo_spmd.config.redact import redacted, redacted_arguments
-from grpo_spmd.files import write_durably
+from grpo_spmd.config.describe import redacted, redacted_arguments
+from grpo_spmd.files import UntrustedError, open_regular, write_durably
 from grpo_spmd.observe.metrics_file import is_evaluation, lines_from_end
-from grpo_spmd.untrusted import UntrustedError, open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +52,9 @@ def begin_launch(
         "first_step": first_step,
         "last_step": None,
         "command": redacted_arguments(sys.argv),
-        "launcher": redacted_arguments(_command_of(os.getppid())) if under_torchrun else None,  # torchrun's own line
+        "launcher": redacted_arguments(_command_of(os.getppid()))
+        if under_torchrun
+        else None,  # torchrun's own line
         "restart": is_restart,
         "folder": _working_folder(),
         "world_size": len(places),
@@ -69,7 +70,9 @@ def begin_launch(
         for earlier in launches:  # the folder is ours, so that none of them is alive
             if earlier.get("outcome") is None:
                 earlier.update(outcome="killed", why="it left no word of its end")
-        number: int = 1 + max((n for each in launches if type(n := each.get("launch")) is int), default=0)
+        number: int = 1 + max(
+            (n for each in launches if type(n := each.get("launch")) is int), default=0
+        )
         launches.append(record | {"launch": number})
         return number
 
@@ -80,7 +83,9 @@ def place_of(device: torch.device) -> tuple[str, str]:
     """This rank's host, and its device by name."""
     import torch  # not for those who only read
 
-    return socket.gethostname(), torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return socket.gethostname(), torch.cuda.get_device_name(
+        device
+    ) if device.type == "cuda" else "cpu"
 
 
 class Launch:
@@ -135,17 +140,26 @@ def read_launches(run_dir: Path) -> list[dict[str, Any]]:
 def other_versions(run_dir: Path, step: int) -> str:
     """What of `versions` was another in the launch that made a step, as "torch 2.11.0 there, 2.13.0 here"; "" where
     nothing was, or nothing tells."""
-    made = [launch for launch in read_launches(run_dir) if type(n := launch.get("first_step")) is int and n <= step]
+    made = [
+        launch
+        for launch in read_launches(run_dir)
+        if type(n := launch.get("first_step")) is int and n <= step
+    ]
     there = made[-1].get("versions") if made else None
     if not isinstance(there, dict):
         return ""
     pairs = [(name, there.get(name), here) for name, here in versions().items()]
-    return "; ".join(f"{name} {was} there, {here} here" for name, was, here in pairs if was and was != here)
+    return "; ".join(
+        f"{name} {was} there, {here} here" for name, was, here in pairs if was and was != here
+    )
 
 
 def versions() -> dict[str, str | None]:
     """Of what a run's figures depend on, here; nothing is imported for it."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "grpo_spmd": grpo_spmd.__version__}
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "grpo_spmd": grpo_spmd.__version__,
+    }
     for name, packages in _PACKAGES.items():
         found[name] = None
         for package in packages:
@@ -166,7 +180,9 @@ def _git_states() -> dict[str, Any]:
     """Of the checkout that runs, and of the working folder, where somebody's rewards may lie."""
     package = Path(grpo_spmd.__file__).resolve().parents[1]
     return {
-        "grpo_spmd": _git_state(package) if (package / ".git").exists() else None,  # not that of a venv inside another
+        "grpo_spmd": _git_state(package)
+        if (package / ".git").exists()
+        else None,  # not that of a venv inside another
         "folder": _git_state(Path(folder)) if (folder := _working_folder()) else None,
     }
 
@@ -184,14 +200,24 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder)]
 
     def ask(*arguments: str) -> str:
-        how: dict[str, Any] = {"capture_output": True, "stdin": subprocess.DEVNULL, "env": env, "timeout": _GIT_S}
+        how: dict[str, Any] = {
+            "capture_output": True,
+            "stdin": subprocess.DEVNULL,
+            "env": env,
+            "timeout": _GIT_S,
+        }
         return str(
-            subprocess.run([*command, *arguments], check=True, text=True, errors="replace", **how).stdout
+            subprocess.run(
+                [*command, *arguments], check=True, text=True, errors="replace", **how
+            ).stdout
         ).strip()
 
     try:
         commit = ask("rev-parse", "HEAD")
-        return {"commit": commit, "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+        return {
+            "commit": commit,
+            "dirty": bool(ask("status", "--porcelain", "--untracked-files=no")),
+        }
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -215,9 +241,15 @@ def _change(run_dir: Path, change: Callable[[list[dict[str, Any]]], _T]) -> _T |
         write_durably(path, b"".join(json.dumps(launch).encode() + b"\n" for launch in launches))
         return result
     except (OSError, UntrustedError) as error:
-        _log.warning("%s is not written: %s", path, error.strerror if isinstance(error, OSError) else error)
+        _log.warning(
+            "%s is not written: %s", path, error.strerror if isinstance(error, OSError) else error
+        )
         return None
 
 
 def _utc(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(unix_s, UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )

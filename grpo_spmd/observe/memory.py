@@ -38,12 +38,18 @@ def measure(device: torch.device, pool_bytes: int = 0) -> MemoryUse:
         # Not below 0: the pool is counted in whole segments, which its tensors need not fill.
         peak, allocated, reserved = (
             max(0, stats.get(f"{name}_bytes.all.{which}", 0) - pool_bytes)
-            for name, which in (("allocated", "peak"), ("allocated", "current"), ("reserved", "current"))
+            for name, which in (
+                ("allocated", "peak"),
+                ("allocated", "current"),
+                ("reserved", "current"),
+            )
         )
         return MemoryUse(peak, allocated, reserved, total - free, max(0, total - free - reserved))
     own, host = _proc_kib("/proc/self/status"), _proc_kib("/proc/meminfo")
     allocated, used = own["RssAnon"] << 10, (host["MemTotal"] - host["MemAvailable"]) << 10
-    return MemoryUse(own["VmHWM"] << 10, allocated, own["VmRSS"] << 10, used, max(0, used - allocated))
+    return MemoryUse(
+        own["VmHWM"] << 10, allocated, own["VmRSS"] << 10, used, max(0, used - allocated)
+    )
 
 
 def reset_peak(device: torch.device) -> None:
@@ -51,8 +57,12 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return
-    with suppress(OSError):  # a container may forbid it; the peak is then that of the whole run so far
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts again from the present size
+    with suppress(
+        OSError
+    ):  # a container may forbid it; the peak is then that of the whole run so far
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # Linux: VmHWM starts again from the present size
 
 
 def total_bytes(device: torch.device) -> int:
@@ -69,11 +79,15 @@ def _proc_kib(path: str) -> dict[str, int]:
 class MemoryLedger:
     """What each phase of a step took on this rank; for the metrics, and for the message of an out-of-memory error."""
 
-    def __init__(self, device: torch.device, pool_bytes: Callable[[], int], remedies: dict[str, list[str]]) -> None:
+    def __init__(
+        self, device: torch.device, pool_bytes: Callable[[], int], remedies: dict[str, list[str]]
+    ) -> None:
         """`pool_bytes`: the engine's, see MemoryUse. `remedies`: what may help, by phase, the likeliest first."""
         self._device, self._pool_bytes, self._remedies = device, pool_bytes, remedies
         self._step: dict[str, MemoryUse] = {}
-        self._before: dict[str, MemoryUse] = {}  # of earlier steps, for phases that this step has not come to
+        self._before: dict[
+            str, MemoryUse
+        ] = {}  # of earlier steps, for phases that this step has not come to
         self.last_peak_gib = 0.0  # of the phase that ended last, this time
 
     @contextmanager
@@ -88,11 +102,17 @@ class MemoryLedger:
             raise
         now = measure(self._device, self._pool_bytes())
         self.last_peak_gib = now.peak / _GIB
-        self._step[name] = MemoryUse(*map(max, vars(self._step.get(name, now)).values(), vars(now).values()))
+        self._step[name] = MemoryUse(
+            *map(max, vars(self._step.get(name, now)).values(), vars(now).values())
+        )
 
     def metrics(self) -> dict[str, float]:
         """`memory/<phase>/{peak,allocated,reserved,driver_used,other}_gib` of this step so far."""
-        numbers = ((f"{phase}/{field}", n) for phase, use in self._step.items() for field, n in vars(use).items())
+        numbers = (
+            (f"{phase}/{field}", n)
+            for phase, use in self._step.items()
+            for field, n in vars(use).items()
+        )
         return {f"memory/{name}_gib": number / _GIB for name, number in numbers}
 
     def end_step(self) -> None:
@@ -104,8 +124,13 @@ class MemoryLedger:
         now = measure(self._device, self._pool_bytes())
         lines = [f"{'GiB':24}" + "".join(f"{field:>12}" for field in vars(now))]
         for phase, use in [*(self._before | self._step).items(), (f"{name}, when it failed", now)]:
-            lines.append(f"{phase:24}" + "".join(f"{number / _GIB:12.2f}" for number in vars(use).values()))
-        rank, where = os.environ.get("RANK", "0"), "the device" if self._device.type == "cuda" else "the host"
+            lines.append(
+                f"{phase:24}" + "".join(f"{number / _GIB:12.2f}" for number in vars(use).values())
+            )
+        rank, where = (
+            os.environ.get("RANK", "0"),
+            "the device" if self._device.type == "cuda" else "the host",
+        )
         table, may_help = "\n  ".join(lines), "; ".join(self._remedies[name])
         return (
             f"rank {rank} ran out of memory in phase {name}; {where} has {total_bytes(self._device) / _GIB:.1f} GiB, "
@@ -116,27 +141,45 @@ class MemoryLedger:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """torch's error of a GPU or of the CPU, vLLM's when it wakes ("CUDA Error: out of memory"), NCCL's, Python's."""
-    said = isinstance(error, RuntimeError) and re.search("out of memory|can't allocate memory", str(error))
+    said = isinstance(error, RuntimeError) and re.search(
+        "out of memory|can't allocate memory", str(error)
+    )
     return bool(said) or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def remedies(
-    model: ModelConfig, rollout: RolloutConfig, training: TrainingConfig, max_rollout_tokens: int, num_workers: int
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    training: TrainingConfig,
+    max_rollout_tokens: int,
+    num_workers: int,
 ) -> dict[str, list[str]]:
     """Config keys that lower the peak of each phase, the likeliest first; without those that are used up."""
-    fewer_tokens = f"lower training.max_tokens_per_micro_batch ({training.max_tokens_per_micro_batch})"
+    fewer_tokens = (
+        f"lower training.max_tokens_per_micro_batch ({training.max_tokens_per_micro_batch})"
+    )
     if training.max_tokens_per_micro_batch <= max_rollout_tokens:
         longest = f"rollout.max_completion_tokens ({rollout.max_completion_tokens})"
         fewer_tokens = f"shorter rollouts: {longest}; a micro-batch holds only one"
-    recompute = "" if model.activation_checkpointing is True else "model.activation_checkpointing: true"
+    recompute = (
+        "" if model.activation_checkpointing is True else "model.activation_checkpointing: true"
+    )
     smaller_chunks = f"lower model.logprob_chunk_tokens ({model.logprob_chunk_tokens})"
     smaller_engine = f"lower rollout.gpu_memory_utilization ({rollout.gpu_memory_utilization:g})"
-    offload = {False: "model.offload: optimizer, or true", "optimizer": "model.offload: true", True: ""}[model.offload]
+    offload = {
+        False: "model.offload: optimizer, or true",
+        "optimizer": "model.offload: true",
+        True: "",
+    }[model.offload]
     most = rollout.engine.get("max_num_seqs")
     fewer_requests = "lower rollout.engine.max_num_seqs" + (f" ({most})" if most else "")
     mib = rollout.weight_sync_bucket_mib
     smaller_buckets = "lower rollout.weight_sync_bucket_mib" + (f" ({mib})" if mib else "")
-    or_else = "or fewer of model.num_replicas" if model.num_replicas > 1 else "so that each holds less of the model"
+    or_else = (
+        "or fewer of model.num_replicas"
+        if model.num_replicas > 1
+        else "so that each holds less of the model"
+    )
     more_ranks = f"more ranks, {or_else}"
     by_phase = {
         "weight_sync": [offload, smaller_engine, smaller_buckets, more_ranks],
@@ -147,4 +190,6 @@ def remedies(
         "update": [fewer_tokens, recompute, smaller_chunks, more_ranks],
         "checkpoint": [fewer_tokens, more_ranks],
     }
-    return {phase: [remedy for remedy in of_phase if remedy] for phase, of_phase in by_phase.items()}
+    return {
+        phase: [remedy for remedy in of_phase if remedy] for phase, of_phase in by_phase.items()
+    }

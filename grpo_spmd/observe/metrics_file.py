@@ -12,8 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_spmd.files import sync_path, write_durably
-from grpo_spmd.untrusted import open_regular
+from grpo_spmd.files import open_regular, sync_path, write_durably
 
 _log = logging.getLogger("grpo_spmd")
 _BLOCK, _LONGEST = 1 << 16, 1 << 24  # bytes that are read at a time; that no line has
@@ -45,10 +44,14 @@ class LineFile:
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(end)  # half a line would spoil the next one
-            _log.warning("%s: %s; %d lines wait in memory", self._path, error.strerror, len(self._waiting))
+            _log.warning(
+                "%s: %s; %d lines wait in memory", self._path, error.strerror, len(self._waiting)
+            )
             return
         if len(self._waiting) > 1:
-            _log.warning("%s: written again, all %d lines that waited", self._path, len(self._waiting))
+            _log.warning(
+                "%s: written again, all %d lines that waited", self._path, len(self._waiting)
+            )
         self._waiting.clear()
 
 
@@ -130,4 +133,10 @@ def cut_metrics(path: Path, num_steps: int) -> None:
             kept[place] = text + b"\n"
     write_durably(path, b"".join(kept.values()))
     if missing := sorted({(step, False) for step in range(1, num_steps + 1)} - kept.keys()):
-        _log.warning("%s lacks %d of the first %d steps, first step %d", path, len(missing), num_steps, missing[0][0])
+        _log.warning(
+            "%s lacks %d of the first %d steps, first step %d",
+            path,
+            len(missing),
+            num_steps,
+            missing[0][0],
+        )

@@ -37,15 +37,25 @@ class PhaseTimer:
             self._seconds[name] = self._seconds.get(name, 0.0) + end - start
         since = start - self._step_start, end - self._step_start
         self.spans.append(Span(name, *since, self._memory.last_peak_gib, None))
-        doctor.enter_phase(f"after {name}", self._step)  # what comes between phases hangs too, and has its own limit
+        doctor.enter_phase(
+            f"after {name}", self._step
+        )  # what comes between phases hangs too, and has its own limit
 
     def metrics(self) -> dict[str, float]:
         """`time/...` and `memory/...` of this rank, of this step so far."""
         seconds = {f"time/{name}_s": self._seconds.get(name, 0.0) for name in PHASES}
-        return {"time/step_s": time.perf_counter() - self._step_start, **seconds, **self._memory.metrics()}
+        return {
+            "time/step_s": time.perf_counter() - self._step_start,
+            **seconds,
+            **self._memory.metrics(),
+        }
 
     def end_step(self) -> None:
         self._seconds.clear()
         self.spans.clear()
         self._memory.end_step()
-        self._step, self._step_start, self.step_unix_s = self._step + 1, time.perf_counter(), time.time()
+        self._step, self._step_start, self.step_unix_s = (
+            self._step + 1,
+            time.perf_counter(),
+            time.time(),
+        )

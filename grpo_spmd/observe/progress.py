@@ -15,7 +15,9 @@ class Progress:
         """`trainer`: of the checkpoint that the run starts from, after `step` steps. One of a version that did not
         count leaves the counts out, rather than too small."""
         names = "num_completions", "num_tokens"
-        self._counts: dict[str, int] = {name: trainer.get(name, 0) for name in names if name in trainer or not step}
+        self._counts: dict[str, int] = {
+            name: trainer.get(name, 0) for name in names if name in trainer or not step
+        }
 
     def count(self, num_completions: int, num_tokens: int, epoch: float) -> dict[str, float]:
         """The metrics with what a step has sampled, as far as they are known; `epoch`: passes over the data, at its
@@ -23,7 +25,9 @@ class Progress:
         for name, number in (("num_completions", num_completions), ("num_tokens", num_tokens)):
             if name in self._counts:
                 self._counts[name] += number
-        counts = {f"progress/{name.removeprefix('num_')}": count for name, count in self._counts.items()}
+        counts = {
+            f"progress/{name.removeprefix('num_')}": count for name, count in self._counts.items()
+        }
         return {"progress/epoch": epoch, **counts}
 
     def state(self) -> dict[str, int]:
@@ -40,4 +44,7 @@ class WallClock:
         self._began, self._before_s = began, float(newest.get("time/wall_s") or 0.0)
 
     def metrics(self) -> dict[str, float | None]:
-        return {"time/wall_s": self._before_s + time.monotonic() - self._began, "time/unix_s": time.time()}
+        return {
+            "time/wall_s": self._before_s + time.monotonic() - self._began,
+            "time/unix_s": time.time(),
+        }

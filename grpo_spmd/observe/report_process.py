@@ -25,11 +25,25 @@ import grpo_spmd
 _log = logging.getLogger("grpo_spmd")
 _PR_SET_PDEATHSIG = 1
 _LONGEST_S, _LAST_S = 600.0, 45.0  # of one report; of the one at the end, for which the run waits
-_NICE, _LAST_NICE = 19, 5  # nobody waits for the first; of the last one the report itself sees that it is waited for
+_NICE, _LAST_NICE = (
+    19,
+    5,
+)  # nobody waits for the first; of the last one the report itself sees that it is waited for
 _LOOK_S, _KILLED_S = 0.1, 5.0  # how often it is looked at; what a killed one gets to be gone
 MOST_MEMORY, MOST_FILE = 4 << 30, 1 << 28  # bytes of address space, and of a file that it writes
 # What tells a process that it is a rank, or has a GPU: a report is neither.
-_OF_RANKS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "NCCL_", "PET_", "TORCH_", "VLLM_", "CUDA_", "LOCAL_")
+_OF_RANKS = (
+    "TORCHELASTIC_",
+    "MASTER_",
+    "GROUP_",
+    "ROLE_",
+    "NCCL_",
+    "PET_",
+    "TORCH_",
+    "VLLM_",
+    "CUDA_",
+    "LOCAL_",
+)
 _OF_RANKS_WHOLE = ("RANK", "WORLD_SIZE", "PYTHONBREAKPOINT", "PYTHONSTARTUP")
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -77,7 +91,16 @@ class ReportProcess:
         log = self._run_dir / "logs" / "report.log"
         log.parent.mkdir(exist_ok=True)
         nice = str(_LAST_NICE if is_last else _NICE)
-        command = [sys.executable, "-P", "-m", __name__, str(os.getpid()), nice, self._module, str(self._run_dir)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            __name__,
+            str(os.getpid()),
+            nice,
+            self._module,
+            str(self._run_dir),
+        ]
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(log, flags, 0o666), "wb") as file:
             # A group of its own: Ctrl-C at a terminal is for the run, which ends it.
@@ -115,7 +138,11 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     }
     root = str(Path(grpo_spmd.__file__).resolve().parents[1])
     paths = [root, *filter(None, [variables.get("PYTHONPATH")])]
-    return found | dict.fromkeys(_ONE_THREAD, "1") | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+    return (
+        found
+        | dict.fromkeys(_ONE_THREAD, "1")
+        | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+    )
 
 
 def _be_harmless(parent_pid: int, nice: int) -> None:

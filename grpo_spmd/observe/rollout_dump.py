@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.observe.columns import bounded
-from grpo_spmd.observe.rollout_files import step_stem
-from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
-from grpo_spmd.observe.rollout_turns import shown_fields
+from grpo_spmd.observe.rollout_reader import RolloutRecord, shown_fields, step_stem, to_line
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.records import Decision
 
@@ -23,7 +21,9 @@ if TYPE_CHECKING:  # of the steps that are dumped; and until then not even impor
 class RolloutDump:
     """Dumps the rollouts of each `every_steps`-th step (0: of none), and of steps that went wrong."""
 
-    def __init__(self, writer: RolloutWriter, every_steps: int, of_scores: RolloutWriter | None = None) -> None:
+    def __init__(
+        self, writer: RolloutWriter, every_steps: int, of_scores: RolloutWriter | None = None
+    ) -> None:
         """`of_scores` writes the scores of a dump's tokens beside it."""
         self._writer, self._every_steps, self._of_scores = writer, every_steps, of_scores
 
@@ -41,7 +41,12 @@ class RolloutDump:
         return KeptScores()
 
     def write_updated(
-        self, step: int, sampled: SampledStep, decision: Decision, sums: Reductions, scores: KeptScores | None
+        self,
+        step: int,
+        sampled: SampledStep,
+        decision: Decision,
+        sums: Reductions,
+        scores: KeptScores | None,
     ) -> None:
         """Collective. After the updates: the `scores`; and the rollouts, where an update was skipped (on all ranks
         alike) and the file is not there yet."""
@@ -64,7 +69,9 @@ class RolloutDump:
 
     def _write(self, step: int, sampled: SampledStep, decision: Decision | None) -> None:
         """Each rank's in the order of the prompt stream; groups that dynamic sampling dropped are there too."""
-        records = sorted(records_of(sampled, decision), key=lambda record: (record.position, record.sample))
+        records = sorted(
+            records_of(sampled, decision), key=lambda record: (record.position, record.sample)
+        )
         self._writer.write_step(step, map(to_line, records))
 
 
@@ -72,7 +79,9 @@ def records_of(sampled: SampledStep, decision: Decision | None) -> Iterator[Roll
     """This rank's rollouts of a step, in the order in which they were sampled."""
     scored, slots = sampled.scored, decision.slots if decision is not None else {}
     columns = [bounded(group.prompt.columns) for group in sampled.groups]
-    own = ((i, n, c) for i, group in enumerate(sampled.groups) for n, c in enumerate(group.completions))
+    own = (
+        (i, n, c) for i, group in enumerate(sampled.groups) for n, c in enumerate(group.completions)
+    )
     for number, (i, sample, completion) in enumerate(own):
         group = sampled.groups[i]
         prompt, slot = group.prompt, slots.get(group.prompt.position)
@@ -88,7 +97,9 @@ def records_of(sampled: SampledStep, decision: Decision | None) -> Iterator[Roll
             reward=scored.rewards[number],
             rewards=scored.finite_by_name(number),
             statuses={name: statuses[number] for name, statuses in scored.statuses.items()},
-            advantage=None if decision is None or rollout_id is None else decision.advantages[rollout_id],
+            advantage=None
+            if decision is None or rollout_id is None
+            else decision.advantages[rollout_id],
             finish_reason=completion.finish_reason,
             prompt_ids=prompt.token_ids,
             completion_ids=completion.token_ids,

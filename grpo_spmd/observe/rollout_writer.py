@@ -17,7 +17,15 @@ from pathlib import Path
 from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.distributed.collectives import all_gather_numbers
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.observe.rollout_files import PACKED, PLAIN, begun_there, files_there, part_name, step_of, step_stem
+from grpo_spmd.observe.rollout_reader import (
+    PACKED,
+    PLAIN,
+    begun_there,
+    files_there,
+    part_name,
+    step_of,
+    step_stem,
+)
 
 _log = logging.getLogger("grpo_spmd")
 _LEVEL = 1  # of gzip: 6 takes four times as long for a tenth less
@@ -43,13 +51,17 @@ class RolloutWriter:
     """Writes the dumps of a run. They are for people: a full disk costs the files that it hits, and a warning.
     With a file of rollouts/ goes what token_scores/ has of the same name: it is of another attempt."""
 
-    def __init__(self, run_dir: Path, options: LoggingConfig, session: Session, folder: str = "rollouts") -> None:
+    def __init__(
+        self, run_dir: Path, options: LoggingConfig, session: Session, folder: str = "rollouts"
+    ) -> None:
         self._folder, self._session = run_dir / folder, session
         self._scores = run_dir / "token_scores" if folder == "rollouts" else self._folder
         self._is_packed, self._keep = options.rollouts_compression == "gzip", options.rollouts_keep
         self._ending, self._other_ending = (PACKED, PLAIN) if self._is_packed else (PLAIN, PACKED)
         self._known_nodes: _Nodes | None = None
-        self._there: dict[str, set[int]] | None = None  # on a node's first rank: the nodes of each stem's files
+        self._there: dict[str, set[int]] | None = (
+            None  # on a node's first rank: the nodes of each stem's files
+        )
 
     def write_step(self, step: int, lines: Iterable[bytes]) -> None:
         """Collective. `write` as the dump of `step`, and remove those before it, but for the newest
@@ -58,7 +70,11 @@ class RolloutWriter:
         self.write(step_stem(step), lines)
         if self._keep is None or self._there is None:
             return
-        upto = {number: stem for stem in self._there if (number := step_of(stem)) is not None and number <= step}
+        upto = {
+            number: stem
+            for stem in self._there
+            if (number := step_of(stem)) is not None and number <= step
+        }
         for number in sorted(upto)[: -self._keep]:
             self._remove(upto[number], also=self._nodes().own)
             del self._there[upto[number]]
@@ -72,9 +88,13 @@ class RolloutWriter:
         temporary = path.with_name(path.name + ".tmp")
         chunks = _packed(lines) if self._is_packed else [line + b"\n" for line in lines]
         error = _error_of(_make_room, temporary) if nodes.is_first else 0
-        sizes = all_gather_numbers(sum(map(len, chunks)))  # behind it there is room, and no file of that name
+        sizes = all_gather_numbers(
+            sum(map(len, chunks))
+        )  # behind it there is room, and no file of that name
         if not error and (chunks or nodes.is_first):
-            error = _error_of(_write_at, temporary, sum(sizes[nodes.ranks[nodes.own].start : nodes.rank]), chunks)
+            error = _error_of(
+                _write_at, temporary, sum(sizes[nodes.ranks[nodes.own].start : nodes.rank]), chunks
+            )
         errors = all_gather_numbers(error)  # behind it all is written
         if nodes.is_first:
             self._finish(stem, temporary, errors)
@@ -83,14 +103,28 @@ class RolloutWriter:
         """On a node's first rank: the file gets its name where no rank of the node failed. What earlier processes left
         of `stem` goes, in the other form or of another number of nodes: it may say something else."""
         nodes, path = self._nodes(), self._path(stem, self._nodes().own)
-        written = {node for node, ranks in enumerate(nodes.ranks) if not any(errors[rank] for rank in ranks)}
+        written = {
+            node
+            for node, ranks in enumerate(nodes.ranks)
+            if not any(errors[rank] for rank in ranks)
+        }
         if nodes.rank == 0 and len(written) < len(nodes.ranks):
-            failed, rank = set(range(len(nodes.ranks))) - written, next(rank for rank, e in enumerate(errors) if e)
+            failed, rank = (
+                set(range(len(nodes.ranks))) - written,
+                next(rank for rank, e in enumerate(errors) if e),
+            )
             more = f", nor are the files of {len(failed) - 1} more nodes" if len(failed) > 1 else ""
             why = f"{os.strerror(errors[rank])} (on rank {rank})"
             _log.warning("%s is not written%s: %s", self._path(stem, min(failed)), more, why)
-        if self._scores != self._folder:  # first: a kill in between must not leave them beside another's rollouts
-            _unlink([self._scores / f"{part_name(stem, nodes.own)}{ending}" for ending in (PLAIN, PACKED)])
+        if (
+            self._scores != self._folder
+        ):  # first: a kill in between must not leave them beside another's rollouts
+            _unlink(
+                [
+                    self._scores / f"{part_name(stem, nodes.own)}{ending}"
+                    for ending in (PLAIN, PACKED)
+                ]
+            )
         if nodes.own in written and (error := _error_of(temporary.replace, path)):
             written.remove(nodes.own)
             _log.warning("%s is not written: %s", path, os.strerror(error))
@@ -116,7 +150,9 @@ class RolloutWriter:
 
     def _remove(self, stem: str, also: int | None = None) -> None:
         """Files of `stem`: those of nodes that there are no more, and of the node `also`."""
-        nodes = {node for node in (self._there or {}).get(stem, ()) if node >= len(self._nodes().ranks)}
+        nodes = {
+            node for node in (self._there or {}).get(stem, ()) if node >= len(self._nodes().ranks)
+        }
         for node in sorted(nodes | ({also} if also is not None else set())):
             for folder, ending in product({self._folder, self._scores}, (PLAIN, PACKED)):
                 path = folder / f"{part_name(stem, node)}{ending}"
@@ -136,7 +172,9 @@ class RolloutWriter:
             number = int.from_bytes(hashlib.blake2b(host, digest_size=7).digest(), "big")
             hosts = all_gather_numbers(2 * number + (self._session.local_rank == 0))
             changes = [
-                rank for rank in range(1, len(hosts)) if hosts[rank] % 2 or hosts[rank] // 2 != hosts[rank - 1] // 2
+                rank
+                for rank in range(1, len(hosts))
+                if hosts[rank] % 2 or hosts[rank] // 2 != hosts[rank - 1] // 2
             ]
             ranks = [range(*ends) for ends in pairwise([0, *changes, len(hosts)])]
             own = next(node for node, of_node in enumerate(ranks) if self._session.rank in of_node)
@@ -154,7 +192,9 @@ def _packed(lines: Iterable[bytes]) -> list[bytes]:
 
 def _make_room(temporary: Path) -> None:
     temporary.parent.mkdir(exist_ok=True)
-    temporary.unlink(missing_ok=True)  # of a process that was killed: it may be longer than what comes
+    temporary.unlink(
+        missing_ok=True
+    )  # of a process that was killed: it may be longer than what comes
 
 
 def _unlink(paths: Iterable[Path]) -> None:

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import PHASES
 from grpo_spmd.distributed.packed import Unpacked, pack
+from grpo_spmd.files import UntrustedError, open_regular, parse_object
 from grpo_spmd.observe.metrics_file import LineFile
-from grpo_spmd.untrusted import UntrustedError, open_regular, parse_object
 
 _log = logging.getLogger("grpo_spmd")
 _NAME = "timeline.jsonl"
@@ -58,7 +58,10 @@ def pack_spans(spans: Sequence[Span], generation_s: Sequence[float]) -> bytes:
     busy, rows = iter(generation_s), list[list[float]]()
     for phase, start, end, peak, _ in spans:
         seconds = next(busy, None) if phase == "rollout" else None
-        used, busy_ms = -1 if peak is None else 1024 * peak, -1 if seconds is None else 1000 * seconds
+        used, busy_ms = (
+            -1 if peak is None else 1024 * peak,
+            -1 if seconds is None else 1000 * seconds,
+        )
         rows.append([PHASES.index(phase), 1000 * start, 1000 * end, used, busy_ms])
     if len(rows) > _MOST_SPANS:
         rows = rows[: _MOST_SPANS // 2] + rows[-_MOST_SPANS // 2 :]
@@ -85,14 +88,22 @@ class TimelineFile:
             if cut not in (b"", b"\n"):
                 self._file.write("")  # a kill has cut the last line short
         except (OSError, UntrustedError) as error:
-            _log.warning("%s is not written: %s", path, error.strerror if isinstance(error, OSError) else error)
+            _log.warning(
+                "%s is not written: %s",
+                path,
+                error.strerror if isinstance(error, OSError) else error,
+            )
 
-    def write(self, step: int, unix_s: float, world_size: int, of_ranks: Sequence[_Numbers]) -> None:
+    def write(
+        self, step: int, unix_s: float, world_size: int, of_ranks: Sequence[_Numbers]
+    ) -> None:
         """The line of `step`; `of_ranks`: from rank 0 on, by `unpack_spans`."""
         if self._file is None:
             return
         ranks = shown_ranks([float(numbers[:, 4].clip(0).sum()) for numbers in of_ranks])
-        line = Timeline(step, round(unix_s, 3), world_size, ranks, [_spans(of_ranks[rank]) for rank in ranks])
+        line = Timeline(
+            step, round(unix_s, 3), world_size, ranks, [_spans(of_ranks[rank]) for rank in ranks]
+        )
         self._file.write(msgspec.json.encode(line).decode())
 
     def close(self) -> None:
@@ -142,7 +153,12 @@ def _parsed(line: bytes, path: Path) -> Timeline | None:
         values = parse_object(line, path)
         step, unix_s, size, ranks, of_ranks = (values[name] for name in Timeline.__annotations__)
         spans = [[Span(*span) for span in spans] for spans in of_ranks]
-        is_sound = type(step) is int and _is_number(unix_s) and type(size) is int and len(ranks) == len(spans)
+        is_sound = (
+            type(step) is int
+            and _is_number(unix_s)
+            and type(size) is int
+            and len(ranks) == len(spans)
+        )
         is_sound &= all(type(rank) is int and 0 <= rank < size for rank in ranks)
         is_sound &= all(_is_sound(span) for spans in spans for span in spans)
     except (UntrustedError, KeyError, TypeError):

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.observe.rollout_files import rollouts_parts
+from grpo_spmd.files import Rule, check_fields, open_regular, or_null, parse_object, text, whole
+from grpo_spmd.observe.rollout_reader import rollouts_parts
 from grpo_spmd.records import MicroBatch
-from grpo_spmd.untrusted import Rule, check_fields, open_regular, or_null, parse_object, text, whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,9 @@ FOLDER = "token_scores"
 _ENCODER = msgspec.json.Encoder()
 _LONGEST, _MOST = 1 << 24, 1 << 31  # bytes of a line, 2 million tokens; of a file, unpacked
 _BASE64 = text(r"[A-Za-z0-9+/]*={0,2}", "base64")
-_SIZE = or_null(Rule("from 0 to 1e39", lambda value: type(value) in (int, float) and 0 <= value <= 1e39))
+_SIZE = or_null(
+    Rule("from 0 to 1e39", lambda value: type(value) in (int, float) and 0 <= value <= 1e39)
+)
 _FIELDS = {
     "rollout_id": whole(0, 2**31),
     "difference": _BASE64,
@@ -83,12 +85,21 @@ class KeptScores:
         kept = [each for each in self._kept.values() if each[0].rollout_ids]
         if not kept:
             return []
-        rows = ((s - m.rollout_logprobs, e, m.advantages, m.loss_mask, m.sequence_index) for m, s, e in kept)
+        rows = (
+            (s - m.rollout_logprobs, e, m.advantages, m.loss_mask, m.sequence_index)
+            for m, s, e in kept
+        )
         columns = [torch.stack([each.float() for each in row]) for row in rows]
-        values = torch.cat(columns, dim=1).cpu().numpy()  # float32 has the places of 2^24 rollouts in a row
+        values = (
+            torch.cat(columns, dim=1).cpu().numpy()
+        )  # float32 has the places of 2^24 rollouts in a row
         places = np.concatenate([[0], values[4]])
-        begins = np.flatnonzero((places[1:] != places[:-1]) | _first_of([len(scored) for _, scored, _ in kept]))
-        ids = [rollout_id for m, _, _ in kept for rollout_id in m.rollout_ids]  # each has tokens, one behind the other
+        begins = np.flatnonzero(
+            (places[1:] != places[:-1]) | _first_of([len(scored) for _, scored, _ in kept])
+        )
+        ids = [
+            rollout_id for m, _, _ in kept for rollout_id in m.rollout_ids
+        ]  # each has tokens, one behind the other
         lines = zip(ids, _lines(ids, begins, *values[:4]), strict=True)
         return [line for _, line in sorted(lines)]
 
@@ -121,13 +132,16 @@ def _lines(
         ids, *(c.tolist() for c in columns), strict=True
     ):
         packed = [
-            binascii.b2a_base64(half[2 * begin : 2 * end], newline=False).decode() for half in halves[: 2 + has_own]
+            binascii.b2a_base64(half[2 * begin : 2 * end], newline=False).decode()
+            for half in halves[: 2 + has_own]
         ]
         values = dict(zip(("difference", "entropy", "advantages"), packed, strict=False))
         if is_masked:
             values["loss_mask"] = binascii.b2a_base64(mask[begin:end], newline=False).decode()
         # what is not finite becomes null
-        yield _ENCODER.encode({"rollout_id": rollout_id, "difference_mean": mean, "difference_max": largest, **values})
+        yield _ENCODER.encode(
+            {"rollout_id": rollout_id, "difference_mean": mean, "difference_max": largest, **values}
+        )
 
 
 def read_token_scores(run_dir: Path, step: int) -> dict[int, TokenScores]:
@@ -151,7 +165,10 @@ def each_token_scores(run_dir: Path, step: int) -> Iterator[tuple[str, int, Toke
             where = Path(f"{path}:{number}")
             values = parse_object(line, where)
             check_fields(values, _FIELDS, where, _NEEDED)
-            arrays = {name: _array(values, name, where) for name in ("difference", "entropy", "advantages")}
+            arrays = {
+                name: _array(values, name, where)
+                for name in ("difference", "entropy", "advantages")
+            }
             loss_mask = _array(values, "loss_mask", where, np.uint8)
             scores = TokenScores(
                 **arrays,  # type: ignore[arg-type]
@@ -161,11 +178,15 @@ def each_token_scores(run_dir: Path, step: int) -> Iterator[tuple[str, int, Toke
             )
             for name, of_tokens in vars(scores).items():
                 if isinstance(of_tokens, np.ndarray) and len(of_tokens) != len(scores.difference):
-                    raise ConfigError(f"{where}: {len(scores.difference)} differences, but {len(of_tokens)} of {name}")
+                    raise ConfigError(
+                        f"{where}: {len(scores.difference)} differences, but {len(of_tokens)} of {name}"
+                    )
             yield str(where), values["rollout_id"], scores
 
 
-def _array(values: dict[str, Any], name: str, where: Path, kind: Any = "<f2") -> npt.NDArray[Any] | None:
+def _array(
+    values: dict[str, Any], name: str, where: Path, kind: Any = "<f2"
+) -> npt.NDArray[Any] | None:
     if name not in values:
         return None
     try:
@@ -183,7 +204,9 @@ def _lines_of(path: Path) -> Iterator[bytes]:
             while line := lines.readline(_LONGEST):
                 left -= len(line)
                 if len(line) == _LONGEST or left < 0:
-                    raise ConfigError(f"{path}: larger than the scores of a step are ({_MOST >> 20} MiB)")
+                    raise ConfigError(
+                        f"{path}: larger than the scores of a step are ({_MOST >> 20} MiB)"
+                    )
                 yield line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ConfigError(f"{path}: not a whole gzip file: {error}") from None

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.files import write_durably
-from grpo_spmd.untrusted import UntrustedError, open_regular
+from grpo_spmd.files import UntrustedError, open_regular, write_durably
 
 _log = logging.getLogger("grpo_spmd")
 _NAME = "tokenizer.json"
@@ -19,7 +18,10 @@ def save_tokenizer(run_dir: Path, tokenizer: Any) -> None:
     what a disk does to it raises nothing."""
     if not getattr(tokenizer, "is_fast", False):
         return
-    path, content = run_dir / _NAME, tokenizer.backend_tokenizer.to_str().encode("utf-8", "surrogatepass")
+    path, content = (
+        run_dir / _NAME,
+        tokenizer.backend_tokenizer.to_str().encode("utf-8", "surrogatepass"),
+    )
     try:
         if _read(path, len(content)) != content:
             write_durably(path, content)

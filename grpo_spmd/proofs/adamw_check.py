@@ -19,7 +19,10 @@ from grpo_spmd.proofs.gradient_check import Found
 from grpo_spmd.records import MicroBatch
 
 _EPS = 1e-8  # AdamW's
-_MOMENTS_BOUND, _STEP_BOUND = 1e-4, 1e-2  # shares of a moment, of a step; 1e-7 and 1e-4 were measured
+_MOMENTS_BOUND, _STEP_BOUND = (
+    1e-4,
+    1e-2,
+)  # shares of a moment, of a step; 1e-7 and 1e-4 were measured
 _ROUNDING = 2e-7  # of a float32 weight
 
 
@@ -38,13 +41,19 @@ class _Shadow:
 class AdamwCheck:
     """Looks on at a number of optimizer steps (`Watch`) and keeps the weights and moments that they should leave."""
 
-    def __init__(self, policy: Policy, updater: PolicyUpdater, config: OptimizerConfig, num_all: int) -> None:
+    def __init__(
+        self, policy: Policy, updater: PolicyUpdater, config: OptimizerConfig, num_all: int
+    ) -> None:
         """`num_all`: optimizer steps of the run."""
         self._policy, self._updater, self._config, self._num_all = policy, updater, config, num_all
-        trained = [(name, cast(DTensor, p)) for name, p in policy.named_parameters() if p.requires_grad]
+        trained = [
+            (name, cast(DTensor, p)) for name, p in policy.named_parameters() if p.requires_grad
+        ]
         # One with weight decay and one without, where there are both: moments of others are made by the same lines.
         kinds = ([(n, p) for n, p in trained if (p.ndim > 1) == decays] for decays in (True, False))
-        self._chosen = [min(kind, key=lambda pair: (pair[1].numel(), pair[0])) for kind in kinds if kind]
+        self._chosen = [
+            min(kind, key=lambda pair: (pair[1].numel(), pair[0])) for kind in kinds if kind
+        ]
         self._shadows: list[_Shadow] = []
         self._num_updates = 0
         self._factor = 1.0
@@ -58,34 +67,50 @@ class AdamwCheck:
             mean, square = torch.zeros_like(weights), torch.zeros_like(weights)
             state = self._updater.optimizer.state.get(parameter, {})
             if self._num_updates and "exp_avg" not in state:
-                found.wrong.append(f"the optimizer has no moments of {name} after {self._num_updates} updates")
+                found.wrong.append(
+                    f"the optimizer has no moments of {name} after {self._num_updates} updates"
+                )
             elif self._num_updates:
                 mean, square = _host(state["exp_avg"]), _host(state["exp_avg_sq"])
                 if int(state["step"]) != self._num_updates:
                     counts = f"{int(state['step'])} steps of {name}, and {self._num_updates} updates were made"
                     found.wrong.append(f"the optimizer counts {counts}")
-            self._shadows.append(_Shadow(name, parameter, weights, mean, square, torch.zeros_like(weights)))
+            self._shadows.append(
+                _Shadow(name, parameter, weights, mean, square, torch.zeros_like(weights))
+            )
 
-    def begin(self, mini_batch: list[MicroBatch], num_tokens: int, num_sequences: int, found: Found) -> None:
+    def begin(
+        self, mini_batch: list[MicroBatch], num_tokens: int, num_sequences: int, found: Found
+    ) -> None:
         """Collective. The denominators are those of all ranks' tokens, and no gradient is left from before."""
         if stray := [name for name, p in self._policy.named_parameters() if p.grad is not None]:
             found.wrong.append(f"a gradient was left from the last update: that of {stray[0]}")
         own = [sum(int(m.loss_mask.sum()) for m in mini_batch)]
         own.append(sum(len(m.sequence_index[m.loss_mask].unique()) for m in mini_batch))
-        counted = on_rank0(lambda of_ranks: [sum(column) for column in zip(*of_ranks, strict=True)], own)
+        counted = on_rank0(
+            lambda of_ranks: [sum(column) for column in zip(*of_ranks, strict=True)], own
+        )
         if counted != [num_tokens, num_sequences]:
             given = f"{num_tokens} tokens and {num_sequences} sequences"
-            found.wrong.append(f"the loss divides by {given}, and {counted[0]} and {counted[1]} count over all ranks")
+            found.wrong.append(
+                f"the loss divides by {given}, and {counted[0]} and {counted[1]} count over all ranks"
+            )
 
     def gradients(self) -> None:
         """Collective. The norm over all shards, added up without FSDP's help, and the gradients of what is shadowed."""
         grads = (p.grad for p in self._policy.parameters() if is_first_replica(cast(DTensor, p)))
-        own = [torch.linalg.vector_norm(cast(DTensor, grad)._local_tensor) for grad in grads if grad is not None]
+        own = [
+            torch.linalg.vector_norm(cast(DTensor, grad)._local_tensor)
+            for grad in grads
+            if grad is not None
+        ]
         norm = math.sqrt(on_rank0(sum, sum(float(norm) ** 2 for norm in own)))
         self._factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
         for shadow in self._shadows:
             grad = shadow.parameter.grad
-            shadow.gradient = torch.zeros_like(shadow.weights) if grad is None else _host(cast(DTensor, grad))
+            shadow.gradient = (
+                torch.zeros_like(shadow.weights) if grad is None else _host(cast(DTensor, grad))
+            )
 
     def end(self, is_made: bool, found: Found) -> None:
         """Compare what the step left; go on from what it should have left."""
@@ -104,14 +129,21 @@ class AdamwCheck:
         shadow.mean = first * shadow.mean + (1 - first) * gradient
         shadow.square = second * shadow.square + (1 - second) * gradient**2
         size = (shadow.square / (1 - second**t)).sqrt() + _EPS
-        shadow.weights = shadow.weights * (1 - rate * decay) - rate * (shadow.mean / (1 - first**t)) / size
+        shadow.weights = (
+            shadow.weights * (1 - rate * decay) - rate * (shadow.mean / (1 - first**t)) / size
+        )
 
     def _compare(self, shadow: _Shadow, before: Tensor, found: Found) -> None:
-        state, now = self._updater.optimizer.state.get(shadow.parameter, {}), _host(shadow.parameter)
+        state, now = (
+            self._updater.optimizer.state.get(shadow.parameter, {}),
+            _host(shadow.parameter),
+        )
         step, off = (shadow.weights - before).norm(), (now - shadow.weights).norm()
         beyond = max(0.0, float(off - _ROUNDING * before.norm()))
         what = f"the step of AdamW on {shadow.name}, of its size,"
-        found.within(what, "AdamW", beyond / float(step) if step else float(beyond > 0), _STEP_BOUND)
+        found.within(
+            what, "AdamW", beyond / float(step) if step else float(beyond > 0), _STEP_BOUND
+        )
         for key, expected in (("exp_avg", shadow.mean), ("exp_avg_sq", shadow.square)):
             held = _host(state[key]) if key in state else torch.zeros_like(expected)
             size, off = float(expected.norm()), float((held - expected).norm())
@@ -130,9 +162,13 @@ class AdamwCheck:
             decays = {self._config.weight_decay if p.ndim > 1 else 0.0 for p in group["params"]}
             if settings != expected or decays != {group["weight_decay"]}:
                 held = f"{settings} and weight_decay {group['weight_decay']}"
-                found.wrong.append(f"the optimizer has {held} where {expected} and {sorted(decays)} are asked for")
+                found.wrong.append(
+                    f"the optimizer has {held} where {expected} and {sorted(decays)} are asked for"
+                )
         if sorted(seen) != sorted(id(p) for p in self._policy.parameters() if p.requires_grad):
-            found.wrong.append(f"the optimizer has {len(seen)} tensors, which are not those that train, each once")
+            found.wrong.append(
+                f"the optimizer has {len(seen)} tensors, which are not those that train, each once"
+            )
 
 
 def _rate(config: OptimizerConfig, t: int, num_all: int) -> float:
@@ -140,7 +176,9 @@ def _rate(config: OptimizerConfig, t: int, num_all: int) -> float:
     if t <= config.warmup_steps:
         return config.lr * t / config.warmup_steps
     turn = math.pi / 2 * (t - 1 - config.warmup_steps) / max(1, num_all - config.warmup_steps)
-    left = {"constant": 1.0, "linear": 1 - turn / (math.pi / 2), "cosine": math.cos(turn) ** 2}[config.schedule]
+    left = {"constant": 1.0, "linear": 1 - turn / (math.pi / 2), "cosine": math.cos(turn) ** 2}[
+        config.schedule
+    ]
     return left * config.lr + (1 - left) * config.min_lr
 
 

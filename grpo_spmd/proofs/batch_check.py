@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -18,13 +18,20 @@ from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig
 from grpo_spmd.distributed.collectives import on_rank0, on_rank0_of_bytes, shares_of_rank0
-from grpo_spmd.distributed.packed import pack
+from grpo_spmd.distributed.packed import Unpacked, pack
+from grpo_spmd.learn.advantages import Credit, turn_advantages
 from grpo_spmd.learn.contexts import broken_rule, completion_contexts, turns_of
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.learn.turn_credit import Credit, turn_advantages
-from grpo_spmd.proofs.decision_check import NOTHING, kl_shares, misplaced, moments, moments_of_all, same, told
 from grpo_spmd.proofs.gradient_check import Found
-from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch, RolloutGroup, Turn
+from grpo_spmd.records import (
+    Completion,
+    Decision,
+    MicroBatch,
+    RolloutBatch,
+    RolloutGroup,
+    StepDecision,
+    Turn,
+)
 
 _LEAST_CHANCE = -40.0  # nats, that samples which do not know of each other are alike
 _ALIKE = 1e-6  # rewards of a group that differ by less have no spread
@@ -52,7 +59,9 @@ class BatchCheck:
         self._check_completions(found, sampled)
         rewards, slots = self._rewards(sampled), decision.slots
         kl = _kl_penalties(
-            batch, [i for g in sampled.groups for i in _ids(slots.get(g.prompt.position), size)], self._loss
+            batch,
+            [i for g in sampled.groups for i in _ids(slots.get(g.prompt.position), size)],
+            self._loss,
         )
         shorter = self.rewards_of(sampled, decision)
         dropped: list[int] = []  # positions of groups with a spread that are not trained on
@@ -64,7 +73,9 @@ class BatchCheck:
                 continue
             slot = slots[position]
             if self._rollout.dynamic_sampling and is_alike:
-                found.wrong.append(f"group {slot} has rewards that are all alike, and dynamic sampling kept it")
+                found.wrong.append(
+                    f"group {slot} has rewards that are all alike, and dynamic sampling kept it"
+                )
         penalised = {i: reward - kl.get(i, 0.0) for i, reward in shorter.items()}
         known = np.array([r for r in penalised.values() if not math.isnan(r)], np.float64)
         whole = on_rank0_of_bytes(moments_of_all, known.tobytes())
@@ -72,9 +83,15 @@ class BatchCheck:
         discount = sampled.rules.discount
         for group in sampled.groups:
             ids = _ids(slots.get(group.prompt.position), size)
-            (center, divisor), of_group = self._line([penalised[i] for i in ids], *whole), [penalised[i] for i in ids]
+            (center, divisor), of_group = (
+                self._line([penalised[i] for i in ids], *whole),
+                [penalised[i] for i in ids],
+            )
             divisor = math.inf if sampled.rules.is_watched else divisor
-            advantages = [0.0 if math.isnan(r) or math.isinf(divisor) else (r - center) / divisor for r in of_group]
+            advantages = [
+                0.0 if math.isnan(r) or math.isinf(divisor) else (r - center) / divisor
+                for r in of_group
+            ]
             scored = [n for n, r in enumerate(of_group) if not math.isnan(r)]
             # Where whole returns are alike, no line through them says what those of turns are worth.
             has_line = moments([of_group[n] for n in scored])[1] >= _ALIKE
@@ -83,29 +100,44 @@ class BatchCheck:
             if ids and discount is not None and not self._has_critic:
                 of_turns = [one.episode for one in group.completions]
                 credited = turn_advantages(
-                    [decision.advantages[i] for i in ids], [penalised[i] for i in ids], of_turns, discount
+                    [decision.advantages[i] for i in ids],
+                    [penalised[i] for i in ids],
+                    of_turns,
+                    discount,
                 )
             entries = zip(ids, group.completions if ids else (), advantages, strict=True)
             for number, (i, completion, expected) in enumerate(entries):
                 given = 0.0 if self._has_critic else decision.advantages[i]
                 if not self._has_critic and not same(given, expected):
-                    found.wrong.append(f"rollout {i} has the advantage {given:.6g}, not {expected:.6g}")
+                    found.wrong.append(
+                        f"rollout {i} has the advantage {given:.6g}, not {expected:.6g}"
+                    )
                 is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
                 if decision.in_loss[i] != (not math.isnan(shorter[i]) and not is_cut):
-                    found.wrong.append(f"rollout {i} is {'' if decision.in_loss[i] else 'not '}in the loss")
+                    found.wrong.append(
+                        f"rollout {i} is {'' if decision.in_loss[i] else 'not '}in the loss"
+                    )
                 count = len(completion.token_ids)
                 contexts = completion_contexts(group.prompt.token_ids, completion)
-                tokens = [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts]
-                of_tokens = np.broadcast_to(credited[number], count) if credited else np.full(count, given)
+                tokens = [
+                    (context.token_ids, np.flatnonzero(context.sampled)) for context in contexts
+                ]
+                of_tokens = (
+                    np.broadcast_to(credited[number], count) if credited else np.full(count, given)
+                )
                 if credited and not math.isnan(shorter[i]):
                     above = [given + over for over in credit(completion, discount or 0.0)]
                     if not np.allclose(of_tokens, above, rtol=1e-4, atol=1e-5):
-                        found.wrong.append(f"rollout {i} has other advantages of its turns than their returns say")
+                        found.wrong.append(
+                            f"rollout {i} has other advantages of its turns than their returns say"
+                        )
                 name = _name(tokens, completion.logprobs, of_tokens, [decision.in_loss[i]] * count)
                 mine.append((i, name, shorter[i]))
         found.measured["advantages"] = float(len(mine))
         trained = [
-            pair for micro_batch in batch.micro_batches for pair in _named_rollouts(micro_batch, self._has_critic)
+            pair
+            for micro_batch in batch.micro_batches
+            for pair in _named_rollouts(micro_batch, self._has_critic)
         ]
         # With so many groups in the step those of later positions are surplus.
         wanted = self._rollout.num_prompts_per_step if self._rollout.dynamic_sampling else math.inf
@@ -119,9 +151,16 @@ class BatchCheck:
         known."""
         found, rewards, size = dict[int, float](), self._rewards(sampled), self._rollout.group_size
         for number, group in enumerate(sampled.groups):
-            ids, own = _ids(decision.slots.get(group.prompt.position), size), rewards[number * size :]
+            ids, own = (
+                _ids(decision.slots.get(group.prompt.position), size),
+                rewards[number * size :],
+            )
             for i, completion, reward in zip(ids, group.completions, own, strict=False):
-                found[i] = math.nan if reward is None else reward - self._penalty(len(completion.token_ids))
+                found[i] = (
+                    math.nan
+                    if reward is None
+                    else reward - self._penalty(len(completion.token_ids))
+                )
         return found
 
     def _rewards(self, sampled: SampledStep) -> list[float | None]:
@@ -137,11 +176,20 @@ class BatchCheck:
         return sums
 
     def _penalty(self, num_tokens: int) -> float:
-        buffer, longest = self._advantage.overlong_buffer_tokens, self._rollout.max_completion_tokens
+        buffer, longest = (
+            self._advantage.overlong_buffer_tokens,
+            self._rollout.max_completion_tokens,
+        )
         over = num_tokens - (longest - buffer)
-        return self._advantage.overlong_penalty * min(over, buffer) / buffer if buffer and over > 0 else 0.0
+        return (
+            self._advantage.overlong_penalty * min(over, buffer) / buffer
+            if buffer and over > 0
+            else 0.0
+        )
 
-    def _line(self, group: Sequence[float], mean_of_all: float, deviation_of_all: float) -> tuple[float, float]:
+    def _line(
+        self, group: Sequence[float], mean_of_all: float, deviation_of_all: float
+    ) -> tuple[float, float]:
         """An advantage is (reward - the first) / the second; infinite where there is nothing to learn."""
         known, kind = [r for r in group if not math.isnan(r)], self._advantage.estimator
         center, deviation = moments(known)
@@ -162,11 +210,15 @@ class BatchCheck:
         longest = self._rollout.max_completion_tokens
         for group in sampled.groups:
             copies = Counter(tuple(completion.token_ids) for completion in group.completions)
-            for ids, logprobs in {tuple(c.token_ids): c.logprobs for c in group.completions}.items():
+            for ids, logprobs in {
+                tuple(c.token_ids): c.logprobs for c in group.completions
+            }.items():
                 others, more = len(group.completions) - 1, copies[ids] - 1
                 chance = math.log(math.comb(others, more)) + more * math.fsum(logprobs)
                 if chance < _LEAST_CHANCE:
-                    found.wrong.append(f"{more + 1} completions of a group are one: a chance of e{chance:.0f}")
+                    found.wrong.append(
+                        f"{more + 1} completions of a group are one: a chance of e{chance:.0f}"
+                    )
         for completion in (c for group in sampled.groups for c in group.completions):
             episode, turns = completion.episode, turns_of(completion)
             if episode is not None and (why := broken_rule(completion.token_ids, episode)):
@@ -183,7 +235,9 @@ class BatchCheck:
                         f"a {what} goes on after a token that ends it (generation_config's eos_token_id)"
                     )
                 elif last not in self._stop_ids if reason == "stop" else not is_cut:
-                    ending = f"{len(said)} tokens that ends with {last} has finish_reason {reason!r}"
+                    ending = (
+                        f"{len(said)} tokens that ends with {last} has finish_reason {reason!r}"
+                    )
                     found.wrong.append(f"a {what} of {ending}")
 
     def _check_denominators(self, found: Found, batch: RolloutBatch) -> None:
@@ -192,10 +246,16 @@ class BatchCheck:
         for rows in batch.mini_batches:
             own.append(sum(int(row.loss_mask.sum()) for row in rows))
             own.append(sum(len(row.sequence_index[row.loss_mask].unique()) for row in rows))
-        counted = on_rank0(lambda of_ranks: [sum(column) for column in zip(*of_ranks, strict=True)], own)
-        for number, pair in enumerate(zip(batch.num_loss_tokens, batch.num_loss_sequences, strict=True)):
+        counted = on_rank0(
+            lambda of_ranks: [sum(column) for column in zip(*of_ranks, strict=True)], own
+        )
+        for number, pair in enumerate(
+            zip(batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
+        ):
             if (there := (counted[2 * number], counted[2 * number + 1])) != pair:
-                found.wrong.append(f"mini-batch {number} is to divide by {pair} tokens and sequences, and has {there}")
+                found.wrong.append(
+                    f"mini-batch {number} is to divide by {pair} tokens and sequences, and has {there}"
+                )
 
 
 def _ids(slot: int | None, group_size: int) -> range:
@@ -203,37 +263,58 @@ def _ids(slot: int | None, group_size: int) -> range:
     return range(0) if slot is None else range(slot * group_size, (slot + 1) * group_size)
 
 
-def _kl_penalties(batch: RolloutBatch, sampled: Sequence[int], loss: LossConfig) -> dict[int, float]:
+def _kl_penalties(
+    batch: RolloutBatch, sampled: Sequence[int], loss: LossConfig
+) -> dict[int, float]:
     """Collective, with `loss.kl_in: reward`. What is taken off the rewards of the rollouts `sampled`; else nothing."""
     if loss.kl_in != "reward" or not loss.kl_coef:
         return {}
     own: dict[int, float] = {}
     for row in batch.micro_batches:
         for place, i in enumerate(row.rollout_ids):
-            p, ref = (cast(Tensor, x)[row.sequence_index == place] for x in (row.old_logprobs, row.ref_logprobs))
+            p, ref = (
+                cast(Tensor, x)[row.sequence_index == place]
+                for x in (row.old_logprobs, row.ref_logprobs)
+            )
             # In float32 as the trainer's: where nothing else tells the rewards of a group apart, its rounding shows.
-            terms = {"k1": p - ref, "k2": (p - ref) ** 2 / 2, "k3": torch.expm1(ref - p) - (ref - p)}
+            terms = {
+                "k1": p - ref,
+                "k2": (p - ref) ** 2 / 2,
+                "k3": torch.expm1(ref - p) - (ref - p),
+            }
             own[i] = loss.kl_coef * float(terms[loss.kl_estimator].double().sum())
-    arrays = np.array([*own], np.int32), np.array([*own.values()], np.float64), np.array(sampled, np.int32)
+    arrays = (
+        np.array([*own], np.int32),
+        np.array([*own.values()], np.float64),
+        np.array(sampled, np.int32),
+    )
     share = shares_of_rank0(kl_shares, pack([len(own), len(sampled)], arrays))
     return dict(zip(sampled, np.frombuffer(share).tolist(), strict=True))
 
 
 def _credit(
-    group: RolloutGroup, known: Sequence[int], divisor: float, completion: Completion, discount: float
+    group: RolloutGroup,
+    known: Sequence[int],
+    divisor: float,
+    completion: Completion,
+    discount: float,
 ) -> list[float]:
     """What each token of an episode has over its rollout's advantage: by how much the return from its turn on, less
     the whole one, is above the mean of that over the group."""
 
     def over(own: Sequence[Turn], first: int) -> float:
         rewards = [(n, turn.reward or 0.0) for n, turn in enumerate(own)]
-        return sum(r * discount ** (n - first) for n, r in rewards[first:]) - sum(r * discount**n for n, r in rewards)
+        return sum(r * discount ** (n - first) for n, r in rewards[first:]) - sum(
+            r * discount**n for n, r in rewards
+        )
 
     turns = [one.episode.turns if one.episode is not None else () for one in group.completions]
     own = completion.episode.turns if completion.episode is not None else ()
     means = [sum(over(turns[n], first) for n in known) / len(known) for first in range(len(own))]
     return [
-        (over(own, first) - means[first]) / divisor for first, turn in enumerate(own) for _ in range(turn.num_tokens)
+        (over(own, first) - means[first]) / divisor
+        for first, turn in enumerate(own)
+        for _ in range(turn.num_tokens)
     ]
 
 
@@ -243,7 +324,14 @@ def _named_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int
     columns = row.rollout_logprobs, of_tokens, row.loss_mask
     ids, index, predict, targets, positions, logprobs, advantages, mask = (
         x.cpu().numpy()
-        for x in (row.input_ids, row.sequence_index, row.predict_index, row.target_ids, row.position_ids, *columns)
+        for x in (
+            row.input_ids,
+            row.sequence_index,
+            row.predict_index,
+            row.target_ids,
+            row.position_ids,
+            *columns,
+        )
     )
     starts, order, found = np.flatnonzero(positions == 0), np.argsort(index, kind="stable"), []
     bounds = np.searchsorted(index[order], np.arange(len(row.rollout_ids) + 1))
@@ -254,7 +342,11 @@ def _named_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int
             found.append((i, -1))
             continue
         of_own, places = sequences[own], predict[own] + 1
-        tokens = [(ids[start:], places[of_own == n] - start) for n, start in enumerate(starts) if n in of_own]
+        tokens = [
+            (ids[start:], places[of_own == n] - start)
+            for n, start in enumerate(starts)
+            if n in of_own
+        ]
         found.append((i, _name(tokens, logprobs[own], advantages[own], mask[own])))
     return found
 
@@ -267,8 +359,105 @@ def _name(
 ) -> int:
     """Of a rollout: its contexts, each with the places of what was sampled in it, behind which nothing counts."""
     contexts = (
-        np.concatenate([ids[: places[-1] + 1], [-1], places]).astype(np.int64) for ids, places in tokens if len(places)
+        np.concatenate([ids[: places[-1] + 1], [-1], places]).astype(np.int64)
+        for ids, places in tokens
+        if len(places)
     )
     numbers = (np.asarray(x, np.float32) for x in (logprobs, advantages, mask))
     parts = [array.tobytes() for arrays in (contexts, numbers) for array in arrays]
     return zlib.crc32(b"".join(parts)) if any(parts) else NOTHING
+
+
+# Rank 0's side of the batch check: its decision beside what the ranks have found by themselves. Plain Python.
+
+
+NOTHING = -2  # the name of a rollout without a sampled token, which is in no micro-batch
+_SAMPLED = np.dtype([("id", np.int32), ("name", np.int64), ("reward", np.float64)])
+_TRAINED = np.dtype([("id", np.int32), ("name", np.int64)])
+_KINDS: tuple[npt.DTypeLike, ...] = _SAMPLED, _TRAINED, np.int64
+
+
+def told(
+    sampled: Sequence[tuple[int, int, float]],
+    trained: Sequence[tuple[int, int]],
+    dropped: Sequence[int],
+) -> bytes:
+    """What a rank tells rank 0: of the rollouts that it sampled (id, name, reward), of those that it trains on (id,
+    name), and the positions of groups with a spread that are not trained on."""
+    arrays = [
+        np.array(values, kind)
+        for values, kind in zip((sampled, trained, dropped), _KINDS, strict=True)
+    ]
+    return pack([len(array) for array in arrays], arrays)
+
+
+def misplaced(of_ranks: list[bytes], of_all: StepDecision | None, wanted: float) -> list[str]:
+    """On rank 0: what it decided, the ranks that sampled say, and those that train."""
+    assert of_all is not None
+    parts = [
+        [
+            packed.array(kind, number).tolist()
+            for kind, number in zip(_KINDS, packed.header, strict=True)
+        ]
+        for packed in map(Unpacked, of_ranks)
+    ]
+    sampled, trained, dropped = (
+        [each for part in parts for each in part[which]] for which in (0, 1, 2)
+    )
+    found, used = list[str](), of_all.positions.tolist()
+    for position in dropped:
+        if not (len(used) == wanted and position > max(used)):
+            found.append(f"the group at position {position} is not trained on")
+    for i, _, reward in sampled:
+        if not same(there := float(of_all.rewards[i]), reward):
+            found.append(f"rollout {i} has the reward {there:.6g}, here {reward:.6g}")
+    if sorted(i for i, _, _ in sampled) != list(range(len(of_all.rewards))):
+        found.append("not each rollout of the step was sampled once")
+    if sorted(of_all.plan.ids.tolist()) != list(range(len(of_all.rewards))):
+        found.append("the plan does not have each rollout once")
+    twice = [i for i, count in Counter(i for i, _ in trained).items() if count > 1]
+    known: Mapping[int, int] = dict(trained)
+    other = [i for i, name, _ in sampled if known.get(i, name) != name]
+    missing = [i for i, name, _ in sampled if i not in known and name != NOTHING]
+    for what, ids in (
+        ("twice", twice),
+        ("with other tokens, logprobs or advantages", other),
+        ("not", missing),
+    ):
+        if ids:
+            found.append(f"rollouts {sorted(ids)[:5]} are trained on {what}")
+    return found
+
+
+def moments_of_all(of_ranks: Sequence[bytes]) -> tuple[float, float]:
+    """Of float64s."""
+    return moments(np.frombuffer(b"".join(of_ranks)).tolist())
+
+
+def kl_shares(of_ranks: Sequence[bytes]) -> list[bytes]:
+    """On rank 0, of each rank's trained ids (int32), what is taken off their rewards (float64) and sampled ids (int32):
+    for each what is taken off those that it sampled, wherever they are trained on."""
+    taken, sampled = dict[int, float](), list[list[int]]()
+    for packed in map(Unpacked, of_ranks):
+        num_trained, num_sampled = packed.header
+        ids, values = (
+            packed.array(np.int32, num_trained).tolist(),
+            packed.array(np.float64, num_trained).tolist(),
+        )
+        taken |= zip(ids, values, strict=True)
+        sampled.append(packed.array(np.int32, num_sampled).tolist())
+    return [np.array([taken.get(i, 0.0) for i in ids], np.float64).tobytes() for ids in sampled]
+
+
+def moments(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and unbiased deviation; 0 where there are too few."""
+    mean = math.fsum(values) / max(len(values), 1)
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1))
+
+
+def same(a: float, b: float) -> bool:
+    return (
+        a == b
+        or (math.isnan(a) and math.isnan(b))
+        or math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6)
+    )

@@ -1,5 +1,5 @@
 """The critic's part of a step once more: values by a plain forward pass, returns and advantages from them and from what
-the sampling ranks know of the rewards, and nothing of learn/gae.py."""
+the sampling ranks know of the rewards, and nothing of learn/advantages.py."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from grpo_spmd.config.critic import CriticConfig
-from grpo_spmd.config.schema import LossConfig
+from grpo_spmd.config.schema import CriticConfig, LossConfig
 from grpo_spmd.distributed.collectives import on_rank0, shares_of_rank0
 from grpo_spmd.distributed.packed import Unpacked, pack
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.model.policy_values import PolicyValues
-from grpo_spmd.model.values import ValueModel
+from grpo_spmd.model.values import PolicyValues, ValueModel
 from grpo_spmd.proofs.gradient_check import Found, plain_layers
 from grpo_spmd.proofs.made_up_values import lively
 from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch
@@ -53,13 +51,22 @@ class _Given:
 
 class CriticCheck:
     def __init__(
-        self, model: ValueModel | PolicyValues, critic: CriticConfig, normalize_std: str, loss: LossConfig, dtype: str
+        self,
+        model: ValueModel | PolicyValues,
+        critic: CriticConfig,
+        normalize_std: str,
+        loss: LossConfig,
+        dtype: str,
     ) -> None:
         self._model, self._critic, self._loss = model, critic, loss
         self._whitens, self._bound = normalize_std == "batch", _BOUNDS[dtype]
 
     def __call__(
-        self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, rewards: Mapping[int, float]
+        self,
+        sampled: SampledStep,
+        batch: RolloutBatch,
+        decision: Decision,
+        rewards: Mapping[int, float],
     ) -> Found:
         """Collective. `rewards`: of the rollouts that this rank sampled and some rank trains on; NaN: not known."""
         found = Found()
@@ -67,7 +74,9 @@ class CriticCheck:
         given = self._rewards_of_trained(sampled, batch, decision, rewards)
         plain = [self._plainly(found, row, given) for row in batch.micro_batches]
         counted = np.concatenate([np.zeros(0), *(row.advantages[row.counts] for row in plain)])
-        number, total = (sum(each) for each in zip(*_of_ranks([len(counted), counted.sum()]), strict=True))
+        number, total = (
+            sum(each) for each in zip(*_of_ranks([len(counted), counted.sum()]), strict=True)
+        )
         mean = total / max(number, 1)
         squares = sum(part[0] for part in _of_ranks([((counted - mean) ** 2).sum()]))
         deviation = math.sqrt(squares / max(number - 1, 1) + 1e-8)
@@ -76,7 +85,9 @@ class CriticCheck:
         for row in plain:
             expected = np.where(row.counts, (row.advantages - mean) / deviation, 0.0)
             for c in _apart(row.held, expected)[:1]:
-                found.wrong.append(f"a token has the advantage {row.held[c]:.6g}, and gae gives {expected[c]:.6g}")
+                found.wrong.append(
+                    f"a token has the advantage {row.held[c]:.6g}, and gae gives {expected[c]:.6g}"
+                )
         return found
 
     def _check_values(self, found: Found, row: MicroBatch) -> None:
@@ -84,9 +95,13 @@ class CriticCheck:
         head gets something to say: it may be zero."""
         starts = torch.nonzero(row.position_ids == 0)[:, 0].tolist()[:_NUM_SEQUENCES]
         places, lengths = row.predict_index.tolist(), list[int]()
-        for start, length in zip(starts, row.sequence_lengths, strict=False):  # to some tokens behind the prompt
+        for start, length in zip(
+            starts, row.sequence_lengths, strict=False
+        ):  # to some tokens behind the prompt
             first = next((place for place in places if start <= place < start + length), start)
-            lengths.append(min(length, first - start + _NUM_TOKENS) if first - start < _LONGEST_PROMPT else 1)
+            lengths.append(
+                min(length, first - start + _NUM_TOKENS) if first - start < _LONGEST_PROMPT else 1
+            )
         ids = torch.zeros(len(starts), max(lengths), dtype=torch.int64, device=row.input_ids.device)
         for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             ids[number, :length] = row.input_ids[start : start + length]
@@ -100,7 +115,9 @@ class CriticCheck:
         assert row.old_values is not None
         size = float(again.abs().mean()) + 1e-6
         what = "a value that the advantages are made of, of its size,"
-        found.within(what, "values", float((row.old_values - again).abs().mean()) / size, self._bound)
+        found.within(
+            what, "values", float((row.old_values - again).abs().mean()) / size, self._bound
+        )
         by_plain, held = list[float](), list[float]()
         for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             own = [c for c, place in enumerate(places) if start <= place < start + length]
@@ -109,7 +126,12 @@ class CriticCheck:
         if held:
             off = math.fsum(abs(a - b) for a, b in zip(held, by_plain, strict=True))
             size = math.fsum(map(abs, by_plain)) + 1e-6
-            found.within("a value beside that of a plain forward pass, of its size,", "values", off / size, self._bound)
+            found.within(
+                "a value beside that of a plain forward pass, of its size,",
+                "values",
+                off / size,
+                self._bound,
+            )
 
     def _plainly(self, found: Found, row: MicroBatch, given: Mapping[int, _Given]) -> _Plain:
         """The values that the row holds are taken as they are."""
@@ -138,7 +160,10 @@ class CriticCheck:
         lam_policy = np.full(len(ids), critic.lam_policy) if critic.lam_policy != "length" else None
         if lam_policy is None:
             lam_policy = np.maximum(0.0, 1.0 - 1.0 / (critic.length_alpha * lengths))
-        taught, judged = (lambda_returns(rewards, v, critic.gamma, each)[index, column] for each in (lam, lam_policy))
+        taught, judged = (
+            lambda_returns(rewards, v, critic.gamma, each)[index, column]
+            for each in (lam, lam_policy)
+        )
         for c in _apart(returns, taught)[:1]:
             what = f"and the returns of rollout {ids[index[c]]} say {taught[c]:.6g}"
             found.wrong.append(f"a value is taught {returns[c]:.6g}, {what}")
@@ -150,11 +175,17 @@ class CriticCheck:
             return np.zeros(len(row.target_ids))
         p, ref = cast(Tensor, row.old_logprobs), cast(Tensor, row.ref_logprobs)
         terms = {"k1": p - ref, "k2": (p - ref) ** 2 / 2, "k3": torch.expm1(ref - p) - (ref - p)}
-        found: Numbers = (self._loss.kl_coef * terms[self._loss.kl_estimator].double()).cpu().numpy()
+        found: Numbers = (
+            (self._loss.kl_coef * terms[self._loss.kl_estimator].double()).cpu().numpy()
+        )
         return found
 
     def _rewards_of_trained(
-        self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, rewards: Mapping[int, float]
+        self,
+        sampled: SampledStep,
+        batch: RolloutBatch,
+        decision: Decision,
+        rewards: Mapping[int, float],
     ) -> dict[int, _Given]:
         """Collective. Of the rollouts that this rank trains on, by whom sampled them. Rank 0 gets 24 bytes a rollout,
         and 12 more for each further turn with a reward."""
@@ -201,13 +232,19 @@ def _given(completion: Completion, reward: float, by_turn: bool) -> _Given:
 
 
 def _packed(given: Mapping[int, _Given]) -> bytes:
-    counts = np.array([[i, each.num_tokens, len(each.places)] for i, each in given.items()], np.int32)
-    return pack([len(given)], [counts, *(x for each in given.values() for x in (each.places, each.rewards))])
+    counts = np.array(
+        [[i, each.num_tokens, len(each.places)] for i, each in given.items()], np.int32
+    )
+    return pack(
+        [len(given)], [counts, *(x for each in given.values() for x in (each.places, each.rewards))]
+    )
 
 
 def _unpacked(packed: Unpacked) -> dict[int, _Given]:
     counts = packed.array(np.int32, 3 * packed.header[0]).reshape(-1, 3).tolist()
-    return {i: _Given(n, packed.array(np.int32, k), packed.array(np.float64, k)) for i, n, k in counts}
+    return {
+        i: _Given(n, packed.array(np.int32, k), packed.array(np.float64, k)) for i, n, k in counts
+    }
 
 
 def _dealt(of_ranks: Sequence[bytes]) -> list[bytes]:

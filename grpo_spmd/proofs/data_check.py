@@ -17,13 +17,18 @@ _NUM_PROMPTS = 4  # of a rank
 _Row = dict[str, Any]
 
 
-def check_data(groups: Sequence[RolloutGroup], scored: ScoredRollouts, tokenizer: Any, data: DataConfig) -> Found:
+def check_data(
+    groups: Sequence[RolloutGroup], scored: ScoredRollouts, tokenizer: Any, data: DataConfig
+) -> Found:
     """Some of this rank's prompts beside their rows, and what the reward functions were given for their completions."""
     found, chosen = Found(), list(enumerate(groups[:_NUM_PROMPTS]))
     try:
         rows = _rows(data.train, {group.prompt.row for _, group in chosen})
     except (OSError, ValueError) as error:  # moved away since the start: no fault of the run
-        _log.warning("update check: prompts are not compared with data.train, which cannot be read again: %s", error)
+        _log.warning(
+            "update check: prompts are not compared with data.train, which cannot be read again: %s",
+            error,
+        )
         return found
     for number, group in chosen:
         prompt, row = group.prompt, rows.get(group.prompt.row)
@@ -34,21 +39,29 @@ def check_data(groups: Sequence[RolloutGroup], scored: ScoredRollouts, tokenizer
         if data.prompt_template is None and prompt.text != _prompt_of(row, data):
             found.wrong.append(f"the prompt of {where} is not what stands there")
         # A template may write today's date, which was another when the run began.
-        is_dated = not isinstance(prompt.text, str) and "strftime_now" in str(tokenizer.chat_template)
+        is_dated = not isinstance(prompt.text, str) and "strftime_now" in str(
+            tokenizer.chat_template
+        )
         if not is_dated and list(prompt.token_ids) != _token_ids(prompt.text, tokenizer):
             found.wrong.append(f"the token ids of the prompt of {where} are not those of its text")
         own = None if data.prompt_template else data.prompt_key
-        expected = {name: value for name, value in row.items() if name != own} | {"prompts": prompt.text}
+        expected = {name: value for name, value in row.items() if name != own} | {
+            "prompts": prompt.text
+        }
         first = number * len(group.completions)
         for completion, given in zip(group.completions, scored.given[first:], strict=False):
             if completion.episode is not None and not completion.episode.turns:
                 continue  # no function was given it
             text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-            said = text if isinstance(prompt.text, str) else [{"role": "assistant", "content": text}]
+            said = (
+                text if isinstance(prompt.text, str) else [{"role": "assistant", "content": text}]
+            )
             if completion.episode is not None:
                 said = completion.episode.messages
             expected |= {"completions": said, "completion_ids": completion.token_ids}
-            if wrong := [name for name, value in expected.items() if repr(given.get(name)) != repr(value)]:
+            if wrong := [
+                name for name, value in expected.items() if repr(given.get(name)) != repr(value)
+            ]:
                 what = f"the reward functions were given another {wrong[0]!r} for a completion of {where}"
                 found.wrong.append(f"{what} than the row and the completion have")
     return found
@@ -82,10 +95,16 @@ def _rows(source: str, wanted: Collection[int]) -> dict[int, _Row]:
             table = pyarrow.parquet.read_table(source, memory_map=True)
             return {number: table.slice(number, 1).to_pylist()[0] for number in wanted}
         file = pyarrow.parquet.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20)
-        for batch in file.iter_batches(4096, use_threads=False):  # each rank does this: not all of it in memory
+        for batch in file.iter_batches(
+            4096, use_threads=False
+        ):  # each rank does this: not all of it in memory
             if number > last:
                 break
-            found |= {n: batch.slice(n - number, 1).to_pylist()[0] for n in wanted if 0 <= n - number < len(batch)}
+            found |= {
+                n: batch.slice(n - number, 1).to_pylist()[0]
+                for n in wanted
+                if 0 <= n - number < len(batch)
+            }
             number += len(batch)
         return found
     with Path(source).open("rb") as lines:

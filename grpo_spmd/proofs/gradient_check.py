@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import LossConfig
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
+from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.contexts import contexts_of, shortened
-from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.policy import DTYPES, Policy, Scores
@@ -35,7 +35,11 @@ if TYPE_CHECKING:
     from grpo_spmd.proofs.made_up_values import MadeUpValues
 
 Term = tuple[Tensor, float]  # of the loss, with the sum of its parts' sizes
-_NUM_SEQUENCES, _PROMPT_TOKENS, _COMPLETION_TOKENS = 6, 16, 12  # of a rank, at most: it shall cost next to nothing
+_NUM_SEQUENCES, _PROMPT_TOKENS, _COMPLETION_TOKENS = (
+    6,
+    16,
+    12,
+)  # of a rank, at most: it shall cost next to nothing
 _NUM_SKETCHES = 8
 _MOST = 5.0  # log ratios stay far below 20, beyond which the loss takes none: bounds of 1e9 are there to be none
 # By compute dtype: mean |logprob| and entropy, nats; a term of the loss, of the size of what it sums; a tensor's
@@ -76,16 +80,22 @@ class GradientCheck:
         self._policy, self._updater, self._loss = policy, updater, loss
         self._temperature, self._longest = temperature, longest
         self._bounds, self._rounding = _BOUNDS[dtype], torch.finfo(DTYPES[dtype]).eps / 2
-        self.score_bound, self._term_bound, self._gradient_bound, self._reduction_bound = self._bounds
+        self.score_bound, self._term_bound, self._gradient_bound, self._reduction_bound = (
+            self._bounds
+        )
 
-    def run(self, groups: Sequence[RolloutGroup], device: torch.device, *, accumulates: bool) -> Found:
+    def run(
+        self, groups: Sequence[RolloutGroup], device: torch.device, *, accumulates: bool
+    ) -> Found:
         """Collective. Compare on this rank's own rollouts; a rank without any takes part with tokens that count
         nothing. Leaves no gradient behind. What is wrong on all ranks alike is found on rank 0. `accumulates`: over two
         micro-batches, not one, which costs a pass more."""
         with self._values.lively() if self._values is not None else nullcontext():
             return self._run(groups, device, accumulates)
 
-    def _run(self, groups: Sequence[RolloutGroup], device: torch.device, accumulates: bool) -> Found:
+    def _run(
+        self, groups: Sequence[RolloutGroup], device: torch.device, accumulates: bool
+    ) -> Found:
         found, policy, rollouts = Found(), self._policy, _short_rollouts(groups)
         self._look_for_strays(found)
         rows = [rollouts[:3], rollouts[3:]] if accumulates else [rollouts]
@@ -123,31 +133,49 @@ class GradientCheck:
         with plain_layers(policy.model), sketch.watching():
             before = sketch.of_gradient()
             kept: list[Tensor] = []
-            logprobs, entropy, touch, largest = _plain_scores(policy, rollouts, self._temperature, device, kept)
+            logprobs, entropy, touch, largest = _plain_scores(
+                policy, rollouts, self._temperature, device, kept
+            )
             self._widen(largest)
             if rollouts:
                 self._compare(found, "the logprob of a token", base - logprobs.detach())
                 self._compare(found, "the entropy at a token", base_entropy - entropy.detach())
             # Values of the trainer's, to which bounds are set, with the plain gradient: else rounding would clip here
             # what it does not clip there.
-            p, h = (plain + (value - plain).detach() for plain, value in ((logprobs, base), (entropy, base_entropy)))
+            p, h = (
+                plain + (value - plain).detach()
+                for plain, value in ((logprobs, base), (entropy, base_entropy))
+            )
             columns = {"p": p, "h": h}
             for name in ("old", "engine", "ref"):
                 columns[name] = torch.cat([part[name] for part in given]).float().double()
             if teacher is not None and rollouts:
                 columns |= self._taught(found, teacher, columns, kept, apart)
             coef = teacher.coef if teacher is not None else 0.0
-            terms = plain_terms(self._sequences(rollouts, columns), self._loss, *denominators, self._longest, coef)
+            terms = plain_terms(
+                self._sequences(rollouts, columns), self._loss, *denominators, self._longest, coef
+            )
             if self._values is not None:
                 terms |= self._valued(found, self._values, terms["loss"], rollouts, denominators[0])
-            (-terms["loss"][0] - touch).backward()  # what is left in the gradients is the difference
+            (
+                -terms["loss"][0] - touch
+            ).backward()  # what is left in the gradients is the difference
         for name, (value, size) in terms.items():
             if rollouts and name in sums and (name != "kl" or self._loss.kl_coef):
                 off = abs(float(sums[name].value) - float(value.detach())) / max(size, 1e-12)
-                bound = self._term_bound if name != "entropy" else math.inf  # that has been compared above
-                found.within(f"the term {name!r} of the loss, of the size of what it sums,", "loss", off, bound)
+                bound = (
+                    self._term_bound if name != "entropy" else math.inf
+                )  # that has been compared above
+                found.within(
+                    f"the term {name!r} of the loss, of the size of what it sums,",
+                    "loss",
+                    off,
+                    bound,
+                )
         self._judge_gradients(found, squares, self._squares())
-        reduced = [a - b for a, b in zip(before, sketch.of_gradient(), strict=True)]  # of the plain backward pass
+        reduced = [
+            a - b for a, b in zip(before, sketch.of_gradient(), strict=True)
+        ]  # of the plain backward pass
         self._judge_reduction(found, reduced, sketch.of_tokens)
         self._updater.optimizer.zero_grad(set_to_none=True)
         if self._values is not None:
@@ -168,12 +196,16 @@ class GradientCheck:
         found: Found, values: MadeUpValues, loss: Term, rollouts: Sequence[Rollout], num_tokens: int
     ) -> dict[str, Term]:
         """Collective. The loss with the value loss in it."""
-        counts = torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *(r.loss_mask for r in rollouts)]))
+        counts = torch.from_numpy(
+            np.concatenate([np.zeros(0, np.bool_), *(r.loss_mask for r in rollouts)])
+        )
         term, size, off = values.plainly(rollouts, counts, num_tokens)
         found.within("the value of a token, of the values' size,", "values", off, values.bound)
         return {"loss": (loss[0] + term, loss[1] + size), "value": (term, size)}
 
-    def _sequences(self, rollouts: Sequence[Rollout], columns: dict[str, Tensor]) -> list[PlainSequence]:
+    def _sequences(
+        self, rollouts: Sequence[Rollout], columns: dict[str, Tensor]
+    ) -> list[PlainSequence]:
         parts = _parts(columns, [len(r.completion_ids) for r in rollouts])
         return [
             PlainSequence(
@@ -196,18 +228,27 @@ class GradientCheck:
         the plain gradient, by the plain logprobs `log_p` [n, V]."""
         if teacher.is_sampled:
             return {"taken": teacher.coef * (columns["old"] - columns["ref"])}
-        plain, value = teacher.divergence(torch.cat([*log_p])), torch.cat([*apart]).detach().double()
+        plain, value = (
+            teacher.divergence(torch.cat([*log_p])),
+            torch.cat([*apart]).detach().double(),
+        )
         self._compare(found, "the divergence from a teacher at a token", value - plain.detach())
         return {"divergence": plain + (value - plain).detach()}
 
-    def plain_logprobs(self, policy: Policy, groups: Sequence[RolloutGroup], device: torch.device) -> Tensor:
+    def plain_logprobs(
+        self, policy: Policy, groups: Sequence[RolloutGroup], device: torch.device
+    ) -> Tensor:
         """Collective. Of the tokens that `run` looks at, by another policy; no gradient."""
         with plain_layers(policy.model), torch.no_grad():
-            logprobs, _ = _plain_scores(policy, _short_rollouts(groups), self._temperature, device)[:2]
+            logprobs, _ = _plain_scores(policy, _short_rollouts(groups), self._temperature, device)[
+                :2
+            ]
         cast(FSDPModule, policy).reshard()
         return logprobs
 
-    def trainer_logprobs(self, score: Any, groups: Sequence[RolloutGroup], device: torch.device) -> Tensor:
+    def trainer_logprobs(
+        self, score: Any, groups: Sequence[RolloutGroup], device: torch.device
+    ) -> Tensor:
         """Collective. The same by `score`, what the trainer scores micro-batches with."""
         rollouts = _short_rollouts(groups)
         with torch.no_grad():
@@ -222,13 +263,21 @@ class GradientCheck:
         self._gradient_bound = max(gradient, min(0.5, gradient * self.score_bound / least))
 
     def _compare(self, found: Found, what: str, differences: Tensor) -> None:
-        found.within(f"{what}, in nats on average,", "logprobs", float(differences.abs().mean()), self.score_bound)
+        found.within(
+            f"{what}, in nats on average,",
+            "logprobs",
+            float(differences.abs().mean()),
+            self.score_bound,
+        )
 
     def _given(self, rollouts: Sequence[Rollout], first: int, base: Tensor) -> dict[str, Tensor]:
         """Old, engine and reference logprobs [tokens], at known distances from `base`. `first`: how many precede."""
         loss, old, engine, ref = self._loss, [], [], []
         low = math.log(max(1 - loss.clip_ratio_low, 0.3))
-        high, dual = min(math.log(1 + loss.clip_ratio_high), _MOST), min(math.log(loss.dual_clip or 4.0), _MOST)
+        high, dual = (
+            min(math.log(1 + loss.clip_ratio_high), _MOST),
+            min(math.log(loss.dual_clip or 4.0), _MOST),
+        )
         ratios = [0.0, high / 2, high + 0.3, low / 2, low - 0.3, max(high, dual) + 0.3]
         cap = min(math.log(loss.rollout_correction_cap), _MOST)
         factors = [0.0, 0.5 * cap, cap + 0.3, -0.5 * cap, -cap - 0.3]
@@ -236,7 +285,9 @@ class GradientCheck:
             n = len(rollout.completion_ids)
             # Rollouts are good and bad by turns; the k-th of either begins at another place of the list.
             places = [(2 * (number // 2) + t) % len(ratios) for t in range(n)]
-            if loss.policy == "gspo":  # one ratio a sequence: at the bound there is no room for a step inside
+            if (
+                loss.policy == "gspo"
+            ):  # one ratio a sequence: at the bound there is no room for a step inside
                 places = [[2, 4, 5][number // 2]] * n
             old += [ratios[place] for place in places]
             if loss.rollout_correction == "sequence_tis":
@@ -244,7 +295,10 @@ class GradientCheck:
             else:
                 engine += [factors[(number + t) % len(factors)] for t in range(n)]
             ref += [[-0.4, 0.3, 0.7][(number + t) % 3] for t in range(n)]
-        steps = (torch.tensor(each, dtype=torch.float64, device=base.device) for each in (old, engine, ref))
+        steps = (
+            torch.tensor(each, dtype=torch.float64, device=base.device)
+            for each in (old, engine, ref)
+        )
         of_old, of_engine, of_ref = steps
         if loss.old_logprobs == "engine":
             of_engine = torch.zeros_like(of_engine)
@@ -253,16 +307,25 @@ class GradientCheck:
     def _squares(self) -> dict[str, float]:
         """By name of what trains: the sum of squares of this rank's rows of its gradient, but for copies."""
         trained = [(name, p) for name, p in self._policy.named_parameters() if p.requires_grad]
-        norms = {name: _norm(p) for name, p in trained if p.grad is not None and is_first_replica(cast(DTensor, p))}
+        norms = {
+            name: _norm(p)
+            for name, p in trained
+            if p.grad is not None and is_first_replica(cast(DTensor, p))
+        }
         values = torch.stack([*norms.values()]).double().square().tolist() if norms else []
-        return dict.fromkeys((name for name, _ in trained), 0.0) | dict(zip(norms, values, strict=True))
+        return dict.fromkeys((name for name, _ in trained), 0.0) | dict(
+            zip(norms, values, strict=True)
+        )
 
-    def _judge_gradients(self, found: Found, of_trainer: dict[str, float], left: dict[str, float]) -> None:
+    def _judge_gradients(
+        self, found: Found, of_trainer: dict[str, float], left: dict[str, float]
+    ) -> None:
         """Collective. Tensor by tensor, each beside its own norm and a hundredth of the whole gradient's."""
 
         def judge(parts: list[list[list[float]]]) -> list[float]:
             norms, differences = (
-                [math.sqrt(sum(of_ranks)) for of_ranks in zip(*each, strict=True)] for each in zip(*parts, strict=True)
+                [math.sqrt(sum(of_ranks)) for of_ranks in zip(*each, strict=True)]
+                for each in zip(*parts, strict=True)
             )
             whole = math.sqrt(sum(n * n for n in norms))
             return [d / (n + 0.01 * whole + 1e-30) for d, n in zip(differences, norms, strict=True)]
@@ -270,7 +333,9 @@ class GradientCheck:
         names = list(of_trainer)
         pair = [list(of_trainer.values()), list(left.values())]
         shares = on_rank0(judge, pair)
-        worst = max(range(len(names)), key=lambda i: shares[i] if math.isfinite(shares[i]) else math.inf)
+        worst = max(
+            range(len(names)), key=lambda i: shares[i] if math.isfinite(shares[i]) else math.inf
+        )
         what = f"the gradient of {names[worst]}, of its norm,"
         found.within(what, "gradient", shares[worst], self._gradient_bound)
 
@@ -278,13 +343,17 @@ class GradientCheck:
         """Collective. FSDP's sum over ranks beside a sum of ours."""
 
         def judge(parts: list[list[list[float]]]) -> float:
-            reduced, plain = ([sum(each) for each in zip(*of, strict=True)] for of in zip(*parts, strict=True))
+            reduced, plain = (
+                [sum(each) for each in zip(*of, strict=True)] for of in zip(*parts, strict=True)
+            )
             size = math.sqrt(sum(x * x for x in plain))
             off = math.sqrt(sum((a - b) ** 2 for a, b in zip(reduced, plain, strict=True)))
             return off / size if size else 0.0
 
         what = "the sum over ranks of a gradient, of its norm,"
-        found.within(what, "reduction", on_rank0(judge, [reduced, of_tokens]), self._reduction_bound)
+        found.within(
+            what, "reduction", on_rank0(judge, [reduced, of_tokens]), self._reduction_bound
+        )
 
 
 class _Sketch:
@@ -300,7 +369,8 @@ class _Sketch:
             device = self._layer.weight.device
             shape = self._layer.weight.shape  # the whole one's: it is a DTensor
             self._left, self._right = (
-                torch.randn(_NUM_SKETCHES, n, generator=draw).to(device, torch.float64) for n in shape
+                torch.randn(_NUM_SKETCHES, n, generator=draw).to(device, torch.float64)
+                for n in shape
             )
 
     def of_gradient(self) -> list[float]:
@@ -309,7 +379,9 @@ class _Sketch:
         if weight is None or weight.grad is None or not is_first_replica(weight):
             return [0.0] * _NUM_SKETCHES
         rows, first = weight.grad._local_tensor.double(), first_row(weight)  # type: ignore[attr-defined]
-        values: list[float] = (self._left[:, first : first + len(rows)] * (rows @ self._right.T).T).sum(1).tolist()
+        values: list[float] = (
+            (self._left[:, first : first + len(rows)] * (rows @ self._right.T).T).sum(1).tolist()
+        )
         return values
 
     @contextmanager
@@ -337,8 +409,13 @@ class _Sketch:
 
 def _denominators(rollouts: Sequence[Rollout]) -> tuple[int, int]:
     """Collective. Tokens and sequences that count, over all ranks."""
-    counts = [[int(np.sum(r.loss_mask)) for r in rollouts], [int(np.any(r.loss_mask)) for r in rollouts]]
-    tokens, sequences = on_rank0(lambda of: [sum(map(sum, column)) for column in zip(*of, strict=True)], counts)
+    counts = [
+        [int(np.sum(r.loss_mask)) for r in rollouts],
+        [int(np.any(r.loss_mask)) for r in rollouts],
+    ]
+    tokens, sequences = on_rank0(
+        lambda of: [sum(map(sum, column)) for column in zip(*of, strict=True)], counts
+    )
     return max(tokens, 1), max(sequences, 1)
 
 
@@ -349,7 +426,10 @@ def _norm(parameter: Tensor) -> Tensor:
 
 def _joined(scores: Sequence[Scores], rows: Sequence[Sequence[Rollout]]) -> list[Tensor]:
     """Logprobs and entropies of all rows together, float64. A row without a rollout has a token that is none."""
-    kept = [[score if row else score[:0] for score in pair] for pair, row in zip(scores, rows, strict=True)]
+    kept = [
+        [score if row else score[:0] for score in pair]
+        for pair, row in zip(scores, rows, strict=True)
+    ]
     return [torch.cat(parts).double() for parts in zip(*kept, strict=True)]
 
 
@@ -363,7 +443,9 @@ def _plain_scores(
     """Collective. Logprobs and entropies [tokens], float64, a 0 that hangs on the whole model, and the size of a row's
     largest logit. Rows, of which a rollout of several contexts has several, are filled up on the right: what comes
     later is not seen. `kept` gets the logprobs of all tokens [n, V]."""
-    contexts = [c for r in rollouts for c in contexts_of(r.prompt_ids, r.completion_ids, r.segments)]
+    contexts = [
+        c for r in rollouts for c in contexts_of(r.prompt_ids, r.completion_ids, r.segments)
+    ]
     ids = [context.token_ids.tolist() for context in contexts] or [[0, 0]]
     longest = max(map(len, ids))
     row = torch.tensor([[*each, *[0] * (longest - len(each))] for each in ids], device=device)
@@ -387,7 +469,9 @@ def _plain_scores(
 def plain_layers(model: Any) -> Iterator[None]:
     """Within it HF's own eager attention, with its own mask, and nothing compiled; also for a backward pass, which may
     run layers again."""
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values()
+    configs = {
+        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
+    }.values()
     before = [config._attn_implementation for config in configs]
     try:
         for config in configs:
@@ -401,21 +485,35 @@ def plain_layers(model: Any) -> Iterator[None]:
 
 def _short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
     """Up to 6 short ones of this rank's rollouts, good and bad by turns, one token of each third left out."""
-    pairs = [(g.prompt.token_ids, c) for g in groups[:_NUM_SEQUENCES] for c in g.completions if c.token_ids]
+    pairs = [
+        (g.prompt.token_ids, c)
+        for g in groups[:_NUM_SEQUENCES]
+        for c in g.completions
+        if c.token_ids
+    ]
     step = max(1, len(pairs) // _NUM_SEQUENCES)
     rollouts = []
     for number, (prompt, completion) in enumerate(pairs[::step][:_NUM_SEQUENCES]):
         segments = (
-            shortened(completion.episode.segments, _PROMPT_TOKENS, _COMPLETION_TOKENS) if completion.episode else ()
+            shortened(completion.episode.segments, _PROMPT_TOKENS, _COMPLETION_TOKENS)
+            if completion.episode
+            else ()
         )
         ids = completion.token_ids[:_COMPLETION_TOKENS]
         if segments:
-            ids = [token for segment in segments for token in segment.token_ids[segment.sampled].tolist()]
+            ids = [
+                token
+                for segment in segments
+                for token in segment.token_ids[segment.sampled].tolist()
+            ]
         mask = np.ones(len(ids), np.bool_)
         if number % 3 == 1 and len(ids) > 1:
             mask[len(ids) // 2] = False
         advantage = (0.7 + 0.1 * number) * (1 if number % 2 == 0 else -1)
-        start = [*prompt[:1], *prompt[1:][1 - _PROMPT_TOKENS :]]  # without its first token a model may make no sense
+        start = [
+            *prompt[:1],
+            *prompt[1:][1 - _PROMPT_TOKENS :],
+        ]  # without its first token a model may make no sense
         rollouts.append(Rollout(number, advantage, mask, start, ids, [0.0] * len(ids), segments))
     return rollouts
 

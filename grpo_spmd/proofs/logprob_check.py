@@ -28,7 +28,9 @@ _CAUSES_LATER = (
 )
 
 
-def bounds_of(dtype: str, max_mismatch: float | None, first_mean: float | None) -> tuple[float, float]:
+def bounds_of(
+    dtype: str, max_mismatch: float | None, first_mean: float | None
+) -> tuple[float, float]:
     """Of a step's mean and largest |policy - engine|; `first_mean`: that of the run's first step, None at that step."""
     if max_mismatch is not None:
         return max_mismatch, math.inf
@@ -72,7 +74,11 @@ class LogprobCheck:
             self.measured = tuple(state["mismatch_scale"])
 
     def check(
-        self, step: int, mean: float | None, largest: float | None, tilt_sums: Sequence[float] | None = None
+        self,
+        step: int,
+        mean: float | None,
+        largest: float | None,
+        tilt_sums: Sequence[float] | None = None,
     ) -> None:
         """Judge a step by |policy - engine| over all ranks' tokens; None: it has no tokens. `tilt_sums` are those of
         `losses.TILT_SUMS`. Raises MismatchError."""
@@ -100,6 +106,10 @@ class LogprobCheck:
     def _tilt(self, sums: Sequence[float] | None) -> tuple[float, float]:
         """The slope over this step and, with falling weights, those before it; its standard error."""
         if sums is not None and all(map(math.isfinite, sums)):
-            self._tilt_sums = [0.8 * old + new for old, new in zip(self._tilt_sums, sums, strict=True)]
+            self._tilt_sums = [
+                0.8 * old + new for old, new in zip(self._tilt_sums, sums, strict=True)
+            ]
         products, squares, squared_products = self._tilt_sums
-        return (products / squares, math.sqrt(squared_products) / squares) if squares else (0.0, 0.0)
+        return (
+            (products / squares, math.sqrt(squared_products) / squares) if squares else (0.0, 0.0)
+        )

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.config.critic import CriticConfig
+from grpo_spmd.config.schema import CriticConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.learn.contexts import contexts_of
 from grpo_spmd.learn.policy_critic import PolicyCritic
-from grpo_spmd.model.policy_values import plain_states
 from grpo_spmd.model.sharding import is_first_replica
+from grpo_spmd.model.values import plain_states
 from grpo_spmd.proofs.gradient_check import Found
 from grpo_spmd.records import MicroBatch, Rollout
 
@@ -31,10 +31,17 @@ _LARGEST = 5.0  # of a bound, beyond which nothing is clipped here
 
 class MadeUpValues:
     def __init__(self, critic: PolicyCritic, config: CriticConfig, dtype: str) -> None:
-        self._critic, self._clip, self._coef, self.bound = critic, config.clip_value, config.coef, _BOUNDS[dtype]
+        self._critic, self._clip, self._coef, self.bound = (
+            critic,
+            config.clip_value,
+            config.coef,
+            _BOUNDS[dtype],
+        )
         self._states: list[Tensor] = []
         self._head: tuple[Tensor, ...] = ()
-        self._values: list[Tensor] = []  # of rows with a rollout, as old values and returns, float64
+        self._values: list[
+            Tensor
+        ] = []  # of rows with a rollout, as old values and returns, float64
         self._old: list[Tensor] = []
         self._returns: list[Tensor] = []
 
@@ -47,12 +54,20 @@ class MadeUpValues:
         v = values.detach().double()
         old = v - v.new_tensor([step * _FROM_OLD[k % len(_FROM_OLD)] for k in n])
         row.old_values = old.float()
-        row.returns = (v + v.new_tensor([step * _TO_RETURN[k // len(_FROM_OLD) % len(_TO_RETURN)] for k in n])).float()
+        row.returns = (
+            v + v.new_tensor([step * _TO_RETURN[k // len(_FROM_OLD) % len(_TO_RETURN)] for k in n])
+        ).float()
         if row.rollout_ids:
-            for kept, column in ((self._values, v), (self._old, row.old_values), (self._returns, row.returns)):
+            for kept, column in (
+                (self._values, v),
+                (self._old, row.old_values),
+                (self._returns, row.returns),
+            ):
                 kept.append(column.double())
 
-    def plainly(self, rollouts: Sequence[Rollout], counts: Tensor, num_tokens: int) -> tuple[Tensor, float, float]:
+    def plainly(
+        self, rollouts: Sequence[Rollout], counts: Tensor, num_tokens: int
+    ) -> tuple[Tensor, float, float]:
         """Collective. The value loss [] by the last pass within `lively`, a plain one over the rollouts' contexts, with
         its graph; the sum of its terms' sizes; and how far the trainer's values are off, of their size. `counts` [n]
         of all tokens. Empties what `give` has kept."""
@@ -62,15 +77,22 @@ class MadeUpValues:
         ):
             where = torch.from_numpy(np.flatnonzero(context.sampled)).to(states.device)
             places.append(states[number, where - 1])
-        head = (cast(DTensor, parameter).full_tensor() for parameter in self._critic.model.head.parameters())
+        head = (
+            cast(DTensor, parameter).full_tensor()
+            for parameter in self._critic.model.head.parameters()
+        )
         self._head = weight, bias = tuple(tensor.detach().requires_grad_() for tensor in head)
         hidden = torch.cat(places) if places else states[0, :1]
         plain = (hidden.float() @ weight[0] + bias + _product(hidden.float())).double()
         if not places:
             return (plain * 0.0).sum(), 0.0, 0.0
-        by_trainer, old, target = (torch.cat(each) for each in (self._values, self._old, self._returns))
+        by_trainer, old, target = (
+            torch.cat(each) for each in (self._values, self._old, self._returns)
+        )
         self._values, self._old, self._returns = [], [], []
-        off = float((by_trainer - plain.detach()).abs().mean() / (plain.detach().abs().mean() + 1e-6))
+        off = float(
+            (by_trainer - plain.detach()).abs().mean() / (plain.detach().abs().mean() + 1e-6)
+        )
         v, total, size = plain + (by_trainer - plain).detach(), (plain * 0.0).sum(), 0.0
         for k in torch.nonzero(counts)[:, 0].tolist():
             error = (v[k] - target[k]) ** 2
@@ -87,17 +109,37 @@ class MadeUpValues:
     def judge_head(self, found: Found, bound: float) -> None:
         """Collective. The head's gradient by the trainer, summed over ranks by FSDP, beside what the plain pass of each
         rank has left, summed by us: eight products of each with random vectors. Leaves none."""
-        draw, reduced, plain = torch.Generator().manual_seed(0), [0.0] * _NUM_SKETCHES, [0.0] * _NUM_SKETCHES
+        draw, reduced, plain = (
+            torch.Generator().manual_seed(0),
+            [0.0] * _NUM_SKETCHES,
+            [0.0] * _NUM_SKETCHES,
+        )
         for parameter, whole in zip(self._critic.model.head.parameters(), self._head, strict=True):
-            vectors = torch.randn(_NUM_SKETCHES, whole.numel(), generator=draw, dtype=torch.float64).to(whole.device)
+            vectors = torch.randn(
+                _NUM_SKETCHES, whole.numel(), generator=draw, dtype=torch.float64
+            ).to(whole.device)
             sharded, of_tokens = cast(DTensor, parameter.grad), whole.grad
             assert of_tokens is not None
-            plain = [a - b for a, b in zip(plain, (vectors @ of_tokens.flatten().double()).tolist(), strict=True)]
-            if is_first_replica(cast(DTensor, parameter)) and len(own := sharded._local_tensor):  # one row: one rank's
-                reduced = [a + b for a, b in zip(reduced, (vectors @ own.flatten().double()).tolist(), strict=True)]
+            plain = [
+                a - b
+                for a, b in zip(
+                    plain, (vectors @ of_tokens.flatten().double()).tolist(), strict=True
+                )
+            ]
+            if is_first_replica(cast(DTensor, parameter)) and len(
+                own := sharded._local_tensor
+            ):  # one row: one rank's
+                reduced = [
+                    a + b
+                    for a, b in zip(
+                        reduced, (vectors @ own.flatten().double()).tolist(), strict=True
+                    )
+                ]
 
         def judge(parts: list[list[list[float]]]) -> float:
-            by_fsdp, by_us = ([sum(each) for each in zip(*of, strict=True)] for of in zip(*parts, strict=True))
+            by_fsdp, by_us = (
+                [sum(each) for each in zip(*of, strict=True)] for of in zip(*parts, strict=True)
+            )
             off = math.sqrt(sum((a - b) ** 2 for a, b in zip(by_fsdp, by_us, strict=True)))
             return off / (math.sqrt(sum(b * b for b in by_us)) + 1e-30)
 

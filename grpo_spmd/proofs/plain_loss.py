@@ -38,7 +38,10 @@ def plain_terms(
 ) -> dict[str, tuple[Tensor, float]]:
     """The weighted sums "loss", "policy", "kl", "entropy" and "teacher", each with the sum of its terms' sizes, by
     which a difference is to be judged. The denominators are of the whole mini-batch."""
-    sums = {name: torch.zeros((), dtype=torch.float64) for name in ("policy", "kl", "entropy", "teacher")}
+    sums = {
+        name: torch.zeros((), dtype=torch.float64)
+        for name in ("policy", "kl", "entropy", "teacher")
+    }
     sizes = dict.fromkeys(sums, 0.0)
     for sequence in sequences:
         kept = sequence.counts.nonzero()[:, 0].to(sequence.logprobs.device)
@@ -64,8 +67,18 @@ def plain_terms(
             sums[name] = sums[name].to(term.device) + weight * term.sum()
             sizes[name] += weight * float(term.detach().abs().sum())
     kl_coef = loss.kl_coef if loss.kl_in == "loss" else 0.0
-    total = sums["policy"] + kl_coef * sums["kl"] - loss.entropy_coef * sums["entropy"] + sums["teacher"]
-    size = sizes["policy"] + kl_coef * sizes["kl"] + loss.entropy_coef * sizes["entropy"] + sizes["teacher"]
+    total = (
+        sums["policy"]
+        + kl_coef * sums["kl"]
+        - loss.entropy_coef * sums["entropy"]
+        + sums["teacher"]
+    )
+    size = (
+        sizes["policy"]
+        + kl_coef * sizes["kl"]
+        + loss.entropy_coef * sizes["entropy"]
+        + sizes["teacher"]
+    )
     return {"loss": (total, size), **{name: (sums[name], sizes[name]) for name in sums}}
 
 
@@ -73,10 +86,15 @@ def _objective(p: Tensor, old: Tensor, advantages: Sequence[float], loss: LossCo
     """What is maximised at each token of one sequence."""
     low, high = 1 - loss.clip_ratio_low, 1 + loss.clip_ratio_high
     if loss.policy == "cispo":  # the clipped ratio is a constant factor of the logprob
-        factors = [a * min(max(r, low), high) for a, r in zip(advantages, (p - old).exp().tolist(), strict=True)]
+        factors = [
+            a * min(max(r, low), high)
+            for a, r in zip(advantages, (p - old).exp().tolist(), strict=True)
+        ]
         return torch.tensor(factors, dtype=p.dtype, device=p.device) * p
     ratio = (p - old).exp()
-    if loss.policy == "gspo":  # one ratio for the sequence; each token has its own share of the gradient
+    if (
+        loss.policy == "gspo"
+    ):  # one ratio for the sequence; each token has its own share of the gradient
         ratio = (p - p.detach() + (p - old).mean().detach()).exp()
     pieces = []
     for advantage, r in zip(advantages, ratio, strict=True):

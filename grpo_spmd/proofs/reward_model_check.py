@@ -45,15 +45,21 @@ class Scored:
 class RewardModelCheck:
     """Of one reward model. Knows nothing of how rows are made, where a text is scored, or how texts go to ranks."""
 
-    def __init__(self, files: RewardModelFiles, model: RewardModel, policy_tokenizer: Any, dtype: str) -> None:
+    def __init__(
+        self, files: RewardModelFiles, model: RewardModel, policy_tokenizer: Any, dtype: str
+    ) -> None:
         self._files, self._model, self._bounds = files, model, _BOUNDS[dtype]
         # A tokenizer of its own, read from the files once more.
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(files.folder, trust_remote_code=False)
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+            files.folder, trust_remote_code=False
+        )
         self._policy_tokenizer, self._has_run = policy_tokenizer, False
 
     def run(self, name: str, scored: list[Scored]) -> None:
         """Collective. Some of this rank's, spread over all. Raises Rank0Error on every rank."""
-        chosen = [one for one in scored if one.status in ("ok", "not_applicable") and _was_asked(one)]
+        chosen = [
+            one for one in scored if one.status in ("ok", "not_applicable") and _was_asked(one)
+        ]
         chosen = chosen[:: max(1, len(chosen) // _NUM_TEXTS)][:_NUM_TEXTS]
         wrong, found = list[str](), list[float]()
         for number in range(_NUM_TEXTS):  # as often on all ranks
@@ -68,7 +74,9 @@ class RewardModelCheck:
                 continue
             if is_long and not self._files.drops_start:
                 if one.status == "ok":
-                    wrong.append(f"a text of {len(ids)} tokens or more was scored, over {self._files.longest}")
+                    wrong.append(
+                        f"a text of {len(ids)} tokens or more was scored, over {self._files.longest}"
+                    )
                 continue
             if not is_readable:
                 continue
@@ -80,8 +88,12 @@ class RewardModelCheck:
             found.append(abs(one.value - plain) / (1 + abs(plain)))
             if not found[-1] <= self._bounds[0]:
                 shown = self._tokenizer.decode(ids[-40:])
-                wrong.append(f"{one.value:.6g}, not {plain:.6g}, for the text that ends with {shown!r}")
-        judged: float | None = on_rank0(lambda of_ranks: _judge(name, of_ranks, self._bounds[1]), [wrong, found])
+                wrong.append(
+                    f"{one.value:.6g}, not {plain:.6g}, for the text that ends with {shown!r}"
+                )
+        judged: float | None = on_rank0(
+            lambda of_ranks: _judge(name, of_ranks, self._bounds[1]), [wrong, found]
+        )
         if not self._has_run and judged is not None:
             _log.info("reward model %r: its scores are within %.0e of transformers'", name, judged)
             self._has_run = True
@@ -96,8 +108,13 @@ class RewardModelCheck:
                 return [*one.prompt.token_ids, *one.completion.token_ids]
             return list(tokenizer.encode(asked + text))
         said = [{"role": "assistant", "content": text}] if episode is None else episode.messages
-        messages = [*([{"role": "user", "content": asked}] if isinstance(asked, str) else asked), *said]
-        shown = tokenizer.apply_chat_template(messages, chat_template=self._files.template, tokenize=False)
+        messages = [
+            *([{"role": "user", "content": asked}] if isinstance(asked, str) else asked),
+            *said,
+        ]
+        shown = tokenizer.apply_chat_template(
+            messages, chat_template=self._files.template, tokenize=False
+        )
         return list(tokenizer.encode(shown, add_special_tokens=False))
 
     @torch.no_grad()
@@ -117,7 +134,9 @@ def _judge(name: str, of_ranks: list[tuple[list[str], list[float]]], most: float
     found = [one for _, of_rank in of_ranks for one in of_rank]
     mean = sum(found) / max(len(found), 1)
     if not said and len(found) >= _NUM_TEXTS and not mean <= most:  # one alone may be off by more
-        said = [f"by {mean:.3g} of 1 + a score's size on average over {len(found)} texts; at most {most:g} is rounding"]
+        said = [
+            f"by {mean:.3g} of 1 + a score's size on average over {len(found)} texts; at most {most:g} is rounding"
+        ]
     if said:
         more = f"; and {len(said) - 4} more" if len(said) > 4 else ""
         what = f"reward model {name!r} gives other scores than transformers does with its weights and template"

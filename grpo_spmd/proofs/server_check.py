@@ -15,7 +15,7 @@ from grpo_spmd.model.divergence import TaughtBy
 from grpo_spmd.proofs.gradient_check import Found
 from grpo_spmd.proofs.teacher_check import TeacherCheck
 from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
-from grpo_spmd.rewards.remote.prompt_logprobs import PromptLogprobs
+from grpo_spmd.rewards.remote.client import PromptLogprobs
 from grpo_spmd.rewards.trl import FailedCallError
 
 _BOUND = 0.1  # nats on average: nobody here knows the server's number format, or with whom it batches a request
@@ -27,10 +27,14 @@ class ServerCheck(TeacherCheck):
         super().__init__(teacher, 1.0, "float32")
         self._served, self._bound, self._rounding = teacher, _BOUND, 0.0
 
-    def __call__(self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, *_: object) -> Found:
+    def __call__(
+        self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, *_: object
+    ) -> Found:
         """Collective. As TeacherCheck's, and who is taught."""
         found = super().__call__(sampled, batch, decision)
-        if not all(_says_who_is_taught(row, self._served.unanswered) for row in batch.micro_batches):
+        if not all(
+            _says_who_is_taught(row, self._served.unanswered) for row in batch.micro_batches
+        ):
             found.wrong.append(
                 "a rollout without an answer of its teacher's server is taught, or one that has it is not"
             )
@@ -47,9 +51,14 @@ class ServerCheck(TeacherCheck):
         server: PromptLogprobs = source
         if not where.any():  # no rollout
             return None
-        asked, num_tokens = ids.tolist(), self._served.policy.model.get_output_embeddings().weight.shape[0]
+        asked, num_tokens = (
+            ids.tolist(),
+            self._served.policy.model.get_output_embeddings().weight.shape[0],
+        )
         try:
-            said = server.ask(asked, self._served.top_k, min(self._served.config.timeout_s, _MOST_S))
+            said = server.ask(
+                asked, self._served.top_k, min(self._served.config.timeout_s, _MOST_S)
+            )
         except FailedCallError:
             return None
         logits = torch.empty(len(where), num_tokens)
@@ -65,7 +74,10 @@ class ServerCheck(TeacherCheck):
 
 def _says_who_is_taught(row: MicroBatch, unanswered: set[int]) -> bool:
     """Whether what is attached to the tokens says that those of these rollouts, and no others, are taught nothing."""
-    lesson, silent = row.lesson, [place for place, i in enumerate(row.rollout_ids) if i in unanswered]
+    lesson, silent = (
+        row.lesson,
+        [place for place, i in enumerate(row.rollout_ids) if i in unanswered],
+    )
     if lesson is None or not row.rollout_ids:
         return True
     taught = ~torch.isin(row.sequence_index, row.sequence_index.new_tensor(silent))

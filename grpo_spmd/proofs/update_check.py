@@ -41,7 +41,10 @@ if TYPE_CHECKING:
     from grpo_spmd.proofs.made_up_values import MadeUpValues
 
 _log = logging.getLogger("grpo_spmd")
-_FIRST_WINDOW, _LATER_WINDOW = 3, 2  # optimizer steps beside a plain AdamW: moments go wrong from one to the next
+_FIRST_WINDOW, _LATER_WINDOW = (
+    3,
+    2,
+)  # optimizer steps beside a plain AdamW: moments go wrong from one to the next
 _NUM_TENSORS, _NUM_ROWS = 8, 4  # of the reference, compared with the model's files
 _MAX_NAMED = 4
 
@@ -85,25 +88,36 @@ class UpdateCheck:
         """`every_steps` 0: only at the first step. `model`: its path and compute dtype; `stop_ids`: the engine's;
         `weights` of the rewards; `is_agent`: episodes are those of `environment.agent`; `more`: checks of what teaches
         beside the rewards; `made_up`: a teacher for the gradient check, `values` for one with a value loss."""
-        self._every_steps, self._session, self._policy, self._reference = every_steps, session, policy, reference
+        self._every_steps, self._session, self._policy, self._reference = (
+            every_steps,
+            session,
+            policy,
+            reference,
+        )
         self._updater, self._tokenizer, self._data, self._loss = updater, tokenizer, data, loss
         # Now: later the folder may be gone, and a hub id stand for other files.
         self._folder, self._stop_ids = checkpoint_folder(model[0]), stop_ids
         self._stored: dict[str, Tensor] = {}  # rows of the reference as the files have them
         self._batch_check = BatchCheck(rollout, advantage, loss, weights, stop_ids, is_agent)
         longest = rollout.max_completion_tokens
-        self._gradients = GradientCheck(policy, updater, loss, rollout.temperature, longest, model[1], made_up, values)
+        self._gradients = GradientCheck(
+            policy, updater, loss, rollout.temperature, longest, model[1], made_up, values
+        )
         self._adamw = AdamwCheck(policy, updater, optimizer, training.num_run_optimizer_steps)
         self._num_runs, self._window, self._step, self._more = 0, 0, 0, more
         self._found, self._seconds = Found(), 0.0
 
-    def run_if_due(self, step: int, sampled: SampledStep, batch: RolloutBatch, decision: Decision) -> None:
+    def run_if_due(
+        self, step: int, sampled: SampledStep, batch: RolloutBatch, decision: Decision
+    ) -> None:
         """Collective. Before the update of `step`. Raises Rank0Error on every rank, naming what is off."""
         self._seconds, self._step = 0.0, step
         is_first = not self._num_runs
         start = time.perf_counter()
         if not (is_first or (self._every_steps and step % self._every_steps == 0)):
-            if self._window and self._num_runs == 1:  # what goes wrong from one step to the next is not in the first
+            if (
+                self._window and self._num_runs == 1
+            ):  # what goes wrong from one step to the next is not in the first
                 self._judge([self._batch_check.run(sampled, batch, decision)])
                 self._seconds = time.perf_counter() - start
             return
@@ -112,7 +126,9 @@ class UpdateCheck:
         if is_first:
             parts.append(check_data(sampled.groups, sampled.scored, self._tokenizer, self._data))
             parts.append(check_stop_ids(self._folder, self._tokenizer, self._stop_ids))
-        parts.append(self._gradients.run(sampled.groups, self._session.device, accumulates=is_first))
+        parts.append(
+            self._gradients.run(sampled.groups, self._session.device, accumulates=is_first)
+        )
         parts.append(self._check_reference(sampled))
         parts.append(self._check_attached(batch))
         rewards = self._batch_check.rewards_of(sampled, decision)
@@ -125,7 +141,10 @@ class UpdateCheck:
         if is_first:
             _log.info(
                 "update check: %.2f s, logprobs %.0e, loss %.0e, gradient %.0e, %d advantages; AdamW over %d updates",
-                *(self._seconds, *(measured.get(key, 0.0) for key in ("logprobs", "loss", "gradient"))),
+                *(
+                    self._seconds,
+                    *(measured.get(key, 0.0) for key in ("logprobs", "loss", "gradient")),
+                ),
                 *(measured["advantages"], self._window),
             )
 
@@ -133,9 +152,13 @@ class UpdateCheck:
         """What it took of this step."""
         return {"proofs/update_check_s": self._seconds}
 
-    def begin(self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int) -> None:
+    def begin(
+        self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int
+    ) -> None:
         """Collective, as the others of a `Watch`."""
-        self._timed(lambda: self._adamw.begin(mini_batch, num_loss_tokens, num_loss_sequences, self._found))
+        self._timed(
+            lambda: self._adamw.begin(mini_batch, num_loss_tokens, num_loss_sequences, self._found)
+        )
 
     def gradients(self) -> None:
         self._timed(self._adamw.gradients)
@@ -158,7 +181,9 @@ class UpdateCheck:
         """Collective. It scores as plainly computed, and has the weights of the model's files."""
         found, policy, reference = Found(), self._policy, self._reference
         if (reference is None) == (self._loss.kl_coef > 0):
-            found.wrong.append("there is a reference where no KL term asks for it, or none where one does")
+            found.wrong.append(
+                "there is a reference where no KL term asks for it, or none where one does"
+            )
         if reference is None:
             return found
         check, rows = self._gradients, (sampled.groups, self._session.device)
@@ -184,7 +209,9 @@ class UpdateCheck:
             held, first = parameter.to_local()[:_NUM_ROWS].cpu(), first_row(parameter)
             if name in files and len(held):
                 with safe_open(files[name], framework="pt") as file:
-                    self._stored[name] = file.get_slice(name)[first : first + len(held)].to(held.dtype)
+                    self._stored[name] = file.get_slice(name)[first : first + len(held)].to(
+                        held.dtype
+                    )
             if name in self._stored and not torch.equal(self._stored[name], held):
                 found.wrong.append(f"the reference's {name} is not that of {self._folder}")
 
@@ -209,9 +236,12 @@ class UpdateCheck:
         wrong = [text for found in parts for text in found.wrong]
         measured: dict[str, float] = {}
         for found in parts:
-            measured |= {key: max(value, measured.get(key, 0.0)) for key, value in found.measured.items()}
+            measured |= {
+                key: max(value, measured.get(key, 0.0)) for key, value in found.measured.items()
+            }
         return on_rank0(
-            lambda of_ranks: _raise_if_wrong(of_ranks, self._step), [wrong[:_MAX_NAMED], len(wrong), measured]
+            lambda of_ranks: _raise_if_wrong(of_ranks, self._step),
+            [wrong[:_MAX_NAMED], len(wrong), measured],
         )
 
 
@@ -228,14 +258,19 @@ def adapters_at_zero(policy: Policy) -> Iterator[None]:
             layer.scaling.update(scale)
 
 
-def _raise_if_wrong(of_ranks: list[tuple[list[str], int, dict[str, float]]], step: int) -> dict[str, float]:
+def _raise_if_wrong(
+    of_ranks: list[tuple[list[str], int, dict[str, float]]], step: int
+) -> dict[str, float]:
     """On rank 0."""
     by_text: dict[str, list[int]] = {}
     for rank, (wrong, _, _) in enumerate(of_ranks):
         for text in dict.fromkeys(wrong):
             by_text.setdefault(text, []).append(rank)
     if by_text:
-        said = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in list(by_text.items())[:_MAX_NAMED]]
+        said = [
+            f"rank {', '.join(map(str, ranks))}: {text}"
+            for text, ranks in list(by_text.items())[:_MAX_NAMED]
+        ]
         more = sum(count for _, count, _ in of_ranks) - len(said)
         rest = f"; and {more} more" if more > 0 else ""
         what = "the update is not what a plain recomputation of it gives"

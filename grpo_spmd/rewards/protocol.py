@@ -33,9 +33,7 @@ from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.rewards.callables import MARK, given_function
-from grpo_spmd.rewards.early import check_callable
-from grpo_spmd.rewards.named import Modules, load_named
+from grpo_spmd.rewards.named import MARK, Modules, check_callable, given_function, load_named
 from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
 from grpo_spmd.rewards.trl import GIVEN, RewardError, callable_name, check_args, taken
 from grpo_spmd.rewards.verifiers import SHIPPED, matches_format, run_tests
@@ -69,9 +67,13 @@ def load_rewards(
     for index, config in enumerate(configs):
         where, name = f"rewards.{index}", config.shown_name
         if name in names:
-            raise ConfigError(f"{where}.name: {name!r} is given twice; its metrics would overwrite each other")
+            raise ConfigError(
+                f"{where}.name: {name!r} is given twice; its metrics would overwrite each other"
+            )
         names.add(name)
-        if not config.is_called:  # rollout/reward_models.py or rollout/engine_judge.py scores with it
+        if (
+            not config.is_called
+        ):  # rollout/reward_models.py or rollout/engine_judge.py scores with it
             continue
         if config.url is not None:
             from grpo_spmd.rewards.remote.servers import server_reward
@@ -80,17 +82,23 @@ def load_rewards(
             continue
         if config.function is not None:
             is_given, spec = config.function.startswith(MARK), config.function
-            function = given_function(spec, where) if is_given else _load_function(spec, where, modules)
+            function = (
+                given_function(spec, where) if is_given else _load_function(spec, where, modules)
+            )
         elif name in SHIPPED:
             function = SHIPPED[name]
         else:
-            raise ConfigError(f"{where}.name: no shipped reward {name!r}; there are {', '.join(sorted(SHIPPED))}")
+            raise ConfigError(
+                f"{where}.name: no shipped reward {name!r}; there are {', '.join(sorted(SHIPPED))}"
+            )
         rewards.append(_with_args(name, function, config, where, timeout_s))
     return rewards
 
 
 def check_error_rate(
-    statuses: Sequence[Mapping[str, Mapping[str, int]]], first_errors: Sequence[str | None], max_error_frac: float
+    statuses: Sequence[Mapping[str, Mapping[str, int]]],
+    first_errors: Sequence[str | None],
+    max_error_frac: float,
 ) -> dict[str, float]:
     """Metrics `reward/<name>/error_frac`, `.../timeout_frac`, `.../not_applicable_frac`, as shares of the completions.
 
@@ -130,11 +138,15 @@ def _load_function(spec: str, where: str, modules: Modules | None) -> Callable[.
     function = load_named(spec, f"{where}.function", "function", modules)
     if inspect.isclass(function):
         file, _, name = spec.rpartition(":")
-        raise ConfigError(f"{where}.function: {name} is a class; make an object of it in {file}, and name that")
+        raise ConfigError(
+            f"{where}.function: {name} is a class; make an object of it in {file}, and name that"
+        )
     return function
 
 
-def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, where: str, timeout_s: float) -> Reward:
+def _with_args(
+    name: str, function: Callable[..., Any], config: RewardConfig, where: str, timeout_s: float
+) -> Reward:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -143,10 +155,14 @@ def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, wh
     args, is_shipped = config.args, config.function is None
     check_callable(where, callable_name(function), function)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    options = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    options = [
+        n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
     required = [n for n in options if parameters[n].default is inspect.Parameter.empty]
     if is_shipped:  # its options are its keyword-only parameters, all else are columns
-        options = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and not n.startswith("_")]
+        options = [
+            n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and not n.startswith("_")
+        ]
         if missing := [n for n in required if n in options and n not in args]:
             raise ConfigError(f"{where}.args: {name} needs {missing[0]!r}")
     check_args(where, name if is_shipped else callable_name(function), args, options)
@@ -165,7 +181,9 @@ def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, wh
 
     def call(**columns: Any) -> Any:
         known = {**columns, **args}
-        return function(**(known if takes_any else {name: known[name] for name in known if name in parameters}))
+        return function(
+            **(known if takes_any else {name: known[name] for name in known if name in parameters})
+        )
 
     # Each run of model-written code may take its whole time: a call for the group would need the sum of them.
     alone = function is run_tests
@@ -173,7 +191,9 @@ def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, wh
     if looks and config.is_watched:
         why = "takes environments, and is called where they are, beside limits of calls"
         raise ConfigError(f"{where}: {callable_name(function)} {why}; take timeout_s and max_* out")
-    alone |= config.max_concurrent is not None or config.max_per_minute is not None  # which count completions
+    alone |= (
+        config.max_concurrent is not None or config.max_per_minute is not None
+    )  # which count completions
     return Reward(
         name=name, weight=config.weight, needs=needs, takes=trl, one_at_a_time=alone, function=call,
         looks_at_environments=looks,
@@ -183,15 +203,23 @@ def _with_args(name: str, function: Callable[..., Any], config: RewardConfig, wh
 def _check_sandbox(args: Mapping[str, Any], where: str) -> None:
     for key in ("time_s", "memory_mib"):
         value = args.get(key, 1)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < math.inf
+        ):
             raise ConfigError(f"{where}.args.{key} must be a positive number; got {value!r}")
     for key, kind in (("tests_column", str), ("partial_credit", bool)):
         if not isinstance(args.get(key, kind()), kind):
             raise ConfigError(f"{where}.args.{key} must be a {kind.__name__}; got {args[key]!r}")
     if args.get("isolation", "required") not in ("required", "none"):
-        raise ConfigError(f'{where}.args.isolation must be "required" or "none"; got {args["isolation"]!r}')
+        raise ConfigError(
+            f'{where}.args.isolation must be "required" or "none"; got {args["isolation"]!r}'
+        )
     if args.get("isolation") != "none":
         try:
             check_isolation()
         except SandboxError as error:
-            raise ConfigError(f'{where}: {error}; to run it unprotected, set args.isolation to "none"') from None
+            raise ConfigError(
+                f'{where}: {error}; to run it unprotected, set args.isolation to "none"'
+            ) from None

@@ -43,7 +43,12 @@ class FailedCallError(Exception):
     seconds where its server asks for that; `status`: of HTTP."""
 
     def __init__(
-        self, why: str, *, may_retry: bool = False, wait_s: float | None = None, status: int | None = None
+        self,
+        why: str,
+        *,
+        may_retry: bool = False,
+        wait_s: float | None = None,
+        status: int | None = None,
     ) -> None:
         super().__init__(why)
         self.may_retry, self.wait_s, self.status = may_retry, wait_s, status
@@ -86,7 +91,9 @@ class CallLog:
     def extra(self, column: str, values: Any) -> None:
         """TRL's `log_extra`."""
         if isinstance(values, str | bytes | dict | set) or not hasattr(values, "__iter__"):
-            raise BrokenContractError(f"log_extra({column!r:.100}) takes a list; got {type(values).__name__}")
+            raise BrokenContractError(
+                f"log_extra({column!r:.100}) takes a list; got {type(values).__name__}"
+            )
         if _is_name(column):
             self._extra.setdefault(column, []).extend(map(_as_json, values))
         else:
@@ -99,7 +106,9 @@ class CallLog:
                 found = f"{len(values)} values for {self._num_completions} completions"
                 raise BrokenContractError(f"log_extra({column!r}) got {found}")
         kept = first_names(self._metrics), first_names(self._extra)
-        for what, all_names, names in zip(("metrics", "columns"), (self._metrics, self._extra), kept, strict=True):
+        for what, all_names, names in zip(
+            ("metrics", "columns"), (self._metrics, self._extra), kept, strict=True
+        ):
             if len(all_names) > len(names):
                 self._left_out[f"{len(all_names) - len(names)} {what} beyond {_MOST_NAMES}"] = None
         sums = {name: [math.fsum(values), len(values)] for name, values in kept[0].items()}
@@ -113,7 +122,9 @@ def as_number(value: Any) -> float | str:
         return f"{repr(value)[:100]}, which is no number"
     try:
         return float(value)
-    except Exception as error:  # a tensor of several numbers, too large an int, whatever a __float__ raises
+    except (
+        Exception
+    ) as error:  # a tensor of several numbers, too large an int, whatever a __float__ raises
         return f"a {type(value).__name__}, which is no number ({type(error).__name__})"
 
 
@@ -133,7 +144,9 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     try:
-        text = json.dumps(value, allow_nan=False, default=lambda other: other.item())  # numpy's and torch's numbers
+        text = json.dumps(
+            value, allow_nan=False, default=lambda other: other.item()
+        )  # numpy's and torch's numbers
         return json.loads(text) if len(text) <= _MOST_CHARS else text[:_MOST_CHARS]
     except Exception:  # NaN, a circle, a depth, no .item(): whatever a user's object raises
         try:
@@ -167,11 +180,23 @@ def taken(parameters: Mapping[str, inspect.Parameter]) -> tuple[str, ...]:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     needed = parameters.get("environments")
     names = [name for name in _IN_KWARGS if takes_any or name in parameters]
-    return (*names, *(["environments"] if needed is not None and needed.default is inspect.Parameter.empty else []))
+    return (
+        *names,
+        *(
+            ["environments"]
+            if needed is not None and needed.default is inspect.Parameter.empty
+            else []
+        ),
+    )
 
 
 def values_of(taken: Collection[str], state: TrainerState, log: CallLog) -> dict[str, Any]:
-    known = {"trainer_state": state, "log_metric": log.metric, "log_extra": log.extra, "environments": None}
+    known = {
+        "trainer_state": state,
+        "log_metric": log.metric,
+        "log_extra": log.extra,
+        "environments": None,
+    }
     return {name: known[name] for name in taken}
 
 
@@ -191,3 +216,65 @@ def callable_name(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+# What reward functions logged by `log_metric` (trl.py), brought together over calls and ranks.
+
+
+# By reward and metric: the sums of the calls, and how many values they are of.
+Logged = dict[str, dict[str, tuple[list[float], int]]]
+
+
+def logged_in(notes: Iterable[Mapping[str, Any]]) -> Logged:
+    """What notes of ScoredRollouts say of `log_metric`."""
+    found: Logged = {}
+    for note in notes:
+        of_call = {
+            r: {n: ([pair[0]], pair[1]) for n, pair in m.items()}
+            for r, m in note.get("logged", {}).items()
+        }
+        merge_logged(found, of_call)
+    return found
+
+
+def merge_logged(into: Logged, more: Logged) -> None:
+    for reward, metrics in more.items():
+        mine = into.setdefault(reward, {})
+        for name, (sums, number) in metrics.items():
+            known, count = mine.get(name, ([], 0))
+            known.extend(sums)
+            mine[name] = known, count + number
+
+
+def mean_metrics(logged: Logged) -> dict[str, float | None]:
+    """The mean of what was logged under each name, whatever the order of the calls; and `call_metrics`."""
+    found: dict[str, float | None] = {}
+    for reward, metrics in sorted(logged.items()):
+        own = {name: value for name, value in metrics.items() if not name.startswith(".")}
+        found |= {
+            f"reward/{reward}/{n}": math.fsum(sums) / number
+            for n, (sums, number) in first_names(own).items()
+        }
+        if len(own) < len(metrics):
+            found |= {
+                f"reward/{reward}/{name}": value for name, value in call_metrics(metrics).items()
+            }
+    return found
+
+
+def call_metrics(metrics: Mapping[str, tuple[list[float], int]]) -> dict[str, float | None]:
+    """Of what pool/call_limits.py measured of calls: percentiles of their seconds, by the straight line; how many
+    requests were made again; the share of requests that each status but 2xx answered."""
+    seconds, (made, num_calls) = sorted(metrics[".s"][0]), metrics[".requests"]
+    found: dict[str, float | None] = {}
+    for percent in (50, 95):
+        place = (len(seconds) - 1) * percent / 100
+        low, high = seconds[math.floor(place)], seconds[math.ceil(place)]
+        found[f"call_s_p{percent}"] = low + (high - low) * (place % 1)
+    found["retries"] = math.fsum(made) - num_calls
+    statuses = {
+        name[1:]: math.fsum(sums)
+        for name, (sums, _) in sorted(metrics.items())
+        if name.startswith(".http_")
+    }
+    return found | {f"{name}_frac": number / math.fsum(made) for name, number in statuses.items()}

@@ -17,7 +17,12 @@ from fractions import Fraction
 from operator import add, mul, sub, truediv
 from typing import Any
 
-from grpo_spmd.rewards.sandbox.sandbox import Limits, each_within, passes_program_test, passes_statements
+from grpo_spmd.rewards.sandbox.sandbox import (
+    Limits,
+    each_within,
+    passes_program_test,
+    passes_statements,
+)
 
 DEFAULT_TIME_S = 8.0  # of `code`; preflight compares it with the pool's deadline
 _TEXT_S = 1.0  # CPU time after which a completion's text, which keeps a library busy, is wrong
@@ -43,12 +48,16 @@ def matches_format(completions: Completions, *, pattern: str, **_: Any) -> Score
     second of CPU time: many a pattern can be kept busy for years by the right text.
     """
     compiled, texts = re.compile(pattern, re.DOTALL), [completion_text(c) for c in completions]
-    return [*each_within(_TEXT_S, lambda i: float(compiled.fullmatch(texts[i]) is not None), len(texts))]
+    return [
+        *each_within(_TEXT_S, lambda i: float(compiled.fullmatch(texts[i]) is not None), len(texts))
+    ]
 
 
 def gsm8k(completions: Completions, answer: Column, **_: Any) -> Scores:
     """1.0 where the last number of the completion equals the last number of the column `answer` ("... #### 42")."""
-    pairs = ((completion_text(c), last_number(str(a))) for c, a in zip(completions, answer, strict=True))
+    pairs = (
+        (completion_text(c), last_number(str(a))) for c, a in zip(completions, answer, strict=True)
+    )
     return [None if gold is None else float(last_number(text) == gold) for text, gold in pairs]
 
 
@@ -57,12 +66,19 @@ def last_number(text: str) -> Fraction | None:
     found = re.findall(r"(?<![A-Za-z0-9.])-?\$?\d[\d,]*(?:\.\d+)?", text)
     try:
         return Fraction(re.sub(r"[,$]", "", found[-1])) if found else None
-    except ValueError:  # more digits than Python reads (4300): a model that repeats itself may write them
+    except (
+        ValueError
+    ):  # more digits than Python reads (4300): a model that repeats itself may write them
         return None
 
 
 def countdown(
-    completions: Completions, nums: Column, target: Column, *, answer_tag: str | None = "answer", **_: Any
+    completions: Completions,
+    nums: Column,
+    target: Column,
+    *,
+    answer_tag: str | None = "answer",
+    **_: Any,
 ) -> Scores:
     """1.0 where the equation in the last <answer>...</answer> (with `answer_tag: null`, the whole completion) uses each
     of `nums` exactly once and reaches `target` (TinyZero's task).
@@ -73,7 +89,11 @@ def countdown(
             scores.append(None)
             continue
         equation = tagged(completion_text(completion), answer_tag)
-        scores.append(float(equation is not None and _reaches(equation, [int(n) for n in given], Fraction(goal))))
+        scores.append(
+            float(
+                equation is not None and _reaches(equation, [int(n) for n in given], Fraction(goal))
+            )
+        )
     return scores
 
 
@@ -118,7 +138,12 @@ def _value(node: ast.expr) -> Fraction:
     raise ValueError(ast.dump(node))
 
 
-_OPERATIONS: dict[type, Callable[..., Fraction]] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}
+_OPERATIONS: dict[type, Callable[..., Fraction]] = {
+    ast.Add: add,
+    ast.Sub: sub,
+    ast.Mult: mul,
+    ast.Div: truediv,
+}
 
 
 def equal_by_math_verify(completions: Completions, answer: Column, **_: Any) -> Scores:
@@ -127,7 +152,7 @@ def equal_by_math_verify(completions: Completions, answer: Column, **_: Any) -> 
     A gold answer that it cannot read gives None. What a completion says gives 1.0 or 0.0, and costs at most a second of
     CPU time. The deadline of the gold answer uses SIGALRM, for the main thread alone.
     """
-    from grpo_spmd.rewards.answers import last_boxed
+    pass
 
     parse, texts, scores = load_math_verify(), [completion_text(c) for c in completions], Scores()
     to_judge: list[tuple[int, Any]] = []  # number, gold answer as sympy has it
@@ -138,7 +163,9 @@ def equal_by_math_verify(completions: Completions, answer: Column, **_: Any) -> 
         scores.append(float(boxed.strip() == str(gold).strip()) if parsed_gold else None)
         if parsed_gold and len(boxed) < 2000 + 4 * len(str(gold)) and not _keeps_sympy_busy(boxed):
             to_judge.append((number, parsed_gold))
-    judged = each_within(_TEXT_S, lambda i: _equals(to_judge[i][1], texts[to_judge[i][0]]), len(to_judge))
+    judged = each_within(
+        _TEXT_S, lambda i: _equals(to_judge[i][1], texts[to_judge[i][0]]), len(to_judge)
+    )
     for (number, _gold), score in zip(to_judge, judged, strict=True):
         scores[number] = score
     return scores
@@ -150,7 +177,9 @@ def _equals(parsed_gold: Any, text: str) -> float:
     try:
         parsed = parse(text, parsing_timeout=0, raise_on_error=True)
         return float(verify(parsed_gold, parsed, timeout_seconds=0, raise_on_error=True))
-    except Exception:  # sympy choked on one of several readings of a strange completion: is any other one equal?
+    except (
+        Exception
+    ):  # sympy choked on one of several readings of a strange completion: is any other one equal?
         return float(verify(parsed_gold, parse(text, parsing_timeout=0), timeout_seconds=0))
 
 
@@ -166,7 +195,9 @@ def load_math_verify() -> Callable[..., Any]:
     """Its `parse`, after a first use of all of it, which takes half a second that would count as a completion's."""
     from math_verify import parse
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns where its own deadlines are off
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns where its own deadlines are off
     _equals(parse("\\boxed{(x+1)^2}", parsing_timeout=0), "\\boxed{x^2+2x+\\frac{2}{2}}")
     return parse  # type: ignore[no-any-return]
 
@@ -215,7 +246,10 @@ def run_tests(
 
 def python_code(text: str) -> str:
     """The last fenced block of Python in `text`, else its last fenced block without a language, else all of it."""
-    blocks, opened = dict[str, str](), None  # by language, the last one of each; a line at a time: no text takes long
+    blocks, opened = (
+        dict[str, str](),
+        None,
+    )  # by language, the last one of each; a line at a time: no text takes long
     lines = text.split("\n")
     for number, line in enumerate(lines):
         if opened is None:
@@ -223,7 +257,10 @@ def python_code(text: str) -> str:
                 opened = number + 1, fence[1].lower()
         elif line.strip(" \t") == "```":
             language = "python" if opened[1] in ("python", "py", "python3") else opened[1]
-            blocks[language], opened = "".join(f"{own}\n" for own in lines[opened[0] : number]), None
+            blocks[language], opened = (
+                "".join(f"{own}\n" for own in lines[opened[0] : number]),
+                None,
+            )
     return blocks.get("python", blocks.get("", text))
 
 
@@ -235,8 +272,12 @@ def tests_of(given: Any) -> list[str | dict[str, Any]]:
             return [given] if given.strip() else []
     tests = given if isinstance(given, list) else [] if given is None else [given]
     for test in tests:
-        if not (isinstance(test, str) or (isinstance(test, dict) and {"input", "output"} <= test.keys())):
-            raise ValueError(f'a test is a statement or {{"input": ..., "output": ...}}; got {str(test)[:200]}')
+        if not (
+            isinstance(test, str) or (isinstance(test, dict) and {"input", "output"} <= test.keys())
+        ):
+            raise ValueError(
+                f'a test is a statement or {{"input": ..., "output": ...}}; got {str(test)[:200]}'
+            )
     return tests
 
 
@@ -248,3 +289,39 @@ SHIPPED: dict[str, Callable[..., Any]] = {
     "gsm8k": gsm8k,
     "math": equal_by_math_verify,
 }
+
+
+# The final answer of a completion.
+
+
+def final_answer(text: str) -> str:
+    r"""What a completion answers, for a vote; as text, so that 1/2 and 0.5 are two.
+
+    The last whole \boxed{...}, else what follows the last "####", else the last <answer>...</answer>, else all of it.
+    """
+    if (boxed := last_boxed(text)) is not None:
+        return boxed.strip()
+    _, marker, after = text.rpartition("####")
+    if marker:
+        return after.strip()
+    inside = tagged(text, "answer")
+    return text.strip() if inside is None else inside
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Inside the \boxed{...} that closes last. One pass: a completion may repeat an unclosed one a thousand times."""
+    opened: list[
+        int | None
+    ] = []  # where the inside of each open bracket begins; None: an ordinary bracket
+    last = None
+    for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):
+        if token[0] == "{":
+            opened.append(None)
+        elif token[0] != "}":
+            if token[0].startswith("\\boxed"):
+                opened.append(token.end())
+        elif opened:
+            start = opened.pop()
+            if start is not None:
+                last = text[start : token.start()]
+    return last

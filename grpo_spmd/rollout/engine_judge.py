@@ -18,12 +18,11 @@ from grpo_spmd.distributed.collectives import exchange_bytes
 from grpo_spmd.distributed.packed import Unpacked, pack
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
+from grpo_spmd.episodes.plain_text import PlainText, TemplateError, without_surrogates
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.remote.client import UnexpectedError
-from grpo_spmd.rewards.remote.judge import Judge
-from grpo_spmd.rewards.remote.servers import text_of
-from grpo_spmd.rollout.beside import Score, with_scores
-from grpo_spmd.rollout.environments.plain_text import PlainText, TemplateError, without_surrogates
+from grpo_spmd.rewards.remote.servers import Judge, text_of
+from grpo_spmd.rollout.merge_scores import Score, with_scores
 
 _ASKED = "asked7c1f0b"  # no template has this word in it
 _OWN_COLUMNS = ("prompts", "completions", "completion_ids")
@@ -41,17 +40,27 @@ class EngineJudge:
             what = "is not a fast one, which alone says where in a text a token stands; save it as tokenizer.json"
             raise ConfigError(f"{where}: the tokenizer of model.path {what}")
         self.name, self.reply_tokens = config.shown_name, config.judge_tokens
-        self._judge, self._tokenizer, self._longest = Judge(config, f"{where}.judge"), tokenizer, longest
+        self._judge, self._tokenizer, self._longest = (
+            Judge(config, f"{where}.judge"),
+            tokenizer,
+            longest,
+        )
         self._plain = PlainText(tokenizer)
         asked = [{"role": "user", "content": _ASKED}]
         try:
-            text = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+            text = str(
+                tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+            )
         except Exception as error:  # a template may refuse with any error
             what = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"{where}: the chat template of model.path refuses a user's message: {what}") from None
+            raise ConfigError(
+                f"{where}: the chat template of model.path refuses a user's message: {what}"
+            ) from None
         self._before, found, self._behind = text.partition(_ASKED)
         if not found or _ASKED in self._behind:
-            raise ConfigError(f"{where}: the chat template of model.path does not say a user's message just once")
+            raise ConfigError(
+                f"{where}: the chat template of model.path does not say a user's message just once"
+            )
         nothing = dict.fromkeys(self._judge.needs)
         alone = len(self._ids({**nothing, "prompts": "", "completions": ""}))
         if alone >= longest:
@@ -69,7 +78,9 @@ class EngineJudge:
         body = self._judge.body([given["prompts"]], [text_of(given["completions"])], columns)
         content, begin = without_surrogates(body["messages"][0]["content"]), len(self._before)
         # All of it is data: a completion that says how a turn ends must not end the judge's, and reply to itself.
-        return self._plain.encode(f"{self._before}{content}{self._behind}", [(begin, begin + len(content))])
+        return self._plain.encode(
+            f"{self._before}{content}{self._behind}", [(begin, begin + len(content))]
+        )
 
     def text_of(self, reply: Completion) -> str:
         return str(self._tokenizer.decode(reply.token_ids, skip_special_tokens=True))
@@ -102,7 +113,9 @@ class EngineJudges:
         scored on all ranks."""
         return partial(self._score_behind, score)
 
-    def _score_behind(self, score: Score, groups: Sequence[RolloutGroup], **more: Any) -> ScoredRollouts:
+    def _score_behind(
+        self, score: Score, groups: Sequence[RolloutGroup], **more: Any
+    ) -> ScoredRollouts:
         scored = score(groups, **more)
         # What is found in the cache is computed in other pieces, which rounds differently: a reply must not hang on
         # what was sampled here before, nor the next prompts of a step on what was judged.
@@ -111,9 +124,13 @@ class EngineJudges:
         self._engine.reset_prefix_cache()
         return with_scores(scored, found, self._weights)
 
-    def _judged(self, judge: EngineJudge, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
+    def _judged(
+        self, judge: EngineJudge, groups: Sequence[RolloutGroup], scored: ScoredRollouts
+    ) -> ScoredRollouts:
         """Collective. Of one judge alone."""
-        completions = [((group.slot, n), one) for group in groups for n, one in enumerate(group.completions)]
+        completions = [
+            ((group.slot, n), one) for group in groups for n, one in enumerate(group.completions)
+        ]
         values: list[float | None] = [None] * len(completions)
         statuses, errors = ["not_applicable"] * len(completions), list[str]()
         asked, notes = dict[Key, list[int]](), dict[int, dict[str, Any]]()
@@ -122,7 +139,9 @@ class EngineJudges:
             values[place], statuses[place] = math.nan, "error"
             errors.append(f"reward {judge.name!r}: {why}")
 
-        for place, ((key, completion), given) in enumerate(zip(completions, scored.given, strict=True)):
+        for place, ((key, completion), given) in enumerate(
+            zip(completions, scored.given, strict=True)
+        ):
             if completion.episode is not None and not completion.episode.turns:
                 continue  # its environment failed: there is nothing to judge
             try:
@@ -152,7 +171,9 @@ class EngineJudges:
         """Collective. The greedy reply to each of this rank's prompts. Those of all ranks are shared out over the
         engines as a rollout's are, those of a group to one engine, since they begin alike."""
         mine = sorted(asked.items())
-        packed = pack([[*key, len(ids)] for key, ids in mine], [np.array(ids, np.int32) for _, ids in mine])
+        packed = pack(
+            [[*key, len(ids)] for key, ids in mine], [np.array(ids, np.int32) for _, ids in mine]
+        )
         of_all: dict[Key, tuple[int, list[int]]] = {}
         for rank, payload in enumerate(exchange_bytes([packed] * self._num_ranks)):
             unpacked = Unpacked(payload)
@@ -168,7 +189,9 @@ class EngineJudges:
         made = self._engine.generate_shared([len(keys) for keys in jobs], request, version)
         self._check()
         back: list[list[Any]] = [[] for _ in range(self._num_ranks)]
-        for job, turns in made.items() if self._engine.tp_rank == 0 else ():  # its other ranks have the same
+        for job, turns in (
+            made.items() if self._engine.tp_rank == 0 else ()
+        ):  # its other ranks have the same
             for key, [reply] in zip(jobs[job], turns, strict=True):
                 back[of_all[key][0]].append([*key, reply.token_ids, reply.finish_reason])
         found = exchange_bytes([json.dumps(of_rank).encode() for of_rank in back])

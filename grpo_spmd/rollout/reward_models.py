@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from grpo_spmd.distributed.collectives import exchange_bytes, shares_of_rank0
+from grpo_spmd.distributed.packed import Unpacked, pack
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.model.parked import ParkedModel
+from grpo_spmd.learn.balance import fill_rows
+from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.offload import ParkedModel
 from grpo_spmd.model.reward_model import RewardModel
+from grpo_spmd.model.reward_model_files import RewardModelFiles, said_of
 from grpo_spmd.proofs.reward_model_check import RewardModelCheck, Scored
-from grpo_spmd.records import RolloutGroup, ScoredRollouts
-from grpo_spmd.rollout.beside import Score, with_scores
-from grpo_spmd.rollout.reward_rows import score_over_ranks
-from grpo_spmd.rollout.reward_texts import RewardTexts, TextError
+from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
+from grpo_spmd.rollout.merge_scores import Score, with_scores
 
 _MOST_SAMPLES = 1 << 20  # of a group
 
@@ -51,7 +56,9 @@ class ModelReward:
             try:
                 ids = self._texts.ids_of(group.prompt, completion, text)
                 if ids is not None and max(ids) >= self._model.num_embeddings:
-                    raise TextError(f"has the token {max(ids)}, and the model {self._model.num_embeddings} of them")
+                    raise TextError(
+                        f"has the token {max(ids)}, and the model {self._model.num_embeddings} of them"
+                    )
             except TextError as error:
                 fail(place, str(error))
                 continue
@@ -67,10 +74,18 @@ class ModelReward:
                 fail(place, f"has the score {value}")
         if check is not None:
             given = zip(completions, values, statuses, strict=True)
-            check.run(self.name, [Scored(g.prompt, g.completions[n], value, status) for (g, n), value, status in given])
+            check.run(
+                self.name,
+                [
+                    Scored(g.prompt, g.completions[n], value, status)
+                    for (g, n), value, status in given
+                ],
+            )
         self._parked.park()
         first = errors[0] if errors else None
-        return ScoredRollouts(by_name={self.name: values}, statuses={self.name: statuses}, first_error=first)
+        return ScoredRollouts(
+            by_name={self.name: values}, statuses={self.name: statuses}, first_error=first
+        )
 
     @torch.no_grad()
     def _score_row(self, texts: list[list[int]]) -> list[float]:
@@ -101,7 +116,9 @@ class RewardModels:
         scored on all ranks."""
         return partial(self._score_behind, score)
 
-    def _score_behind(self, score: Score, groups: Sequence[RolloutGroup], **more: Any) -> ScoredRollouts:
+    def _score_behind(
+        self, score: Score, groups: Sequence[RolloutGroup], **more: Any
+    ) -> ScoredRollouts:
         scored = score(groups, **more)
         version = self._engine.policy_version or 0
         self._first_version = version if self._first_version is None else self._first_version
@@ -112,3 +129,137 @@ class RewardModels:
         each = zip(self._models, checks, strict=True)
         found = [model.score(groups, scored.texts, check) for model, check in each]
         return with_scores(scored, found, self._weights)
+
+
+# Texts of all ranks dealt to rows and ranks: who forwards which, alike whichever rank sampled them, so that a score
+# does not hang on which engine was fast, and no rank waits for another's.
+
+
+Texts = Sequence[Sequence[int]]
+
+
+def score_over_ranks(
+    keys: Sequence[int],
+    texts: Texts,
+    max_tokens: int,
+    score: Callable[[list[list[int]]], list[float]],
+) -> list[float]:
+    """Collective. The score of each of this rank's `texts`, perhaps none, named by `keys` over all ranks. `score` takes
+    the texts of a row, no longer than `max_tokens` together, equal lengths side by side, perhaps none; it is called
+    equally often on all ranks."""
+    arrays = np.array(keys, np.int64), np.array([len(text) for text in texts], np.int64)
+    share = json.loads(
+        shares_of_rank0(lambda parts: _deal(parts, max_tokens), pack(len(texts), arrays))
+    )
+    sent = [_packed([texts[i] for i in numbers]) for numbers in share["give"]]
+    received = [_unpacked(payload) for payload in exchange_bytes(sent)]
+    scores = [[0.0] * len(of_source) for of_source in received]
+    for row in share["rows"]:
+        places = sorted(row, key=lambda place: -len(received[place[0]][place[1]]))
+        found = score([received[source][number] for source, number in places])
+        for (source, number), value in zip(
+            places, found, strict=False
+        ):  # of an empty row one that counts nothing
+            scores[source][number] = value
+    returned = exchange_bytes([np.array(of_source, np.float64).tobytes() for of_source in scores])
+    mine = [0.0] * len(texts)
+    for numbers, payload in zip(share["give"], returned, strict=True):
+        for i, value in zip(numbers, np.frombuffer(payload).tolist(), strict=True):
+            mine[i] = value
+    return mine
+
+
+def _deal(parts: list[bytes], max_tokens: int) -> list[bytes]:
+    """On rank 0. Each rank's: `give`, of its texts the numbers of those for each rank, in the order in which they are
+    sent; `rows`, of the texts that it forwards (rank that sent it, number in what that one sent)."""
+    found = [(unpacked := Unpacked(part), int(unpacked.header)) for part in parts]
+    columns = [
+        (unpacked.array(np.int64, number), unpacked.array(np.int64, number))
+        for unpacked, number in found
+    ]
+    sources = np.repeat(np.arange(len(parts)), [number for _, number in found])
+    numbers = np.concatenate([np.arange(number) for _, number in found])
+    keys, lengths = (np.concatenate(column) for column in zip(*columns, strict=True))
+    give: list[list[list[int]]] = [[[] for _ in parts] for _ in parts]
+    rows: list[list[list[tuple[int, int]]]] = [[] for _ in parts]
+    if len(keys):
+        order = np.argsort(keys)
+        places, counts = fill_rows(
+            lengths[order].astype(np.float64), lengths[order], len(parts), max_tokens
+        )
+        following = iter(order[places].tolist())
+        for target, of_rank in enumerate(counts.tolist()):
+            for count in of_rank:
+                row = []
+                for place in (next(following) for _ in range(count)):
+                    source = int(sources[place])
+                    row.append((source, len(give[source][target])))
+                    give[source][target].append(int(numbers[place]))
+                rows[target].append(row)
+    return [
+        json.dumps({"give": give[rank], "rows": rows[rank]}).encode() for rank in range(len(parts))
+    ]
+
+
+def _packed(texts: Texts) -> bytes:
+    ids = [np.asarray(text, np.int32) for text in texts]
+    return pack([len(text) for text in texts], ids)
+
+
+def _unpacked(payload: bytes) -> list[list[int]]:
+    packed = Unpacked(payload)
+    return [packed.array(np.int32, length).tolist() for length in packed.header]
+
+
+# What a reward model reads of a rollout: token ids, by its own tokenizer and chat template where they differ.
+
+
+class TextError(ValueError):
+    """A rollout that cannot be shown to the model, and why."""
+
+
+class RewardTexts:
+    """Chat messages, and episodes, go through the model's chat template, the completion as the assistant's message,
+    without a generation prompt. Plain text is prompt and completion, one behind the other: the token ids as the policy
+    read and sampled them where the model has the policy's whole vocabulary, else the text encoded anew."""
+
+    def __init__(self, files: RewardModelFiles, policy_tokenizer: Any) -> None:
+        """Raises ConfigError where there is no tokenizer."""
+        with said_of(f"{files.where}.model"):
+            self.tokenizer = load_tokenizer(str(files.folder))
+        self._files = files
+        self._shares_ids = (
+            policy_tokenizer.get_vocab().items() <= self.tokenizer.get_vocab().items()
+        )
+
+    def ids_of(self, prompt: Prompt, completion: Completion, text: str) -> list[int] | None:
+        """`text`: the completion, decoded. None where it is too long for a score. Raises TextError."""
+        ids = self._ids(prompt, completion, text)
+        if not ids:
+            raise TextError("has no token to read")
+        longest = self._files.longest
+        if len(ids) <= longest:
+            return ids
+        return ids[-longest:] if self._files.drops_start else None
+
+    def _ids(self, prompt: Prompt, completion: Completion, text: str) -> list[int]:
+        asked, episode = prompt.text, completion.episode
+        if isinstance(asked, str) and episode is None:
+            if self._shares_ids:
+                return [*prompt.token_ids, *completion.token_ids]
+            return list(self.tokenizer(asked + text)["input_ids"])
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+        messages += (
+            [{"role": "assistant", "content": text}] if episode is None else episode.messages
+        )
+        options = {
+            "chat_template": self._files.template,
+            "add_generation_prompt": False,
+            "return_dict": False,
+        }
+        try:
+            return list(self.tokenizer.apply_chat_template(messages, tokenize=True, **options))
+        except Exception as error:  # a template may refuse with any error, e.g. roles in an order that it does not know
+            raise TextError(
+                f"cannot be shown in its chat template: {type(error).__name__}: {error}"
+            ) from None

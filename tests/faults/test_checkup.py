@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.checkup.given import look_at_config, look_at_plan
-from grpo_spmd.checkup.results import Place
 from grpo_spmd.config.load import load_config
+from grpo_spmd.tools.checkup.devices import look_at_config, look_at_plan
+from grpo_spmd.tools.checkup.results import Place
 from tests.support.models import make_model, write_config
 from tests.support.processes import ROOT, Job, run_command, torchrun
 from tests.support.terminal import TerminalJob
@@ -61,7 +61,9 @@ def may_mount() -> bool:
         return False
 
 
-@pytest.mark.skipif(not may_mount(), reason="mount namespaces take a privilege that this user has not")
+@pytest.mark.skipif(
+    not may_mount(), reason="mount namespaces take a privilege that this user has not"
+)
 def test_planted_faults_are_found_and_nothing_where_they_are_not(tmp_path: Path) -> None:
     """A /dev/shm of 16 MiB, a run_dir that is mounted read-only, a wrong torch, more threads than cores, a port in use:
     each bad with them, and not bad without them, by the same command."""
@@ -115,7 +117,9 @@ def test_this_machine_is_looked_at_whole(tmp_path: Path) -> None:
 def test_ranks_of_torchrun_speak_once_and_who_differs_is_named(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
     only = ["--only", "versions,memory,network,links", "--json", str(out), "--deadline", "100"]
-    differs = 'if [ "$RANK" = 1 ]; then export NCCL_DEBUG=INFO OMP_NUM_THREADS=4096; fi; exec "$0" "$@"'
+    differs = (
+        'if [ "$RANK" = 1 ]; then export NCCL_DEBUG=INFO OMP_NUM_THREADS=4096; fi; exec "$0" "$@"'
+    )
     launch = [*torchrun(2, "--no-python", "sh", "-c", differs), *CHECKUP, *only]
     code, output = Job(launch, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path).wait()
     assert code == 1, output  # torchrun's own word for ranks that say 2
@@ -136,10 +140,20 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def variables(rank: int, port: int, local_ranks: int = 2, address: str = "127.0.0.1") -> dict[str, str]:
-    numbers: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": local_ranks, "MASTER_PORT": port}
+def variables(
+    rank: int, port: int, local_ranks: int = 2, address: str = "127.0.0.1"
+) -> dict[str, str]:
+    numbers: dict[str, Any] = {
+        "RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": local_ranks,
+        "MASTER_PORT": port,
+    }
     numbers["LOCAL_RANK"] = rank % local_ranks
-    return {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": address, "PYTHONPATH": str(ROOT)}
+    return {name: str(value) for name, value in numbers.items()} | {
+        "MASTER_ADDR": address,
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
@@ -157,11 +171,23 @@ def test_ranks_of_srun_speak_once(tmp_path: Path) -> None:
     """By Slurm's variables alone, but for the port, which a test must choose."""
     out, port, jobs = tmp_path / "lines.jsonl", free_port(), []
     for rank in range(2):
-        step: dict[str, Any] = {"NUM_TASKS": 2, "TASKS_PER_NODE": 2, "NODELIST": "localhost", "ID": 0}
+        step: dict[str, Any] = {
+            "NUM_TASKS": 2,
+            "TASKS_PER_NODE": 2,
+            "NODELIST": "localhost",
+            "ID": 0,
+        }
         env = {f"SLURM_STEP_{name}": str(value) for name, value in step.items()}
-        env |= {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0", "MASTER_PORT": str(port)}
+        env |= {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NODEID": "0",
+            "MASTER_PORT": str(port),
+        }
         env |= {"PYTHONPATH": str(ROOT)} | ({"NCCL_DEBUG": "INFO"} if rank else {})
-        jobs.append(Job([*CHECKUP, "--only", "network,links", "--json", str(out)], env=env, cwd=tmp_path))
+        jobs.append(
+            Job([*CHECKUP, "--only", "network,links", "--json", str(out)], env=env, cwd=tmp_path)
+        )
     (code, output), (code_1, output_1) = [job.wait() for job in jobs]
     levels, found, _ = written(out)
     assert output_1 == ""
@@ -172,8 +198,8 @@ def test_ranks_of_srun_speak_once(tmp_path: Path) -> None:
 
 # Comes, and goes to sleep when the others reduce.
 SLEEPER = """import sys, time
-from grpo_spmd.checkup.exchange import Exchange, launched
-from grpo_spmd.checkup.reduce import open_store
+from grpo_spmd.tools.checkup.exchange import Exchange, launched
+from grpo_spmd.tools.checkup.reduce import open_store
 from grpo_spmd.distributed.machine import own_host
 from torch.distributed import PrefixStore
 import os
@@ -224,7 +250,15 @@ def test_two_hosts(tmp_path: Path, two_hosts: list[list[str]], sees: bool) -> No
     ]
     for rank, host in enumerate(two_hosts):
         own_disk = f"mount -t tmpfs own {shared} && " if rank and not sees else ""
-        named = ["unshare", "-u", "-m", "sh", "-c", f'hostname node{rank} && {own_disk}exec "$@"', "sh"]
+        named = [
+            "unshare",
+            "-u",
+            "-m",
+            "sh",
+            "-c",
+            f'hostname node{rank} && {own_disk}exec "$@"',
+            "sh",
+        ]
         env = variables(rank, port, 1, "10.77.0.1") | {"GLOO_SOCKET_IFNAME": host[-1]}
         arguments = ["--json", str(out)] if rank == 0 else []
         jobs.append(Job([*host, *named, *command, *arguments], env=env, cwd=tmp_path))
@@ -239,7 +273,9 @@ def test_two_hosts(tmp_path: Path, two_hosts: list[list[str]], sees: bool) -> No
     else:
         assert (code, code_1, levels["shared run_dir"]) == (2, 2, "bad"), output
         assert "rank 1 on node1 does not see what rank 0 writes" in found["shared run_dir"]
-        assert "in memory, gone at the next start of the machine (rank 1 on node1)" in found["run_dir"]
+        assert (
+            "in memory, gone at the next start of the machine (rank 1 on node1)" in found["run_dir"]
+        )
     assert [*shared.iterdir()] == []
 
 
@@ -253,7 +289,9 @@ def test_what_check_and_planner_say_are_lines(tmp_path: Path) -> None:
 
     def place(*words: str) -> Place:
         told = ["--config", str(config), *words]
-        return replace(smi_place, num_ranks=8, environ=environ, config=load_config(config, words), words=told)
+        return replace(
+            smi_place, num_ranks=8, environ=environ, config=load_config(config, words), words=told
+        )
 
     (plan,) = look_at_plan(place("rollout.gpu_memory_utilization=0.99"))
     assert plan.level == "bad"

@@ -13,7 +13,11 @@ from tests.support.models import make_model, write_config
 from tests.support.terminal import TerminalJob
 
 # Case: seconds of the set-up and of a step, of which the second half is update; when to press first; how often.
-CASES = {"set-up": ("30", "1", "set up", 1), "update": ("0", "4", "update 1", 1), "stuck": ("0", "60", "set up", 2)}
+CASES = {
+    "set-up": ("30", "1", "set up", 1),
+    "update": ("0", "4", "update 1", 1),
+    "stuck": ("0", "60", "set up", 2),
+}
 FAR_S = 15.0  # from the first press to the end
 REWARD = """
 import pathlib
@@ -30,14 +34,22 @@ def reward(completions, **columns):
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, list[str], float, list[int], Path]]:
+def stopped(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[int, list[str], float, list[int], Path]]:
     """Of each case, all at a time: exit code, lines, seconds from the first press to the end, who stayed, folder."""
     jobs, found = {}, {}
     for case, (set_up_s, step_s, _, _) in CASES.items():
         folder = tmp_path_factory.mktemp("ctrl_c")
         for name in ("run", "temporary"):
             (folder / name).mkdir()
-        launch = [sys.executable, "-m", "grpo_spmd.distributed.launch", "--standalone", "--max-restarts=3"]
+        launch = [
+            sys.executable,
+            "-m",
+            "grpo_spmd.distributed.launch",
+            "--standalone",
+            "--max-restarts=3",
+        ]
         launch += ["--nproc-per-node=2", "-m"]
         config = write_config(folder, folder / "model")
         command = [*launch, "tests.support.workers.stop", str(config), step_s, set_up_s]
@@ -77,8 +89,17 @@ def test_it_leaves_in_time_and_without_a_trace(
     assert "torch" not in text
     said = {
         "set-up": (1, ["stopped by Ctrl-C before the first step; nothing was trained"]),
-        "update": (0, ["Ctrl-C: finishing the update, then saving; again to quit now", *["stops: Ctrl-C"] * 2]),
-        "stuck": (1, ["Ctrl-C: saving; again to quit now", "Ctrl-C: out at once; no checkpoint was saved"]),
+        "update": (
+            0,
+            [
+                "Ctrl-C: finishing the update, then saving; again to quit now",
+                *["stops: Ctrl-C"] * 2,
+            ],
+        ),
+        "stuck": (
+            1,
+            ["Ctrl-C: saving; again to quit now", "Ctrl-C: out at once; no checkpoint was saved"],
+        ),
     }
     assert (code, after_press(lines)) == said[case]
     assert max(map(len, lines)) <= 80
@@ -99,7 +120,16 @@ def test_a_run_that_scores_gives_the_step_up_and_says_how_to_go_on(tmp_path: Pat
         training={"num_steps": 10_000},
     )
     (tmp_path / "temporary").mkdir()
-    command = [sys.executable, "-m", "grpo_spmd.cli", "train", "--nproc", "2", "--config", str(config)]
+    command = [
+        sys.executable,
+        "-m",
+        "grpo_spmd.cli",
+        "train",
+        "--nproc",
+        "2",
+        "--config",
+        str(config),
+    ]
     job = TerminalJob(command, tmp_path / "temporary")
     while not (tmp_path / "scores").exists():
         job.read_until("")
@@ -118,6 +148,8 @@ def test_a_run_that_scores_gives_the_step_up_and_says_how_to_go_on(tmp_path: Pat
         "to go on: the same command with checkpoint.resume=auto",
     ]
     assert "Traceback" not in text
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [f"step_{num_steps:06d}"]
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [
+        f"step_{num_steps:06d}"
+    ]
     assert job.survivors() == []
     assert list((tmp_path / "temporary").iterdir()) == []

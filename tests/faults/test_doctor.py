@@ -18,7 +18,9 @@ from tests.support.processes import Job, full_pipe
 LIMIT_S = 3.0
 SECONDS = 20.0  # the most until all are gone: a few on an idle machine, and the doctor waits for answers on a busy one
 RAISES = [("raise", phase, rank) for phase in PHASES for rank in (0, 1)]
-SLEEPS = [("sleep", phase, number % 2) for number, phase in enumerate(PHASES)] + [("sleep", "update", 0)]
+SLEEPS = [("sleep", phase, number % 2) for number, phase in enumerate(PHASES)] + [
+    ("sleep", "update", 0)
+]
 STRAYS = [
     ("stop", "rollout", 1), ("stop", "update", 0), ("gil", "reward", 1), ("kill", "rollout", 1),
     ("kill", "logprobs", 0),
@@ -36,7 +38,9 @@ UNREAD = {  # what is done, and what is wrong with who should read the output
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("doctor")
-    faults = [(fault, "") for fault in dict.fromkeys([*RAISES, *SLEEPS, *STRAYS])] + list(UNREAD.items())
+    faults = [(fault, "") for fault in dict.fromkeys([*RAISES, *SLEEPS, *STRAYS])] + list(
+        UNREAD.items()
+    )
     orders = [
         {
             "do": do,
@@ -44,24 +48,35 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]
             "rank": str(rank),
             "folder": str(folder / f"{do}_{phase}_{rank}{reader}"),
         }
-        | ({"limit_s": str(LIMIT_S)} if do in ("sleep", "stop", "gil", "debug", "work", "talk") else {})
+        | (
+            {"limit_s": str(LIMIT_S)}
+            if do in ("sleep", "stop", "gil", "debug", "work", "talk")
+            else {}
+        )
         | ({"reader": reader} if reader else {})
         for (do, phase, rank), reader in faults
     ]
-    code, output = Job([sys.executable, "-m", "tests.support.workers.doctor", json.dumps(orders)]).wait(500)
+    code, output = Job(
+        [sys.executable, "-m", "tests.support.workers.doctor", json.dumps(orders)]
+    ).wait(500)
     assert code == 0, output
     names = [(*fault, reader) if reader else fault for fault, reader in faults]
     return dict(zip(names, json.loads(output.splitlines()[-1]), strict=True))
 
 
 @pytest.mark.parametrize(("do", "phase", "rank"), RAISES)
-def test_a_raise_ends_all_ranks_with_its_traceback(found: dict[Any, Any], do: str, phase: str, rank: int) -> None:
+def test_a_raise_ends_all_ranks_with_its_traceback(
+    found: dict[Any, Any], do: str, phase: str, rank: int
+) -> None:
     run = found[do, phase, rank]
     assert run["codes"] == [1, 1], run
     assert run["seconds"] < SECONDS
     output = run["output"]
     assert f"rank {rank} (" in output.splitlines()[0]
-    assert f"failed first, in phase {phase}, step 1: KeyError: 'no such column'" in output.splitlines()[0]
+    assert (
+        f"failed first, in phase {phase}, step 1: KeyError: 'no such column'"
+        in output.splitlines()[0]
+    )
     assert output.count("Traceback (most recent call last)") == 1, output
     assert 'raise KeyError("no such column")' in output
     assert f"rank {1 - rank}: phase {phase}, step 1" in output
@@ -71,7 +86,9 @@ def test_a_raise_ends_all_ranks_with_its_traceback(found: dict[Any, Any], do: st
     # torchrun shows the earliest as the root cause
     of_rank = [json.loads(run[f"error_{r}.json"])["message"] for r in range(2)]
     assert 'raise KeyError("no such column")' in of_rank[rank]["message"]
-    assert int(of_rank[rank]["extraInfo"]["timestamp"]) <= int(of_rank[1 - rank]["extraInfo"]["timestamp"])
+    assert int(of_rank[rank]["extraInfo"]["timestamp"]) <= int(
+        of_rank[1 - rank]["extraInfo"]["timestamp"]
+    )
 
 
 @pytest.mark.parametrize(("do", "phase", "rank"), SLEEPS)
@@ -95,7 +112,9 @@ def test_the_rank_that_sleeps_is_named_not_the_one_that_waits(
 
 
 @pytest.mark.parametrize(("phase", "rank"), [("rollout", 1), ("update", 0)])
-def test_a_stopped_rank_is_named_and_does_not_stay(found: dict[Any, Any], phase: str, rank: int) -> None:
+def test_a_stopped_rank_is_named_and_does_not_stay(
+    found: dict[Any, Any], phase: str, rank: int
+) -> None:
     run = found["stop", phase, rank]
     assert run["codes"][1 - rank] == 1
     assert run["codes"][rank] == -9  # a stopped process cannot leave by itself
@@ -119,7 +138,9 @@ def test_a_rank_stuck_in_c_is_named_with_its_stack(found: dict[Any, Any]) -> Non
 @pytest.mark.parametrize(
     ("do", "phase", "rank"), [("kill", "rollout", 1), ("kill", "logprobs", 0), ("exit", "eval", 1)]
 )
-def test_a_rank_that_is_gone_is_named_by_the_others(found: dict[Any, Any], do: str, phase: str, rank: int) -> None:
+def test_a_rank_that_is_gone_is_named_by_the_others(
+    found: dict[Any, Any], do: str, phase: str, rank: int
+) -> None:
     run = found[do, phase, rank]
     assert run["codes"][rank] == (-9 if do == "kill" else 0)
     assert run["codes"][1 - rank] == 1
@@ -131,7 +152,9 @@ def test_a_rank_that_is_gone_is_named_by_the_others(found: dict[Any, Any], do: s
 
 
 @pytest.mark.parametrize(("do", "phase", "rank"), UNREAD)
-def test_the_end_waits_for_nobody_who_reads_it(found: dict[Any, Any], do: str, phase: str, rank: int) -> None:
+def test_the_end_waits_for_nobody_who_reads_it(
+    found: dict[Any, Any], do: str, phase: str, rank: int
+) -> None:
     """A full pipe that nobody reads, one without a reader, and no output at all: the files say what there is to say."""
     run = found[do, phase, rank, UNREAD[do, phase, rank]]
     code = 2 if do == "refuse" else 1
@@ -157,7 +180,9 @@ def test_the_end_waits_for_nobody_who_reads_it(found: dict[Any, Any], do: str, p
 def test_bad_data_on_one_rank_is_one_line_and_exit_code_2(found: dict[Any, Any]) -> None:
     run = found["refuse", "start", 1]
     assert run["codes"] == [2, 2]
-    assert run["output"].startswith("error: data.train: this node lacks the file (said by rank 1 on ")
+    assert run["output"].startswith(
+        "error: data.train: this node lacks the file (said by rank 1 on "
+    )
     assert len(run["output"].splitlines()) == 1
 
 
@@ -184,13 +209,18 @@ def test_waiting_for_a_phase_that_may_take_long_is_no_hang(found: dict[Any, Any]
 def test_without_a_fault_nothing_is_said(found: dict[Any, Any]) -> None:
     run = found["pass", "", 0]
     assert run["codes"] == [0, 0]
-    said = [line for line in run["output"].splitlines() if "ProcessGroup.hpp" not in line]  # torch warns at the end
+    said = [
+        line for line in run["output"].splitlines() if "ProcessGroup.hpp" not in line
+    ]  # torch warns at the end
     assert sorted(said) == [f"rank {rank} done, restart False" for rank in range(2)]
     assert "failure.txt" not in run
 
 
 ENDS = {
-    "stopped at the end, killed": ("with ending.orderly_end(): os.kill(os.getpid(), signal.SIGSTOP)", -9),
+    "stopped at the end, killed": (
+        "with ending.orderly_end(): os.kill(os.getpid(), signal.SIGSTOP)",
+        -9,
+    ),
     "hangs at the end, a success": ("with ending.orderly_end(): time.sleep(600)", 0),
     "fails at the end": ("with ending.orderly_end(): raise SystemExit(3)", 3),
     "in time": ("with ending.killed_after(1): pass\ntime.sleep(1.5)", 0),
@@ -211,7 +241,7 @@ def test_log_lines_do_not_wait_for_who_reads_them(reader: str, tmp_path: Path) -
     script = """
 import logging, sys
 from grpo_spmd.config.errors import ConfigError, refuse
-from grpo_spmd.distributed.ending import Terminal
+from grpo_spmd.distributed.exit import Terminal
 log = logging.getLogger("grpo_spmd")
 log.handlers[:] = [Terminal(sys.stdout), logging.FileHandler(sys.argv[1])]
 for number in range(3000):
@@ -223,7 +253,9 @@ refuse(ConfigError("no such key"))"""
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"] if reader == "closed" else []
     job = Job([*closed, sys.executable, "-c", script, str(tmp_path / "log")], stdout=write)
     assert job.wait(60)[0] == 2
-    assert (tmp_path / "log").read_text().splitlines() == [f"line {number}" for number in range(3000)]
+    assert (tmp_path / "log").read_text().splitlines() == [
+        f"line {number}" for number in range(3000)
+    ]
 
 
 def start_on(hosts: list[list[str]], order: dict[str, str], **options: str) -> list[Job]:
@@ -246,8 +278,13 @@ def start_on(hosts: list[list[str]], order: dict[str, str], **options: str) -> l
             "torch.distributed.run",
             *(f"--{name}={value}" for name, value in flags.items()),
         ]
-        env = {"GLOO_SOCKET_IFNAME": host[-1], "TORCH_CPP_LOG_LEVEL": "ERROR"}  # a host's name leads to no address here
-        jobs.append(Job([*command, "-m", "tests.support.workers.doctor", json.dumps(order)], env=env))
+        env = {
+            "GLOO_SOCKET_IFNAME": host[-1],
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }  # a host's name leads to no address here
+        jobs.append(
+            Job([*command, "-m", "tests.support.workers.doctor", json.dumps(order)], env=env)
+        )
     return jobs
 
 
@@ -263,11 +300,21 @@ def test_a_raise_on_one_host_ends_the_other(tmp_path: Path, two_hosts: list[list
     assert "KeyError: 'no such column'" in outcomes[0][1]  # on the host that has not failed
 
 
-def test_both_hosts_start_again_and_come_to_the_end(tmp_path: Path, two_hosts: list[list[str]]) -> None:
+def test_both_hosts_start_again_and_come_to_the_end(
+    tmp_path: Path, two_hosts: list[list[str]]
+) -> None:
     """The host that has not failed does not count the restart (TORCHELASTIC_RESTART_COUNT), and the store is the one of
     before."""
-    order = {"do": "raise", "rank": "1", "phase": "update", "folder": str(tmp_path), "once": str(tmp_path / "done")}
+    order = {
+        "do": "raise",
+        "rank": "1",
+        "phase": "update",
+        "folder": str(tmp_path),
+        "once": str(tmp_path / "done"),
+    }
     outcomes = [job.wait(90) for job in start_on(two_hosts, order, **{"max-restarts": "1"})]
     assert [code for code, _ in outcomes] == [0, 0], outcomes
-    assert sorted("done, restart True" in output for _, output in outcomes) == [True, True], outcomes
+    assert sorted("done, restart True" in output for _, output in outcomes) == [True, True], (
+        outcomes
+    )
     assert (tmp_path / "failure.txt").read_text().count("=== ") == 1

@@ -12,8 +12,7 @@ import pytest
 
 from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.records import RolloutGroup, ScoredRollouts
-from grpo_spmd.rewards.pool.pool import RewardPool
-from grpo_spmd.rewards.pool.slow_rewards import SlowRewards, waits_for_others
+from grpo_spmd.rewards.pool.pool import RewardPool, SlowRewards, waits_for_others
 from grpo_spmd.rewards.protocol import RewardError
 from tests.faults.test_resume import TIMED
 from tests.faults.test_reward_pool import BEHAVIOURS, CharacterTokenizer, _groups
@@ -21,7 +20,14 @@ from tests.support.models import make_model, write_config
 from tests.support.ranks import RanksJob
 from tests.support.stub_server import stub_server
 
-TEXTS = [["a", "raise", "b"], ["hang", "c", "none"], ["d", "nan"], ["e", "segfault", "word"], ["f"], ["g", "h", "i"]]
+TEXTS = [
+    ["a", "raise", "b"],
+    ["hang", "c", "none"],
+    ["d", "nan"],
+    ["e", "segfault", "word"],
+    ["f"],
+    ["g", "h", "i"],
+]
 NAMES = ("one", "ranked", "logs", "two")
 
 SPANS = """
@@ -41,8 +47,12 @@ def pools(tmp_path: Path) -> Iterator[Callable[..., RewardPool]]:
 
     def pool(*names: str, early: Sequence[int] = (), **of_reward: Any) -> RewardPool:
         """With the rewards of these indices begun early."""
-        rewards = [RewardConfig(function=f"{tmp_path}/mine.py:{name}", **of_reward) for name in names]
-        made.append(RewardPool(rewards, RewardPoolConfig(num_workers=3, timeout_s=1.0), tmp_path / "log"))
+        rewards = [
+            RewardConfig(function=f"{tmp_path}/mine.py:{name}", **of_reward) for name in names
+        ]
+        made.append(
+            RewardPool(rewards, RewardPoolConfig(num_workers=3, timeout_s=1.0), tmp_path / "log")
+        )
         made[-1]._slow = SlowRewards([reward in early for reward in range(len(names))])
         return made[-1]
 
@@ -63,11 +73,15 @@ def sample(pool: RewardPool, groups: Sequence[RolloutGroup], steps: int = 5) -> 
 
 def said(scored: ScoredRollouts) -> str:
     """All of it, NaN too; of failures, that there are some: a traceback names a process."""
-    return repr([scored.rewards, scored.by_name, scored.statuses, scored.texts, scored.given, scored.notes])
+    return repr(
+        [scored.rewards, scored.by_name, scored.statuses, scored.texts, scored.given, scored.notes]
+    )
 
 
 @pytest.mark.parametrize("early", [(0, 1, 2, 3), (1, 3)])
-def test_what_was_begun_early_is_scored_as_ever(pools: Callable[..., RewardPool], early: Sequence[int]) -> None:
+def test_what_was_begun_early_is_scored_as_ever(
+    pools: Callable[..., RewardPool], early: Sequence[int]
+) -> None:
     late, pool, groups = pools(*NAMES), pools(*NAMES, early=early), _groups(*TEXTS)
     expected = late.score(groups, CharacterTokenizer())
     assert {"error", "timeout", "ok", "not_applicable"} <= set(expected.statuses["one"])
@@ -79,7 +93,9 @@ def test_what_was_begun_early_is_scored_as_ever(pools: Callable[..., RewardPool]
     # The next round begins anew, also with slots that were there before.
     again = _groups(["z", "y"], ["x"])
     sample(pool, again[1:])
-    assert said(pool.score(again, CharacterTokenizer())) == said(late.score(again, CharacterTokenizer()))
+    assert said(pool.score(again, CharacterTokenizer())) == said(
+        late.score(again, CharacterTokenizer())
+    )
 
 
 def test_calls_are_made_once_and_within_their_limits(pools: Callable[..., RewardPool]) -> None:
@@ -87,22 +103,31 @@ def test_calls_are_made_once_and_within_their_limits(pools: Callable[..., Reward
     groups = _groups(["a", "b"], ["c", "raise"], ["d"])
     sample(pool, groups[:2], steps=20)
     scored, expected = (one.score(groups, CharacterTokenizer()) for one in (pool, late))
-    assert (scored.by_name["one"][:3], scored.statuses) == (expected.by_name["one"][:3], expected.statuses)
+    assert (scored.by_name["one"][:3], scored.statuses) == (
+        expected.by_name["one"][:3],
+        expected.statuses,
+    )
     requests = [note["logged"]["one"][".requests"] for note in scored.notes.values()]
     assert requests == [[1, 1]] * 5
 
 
-def test_a_limit_holds_where_scoring_takes_over(pools: Callable[..., RewardPool], tmp_path: Path) -> None:
+def test_a_limit_holds_where_scoring_takes_over(
+    pools: Callable[..., RewardPool], tmp_path: Path
+) -> None:
     pool, groups = pools("spans", early=[0], max_concurrent=1), _groups(["a", "b"], ["c", "d"])
     sample(pool, groups[:1], steps=2)  # one call is under way
     assert set(pool.score(groups, CharacterTokenizer()).statuses["spans"]) == {"ok"}
-    spans = [tuple(map(float, line.split())) for line in (tmp_path / "spans").read_text().splitlines()][1:]
+    spans = [
+        tuple(map(float, line.split())) for line in (tmp_path / "spans").read_text().splitlines()
+    ][1:]
     assert len(spans) == 4
     assert all(sum(begin <= at < end for begin, end in spans) == 1 for at, _ in spans)
 
 
 @pytest.mark.parametrize("steps", [0, 40])
-def test_what_ends_a_step_ends_it_where_it_is_scored(pools: Callable[..., RewardPool], steps: int) -> None:
+def test_what_ends_a_step_ends_it_where_it_is_scored(
+    pools: Callable[..., RewardPool], steps: int
+) -> None:
     pool, groups = pools("short", early=[0]), _groups(["a", "b"], ["c", "short"])
     sample(pool, groups, steps)  # raises nothing
     with pytest.raises(RewardError, match="returned 1 values for 2 completions"):
@@ -110,7 +135,9 @@ def test_what_ends_a_step_ends_it_where_it_is_scored(pools: Callable[..., Reward
     assert pool.score(groups[:1], CharacterTokenizer()).statuses == {"short": ["ok", "ok"]}
 
 
-def test_a_function_that_hangs_in_every_call_ends_the_step(pools: Callable[..., RewardPool]) -> None:
+def test_a_function_that_hangs_in_every_call_ends_the_step(
+    pools: Callable[..., RewardPool],
+) -> None:
     pool, groups = pools("one", early=[0]), _groups(*[["hang"]] * 3)
     sample(pool, groups, 1)
     time.sleep(1.1)
@@ -120,12 +147,20 @@ def test_a_function_that_hangs_in_every_call_ends_the_step(pools: Callable[..., 
         pool.score(groups, CharacterTokenizer(), num_step_completions=3)
 
 
-def test_a_worker_that_dies_between_two_looks_fails_for_its_own_completion(pools: Callable[..., RewardPool]) -> None:
+def test_a_worker_that_dies_between_two_looks_fails_for_its_own_completion(
+    pools: Callable[..., RewardPool],
+) -> None:
     """Nobody looks while the engine makes a long step, and all workers die in it."""
     pool, groups = pools("one", early=[0]), _groups(["a", "segfault"], ["b", "_exit"], ["c"])
     sample(pool, groups, steps=1)
     time.sleep(1.0)
-    assert pool.score(groups, CharacterTokenizer()).statuses["one"] == ["ok", "error", "ok", "error", "ok"]
+    assert pool.score(groups, CharacterTokenizer()).statuses["one"] == [
+        "ok",
+        "error",
+        "ok",
+        "error",
+        "ok",
+    ]
 
 
 def test_how_workers_died_is_heard_of_all_at_once(pools: Callable[..., RewardPool]) -> None:
@@ -134,7 +169,9 @@ def test_how_workers_died_is_heard_of_all_at_once(pools: Callable[..., RewardPoo
     for _ in range(3):  # long steps: longer than a word of how one died is waited for
         pool.go_on()
         time.sleep(1.1)
-    assert {why.removeprefix("reward 'one' ") for why in pool._of_step.errors[0].values()} == {"died of SIGSEGV"}
+    assert {why.removeprefix("reward 'one' ") for why in pool._of_step.errors[0].values()} == {
+        "died of SIGSEGV"
+    }
     assert len(pool._of_step.errors[0]) == 3
 
 
@@ -164,7 +201,9 @@ def test_a_free_worker_does_not_wait_for_two_steps(pools: Callable[..., RewardPo
     assert pool.score(groups, CharacterTokenizer()).statuses["one"] == ["ok"] * 9
 
 
-def test_a_nursery_that_was_killed_ends_the_step_where_it_is_scored(pools: Callable[..., RewardPool]) -> None:
+def test_a_nursery_that_was_killed_ends_the_step_where_it_is_scored(
+    pools: Callable[..., RewardPool],
+) -> None:
     pool, groups = pools("one", early=[0]), _groups(["a"], ["hang"])
     sample(pool, groups[:1])
     pool._process.kill()
@@ -214,7 +253,10 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def make(name: str, **sections: Any) -> Path:
         (folder / name).mkdir()
-        rewards = [{"function": f"{folder}/slow.py:slow"}, {"name": "format", "args": {"pattern": "[0-9].*"}}]
+        rewards = [
+            {"function": f"{folder}/slow.py:slow"},
+            {"name": "format", "args": {"pattern": "[0-9].*"}},
+        ]
         return write_config(folder / name, model, rewards=rewards, **sections)
 
     return make
@@ -232,7 +274,12 @@ def test_a_run_that_dies_and_is_preempted_is_what_it_is_without(make: Callable[.
     """Two ranks, with refills, an evaluation and the rollout buffer: to the last bit. A rank is killed while groups are
     scored early, and later one gets SIGTERM then; nothing hangs, and no process is left."""
     sections: dict[str, Any] = {
-        "rollout": {"dynamic_sampling": True, "group_size": 2, "num_prompts_per_step": 6, "schedule": "static"},
+        "rollout": {
+            "dynamic_sampling": True,
+            "group_size": 2,
+            "num_prompts_per_step": 6,
+            "schedule": "static",
+        },
         "training": {"num_steps": 4},
         "checkpoint": {"every_steps": 1, "resume": "auto"},
         "eval": {"every_steps": 2, "num_samples": 1},
@@ -255,20 +302,37 @@ def test_a_run_that_dies_and_is_preempted_is_what_it_is_without(make: Callable[.
 
 
 def test_tail_batching_scores_early_what_is_in_the_step(make: Callable[..., Path]) -> None:
-    rollout = {"num_prompts_per_step": 4, "group_size": 2, "max_completion_tokens": 24, "tail_batching": 1.5}
-    configs = {when: make(f"tail {when}", rollout=rollout, training={"num_steps": 3}) for when in ("early", "late")}
+    rollout = {
+        "num_prompts_per_step": 4,
+        "group_size": 2,
+        "max_completion_tokens": 24,
+        "tail_batching": 1.5,
+    }
+    configs = {
+        when: make(f"tail {when}", rollout=rollout, training={"num_steps": 3})
+        for when in ("early", "late")
+    }
     jobs = {when: scored(when, config, ranks=1) for when, config in configs.items()}
     outputs = {}
     for when, job in jobs.items():
         code, outputs[when] = job.wait(240)
         assert code == 0, outputs[when]
-    assert begun(outputs["early"], 1) == [8]  # of three steps of four groups all but the first one's
+    assert begun(outputs["early"], 1) == [
+        8
+    ]  # of three steps of four groups all but the first one's
     for what in ("dumps", "metrics"):
-        assert _read(configs["early"].parent / "run", what) == _read(configs["late"].parent / "run", what)
+        assert _read(configs["early"].parent / "run", what) == _read(
+            configs["late"].parent / "run", what
+        )
 
 
 def _read(run: Path, what: str) -> Any:
     if what == "dumps":  # groups that a launch before had sampled may be another rank's
-        return {path.name: sorted(path.read_text().splitlines()) for path in sorted((run / "rollouts").glob("*.jsonl"))}
+        return {
+            path.name: sorted(path.read_text().splitlines())
+            for path in sorted((run / "rollouts").glob("*.jsonl"))
+        }
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not TIMED.search(name)} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not TIMED.search(name)} for line in lines
+    ]

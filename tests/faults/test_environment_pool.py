@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.config.environment import EnvironmentConfig
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
+from grpo_spmd.episodes.pool import EnvironmentPool, Failure, Reply
 from grpo_spmd.rewards.trl import RewardError
-from grpo_spmd.rollout.environments.pool import EnvironmentPool, Failure, Reply
 from tests.faults.test_reward_pool import _alive, _descendants, _wait_until_gone
 from tests.support.processes import ROOT
 
@@ -95,7 +94,9 @@ def judged(completions, environments, **columns):
 
 
 def _call(*hows: str, tool: str = "do") -> dict[str, Any]:
-    calls = [{"type": "function", "function": {"name": tool, "arguments": {"how": how}}} for how in hows]
+    calls = [
+        {"type": "function", "function": {"name": tool, "arguments": {"how": how}}} for how in hows
+    ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
@@ -107,10 +108,23 @@ def pools(tmp_path: Path) -> Iterator[Pools]:
     (tmp_path / "world.py").write_text(ENVIRONMENT)
     made: list[EnvironmentPool] = []
 
-    def make(*, rewards: bool = False, max_chars: int = 20_000_000, **options: Any) -> EnvironmentPool:
-        options = {"factory": f"{tmp_path}/world.py:World", "num_workers": 3, "call_timeout_s": 20.0, **options}
-        functions = [RewardConfig(function=f"{tmp_path}/world.py:judged", weight=0.25)] if rewards else []
-        made.append(EnvironmentPool(EnvironmentConfig(**options), functions, tmp_path / "log", max_chars=max_chars))
+    def make(
+        *, rewards: bool = False, max_chars: int = 20_000_000, **options: Any
+    ) -> EnvironmentPool:
+        options = {
+            "factory": f"{tmp_path}/world.py:World",
+            "num_workers": 3,
+            "call_timeout_s": 20.0,
+            **options,
+        }
+        functions = (
+            [RewardConfig(function=f"{tmp_path}/world.py:judged", weight=0.25)] if rewards else []
+        )
+        made.append(
+            EnvironmentPool(
+                EnvironmentConfig(**options), functions, tmp_path / "log", max_chars=max_chars
+            )
+        )
         assert made[-1].facts.kind == ("gym" if "gym" in options else "tools")
         return made[-1]
 
@@ -131,7 +145,9 @@ def _next(pool: EnvironmentPool, number: int = 1) -> dict[tuple[int, int], Reply
     return found
 
 
-def _played(pool: EnvironmentPool, place: tuple[int, int], row: dict[str, Any], *hows: str) -> Reply | Failure:
+def _played(
+    pool: EnvironmentPool, place: tuple[int, int], row: dict[str, Any], *hows: str
+) -> Reply | Failure:
     """The last word of an episode that is begun, calls tools and ends."""
     pool.begin(place, row, 7)
     reply = _next(pool)[place]
@@ -246,11 +262,16 @@ def test_results_that_are_large_odd_or_many(pools: Pools) -> None:
         assert said(_call(how))["messages"][0]["content"] == f"did {how}"
     # A failure of the tool is for the policy to read; calls that cannot be made are counted, too.
     values = said(_call("raise", "fine"))
-    assert [message["content"] for message in values["messages"]] == ["{'error': \"'gone'\"}", "did fine"]
+    assert [message["content"] for message in values["messages"]] == [
+        "{'error': \"'gone'\"}",
+        "did fine",
+    ]
     assert (values["num_calls"], values["num_invalid"]) == (2, 0)
     # What a policy writes is text, whatever it looks like: this is how a row's dates travel.
     hostile = {"__grpo_spmd_type__": "date", "value": "x"}
-    values = said({"tool_calls": [{"type": "function", "function": {"name": "do", "arguments": hostile}}]})
+    values = said(
+        {"tool_calls": [{"type": "function", "function": {"name": "do", "arguments": hostile}}]}
+    )
     assert (values["num_calls"], values["num_invalid"]) == (1, 1)
     assert "unexpected keyword argument '__grpo_spmd_type__'" in values["messages"][0]["content"]
     status, why = _failure(_played(pool, (0, 1), {"how": "much"}))
@@ -274,7 +295,9 @@ def test_an_answer_for_another_call_is_never_taken(pools: Pools, tmp_path: Path)
         "    def step(self, action): pass\n"
     )
     pool = pools(factory={}, gym=f"{tmp_path}/forged.py:Forged")
-    for number, (place, serial) in enumerate((([0, 99], 1), ([0, 1], 1), ([0, 2], True), (None, None))):
+    for number, (place, serial) in enumerate(
+        (([0, 99], 1), ([0, 1], 1), ([0, 2], True), (None, None))
+    ):
         pool.begin((0, number), {"place": place, "serial": serial}, 1)
         why = _failure(_next(pool)[0, number])
         assert why == ("env_error", "reset() answered another call than it was asked"), number
@@ -331,7 +354,9 @@ def test_a_dead_nursery_and_a_closed_pool(pools: Pools) -> None:
     processes = _descendants(pool._process.pid)
     assert len(processes) == 1
     os.kill(pool._process.pid, signal.SIGKILL)
-    with pytest.raises(RewardError, match="the process that starts the environment workers ended with code -9"):
+    with pytest.raises(
+        RewardError, match="the process that starts the environment workers ended with code -9"
+    ):
         _next(pool)
     _wait_until_gone(processes)
     other = pools()
@@ -362,8 +387,8 @@ def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
 DEBUG = """
 import json, sys
 from pathlib import Path
-from grpo_spmd.config.environment import EnvironmentConfig
-from grpo_spmd.rollout.environments.pool import EnvironmentPool
+from grpo_spmd.config.schema import EnvironmentConfig
+from grpo_spmd.episodes.pool import EnvironmentPool
 options = {"factory": sys.argv[1], "num_workers": 2, "call_timeout_s": 1.0, "timeout_s": 2.0}
 with EnvironmentPool(EnvironmentConfig(**options), [], Path(sys.argv[2])) as pool:
     pool.facts
@@ -390,10 +415,17 @@ def test_a_breakpoint_in_a_tool_stops_the_clocks_and_has_the_terminal(tmp_path: 
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
-        os.execv(sys.executable, [sys.executable, "-c", DEBUG, f"{tmp_path}/world.py:World", f"{tmp_path}/log"])
+        os.execv(
+            sys.executable,
+            [sys.executable, "-c", DEBUG, f"{tmp_path}/world.py:World", f"{tmp_path}/log"],
+        )
     shown = ""
     for number in (2000, 3000):
-        for text, answer in (("(Pdb) ", f"value = {number}\n"), ("(Pdb) ", "c\n"), (f"gave {number}", "")):
+        for text, answer in (
+            ("(Pdb) ", f"value = {number}\n"),
+            ("(Pdb) ", "c\n"),
+            (f"gave {number}", ""),
+        ):
             deadline = time.monotonic() + 60
             while text not in shown:
                 assert time.monotonic() < deadline, shown

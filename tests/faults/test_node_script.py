@@ -43,7 +43,11 @@ def start(checkout: Path, *overrides: str, **variables: str) -> Job:
 
 def steps(checkout: Path) -> list[int]:
     path = checkout / "runs/a b/metrics.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def test_a_pod_that_is_told_to_end_saves_and_the_next_goes_on(checkout: Path) -> None:

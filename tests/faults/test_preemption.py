@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.distributed import job_time as module
+from grpo_spmd.distributed import processes as module
 from grpo_spmd.distributed import store
 from grpo_spmd.distributed.preemption import SIGNALS
 from tests.support.models import write_config
@@ -96,13 +96,17 @@ CASES: dict[
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, float, dict[str, Any], list[int]]]:
+def stopped(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[int, str, float, dict[str, Any], list[int]]]:
     """Of each case, all at a time: exit code, output, seconds from the signal to the end, files, and processes that
     stayed."""
     jobs, found = {}, {}
     for case, (num_ranks, options, number, step_s) in CASES.items():
         folder = tmp_path_factory.mktemp("stop")
-        config = write_config(folder, folder / "model", training={"max_time_s": 12.0 if number is None else None})
+        config = write_config(
+            folder, folder / "model", training={"max_time_s": 12.0 if number is None else None}
+        )
         (folder / "run").mkdir()
         command = torchrun(num_ranks, *options) if num_ranks > 1 else torchrun(1)[:1]
         stdout = full_pipe()[1] if case.endswith("nobody reads") else subprocess.PIPE

@@ -73,7 +73,11 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def children() -> list[int]:
-    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    return [
+        int(pid)
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
 
 
 def wait_for(path: Path, text: str = "") -> str:
@@ -87,7 +91,14 @@ def wait_for(path: Path, text: str = "") -> str:
 def test_it_has_nothing_of_the_run_and_the_last_one_is_made_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "TORCHELASTIC_RUN_ID",
+        "CUDA_VISIBLE_DEVICES",
+    ):
         monkeypatch.setenv(name, "7")
     held, before = os.open(os.devnull, os.O_RDONLY), children()
     os.set_inheritable(held, True)
@@ -114,7 +125,9 @@ def test_it_has_nothing_of_the_run_and_the_last_one_is_made_at_the_end(
         assert facts["threads"] == 1
         assert facts["env"]["CUDA_VISIBLE_DEVICES"] == ""
         assert facts["env"]["OMP_NUM_THREADS"] == "1"
-        assert {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & facts["env"].keys() == set()
+        assert {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & facts[
+            "env"
+        ].keys() == set()
     assert (tmp_path / "logs/report.log").read_text() == "said\n"
     assert os.nice(0) < 19
     assert resource.getrlimit(resource.RLIMIT_AS)[0] != module.MOST_MEMORY
@@ -158,7 +171,12 @@ def test_one_that_hangs_is_killed_and_the_next_is_made(
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("crashes", "exit code 3"), ("is_not_there", "exit code 1"), ("eats", "exit code 1"), ("writes", "exit code 1")],
+    [
+        ("crashes", "exit code 3"),
+        ("is_not_there", "exit code 1"),
+        ("eats", "exit code 1"),
+        ("writes", "exit code 1"),
+    ],
 )
 def test_one_that_fails_costs_one_warning(
     name: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -190,7 +208,9 @@ def test_a_preempted_run_makes_no_last_one_and_waits_for_none(tmp_path: Path) ->
     assert not (tmp_path / "pid").exists()
 
 
-def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_costs_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "logs").write_text("a file")
     report = ReportProcess(tmp_path, 1, "report_that_facts")
     report.step_written(1)

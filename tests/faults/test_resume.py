@@ -33,7 +33,12 @@ FEATURES: dict[str, Any] = {
     "checkpoint": {"every_steps": 2, "resume": "auto"},
     "optimizer": {"lr": 1e-2, "warmup_steps": 3, "schedule": "cosine", "min_lr": 1e-3},
     "loss": {"kl_coef": 0.01},
-    "rollout": {"num_prompts_per_step": 6, "group_size": 4, "max_completion_tokens": 12, "dynamic_sampling": True},
+    "rollout": {
+        "num_prompts_per_step": 6,
+        "group_size": 4,
+        "max_completion_tokens": 12,
+        "dynamic_sampling": True,
+    },
 }
 # What may differ between two runs of the same thing: how long it took, and memory.
 TIMED = re.compile(r"time/|memory/|throughput/|_s$|tokens_per_s|tail_waste")
@@ -58,12 +63,16 @@ def run(num_ranks: int, folder: Path, *overrides: str) -> None:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not TIMED.search(name)} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not TIMED.search(name)} for line in lines
+    ]
 
 
 def state(folder: Path, step: int) -> dict[str, str]:
     """SHA-256 of each rank's shard."""
-    files = json.loads((folder / f"run/checkpoints/step_{step:06d}/manifest.json").read_text())["files"]
+    files = json.loads((folder / f"run/checkpoints/step_{step:06d}/manifest.json").read_text())[
+        "files"
+    ]
     return {name: facts["sha256"] for name, facts in files.items() if name.startswith("state/")}
 
 
@@ -98,12 +107,19 @@ def killed(model: Path) -> Path:
     job = start(2, folder)
     deadline = time.monotonic() + 120
     while (
-        not (folder / "run/metrics.jsonl").exists() or len((folder / "run/metrics.jsonl").read_text().splitlines()) < 3
+        not (folder / "run/metrics.jsonl").exists()
+        or len((folder / "run/metrics.jsonl").read_text().splitlines()) < 3
     ):
         assert time.monotonic() < deadline, job.wait(1)
         time.sleep(0.02)
-    ranks = [pid for pid in job.survivors() if b"grpo_spmd.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(random.Random(0).choice([pid for pid in ranks if pid != job.process.pid]), signal.SIGKILL)
+    ranks = [
+        pid
+        for pid in job.survivors()
+        if b"grpo_spmd.train" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(
+        random.Random(0).choice([pid for pid in ranks if pid != job.process.pid]), signal.SIGKILL
+    )
     code, output = job.wait(60)
     assert code != 0, output
     # as a kill in the middle of a write would leave it
@@ -133,7 +149,9 @@ def preempted(killed: Path) -> Path:
     return killed
 
 
-def test_a_run_killed_and_preempted_goes_on_to_the_bit(uninterrupted: Path, preempted: Path) -> None:
+def test_a_run_killed_and_preempted_goes_on_to_the_bit(
+    uninterrupted: Path, preempted: Path
+) -> None:
     output = finish(2, preempted)
     assert "goes on from" in output
     assert not (preempted / "run/preempted.json").exists()
@@ -143,8 +161,13 @@ def test_a_run_killed_and_preempted_goes_on_to_the_bit(uninterrupted: Path, pree
         assert dumped(preempted / "run", step) == dumped(uninterrupted / "run", step), step
     for step in (4, 5):
         assert state(preempted, step) == state(uninterrupted, step), step
-    assert [path.name for path in sorted((preempted / "run/checkpoints").iterdir())] == ["step_000004", "step_000005"]
-    lines = [json.loads(line) for line in (preempted / "run/metrics.jsonl").read_text().splitlines()]
+    assert [path.name for path in sorted((preempted / "run/checkpoints").iterdir())] == [
+        "step_000004",
+        "step_000005",
+    ]
+    lines = [
+        json.loads(line) for line in (preempted / "run/metrics.jsonl").read_text().splitlines()
+    ]
     for name in ("time/wall_s", "time/unix_s"):
         times = [line[name] for line in lines]
         assert times == sorted(set(times)), (name, times)
@@ -154,15 +177,26 @@ def test_a_run_killed_and_preempted_goes_on_to_the_bit(uninterrupted: Path, pree
     assert metrics(preempted) == metrics(uninterrupted)
 
 
-def test_the_run_folder_names_each_launch_and_how_it_ended(uninterrupted: Path, preempted: Path) -> None:
+def test_the_run_folder_names_each_launch_and_how_it_ended(
+    uninterrupted: Path, preempted: Path
+) -> None:
     [whole] = launches(uninterrupted)
-    assert (whole["outcome"], whole["first_step"], whole["last_step"], whole["world_size"]) == ("done", 1, 5, 2)
+    assert (whole["outcome"], whole["first_step"], whole["last_step"], whole["world_size"]) == (
+        "done",
+        1,
+        5,
+        2,
+    )
     killed, told_to_stop, *_ = launches(preempted)
     assert killed["outcome"] == "failed"
     assert "its process is gone" in killed["why"]
     marker = told_to_stop["last_step"]
     assert (killed["first_step"], told_to_stop["first_step"]) == (1, 3)
-    assert (told_to_stop["outcome"], told_to_stop["why"], marker in (3, 4)) == ("preempted", "SIGTERM", True)
+    assert (told_to_stop["outcome"], told_to_stop["why"], marker in (3, 4)) == (
+        "preempted",
+        "SIGTERM",
+        True,
+    )
     for launch in (killed, told_to_stop):
         assert launch["start"] < launch["end"]  # ISO dates sort as text
         assert launch["launcher"][1:3] == ["-m", "torch.distributed.run"]
@@ -181,12 +215,23 @@ def test_other_numbers_of_ranks_go_on_within_rounding(uninterrupted: Path, model
     run(1, folder, named)
     (one,), two = metrics(folder), metrics(uninterrupted)[4]
     assert one["step"] == 5
-    for name in ("loss/total", "loss/policy", "loss/kl", "loss/entropy", "optim/grad_norm", "optim/lr", "reward/mean"):
+    for name in (
+        "loss/total",
+        "loss/policy",
+        "loss/kl",
+        "loss/entropy",
+        "optim/grad_norm",
+        "optim/lr",
+        "reward/mean",
+    ):
         assert math.isclose(one[name], two[name], rel_tol=1e-5, abs_tol=1e-6), name
     mine, theirs = (dumped(f / "run", 5) for f in (folder, uninterrupted))
     assert [r["completion_ids"] for r in mine] == [r["completion_ids"] for r in theirs]
     # Should it die before its first save, it comes back to where it began, and not to the model.
-    assert [path.name for path in list_checkpoints(folder / "run")] == ["step_000004", "step_000005"]
+    assert [path.name for path in list_checkpoints(folder / "run")] == [
+        "step_000004",
+        "step_000005",
+    ]
     verify_checkpoint(list_checkpoints(folder / "run")[0])
     code, output = refused(folder, "checkpoint.resume=never")
     assert code == 2, output
@@ -211,7 +256,9 @@ def test_what_would_make_it_another_run_is_refused_before_torch(
 
 
 def refused(folder: Path, override: str) -> tuple[int, str]:
-    return RanksJob(1, "grpo_spmd.train", "--config", str(folder / "config.yaml"), override).wait(60)
+    return RanksJob(1, "grpo_spmd.train", "--config", str(folder / "config.yaml"), override).wait(
+        60
+    )
 
 
 def test_another_model_or_other_data_are_refused(uninterrupted: Path, model: Path) -> None:
@@ -231,9 +278,14 @@ def test_every_tensor_at_every_number_of_ranks(tmp_path: Path, adapters: int) ->
     """Saved by 2 x 2 ranks (replicas x shards): loaded by 1 and by 3 all tensors have every bit, also where neither
     divides the rows."""
     model = make_model(tmp_path / "model", "qwen2", tied=False)
-    for name in ("manifest.json", "trainer.json"):  # a model folder may be another run's last checkpoint
+    for name in (
+        "manifest.json",
+        "trainer.json",
+    ):  # a model folder may be another run's last checkpoint
         (model / name).write_text("{}")
-    sections: dict[str, Any] = {"model": {"path": str(model), "dtype": "float32", "lora": {"rank": adapters}}}
+    sections: dict[str, Any] = {
+        "model": {"path": str(model), "dtype": "float32", "lora": {"rank": adapters}}
+    }
     config = write_config(tmp_path, model, **sections)
     folder = tmp_path / "run/checkpoints/step_000002"
     saved = run_worker(4, "checkpoint", "save", str(folder), str(config), "2").splitlines()
@@ -243,17 +295,26 @@ def test_every_tensor_at_every_number_of_ranks(tmp_path: Path, adapters: int) ->
     ]
     assert (folder / ("adapter_model.safetensors" if adapters else "model.safetensors")).is_file()
     wanted = [line for line in saved if line.startswith(("lr", "policy.", "exp_avg", "steps"))]
-    assert sum(line.startswith("exp_avg_sq.") for line in wanted) == (28 if adapters else 27), wanted
+    assert sum(line.startswith("exp_avg_sq.") for line in wanted) == (28 if adapters else 27), (
+        wanted
+    )
     assert "steps {2.0}" in wanted
     for num_ranks in (3,) if adapters else (1, 3):
-        loaded = run_worker(num_ranks, "checkpoint", "load", str(folder), str(config), "1").splitlines()
-        assert [line for line in loaded if line.startswith(("lr", "policy.", "exp_avg", "steps"))] == wanted
+        loaded = run_worker(
+            num_ranks, "checkpoint", "load", str(folder), str(config), "1"
+        ).splitlines()
+        assert [
+            line for line in loaded if line.startswith(("lr", "policy.", "exp_avg", "steps"))
+        ] == wanted
     if not adapters:
         other = write_config(
-            tmp_path, make_model(tmp_path / "other", "qwen2", tied=False, vocab_size=98), model={"dtype": "float32"}
+            tmp_path,
+            make_model(tmp_path / "other", "qwen2", tied=False, vocab_size=98),
+            model={"dtype": "float32"},
         )
         with pytest.raises(
-            AssertionError, match=r"is of another model: exp_avg\.lm_head\.weight has shape \[97, 128\] there, and \[98"
+            AssertionError,
+            match=r"is of another model: exp_avg\.lm_head\.weight has shape \[97, 128\] there, and \[98",
         ):
             run_worker(1, "checkpoint", "load", str(folder), str(other), "1")
 
@@ -268,9 +329,13 @@ def test_a_shard_is_what_safetensors_and_dcp_read(tmp_path: Path) -> None:
             dict.fromkeys(rows, first),
         )
         assert facts["bytes"] == (tmp_path / f"shard_{rank}.safetensors").stat().st_size
-        assert torch.equal(load_file(tmp_path / f"shard_{rank}.safetensors")["policy.b"], rows["policy.b"])
+        assert torch.equal(
+            load_file(tmp_path / f"shard_{rank}.safetensors")["policy.b"], rows["policy.b"]
+        )
     with safe_open(tmp_path / "shard_1.safetensors", framework="pt") as file:
-        assert json.loads(file.metadata()["DCP_SHARDING_INFO"])["policy.a"] == {"saved_offsets": [4, 0]}
+        assert json.loads(file.metadata()["DCP_SHARDING_INFO"])["policy.a"] == {
+            "saved_offsets": [4, 0]
+        }
     read = {"policy.a": torch.zeros(7, 3), "policy.b": torch.zeros(5)}
     dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert torch.equal(read["policy.a"], whole[0])
@@ -280,7 +345,9 @@ def test_a_shard_is_what_safetensors_and_dcp_read(tmp_path: Path) -> None:
 def test_the_best_checkpoint_stays(uninterrupted: Path, model: Path) -> None:
     """The measured best is an early one: with keep 1 it and the last one are left, both whole."""
     folder = make(
-        model.parent / "best", model, checkpoint={"every_steps": 1, "keep": 1, "best_metric": "optim/grad_norm"}
+        model.parent / "best",
+        model,
+        checkpoint={"every_steps": 1, "keep": 1, "best_metric": "optim/grad_norm"},
     )
     run(1, folder)
     norms = {line["step"]: line["optim/grad_norm"] for line in metrics(folder)}

@@ -127,7 +127,9 @@ FAILS = {
 class CharacterTokenizer:
     """Token ids are code points."""
 
-    def batch_decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+    def batch_decode(
+        self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool
+    ) -> list[str]:
         assert skip_special_tokens
         return ["".join(map(chr, ids)) for ids in token_ids]
 
@@ -156,9 +158,14 @@ def pools(tmp_path: Path) -> Iterator[Callable[..., RewardPool]]:
     (tmp_path / "mine.py").write_text(BEHAVIOURS)
 
     def make(
-        *names: str, num_workers: int = 4, timeout_s: float = 1.0, args: dict[str, Any] | None = None
+        *names: str,
+        num_workers: int = 4,
+        timeout_s: float = 1.0,
+        args: dict[str, Any] | None = None,
     ) -> RewardPool:
-        rewards = [RewardConfig(function=f"{tmp_path}/mine.py:{name}", args=args or {}) for name in names]
+        rewards = [
+            RewardConfig(function=f"{tmp_path}/mine.py:{name}", args=args or {}) for name in names
+        ]
         config = RewardPoolConfig(num_workers=num_workers, timeout_s=timeout_s)
         made.append(RewardPool(rewards, config, tmp_path / "run/logs/rewards_rank_0.log"))
         return made[-1]
@@ -188,7 +195,9 @@ def _children(pid: int) -> set[int]:
 
 def _alive(pids: set[int]) -> set[int]:
     return {
-        pid for pid in pids if Path(f"/proc/{pid}").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+        pid
+        for pid in pids
+        if Path(f"/proc/{pid}").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     }
 
 
@@ -205,16 +214,25 @@ def test_every_misbehaviour_costs_its_own_completion_alone(
 ) -> None:
     """Twice with the same pool: what happened in the first step must not show in the second."""
     bad = [*FAILS, "none", "fork returns", "fork raises", "fork lingers", "print"]
-    groups = [[f"a{i}", text, f"bc{i}", f"d{i}" * 50] for i, text in enumerate(bad)] + [["fine", "too", "", "x"]]
+    groups = [[f"a{i}", text, f"bc{i}", f"d{i}" * 50] for i, text in enumerate(bad)] + [
+        ["fine", "too", "", "x"]
+    ]
     expected_status = [
-        FAILS.get(text, "not_applicable" if text == "none" else "ok") for group in groups for text in group
+        FAILS.get(text, "not_applicable" if text == "none" else "ok")
+        for group in groups
+        for text in group
     ]
     pool = pools(name, "two")
     for _ in range(num_steps):
         scored = pool.score(_groups(*groups), CharacterTokenizer())
         assert scored.statuses == {name: expected_status, "two": ["ok"] * len(expected_status)}
         for text, status, value, other, total in zip(
-            scored.texts, expected_status, scored.by_name[name], scored.by_name["two"], scored.rewards, strict=True
+            scored.texts,
+            expected_status,
+            scored.by_name[name],
+            scored.by_name["two"],
+            scored.rewards,
+            strict=True,
         ):
             assert other == worth(text) + 1
             if status == "ok":
@@ -233,7 +251,9 @@ def test_a_function_over_the_group_sees_the_group(pools: Callable[..., RewardPoo
     scored = pool.score(_groups(["c", "a", "b", "d"], ["z", "y", "x", "w"]), CharacterTokenizer())
     assert scored.rewards == [2 / 3, 0, 1 / 3, 1, 1, 2 / 3, 1 / 3, 0]
     # A failure elsewhere changes nothing for a group that has none.
-    scored = pool.score(_groups(["c", "a", "b", "d"], ["z", "raise", "x", "w"]), CharacterTokenizer())
+    scored = pool.score(
+        _groups(["c", "a", "b", "d"], ["z", "raise", "x", "w"]), CharacterTokenizer()
+    )
     assert scored.rewards[:4] == [2 / 3, 0, 1 / 3, 1]
     assert scored.statuses["ranked"] == ["ok"] * 5 + ["error", "ok", "ok"]
 
@@ -245,10 +265,14 @@ def test_a_function_over_the_group_sees_the_group(pools: Callable[..., RewardPoo
         ("logs", r"log_extra\('length'\) got 2 values for 3 completions"),
     ],
 )
-def test_a_list_of_the_wrong_length_stops_at_once(pools: Callable[..., RewardPool], name: str, why: str) -> None:
+def test_a_list_of_the_wrong_length_stops_at_once(
+    pools: Callable[..., RewardPool], name: str, why: str
+) -> None:
     pool = pools(name)
     with pytest.raises(RewardError, match=f"^reward '{name}' {why}$"):
-        pool.score(_groups(["a", "b", "d"], ["a", "short", "b"], ["c", "d", "e"]), CharacterTokenizer())
+        pool.score(
+            _groups(["a", "b", "d"], ["a", "short", "b"], ["c", "d", "e"]), CharacterTokenizer()
+        )
     # A completion alone is no other matter, and a sound group is none of it.
     with pytest.raises(RewardError, match=r"(returned|got) 0 values for 1 completions"):
         pool.score(_groups(["short"]), CharacterTokenizer())
@@ -259,9 +283,13 @@ def test_groups_that_were_called_again_are_noted(
     pools: Callable[..., RewardPool], caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("grpo_spmd").propagate = True  # a run turns it off
-    scored = pools("grouped", "logs").score(_groups(["a", "b"], ["c"], ["d", "e"]), CharacterTokenizer())
+    scored = pools("grouped", "logs").score(
+        _groups(["a", "b"], ["c"], ["d", "e"]), CharacterTokenizer()
+    )
     assert scored.by_name["grouped"] == [worth(text) for text in "abcde"]
-    assert [i for i, note in sorted(scored.notes.items()) if note.get("retried") == {"grouped": "error"}] == [0, 3]
+    assert [
+        i for i, note in sorted(scored.notes.items()) if note.get("retried") == {"grouped": "error"}
+    ] == [0, 3]
     assert scored.first_error is not None
     assert "AssertionError: one at a time" in scored.first_error
     messages = [record.getMessage() for record in caplog.records]
@@ -283,7 +311,9 @@ def test_groups_that_were_called_again_are_noted(
         ("fork lingers and dies", "exited with code 3"),
     ],
 )
-def test_the_first_error_says_what_happened(pools: Callable[..., RewardPool], text: str, why: str) -> None:
+def test_the_first_error_says_what_happened(
+    pools: Callable[..., RewardPool], text: str, why: str
+) -> None:
     timeout_s = 0.3 if text == "hang" else 30
     scored = pools("one", timeout_s=timeout_s).score(_groups(["a", text]), CharacterTokenizer())
     assert scored.first_error is not None
@@ -297,7 +327,9 @@ def test_failures_are_counted_in_one_warning(
     pools: Callable[..., RewardPool], caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("grpo_spmd").propagate = True  # a run turns it off
-    pools("one", timeout_s=2).score(_groups(["a", "raise", "hang"], ["word", "b", "c"]), CharacterTokenizer())
+    pools("one", timeout_s=2).score(
+        _groups(["a", "raise", "hang"], ["word", "b", "c"]), CharacterTokenizer()
+    )
     assert [record.getMessage() for record in caplog.records] == [
         "reward 'one': 3 of 6 completions failed (1 timeout, 2 error); first: reward 'one' raised KeyError: 'gone'"
     ]
@@ -312,10 +344,13 @@ def test_many_hanging_completions_take_bounded_time(pools: Callable[..., RewardP
     assert scored.statuses["one"] == ["timeout", "ok"] * 8
 
 
-def test_a_function_that_always_hangs_stops_before_every_deadline_has_passed(pools: Callable[..., RewardPool]) -> None:
+def test_a_function_that_always_hangs_stops_before_every_deadline_has_passed(
+    pools: Callable[..., RewardPool],
+) -> None:
     pool = pools("one", timeout_s=0.3)
     with pytest.raises(
-        RewardError, match=r"reward 'one' gave no usable value for .* reward_pool\.max_error_frac=0\.3"
+        RewardError,
+        match=r"reward 'one' gave no usable value for .* reward_pool\.max_error_frac=0\.3",
     ) as caught:
         pool.score(_groups(*[["hang"]] * 20), CharacterTokenizer(), num_step_completions=20)
     assert any(f"for {failed} of 20 completions" in str(caught.value) for failed in (6, 7, 8, 9))
@@ -328,7 +363,9 @@ def test_what_rewards_print_is_in_a_bounded_file(
     pools: Callable[..., RewardPool], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pool = pools("one", timeout_s=30)
-    assert not (tmp_path / "run").exists()  # the run folder is made late: nothing may be there before
+    assert not (
+        tmp_path / "run"
+    ).exists()  # the run folder is made late: nothing may be there before
     for _ in range(3):
         pool.score(_groups(["print"], ["print"]), CharacterTokenizer())
     log = tmp_path / "run/logs/rewards_rank_0.log"
@@ -366,11 +403,15 @@ def test_columns_arrive_as_they_are(tmp_path: Path) -> None:
         assert scored.first_error is None, scored.first_error
         assert scored.rewards == [1.0, 2.0]
         group.prompt.columns["answer"] = object()
-        with pytest.raises(TypeError, match="a value of type object cannot be sent to a reward worker"):
+        with pytest.raises(
+            TypeError, match="a value of type object cannot be sent to a reward worker"
+        ):
             pool.score([group], CharacterTokenizer())
 
 
-def test_workers_have_the_ranks_environment_and_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_have_the_ranks_environment_and_no_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "17")
     (tmp_path / "mine.py").write_text(
         "import os, sys\ndef reward(completions):\n    assert 'torch' not in sys.modules\n    return "
@@ -398,7 +439,14 @@ def test_what_completions_say_cannot_fail_a_shipped_reward(tmp_path: Path) -> No
     """Six completions of which each would keep math-verify, or the pattern, busy beyond the pool's deadline."""
     rewards = [RewardConfig(name="math"), RewardConfig(name="format", args={"pattern": "(a+)+b"})]
     (group,) = _groups(
-        ["the answer is 9^9^9^9", "\\boxed{((9!)!)!}", "a" * 5000, "1 " * 30_000, "\\boxed{4}", "`" * 64_000]
+        [
+            "the answer is 9^9^9^9",
+            "\\boxed{((9!)!)!}",
+            "a" * 5000,
+            "1 " * 30_000,
+            "\\boxed{4}",
+            "`" * 64_000,
+        ]
     )
     group.prompt.columns["answer"] = "4"
     with RewardPool(rewards, RewardPoolConfig(timeout_s=30), tmp_path / "log") as pool:
@@ -446,7 +494,9 @@ def test_workers_beyond_the_limit_of_open_files(tmp_path: Path) -> None:
 
     def output(hard: int) -> str:
         run = [sys.executable, "-c", source, str(hard)]
-        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            run, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
         return (done.stdout + done.stderr).strip()
 
     assert output(256).endswith("150")
@@ -465,7 +515,9 @@ def test_close_ends_every_process_and_what_they_left(pools: Callable[..., Reward
     assert not _alive(processes | {pool._process.pid})
 
 
-def test_helpers_of_a_killed_worker_are_killed_even_in_a_session_of_their_own(pools: Callable[..., RewardPool]) -> None:
+def test_helpers_of_a_killed_worker_are_killed_even_in_a_session_of_their_own(
+    pools: Callable[..., RewardPool],
+) -> None:
     pool = pools("one", num_workers=1, timeout_s=0.5)
     pool.score(_groups(["daemon hangs"], ["fork lingers and dies"]), CharacterTokenizer())
     deadline = time.monotonic() + 10
@@ -487,7 +539,9 @@ def test_a_killed_rank_leaves_no_process(tmp_path: Path, when: str) -> None:
         f"pool.score(_groups(['{text}'], ['{text}'], ['c']), CharacterTokenizer())\nprint('idle', "
         "flush=True)\ntime.sleep(1000)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, text=True) as rank:
+    with subprocess.Popen(
+        [sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as rank:
         assert rank.stdout is not None
         for _ in range(2 if when == "idle" else 1):
             rank.stdout.readline()
@@ -512,15 +566,24 @@ def test_a_killed_nursery_is_an_error_and_not_a_hang(pools: Callable[..., Reward
     pool.score(_groups(["a"], ["b"]), CharacterTokenizer())
     processes = _descendants(pool._process.pid)
     os.kill(pool._process.pid, signal.SIGKILL)
-    with pytest.raises(RewardError, match="the process that starts the reward workers ended with code -9"):
+    with pytest.raises(
+        RewardError, match="the process that starts the reward workers ended with code -9"
+    ):
         pool.score(_groups(*[["hang"]] * 8), CharacterTokenizer())
     _wait_until_gone(processes)
 
 
 @pytest.mark.parametrize(
-    "source", ["raise ValueError('only the second time')", "import sys\nsys.exit(0)", "import os\nos._exit(5)"]
+    "source",
+    [
+        "raise ValueError('only the second time')",
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(5)",
+    ],
 )
-def test_a_file_that_cannot_be_imported_in_the_pool_is_an_error(tmp_path: Path, source: str) -> None:
+def test_a_file_that_cannot_be_imported_in_the_pool_is_an_error(
+    tmp_path: Path, source: str
+) -> None:
     (tmp_path / "mine.py").write_text(source)
     with RewardPool(
         [RewardConfig(function=f"{tmp_path}/mine.py:reward")], RewardPoolConfig(), tmp_path / "log"
@@ -569,7 +632,10 @@ def test_a_breakpoint_stops_the_clock_and_has_a_real_terminal(tmp_path: Path) ->
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
-        os.execv(sys.executable, [sys.executable, "-c", DEBUG, f"{tmp_path}/mine.py:reward", f"{tmp_path}/log"])
+        os.execv(
+            sys.executable,
+            [sys.executable, "-c", DEBUG, f"{tmp_path}/mine.py:reward", f"{tmp_path}/log"],
+        )
     shown = ""
 
     def read_until(text: str) -> str:
@@ -604,7 +670,10 @@ def test_a_breakpoint_stops_the_clock_and_has_a_real_terminal(tmp_path: Path) ->
 
 def test_leaving_the_debugger_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(DEBUGGED)
-    job = Job([sys.executable, "-c", DEBUG, f"{tmp_path}/mine.py:reward", f"{tmp_path}/log"], stdin="q\nq\n")
+    job = Job(
+        [sys.executable, "-c", DEBUG, f"{tmp_path}/mine.py:reward", f"{tmp_path}/log"],
+        stdin="q\nq\n",
+    )
     code, output = job.wait(60)
     assert code == 1
     assert "RewardError: the debugger was left in reward 'reward'" in output

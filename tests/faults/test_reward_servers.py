@@ -17,19 +17,31 @@ import pytest
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.records import ScoredRollouts
-from grpo_spmd.replay.read import read_step
-from grpo_spmd.replay.redo import replay
-from grpo_spmd.replay.report import report
-from grpo_spmd.rewards.logged import logged_in, mean_metrics
 from grpo_spmd.rewards.pool import call_limits
 from grpo_spmd.rewards.pool.pool import RewardPool
+from grpo_spmd.rewards.trl import logged_in, mean_metrics
+from grpo_spmd.tools.replay.read import read_step
+from grpo_spmd.tools.replay.redo import replay
+from grpo_spmd.tools.replay.report import report
 from tests.faults.test_reward_pool import CharacterTokenizer, _groups
 from tests.support.models import make_model, write_config
 from tests.support.ranks import RanksJob
 from tests.support.stub_server import ONCE, SECRET, StubServer, assert_no_secret, stub_server
 
 FOR_GOOD = {
-    "error": ["429_long", "nan", "infinite", "null", "text", "length", "deep", "404", "redirect", "gzip", "huge"],
+    "error": [
+        "429_long",
+        "nan",
+        "infinite",
+        "null",
+        "text",
+        "length",
+        "deep",
+        "404",
+        "redirect",
+        "gzip",
+        "huge",
+    ],
     "timeout": ["hang", "drip"],
 }
 STATUS = {how: status for status, ways in FOR_GOOD.items() for how in ways}
@@ -41,7 +53,11 @@ def worth(text: str) -> float:
 
 
 def worth_of(body: Any) -> Any:
-    return {"score": worth(body["response"])} if "response" in body else [worth(text) for text in body["query"]]
+    return (
+        {"score": worth(body["response"])}
+        if "response" in body
+        else [worth(text) for text in body["query"]]
+    )
 
 
 @pytest.fixture
@@ -63,11 +79,17 @@ def as_said(body: Any) -> str:
     return str(body["response"]).partition(" ")[2] or "ok"
 
 
-def test_every_way_to_fail_costs_its_own_completion_alone(score: Callable[..., ScoredRollouts]) -> None:
+def test_every_way_to_fail_costs_its_own_completion_alone(
+    score: Callable[..., ScoredRollouts],
+) -> None:
     ways = [*ONCE, *STATUS, "late", "slow"]
     groups = [[f"{n} {how}", f"{n}.", f"{n}:"] for n, how in enumerate(ways)]
     with stub_server(worth_of, as_said) as server:
-        scored = score(groups, RewardConfig(url=server.url, timeout_s=6.0, retries=2), RewardConfig(name="exact"))
+        scored = score(
+            groups,
+            RewardConfig(url=server.url, timeout_s=6.0, retries=2),
+            RewardConfig(name="exact"),
+        )
     status = [STATUS.get(text.partition(" ")[2], "ok") for group in groups for text in group]
     assert scored.statuses["server"] == status
     for text, how, value in zip(scored.texts, status, scored.by_name["server"], strict=True):
@@ -114,7 +136,9 @@ def test_a_group_that_fails_is_asked_for_one_by_one(score: Callable[..., ScoredR
     assert metrics["reward/server/retries"] == 0
 
 
-def test_a_server_that_comes_back_has_failed_for_nobody(score: Callable[..., ScoredRollouts]) -> None:
+def test_a_server_that_comes_back_has_failed_for_nobody(
+    score: Callable[..., ScoredRollouts],
+) -> None:
     """Each group's request meets a server that is away, each completion's one that is there: that is no function which
     raises for groups alone."""
     groups = [["aa", "b"], ["ccc", "dd"]]
@@ -139,9 +163,14 @@ def test_two_ranks_together_hold_the_limits(tmp_path: Path) -> None:
             RewardConfig(url=server.url, max_per_minute=1200),
         ):
             pool = RewardPoolConfig(num_workers=8)
-            pools = [RewardPool([config], pool, tmp_path / f"log{n}", ranks=(n, 2)) for n in range(2)]
+            pools = [
+                RewardPool([config], pool, tmp_path / f"log{n}", ranks=(n, 2)) for n in range(2)
+            ]
             groups = _groups([str(n) for n in range(12)])
-            ranks = [threading.Thread(target=each.score, args=(groups, CharacterTokenizer())) for each in pools]
+            ranks = [
+                threading.Thread(target=each.score, args=(groups, CharacterTokenizer()))
+                for each in pools
+            ]
             began = time.monotonic()
             for rank in ranks:
                 rank.start()
@@ -156,18 +185,22 @@ def test_two_ranks_together_hold_the_limits(tmp_path: Path) -> None:
     assert took_s > 1.1  # eleven times 0.1 s lie between a rank's twelve calls
 
 
-def test_an_async_function_is_held_to_limits(tmp_path: Path, score: Callable[..., ScoredRollouts]) -> None:
-    lines = "import asyncio, time\nasync def judge(completions, **_):\n    began = time.monotonic()\n"
-    lines += "    await asyncio.sleep(30 if completions[0] == 'hang' else 0.03)\n"
-    lines += (
-        f"    open({str(tmp_path / 'times')!r}, 'a').write(f'{{began}} {{time.monotonic()}}\\n')\n    return [1.0]\n"
+def test_an_async_function_is_held_to_limits(
+    tmp_path: Path, score: Callable[..., ScoredRollouts]
+) -> None:
+    lines = (
+        "import asyncio, time\nasync def judge(completions, **_):\n    began = time.monotonic()\n"
     )
+    lines += "    await asyncio.sleep(30 if completions[0] == 'hang' else 0.03)\n"
+    lines += f"    open({str(tmp_path / 'times')!r}, 'a').write(f'{{began}} {{time.monotonic()}}\\n')\n    return [1.0]\n"
     (tmp_path / "mine.py").write_text(lines)
     reward = RewardConfig(function=f"{tmp_path}/mine.py:judge", max_concurrent=2, timeout_s=3.0)
     scored = score([["a", "b", "hang"], ["c", "d", "e"]], reward)
     assert scored.statuses["judge"] == ["ok", "ok", "timeout", "ok", "ok", "ok"]
     assert scored.first_error == "reward 'judge' took longer than its timeout_s=3"
-    spans = [tuple(map(float, line.split())) for line in (tmp_path / "times").read_text().splitlines()]
+    spans = [
+        tuple(map(float, line.split())) for line in (tmp_path / "times").read_text().splitlines()
+    ]
     assert len(spans) == 5
     assert all(sum(begin <= at < end for begin, end in spans) <= 2 for at, _ in spans)
 
@@ -177,7 +210,9 @@ def test_a_server_that_is_gone_is_not_asked_for_every_completion(
 ) -> None:
     monkeypatch.setattr(call_limits, "_PAUSE_S", 0.2)
     with stub_server(worth_of, lambda body: "404") as server:
-        scored = score([[str(n) for n in range(64)]], RewardConfig(url=server.url, max_concurrent=2))
+        scored = score(
+            [[str(n) for n in range(64)]], RewardConfig(url=server.url, max_concurrent=2)
+        )
     assert set(scored.statuses["server"]) == {"error"}
     # 20 in a row, at the most one that was under way, and one to see.
     assert 21 <= len(server.asked) <= 22
@@ -185,7 +220,22 @@ def test_a_server_that_is_gone_is_not_asked_for_every_completion(
 
 # A whole run
 
-WAYS = ["slow", "429", "slow", "nan", "500", "slow", "half", "slow", "late", "404", "slow", "503", "slow", "gzip"]
+WAYS = [
+    "slow",
+    "429",
+    "slow",
+    "nan",
+    "500",
+    "slow",
+    "half",
+    "slow",
+    "late",
+    "404",
+    "slow",
+    "503",
+    "slow",
+    "gzip",
+]
 
 
 class _ByTurns:
@@ -203,7 +253,9 @@ class _ByTurns:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, StubServer, _ByTurns]]:
+def run(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Path, str, StubServer, _ByTurns]]:
     folder, ways = tmp_path_factory.mktemp("server"), _ByTurns()
     with stub_server(worth_of, ways) as server:
         url = {"url": server.url, "headers_env": {"Authorization": "OF_THE_STUB"}}
@@ -220,19 +272,28 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, S
             training={"num_steps": 2},
             checkpoint={"every_steps": 1},
         )
-        job = RanksJob(2, "grpo_spmd.train", "--config", str(config), env={"OF_THE_STUB": f"Bearer {SECRET}"})
+        job = RanksJob(
+            2, "grpo_spmd.train", "--config", str(config), env={"OF_THE_STUB": f"Bearer {SECRET}"}
+        )
         code, output = job.wait(240)
         assert code == 0, output
         yield folder, output, server, ways
 
 
 def _dumped(folder: Path, step: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"run/rollouts/step_{step:06d}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / f"run/rollouts/step_{step:06d}.jsonl").read_text().splitlines()
+    ]
 
 
-def test_a_run_goes_on_with_what_the_server_scored(run: tuple[Path, str, StubServer, _ByTurns]) -> None:
+def test_a_run_goes_on_with_what_the_server_scored(
+    run: tuple[Path, str, StubServer, _ByTurns],
+) -> None:
     folder, _, server, ways = run
-    prompts = [json.loads(line)["prompt"] for line in (folder / "train.jsonl").read_text().splitlines()]
+    prompts = [
+        json.loads(line)["prompt"] for line in (folder / "train.jsonl").read_text().splitlines()
+    ]
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     seen = Counter[str]()
     for step in (1, 2):
@@ -242,7 +303,9 @@ def test_a_run_goes_on_with_what_the_server_scored(run: tuple[Path, str, StubSer
             status = STATUS.get(way, "ok")
             seen[way] += 1
             assert record["statuses"] == {"server": status, "format": "ok"}, way
-            assert record["rewards"]["server"] == (worth(record["completion"]) if status == "ok" else None)
+            assert record["rewards"]["server"] == (
+                worth(record["completion"]) if status == "ok" else None
+            )
         metrics = next(line for line in lines if line["step"] == step and "reward/mean" in line)
         for status in ("error", "timeout"):
             num_failed = sum(record["statuses"]["server"] == status for record in records)
@@ -266,11 +329,20 @@ def test_a_replay_asks_no_server_unless_told(
     recorded = read_step(folder / "run", 1)
     found = replay(recorded)
     assert len(server.asked) == num_asked
-    assert [r.replayed.rewards for r in found.rollouts] == [r.recorded.rewards for r in found.rollouts]
+    assert [r.replayed.rewards for r in found.rollouts] == [
+        r.recorded.rewards for r in found.rollouts
+    ]
     note = "rewards are those that the run recorded: servers, which were not asked (--ask-servers), gave server"
     assert f"  {note}" in report(recorded, found, 3)
-    judged = ["rewards.0.name=server", "rewards.0.judge=gone.md", "rewards.0.judge_model=m", "rewards.0.args={n: 1}"]
-    replay(read_step(folder / "run", 1, judged))  # a rubric that is gone matters to those alone who ask
+    judged = [
+        "rewards.0.name=server",
+        "rewards.0.judge=gone.md",
+        "rewards.0.judge_model=m",
+        "rewards.0.args={n: 1}",
+    ]
+    replay(
+        read_step(folder / "run", 1, judged)
+    )  # a rubric that is gone matters to those alone who ask
     with pytest.raises(ConfigError, match=r"cannot read gone\.md"):
         read_step(folder / "run", 1, judged, asks_servers=True)
     assert len(server.asked) == num_asked

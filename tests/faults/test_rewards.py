@@ -18,12 +18,16 @@ from grpo_spmd.rewards.trl import TrainerState
 class CharacterTokenizer:
     """Token ids are code points."""
 
-    def batch_decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+    def batch_decode(
+        self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool
+    ) -> list[str]:
         assert skip_special_tokens
         return ["".join(map(chr, ids)) for ids in token_ids]
 
 
-def _group(slot: int, prompt: str | list[dict[str, Any]], texts: Sequence[str], **columns: Any) -> RolloutGroup:
+def _group(
+    slot: int, prompt: str | list[dict[str, Any]], texts: Sequence[str], **columns: Any
+) -> RolloutGroup:
     completions = [Completion([ord(c) for c in text], [-1.0] * len(text), "stop") for text in texts]
     return RolloutGroup(slot, Prompt(slot, slot, [1], prompt, columns), completions)
 
@@ -50,12 +54,19 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RewardPool,
     folder = tmp_path_factory.mktemp("pool")
     (folder / "mine.py").write_text(SPY)
     weights = {"spy": 2.0, "part": -0.5}
-    rewards = [RewardConfig(function=f"{folder}/mine.py:{name}", weight=weight) for name, weight in weights.items()]
-    with RewardPool(rewards, RewardPoolConfig(num_workers=1), folder / "log", columns=["a", "b"]) as pool:
+    rewards = [
+        RewardConfig(function=f"{folder}/mine.py:{name}", weight=weight)
+        for name, weight in weights.items()
+    ]
+    with RewardPool(
+        rewards, RewardPoolConfig(num_workers=1), folder / "log", columns=["a", "b"]
+    ) as pool:
         yield pool, folder / "got.jsonl"
 
 
-def _spy(pool: tuple[RewardPool, Path], *groups: RolloutGroup) -> tuple[ScoredRollouts, list[dict[str, Any]]]:
+def _spy(
+    pool: tuple[RewardPool, Path], *groups: RolloutGroup
+) -> tuple[ScoredRollouts, list[dict[str, Any]]]:
     """What came out, and what the function got, call by call."""
     pool[1].unlink(missing_ok=True)
     scored = pool[0].score(groups, CharacterTokenizer())
@@ -66,7 +77,9 @@ def _spy(pool: tuple[RewardPool, Path], *groups: RolloutGroup) -> tuple[ScoredRo
 
 
 def test_function_gets_what_trl_gives_it_a_group_at_a_time(pool: tuple[RewardPool, Path]) -> None:
-    _, calls = _spy(pool, _group(0, "p", ["a", "bc"], a=1, b="x"), _group(1, "q", ["d", ""], a=2, b="y"))
+    _, calls = _spy(
+        pool, _group(0, "p", ["a", "bc"], a=1, b="x"), _group(1, "q", ["d", ""], a=2, b="y")
+    )
     assert calls == [
         {
             "prompts": ["p", "p"],
@@ -93,7 +106,10 @@ def test_chat_prompt_makes_chat_completions(pool: tuple[RewardPool, Path]) -> No
 def test_column_that_some_rows_lack_is_none_there(pool: tuple[RewardPool, Path]) -> None:
     """Whichever rows this rank happens to hold: the pool knows the data set's columns."""
     _, calls = _spy(pool, _group(0, "p", ["x", "y"], a=1), _group(1, "q", ["x", "y"], b=2))
-    assert [call["columns"] for call in calls] == [{"a": [1, 1], "b": [None, None]}, {"a": [None, None], "b": [2, 2]}]
+    assert [call["columns"] for call in calls] == [
+        {"a": [1, 1], "b": [None, None]},
+        {"a": [None, None], "b": [2, 2]},
+    ]
 
 
 def test_column_named_like_an_argument_does_not_replace_it(pool: tuple[RewardPool, Path]) -> None:
@@ -101,7 +117,9 @@ def test_column_named_like_an_argument_does_not_replace_it(pool: tuple[RewardPoo
     assert call["completions"] == ["mine"]
 
 
-def test_scores_are_in_the_order_of_groups_and_their_completions(pool: tuple[RewardPool, Path]) -> None:
+def test_scores_are_in_the_order_of_groups_and_their_completions(
+    pool: tuple[RewardPool, Path],
+) -> None:
     scored, _ = _spy(pool, _group(3, "p", ["a", "b"]), _group(1, "q", ["c", "d"]))
     assert scored.texts == ["a", "b", "c", "d"]
 
@@ -134,7 +152,9 @@ def test_what_a_function_logs_comes_with_the_scores(pool: tuple[RewardPool, Path
 def test_no_function_that_applies_is_an_unknown_reward_and_no_failure(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SPY)
     with RewardPool(
-        [RewardConfig(function=f"{tmp_path}/mine.py:part")], RewardPoolConfig(num_workers=1), tmp_path / "log"
+        [RewardConfig(function=f"{tmp_path}/mine.py:part")],
+        RewardPoolConfig(num_workers=1),
+        tmp_path / "log",
     ) as own:
         scored = own.score([_group(0, "p", ["none", "a"])], CharacterTokenizer())
     assert (scored.rewards, scored.first_error) == ([None, 3.0], None)

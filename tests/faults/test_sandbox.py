@@ -24,7 +24,13 @@ from grpo_spmd.records import Completion, Prompt, RolloutGroup
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.sandbox import sandbox
-from grpo_spmd.rewards.sandbox.sandbox import Jail, Limits, SandboxError, passes_program_test, passes_statements
+from grpo_spmd.rewards.sandbox.sandbox import (
+    Jail,
+    Limits,
+    SandboxError,
+    passes_program_test,
+    passes_statements,
+)
 from grpo_spmd.rewards.verifiers import run_tests
 from tests.faults.test_reward_pool import _descendants
 from tests.support.processes import ROOT
@@ -223,7 +229,9 @@ def outcomes(folder: Path) -> dict[str, Any]:
             program = PRELUDE.replace("{facts}", repr(facts)) + code + "\nprint('tried it all')\n"
             with Jail(program, "program", LIMITS, stdin="") as jail:
                 output = jail.output()
-                found[name] = f"ended with {jail._process.returncode}" if output is None else output.decode()
+                found[name] = (
+                    f"ended with {jail._process.returncode}" if output is None else output.decode()
+                )
         for listener in (tcp, path, abstract):
             try:
                 called.append(str(listener.accept()))
@@ -231,7 +239,9 @@ def outcomes(folder: Path) -> dict[str, Any]:
                 continue
     after = os.stat(data)
     found["called"] = called
-    found["data is untouched"] = data.read_text() == '{"tests": "the expected values"}\n' and before == after
+    found["data is untouched"] = (
+        data.read_text() == '{"tests": "the expected values"}\n' and before == after
+    )
     found["left in the folder"] = sorted(path.name for path in folder.iterdir())
     return found
 
@@ -245,12 +255,18 @@ def hostile(request: pytest.FixtureRequest) -> dict[str, Any]:
         "print(json.dumps(outcomes(pathlib.Path(sys.argv[1]))))"
     )
     done = subprocess.run(
-        [*wrapper, sys.executable, "-c", source, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [*wrapper, sys.executable, "-c", source, str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     shutil.rmtree(folder)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
-    assert found["walls"] == ["seccomp", "landlock"] + (["namespaces"] if request.param == "namespaces" else [])
+    assert found["walls"] == ["seccomp", "landlock"] + (
+        ["namespaces"] if request.param == "namespaces" else []
+    )
     return found
 
 
@@ -280,9 +296,14 @@ def test_the_attacks_work_where_there_is_no_wall() -> None:
         Path(facts["data"]).write_text("x")  # type: ignore[arg-type]
         seen = {}
         for name in ("environment", "files", "damage", "network"):
-            program = PRELUDE.replace("{facts}", repr(facts | {"namespaces": False})) + HOSTILE[name]
+            program = (
+                PRELUDE.replace("{facts}", repr(facts | {"namespaces": False})) + HOSTILE[name]
+            )
             with Jail(
-                program.replace("/dev/shm/x", f"{folder}/shm"), "program", Limits(10.0, 1024, "none"), stdin=""
+                program.replace("/dev/shm/x", f"{folder}/shm"),
+                "program",
+                Limits(10.0, 1024, "none"),
+                stdin="",
             ) as jail:
                 seen[name] = (jail.output() or b"").decode()
     for name, attempts in {
@@ -361,7 +382,10 @@ def test_an_endless_loop_is_wrong_and_not_unknown_however_many_tests_there_are()
     tests = [{"input": str(n), "output": str(n)} for n in range(6)]
     start = time.monotonic()
     endless, right = "while True: pass", "print(input())"
-    assert run_tests([endless, right], tests=[tests, tests], partial_credit=True, time_s=4.0) == [0.0, 1.0]
+    assert run_tests([endless, right], tests=[tests, tests], partial_credit=True, time_s=4.0) == [
+        0.0,
+        1.0,
+    ]
     late = "n = input()\nprint(n)\nwhile n == '2': pass"  # what comes after the loop is not reached
     assert run_tests([late], tests=[tests], partial_credit=True, time_s=4.0) == [2 / 6]
     assert time.monotonic() - start < 60
@@ -369,7 +393,9 @@ def test_an_endless_loop_is_wrong_and_not_unknown_however_many_tests_there_are()
 
 def test_memory_is_bounded() -> None:
     assert (
-        _ends("x = []\ntry:\n    while True: x.append(bytearray(10**7))\nexcept MemoryError: print(len(x) < 60)")
+        _ends(
+            "x = []\ntry:\n    while True: x.append(bytearray(10**7))\nexcept MemoryError: print(len(x) < 60)"
+        )
         == b"True\n"
     )
 
@@ -417,7 +443,9 @@ def test_a_hundred_megabytes_of_output_are_not_kept() -> None:
     assert _ends("import sys\nwhile True: sys.stdout.write('x' * 100_000_000)") is None
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_process_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("grpo_code_left", "grpo_code_used", "other"):
         (tmp_path / name / "below").mkdir(parents=True)
@@ -428,13 +456,19 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path, monke
     sandbox._remove_left_behind.cache_clear()
     assert passes_program_test("print(1)", "", "1", LIMITS)
     os.close(used)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["grpo_code_used", "grpo_code_young", "other"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "grpo_code_used",
+        "grpo_code_young",
+        "other",
+    ]
 
 
 def test_the_scratch_folder_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert (
-        _ends("open('a', 'w').write('b'); import os; os.mkdir('c'); print(open('a').read(), os.listdir('.') != [])")
+        _ends(
+            "open('a', 'w').write('b'); import os; os.mkdir('c'); print(open('a').read(), os.listdir('.') != [])"
+        )
         == b"b True\n"
     )
     assert list(tmp_path.iterdir()) == []
@@ -509,7 +543,12 @@ print(int(input()) * 2 + 1) if __name__ == "__main__" else None
 """
     assert passes_statements(code, TESTS, LIMITS) == [True] * 4
     assert passes_program_test(code, "20\n", "41  \n\n", LIMITS)
-    statements = ["x = f(1)\nassert x == 3\nassert x == 3", "assert x == 4", "assert f(2) != 5", "f(3)"]
+    statements = [
+        "x = f(1)\nassert x == 3\nassert x == 3",
+        "assert x == 4",
+        "assert f(2) != 5",
+        "f(3)",
+    ]
     assert passes_statements(code, statements, LIMITS) == [
         True, False, False, True,
     ]  # fmt: skip
@@ -534,7 +573,11 @@ def f(x):
     expected = digits if any(digits in text for text in found) else "nothing"
     return [expected, any("other_" + "test" in text for text in found)]
 """
-    tests = ["assert f(1) == ['9190898887868584838281', True]", "assert f(1) == ['nothing', True]", "assert other_test"]
+    tests = [
+        "assert f(1) == ['9190898887868584838281', True]",
+        "assert f(1) == ['nothing', True]",
+        "assert other_test",
+    ]
     assert passes_statements(code, tests, LIMITS) == [False, True, False]
 
 
@@ -544,13 +587,17 @@ def test_common_programs_run() -> None:
     deep += "t = threading.Thread(target=main)\nt.start()"
     assert passes_program_test(deep, "", "20000", LIMITS)
     assert passes_program_test(
-        "import asyncio\nasync def f(): print(await asyncio.sleep(0, 7))\nasyncio.run(f())", "", "7", LIMITS
+        "import asyncio\nasync def f(): print(await asyncio.sleep(0, 7))\nasyncio.run(f())",
+        "",
+        "7",
+        LIMITS,
     )
-    text = (
-        "import heapq, math, re, json, random, datetime, decimal, itertools, bisect, hashlib, sqlite3, zlib, tempfile\n"
-    )
+    text = "import heapq, math, re, json, random, datetime, decimal, itertools, bisect, hashlib, sqlite3, zlib, tempfile\n"
     assert passes_program_test(
-        text + "import sys\nfor line in sys.stdin: print(line[::-1].strip())", "ab\ncd\n", "ba\ndc", LIMITS
+        text + "import sys\nfor line in sys.stdin: print(line[::-1].strip())",
+        "ab\ncd\n",
+        "ba\ndc",
+        LIMITS,
     )
     data = (
         "from dataclasses import dataclass\nimport typing\n@dataclass\nclass A:\n    x: 'int' = 1\nprint(A(), "
@@ -585,7 +632,9 @@ def test_the_reward_scores_completions() -> None:
         run_tests([right], tests=["assert f(1 == 2"])
 
 
-def test_the_reward_in_the_pool_gives_hanging_code_zero_and_its_neighbours_theirs(tmp_path: Path) -> None:
+def test_the_reward_in_the_pool_gives_hanging_code_zero_and_its_neighbours_theirs(
+    tmp_path: Path,
+) -> None:
     class Characters:
         def batch_decode(self, token_ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
             return ["".join(map(chr, ids)) for ids in token_ids]
@@ -597,9 +646,15 @@ def test_the_reward_in_the_pool_gives_hanging_code_zero_and_its_neighbours_their
         "import os; os.kill(os.getppid(), 9); os.abort()",
     ] * 2
     prompt = Prompt(0, 0, [1], "p", {"tests": ["assert f(1) == 2"]})
-    groups = [RolloutGroup(0, prompt, [Completion([*map(ord, text)], [0.0] * len(text), "stop") for text in texts])]
+    groups = [
+        RolloutGroup(
+            0, prompt, [Completion([*map(ord, text)], [0.0] * len(text), "stop") for text in texts]
+        )
+    ]
     config = RewardConfig(name="code", args={"time_s": 1.0})
-    with RewardPool([config], RewardPoolConfig(num_workers=2, timeout_s=60), tmp_path / "log") as pool:
+    with RewardPool(
+        [config], RewardPoolConfig(num_workers=2, timeout_s=60), tmp_path / "log"
+    ) as pool:
         scored = pool.score(groups, Characters())
     assert scored.statuses == {"code": ["ok"] * 8}, scored.first_error
     assert scored.rewards == [1.0, 0.0, 0.0, 0.0] * 2
@@ -656,7 +711,10 @@ def test_code_does_not_outlive_a_tree_that_is_killed_at_once(tmp_path: Path) -> 
         tree = _descendants(rank.pid) | {rank.pid}
         assert sum(map(_runs, jails)) == 2
     finally:
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # so that all of them die before one of them looks
+        for number in (
+            signal.SIGSTOP,
+            signal.SIGKILL,
+        ):  # so that all of them die before one of them looks
             for pid in tree - jails:
                 os.kill(pid, number)
         rank.wait()
@@ -669,7 +727,9 @@ def test_code_does_not_outlive_a_tree_that_is_killed_at_once(tmp_path: Path) -> 
 def _runs(pid: int) -> bool:
     """Whether a thread of it does: its first one may have ended before the others."""
     try:
-        return any(") Z " not in path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+        return any(
+            ") Z " not in path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")
+        )
     except OSError:
         return False
 
@@ -692,17 +752,25 @@ def test_many_pairs_are_zero_and_not_unknown(partial_credit: bool) -> None:
     code = "import time\ntime.sleep(0.9)\nprint(1)"
     start = time.monotonic()
     (score,) = run_tests([code], tests=[pairs], time_s=3.0, partial_credit=partial_credit)
-    assert score == (pytest.approx(2.5 / 40, abs=1 / 40) if partial_credit else 0.0)  # 2 or 3 pairs of 0.9 s and a bit
+    assert score == (
+        pytest.approx(2.5 / 40, abs=1 / 40) if partial_credit else 0.0
+    )  # 2 or 3 pairs of 0.9 s and a bit
     assert time.monotonic() - start < 30  # of 40 x 1 s
-    assert run_tests(["print(1)"], tests=[pairs[:8]], time_s=2.0) == [1.0]  # start-ups are not the code's
+    assert run_tests(["print(1)"], tests=[pairs[:8]], time_s=2.0) == [
+        1.0
+    ]  # start-ups are not the code's
 
 
 def test_all_pairs_end_under_the_pools_deadline(tmp_path: Path) -> None:
     """However short each is, start-ups included: right code that many pairs make too slow is 0, and never a timeout."""
     pairs = [{"input": "", "output": "1"}] * 400  # a minute of start-ups
-    (reward,) = load_rewards([RewardConfig(name="code", args={"time_s": 2.0, "partial_credit": True})], timeout_s=3.0)
+    (reward,) = load_rewards(
+        [RewardConfig(name="code", args={"time_s": 2.0, "partial_credit": True})], timeout_s=3.0
+    )
     start = time.monotonic()
-    (score,) = reward.function(prompts=["p"], completions=["print(1)"], completion_ids=[[1]], tests=[pairs])
+    (score,) = reward.function(
+        prompts=["p"], completions=["print(1)"], completion_ids=[[1]], tests=[pairs]
+    )
     assert time.monotonic() - start < 10
     assert 0 < score < 0.5
     with pytest.raises(ConfigError, match=r"code does not take '_wall_s'"):
@@ -771,10 +839,14 @@ def test_without_landlock_namespaces_are_enough() -> None:
     assert _without(444).stdout.splitlines() == ["loaded", "[1.0]", "[1.0]"]
 
 
-def test_folders_deeper_than_python_goes_are_no_error_of_the_reward(tmp_path: Path, monkeypatch: Any) -> None:
+def test_folders_deeper_than_python_goes_are_no_error_of_the_reward(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = "import os\nfor _ in range(3000):\n    os.mkdir('a')\n    os.chdir('a')\nos.mkdir('b', 0)\nprint(1)"
-    assert passes_program_test(code, "", "1", Limits(time_s=10.0, memory_mib=1024, isolation="none"))
+    assert passes_program_test(
+        code, "", "1", Limits(time_s=10.0, memory_mib=1024, isolation="none")
+    )
     until = time.monotonic() + 20
     while list(tmp_path.iterdir()) and time.monotonic() < until:
         time.sleep(0.05)

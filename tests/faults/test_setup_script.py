@@ -63,8 +63,12 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "launch").mkdir()
     text = (ROOT / "launch/setup.sh").read_text(encoding="utf-8")
     assert text.count("while sleep 7 &&") == 1
-    (tmp_path / "launch/setup.sh").write_text(text.replace("while sleep 7 &&", "while sleep 0.2 &&"))
-    (tmp_path / "launch/constraints-cpu.txt").write_text("# pinned\none==1\ntwo==2\nthree==3\ntorchaudio==4\n")
+    (tmp_path / "launch/setup.sh").write_text(
+        text.replace("while sleep 7 &&", "while sleep 0.2 &&")
+    )
+    (tmp_path / "launch/constraints-cpu.txt").write_text(
+        "# pinned\none==1\ntwo==2\nthree==3\ntorchaudio==4\n"
+    )
     (tmp_path / "pyproject.toml").touch()
     stand_in = tmp_path / "stand_in"
     stand_in.write_text(STAND_IN.format(python=sys.executable, stand_in=stand_in))
@@ -78,7 +82,10 @@ def start(checkout: Path, **variables: str) -> Job:
 
 
 def packages(checkout: Path) -> set[str]:
-    return {path.parent.name for path in checkout.glob(".venv/lib/python3/site-packages/*.dist-info/RECORD")}
+    return {
+        path.parent.name
+        for path in checkout.glob(".venv/lib/python3/site-packages/*.dist-info/RECORD")
+    }
 
 
 ALL = {f"{name}.dist-info" for name in ("one-1", "two-2", "three-3", "own", "pip-9")}
@@ -101,7 +108,9 @@ def test_it_says_how_far_it_is_and_ctrl_c_leaves_nothing_that_the_next_start_tri
     job = start(checkout, SLOW=phase)
     assert job.process.stdout is not None
     said: list[str] = []
-    while not said or not said[-1].startswith(line):  # ends with the output, else a line that never comes would hang
+    while not said or not said[-1].startswith(
+        line
+    ):  # ends with the output, else a line that never comes would hang
         said.append(job.process.stdout.readline())
         assert said[-1], "".join(said)
     began = time.monotonic()
@@ -125,7 +134,9 @@ def test_it_says_how_far_it_is_and_ctrl_c_leaves_nothing_that_the_next_start_tri
     assert (code, output) == (0, "setup: .venv is up to date (cpu)\n")
 
 
-def test_after_a_kill_the_next_start_waits_for_what_still_installs_and_finishes(checkout: Path) -> None:
+def test_after_a_kill_the_next_start_waits_for_what_still_installs_and_finishes(
+    checkout: Path,
+) -> None:
     """Nobody could tell pip, which goes on; the lock is free when it is gone, and what it left half is seen."""
     first = start(checkout, SLOW="installing")
     assert first.process.stdout is not None
@@ -151,7 +162,10 @@ def test_a_second_start_says_that_it_waits(checkout: Path) -> None:
     time.sleep(0.2)
     job = start(checkout)
     assert job.process.stdout is not None
-    assert job.process.stdout.readline() == "setup: another set-up of this folder is under way; waiting for it\n"
+    assert (
+        job.process.stdout.readline()
+        == "setup: another set-up of this folder is under way; waiting for it\n"
+    )
     os.killpg(job.process.pid, signal.SIGINT)
     code, output = job.wait(15)
     holder.terminate()
@@ -184,4 +198,7 @@ def test_what_does_not_fit_this_python_is_left_to_pip_to_work_out(checkout: Path
     code, output = start(checkout).wait(60)
     assert code == 0, output
     assert "setup: not all of them fit this Python: pip looks for what does" in output.splitlines()
-    assert "-e .[cpu,dev] -c launch/constraints-cpu.txt" in (checkout / "calls").read_text().splitlines()[-1]
+    assert (
+        "-e .[cpu,dev] -c launch/constraints-cpu.txt"
+        in (checkout / "calls").read_text().splitlines()[-1]
+    )

@@ -93,11 +93,15 @@ def until_step(job: Job, run_dir: Path, step: int) -> None:
         time.sleep(0.05)
 
 
-def test_near_the_walltime_it_saves_and_queues_again_and_then_goes_on_to_the_end(checkout: Path) -> None:
+def test_near_the_walltime_it_saves_and_queues_again_and_then_goes_on_to_the_end(
+    checkout: Path,
+) -> None:
     run_dir = checkout / "runs/a b"
     job = submit(checkout, "step_s=0.2", "num_steps=1000")
     until_step(job, run_dir, 3)
-    os.kill(job.process.pid, signal.SIGUSR1)  # as `--signal=B:USR1@120` does: to the batch shell alone
+    os.kill(
+        job.process.pid, signal.SIGUSR1
+    )  # as `--signal=B:USR1@120` does: to the batch shell alone
     code, output = job.wait(60)
     assert code == 0, output
     assert calls(checkout, "scontrol") == [f"requeue {os.getpid()}"]
@@ -110,7 +114,9 @@ def test_near_the_walltime_it_saves_and_queues_again_and_then_goes_on_to_the_end
     assert code == 0, output
     assert [line["step"] for line in metrics(run_dir)] == list(range(1, saved["step"] + 3))
     assert [line["start"] for line in metrics(run_dir)] == ["0"] * saved["step"] + ["1"] * 2
-    assert {line["end"] for line in metrics(run_dir)} == {"1927857906"}  # `date -u -d 2031-02-03T04:05:06 +%s`
+    assert {line["end"] for line in metrics(run_dir)} == {
+        "1927857906"
+    }  # `date -u -d 2031-02-03T04:05:06 +%s`
     assert len(calls(checkout, "scontrol")) == 1
     assert not (run_dir / "preempted.json").exists()
 
@@ -119,8 +125,14 @@ def test_scancel_saves_and_does_not_come_back(checkout: Path) -> None:
     run_dir = checkout / "runs/a b"
     job = submit(checkout, "step_s=0.2", "num_steps=1000")
     until_step(job, run_dir, 1)
-    (checkout / "state").write_text("COMPLETING\n")  # what Slurm says of a job that it is about to end
-    torchrun = [pid for pid in job.survivors() if b"--signals-to-handle" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (checkout / "state").write_text(
+        "COMPLETING\n"
+    )  # what Slurm says of a job that it is about to end
+    torchrun = [
+        pid
+        for pid in job.survivors()
+        if b"--signals-to-handle" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     for pid in (*torchrun, job.process.pid):
         os.kill(pid, signal.SIGTERM)
     code, output = job.wait(60)
@@ -184,12 +196,19 @@ def test_a_sites_environment_meeting_place_and_log(checkout: Path) -> None:
     logs = checkout / "runs/a b/logs"
     for attempt in ({}, {"SLURM_RESTART_COUNT": "1"}):
         with (checkout / "out of slurm.log").open("a") as log:
-            code, _ = submit_with_log(log.fileno(), checkout, "num_steps=2", **site, **attempt).wait(60)
+            code, _ = submit_with_log(
+                log.fileno(), checkout, "num_steps=2", **site, **attempt
+            ).wait(60)
         said = (checkout / "out of slurm.log").read_text()
         assert code == 0, said
         assert [path.name for path in logs.iterdir()] == [f"slurm-{os.getpid()}.log"]
         assert next(logs.iterdir()).read_text() == said
-    assert (checkout / "sourced").read_text().splitlines() == ["batch ", "task ", "task ", "task "] * 2
+    assert (checkout / "sourced").read_text().splitlines() == [
+        "batch ",
+        "task ",
+        "task ",
+        "task ",
+    ] * 2
     assert said.count("loading modules") == 8
     [first, _] = [call for call in calls(checkout, "srun") if "torchrun" in call]
     assert "--rdzv-endpoint ib-n1:4711 " in first

@@ -27,12 +27,16 @@ Line = tuple[int, str, float]  # step, metric, value
 def killed_run(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Of the tracker that the test asks for: killed while its package is imported, killed again later, ended."""
     folder = tmp_path / "a run"
-    for launch, (first, killed_at, pause_s) in enumerate(((1, 3, 0.0), (3, 150, 0.02), (145, None, 0.005)), start=1):
+    for launch, (first, killed_at, pause_s) in enumerate(
+        ((1, 3, 0.0), (3, 150, 0.02), (145, None, 0.005)), start=1
+    ):
         _launch(folder, request.param, first, launch, killed_at, pause_s)
     return folder
 
 
-def _launch(folder: Path, tracker: str, first: int, launch: int, killed_at: int | None, pause_s: float) -> None:
+def _launch(
+    folder: Path, tracker: str, first: int, launch: int, killed_at: int | None, pause_s: float
+) -> None:
     """Up to step 160, or to the kill."""
     arguments = [str(folder), tracker, str(first), "160", str(launch), str(pause_s)]
     own = {"TRACKIO_DIR": str(folder.parent / "trackio"), "WANDB_SILENT": "true"}
@@ -47,7 +51,12 @@ def _launch(folder: Path, tracker: str, first: int, launch: int, killed_at: int 
 def in_metrics(folder: Path) -> list[Line]:
     """The truth: what metrics.jsonl says at the end, to the places that it was written with."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = [(line["step"], name, value) for line in lines for name, value in line.items() if name != "step"]
+    found = [
+        (line["step"], name, value)
+        for line in lines
+        for name, value in line.items()
+        if name != "step"
+    ]
     return sorted((step, name, round(value, 4)) for step, name, value in found if value is not None)
 
 
@@ -55,7 +64,11 @@ def in_metrics(folder: Path) -> list[Line]:
 def test_tensorboard_shows_metrics_jsonl_and_nothing_twice(killed_run: Path) -> None:
     assert in_events(killed_run) == in_metrics(killed_run)
     assert len(in_metrics(killed_run)) == 160 + 32
-    assert {int(value) for _, _, value in in_metrics(killed_run)} == {1, 2, 3}  # of all three launches something stayed
+    assert {int(value) for _, _, value in in_metrics(killed_run)} == {
+        1,
+        2,
+        3,
+    }  # of all three launches something stayed
 
 
 def in_events(folder: Path) -> list[Line]:
@@ -71,10 +84,17 @@ def in_events(folder: Path) -> list[Line]:
 @pytest.mark.parametrize("killed_run", ["trackio"], indirect=True)
 def test_trackio_has_every_line_and_only_what_was_run_again_twice(killed_run: Path) -> None:
     with closing(sqlite3.connect(killed_run.parent / "trackio/grpo_spmd.db")) as connection:
-        rows = connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+        rows = connection.execute(
+            "SELECT run_name, step, metrics FROM metrics ORDER BY id"
+        ).fetchall()
     assert len({name for name, _, _ in rows}) == 1
-    lines = [(step, name, value) for _, step, text in rows for name, value in json.loads(text).items()]
-    found, expected = Counter((step, name, round(value, 4)) for step, name, value in lines), in_metrics(killed_run)
+    lines = [
+        (step, name, value) for _, step, text in rows for name, value in json.loads(text).items()
+    ]
+    found, expected = (
+        Counter((step, name, round(value, 4)) for step, name, value in lines),
+        in_metrics(killed_run),
+    )
     assert {line: found[line] for line in expected if found[line] != 1} == {}
     check_others(found, expected)
 
@@ -83,7 +103,9 @@ def test_trackio_has_every_line_and_only_what_was_run_again_twice(killed_run: Pa
 def test_wandb_has_every_line_that_a_kill_took_from_it_too(killed_run: Path) -> None:
     expected, launches = in_metrics(killed_run), 3
     found = _settled_in_wandb(killed_run, set(expected))
-    while set(expected) - found.keys() and launches < 6:  # on a busy machine W&B gets the rest when the run goes on
+    while (
+        set(expected) - found.keys() and launches < 6
+    ):  # on a busy machine W&B gets the rest when the run goes on
         launches += 1
         _launch(killed_run, "wandb", 161, launches, None, 0.0)
         found = _settled_in_wandb(killed_run, set(expected))
@@ -105,7 +127,8 @@ def in_wandb(folder: Path) -> Iterator[Line]:
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
         for record in records(path):
             values: dict[str, Any] = {
-                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
             }
             for name, value in values.items():
                 if name.startswith(("eval/", "reward/")):

@@ -33,9 +33,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(folder / "model", "qwen3", tied=True)
     make_model(folder / "reference", "qwen3", tied=True, seed=1)
     kind = transformers.AutoModelForSequenceClassification
-    file = make_model(folder / "critic", "qwen3", tied=False, seed=2, kind=kind, num_labels=1) / "model.safetensors"
+    file = (
+        make_model(folder / "critic", "qwen3", tied=False, seed=2, kind=kind, num_labels=1)
+        / "model.safetensors"
+    )
     draw = torch.Generator().manual_seed(3)
-    head = {"score.weight": torch.randn(1, 64, generator=draw) / 8, "score.bias": torch.randn(1, generator=draw)}
+    head = {
+        "score.weight": torch.randn(1, 64, generator=draw) / 8,
+        "score.bias": torch.randn(1, generator=draw),
+    }
     save_file(load_file(file) | head, file, {"format": "pt"})
     return folder
 
@@ -57,19 +63,28 @@ def by_ranks(folder: Path, config_file: Path) -> dict[int, Results]:
     found = {}
     for num_ranks in RANKS:
         out = folder / f"ranks_{num_ranks}.pt"
-        output = run_worker(num_ranks, "critic", str(config_file), str(folder / "reference"), str(out))
+        output = run_worker(
+            num_ranks, "critic", str(config_file), str(folder / "reference"), str(out)
+        )
         assert output.count("10 faults seen") == num_ranks, output
         found[num_ranks] = torch.load(out, weights_only=True)
     return found
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_what_it_says_and_learns_does_not_depend_on_the_split(by_ranks: dict[int, Results], setting: str) -> None:
+def test_what_it_says_and_learns_does_not_depend_on_the_split(
+    by_ranks: dict[int, Results], setting: str
+) -> None:
     """Ranks, rows, replicas, who sampled what, a wait in host memory."""
     reference = by_ranks[1][setting, ONE_ROW]
     rows = {by_ranks[1][setting, split]["rows"] for split in SPLITS}
     assert len(rows) == 2
-    found = [result for results in by_ranks.values() for (of, _), result in results.items() if of == setting]
+    found = [
+        result
+        for results in by_ranks.values()
+        for (of, _), result in results.items()
+        if of == setting
+    ]
     assert len(found) == 4 + 2 * (setting == "several steps")
     for result in found:
         for name in ("old_values", "returns", "advantages"):
@@ -84,12 +99,19 @@ def test_what_it_says_and_learns_does_not_depend_on_the_split(by_ranks: dict[int
 
 
 @pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting != "episodes"])
-def test_it_is_plain_ppo(by_ranks: dict[int, Results], config_file: Path, folder: Path, setting: str) -> None:
-    result, plain = by_ranks[2][setting, ONE_ROW], plain_ppo(changed(load_config(config_file), setting), folder)
+def test_it_is_plain_ppo(
+    by_ranks: dict[int, Results], config_file: Path, folder: Path, setting: str
+) -> None:
+    result, plain = (
+        by_ranks[2][setting, ONE_ROW],
+        plain_ppo(changed(load_config(config_file), setting), folder),
+    )
     for name in ("old_values", "returns", "advantages"):
         for i, expected in plain[name].items():
             assert result[name][i] == pytest.approx(expected, rel=1e-4, abs=2e-5), (name, i)
-    assert result["metrics"]["critic/explained_variance"] == pytest.approx(plain["explained_variance"], rel=1e-3)
+    assert result["metrics"]["critic/explained_variance"] == pytest.approx(
+        plain["explained_variance"], rel=1e-3
+    )
     for name in ("critic/loss", "critic/grad_norm"):
         assert result["sums"][name] == pytest.approx(plain[name], rel=1e-4), name
     assert result["sums"]["critic/clip_frac"] == pytest.approx(plain["critic/clip_frac"], abs=1e-9)
@@ -105,31 +127,48 @@ def plain_ppo(config: Config, folder: Path) -> dict[str, Any]:
         folder / "critic", dtype=torch.float32, attn_implementation="eager"
     )
     policy, reference = (
-        transformers.AutoModelForCausalLM.from_pretrained(folder / n, dtype=torch.float32, attn_implementation="eager")
+        transformers.AutoModelForCausalLM.from_pretrained(
+            folder / n, dtype=torch.float32, attn_implementation="eager"
+        )
         for n in ("model", "reference")
     )
     head = torch.nn.Linear(64, 1)
     stored = load_file(folder / "critic" / "model.safetensors")
     head.load_state_dict({kind: stored[f"score.{kind}"] for kind in ("weight", "bias")})
-    of_decoder = {f"backbone.{name}": parameter for name, parameter in whole.model.named_parameters()}
-    parameters = of_decoder | {f"head.{name}": parameter for name, parameter in head.named_parameters()}
+    of_decoder = {
+        f"backbone.{name}": parameter for name, parameter in whole.model.named_parameters()
+    }
+    parameters = of_decoder | {
+        f"head.{name}": parameter for name, parameter in head.named_parameters()
+    }
     groups = [
-        {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": config.optimizer.weight_decay},
+        {
+            "params": [p for p in parameters.values() if p.ndim > 1],
+            "weight_decay": config.optimizer.weight_decay,
+        },
         {"params": [p for p in parameters.values() if p.ndim <= 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=config.critic.lr, betas=config.optimizer.betas)
 
     def values_of(prompt: list[int], completion: list[int]) -> Tensor:
-        hidden = whole.model(torch.tensor([prompt + completion])).last_hidden_state[0, len(prompt) - 1 : -1]
+        hidden = whole.model(torch.tensor([prompt + completion])).last_hidden_state[
+            0, len(prompt) - 1 : -1
+        ]
         found: Tensor = head(hidden)[:, 0]
         return found
 
-    sequences = [s for group in fixed_groups() for s in plain_sequences(config, group, values_of, policy, reference)]
+    sequences = [
+        s
+        for group in fixed_groups()
+        for s in plain_sequences(config, group, values_of, policy, reference)
+    ]
     counted = [a for s in sequences if s["counts"] for a in s["raw"]]
     mean, deviation = 0.0, 1.0
     if config.advantage.normalize_std == "batch":
         mean = math.fsum(counted) / len(counted)
-        deviation = math.sqrt(math.fsum((a - mean) ** 2 for a in counted) / (len(counted) - 1) + 1e-8)
+        deviation = math.sqrt(
+            math.fsum((a - mean) ** 2 for a in counted) / (len(counted) - 1) + 1e-8
+        )
     sizes, norms, clipped_of, num_tokens = 0.0, [], 0, 0
     batches = config.training.num_mini_batches
     for _ in range(config.training.num_epochs):
@@ -137,7 +176,9 @@ def plain_ppo(config: Config, folder: Path) -> dict[str, Any]:
             used = [s for s in sequences if s["slot"] * batches // 6 == number and s["counts"]]
             tokens, total = sum(len(s["old"]) for s in used), torch.zeros(())
             for s in used:
-                for v, old, target in zip(values_of(s["prompt"], s["completion"]), s["old"], s["returns"], strict=True):
+                for v, old, target in zip(
+                    values_of(s["prompt"], s["completion"]), s["old"], s["returns"], strict=True
+                ):
                     error, clip = (v - target) ** 2, config.critic.clip_value
                     if clip is not None:
                         other = (old + (v - old).clamp(-clip, clip) - target) ** 2
@@ -146,15 +187,27 @@ def plain_ppo(config: Config, folder: Path) -> dict[str, Any]:
                     total = total + 0.5 * error
             optimizer.zero_grad()
             (total / tokens).backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), config.optimizer.max_grad_norm)))
+            norms.append(
+                float(
+                    torch.nn.utils.clip_grad_norm_(
+                        parameters.values(), config.optimizer.max_grad_norm
+                    )
+                )
+            )
             optimizer.step()
             sizes, num_tokens = sizes + float(total.detach()), num_tokens + tokens
-    taught = torch.tensor([r for s in sequences if s["counts"] for r in s["returns"]], dtype=torch.float64)
-    errors = taught - torch.tensor([v for s in sequences if s["counts"] for v in s["old"]], dtype=torch.float64)
+    taught = torch.tensor(
+        [r for s in sequences if s["counts"] for r in s["returns"]], dtype=torch.float64
+    )
+    errors = taught - torch.tensor(
+        [v for s in sequences if s["counts"] for v in s["old"]], dtype=torch.float64
+    )
     return {
         "old_values": {s["id"]: s["old"] for s in sequences},
         "returns": {s["id"]: s["returns"] for s in sequences},
-        "advantages": {s["id"]: [(a - mean) / deviation * s["counts"] for a in s["raw"]] for s in sequences},
+        "advantages": {
+            s["id"]: [(a - mean) / deviation * s["counts"] for a in s["raw"]] for s in sequences
+        },
         "explained_variance": float(1 - errors.var() / taught.var()),
         "critic/loss": sizes / num_tokens,
         "critic/clip_frac": clipped_of / num_tokens,
@@ -163,7 +216,9 @@ def plain_ppo(config: Config, folder: Path) -> dict[str, Any]:
     }
 
 
-def plain_sequences(config: Config, group: Any, values_of: Any, policy: Any, reference: Any) -> list[dict[str, Any]]:
+def plain_sequences(
+    config: Config, group: Any, values_of: Any, policy: Any, reference: Any
+) -> list[dict[str, Any]]:
     """Of each completion the values, raw advantages and returns, by the sums that define them."""
     found = []
     for sample, completion in enumerate(group.completions):
@@ -173,13 +228,22 @@ def plain_sequences(config: Config, group: Any, values_of: Any, policy: Any, ref
             old = values_of(prompt, ids).double().tolist()
         rewards = [0.0] * (n - 1) + [reward or 0.0]
         if config.loss.kl_in == "reward":
-            p, ref = (plain_logprobs(model, prompt, ids, config.rollout.temperature) for model in (policy, reference))
-            rewards = [r - config.loss.kl_coef * (a - b) ** 2 / 2 for r, a, b in zip(rewards, p, ref, strict=True)]
+            p, ref = (
+                plain_logprobs(model, prompt, ids, config.rollout.temperature)
+                for model in (policy, reference)
+            )
+            rewards = [
+                r - config.loss.kl_coef * (a - b) ** 2 / 2
+                for r, a, b in zip(rewards, p, ref, strict=True)
+            ]
         critic = config.critic
         lam = critic.lam_policy
         if lam == "length":
             lam = max(0.0, 1 - 1 / (critic.length_alpha * n))
-        deltas = [rewards[t] + critic.gamma * (old[t + 1] if t + 1 < n else 0.0) - old[t] for t in range(n)]
+        deltas = [
+            rewards[t] + critic.gamma * (old[t + 1] if t + 1 < n else 0.0) - old[t]
+            for t in range(n)
+        ]
 
         def gae(of: float, t: int, deltas: list[float] = deltas, n: int = n) -> float:
             return math.fsum((config.critic.gamma * of) ** (k - t) * deltas[k] for k in range(t, n))
@@ -200,7 +264,9 @@ def plain_sequences(config: Config, group: Any, values_of: Any, policy: Any, ref
     return found
 
 
-def plain_logprobs(model: Any, prompt: list[int], completion: list[int], temperature: float) -> list[float]:
+def plain_logprobs(
+    model: Any, prompt: list[int], completion: list[int], temperature: float
+) -> list[float]:
     ids = torch.tensor([prompt + completion])
     with torch.no_grad():
         log_p = (model(ids).logits[0, len(prompt) - 1 : -1].double() / temperature).log_softmax(-1)

@@ -37,9 +37,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("teacher", "critic"):
         make_model(folder / name, "qwen3", tied=False, num_hidden_layers=1, seed=1)
     make_reward_model(folder / "scores", "qwen3", num_hidden_layers=1, seed=2, pad_token_id=None)
-    rows = [{"prompt": f"{a},2={a}:", "hint": f"{a}+{a}={a}:", "teacher": "ab"[a % 2]} for a in range(1, 9)]
+    rows = [
+        {"prompt": f"{a},2={a}:", "hint": f"{a}+{a}={a}:", "teacher": "ab"[a % 2]}
+        for a in range(1, 9)
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return write_config(folder, model, rollout={"num_prompts_per_step": 2, "group_size": 2, "max_completion_tokens": 6})
+    return write_config(
+        folder,
+        model,
+        rollout={"num_prompts_per_step": 2, "group_size": 2, "max_completion_tokens": 6},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +62,13 @@ def real(config: Path) -> Results:
 def results(config: Path) -> Results:
     """Of all cases and faults."""
     out = config.with_name("results.json")
-    command = ["-m", "tests.support.workers.dry_run", str(built_shim(config.parent)), str(config), str(out)]
+    command = [
+        "-m",
+        "tests.support.workers.dry_run",
+        str(built_shim(config.parent)),
+        str(config),
+        str(out),
+    ]
     done = processes.run_command([sys.executable, *command])
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(json.loads(out.read_text()))
@@ -70,10 +83,19 @@ def built_shim(folder: Path) -> Path:
         pytest.skip(why)
     torch_folder, out = Path(torch.__file__).parent, folder / "shim.so"
     source = Path(__file__).parents[1] / "support" / "dry_run" / "shim.cpp"
-    options = ["-O0", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include", f"-L{torch_folder}/lib"]
+    options = [
+        "-O0",
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        f"-I{torch_folder}/include",
+        f"-L{torch_folder}/lib",
+    ]
     libraries = ["-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
     built = subprocess.run(
-        [compiler, *options, str(source), "-o", str(out), *libraries], capture_output=True, text=True
+        [compiler, *options, str(source), "-o", str(out), *libraries],
+        capture_output=True,
+        text=True,
     )
     assert built.returncode == 0, built.stderr
     return out
@@ -116,7 +138,9 @@ def test_bytes_and_collectives_equal_those_of_real_ranks(
     for phase, of_fake in fake.items():
         of_cpu = cpu[phase]
         assert of_fake["live"] == of_cpu["live"], phase
-        if phase == "backward" and "bfloat16" in variant:  # some CPUs pack bfloat16 weights for their products
+        if (
+            phase == "backward" and "bfloat16" in variant
+        ):  # some CPUs pack bfloat16 weights for their products
             assert of_fake["peak"] < 1.1 * of_cpu["peak"]
         elif phase == "backward":
             assert of_fake["peak"] == pytest.approx(of_cpu["peak"], rel=0.1), phase
@@ -126,7 +150,9 @@ def test_bytes_and_collectives_equal_those_of_real_ranks(
             assert [of_fake[key] for key in keys] == [of_cpu[key] for key in keys]
         else:
             assert of_fake["collectives"] == of_cpu["collectives"], phase
-    if "adapters" not in variant:  # gradients in float32, moments of twice their size, and a count of steps for each
+    if (
+        "adapters" not in variant
+    ):  # gradients in float32, moments of twice their size, and a count of steps for each
         numel = fake["backward"]["live"] // 4
         assert fake["first step"]["live"] == 8 * numel + 4 * len(shapes(config))
 
@@ -136,12 +162,18 @@ def test_a_rank_of_64_in_4_replicas_holds_its_share(results: Results, config: Pa
     check_step(of)
     check_sync(of["sync"])
     assert any(shape[0] % 16 for shape in shapes(config))
-    share = sum(-(-shape[0] // 16) * math.prod(shape[1:]) for shape in shapes(config))  # of the first rank
+    share = sum(
+        -(-shape[0] // 16) * math.prod(shape[1:]) for shape in shapes(config)
+    )  # of the first rank
     assert of["backward"]["live"] == 4 * share
     assert of["first step"]["live"] == 8 * share + 4 * len(shapes(config))
     kinds = Counter(name for name, _ in of["backward"]["collectives"])
     # the layer's parameters twice, the root's once; both gradients within a replica, then over replicas
-    assert kinds == {"c10d._allgather_base_": 3, "c10d._reduce_scatter_base_": 2, "c10d.allreduce_": 2}
+    assert kinds == {
+        "c10d._allgather_base_": 3,
+        "c10d._reduce_scatter_base_": 2,
+        "c10d.allreduce_": 2,
+    }
     assert of["sync"]["num_collectives"] == -(-of["sync"]["bytes"] // (1 << 14))
 
 
@@ -161,7 +193,10 @@ def test_every_way_of_attention_runs_and_recomputation_changes_no_bit(results: R
             assert of[f"equal, {recomputed}"], (backend, recomputed)
             # Scored once without a gradient and once with: a third time only where all is recomputed.
             if backend != "sdpa":  # whose kernel is not the one of a GPU here
-                assert of[f"calls, {recomputed}"] == (3 if recomputed is True else 2), (backend, recomputed)
+                assert of[f"calls, {recomputed}"] == (3 if recomputed is True else 2), (
+                    backend,
+                    recomputed,
+                )
 
 
 def test_what_waits_in_host_memory_is_pinned_to_the_byte(results: Results) -> None:
@@ -176,7 +211,13 @@ def test_what_waits_in_host_memory_is_pinned_to_the_byte(results: Results) -> No
 def test_a_whole_run_sleeps_wakes_evaluates_and_measures(results: Results) -> None:
     of = found(results, "whole_run")
     step = ["wake weights", "wake kv_cache", "sleep 2"]
-    assert of["told"] == ["sleep 2", *step, *step, "wake weights", "wake kv_cache"]  # the last to evaluate
+    assert of["told"] == [
+        "sleep 2",
+        *step,
+        *step,
+        "wake weights",
+        "wake kv_cache",
+    ]  # the last to evaluate
     lines = [line for line in of["lines"] if "time/step_s" in line]
     assert len(lines) == 2
     assert of["scored"] == [4, 4]  # of each rollout the scores, copied from the device
@@ -187,11 +228,16 @@ def test_a_whole_run_sleeps_wakes_evaluates_and_measures(results: Results) -> No
         assert line["throughput/mfu"] > 0
         assert line["memory/host/offloaded_gib"] > 0
         # the engine's float32 weights and its cache
-        assert line["memory/sleep/freed_gib"] * 2**30 == 4 * found(results, "checkpoint")["numel"] + CACHE_BYTES
+        assert (
+            line["memory/sleep/freed_gib"] * 2**30
+            == 4 * found(results, "checkpoint")["numel"] + CACHE_BYTES
+        )
         assert line["memory/update/peak_gib"] > line["memory/rollout/peak_gib"] > 0
 
 
-def test_what_teaches_waits_in_host_memory_and_the_engine_rests_while_a_model_scores(results: Results) -> None:
+def test_what_teaches_waits_in_host_memory_and_the_engine_rests_while_a_model_scores(
+    results: Results,
+) -> None:
     """The run looks at itself besides: the reward model's scores, teachers, critic and update, beside plain ones."""
     of = found(results, "signals")
     awake, scored = ["wake weights", "wake kv_cache"], ["sleep 1", "wake weights kv_cache"]
@@ -212,7 +258,9 @@ def test_what_teaches_waits_in_host_memory_and_the_engine_rests_while_a_model_sc
 
 def test_a_value_head_on_the_policy_learns_alone_and_with_it(results: Results) -> None:
     """Float32 beside bfloat16, on a device; its 65 numbers and their moments wait with the policy's."""
-    first, second = [line for line in found(results, "value_head")["lines"] if "time/step_s" in line]
+    first, second = [
+        line for line in found(results, "value_head")["lines"] if "time/step_s" in line
+    ]
     policy = found(results, "checkpoint")["numel"]
     assert (first["optim/updates"], second["optim/updates"]) == (0.0, 1.0)
     assert "loss/value" not in first

@@ -10,8 +10,7 @@ import pytest
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.session import end_session, start_session
-from grpo_spmd.observe.rollout_files import dumped_steps
-from grpo_spmd.observe.rollout_step import read_rollouts
+from grpo_spmd.observe.rollout_reader import dumped_steps, read_rollouts
 from grpo_spmd.observe.token_scores import read_token_scores
 from tests.support.dumps import dumped, scored
 from tests.support.ranks import RanksJob
@@ -55,9 +54,16 @@ def lines(run_dir: Path, step: int) -> list[bytes]:
 
 @pytest.mark.parametrize(
     ("name", "files"),
-    [("one", [ONE]), ("two", [ONE, TWO]), ("one_gzip", [f"{ONE}.gz"]), ("two_gzip", [f"{ONE}.gz", f"{TWO}.gz"])],
+    [
+        ("one", [ONE]),
+        ("two", [ONE, TWO]),
+        ("one_gzip", [f"{ONE}.gz"]),
+        ("two_gzip", [f"{ONE}.gz", f"{TWO}.gz"]),
+    ],
 )
-def test_two_ranks_write_what_one_does(folder: Path, alone: Path, name: str, files: list[str]) -> None:
+def test_two_ranks_write_what_one_does(
+    folder: Path, alone: Path, name: str, files: list[str]
+) -> None:
     run_dir = folder / name
     assert names(run_dir) == sorted(file.format(1) for file in files)  # and nothing of another name
     assert len(lines(alone, 1)) == worker.NUM_GROUPS * worker.GROUP_SIZE
@@ -67,12 +73,16 @@ def test_two_ranks_write_what_one_does(folder: Path, alone: Path, name: str, fil
     assert [r.rollout_id for r in records] == list(range(12))
     assert [r.prompt for r in records] == [worker.TEXTS[i // 2 % 3] for i in range(12)]
     assert {r.num_rollouts for r in records} == {12}
-    assert list(map(repr, records)) == list(map(repr, read_rollouts(alone, 1)))  # repr: NaN is not NaN
+    assert list(map(repr, records)) == list(
+        map(repr, read_rollouts(alone, 1))
+    )  # repr: NaN is not NaN
     if "gzip" not in name:
         assert dumped(run_dir, 1) == dumped(alone, 1)
     else:
         for path in (run_dir / "rollouts").iterdir():
-            shown = subprocess.run(["gzip", "-dc", str(path)], capture_output=True, check=True, timeout=20).stdout
+            shown = subprocess.run(
+                ["gzip", "-dc", str(path)], capture_output=True, check=True, timeout=20
+            ).stdout
             assert shown == gzip.decompress(path.read_bytes())
 
 
@@ -81,11 +91,17 @@ def test_each_node_has_its_own_ranks_lines_in_the_order_of_the_stream(folder: Pa
     for name, expected in (("one", [[*of_rank[0], *of_rank[1]]]), ("two", of_rank)):
         paths = sorted((folder / name / "rollouts").iterdir(), key=lambda path: len(path.name))
         for path, positions in zip(paths, expected, strict=True):
-            found = [line.partition(b'"position":')[2][:3] for line in path.read_bytes().split(b"\n") if line]
+            found = [
+                line.partition(b'"position":')[2][:3]
+                for line in path.read_bytes().split(b"\n")
+                if line
+            ]
             assert found == [str(position).encode() for position in positions for _ in range(2)]
 
 
-def test_a_disk_that_is_full_on_one_rank_costs_its_nodes_file_and_one_warning(folder: Path, alone: Path) -> None:
+def test_a_disk_that_is_full_on_one_rank_costs_its_nodes_file_and_one_warning(
+    folder: Path, alone: Path
+) -> None:
     for name, warning in (("one_full", ONE), ("two_full", TWO)):
         run_dir = folder / name
         output = (folder / "output.txt").read_text()
@@ -105,8 +121,12 @@ def test_a_disk_that_is_full_on_one_rank_costs_its_nodes_file_and_one_warning(fo
 
 def test_the_newest_stay_with_all_their_parts(folder: Path) -> None:
     assert names(folder / "one_keep") == [ONE.format(step) for step in (3, 4)]
-    assert names(folder / "two_keep") == sorted(file.format(step) for step in (3, 4) for file in (ONE, TWO))
-    assert names(folder / "shrunk_keep") == [ONE.format(3)]  # also the parts of a node that is no more
+    assert names(folder / "two_keep") == sorted(
+        file.format(step) for step in (3, 4) for file in (ONE, TWO)
+    )
+    assert names(folder / "shrunk_keep") == [
+        ONE.format(3)
+    ]  # also the parts of a node that is no more
 
 
 def test_a_step_written_again_on_fewer_nodes_leaves_no_old_part(folder: Path, alone: Path) -> None:
@@ -122,7 +142,9 @@ def test_scores_of_tokens_are_beside_their_dumps_on_each_node(folder: Path) -> N
     assert names(folder / "two_scored", "token_scores") == names(folder / "two_scored") == two
     # a step written again on one node, in the other form
     shrunk = sorted([ONE.format(1), TWO.format(1), f"{ONE.format(2)}.gz"])
-    assert names(folder / "shrunk_scored", "token_scores") == names(folder / "shrunk_scored") == shrunk
+    assert (
+        names(folder / "shrunk_scored", "token_scores") == names(folder / "shrunk_scored") == shrunk
+    )
     for name, step in (("one", 3), ("two", 2), ("two", 3), ("shrunk", 1), ("shrunk", 2)):
         found = read_token_scores(folder / f"{name}_scored", step)
         assert sorted(found) == list(range(12))

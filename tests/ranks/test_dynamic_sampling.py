@@ -64,7 +64,9 @@ def steps(by_ranks: dict[int, Results]) -> Results:
         ("as many as stayed", [[1, 3, 6]], [1, 3, 6]),
     ],
 )
-def test_refill_by_hand(steps: Results, scenario: str, drawn: list[list[int]], positions: list[int]) -> None:
+def test_refill_by_hand(
+    steps: Results, scenario: str, drawn: list[list[int]], positions: list[int]
+) -> None:
     step = steps[scenario]
     assert step["drawn"] == drawn
     assert step["missing"] == [*map(len, drawn), 0]
@@ -75,9 +77,9 @@ def test_refill_by_hand(steps: Results, scenario: str, drawn: list[list[int]], p
 
 def test_every_prompt_of_the_stream_is_drawn_exactly_once(steps: Results) -> None:
     for scenario, step in steps.items():
-        assert SCENARIOS[scenario].only or [p for prompts in step["drawn"] for p in prompts] == list(
-            range(step["stream_position"])
-        )
+        assert SCENARIOS[scenario].only or [
+            p for prompts in step["drawn"] for p in prompts
+        ] == list(range(step["stream_position"]))
 
 
 def test_metrics_are_over_all_sampled_groups(steps: Results) -> None:
@@ -88,7 +90,9 @@ def test_metrics_are_over_all_sampled_groups(steps: Results) -> None:
     assert metrics["reward/zero_std_groups_frac"] == pytest.approx(2 / 11)
     # lengths 12 - position, for positions 0 .. 10
     assert metrics["completion/tokens_mean"] == pytest.approx(sum(12 - p for p in range(11)) / 11)
-    assert {n.split("/")[1]: v for n, v in metrics.items() if n.startswith("dynamic_sampling/")} == {
+    assert {
+        n.split("/")[1]: v for n, v in metrics.items() if n.startswith("dynamic_sampling/")
+    } == {
         "rounds": 2,
         "sampled_groups": 11,
         "alike_groups": 2,
@@ -97,10 +101,18 @@ def test_metrics_are_over_all_sampled_groups(steps: Results) -> None:
     }
     assert steps["surplus"]["decision"]["num_sampled_tokens"] == 2 * sum(12 - p for p in range(11))
     partly = steps["partly filled"]["decision"]["metrics"]
-    assert (partly["dynamic_sampling/missing_groups"], partly["dynamic_sampling/surplus_groups"]) == (1, 0)
-    assert (partly["reward/mean"], partly["dynamic_sampling/alike_groups"]) == ((3 * 1 + 5 * 2) / 16, 5)
+    assert (
+        partly["dynamic_sampling/missing_groups"],
+        partly["dynamic_sampling/surplus_groups"],
+    ) == (1, 0)
+    assert (partly["reward/mean"], partly["dynamic_sampling/alike_groups"]) == (
+        (3 * 1 + 5 * 2) / 16,
+        5,
+    )
     assert not [
-        name for name in steps["no dynamic sampling"]["decision"]["metrics"] if name.startswith("dynamic_sampling/")
+        name
+        for name in steps["no dynamic sampling"]["decision"]["metrics"]
+        if name.startswith("dynamic_sampling/")
     ]
 
 
@@ -118,14 +130,20 @@ def test_only_the_groups_that_stay_are_trained_with_their_own_advantages(steps: 
 def test_a_partly_filled_step_divides_by_what_it_trains_on(steps: Results) -> None:
     decision, sums = steps["partly filled"]["decision"], steps["partly filled"]["sums"]
     # positions 1, 3, 6 have completions of 11, 9 and 6 tokens, two each
-    assert (decision["num_loss_tokens"], decision["num_loss_sequences"], sums["loss_tokens"]) == ([52], [6], 52)
+    assert (decision["num_loss_tokens"], decision["num_loss_sequences"], sums["loss_tokens"]) == (
+        [52],
+        [6],
+        52,
+    )
     assert decision["num_tokens"] == 52 + 6 * 2
     # as a step without dynamic sampling that drew these prompts and no others
     for name, expected in steps["as many as stayed"]["parameters"].items():
         assert torch.equal(steps["partly filled"]["parameters"][name], expected), name
 
 
-def test_a_partly_filled_step_of_several_mini_batches_skips_those_without_groups(steps: Results) -> None:
+def test_a_partly_filled_step_of_several_mini_batches_skips_those_without_groups(
+    steps: Results,
+) -> None:
     step = steps["partly filled, four mini-batches"]
     assert step["decision"]["positions"] == [1, 6]
     assert step["decision"]["num_loss_tokens"] == [22, 12, 0, 0]
@@ -150,20 +168,26 @@ def test_an_empty_step_changes_nothing(steps: Results, scenario: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_two_ranks_decide_and_train_as_one_does(by_ranks: dict[int, Results], scenario: str) -> None:
+def test_two_ranks_decide_and_train_as_one_does(
+    by_ranks: dict[int, Results], scenario: str
+) -> None:
     one, two = by_ranks[1][scenario], by_ranks[2][scenario]
     for name in ("drawn", "missing", "advantages_trained", "lr_steps"):
         assert one[name] == two[name], name
     for name, value in one["decision"].items():
         if name == "metrics":
             value, other = (
-                {n: v for n, v in of.items() if not n.startswith("batching/")} for of in (value, two["decision"][name])
+                {n: v for n, v in of.items() if not n.startswith("batching/")}
+                for of in (value, two["decision"][name])
             )
             assert value == other
         else:
             assert value == two["decision"][name], name
     for name, expected in one["parameters"].items():
-        assert float((two["parameters"][name] - expected).norm().detach() / expected.norm().detach()) < 1e-6, name
+        assert (
+            float((two["parameters"][name] - expected).norm().detach() / expected.norm().detach())
+            < 1e-6
+        ), name
 
 
 # A whole run
@@ -195,7 +219,9 @@ def run(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     return [(m, dumped(folder / "run", m["step"])) for m in metrics]
 
 
-def test_a_whole_run_keeps_the_first_groups_that_differ(run: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> None:
+def test_a_whole_run_keeps_the_first_groups_that_differ(
+    run: list[tuple[dict[str, Any], list[dict[str, Any]]]],
+) -> None:
     assert len(run) == 3
     position = 0
     for metrics, rollouts in run:
@@ -205,14 +231,21 @@ def test_a_whole_run_keeps_the_first_groups_that_differ(run: list[tuple[dict[str
         assert positions == list(range(position, position + len(groups)))
         position += len(groups)
         assert all(
-            [r["sample"] for r in group] == [0, 1, 2] and len({r["position"] for r in group}) == 1 for group in groups
+            [r["sample"] for r in group] == [0, 1, 2] and len({r["position"] for r in group}) == 1
+            for group in groups
         )
         differ = [group for group in groups if len({r["reward"] for r in group}) > 1]
         kept = differ[:6]
         for group in groups:
-            expected = [3 * kept.index(group) + sample for sample in range(3)] if group in kept else [None] * 3
+            expected = (
+                [3 * kept.index(group) + sample for sample in range(3)]
+                if group in kept
+                else [None] * 3
+            )
             assert [r["rollout_id"] for r in group] == expected
-            advantages, _ = compute_advantages(torch.tensor([[r["reward"] for r in group]]), "grpo", "group")
+            advantages, _ = compute_advantages(
+                torch.tensor([[r["reward"] for r in group]]), "grpo", "group"
+            )
             if group in kept:
                 assert [r["advantage"] for r in group] == pytest.approx(advantages[0].tolist())
             else:
@@ -221,12 +254,16 @@ def test_a_whole_run_keeps_the_first_groups_that_differ(run: list[tuple[dict[str
         assert metrics["dynamic_sampling/alike_groups"] == len(groups) - len(differ)
         assert metrics["dynamic_sampling/surplus_groups"] == len(differ) - len(kept)
         assert metrics["dynamic_sampling/missing_groups"] == 6 - len(kept)
-        assert metrics["reward/mean"] == pytest.approx(sum(r["reward"] for r in rollouts) / len(rollouts))
+        assert metrics["reward/mean"] == pytest.approx(
+            sum(r["reward"] for r in rollouts) / len(rollouts)
+        )
         # the engine is not put to sleep between rounds, nor left awake
         assert metrics["weight_sync/mismatch_abs_mean"] < 1e-5
         assert math.isfinite(metrics["optim/grad_norm"])
 
 
-def test_the_whole_run_did_refill_and_did_drop(run: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> None:
+def test_the_whole_run_did_refill_and_did_drop(
+    run: list[tuple[dict[str, Any], list[dict[str, Any]]]],
+) -> None:
     assert max(metrics["dynamic_sampling/rounds"] for metrics, _ in run) > 1
     assert all(any(r["rollout_id"] is None for r in rollouts) for _, rollouts in run)

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.support.digit_judge import HIGH, LOW, REPLY_TOKENS, RUBRIC, PlainJudge, asked_of, make_digit_model, score_of
+from tests.support.digit_judge import (
+    HIGH,
+    LOW,
+    REPLY_TOKENS,
+    RUBRIC,
+    PlainJudge,
+    asked_of,
+    make_digit_model,
+    score_of,
+)
 from tests.support.models import write_config
 from tests.support.ranks import run_worker
 from tests.support.reward_texts import GROUP_SIZE, groups_of
@@ -24,7 +33,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rubric.txt").write_text(RUBRIC)
     judge = {"url": "engine", "judge": str(folder / "rubric.txt"), "judge_scale": [LOW, HIGH]}
     # Shorter than a reply, so that it shows if the bound of a rollout were the judge's.
-    rollout = {"num_prompts_per_step": 4, "group_size": 4, "max_completion_tokens": REPLY_TOKENS - 1}
+    rollout = {
+        "num_prompts_per_step": 4,
+        "group_size": 4,
+        "max_completion_tokens": REPLY_TOKENS - 1,
+    }
     longest = {"judge_tokens": REPLY_TOKENS, "max_tokens": 700}
     write_config(folder, folder / "model", rewards=[{**judge, **longest}], rollout=rollout)
     return folder
@@ -34,7 +47,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(folder: Path, request: pytest.FixtureRequest) -> Found:
     out = folder / f"{request.param}.json"
     tp = ["rollout.tensor_parallel_size=2"] if request.param == "tensor parallel" else []
-    run_worker(1 if request.param == "1 rank" else 2, "engine_judge", str(folder / "config.yaml"), str(out), *tp)
+    run_worker(
+        1 if request.param == "1 rank" else 2,
+        "engine_judge",
+        str(folder / "config.yaml"),
+        str(out),
+        *tp,
+    )
     of_ranks: Found = json.loads(out.read_text())
     return of_ranks
 
@@ -45,7 +64,9 @@ def truth(folder: Path) -> dict[str, dict[str, list[Any]]]:
     judge = PlainJudge(folder / "model")
     of_kinds: dict[str, dict[str, list[Any]]] = {}
     for kind in KINDS:
-        groups = forged_groups(judge.tokenizer) if kind == "forged" else groups_of(kind, judge.tokenizer)
+        groups = (
+            forged_groups(judge.tokenizer) if kind == "forged" else groups_of(kind, judge.tokenizer)
+        )
         for group in groups:
             for n, completion in enumerate(group.completions):
                 said: Any = judge.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
@@ -58,12 +79,18 @@ def truth(folder: Path) -> dict[str, dict[str, list[Any]]]:
                 asked = asked_of(group.prompt.text, said)
                 reply, why = judge.reply_to(asked)
                 score = score_of(reply, why)
-                place[str(group.slot * GROUP_SIZE + n)] = ["error" if score is None else "ok", score, reply]
+                place[str(group.slot * GROUP_SIZE + n)] = [
+                    "error" if score is None else "ok",
+                    score,
+                    reply,
+                ]
     return of_kinds
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_replies_and_scores_are_those_of_transformers(found: Found, truth: Found, kind: str) -> None:
+def test_replies_and_scores_are_those_of_transformers(
+    found: Found, truth: Found, kind: str
+) -> None:
     assert found[kind] == truth[kind]
 
 

@@ -19,14 +19,19 @@ def found(folder: Path) -> dict[str, dict[str, Any]]:
     rollout = {"max_completion_tokens": 24, "engine": {"max_num_seqs": 8}}
     config = write_config(folder, folder / "model", rollout=rollout)
     outs = {how: folder / f"{how}.json" for how in ("plain", "async")}
-    jobs = [RanksJob(1, "tests.support.workers.engine_states", str(config), str(out), how) for how, out in outs.items()]
+    jobs = [
+        RanksJob(1, "tests.support.workers.engine_states", str(config), str(out), how)
+        for how, out in outs.items()
+    ]
     for code, output in [job.wait(200) for job in jobs]:
         assert code == 0, output
     return {how: json.loads(out.read_text()) for how, out in outs.items()}
 
 
 @pytest.mark.parametrize("how", ["plain", "async"])
-def test_vllm_sleeps_at_both_levels_and_wakes_tag_by_tag(found: dict[str, dict[str, Any]], how: str) -> None:
+def test_vllm_sleeps_at_both_levels_and_wakes_tag_by_tag(
+    found: dict[str, dict[str, Any]], how: str
+) -> None:
     """In vLLM's own books; in its sleep it samples nothing, and our engine is not even asked (in the worker)."""
     of = found[how]
     for level in (2, 1):
@@ -39,9 +44,13 @@ def test_vllm_sleeps_at_both_levels_and_wakes_tag_by_tag(found: dict[str, dict[s
     assert of["states"] == [ASLEEP, [["kv_cache"], True], AWAKE]
 
 
-def test_asynchronous_scheduling_samples_the_same_and_can_be_aborted(found: dict[str, dict[str, Any]]) -> None:
+def test_asynchronous_scheduling_samples_the_same_and_can_be_aborted(
+    found: dict[str, dict[str, Any]],
+) -> None:
     for level in ("level 2", "level 1"):
         assert found["async"][level]["made"] == found["plain"][level]["made"]
     completions, conversations = found["plain"]["level 2"]["made"]
     assert all(len(tokens) == len(logprobs) > 0 for tokens, logprobs in completions)
-    assert conversations  # whose turns were answered late, in any order; the worker compares each with itself alone
+    assert (
+        conversations
+    )  # whose turns were answered late, in any order; the worker compares each with itself alone

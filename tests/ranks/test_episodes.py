@@ -51,12 +51,16 @@ def start(folder: Path, model: Path, num_ranks: int, tensor_parallel: int = 1) -
         checkpoint={"every_steps": 1, "resume": "auto"},
         proofs={"every_steps": 1},
     )  # fmt: skip
-    return RanksJob(num_ranks, "tests.support.workers.played", str(config), env={"PLAYED": str(folder)})
+    return RanksJob(
+        num_ranks, "tests.support.workers.played", str(config), env={"PLAYED": str(folder)}
+    )
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not TIMED.search(name)} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not TIMED.search(name)} for line in lines
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +103,37 @@ def test_the_episodes_are_such_as_could_differ(played: dict[str, Path]) -> None:
     for step in (1, 2, GYM_STEP):
         rollouts = dumped(played["one"] / "run", step)
         assert len(rollouts) == NUM_EPISODES
-        shapes = {tuple((turn["sampled"], len(turn["token_ids"])) for turn in r["turns"]) for r in rollouts}
+        shapes = {
+            tuple((turn["sampled"], len(turn["token_ids"])) for turn in r["turns"])
+            for r in rollouts
+        }
         assert len(shapes) > 3
-        assert len({sum(turn["sampled"] for turn in r["turns"]) for r in rollouts}) > 1, "of several numbers of turns"
+        assert len({sum(turn["sampled"] for turn in r["turns"]) for r in rollouts}) > 1, (
+            "of several numbers of turns"
+        )
         assert len({r["reward"] for r in rollouts}) > NUM_EPISODES // 2
-        said = [message["content"] for r in rollouts for message in r["messages"] if message["role"] != "assistant"]
-        assert len({text for text in said if text.isdigit()}) > 1, "what environments draw is told to the policy"
+        said = [
+            message["content"]
+            for r in rollouts
+            for message in r["messages"]
+            if message["role"] != "assistant"
+        ]
+        assert len({text for text in said if text.isdigit()}) > 1, (
+            "what environments draw is told to the policy"
+        )
     of_turns = [
-        turn["reward"] for r in dumped(played["one"] / "run", GYM_STEP) for turn in r["turns"] if turn["sampled"]
+        turn["reward"]
+        for r in dumped(played["one"] / "run", GYM_STEP)
+        for turn in r["turns"]
+        if turn["sampled"]
     ]
     assert len(set(of_turns)) > NUM_EPISODES
 
 
 @pytest.mark.parametrize("layout", [name for name in RANKS if name != "one"])
-def test_episodes_and_training_do_not_depend_on_the_ranks(played: dict[str, Path], layout: str) -> None:
+def test_episodes_and_training_do_not_depend_on_the_ranks(
+    played: dict[str, Path], layout: str
+) -> None:
     """Tokens, turns, messages and rewards to the bit, whatever time environments took. Logprobs and what is trained at
     rounding: 1e-6, more behind an optimizer step (test_partition.py) and where slices of a layer add up in another
     order, of logits of around 10."""
@@ -122,7 +143,15 @@ def test_episodes_and_training_do_not_depend_on_the_ranks(played: dict[str, Path
         for ours, theirs in zip(mine, alone, strict=True):
             assert logprobs_of(ours) == pytest.approx(logprobs_of(theirs), abs=bound)
             assert ours["advantage"] == pytest.approx(theirs["advantage"], abs=1e-6)
-            for name in ("completion_ids", "turns", "messages", "status", "reward", "rewards", "finish_reason"):
+            for name in (
+                "completion_ids",
+                "turns",
+                "messages",
+                "status",
+                "reward",
+                "rewards",
+                "finish_reason",
+            ):
                 assert ours[name] == theirs[name], (step, name)
     for mine_of_step, of_one in zip(metrics(played[layout]), metrics(played["one"]), strict=True):
         for name in ("loss/total", "loss/policy", "loss/entropy", "optim/grad_norm"):
@@ -135,10 +164,14 @@ def test_episodes_and_training_do_not_depend_on_the_ranks(played: dict[str, Path
 @pytest.fixture(scope="module")
 def plain(played: dict[str, Path], model: Path) -> dict[int, Any]:
     """By step, the policy that sampled in it, as plain transformers has it."""
-    export_checkpoint(played["one"] / "run/checkpoints/step_000002", model.parent / "after_2", "float32")
+    export_checkpoint(
+        played["one"] / "run/checkpoints/step_000002", model.parent / "after_2", "float32"
+    )
 
     def load(path: Path) -> Any:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        )
 
     return {1: load(model), GYM_STEP: load(model.parent / "after_2")}
 
@@ -166,7 +199,9 @@ def test_scores_of_tokens_are_those_of_plain_transformers(
                     entropies.append(-(log_p[place - 1].exp() * log_p[place - 1]).sum().item())
                     differences.append(log_p[place - 1, ids[place]].item())
             engine = logprobs_of(r)
-            assert len(engine) == len(line["difference"]) == len(line["entropy"]) == len(differences)
+            assert (
+                len(engine) == len(line["difference"]) == len(line["entropy"]) == len(differences)
+            )
             assert line["entropy"] == pytest.approx(entropies, rel=5e-4, abs=bound)
             differences = [policy - its for policy, its in zip(differences, engine, strict=True)]
             assert line["difference"] == pytest.approx(differences, abs=bound)
@@ -188,12 +223,16 @@ def test_advantages_of_turns_are_beside_the_scores(played: dict[str, Path]) -> N
         for own, turns in zip(to_go, sampled, strict=True):
             for number, turn in reversed([*enumerate(turns)]):
                 own[number] = turn["reward"] + 0.5 * own[number + 1]
-        rewards, advantages = (np.array([r[name] for r in group]) for name in ("reward", "advantage"))
+        rewards, advantages = (
+            np.array([r[name] for r in group]) for name in ("reward", "advantage")
+        )
         slope = np.ptp(advantages) / np.ptp(rewards)
         over = to_go - to_go[:, :1]
         of_turns = advantages[:, None] + slope * (over - over.mean(0))
         for r, turns, values in zip(group, sampled, of_turns.tolist(), strict=True):
-            expected = [value for turn, value in zip(turns, values, strict=False) for _ in turn["token_ids"]]
+            expected = [
+                value for turn, value in zip(turns, values, strict=False) for _ in turn["token_ids"]
+            ]
             found = lines[r["rollout_id"]].get("advantages") or [r["advantage"]] * len(expected)
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
             num_unlike += len(set(found)) > 1
@@ -213,17 +252,27 @@ def test_the_timeline_is_what_the_metrics_are_of(played: dict[str, Path], layout
             of_ranks = [[span for span in spans if span.phase == name] for spans in timeline.spans]
             assert all(of_ranks), name
             seconds = max(sum(span.end_s - span.start_s for span in spans) for spans in of_ranks)
-            assert line[f"time/{name}_s"] == pytest.approx(seconds, abs=0.001 * len(of_ranks[0]))  # each to the ms
+            assert line[f"time/{name}_s"] == pytest.approx(
+                seconds, abs=0.001 * len(of_ranks[0])
+            )  # each to the ms
             peak = max(span.peak_gib or 0.0 for spans in of_ranks for span in spans)
-            assert line[f"memory/{name}/peak_gib"] == pytest.approx(peak, abs=0.002)  # each to the MiB
-        busy = [[span.busy_s for span in spans if span.phase == "rollout"] for spans in timeline.spans]
-        assert [[seconds is None for seconds in of_rank] for of_rank in busy] == [[False, True]] * num_ranks
+            assert line[f"memory/{name}/peak_gib"] == pytest.approx(
+                peak, abs=0.002
+            )  # each to the MiB
+        busy = [
+            [span.busy_s for span in spans if span.phase == "rollout"] for spans in timeline.spans
+        ]
+        assert [[seconds is None for seconds in of_rank] for of_rank in busy] == [
+            [False, True]
+        ] * num_ranks
         generation_s = [of_rank[0] or 0.0 for of_rank in busy]
         waste = 1 - sum(generation_s) / num_ranks / max(generation_s)
         assert line["rollout/tail_waste_frac"] == pytest.approx(waste, abs=0.02)
 
 
-def test_a_run_killed_in_an_episode_goes_on_to_the_bit(played: dict[str, Path], killed: tuple[Path, int, str]) -> None:
+def test_a_run_killed_in_an_episode_goes_on_to_the_bit(
+    played: dict[str, Path], killed: tuple[Path, int, str]
+) -> None:
     folder, num_kept, before = killed
     assert "in phase rollout, step 2: its process is gone" in before
     assert metrics(folder) == metrics(played["two"])
@@ -241,14 +290,24 @@ def test_a_run_killed_in_an_episode_goes_on_to_the_bit(played: dict[str, Path], 
 
 def without_times(folder: Path, step: int) -> list[dict[str, Any]]:
     rollouts = dumped(folder / "run", step)
-    return [{**r, "environment": {**r["environment"], "calls_s": len(r["environment"]["calls_s"])}} for r in rollouts]
+    return [
+        {**r, "environment": {**r["environment"], "calls_s": len(r["environment"]["calls_s"])}}
+        for r in rollouts
+    ]
 
 
-def test_failures_are_counted_to_the_last_and_too_many_end_the_run(model: Path, tmp_path: Path) -> None:
+def test_failures_are_counted_to_the_last_and_too_many_end_the_run(
+    model: Path, tmp_path: Path
+) -> None:
     """In the first step an environment of each four raises, hangs, dies, all by their rows; in the second all raise."""
     rows = [{"prompt": [{"role": "user", "content": "a"}], "how": how} for how in HOW]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"gym": "tests/support/played.py:Rough", "max_tokens": 96, "num_workers": 8, "call_timeout_s": 5}
+    settings = {
+        "gym": "tests/support/played.py:Rough",
+        "max_tokens": 96,
+        "num_workers": 8,
+        "call_timeout_s": 5,
+    }
     config = write_config(
         tmp_path, model,
         data={"max_prompt_tokens": 8, "shuffle": False}, environment=settings, rewards=[],
@@ -267,5 +326,7 @@ def test_failures_are_counted_to_the_last_and_too_many_end_the_run(model: Path, 
     why = "the environment failed in 16 of 16 episodes (16 env_error, 0 env_timeout), each tried twice: 1 is not under"
     [report] = [text for text in output.splitlines() if "failed first" in text]
     assert report.startswith("rank 0 failed first, in phase reward, step 2: RewardError: " + why)
-    assert output.count("environment (row 4, sample 0): reset() raised KeyError: 'gone'") == 1, output
+    assert output.count("environment (row 4, sample 0): reset() raised KeyError: 'gone'") == 1, (
+        output
+    )
     assert output.splitlines()[-1] == "all ranks stop with exit code 1"

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from grpo_spmd.rewards.answers import final_answer
+from grpo_spmd.rewards.verifiers import final_answer
 from tests.support.models import make_model, write_config
 from tests.support.ranks import RanksJob, run_worker
 
@@ -40,7 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(folder / "model", "qwen3", tied=True)
     (folder / "reward.py").write_text(REWARD)
     rows = [
-        json.dumps({"prompt": f"{'1,2,3,4,5,6,7,8,9+' * 2}{a},{b}=", "answer": f"gold {a}{b}"}) + "\n"
+        json.dumps({"prompt": f"{'1,2,3,4,5,6,7,8,9+' * 2}{a},{b}=", "answer": f"gold {a}{b}"})
+        + "\n"
         for a in range(1, 5)
         for b in range(1, 5)
     ]
@@ -52,7 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_file(folder: Path, name: str, *, evaluates: bool = True, **sections: Any) -> Path:
     (folder / name).mkdir()
-    evaluated = {"eval": {set_name: str(folder / f"{set_name}.jsonl") for set_name in SETS if evaluates}}
+    evaluated = {
+        "eval": {set_name: str(folder / f"{set_name}.jsonl") for set_name in SETS if evaluates}
+    }
     return write_config(
         folder / name,
         folder / "model",
@@ -62,7 +65,14 @@ def config_file(folder: Path, name: str, *, evaluates: bool = True, **sections: 
             {"name": "format", "args": {"pattern": "[0-9].*"}, "weight": 0.1},
         ],
         training={"num_steps": NUM_STEPS, "max_tokens_per_micro_batch": 256},
-        **{"eval": {"every_steps": 2 if evaluates else 0, "num_samples": NUM_SAMPLES, "temperature": 0.9}, **sections},
+        **{
+            "eval": {
+                "every_steps": 2 if evaluates else 0,
+                "num_samples": NUM_SAMPLES,
+                "temperature": 0.9,
+            },
+            **sections,
+        },
     )
 
 
@@ -70,7 +80,9 @@ def config_file(folder: Path, name: str, *, evaluates: bool = True, **sections: 
 def trained(folder: Path) -> dict[str, Path]:
     """The run folders of two trainings in one process each, with and without evaluation, that run at the same time."""
     files = {"on": config_file(folder, "on"), "off": config_file(folder, "off", evaluates=False)}
-    jobs = {name: RanksJob(1, "grpo_spmd.train", "--config", str(file)) for name, file in files.items()}
+    jobs = {
+        name: RanksJob(1, "grpo_spmd.train", "--config", str(file)) for name, file in files.items()
+    }
     for name, job in jobs.items():
         code, output = job.wait(120)
         assert code == 0, output
@@ -79,7 +91,11 @@ def trained(folder: Path) -> dict[str, Path]:
 
 
 # FULL_MATRIX=1 tests/run.sh -k evaluat    takes tensor parallelism as well: another 20 to 40 s.
-_ENGINES = {1: "two engines", 2: "tensor parallel 2"} if os.environ.get("FULL_MATRIX") else {1: "two engines"}
+_ENGINES = (
+    {1: "two engines", 2: "tensor parallel 2"}
+    if os.environ.get("FULL_MATRIX")
+    else {1: "two engines"}
+)
 
 
 @pytest.fixture(scope="module", params=list(_ENGINES), ids=list(_ENGINES.values()))
@@ -87,12 +103,19 @@ def evaluated(folder: Path, request: pytest.FixtureRequest) -> Path:
     """The folder of evaluations on two ranks."""
     run_dir = folder / f"two_ranks_tp{request.param}"
     config = config_file(
-        folder, f"tp{request.param}", rollout={"max_completion_tokens": 12, "tensor_parallel_size": request.param}
+        folder,
+        f"tp{request.param}",
+        rollout={"max_completion_tokens": 12, "tensor_parallel_size": request.param},
     )
     output = run_worker(2, "evaluate", str(config), str(run_dir), timeout_s=120)
     sizes = [json.loads(numbers) for numbers in re.findall(r"scored (\[.*\])", output)]
     # Shared alike, completion by completion; every completion scored on exactly one rank.
-    assert [sorted(parts) for parts in zip(*sizes, strict=True)] == [[22, 22], [22, 22], [5, 6], [0, 1]]
+    assert [sorted(parts) for parts in zip(*sizes, strict=True)] == [
+        [22, 22],
+        [22, 22],
+        [5, 6],
+        [0, 1],
+    ]
     return run_dir
 
 
@@ -110,18 +133,24 @@ def read_metrics(run_dir: Path) -> Rows:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_training_samples_the_same_completions_with_and_without_evaluation(trained: dict[str, Path]) -> None:
+def test_training_samples_the_same_completions_with_and_without_evaluation(
+    trained: dict[str, Path],
+) -> None:
     for step in range(1, NUM_STEPS + 1):
         on, off = (read(trained[name], f"step_{step:06d}.jsonl") for name in ("on", "off"))
         assert on == off  # token ids, logprobs, rewards and advantages, to the last bit
     assert not list((trained["off"] / "rollouts").glob("eval*"))
     off_lines, on_lines = read_metrics(trained["off"]), read_metrics(trained["on"])
-    for off_line, on_line in zip(off_lines, (line for line in on_lines if not eval_metrics(line)), strict=True):
+    for off_line, on_line in zip(
+        off_lines, (line for line in on_lines if not eval_metrics(line)), strict=True
+    ):
         for key in ("loss/policy", "optim/grad_norm", "reward/mean", "weight_sync/mismatch_kl"):
             assert on_line[key] == off_line[key], key
 
 
-def test_metrics_have_an_evaluation_every_second_step_and_after_the_last(trained: dict[str, Path]) -> None:
+def test_metrics_have_an_evaluation_every_second_step_and_after_the_last(
+    trained: dict[str, Path],
+) -> None:
     lines = read_metrics(trained["on"])
     of_policies = [0, 2, 3]  # each behind the line of its step
     assert [(line["step"], bool(eval_metrics(line))) for line in lines] == sorted(
@@ -140,9 +169,16 @@ def test_metrics_have_an_evaluation_every_second_step_and_after_the_last(trained
         "num_prompts",
     ]
     for line in (lines[0], lines[3], lines[5]):
-        assert sorted(eval_metrics(line)) == sorted(f"eval/{name}/{key}" for name in SETS for key in per_set)
-    assert lines[1]["time/eval_s"] > 0.001 > lines[2]["time/eval_s"]  # it is a phase of the next step
-    assert [len(read_metrics(trained["off"])), bool(eval_metrics(read_metrics(trained["off"])[0]))] == [
+        assert sorted(eval_metrics(line)) == sorted(
+            f"eval/{name}/{key}" for name in SETS for key in per_set
+        )
+    assert (
+        lines[1]["time/eval_s"] > 0.001 > lines[2]["time/eval_s"]
+    )  # it is a phase of the next step
+    assert [
+        len(read_metrics(trained["off"])),
+        bool(eval_metrics(read_metrics(trained["off"])[0])),
+    ] == [
         NUM_STEPS,
         False,
     ]
@@ -150,9 +186,14 @@ def test_metrics_have_an_evaluation_every_second_step_and_after_the_last(trained
     assert [output.count(f"eval after step {step}, e7: mean ") for step in range(4)] == [1, 0, 1, 1]
 
 
-def test_the_last_evaluation_measures_the_policy_after_the_last_update(trained: dict[str, Path]) -> None:
+def test_the_last_evaluation_measures_the_policy_after_the_last_update(
+    trained: dict[str, Path],
+) -> None:
     """The evaluations differ although they draw the same random numbers (see the worker): each saw other weights."""
-    steps = [[row["completion"] for row in read(trained["on"], f"eval_e7_step_{step:06d}.jsonl")] for step in (0, 2, 3)]
+    steps = [
+        [row["completion"] for row in read(trained["on"], f"eval_e7_step_{step:06d}.jsonl")]
+        for step in (0, 2, 3)
+    ]
     assert steps[0] != steps[1] != steps[2]
 
 
@@ -173,17 +214,22 @@ def test_metrics_follow_from_the_dump(trained: dict[str, Path]) -> None:
     seen: set[float | None] = set()
     for name, size in SETS.items():
         rows = read(trained["on"], f"eval_{name}_step_000000.jsonl")
-        assert [(row["row"], row["sample"]) for row in rows] == list(itertools.product(range(size), range(NUM_SAMPLES)))
+        assert [(row["row"], row["sample"]) for row in rows] == list(
+            itertools.product(range(size), range(NUM_SAMPLES))
+        )
         prompts = [rows[i : i + NUM_SAMPLES] for i in range(0, len(rows), NUM_SAMPLES)]
         seen |= {row["rewards"]["verifier"] for row in rows}
         for row in rows:
             assert row["right"] == (row["rewards"]["verifier"] == 1.0)
             a, b = row["prompt"][-4], row["prompt"][-2]
-            assert row["columns"] == {"answer": f"gold {a}{b}"}  # the data's; the model's is another field
+            assert row["columns"] == {
+                "answer": f"gold {a}{b}"
+            }  # the data's; the model's is another field
             assert row["final_answer"] == final_answer(row["completion"])
         for k in (1, 2, 4):
             found = [
-                [any(row["right"] for row in some) for some in itertools.combinations(prompt, k)] for prompt in prompts
+                [any(row["right"] for row in some) for some in itertools.combinations(prompt, k)]
+                for prompt in prompts
             ]
             expected = sum(sum(f) / len(f) for f in found) / size
             assert metrics[f"eval/{name}/pass_at_{k}"] == pytest.approx(expected)
@@ -199,14 +245,19 @@ def test_metrics_follow_from_the_dump(trained: dict[str, Path]) -> None:
 def test_samples_of_a_prompt_and_of_sets_differ(trained: dict[str, Path]) -> None:
     """e1, e3 and e7 begin with the same prompt: seeds must know the sample and the set."""
     first = [
-        tuple(r["completion"] for r in read(trained["on"], f"eval_{name}_step_000000.jsonl")[:NUM_SAMPLES])
+        tuple(
+            r["completion"]
+            for r in read(trained["on"], f"eval_{name}_step_000000.jsonl")[:NUM_SAMPLES]
+        )
         for name in SETS
     ]
     assert len(set(first)) == 3
     assert all(len(set(completions)) > 1 for completions in first)
 
 
-def test_greedy_evaluation_is_the_argmax_of_plain_transformers(folder: Path, evaluated: Path) -> None:
+def test_greedy_evaluation_is_the_argmax_of_plain_transformers(
+    folder: Path, evaluated: Path
+) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     _, metrics = json.loads((evaluated / "metrics.json").read_text())

@@ -18,12 +18,21 @@ from tests.support.ranks import RanksJob, train
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("smollm3", {}),  # as OLMo has, no class in vLLM: HF's, which it would change for the policy too
+        (
+            "smollm3",
+            {},
+        ),  # as OLMo has, no class in vLLM: HF's, which it would change for the policy too
         ("olmo2", {}),
         ("olmo3", {"sliding_window": 8}),
-        ("glm4", {}),  # gate_up is fused in the checkpoint, and vLLM calls its halves by other names
+        (
+            "glm4",
+            {},
+        ),  # gate_up is fused in the checkpoint, and vLLM calls its halves by other names
         ("phi3", {}),
-        ("gpt_neox", {"num_key_value_heads": 4}),  # another name for the head on disk, and for all layers in vLLM
+        (
+            "gpt_neox",
+            {"num_key_value_heads": 4},
+        ),  # another name for the head on disk, and for all layers in vLLM
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -37,7 +46,9 @@ def test_a_family_trains_at_rounding_and_its_sync_is_proved_whole(
     assert "not proved" not in output
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert sum(map(int, proved.groups())) == len(file.keys())
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(steps) == 2
     for step in steps:
         assert step["weight_sync/mismatch_abs_mean"] < 3e-6, step
@@ -48,7 +59,11 @@ def test_a_family_trains_at_rounding_and_its_sync_is_proved_whole(
     ("family", "changes", "expected"),
     [
         # vLLM's Qwen3 has no such bias: it was trained, and never sampled from.
-        ("qwen3", {"attention_bias": True}, r"has model\.layers\.0\.self_attn\.o_proj\.bias and 1 more, which vLLM's"),
+        (
+            "qwen3",
+            {"attention_bias": True},
+            r"has model\.layers\.0\.self_attn\.o_proj\.bias and 1 more, which vLLM's",
+        ),
         ("qwen3", {"head_dim": 24}, "has heads of 24, and vLLM on a CPU only of "),
     ],
 )
@@ -56,7 +71,9 @@ def test_what_the_engine_lacks_is_refused_in_one_line(
     tmp_path: Path, family: str, changes: dict[str, Any], expected: str
 ) -> None:
     folder = make_model(tmp_path / "model", family, tied=True, **changes)
-    code, output = RanksJob(1, "grpo_spmd.train", "--config", str(write_config(tmp_path, folder))).wait()
+    code, output = RanksJob(
+        1, "grpo_spmd.train", "--config", str(write_config(tmp_path, folder))
+    ).wait()
     assert code == 2, output
     assert "Traceback" not in output
     assert re.search(rf"^error: model\.path: .*{expected}", output, re.MULTILINE), output

@@ -21,11 +21,18 @@ def test_policy_and_engine_agree_on_caps_windows_and_long_rotary_factors(tmp_pat
         if rotary:
             described["rope_parameters"].update(rotary)
             (model / "config.json").write_text(json.dumps(described))
-        configs.append(write_config(tmp_path / family, model, rollout={"temperature": 0.7}, proofs={"every_steps": 1}))
+        configs.append(
+            write_config(
+                tmp_path / family, model, rollout={"temperature": 0.7}, proofs={"every_steps": 1}
+            )
+        )
     output = run_worker(1, "train_each", *map(str, configs))
     assert output.count("weight-sync proof:") == len(configs)
     assert "not proved" not in output
     for config in configs:
-        steps = [json.loads(line) for line in (config.parent / "run" / "metrics.jsonl").read_text().splitlines()]
+        steps = [
+            json.loads(line)
+            for line in (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
         assert len(steps) == 2
         assert max(step["weight_sync/mismatch_abs_max"] for step in steps) < 1e-5, config

@@ -20,7 +20,11 @@ from tests.support.processes import run_command
 from tests.support.ranks import run_worker, train
 from tests.support.workers.lora import rollouts
 
-RANK, ALPHA, TEMPERATURE = 5, 7.0, 0.7  # a scale of 1.4, and rows that two ranks cannot share evenly
+RANK, ALPHA, TEMPERATURE = (
+    5,
+    7.0,
+    0.7,
+)  # a scale of 1.4, and rows that two ranks cannot share evenly
 # (family, tied, sync, ranks, tensor parallel); FULL_MATRIX=1 runs all 12.
 _ALL = [
     (f, t, s, n, tp)
@@ -30,7 +34,9 @@ _ALL = [
 ]
 _SOME = [("qwen3", True, "merged", 1, 1), ("qwen3", True, "adapter", 2, 2)]
 RUNS = _ALL if os.environ.get("FULL_MATRIX") else _SOME
-TRAINED = [("merged", 2), ("adapter", 1)] + ([("merged", 1), ("adapter", 2)] if os.environ.get("FULL_MATRIX") else [])
+TRAINED = [("merged", 2), ("adapter", 1)] + (
+    [("merged", 1), ("adapter", 2)] if os.environ.get("FULL_MATRIX") else []
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +48,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any
         family, tied, sync, num_ranks, tensor_parallel = run
         folder = tmp_path_factory.mktemp("lora")
         rollout = {"temperature": TEMPERATURE, "tensor_parallel_size": tensor_parallel}
-        kv_heads = {"num_key_value_heads": 1} if family == "qwen3" else {}  # with tensor parallel 2, both ranks hold it
+        kv_heads = (
+            {"num_key_value_heads": 1} if family == "qwen3" else {}
+        )  # with tensor parallel 2, both ranks hold it
         model = make_model(folder / "model", family, tied=tied, **kv_heads)
-        config = write_config(folder, model, rollout=rollout, data={"max_prompt_tokens": 48}, loss={"kl_coef": 0.1})
+        config = write_config(
+            folder, model, rollout=rollout, data={"max_prompt_tokens": 48}, loss={"kl_coef": 0.1}
+        )
         lora = [f"model.lora.rank={RANK}", f"model.lora.alpha={ALPHA}", f"model.lora.sync={sync}"]
         output = run_worker(num_ranks, "lora", str(config), str(folder / "out.pt"), *lora)
         assert "not proved" not in output
@@ -52,9 +62,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any
     return found
 
 
-def with_adapters(model: Path, adapters: dict[str, Tensor], alpha: float = ALPHA, rank: int = RANK) -> peft.PeftModel:
+def with_adapters(
+    model: Path, adapters: dict[str, Tensor], alpha: float = ALPHA, rank: int = RANK
+) -> peft.PeftModel:
     """peft's own layers on transformers' own model, filled with these adapters."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    )
     targets = sorted({name.split(".")[-3] for name in adapters})
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)  # type: ignore[arg-type]
     plain = peft.get_peft_model(base, config)
@@ -69,13 +83,17 @@ def plain_scores(model: torch.nn.Module) -> tuple[Tensor, Tensor]:
     logprobs, entropies = [], []
     for rollout in rollouts():
         ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
-        log_p = (model(input_ids=ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        log_p = (
+            model(input_ids=ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / TEMPERATURE
+        ).log_softmax(-1)
         logprobs.append(log_p.gather(-1, ids[0, len(rollout.prompt_ids) :, None])[:, 0])
         entropies.append(-(log_p.exp() * log_p).sum(-1))
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def test_adapters_start_alike_on_any_number_of_ranks_and_as_the_base(results: dict[Any, dict[str, Any]]) -> None:
+def test_adapters_start_alike_on_any_number_of_ranks_and_as_the_base(
+    results: dict[Any, dict[str, Any]],
+) -> None:
     first, *others = (result["initial"] for run, result in results.items() if run[0] == "qwen3")
     assert others
     for other in others:
@@ -97,7 +115,11 @@ def test_loss_and_gradient_equal_plain_peft(results: dict[Any, dict[str, Any]], 
     loss = -(logprobs + 0.1 * entropy).sum() / len(logprobs)
     loss.backward()
     assert result["loss"] == pytest.approx(loss.item(), rel=1e-6)
-    expected = {name.replace(".default", ""): p.grad for name, p in plain.named_parameters() if p.requires_grad}
+    expected = {
+        name.replace(".default", ""): p.grad
+        for name, p in plain.named_parameters()
+        if p.requires_grad
+    }
     assert len(expected) == len(result["gradients"]) == 2 * 2 * 7
     for name, gradient in result["gradients"].items():
         theirs = expected[f"base_model.model.{name}"]
@@ -114,11 +136,15 @@ def test_loss_and_gradient_do_not_depend_on_ranks(results: dict[Any, dict[str, A
         for other in others:
             assert other["loss"] == pytest.approx(first["loss"], rel=1e-6)
             for name, expected in first["gradients"].items():
-                assert float((other["gradients"][name] - expected).norm() / expected.norm()) < 2e-6, name
+                assert (
+                    float((other["gradients"][name] - expected).norm() / expected.norm()) < 2e-6
+                ), name
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_the_reference_is_the_base_though_adapters_have_moved(results: dict[Any, dict[str, Any]], run: Any) -> None:
+def test_the_reference_is_the_base_though_adapters_have_moved(
+    results: dict[Any, dict[str, Any]], run: Any
+) -> None:
     result = results[run]
     base = transformers.AutoModelForCausalLM.from_pretrained(
         result["model"], dtype=torch.float32, attn_implementation="eager"
@@ -130,14 +156,18 @@ def test_the_reference_is_the_base_though_adapters_have_moved(results: dict[Any,
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_the_engine_answers_as_peft_does_after_each_sync(results: dict[Any, dict[str, Any]], run: Any) -> None:
+def test_the_engine_answers_as_peft_does_after_each_sync(
+    results: dict[Any, dict[str, Any]], run: Any
+) -> None:
     result = results[run]
     assert result["worst"] < 1e-4
     at_first, later = result["bytes"]
     if run[2] == "adapter":
         adapters = 4 * sum(tensor.numel() for tensor in result["adapters"].values())
         assert (later, result["num_collectives"]) == (adapters, 1)
-    assert at_first == later  # of a base that stays nothing is counted: the first step of a process is as any other
+    assert (
+        at_first == later
+    )  # of a base that stays nothing is counted: the first step of a process is as any other
 
 
 @pytest.mark.parametrize(("sync", "num_ranks"), TRAINED)
@@ -146,10 +176,17 @@ def test_two_steps_of_the_real_loop(tmp_path: Path, sync: str, num_ranks: int) -
     config = write_config(tmp_path, model, loss={"kl_coef": 0.05}, proofs={"every_steps": 1})
     lora = [f"model.lora.rank={RANK}", f"model.lora.alpha={ALPHA}", f"model.lora.sync={sync}"]
     output = train(
-        num_ranks, config, *lora, "training.num_steps=3", "model.activation_checkpointing=true", timeout_s=500
+        num_ranks,
+        config,
+        *lora,
+        "training.num_steps=3",
+        "model.activation_checkpointing=true",
+        timeout_s=500,
     )
     assert "not proved" not in output
-    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert all(m["weight_sync/mismatch_kl"] < 1e-6 for m in metrics)
     assert all(m["weight_sync/mismatch_abs_max"] < 1e-4 for m in metrics)
     assert all(m["optim/grad_norm"] > 0 for m in metrics)
@@ -157,14 +194,28 @@ def test_two_steps_of_the_real_loop(tmp_path: Path, sync: str, num_ranks: int) -
         metrics[0]["loss/kl"] == 0 < 1e-6 < metrics[1]["loss/kl"]
     )  # adapters start as nothing, then move away from the reference
     saved = tmp_path / "run/checkpoints/step_000003"
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in saved.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {
+        path.name for path in saved.iterdir()
+    }
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, saved)
     assert adapted.peft_config["default"].r == RANK
     ids = torch.tensor([[4, 9, 2, 7]])
-    scores, of_base = adapted(ids).logits, transformers.AutoModelForCausalLM.from_pretrained(model)(ids).logits
+    scores, of_base = (
+        adapted(ids).logits,
+        transformers.AutoModelForCausalLM.from_pretrained(model)(ids).logits,
+    )
     assert not torch.allclose(scores, of_base, atol=1e-4)
-    done = run_command([sys.executable, "-m", "grpo_spmd.export", str(saved), str(tmp_path / "merged"), "--merge"])
+    done = run_command(
+        [
+            sys.executable,
+            "-m",
+            "grpo_spmd.tools.export",
+            str(saved),
+            str(tmp_path / "merged"),
+            "--merge",
+        ]
+    )
     assert done.stdout.endswith("MiB of weights after 3 steps, adapters merged\n"), done
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(merged(ids).logits, scores, rtol=1e-5, atol=1e-5)

@@ -23,24 +23,39 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True)
 
 
-def test_a_rank_that_runs_out_of_memory_in_a_run_says_so_after_it_was_alarmed(tmp_path: Path, model: Path) -> None:
+def test_a_rank_that_runs_out_of_memory_in_a_run_says_so_after_it_was_alarmed(
+    tmp_path: Path, model: Path
+) -> None:
     """Rank 1 of 2 keeps 100 MiB a step (alarmed from 64 MiB), and asks for 4 PiB in its third update."""
-    path = write_config(tmp_path, model, training={"num_steps": 4, "max_tokens_per_micro_batch": 64})
-    code, output = RanksJob(2, "tests.support.workers.out_of_memory", "--config", str(path)).wait(120)
+    path = write_config(
+        tmp_path, model, training={"num_steps": 4, "max_tokens_per_micro_batch": 64}
+    )
+    code, output = RanksJob(2, "tests.support.workers.out_of_memory", "--config", str(path)).wait(
+        120
+    )
     assert code == 1
-    assert re.search(r"^rank 1 \(.*\) failed first, in phase update, step 3: RuntimeError: ", output, re.M), output
+    assert re.search(
+        r"^rank 1 \(.*\) failed first, in phase update, step 3: RuntimeError: ", output, re.M
+    ), output
     assert "rank 1 ran out of memory in phase update; the host has" in output
     assert "update, when it failed" in output
-    assert "what may help, the likeliest first: lower training.max_tokens_per_micro_batch (64);" in output
+    assert (
+        "what may help, the likeliest first: lower training.max_tokens_per_micro_batch (64);"
+        in output
+    )
     alarms = [line for line in output.splitlines() if "memory grows:" in line]
     assert [line.partition(":")[0] for line in alarms] == ["rank 1", "rank 1"], (
         output
     )  # at the second step's sleep and the third's
-    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert len(metrics) == 2
     for line in metrics:
         assert {
-            f"memory/{phase}/{field}_gib" for phase in ("weight_sync", "rollout", "update") for field in FIELDS
+            f"memory/{phase}/{field}_gib"
+            for phase in ("weight_sync", "rollout", "update")
+            for field in FIELDS
         } <= line.keys()
         assert line["memory/host/offloaded_gib"] == 0
     assert metrics[1]["memory/sleep/left_gib"] - metrics[0]["memory/sleep/left_gib"] > 0.09
@@ -50,7 +65,9 @@ def test_a_rank_that_runs_out_of_memory_in_a_run_says_so_after_it_was_alarmed(tm
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_three_steps_with_offload_equal_those_without_to_the_bit(tmp_path: Path, model: Path, num_ranks: int) -> None:
+def test_three_steps_with_offload_equal_those_without_to_the_bit(
+    tmp_path: Path, model: Path, num_ranks: int
+) -> None:
     sections: dict[str, Any] = {
         "data": {"max_prompt_tokens": 9},
         "rollout": {"num_prompts_per_step": 6, "group_size": 4, "max_completion_tokens": 28},
@@ -62,15 +79,21 @@ def test_three_steps_with_offload_equal_those_without_to_the_bit(tmp_path: Path,
     assert output.count(": equal") == num_ranks
 
 
-def test_a_run_with_offload_ends_with_the_weights_of_one_without(tmp_path: Path, plain_run: Path) -> None:
+def test_a_run_with_offload_ends_with_the_weights_of_one_without(
+    tmp_path: Path, plain_run: Path
+) -> None:
     """A real engine, evaluation while it is awake: weights at the end, losses and evaluations equal to the bit."""
     train(1, plain_config(tmp_path, plain_run / "model"), "model.offload=true", timeout_s=180)
     found = {}
     for what, folder in ((False, plain_run), (True, tmp_path)):
         weights = load_file(next((folder / "run/checkpoints/step_000003").glob("*.safetensors")))
-        lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()
+        ]
         found[what] = weights, lines
-    assert all(torch.equal(tensor, found[True][0][name]) for name, tensor in found[False][0].items())
+    assert all(
+        torch.equal(tensor, found[True][0][name]) for name, tensor in found[False][0].items()
+    )
     keys = ("reward/mean", "loss/total", "loss/kl", "optim/grad_norm", "eval/held/mean")
     assert [[line.get(key) for key in keys] for line in found[True][1]] == [
         [line.get(key) for key in keys] for line in found[False][1]

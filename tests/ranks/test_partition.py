@@ -92,7 +92,10 @@ def test_the_settings_really_bind(by_ranks: dict[int, Results]) -> None:
         assert 0.1 < result[setting]["capped_frac"] < 0.9, setting
     for setting in ("kl in reward", "reinforce_pp"):
         assert abs(result[setting]["metrics"]["reward/kl_penalty_mean"]) > 0.1
-    assert result["mask_truncated"]["loss_tokens"] == result["as configured"]["loss_tokens"] - GROUP_SIZE * 28
+    assert (
+        result["mask_truncated"]["loss_tokens"]
+        == result["as configured"]["loss_tokens"] - GROUP_SIZE * 28
+    )
     assert [result[setting]["updates"] for setting in ("as configured", SEVERAL_STEPS)] == [1, 4]
     assert len({result[setting]["loss"] for setting in SETTINGS}) == len(SETTINGS)
 
@@ -125,20 +128,26 @@ def test_loss_gradient_and_parameters_do_not_depend_on_the_split(
         for name, expected in reference["parameters"].items():
             assert relative_difference(result["parameters"][name], expected) < bound, (split, name)
         # Tensor by tensor, sums of float32 products in another order differ by a few 1e-7.
-        for gradients, expected_gradients in zip(result["gradients"], reference["gradients"], strict=True):
+        for gradients, expected_gradients in zip(
+            result["gradients"], reference["gradients"], strict=True
+        ):
             for name, expected in expected_gradients.items():
                 assert relative_difference(gradients[name], expected) < 5 * bound, (split, name)
 
 
 def test_layers_are_compiled_once_for_all_lengths(by_ranks: dict[int, Results]) -> None:
     """Before and after attention, with and without gradients, whatever the number of layers and of lengths."""
-    graphs = {variant: by_ranks[COMPILED_AT]["as configured", variant]["graphs"] for variant in VARIANTS}
+    graphs = {
+        variant: by_ranks[COMPILED_AT]["as configured", variant]["graphs"] for variant in VARIANTS
+    }
     assert graphs["activations recomputed but for products"] == 0
     assert by_ranks[COMPILED_AT]["as configured", FEW_ROWS]["rows"] > 1
     assert 0 < graphs["compiled"] <= 10
 
 
-def test_mismatch_is_measured_once_and_on_the_policy_that_sampled(by_ranks: dict[int, Results]) -> None:
+def test_mismatch_is_measured_once_and_on_the_policy_that_sampled(
+    by_ranks: dict[int, Results],
+) -> None:
     """Over two epochs and two mini-batches every token is measured once, with the logprobs from before the first
     step."""
     several, one = by_ranks[1][SEVERAL_STEPS, ONE_ROW], by_ranks[1]["as configured", ONE_ROW]
@@ -170,7 +179,9 @@ def test_loss_gradient_and_parameters_equal_plain_transformers(
 
 
 def test_the_update_moves_every_parameter(by_ranks: dict[int, Results], folder: Path) -> None:
-    start = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).state_dict()
+    start = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "model", dtype=torch.float32
+    ).state_dict()
     for name, parameter in by_ranks[2]["as configured", FEW_ROWS]["parameters"].items():
         assert not torch.equal(parameter, start[name]), name
 
@@ -183,25 +194,42 @@ def plain_scores(folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     for group in fixed_groups():
         for completion in group.completions:
             with torch.no_grad():
-                log_p, entropy = score_plain(model, group.prompt.token_ids, completion.token_ids, 0.8)
+                log_p, entropy = score_plain(
+                    model, group.prompt.token_ids, completion.token_ids, 0.8
+                )
             found.append((log_p - torch.tensor(completion.logprobs, dtype=torch.float64), entropy))
     return found
 
 
 @pytest.mark.parametrize("num_ranks", WORLD_SIZES)
 def test_scores_of_tokens_are_those_of_plain_transformers_however_the_work_is_split(
-    by_ranks: dict[int, Results], plain_scores: list[tuple[torch.Tensor, torch.Tensor]], num_ranks: int
+    by_ranks: dict[int, Results],
+    plain_scores: list[tuple[torch.Tensor, torch.Tensor]],
+    num_ranks: int,
 ) -> None:
     """Of the policy before the first update, whatever the loss is made of, to float16; means to float32."""
     unscored = UNSCORED[0] * GROUP_SIZE + UNSCORED[1]
     for (setting, split), result in by_ranks[num_ranks].items():
         lines = scored(result["scores"])
-        assert [line["rollout_id"] for line in lines] == list(range(NUM_GROUPS * GROUP_SIZE)), (setting, split)
+        assert [line["rollout_id"] for line in lines] == list(range(NUM_GROUPS * GROUP_SIZE)), (
+            setting,
+            split,
+        )
         for line, (difference, entropy) in zip(lines, plain_scores, strict=True):
-            assert line["difference"] == pytest.approx(difference.tolist(), rel=5e-4, abs=1e-5), (setting, split)
-            assert line["entropy"] == pytest.approx(entropy.tolist(), rel=5e-4, abs=1e-5), (setting, split)
-            assert line["difference_mean"] == pytest.approx(difference.abs().mean().item(), rel=1e-5, abs=1e-6)
-            assert line["difference_max"] == pytest.approx(difference.abs().max().item(), rel=1e-5, abs=1e-6)
+            assert line["difference"] == pytest.approx(difference.tolist(), rel=5e-4, abs=1e-5), (
+                setting,
+                split,
+            )
+            assert line["entropy"] == pytest.approx(entropy.tolist(), rel=5e-4, abs=1e-5), (
+                setting,
+                split,
+            )
+            assert line["difference_mean"] == pytest.approx(
+                difference.abs().mean().item(), rel=1e-5, abs=1e-6
+            )
+            assert line["difference_max"] == pytest.approx(
+                difference.abs().max().item(), rel=1e-5, abs=1e-6
+            )
             slot, size = line["rollout_id"] // GROUP_SIZE, len(difference)
             masked = line["rollout_id"] == unscored or (setting == "mask_truncated" and slot == 2)
             assert line.get("loss_mask") == ([0] * size if masked else None), (setting, split)
@@ -213,7 +241,9 @@ def relative_difference(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def load_plain(path: Any) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
 
 
 def score_plain(
@@ -233,15 +263,22 @@ def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
     model, reference = load_plain(config.model.path), load_plain(reference_model)
     decay = [p for p in model.parameters() if p.ndim > 1]
     flat = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decay, "weight_decay": config.optimizer.weight_decay}, {"params": flat, "weight_decay": 0.0}]
+    groups = [
+        {"params": decay, "weight_decay": config.optimizer.weight_decay},
+        {"params": flat, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=config.optimizer.lr, betas=config.optimizer.betas)
 
-    def scores(of: Any, prompt: list[int], completion: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def scores(
+        of: Any, prompt: list[int], completion: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return score_plain(of, prompt, completion, config.rollout.temperature)
 
     def kl(log_p: torch.Tensor, log_r: torch.Tensor) -> torch.Tensor:
         less = log_r - log_p
-        return {"k1": -less, "k2": 0.5 * less**2, "k3": less.exp() - 1 - less}[loss_config.kl_estimator]
+        return {"k1": -less, "k2": 0.5 * less**2, "k3": less.exp() - 1 - less}[
+            loss_config.kl_estimator
+        ]
 
     sequences: list[dict[str, Any]] = []
     for group in fixed_groups():
@@ -293,7 +330,13 @@ def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
                     total = total + term.sum() / (len(used) * longest)
             optimizer.zero_grad()
             total.backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)))
+            norms.append(
+                float(
+                    torch.nn.utils.clip_grad_norm_(
+                        model.parameters(), config.optimizer.max_grad_norm
+                    )
+                )
+            )
             all_gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
             optimizer.step()
             losses.append(total.item())
@@ -316,10 +359,14 @@ def correction(config: LossConfig, ratio: torch.Tensor) -> torch.Tensor:
         return torch.tensor([min(float(r), cap) for r in ratio], dtype=torch.float64)
     if config.rollout_correction == "sequence_tis":
         return torch.full_like(ratio, min(math.prod(ratio.tolist()), cap))
-    return torch.tensor([float(r) if 1 / cap <= r <= cap else 0.0 for r in ratio], dtype=torch.float64)
+    return torch.tensor(
+        [float(r) if 1 / cap <= r <= cap else 0.0 for r in ratio], dtype=torch.float64
+    )
 
 
-def policy_terms(config: LossConfig, log_p: torch.Tensor, old: torch.Tensor, advantage: float) -> torch.Tensor:
+def policy_terms(
+    config: LossConfig, log_p: torch.Tensor, old: torch.Tensor, advantage: float
+) -> torch.Tensor:
     """The policy's term of each token of one sequence."""
     low, high = 1 - config.clip_ratio_low, 1 + config.clip_ratio_high
     if config.policy == "cispo":
@@ -329,7 +376,9 @@ def policy_terms(config: LossConfig, log_p: torch.Tensor, old: torch.Tensor, adv
         ratio = (log_p - old).mean().exp().expand(len(log_p))
     objective = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     if config.dual_clip is not None and advantage < 0:
-        objective = torch.maximum(objective, torch.full_like(objective, config.dual_clip * advantage))
+        objective = torch.maximum(
+            objective, torch.full_like(objective, config.dual_clip * advantage)
+        )
     return -objective
 
 
@@ -348,5 +397,11 @@ def add_advantages(sequences: list[dict[str, Any]], config: Config) -> None:
             elif estimator == "rloo":
                 s["advantage"] = s["reward"] - statistics.mean(others)
             else:
-                divisor = {"group": statistics.stdev(rewards), "batch": statistics.stdev(known), "none": 1.0}[normalize]
-                s["advantage"] = (s["reward"] - statistics.mean(rewards)) / (1.0 if estimator == "dr_grpo" else divisor)
+                divisor = {
+                    "group": statistics.stdev(rewards),
+                    "batch": statistics.stdev(known),
+                    "none": 1.0,
+                }[normalize]
+                s["advantage"] = (s["reward"] - statistics.mean(rewards)) / (
+                    1.0 if estimator == "dr_grpo" else divisor
+                )

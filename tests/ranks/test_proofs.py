@@ -26,7 +26,9 @@ def test_every_planted_fault_is_seen_and_nothing_else(
     tmp_path: Path, family: str, tied: bool, tp: int, dtype: str
 ) -> None:
     kv_heads = {"num_key_value_heads": 1} if family == "qwen3" else {}
-    folder = make_model(tmp_path / family, family, tied=tied, hidden_size=128, **kv_heads)  # 128: q_proj is square
+    folder = make_model(
+        tmp_path / family, family, tied=tied, hidden_size=128, **kv_heads
+    )  # 128: q_proj is square
     rollout = {"temperature": 0.7, "tensor_parallel_size": tp, "max_completion_tokens": 16}
     config = write_config(tmp_path, folder, rollout=rollout, data={"max_prompt_tokens": 48})
     output = run_worker(tp, "proof", str(config), f"model.dtype={dtype}")

@@ -59,8 +59,12 @@ def test_every_recipe_makes_an_update_of_its_own(found: Found) -> None:
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_recipe_is_what_plain_transformers_makes_of_its_keys(found: Found, folder: Path, name: str) -> None:
-    plain = plain_update(load_config(folder / "config.yaml", [f"algorithm={name}"]), folder / "reference")
+def test_a_recipe_is_what_plain_transformers_makes_of_its_keys(
+    found: Found, folder: Path, name: str
+) -> None:
+    plain = plain_update(
+        load_config(folder / "config.yaml", [f"algorithm={name}"]), folder / "reference"
+    )
     assert found[name]["loss_tokens"] == plain["loss_tokens"]
     assert found[name]["loss"] == pytest.approx(plain["loss"], rel=1e-4, abs=1e-6)
     assert found[name]["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
@@ -69,5 +73,7 @@ def test_a_recipe_is_what_plain_transformers_makes_of_its_keys(found: Found, fol
 
 
 def test_the_reference_pulls_where_a_recipe_has_one(found: Found) -> None:
-    penalised = {name for name, result in found.items() if "reward/kl_penalty_mean" in result["metrics"]}
+    penalised = {
+        name for name, result in found.items() if "reward/kl_penalty_mean" in result["metrics"]
+    }
     assert penalised == {"rloo", "reinforce_pp"}

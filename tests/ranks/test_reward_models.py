@@ -28,7 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_reward_model(folder / "qwen3-chat", "qwen3", vocab_size=272, pad_token_id=None)
     give_chat_tokenizer(folder / "qwen3-chat")
     names = {0: "harm", 1: "help", 2: "style"}
-    make_reward_model(folder / "qwen3-labels", "qwen3", num_labels=3, id2label=names, pad_token_id=None)
+    make_reward_model(
+        folder / "qwen3-labels", "qwen3", num_labels=3, id2label=names, pad_token_id=None
+    )
     (folder / "other.jinja").write_text(OTHER_TEMPLATE)
     return folder
 
@@ -53,11 +55,21 @@ def ids_of(folder: Path, case: str) -> list[list[int] | None]:
             text = policy.decode(completion.token_ids, skip_special_tokens=True)
             if isinstance(group.prompt.text, str):
                 same = family != "qwen3-chat"
-                ids = group.prompt.token_ids + completion.token_ids if same else own(group.prompt.text + text).input_ids
+                ids = (
+                    group.prompt.token_ids + completion.token_ids
+                    if same
+                    else own(group.prompt.text + text).input_ids
+                )
             else:
-                said = completion.episode.messages if completion.episode else [{"role": "assistant", "content": text}]
+                said = (
+                    completion.episode.messages
+                    if completion.episode
+                    else [{"role": "assistant", "content": text}]
+                )
                 messages = group.prompt.text + said
-                ids = own.apply_chat_template(messages, chat_template=template, tokenize=True, return_dict=False)
+                ids = own.apply_chat_template(
+                    messages, chat_template=template, tokenize=True, return_dict=False
+                )
             is_asked = completion.episode is None or bool(completion.episode.turns)
             longest = settings.get("max_tokens", 10_000)
             cut = ids[-longest:] if "on_long" in settings or len(ids) <= longest else None
@@ -69,7 +81,9 @@ def ids_of(folder: Path, case: str) -> list[list[int] | None]:
 def test_scores_are_those_of_transformers(found: Found, folder: Path, case: str) -> None:
     asked = ids_of(folder, case)
     label = 1 if "label" in CASES[case][2] else 0
-    expected = iter(plain_scores(folder / CASES[case][0], [ids for ids in asked if ids is not None], label))
+    expected = iter(
+        plain_scores(folder / CASES[case][0], [ids for ids in asked if ids is not None], label)
+    )
     for number, ids in enumerate(asked):
         status, value = found[case][str(number)]
         if ids is None:
@@ -98,7 +112,9 @@ def test_ranks_do_not_change_a_score(folder: Path, found: Found) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rounding_in_bfloat16_passes_the_running_check(found: Found, folder: Path, family: str) -> None:
+def test_rounding_in_bfloat16_passes_the_running_check(
+    found: Found, folder: Path, family: str
+) -> None:
     """It has passed, in the worker; and the scores are as near to those in float32 as the check's mean allows."""
     values = found[f"{family} in bfloat16"].items()
     off = [abs(value - found[family][n][1]) / (1 + abs(value)) for n, (_, value) in values]

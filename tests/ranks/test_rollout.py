@@ -25,14 +25,23 @@ NUM_PROMPTS, GROUP_SIZE = 7, 3
 @pytest.fixture
 def config(tmp_path: Any) -> Config:
     return load_config(
-        write_config(tmp_path, tmp_path / "model", rollout={"group_size": GROUP_SIZE, "schedule": "static"}, seed=5)
+        write_config(
+            tmp_path,
+            tmp_path / "model",
+            rollout={"group_size": GROUP_SIZE, "schedule": "static"},
+            seed=5,
+        )
     )
 
 
 Found = dict[str, Any]
 # FULL_MATRIX=1 tests/run.sh -k rollout    takes tensor parallelism as well, and needs about a minute more.
-RANKS = {"one": (1, 1), "two": (2, 1)} | ({"tp2": (2, 2), "two tp2": (4, 2)} if os.environ.get("FULL_MATRIX") else {})
-SCENARIOS = [f"{name}/{schedule}" for schedule in ("static", "shared_queue") for name in NUM_PROMPTS_OF]
+RANKS = {"one": (1, 1), "two": (2, 1)} | (
+    {"tp2": (2, 2), "two tp2": (4, 2)} if os.environ.get("FULL_MATRIX") else {}
+)
+SCENARIOS = [
+    f"{name}/{schedule}" for schedule in ("static", "shared_queue") for name in NUM_PROMPTS_OF
+]
 SHARED = [name for name in RANKS if name.startswith("two")]
 
 
@@ -57,7 +66,10 @@ def found(folder: Path) -> dict[str, Found]:
             }
             config = write_config(folder / name, folder / "model", rollout=rollout)
             jobs[name] = RanksJob(
-                num_ranks, "tests.support.workers.schedule", str(config), str(folder / f"{name}.json")
+                num_ranks,
+                "tests.support.workers.schedule",
+                str(config),
+                str(folder / f"{name}.json"),
             )
         for name, job in jobs.items():
             code, output = job.wait(180)
@@ -78,7 +90,8 @@ def counts(made: list[Any], num_ranks: int = 2) -> list[int]:
 
 @pytest.mark.parametrize("layout", RANKS)
 @pytest.mark.parametrize(
-    "scenario", [*SCENARIOS, "slow/shared_queue", "first of two/shared_queue", "second of two/shared_queue"]
+    "scenario",
+    [*SCENARIOS, "slow/shared_queue", "first of two/shared_queue", "second of two/shared_queue"],
 )
 def test_tokens_and_logprobs_do_not_depend_on_who_sampled_what(
     found: dict[str, Found], layout: str, scenario: str
@@ -89,7 +102,9 @@ def test_tokens_and_logprobs_do_not_depend_on_who_sampled_what(
     expected = completions(alone["many/static"])[:num_prompts]
     assert [slot for slot, *_ in expected] == list(range(num_prompts))
     assert completions(found[layout][scenario]) == expected  # each group exactly once, bit by bit
-    assert [position for _, position, _ in expected] == [prompt.position for prompt in PROMPTS_OF_ALL[:num_prompts]]
+    assert [position for _, position, _ in expected] == [
+        prompt.position for prompt in PROMPTS_OF_ALL[:num_prompts]
+    ]
 
 
 @pytest.mark.parametrize("layout", RANKS)
@@ -99,12 +114,16 @@ def test_groups_that_are_scored_early_are_the_same(found: dict[str, Found], layo
 
 
 @pytest.mark.parametrize("layout", SHARED)
-def test_a_short_step_is_shared_out_as_evenly_as_it_can_be(found: dict[str, Found], layout: str) -> None:
+def test_a_short_step_is_shared_out_as_evenly_as_it_can_be(
+    found: dict[str, Found], layout: str
+) -> None:
     num_ranks, tensor_parallel = RANKS[layout]
     for name, expected in (("none", [0, 0]), ("one", [0, 1]), ("odd", [3, 4])):
         for schedule in ("static", "shared_queue"):
             of_ranks = counts(found[layout][f"{name}/{schedule}"], num_ranks)
-            of_engines = [sum(of_ranks[i : i + tensor_parallel]) for i in range(0, num_ranks, tensor_parallel)]
+            of_engines = [
+                sum(of_ranks[i : i + tensor_parallel]) for i in range(0, num_ranks, tensor_parallel)
+            ]
             assert sorted(of_engines) == expected, (name, schedule)
             assert all(
                 max(of_ranks[i : i + tensor_parallel]) - min(of_ranks[i : i + tensor_parallel]) <= 1
@@ -125,33 +144,46 @@ def test_a_slow_engine_takes_fewer_groups(found: dict[str, Found], layout: str) 
 @pytest.mark.parametrize("layout", RANKS)
 def test_what_took_longest_last_time_is_begun_first(found: dict[str, Found], layout: str) -> None:
     tensor_parallel = RANKS[layout][1]
-    again, alone = completions(found[layout]["uneven/again"]), found["tp2" if tensor_parallel > 1 else "one"]
+    again, alone = (
+        completions(found[layout]["uneven/again"]),
+        found["tp2" if tensor_parallel > 1 else "one"],
+    )
     assert again == completions(alone["uneven/in turn"])  # bit by bit
     took = [sum(len(token_ids) for token_ids, *_ in group) / 4 for _, _, group in again]
     assert len(set(took)) > 8
     of_engines = found[layout]["order"][::tensor_parallel]
     for begun, expected in found[layout]["order"]:
-        assert expected == [round(tokens, 1) for tokens in took]  # known to every rank, whoever sampled it
+        assert expected == [
+            round(tokens, 1) for tokens in took
+        ]  # known to every rank, whoever sampled it
         in_order = [expected[slot] for slot in begun]
         assert in_order == sorted(in_order, reverse=True)
     assert sorted(slot for begun, _ in of_engines for slot in begun) == list(range(24))
-    if layout in SHARED:  # each engine was dealt 4 of the 8 longest, and claimed the others as it got free
+    if (
+        layout in SHARED
+    ):  # each engine was dealt 4 of the 8 longest, and claimed the others as it got free
         dealt = sorted(of_engines[0][1][slot] for begun, _ in of_engines for slot in begun[:4])
         assert dealt == sorted(of_engines[0][1])[-8:]
 
 
 @pytest.mark.parametrize("layout", SHARED)
-def test_groups_are_claimed_only_by_engines_that_can_run_them(found: dict[str, Found], layout: str) -> None:
+def test_groups_are_claimed_only_by_engines_that_can_run_them(
+    found: dict[str, Found], layout: str
+) -> None:
     # The worker fails where an engine claims while its requests wait; here, that they did wait.
     assert found[layout]["most_waiting"] >= 4
     assert found[layout]["num_claims"] > 4 * 8
-    assert [sorted(len(seconds) for seconds in found[layout]["busy_s"])] == [[len(SCENARIOS) + 3] * RANKS[layout][0]]
+    assert [sorted(len(seconds) for seconds in found[layout]["busy_s"])] == [
+        [len(SCENARIOS) + 3] * RANKS[layout][0]
+    ]
 
 
 @pytest.mark.parametrize("layout", RANKS)
 def test_a_request_may_be_followed_by_another(found: dict[str, Found], layout: str) -> None:
     # The worker compares each turn with its request alone, and ends conversations in their middle.
-    assert found[layout]["turns"] == [[job, *((job + n) % 3 + 1 for n in range(size))] for job, size in enumerate(JOBS)]
+    assert found[layout]["turns"] == [
+        [job, *((job + n) % 3 + 1 for n in range(size))] for job, size in enumerate(JOBS)
+    ]
 
 
 @pytest.mark.parametrize("layout", RANKS)
@@ -159,12 +191,16 @@ def test_answers_may_come_late_and_in_any_order(found: dict[str, Found], layout:
     # The worker compares each turn with its whole context alone, over two orders of answers.
     later = found[layout]["later"]
     assert later == found["tp2" if RANKS[layout][1] > 1 else "one"]["later"]  # bit by bit
-    num_turns = [[(job + number) % 4 + 1 for number in range(size)] for job, size in enumerate(LATE_JOBS)]
+    num_turns = [
+        [(job + number) % 4 + 1 for number in range(size)] for job, size in enumerate(LATE_JOBS)
+    ]
     assert [[len(turns) for turns in conversations] for _, conversations in later] == num_turns
 
 
 @pytest.mark.parametrize("layout", RANKS)
-def test_a_step_is_full_with_the_groups_that_are_complete_first(found: dict[str, Found], layout: str) -> None:
+def test_a_step_is_full_with_the_groups_that_are_complete_first(
+    found: dict[str, Found], layout: str
+) -> None:
     race = found[layout]["race"]
     alone = {position: group for _, position, group in completions(race["all"])}
     num_launched, short, of_ranks = race["short"]
@@ -177,11 +213,20 @@ def test_a_step_is_full_with_the_groups_that_are_complete_first(found: dict[str,
     waiting, metrics = of_ranks[0]
     assert (metrics["rollout/waiting_prompts"], metrics["rollout/tail_long_round"]) == (14, 0)
     assert 0 < metrics["rollout/tail_dropped_tokens_frac"] < 1
-    assert 1 <= metrics["rollout/tail_launched_tokens_mean"] <= metrics["rollout/tail_launched_tokens_p95"] <= 8
+    assert (
+        1
+        <= metrics["rollout/tail_launched_tokens_mean"]
+        <= metrics["rollout/tail_launched_tokens_p95"]
+        <= 8
+    )
     # Then those that wait, all of which are waited for.
     num_launched, long, of_ranks = race["long"]
     assert (num_launched, [position for _, position, _ in completions(long)]) == (10, waiting[:10])
-    kept = {"rollout/waiting_prompts": 4, "rollout/tail_long_round": 1, "rollout/tail_dropped_tokens_frac": 0}
+    kept = {
+        "rollout/waiting_prompts": 4,
+        "rollout/tail_long_round": 1,
+        "rollout/tail_dropped_tokens_frac": 0,
+    }
     assert of_ranks == [[waiting[10:], kept]] * RANKS[layout][0]
     taken |= {position: group for _, position, group in completions(long)}
     assert taken == {position: alone[position] for position in taken}  # bit by bit
@@ -198,7 +243,9 @@ def test_one_engine_has_all_and_claims_nothing(found: dict[str, Found], layout: 
 
 
 @pytest.mark.parametrize("layout", RANKS)
-def test_claims_are_distinct_and_leave_nothing_in_the_store(found: dict[str, Found], layout: str) -> None:
+def test_claims_are_distinct_and_leave_nothing_in_the_store(
+    found: dict[str, Found], layout: str
+) -> None:
     assert found[layout]["claims"] == list(range(1000))
     assert found[layout]["new_keys"] <= 1  # torch's own counters
 
@@ -227,7 +274,9 @@ def test_a_whole_run_is_the_same_under_both_schedules(folder: Path) -> None:
         code, output = job.wait(120)
         assert code == 0, output
         run = folder / schedule / "run"
-        metrics[schedule] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        metrics[schedule] = [
+            json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+        ]
         dumps[schedule] = [dumped(run, step) for step in (1, 2)]
     assert dumps["static"] == dumps["shared_queue"]
     timed = ("time/", "throughput/", "memory/", "rollout/", "weight_sync/proof_s", "proofs/")

@@ -48,7 +48,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, Found]:
     """What the ranks of each layout made, undisturbed, cut, and gone on."""
-    jobs = {name: RanksJob(2, "tests.support.workers.preempt", *arguments(folder, name)) for name in LAYOUTS}
+    jobs = {
+        name: RanksJob(2, "tests.support.workers.preempt", *arguments(folder, name))
+        for name in LAYOUTS
+    }
     for job in jobs.values():
         code, output = job.wait(180)
         assert code == 0, output
@@ -61,10 +64,18 @@ def on_one_rank(folder: Path, found: dict[str, Found]) -> Found:
     cut = folder / "two/run/second round, as it was cut"
     for name in RESUMED:
         shutil.copytree(cut, folder / "resumed" / name)
-    victim = max((folder / "resumed/torn").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    victim = max(
+        (folder / "resumed/torn").rglob("*.safetensors"), key=lambda path: path.stat().st_size
+    )
     with victim.open("r+b") as file:
         file.truncate(victim.stat().st_size - 4096)  # a page that never came to the disk
-    run_worker(1, "preempt", *arguments(folder, "one"), *(f"{folder}/resumed/{n}" for n in RESUMED), timeout_s=180)
+    run_worker(
+        1,
+        "preempt",
+        *arguments(folder, "one"),
+        *(f"{folder}/resumed/{n}" for n in RESUMED),
+        timeout_s=180,
+    )
     found_on_one: Found = json.loads((folder / "one.json").read_text())
     return found_on_one
 
@@ -98,7 +109,9 @@ def test_the_step_is_a_step(found: dict[str, Found], layout: str) -> None:
 
 
 @pytest.mark.parametrize(("layout", "cut"), CUTS_OF)
-def test_a_signal_to_one_rank_ends_the_generation_on_all(found: dict[str, Found], layout: str, cut: str) -> None:
+def test_a_signal_to_one_rank_ends_the_generation_on_all(
+    found: dict[str, Found], layout: str, cut: str
+) -> None:
     step = found[layout][f"cut in the {cut}"]
     assert step["reason"] == CUTS[cut].name
     assert len(step["made"]) == (0 if cut == "first round" else ROUNDS[0])
@@ -106,12 +119,16 @@ def test_a_signal_to_one_rank_ends_the_generation_on_all(found: dict[str, Found]
     for rank, leftovers in enumerate(step["leftovers"]):
         # Where an engine came to its end by itself, vLLM drops its last requests from the model's side with the next
         # step.
-        assert leftovers[: 5 if step["aborted"][rank] else 4] == [0] * (5 if step["aborted"][rank] else 4)
+        assert leftovers[: 5 if step["aborted"][rank] else 4] == [0] * (
+            5 if step["aborted"][rank] else 4
+        )
     assert step["aborted"][1] > 0
     if cut == "first round":  # in the second the other rank may have come to its end
         assert step["aborted"][0] > 0
     assert len(step["latency"]) == 1
-    assert step["latency"][0] < 10  # the engine's step that was under way, or 8 with tensor parallelism
+    assert (
+        step["latency"][0] < 10
+    )  # the engine's step that was under way, or 8 with tensor parallelism
     assert found[layout]["new_keys"] == 0
 
 
@@ -131,7 +148,9 @@ def test_it_goes_on_bit_by_bit_and_samples_nothing_twice(
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_at_another_world_size(found: dict[str, Found], on_one_rank: Found, folder: Path, name: str) -> None:
+def test_at_another_world_size(
+    found: dict[str, Found], on_one_rank: Found, folder: Path, name: str
+) -> None:
     assert completions(on_one_rank[name]) == completions(found["two"]["undisturbed"])
     kept = num_kept(folder / "two/run/second round, as it was cut")
     used = {"other weights": 0, "torn": sum(kept) - max(kept)}.get(name, sum(kept))

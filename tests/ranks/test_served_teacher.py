@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
-from grpo_spmd.preflight.checks import check_inputs
 from tests.ranks.test_partition import SECTIONS, relative_difference
 from tests.support.models import make_model, write_config
 from tests.support.processes import ROOT, environment
@@ -52,19 +52,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def by_ranks(folder: Path) -> dict[int, Results]:
     found = dict[int, Results]()
     with ExitStack() as stack:
-        servers = [stack.enter_context(stub_server(answers(folder / name))) for name in ("teacher", "model")]
+        servers = [
+            stack.enter_context(stub_server(answers(folder / name)))
+            for name in ("teacher", "model")
+        ]
         silent = stack.enter_context(
-            stub_server(answers(folder / "teacher"), lambda body: "404" if body["prompt"] in SILENT else "ok")
+            stub_server(
+                answers(folder / "teacher"),
+                lambda body: "404" if body["prompt"] in SILENT else "ok",
+            )
         )
         for num_ranks in (1, 2):
-            urls = [server.url.replace("/score", "/v1/completions") for server in (*servers, silent)]
+            urls = [
+                server.url.replace("/score", "/v1/completions") for server in (*servers, silent)
+            ]
             out = folder / f"ranks_{num_ranks}.pt"
             files = str(folder / "config.yaml"), str(folder / "teacher")
             output = run_worker(num_ranks, "served_teacher", *files, *urls, str(out))
             assert output.count("12 faults seen") == num_ranks, output
             found[num_ranks] = torch.load(out, weights_only=True)
         assert all(server.most_at_once <= LIMITS["max_concurrent"] for server in servers)
-        assert all(asked.body["prompt"] in map(tokens_of, range(24)) for asked in silent.asked if asked.how == "404")
+        assert all(
+            asked.body["prompt"] in map(tokens_of, range(24))
+            for asked in silent.asked
+            if asked.how == "404"
+        )
     return found
 
 
@@ -78,7 +90,9 @@ def same(result: dict[str, Any], reference: dict[str, Any], where: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_server_teaches_what_its_model_teaches_here(by_ranks: dict[int, Results], kind: str) -> None:
+def test_a_server_teaches_what_its_model_teaches_here(
+    by_ranks: dict[int, Results], kind: str
+) -> None:
     """On any number of ranks, in rows of any length, packed or not."""
     reference = by_ranks[1]["path", kind]
     assert reference["teacher/kl"] > 0.05
@@ -88,11 +102,15 @@ def test_a_server_teaches_what_its_model_teaches_here(by_ranks: dict[int, Result
 
 
 @pytest.mark.parametrize("kind", ["sampled", "topk"])
-def test_rollouts_without_an_answer_are_taught_nothing(by_ranks: dict[int, Results], kind: str) -> None:
+def test_rollouts_without_an_answer_are_taught_nothing(
+    by_ranks: dict[int, Results], kind: str
+) -> None:
     reference = by_ranks[1][f"{kind}, {SOME}", FEW_ROWS]
     for num_ranks, results in by_ranks.items():
         same(results[f"{kind}, {SOME}", FEW_ROWS], reference, num_ranks)
-    assert reference["teacher/kl"] != pytest.approx(by_ranks[1][kind, ONE_ROW]["teacher/kl"], rel=1e-4)
+    assert reference["teacher/kl"] != pytest.approx(
+        by_ranks[1][kind, ONE_ROW]["teacher/kl"], rel=1e-4
+    )
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +119,35 @@ def vllm_url(folder: Path) -> Iterator[str]:
     free = socket.create_server(("127.0.0.1", 0))
     port = free.getsockname()[1]
     free.close()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "teacher")]
-    command += ["--served-model-name", NAME, "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(folder / "teacher"),
+    ]
+    command += [
+        "--served-model-name",
+        NAME,
+        "--dtype",
+        "float32",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     command += ["--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "8"]
     env = environment() | {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(ROOT)}
     with (folder / "serve.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env
+        )
     try:
         for _ in range(600):
-            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as answer:
+            with (
+                suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as answer,
+            ):
                 assert json.load(answer)["data"][0]["id"] == NAME
                 break
             assert process.poll() is None, (folder / "serve.log").read_text()
@@ -132,7 +170,10 @@ def test_the_real_server_is_asked_before_a_model_is_built(folder: Path, vllm_url
     on = [f"teacher.url={vllm_url}", "teacher.loss=topk"]
     check_inputs(load_config(folder / "config.yaml", [*on, "teacher.top_k=20"]), num_ranks=1)
     # vllm serve's own limit is 20, and 32 the default.
-    with pytest.raises(ConfigError, match=r"teacher.top_k \(32\) is more than the server takes; .* --max-logprobs 32"):
+    with pytest.raises(
+        ConfigError,
+        match=r"teacher.top_k \(32\) is more than the server takes; .* --max-logprobs 32",
+    ):
         check_inputs(load_config(folder / "config.yaml", on), num_ranks=1)
     with pytest.raises(ConfigError, match=r"start it with --max-model-len 257"):
         check_inputs(load_config(folder / "config.yaml", [*on, *LONG]), num_ranks=1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_spmd.replay.read import read_step
+from grpo_spmd.tools.replay.read import read_step
 from tests.support.models import write_config
 from tests.support.ranks import train
 
@@ -20,8 +20,15 @@ def run(folder: Path) -> Path:
     rows = [{"prompt": f"{n}+1=", "target": n + 1, "answer": str(n)} for n in range(NUM_ROWS)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward = folder / "reward.py"
-    reward.write_text("def r(completion_ids, **_):\n    return [float(sum(ids) % 2) for ids in completion_ids]\n")
-    rollout = {"num_prompts_per_step": NUM_PROMPTS, "group_size": 3, "max_completion_tokens": 40, "tail_batching": 1.5}
+    reward.write_text(
+        "def r(completion_ids, **_):\n    return [float(sum(ids) % 2) for ids in completion_ids]\n"
+    )
+    rollout = {
+        "num_prompts_per_step": NUM_PROMPTS,
+        "group_size": 3,
+        "max_completion_tokens": 40,
+        "tail_batching": 1.5,
+    }
     config = write_config(
         folder, folder / "model", rollout=rollout, checkpoint={"every_steps": 1},
         training={"num_steps": 1, "max_tokens_per_micro_batch": 64}, rewards=[{"function": f"{reward}:r"}],

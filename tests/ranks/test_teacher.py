@@ -44,7 +44,9 @@ def test_the_splits_and_kinds_really_differ(by_ranks: dict[int, Results]) -> Non
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_update_does_not_depend_on_the_split(by_ranks: dict[int, Results], kind: str, num_ranks: int) -> None:
+def test_an_update_does_not_depend_on_the_split(
+    by_ranks: dict[int, Results], kind: str, num_ranks: int
+) -> None:
     """Ranks, micro-batches, packing, who sampled what, recomputation, replicas."""
     reference = by_ranks[1][kind, ONE_ROW]
     found = {split: result for (of, split), result in by_ranks[num_ranks].items() if of == kind}

@@ -19,11 +19,19 @@ _REPLICATED = ("llama",)  # on two ranks each holds the whole policy (HSDP)
 
 
 @pytest.mark.parametrize(("family", "tied", "tp"), _ALL if os.environ.get("FULL_MATRIX") else _SOME)
-def test_engine_equals_transformers_after_each_of_20_updates(tmp_path: Path, family: str, tied: bool, tp: int) -> None:
+def test_engine_equals_transformers_after_each_of_20_updates(
+    tmp_path: Path, family: str, tied: bool, tp: int
+) -> None:
     model = make_model(tmp_path / "model", family, tied=tied)
-    replicas = {"path": str(model), "dtype": "float32", "num_replicas": tp if family in _REPLICATED else 1}
+    replicas = {
+        "path": str(model),
+        "dtype": "float32",
+        "num_replicas": tp if family in _REPLICATED else 1,
+    }
     rollout = {"temperature": 0.7, "tensor_parallel_size": tp, "weight_sync_bucket_mib": 1}
-    config = write_config(tmp_path, model, rollout=rollout, data={"max_prompt_tokens": 48}, model=replicas)
+    config = write_config(
+        tmp_path, model, rollout=rollout, data={"max_prompt_tokens": 48}, model=replicas
+    )
     output = run_worker(tp, "sync", str(config), "20")
     assert output.count("worst") == tp
 
@@ -33,11 +41,16 @@ def test_bucketed_gather_equals_full_tensor(tmp_path: Path, num_ranks: int, repl
     model = make_model(tmp_path / "model", "qwen2", tied=replicas > 1)
     tree = {"path": str(model), "dtype": "float32", "num_replicas": replicas}
     run_worker(
-        num_ranks, "gather", str(write_config(tmp_path, model, model=tree, rollout={"tensor_parallel_size": replicas}))
+        num_ranks,
+        "gather",
+        str(write_config(tmp_path, model, model=tree, rollout={"tensor_parallel_size": replicas})),
     )
 
 
 def test_replicas_that_drifted_apart_stop_the_run() -> None:
     _raise_if_replicas_differ([5, 5, 5, 5], 7)
-    with pytest.raises(WeightProofError, match=r"step 7: the replicas .* those of rank 2, 3 are not those of rank 0"):
+    with pytest.raises(
+        WeightProofError,
+        match=r"step 7: the replicas .* those of rank 2, 3 are not those of rank 0",
+    ):
         _raise_if_replicas_differ([5, 5, -1, 6], 7)

@@ -32,7 +32,8 @@ def test_bad_input_ends_the_command_with_2(name: str, folder: Path) -> None:
     prepare(case)
     before = contents(folder)
     done = run_command(
-        [sys.executable, "-m", "grpo_spmd.train", "--config", "config.yaml", *case.overrides], cwd=folder
+        [sys.executable, "-m", "grpo_spmd.train", "--config", "config.yaml", *case.overrides],
+        cwd=folder,
     )
     check(case, done.returncode, done.stdout, done.stderr)
     assert contents(folder) == before
@@ -41,7 +42,9 @@ def test_bad_input_ends_the_command_with_2(name: str, folder: Path) -> None:
 def test_one_rank_of_a_node_speaks_for_all(folder: Path) -> None:
     """Two ranks of torchrun, one line; the other rank must not end, and torchrun with it, before the line is out."""
     prepare(Case("", ""))
-    done = run_command(torchrun(2, "-m", "grpo_spmd.train", "--config", "config.yaml", "seed=-1"), cwd=folder)
+    done = run_command(
+        torchrun(2, "-m", "grpo_spmd.train", "--config", "config.yaml", "seed=-1"), cwd=folder
+    )
     assert done.returncode == 1  # torchrun's own exit code for ranks that ended with 2
     assert done.stderr.splitlines().count("error: seed must be >= 0; got -1") == 1
 
@@ -53,7 +56,11 @@ def test_who_reads_a_part_of_the_answer_or_cannot_gets_no_traceback(folder: Path
     done = run_command(["sh", "-c", shell], cwd=folder)
     assert r"\xe9" in done.stdout
     assert (done.returncode, done.stderr) == (2, "error: stdout: No space left on device\n")
-    commands = [f"{train} --help", f"{train} --explain=all", f"{sys.executable} -m grpo_spmd.plan --help"]
+    commands = [
+        f"{train} --help",
+        f"{train} --explain=all",
+        f"{sys.executable} -m grpo_spmd.plan --help",
+    ]
     commands += [f"{sys.executable} -m grpo_spmd.{name} --help" for name in ("export", "replay")]
     # Without a buffer argparse's own guard would hide what is left for Python's last flush.
     shell = "; ".join(f"{command} | true" for command in commands)

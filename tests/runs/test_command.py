@@ -42,10 +42,14 @@ print("status", status, "heavy", heavy)
 
 
 @pytest.mark.parametrize("case", ["help", "config_error", "data_error", "check"])
-def test_answers_that_need_no_model_import_neither_torch_nor_vllm(case: str, tmp_path: Path) -> None:
+def test_answers_that_need_no_model_import_neither_torch_nor_vllm(
+    case: str, tmp_path: Path
+) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
-    (tmp_path / "model" / "model.safetensors").write_bytes(safetensors.numpy.save({"x": numpy.zeros(1)}))
+    (tmp_path / "model" / "model.safetensors").write_bytes(
+        safetensors.numpy.save({"x": numpy.zeros(1)})
+    )
     (tmp_path / "model" / "tokenizer_config.json").write_text("{}", encoding="utf-8")
     Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "model" / "tokenizer.json"))
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8")

@@ -18,7 +18,7 @@ import transformers
 from grpo_spmd.demo.countdown import make_demo, make_tokenizer
 from grpo_spmd.demo.distill import make_teacher
 from grpo_spmd.demo.reward_model import make_reward_model
-from grpo_spmd.distributed import heartbeat
+from grpo_spmd.distributed import startup
 from tests.support.dumps import dumped
 from tests.support.processes import ROOT
 from tests.support.ranks import RanksJob
@@ -26,7 +26,11 @@ from tests.support.ranks import RanksJob
 # Steps, of 80 that a demo has, and prompts of each, of 64 (the judge's has 32): enough, with a margin.
 STEPS = {"ppo": 30, "judge": 26, "distill": 60, "rm": 30}
 PROMPTS = {"ppo": 32, "judge": 32, "distill": 64, "rm": 32}
-GOALS = {"ppo": 0.9, "judge": 0.85, "rm": 0.85}  # means of the last ten steps; the student's is its teacher's
+GOALS = {
+    "ppo": 0.9,
+    "judge": 0.85,
+    "rm": 0.85,
+}  # means of the last ten steps; the student's is its teacher's
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +43,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(made: Path, name: str, *overrides: str) -> RanksJob:
     size = [f"training.num_steps={STEPS[name]}", f"rollout.num_prompts_per_step={PROMPTS[name]}"]
-    paths = [f"model.path={made / 'model'}", f"data.train={made / 'train.jsonl'}", f"run_dir={made / name}"]
+    paths = [
+        f"model.path={made / 'model'}",
+        f"data.train={made / 'train.jsonl'}",
+        f"run_dir={made / name}",
+    ]
     return RanksJob(
-        1, "grpo_spmd.train", "--config", str(ROOT / f"configs/demo-{name}.yaml"), *paths, *size, *overrides
+        1,
+        "grpo_spmd.train",
+        "--config",
+        str(ROOT / f"configs/demo-{name}.yaml"),
+        *paths,
+        *size,
+        *overrides,
     )
 
 
@@ -68,7 +82,7 @@ def runs(made: Path) -> dict[str, Path]:
         make_teacher(made / "teacher", seed=0)
         make_tokenizer(made / "reward_model")
         make_reward_model(made / "reward_model", made / "model", seed=0)
-        heartbeat.end()  # which the whole demo's maker does, or its lines come into other tests
+        startup.end()  # which the whole demo's maker does, or its lines come into other tests
         finish(jobs)
     jobs = {"distill": start(made, "distill", f"teacher.path={made / 'teacher'}")}
     jobs["rm"] = start(made, "rm", f"rewards.0.model={made / 'reward_model'}")
@@ -86,7 +100,9 @@ def is_right(prompt: str, said: str) -> bool:
     """Both numbers once, one operation, the right value. (Digits and one sign: safe to evaluate.)"""
     numbers, _, target = prompt.removesuffix(":").partition("=")
     text, _, result = said.partition("=")
-    is_legal = len(text) == 3 and text[1] in "+-*" and sorted(text[::2]) == sorted(numbers.split(","))
+    is_legal = (
+        len(text) == 3 and text[1] in "+-*" and sorted(text[::2]) == sorted(numbers.split(","))
+    )
     return bool(is_legal and eval(text) == int(target) and result in ("", target))
 
 
@@ -107,12 +123,16 @@ def test_it_goes_from_the_warm_start_to_its_goal(runs: dict[str, Path], name: st
     assert last_ten(runs[name], STEPS[name]) >= GOALS[name]
 
 
-def test_a_student_reaches_its_teacher_by_distillation_alone(runs: dict[str, Path], made: Path) -> None:
+def test_a_student_reaches_its_teacher_by_distillation_alone(
+    runs: dict[str, Path], made: Path
+) -> None:
     assert right(runs["distill"], 1) < 0.4
     teacher = sampled(made / "teacher", made / "train.jsonl")
     assert teacher > 0.93
     assert last_ten(runs["distill"], STEPS["distill"]) >= teacher - 0.02
-    metrics = [json.loads(line) for line in (runs["distill"] / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line) for line in (runs["distill"] / "metrics.jsonl").read_text().splitlines()
+    ]
     assert all(line["loss/policy"] == 0 for line in metrics)  # no reward counts
 
 

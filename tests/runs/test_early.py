@@ -43,7 +43,9 @@ def test_nothing_heavy_is_imported_for_a_model_with_adapters_and_chat(folder: Pa
 
 
 @pytest.mark.parametrize("name", ["a shard cut off", "a model of the hub, no network"])
-def test_a_mistake_is_one_line_of_a_process(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_one_line_of_a_process(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (mistake,) = (each for each in MISTAKES if each.name == name)
     mistake.make(monkeypatch)
     hub = {key: value for key, value in os.environ.items() if key.startswith("HF_")}
@@ -58,5 +60,7 @@ def test_a_run_itself_says_it_at_its_start(folder: Path) -> None:
     command = [sys.executable, "-m", "grpo_spmd.train", "--config", "config.yaml"]
     done = run_command(command, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: model.path: there is no folder model (below the working folder, ")
+    assert done.stderr.startswith(
+        "error: model.path: there is no folder model (below the working folder, "
+    )
     assert not Path("runs").exists()

@@ -21,7 +21,7 @@ import pytest
 import transformers
 import yaml
 
-from grpo_spmd.config.dump import flat_config
+from grpo_spmd.config.describe import flat_config
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.recipes import RECIPES, Algorithm
 from grpo_spmd.demo.countdown import make_demo
@@ -74,7 +74,10 @@ KEYS = [
 ]
 
 FIRST_TASK = (
-    (ROOT / "configs/README.md").read_text().partition("## A first task of your own\n")[2].partition("\n## ")[0]
+    (ROOT / "configs/README.md")
+    .read_text()
+    .partition("## A first task of your own\n")[2]
+    .partition("\n## ")[0]
 )
 # Every number, and the bars of the curve: what a seed and a machine decide. Columns are held by unit/test_console.py.
 VARIES = re.compile(r"[-+]?\d[\d.,]*(e[-+]\d+)?(%|s|min|h)?|#+")
@@ -87,7 +90,9 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         return dumped(self.folder, step)
@@ -101,11 +106,17 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(demo: Path, run_dir: Path, *overrides: str) -> list[str]:
-    paths = [f"model.path={demo / 'model'}", f"data.train={demo / 'train.jsonl'}", f"run_dir={run_dir}"]
+    paths = [
+        f"model.path={demo / 'model'}",
+        f"data.train={demo / 'train.jsonl'}",
+        f"run_dir={run_dir}",
+    ]
     return ["--config", str(ROOT / "configs/demo.yaml"), *paths, *overrides]
 
 
-def typed(command: list[str], demo: Path, run_dir: Path, *overrides: str, stdin: str | None = None) -> Run:
+def typed(
+    command: list[str], demo: Path, run_dir: Path, *overrides: str, stdin: str | None = None
+) -> Run:
     """As a user types it, in processes of its own."""
     running = Job([*command, *arguments(demo, run_dir, *overrides)], stdin=stdin)
     code, output = running.wait(400)
@@ -116,7 +127,9 @@ def typed(command: list[str], demo: Path, run_dir: Path, *overrides: str, stdin:
 
 def train(demo: Path, run_dir: Path, *overrides: str, **job: Any) -> Run:
     """On two ranks of the server."""
-    code, output = RanksJob(2, "grpo_spmd.train", *arguments(demo, run_dir, *overrides), **job).wait(400)
+    code, output = RanksJob(
+        2, "grpo_spmd.train", *arguments(demo, run_dir, *overrides), **job
+    ).wait(400)
     assert code == 0, output
     return Run(output, run_dir)
 
@@ -143,8 +156,13 @@ def debugged(demo: Path) -> Run:
         "    return countdown(completions, nums, target, answer_tag=None)\n"
     )
     own = "rewards=[{name: countdown, function: '" + f"{reward}:stop_once" + "'}]"
-    command, steps = [sys.executable, "-m", "grpo_spmd.train"], ["training.num_steps=5", "checkpoint.every_steps=2"]
-    return typed(command, demo, demo.parent / "debugged", own, *steps, stdin="p len(completions) * 1000\nc\n")
+    command, steps = (
+        [sys.executable, "-m", "grpo_spmd.train"],
+        ["training.num_steps=5", "checkpoint.every_steps=2"],
+    )
+    return typed(
+        command, demo, demo.parent / "debugged", own, *steps, stdin="p len(completions) * 1000\nc\n"
+    )
 
 
 def test_reward_rises_from_the_warm_start_to_mastery(learned: Run) -> None:
@@ -162,22 +180,32 @@ def test_the_engine_stays_the_policy_for_the_whole_run(learned: Run) -> None:
 def test_every_metric_of_the_contract_is_there_and_finite(learned: Run) -> None:
     for metrics in learned.metrics:
         assert not [key for key in KEYS if key not in metrics]
-        assert all(value is not None and math.isfinite(value) for value in metrics.values()), metrics
+        assert all(value is not None and math.isfinite(value) for value in metrics.values()), (
+            metrics
+        )
     assert [m["step"] for m in learned.metrics] == list(range(1, 81))
 
 
 def shown(run: Run) -> list[str]:
     """Without blank lines, and without those that only say that something takes long."""
-    return [line for line in run.output.splitlines() if line.strip() and not re.search(r" \.\.\. \d+ s$", line)]
+    return [
+        line
+        for line in run.output.splitlines()
+        if line.strip() and not re.search(r" \.\.\. \d+ s$", line)
+    ]
 
 
 def test_the_terminal_shows_a_line_a_step_and_nothing_alarming(learned: Run) -> None:
     lines = shown(learned)
     assert sum(bool(re.match(r"step +\d+/80 ", line)) for line in lines) == 80
     said = [line for line in lines if re.match(r"step \d+: ", line)]
-    assert all("all rewards are alike (mean 1)" in line for line in said)  # rounding decides whether a step solves all
+    assert all(
+        "all rewards are alike (mean 1)" in line for line in said
+    )  # rounding decides whether a step solves all
     assert lines[-1].startswith("done: 80 steps")
-    assert not [line for line in lines if "Warning" in line or "WARNING" in line or "Traceback" in line]
+    assert not [
+        line for line in lines if "Warning" in line or "WARNING" in line or "Traceback" in line
+    ]
     assert len(lines) < 96  # with the header each 20 steps
 
 
@@ -186,8 +214,13 @@ def test_the_run_folder_holds_what_the_contract_says(learned: Run) -> None:
     assert resolved["optimizer"]["lr"] == 1e-3
     assert resolved["loss"]["clip_ratio_high"] == 0.28  # a default, written out
     assert (learned.folder / "logs/rank_1.log").exists()
-    said = [line.split(maxsplit=3)[3] for line in (learned.folder / "logs/rank_0.log").read_text().splitlines()]
-    assert said == [line.strip() for line in shown(learned)]  # from the first line on, before the folder was there
+    said = [
+        line.split(maxsplit=3)[3]
+        for line in (learned.folder / "logs/rank_0.log").read_text().splitlines()
+    ]
+    assert said == [
+        line.strip() for line in shown(learned)
+    ]  # from the first line on, before the folder was there
     assert [p.name for p in (learned.folder / "checkpoints").iterdir()] == ["step_000080"]
 
 
@@ -203,8 +236,13 @@ def test_the_rollout_dump_agrees_with_the_metrics_and_with_itself(learned: Run, 
         # Worked out here again: both numbers once, one operation, the right value. (Digits and one sign: safe to
         # evaluate.)
         legal = len(text) == 3 and text[1] in "+-*" and sorted(text[::2]) == sorted([a, b])
-        assert rollout["reward"] == float(legal and eval(text) == int(target) and result in ("", target)), rollout
-        assert tokenizer.decode(rollout["completion_ids"], skip_special_tokens=True) == rollout["completion"]
+        assert rollout["reward"] == float(
+            legal and eval(text) == int(target) and result in ("", target)
+        ), rollout
+        assert (
+            tokenizer.decode(rollout["completion_ids"], skip_special_tokens=True)
+            == rollout["completion"]
+        )
         assert len(logprobs_of(rollout)) == len(rollout["completion_ids"]) > 0
         assert max(logprobs_of(rollout)) <= 0
     for start in range(0, 512, 8):
@@ -229,7 +267,10 @@ def test_a_breakpoint_in_a_reward_works_in_debug_mode(debugged: Run) -> None:
 
 
 def test_checkpoints_are_kept_as_configured(debugged: Run) -> None:
-    assert sorted(p.name for p in (debugged.folder / "checkpoints").iterdir()) == ["step_000004", "step_000005"]
+    assert sorted(p.name for p in (debugged.folder / "checkpoints").iterdir()) == [
+        "step_000004",
+        "step_000005",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -267,20 +308,31 @@ def test_mini_batches_reference_tensor_parallel_and_bfloat16_work_together(elabo
     assert all(m["weight_sync/mismatch_kl"] < 1e-2 for m in elaborate.metrics)
 
 
-BRINGS = {"dapo": "dynamic_sampling/rounds", "reinforce_pp": "reward/kl_penalty_mean", "opd": "teacher/kl"}
+BRINGS = {
+    "dapo": "dynamic_sampling/rounds",
+    "reinforce_pp": "reward/kl_penalty_mean",
+    "opd": "teacher/kl",
+}
 
 
 @pytest.mark.parametrize("name", BRINGS)
 def test_a_named_recipe_trains(demo: Path, name: Algorithm) -> None:
     """Two steps; config.yaml has the word with all its values, and the metrics what they ask for."""
     brings, needs = BRINGS[name], [f"{key}={demo / 'model'}" for key in RECIPES[name].needs]
-    sizes = ["rollout.num_prompts_per_step=16", "training.num_mini_batches=2", "training.num_steps=2"]
+    sizes = [
+        "rollout.num_prompts_per_step=16",
+        "training.num_mini_batches=2",
+        "training.num_steps=2",
+    ]
     run = train(demo, demo.parent / name, f"algorithm={name}", *needs, *sizes)
     config = load_config(run.folder / "config.yaml")
     assert config.algorithm == name
     assert RECIPES[name].values.items() <= flat_config(config).items()
     assert [m["step"] for m in run.metrics] == [1, 2]
-    assert all(math.isfinite(m["loss/policy"]) and m["optim/grad_norm"] > 0 and brings in m for m in run.metrics)
+    assert all(
+        math.isfinite(m["loss/policy"]) and m["optim/grad_norm"] > 0 and brings in m
+        for m in run.metrics
+    )
 
 
 def test_a_rank_with_nothing_to_do_keeps_step(demo: Path) -> None:
@@ -292,7 +344,9 @@ def test_a_rank_with_nothing_to_do_keeps_step(demo: Path) -> None:
 
 
 def test_rollouts_are_dumped_as_often_as_configured(elaborate: Run) -> None:
-    assert sorted(p.name for p in (elaborate.folder / "rollouts").iterdir()) == ["step_000002.jsonl.gz"]
+    assert sorted(p.name for p in (elaborate.folder / "rollouts").iterdir()) == [
+        "step_000002.jsonl.gz"
+    ]
 
 
 def test_wandb_offline_leaves_a_run(elaborate: Run) -> None:
@@ -306,9 +360,20 @@ def test_tensorboard_shows_what_metrics_jsonl_says(elaborate: Run) -> None:
 
     events = EventAccumulator(str(elaborate.folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    told = [(name, m["step"], value) for m in elaborate.metrics for name, value in m.items() if name != "step"]
-    expected = sorted((name, step, np.float32(value)) for name, step, value in told if value is not None)
-    found = [(tag, e.step, np.float32(e.value)) for tag in events.Tags()["scalars"] for e in events.Scalars(tag)]
+    told = [
+        (name, m["step"], value)
+        for m in elaborate.metrics
+        for name, value in m.items()
+        if name != "step"
+    ]
+    expected = sorted(
+        (name, step, np.float32(value)) for name, step, value in told if value is not None
+    )
+    found = [
+        (tag, e.step, np.float32(e.value))
+        for tag in events.Tags()["scalars"]
+        for e in events.Scalars(tag)
+    ]
     assert sorted(found) == expected
     (table,) = events.Tensors("rollouts")
     assert table.step == 2
@@ -333,11 +398,12 @@ def test_the_report_is_written_beside_the_run_and_at_its_end(elaborate: Run) -> 
 def test_chat_messages_in_parquet_reach_an_async_reward_as_messages(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama", tied=False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
-    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
     tokenizer.save_pretrained(model)
-    rows = [{"messages": [{"role": "user", "content": f"{i},{i}"}], "answer": str(i)} for i in range(1, 9)]
+    rows = [
+        {"messages": [{"role": "user", "content": f"{i},{i}"}], "answer": str(i)}
+        for i in range(1, 9)
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
     (tmp_path / "reward.py").write_text(
         "import asyncio\n"
@@ -348,8 +414,14 @@ def test_chat_messages_in_parquet_reach_an_async_reward_as_messages(tmp_path: Pa
         "        assert c[0]['role'] == 'assistant' and isinstance(c[0]['content'], str)\n"
         "    return [float(len(ids)) for ids in completion_ids]\n"
     )
-    data = {"train": str(tmp_path / "train.parquet"), "prompt_key": "messages", "system_prompt": None}
-    config = write_config(tmp_path, model, data=data, rewards=[{"function": f"{tmp_path}/reward.py:reward"}])
+    data = {
+        "train": str(tmp_path / "train.parquet"),
+        "prompt_key": "messages",
+        "system_prompt": None,
+    }
+    config = write_config(
+        tmp_path, model, data=data, rewards=[{"function": f"{tmp_path}/reward.py:reward"}]
+    )
     output = train_on_ranks(1, config, timeout_s=120)
     first = Run(output, tmp_path / "run").rollouts(1)[0]
     assert tokenizer.decode(first["prompt_ids"]) == first["prompt"][0]["content"] + ":"
@@ -360,9 +432,11 @@ def test_the_small_grpo_learns_alike_on_one_rank_and_two(demo: Path, tmp_path: P
     (tmp_path / ".demo").symlink_to(demo)
     runs = []
     for num_ranks in (1, 2):
-        code, output = RanksJob(num_ranks, "grpo_spmd.small", "15", cwd=tmp_path).wait(500)
+        code, output = RanksJob(num_ranks, "grpo_spmd.tools.small", "15", cwd=tmp_path).wait(500)
         assert code == 0, output
-        lines = re.findall(r"^step \d+  reward (\S+)  loss (\S+)  mismatch (\S+)$", output, re.MULTILINE)
+        lines = re.findall(
+            r"^step \d+  reward (\S+)  loss (\S+)  mismatch (\S+)$", output, re.MULTILINE
+        )
         assert len(lines) == 15, output
         runs.append([list(map(float, line)) for line in lines])
     for steps in runs:
@@ -374,7 +448,9 @@ def test_the_small_grpo_learns_alike_on_one_rank_and_two(demo: Path, tmp_path: P
     one, two = runs
     # Seeds are a function of the place, and the loss has one denominator: until rounding turns a token, all is alike.
     assert [reward for reward, *_ in one[:5]] == [reward for reward, *_ in two[:5]]
-    assert [loss for _, loss, _ in one[:5]] == pytest.approx([loss for _, loss, _ in two[:5]], abs=2e-4)
+    assert [loss for _, loss, _ in one[:5]] == pytest.approx(
+        [loss for _, loss, _ in two[:5]], abs=2e-4
+    )
 
 
 def form(line: str) -> list[str]:
@@ -385,7 +461,9 @@ def test_the_first_task_is_as_the_paper_prints_it(demo: Path, tmp_path: Path) ->
     """configs/README.md: its files, its commands, and what they print but for numbers."""
     (tmp_path / ".demo").symlink_to(demo)
     (tmp_path / "runs/first").mkdir(parents=True)
-    for name, content in re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", FIRST_TASK, re.DOTALL):
+    for name, content in re.findall(
+        r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", FIRST_TASK, re.DOTALL
+    ):
         (tmp_path / "runs/first" / name).write_text(content)
     commands = re.findall(r"```bash\n([^\n]*)\n```\n\n```\n(.*?)```", FIRST_TASK, re.DOTALL)
     assert [command.split()[0] for command, _ in commands] == ["python", "python"]

@@ -10,9 +10,18 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.replay.read import read_step
-from grpo_spmd.replay.redo import replay
-from tests.support.digit_judge import HIGH, LOW, REPLY_TOKENS, RUBRIC, PlainJudge, asked_of, make_digit_model, score_of
+from grpo_spmd.tools.replay.read import read_step
+from grpo_spmd.tools.replay.redo import replay
+from tests.support.digit_judge import (
+    HIGH,
+    LOW,
+    REPLY_TOKENS,
+    RUBRIC,
+    PlainJudge,
+    asked_of,
+    make_digit_model,
+    score_of,
+)
 from tests.support.dumps import dumped
 from tests.support.models import write_config
 from tests.support.ranks import train
@@ -27,7 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engine_judge")
     make_digit_model(folder / "model", seed=1)
     (folder / "rubric.txt").write_text(RUBRIC)
-    rows = [json.dumps({"prompt": f"{a},{b}={a * b}:"}) + "\n" for a in range(1, 9) for b in range(1, 5)]
+    rows = [
+        json.dumps({"prompt": f"{a},{b}={a * b}:"}) + "\n" for a in range(1, 9) for b in range(1, 5)
+    ]
     (folder / "train.jsonl").write_text("".join(rows))
     (folder / "held_out.jsonl").write_text("".join(rows[:3]))
     (folder / "seven.py").write_text(
@@ -38,13 +49,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, name: str, **sections: Any) -> Path:
     (folder / name).mkdir()
-    judge = {"url": "engine", "judge": str(folder / "rubric.txt"), "judge_scale": [LOW, HIGH], "weight": 0.5}
+    judge = {
+        "url": "engine",
+        "judge": str(folder / "rubric.txt"),
+        "judge_scale": [LOW, HIGH],
+        "weight": 0.5,
+    }
     return write_config(
         folder / name,
         folder / "model",
-        data={"train": str(folder / "train.jsonl"), "eval": {"held": str(folder / "held_out.jsonl")}},
+        data={
+            "train": str(folder / "train.jsonl"),
+            "eval": {"held": str(folder / "held_out.jsonl")},
+        },
         optimizer={"lr": 6e-3},
-        reward_pool={"max_error_frac": 1.0},  # a model of 0.1 million parameters often says no number
+        reward_pool={
+            "max_error_frac": 1.0
+        },  # a model of 0.1 million parameters often says no number
         **{
             "rewards": [
                 {**judge, "judge_tokens": REPLY_TOKENS, "max_tokens": LONGEST},
@@ -77,7 +98,9 @@ def judge_of_step(run_dir: Path, folder: Path, step: int) -> PlainJudge:
     return PlainJudge(exported[0].parent if exported else folder / "model", folder / "model")
 
 
-def test_every_score_of_the_dumps_is_what_transformers_says_with_the_steps_weights(run_dir: Path, folder: Path) -> None:
+def test_every_score_of_the_dumps_is_what_transformers_says_with_the_steps_weights(
+    run_dir: Path, folder: Path
+) -> None:
     kinds, start, num_others = set(), PlainJudge(folder / "model"), 0
     for step in range(1, NUM_STEPS + 1):
         judge = judge_of_step(run_dir, folder, step)
@@ -93,7 +116,9 @@ def test_every_score_of_the_dumps_is_what_transformers_says_with_the_steps_weigh
                 reply, why = judge.reply_to(asked)
                 assert record["extra"]["judge"] == {"reply": reply}
                 score = score_of(reply, why)
-                assert (status, given) == (("ok", pytest.approx(score)) if score is not None else ("error", None))
+                assert (status, given) == (
+                    ("ok", pytest.approx(score)) if score is not None else ("error", None)
+                )
                 num_others += reply != start.reply_to(asked)[0]
             if status == "error":
                 assert record["reward"] is None  # left out, and not 0
@@ -121,7 +146,9 @@ def test_metrics_count_what_became_of_replies(run_dir: Path) -> None:
 
 
 def test_a_resumed_run_has_the_same_replies_to_the_bit(run_dir: Path, folder: Path) -> None:
-    config = config_of(folder, "resumed", checkpoint={"resume": str(run_dir / "checkpoints" / "step_000001")})
+    config = config_of(
+        folder, "resumed", checkpoint={"resume": str(run_dir / "checkpoints" / "step_000001")}
+    )
     train(2, config)
     for step in range(2, NUM_STEPS + 1):
         assert _scores(folder / "resumed" / "run", step) == _scores(run_dir, step)
@@ -129,14 +156,21 @@ def test_a_resumed_run_has_the_same_replies_to_the_bit(run_dir: Path, folder: Pa
 
 def _scores(run_dir: Path, step: int) -> list[Any]:
     keys = ("position", "sample", "completion_ids", "rewards", "extra", "reward", "advantage")
-    return sorted(([record.get(key) for key in keys] for record in dumped(run_dir, step)), key=lambda row: row[:2])
+    return sorted(
+        ([record.get(key) for key in keys] for record in dumped(run_dir, step)),
+        key=lambda row: row[:2],
+    )
 
 
-def test_a_replay_takes_the_scores_that_were_recorded(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_takes_the_scores_that_were_recorded(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     recorded = read_step(run_dir, 2)
     found = replay(recorded)
-    assert any("judges by the run's engine, which is not here, gave judge" in note for note in found.notes)
+    assert any(
+        "judges by the run's engine, which is not here, gave judge" in note for note in found.notes
+    )
     was, now = found.metrics["loss/total"]
     assert now == pytest.approx(was, rel=1e-5, abs=1e-7)
 
@@ -162,8 +196,20 @@ def test_episodes_are_judged_whole_and_failed_ones_not_at_all(folder: Path) -> N
         folder,
         "episodes",
         environment={"gym": f"{folder}/game.py:Game", "max_tokens": 60},
-        rewards=[{"url": "engine", "judge": str(folder / "rubric.txt"), "judge_scale": [LOW, HIGH], "judge_tokens": 3}],
-        rollout={"num_prompts_per_step": 4, "group_size": 2, "max_completion_tokens": 8, "tensor_parallel_size": 2},
+        rewards=[
+            {
+                "url": "engine",
+                "judge": str(folder / "rubric.txt"),
+                "judge_scale": [LOW, HIGH],
+                "judge_tokens": 3,
+            }
+        ],
+        rollout={
+            "num_prompts_per_step": 4,
+            "group_size": 2,
+            "max_completion_tokens": 8,
+            "tensor_parallel_size": 2,
+        },
         training={"num_steps": 1, "max_tokens_per_micro_batch": 128},
         eval={"every_steps": 1, "num_samples": 1},
     )

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from grpo_spmd.config.dump import flat_config
+from grpo_spmd.config.describe import flat_config
 from grpo_spmd.config.load import load_config
 from tests.support.models import make_model, write_config
 from tests.support.processes import run_command
@@ -26,17 +26,25 @@ def test_the_command_imports_no_torch_and_plans_a_run_that_is_under_way(tmp_path
     path = write_config(tmp_path, model, rollout={"engine": {"hf_token": "hunter2"}})
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").touch()
-    done = run("--config", str(path), "--explain=all", "--ranks", "2", "optimizer.lr=3e-3", cwd=tmp_path)
+    done = run(
+        "--config", str(path), "--explain=all", "--ranks", "2", "optimizer.lr=3e-3", cwd=tmp_path
+    )
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[-1] == "[]"
     assert any(line.split()[:2] == ["engines", "2"] for line in lines)
-    table = {line.split()[0]: line for line in lines[lines.index("where each value came from") + 1 : -1]}
+    table = {
+        line.split()[0]: line for line in lines[lines.index("where each value came from") + 1 : -1]
+    }
     config = load_config(path, ["optimizer.lr=3e-3"])
     assert list(table) == list(flat_config(config))
     assert table["optimizer.lr"].split() == ["optimizer.lr", "0.003", "command", "line"]
     number = path.read_text().splitlines().index("  max_prompt_tokens: 16") + 1
-    assert table["data.max_prompt_tokens"].split() == ["data.max_prompt_tokens", "16", f"{path}:{number}"]
+    assert table["data.max_prompt_tokens"].split() == [
+        "data.max_prompt_tokens",
+        "16",
+        f"{path}:{number}",
+    ]
     assert "<redacted>" in table["rollout.engine.hf_token"]
     assert "hunter2" not in done.stdout
     assert list((tmp_path / "run").iterdir()) == [tmp_path / "run/metrics.jsonl"]
@@ -62,6 +70,9 @@ def test_the_number_of_ranks_is_that_of_torchrun_unless_it_is_given(tmp_path: Pa
         WORLD_SIZE="4",
     )
     assert done.returncode == 2
-    assert done.stderr == "error: rollout.tensor_parallel_size (2) must divide the number of ranks (3): 1, 3 would\n"
+    assert (
+        done.stderr
+        == "error: rollout.tensor_parallel_size (2) must divide the number of ranks (3): 1, 3 would\n"
+    )
     for arguments in (["--ranks", "0", "--explain"], ["--ranks", "2"]):
         assert run("--config", str(path), *arguments, cwd=tmp_path).returncode == 2

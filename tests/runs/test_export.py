@@ -22,12 +22,14 @@ from tests.support.ranks import RanksJob
 
 
 def command(*arguments: str | Path) -> tuple[int, str]:
-    return RanksJob(1, "grpo_spmd.export", *map(str, arguments)).wait(60)
+    return RanksJob(1, "grpo_spmd.tools.export", *map(str, arguments)).wait(60)
 
 
 def test_vllm_serves_the_export_with_the_same_greedy_tokens(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen3", tied=True)
-    code, output = command(make_checkpoint(tmp_path / "c", model, 2), tmp_path / "out", "--dtype", "float32")
+    code, output = command(
+        make_checkpoint(tmp_path / "c", model, 2), tmp_path / "out", "--dtype", "float32"
+    )
     assert code == 0, output
     prompts = [[1, 2, 3], [9, 8, 7, 6, 5], [11]]
     environment = {
@@ -37,7 +39,9 @@ def test_vllm_serves_the_export_with_the_same_greedy_tokens(tmp_path: Path) -> N
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     arguments = [str(tmp_path / "out"), json.dumps(prompts)]
-    code, output = RanksJob(1, "tests.support.workers.vllm_greedy", *arguments, env=environment).wait(500)
+    code, output = RanksJob(
+        1, "tests.support.workers.vllm_greedy", *arguments, env=environment
+    ).wait(500)
     assert code == 0, output
     (line,) = [line for line in output.splitlines() if line.startswith("tokens ")]
     plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -51,39 +55,51 @@ def test_vllm_serves_the_export_with_the_same_greedy_tokens(tmp_path: Path) -> N
 def test_it_needs_no_more_memory_than_one_file(tmp_path: Path) -> None:
     """Six tensors of 32 MiB, in files of one each: what a process needs at its peak beyond torch itself."""
     mib = 1 << 20
-    write_state(tmp_path / "c/state", {f"policy.{i}.weight": torch.full((2048, 4096), i + 0.5) for i in range(6)}, 2)
+    write_state(
+        tmp_path / "c/state",
+        {f"policy.{i}.weight": torch.full((2048, 4096), i + 0.5) for i in range(6)},
+        2,
+    )
     (tmp_path / "c/model").mkdir()
     (tmp_path / "c/model/config.json").write_text("{}")
     finish(tmp_path / "c", 2)
     script = (
         "import resource, sys, torch, safetensors.torch\n"
         "from pathlib import Path\n"
-        "from grpo_spmd.export import export_checkpoint\n"
+        "from grpo_spmd.tools.export import export_checkpoint\n"
         "torch.zeros(1 << 20).bfloat16()\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         f"export_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), 'float32', max_file_bytes={33 * mib})\n"
         "print('grew', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
-    code, output = Job([sys.executable, "-c", script, str(tmp_path / "c"), str(tmp_path / "out")]).wait(100)
+    code, output = Job(
+        [sys.executable, "-c", script, str(tmp_path / "c"), str(tmp_path / "out")]
+    ).wait(100)
     assert code == 0, output
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 6
     # one file, one read, and something for the pages between
     assert int(output.split()[-1]) << 10 < (32 + 16 + 24) * mib, output
     for number in (0, 5):
         assert torch.equal(
-            load_file(tmp_path / f"out/model-{number + 1:05d}-of-00006.safetensors")[f"{number}.weight"][::2047],
+            load_file(tmp_path / f"out/model-{number + 1:05d}-of-00006.safetensors")[
+                f"{number}.weight"
+            ][::2047],
             torch.full((2, 4096), number + 0.5),
         )
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file-size limit stands for a full disk: real errors of real writes, in the middle of a file."""
-    checkpoint = make_checkpoint(tmp_path / "c", make_model(tmp_path / "model", "llama", tied=False), 2)
+    checkpoint = make_checkpoint(
+        tmp_path / "c", make_model(tmp_path / "model", "llama", tied=False), 2
+    )
     script = (
         "import resource, signal\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({1 << 17}, {1 << 17}))\n"
-        "from grpo_spmd.export import main\n"
+        "from grpo_spmd.tools.export import main\n"
         "main()\n"
     )
     done = run_command([sys.executable, "-c", script, str(checkpoint), str(tmp_path / "out")])
@@ -124,16 +140,28 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for arguments, expected in [
         ((tmp_path / "nowhere", out), f"CHECKPOINT: there is no folder {tmp_path / 'nowhere'}"),
-        ((run, out), f"CHECKPOINT: {run} is a run folder; give one of its checkpoints: {checkpoint}"),
+        (
+            (run, out),
+            f"CHECKPOINT: {run} is a run folder; give one of its checkpoints: {checkpoint}",
+        ),
         (
             (run / "checkpoints", out),
             f"CHECKPOINT: {run / 'checkpoints'} is the folder of a run's checkpoints; give one of its "
             f"checkpoints: {checkpoint}",
         ),
-        ((model, out), f"CHECKPOINT: {model} is a model's folder, which transformers and vLLM load as it is"),
+        (
+            (model, out),
+            f"CHECKPOINT: {model} is a model's folder, which transformers and vLLM load as it is",
+        ),
         ((unsealed, out), f"{unsealed}: manifest.json is missing"),
-        ((flipped, out), f"{flipped}: state/shard_00002.safetensors is damaged (its SHA-256 is not the manifest's)"),
-        ((newer, out), f"{newer}: written by a newer grpo_spmd (format 2, this one reads up to 1); update grpo_spmd"),
+        (
+            (flipped, out),
+            f"{flipped}: state/shard_00002.safetensors is damaged (its SHA-256 is not the manifest's)",
+        ),
+        (
+            (newer, out),
+            f"{newer}: written by a newer grpo_spmd (format 2, this one reads up to 1); update grpo_spmd",
+        ),
         (
             (checkpoint, checkpoint),
             f"{checkpoint} is the checkpoint itself, which is never changed; choose another OUT",
@@ -159,7 +187,7 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
 
 def test_help_and_a_wrong_path_do_not_wait_for_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from grpo_spmd.export import main; sys.argv[1:] = sys.argv[1:]\ntry: main()\nfinally: "
+        "import sys; from grpo_spmd.tools.export import main; sys.argv[1:] = sys.argv[1:]\ntry: main()\nfinally: "
         "print('torch' in sys.modules)"
     )
     start = time.monotonic()
@@ -169,7 +197,9 @@ def test_help_and_a_wrong_path_do_not_wait_for_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_export_of_a_real_run_is_what_torch_reads_from_its_checkpoint(elaborate_run: Path, tmp_path: Path) -> None:
+def test_the_export_of_a_real_run_is_what_torch_reads_from_its_checkpoint(
+    elaborate_run: Path, tmp_path: Path
+) -> None:
     """Two ranks wrote it; torch's own reader is the second opinion."""
     run = elaborate_run / "run"
     checkpoint = run / "checkpoints/step_000003"
@@ -177,7 +207,11 @@ def test_the_export_of_a_real_run_is_what_torch_reads_from_its_checkpoint(elabor
     found = load_file(tmp_path / "out/model.safetensors")
     reader = dcp.HuggingFaceStorageReader(str(checkpoint / "state"))
     stored = reader.read_metadata().state_dict_metadata
-    shapes = {name: getattr(facts, "size", None) for name, facts in stored.items() if name.startswith("policy.")}
+    shapes = {
+        name: getattr(facts, "size", None)
+        for name, facts in stored.items()
+        if name.startswith("policy.")
+    }
     state = {name: torch.empty(size or ()) for name, size in shapes.items()}
     dcp.load(dict(state), storage_reader=reader, no_dist=True)
     assert (

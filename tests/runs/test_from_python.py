@@ -27,7 +27,9 @@ def _snippet() -> str:
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not TIMED.search(name)} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not TIMED.search(name)} for line in lines
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +43,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(folder: Path) -> dict[str, Any]:
     """What tests/support/workers/from_python.py saw."""
     (folder / "cell.py").write_text(_snippet(), encoding="utf-8")
-    worker = [sys.executable, "-m", "tests.support.workers.from_python", str(folder), str(folder / "cell.py")]
+    worker = [
+        sys.executable,
+        "-m",
+        "tests.support.workers.from_python",
+        str(folder),
+        str(folder / "cell.py"),
+    ]
     job = Job(worker)
     code, output = job.wait(300)
     assert code == 0, output
     assert job.survivors() == []
-    outcome: dict[str, Any] = json.loads(next(line for line in output.splitlines() if line.startswith('{"before"')))
+    outcome: dict[str, Any] = json.loads(
+        next(line for line in output.splitlines() if line.startswith('{"before"'))
+    )
     return outcome
 
 
@@ -58,10 +68,19 @@ def test_what_cannot_be_used_is_refused_before_torch(found: dict[str, Any]) -> N
     assert not found["torch_after_refusals"]
 
 
-def test_two_runs_of_one_process_are_those_of_the_command(found: dict[str, Any], folder: Path) -> None:
-    assert found["snippet"] == {"run_dir": "runs/a", "num_steps": 2, "is_preempted": False, "steps": [1, 2]}
+def test_two_runs_of_one_process_are_those_of_the_command(
+    found: dict[str, Any], folder: Path
+) -> None:
+    assert found["snippet"] == {
+        "run_dir": "runs/a",
+        "num_steps": 2,
+        "is_preempted": False,
+        "steps": [1, 2],
+    }
     assert found["other"]["steps"] == [1, 2]
-    assert sorted(path.name for path in (folder / "runs/a/rollouts").iterdir())[0].startswith("step_000001")
+    assert sorted(path.name for path in (folder / "runs/a/rollouts").iterdir())[0].startswith(
+        "step_000001"
+    )
     cell = _snippet().partition("result =")[0]
     (folder / "my_reward.py").write_text(cell, encoding="utf-8")
     config = yaml.safe_load((folder / "runs/a/config.yaml").read_text())
@@ -69,7 +88,9 @@ def test_two_runs_of_one_process_are_those_of_the_command(found: dict[str, Any],
     assert specs[0] == "<python>:__main__.short"
     assert len(specs) == 1
     config["rewards"][0]["function"] = f"{folder / 'my_reward.py'}:short"
-    (folder / "by_command.yaml").write_text(yaml.safe_dump({**config, "run_dir": str(folder / "by_command")}))
+    (folder / "by_command.yaml").write_text(
+        yaml.safe_dump({**config, "run_dir": str(folder / "by_command")})
+    )
     train(1, folder / "by_command.yaml")
     assert _metrics(folder / "runs/a") == _metrics(folder / "by_command")
 
@@ -84,7 +105,9 @@ def test_a_failure_is_an_exception_with_the_report_and_the_next_run_is_whole(
     assert _metrics(folder / "failed")[-1]["step"] == 1
 
 
-def test_ctrl_c_saves_and_returns_and_the_second_is_the_callers(found: dict[str, Any], folder: Path) -> None:
+def test_ctrl_c_saves_and_returns_and_the_second_is_the_callers(
+    found: dict[str, Any], folder: Path
+) -> None:
     stopped = found["interrupted"]
     assert stopped["is_preempted"]
     assert 1 <= stopped["num_steps"] < 500
@@ -100,7 +123,11 @@ def test_the_process_is_left_as_it_was(found: dict[str, Any]) -> None:
     assert found["before"]["threads"] == []
     assert found["children"] == 0
     # Lines of a run are shown once, also in the later ones.
-    assert found["shown"].count("starting vLLM") == found["shown"].count("policy: Qwen3ForCausalLM") == 6
+    assert (
+        found["shown"].count("starting vLLM")
+        == found["shown"].count("policy: Qwen3ForCausalLM")
+        == 6
+    )
 
 
 def test_what_a_run_held_is_released(found: dict[str, Any]) -> None:

@@ -33,7 +33,9 @@ def test_the_whole_flow_runs_on_the_cpu(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     phases = {row["phase"]: row for row in rows if row["benchmark"] == "gpu"}
     for phase in ("weight_sync", "rollout", "logprobs", "update", "step"):
-        assert min(phases[phase][name] for name in ("floor_s", "measured_s", "share")) > 0, phases[phase]
+        assert min(phases[phase][name] for name in ("floor_s", "measured_s", "share")) > 0, phases[
+            phase
+        ]
     assert "offloaded/link" in phases["weight_sync"]["floor"]
     assert phases["weight_sync"]["mismatch_kl"] < 1e-6
     memory = {row["phase"]: row for row in rows if row["benchmark"] == "gpu_memory"}

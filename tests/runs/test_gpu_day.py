@@ -24,7 +24,9 @@ def _command(folder: Path, names: str, minutes: float = 1, *before: Path) -> lis
 
 
 def _state(folder: Path, where: str = "out") -> dict[str, dict[str, str]]:
-    steps: dict[str, dict[str, str]] = json.loads((folder / where / "state.json").read_text())["steps"]
+    steps: dict[str, dict[str, str]] = json.loads((folder / where / "state.json").read_text())[
+        "steps"
+    ]
     return steps
 
 
@@ -38,9 +40,9 @@ def test_a_step_at_its_limit_is_killed_whole_and_the_others_run_once(tmp_path: P
     }  # fmt: skip
     assert steps["stuck"]["said"].startswith("killed at its limit with 3 processes")
     assert steps["bad"]["said"] == "exit code 1; oh"
-    assert [json.loads(line) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines()] == [
-        {"step": "row", "status": "done", "form": "dry", "benchmark": "x", "a": 1}
-    ]
+    assert [
+        json.loads(line) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines()
+    ] == [{"step": "row", "status": "done", "form": "dry", "benchmark": "x", "a": 1}]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "state.json", "rows.jsonl", "page.txt", "logs.tar.gz",
     }  # fmt: skip
@@ -54,7 +56,9 @@ def test_a_driver_that_is_killed_goes_on_and_ends_what_it_left_running(
 ) -> None:
     """SIGTERM it can answer itself: it takes its step with it."""
     command = _command(tmp_path, "row,once,skip")
-    driver = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
+    driver = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE
+    )
     told = tmp_path / "told"
     end = time.monotonic() + 30
     while not told.exists() or "once" not in told.read_text():
@@ -74,7 +78,9 @@ def test_a_driver_that_is_killed_goes_on_and_ends_what_it_left_running(
     ]  # fmt: skip
 
 
-def test_a_step_whose_limit_does_not_fit_waits_for_the_next_command_on_another_machine(tmp_path: Path) -> None:
+def test_a_step_whose_limit_does_not_fit_waits_for_the_next_command_on_another_machine(
+    tmp_path: Path,
+) -> None:
     """Of 20.3 s "row" takes 0.5, and "skip" might take 20. Then only the results are left of the first machine."""
     assert run_command(_command(tmp_path, "row,skip", 20.3 / 60)).returncode == 3
     assert list(_state(tmp_path)) == ["row"]
@@ -88,7 +94,9 @@ def test_a_step_whose_limit_does_not_fit_waits_for_the_next_command_on_another_m
 
 def test_the_parts_of_the_site_are_unpacked_whole_or_not_at_all(tmp_path: Path) -> None:
     """Built by a pip that has one package of 2.5 MiB; nothing but the parts is left of it."""
-    parts, there, site, package = (tmp_path / name for name in ("parts", "there", "site", "package.py"))
+    parts, there, site, package = (
+        tmp_path / name for name in ("parts", "there", "site", "package.py")
+    )
     package.write_bytes(os.urandom(5 << 19))
     for folder in ("bin", "temporary"):
         (tmp_path / folder).mkdir()
@@ -136,7 +144,9 @@ def test_a_process_that_no_kill_ends_costs_its_step_and_not_the_rows(
     monkeypatch.setattr(day, "kill_tree", immortal)
     assert made.run(1.0) == 1
     state = json.loads((tmp_path / "out/state.json").read_text())
-    assert {name: (of["status"], of["said"]) for name, of in state["steps"].items()} == dict.fromkeys(
+    assert {
+        name: (of["status"], of["said"]) for name, of in state["steps"].items()
+    } == dict.fromkeys(
         ("one", "two"), ("failed", "processes [7] are still there 20 s after SIGKILL")
     )
     made._state["steps"]["one"]["status"] = "running"  # as after a kill of the driver

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_spmd.checkpoint.export import export_checkpoint
-from grpo_spmd.replay.read import read_step
-from grpo_spmd.replay.redo import replay
+from grpo_spmd.tools.replay.read import read_step
+from grpo_spmd.tools.replay.redo import replay
 from tests.support.models import make_model, write_config
 from tests.support.ranks import RanksJob, train
 
@@ -59,7 +59,10 @@ def run(config: Path) -> Path:
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def test_the_first_step_trains_the_critic_alone(run: Path, kind: str) -> None:
@@ -71,8 +74,14 @@ def test_the_first_step_trains_the_critic_alone(run: Path, kind: str) -> None:
     assert all(line["critic/loss"] > 0 and line["critic/grad_norm"] > 0 for line in (first, *later))
     assert all(("loss/value" in line) == (kind == "policy") for line in later)
     if kind == "policy":  # of a mini-batch, of which there are two of about as many tokens
-        assert all(line["loss/value"] == pytest.approx(0.1 * line["critic/loss"], rel=0.2) for line in later)
-    assert all(line["memory/host/offloaded_gib"] > 0 and line["proofs/update_check_s"] > 0 for line in (first, *later))
+        assert all(
+            line["loss/value"] == pytest.approx(0.1 * line["critic/loss"], rel=0.2)
+            for line in later
+        )
+    assert all(
+        line["memory/host/offloaded_gib"] > 0 and line["proofs/update_check_s"] > 0
+        for line in (first, *later)
+    )
 
 
 def test_it_goes_on_to_the_bit(folder: Path, config: Path, run: Path) -> None:
@@ -83,8 +92,12 @@ def test_it_goes_on_to_the_bit(folder: Path, config: Path, run: Path) -> None:
     assert resumed.keys() == expected.keys()
     for name, value in expected.items():
         assert name.startswith(_OF_THE_MACHINE) or resumed[name] == value, name
-    states = [sorted((each / "checkpoints" / "step_000003" / "state").iterdir()) for each in (run, again)]
-    names = {name for each in states[0] for name in load_file(each)}  # a head has one row, which one rank has
+    states = [
+        sorted((each / "checkpoints" / "step_000003" / "state").iterdir()) for each in (run, again)
+    ]
+    names = {
+        name for each in states[0] for name in load_file(each)
+    }  # a head has one row, which one rank has
     assert {"critic.head.weight", "critic_exp_avg_sq.head.weight"} <= names
     for one, other in zip(*states, strict=True):
         held, loaded = load_file(one), load_file(other)
@@ -92,13 +105,16 @@ def test_it_goes_on_to_the_bit(folder: Path, config: Path, run: Path) -> None:
         assert all(torch.equal(tensor, loaded[name]) for name, tensor in held.items())
     export_checkpoint(run / "checkpoints" / "step_000003", config.parent / "exported")
     exported = [
-        load_file(place / "model.safetensors").keys() for place in (config.parent / "exported", folder / "model")
+        load_file(place / "model.safetensors").keys()
+        for place in (config.parent / "exported", folder / "model")
     ]
     assert exported[0] == exported[1]
 
 
 def test_a_critic_cannot_go_on_the_way(config: Path, run: Path) -> None:
-    checkpoint = shutil.copytree(run / "checkpoints" / "step_000002", config.parent / "kept" / "step_000002")
+    checkpoint = shutil.copytree(
+        run / "checkpoints" / "step_000002", config.parent / "kept" / "step_000002"
+    )
     plain = "critic.path=null", "critic.warmup_steps=0", "advantage.estimator=grpo"
     where = f"run_dir={config.parent / 'plain'}", f"checkpoint.resume={checkpoint}"
     code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config), *plain, *where).wait(60)
@@ -107,11 +123,20 @@ def test_a_critic_cannot_go_on_the_way(config: Path, run: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_replay_has_the_recorded_figures(run: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the replay sets it for the rest of the process
+def test_a_replay_has_the_recorded_figures(
+    run: Path, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "CUDA_VISIBLE_DEVICES", ""
+    )  # as the replay sets it for the rest of the process
     found = replay(read_step(run, step))
     metrics = {name: pair for name, pair in found.metrics.items() if pair[0] is not None}
-    assert {"critic/loss", "critic/explained_variance", "loss/entropy", "reward/mean"} <= metrics.keys()
+    assert {
+        "critic/loss",
+        "critic/explained_variance",
+        "loss/entropy",
+        "reward/mean",
+    } <= metrics.keys()
     for name, (was, now) in metrics.items():
         if not name.startswith("weight_sync/"):
             assert now == pytest.approx(was, rel=1e-4, abs=1e-5), name

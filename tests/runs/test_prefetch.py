@@ -1,4 +1,4 @@
-"""python -m grpo_spmd.prefetch with the hub's own client and a hub on loopback; then the run's readers without one."""
+"""python -m grpo_spmd.tools.prefetch with the hub's own client and a hub on loopback; then the run's readers without one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.fake_hub import FakeHub, serve
 from tests.support.models import make_model, make_reward_model
 from tests.support.processes import Job, run_command
 
-PREFETCH = [sys.executable, "-m", "grpo_spmd.prefetch", "--config", "config.yaml"]
+PREFETCH = [sys.executable, "-m", "grpo_spmd.tools.prefetch", "--config", "config.yaml"]
 CARD = """---
 configs:
 - config_name: main
@@ -70,9 +70,7 @@ LOCAL_DATA = ["data.train=a.jsonl", "data.eval={held: b.parquet}"]
 
 def lines_of(world: Path, hub: FakeHub, home: Path, *overrides: str) -> list[str]:
     # The command itself, and whether it imported what takes seconds.
-    program = (
-        "import sys; from grpo_spmd.prefetch import main; main(); print(sorted({'torch', 'vllm'} & {*sys.modules}))"
-    )
+    program = "import sys; from grpo_spmd.tools.prefetch import main; main(); print(sorted({'torch', 'vllm'} & {*sys.modules}))"
     done = run_command(
         [sys.executable, "-c", program, "--config", "config.yaml", *overrides],
         cwd=world,
@@ -82,7 +80,9 @@ def lines_of(world: Path, hub: FakeHub, home: Path, *overrides: str) -> list[str
     return done.stdout.splitlines()
 
 
-def test_what_it_fetched_is_enough_where_there_is_no_network(world: Path, hub: FakeHub, tmp_path: Path) -> None:
+def test_what_it_fetched_is_enough_where_there_is_no_network(
+    world: Path, hub: FakeHub, tmp_path: Path
+) -> None:
     home, model = tmp_path / "home", world / "hub/models/acme/tiny"
     lines = lines_of(world, hub, home)
     wanted = {path.name for path in model.iterdir()} - {"pytorch_model.bin", "modeling_tiny.py"}
@@ -115,7 +115,9 @@ print(hf_files.load_tokenizer(path)("1 + 1")["input_ids"], {str(file.resolve()) 
     assert done.returncode == 0, done.stderr
     counts, tokens = done.stdout.splitlines()
     assert counts == "20 3 qwen3"
-    weights = next(iter({*(home / "hub/models--acme--tiny/snapshots").glob("*/model.safetensors")})).resolve()
+    weights = next(
+        iter({*(home / "hub/models--acme--tiny/snapshots").glob("*/model.safetensors")})
+    ).resolve()
     assert tokens.endswith(f"{{'{weights}'}}")
     assert weights.read_bytes() == (model / "model.safetensors").read_bytes()
 
@@ -128,7 +130,11 @@ def test_models_that_teach_come_too(world: Path, hub: FakeHub, tmp_path: Path) -
         source = made if name == "judge" else world / "hub/models/acme/tiny"
         shutil.copytree(source, world / "hub/models/acme" / name, dirs_exist_ok=True)
     teach = ["teacher.path=acme/teacher", "critic.path=acme/critic", "advantage.estimator=gae"]
-    names = [*teach, "advantage.normalize_std=batch", "rewards=[{model: acme/judge}, {name: exact_match}]"]
+    names = [
+        *teach,
+        "advantage.normalize_std=batch",
+        "rewards=[{model: acme/judge}, {name: exact_match}]",
+    ]
     lines = lines_of(world, hub, home, *LOCAL_DATA, *names)
     fetched = re.findall("^prefetch: model (acme/[a-z]+), ", "\n".join(lines), re.MULTILINE)
     assert sorted(fetched) == ["acme/critic", "acme/judge", "acme/teacher", "acme/tiny"]
@@ -137,7 +143,7 @@ import sys
 from grpo_spmd.config.load import load_config
 from grpo_spmd.model import hf_files
 from grpo_spmd.model.reward_model_files import read_reward_model
-from grpo_spmd.rollout.reward_texts import RewardTexts
+from grpo_spmd.rollout.reward_models import RewardTexts
 config = load_config("config.yaml", {[*LOCAL_DATA, *names]})
 for path in (config.teacher.path, config.critic.path):
     print(hf_files.load_config(path).model_type, len(hf_files.tensor_files(hf_files.checkpoint_folder(path))))
@@ -161,7 +167,9 @@ def test_local_folders_need_nothing(world: Path) -> None:
     assert done.stdout == "prefetch: the model and the data are local: nothing to fetch\n"
 
 
-def test_each_refusal_is_one_line_and_exit_code_2(world: Path, hub: FakeHub, tmp_path: Path) -> None:
+def test_each_refusal_is_one_line_and_exit_code_2(
+    world: Path, hub: FakeHub, tmp_path: Path
+) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # and nobody listens
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -177,9 +185,21 @@ def test_each_refusal_is_one_line_and_exit_code_2(world: Path, hub: FakeHub, tmp
                 {"HF_ENDPOINT": nobody},
                 f"error: data.train: acme/sums is not in the local cache, and {nobody} gives no answer (",
             ),
-            (["model.path=acme/none"], {}, f"error: model.path: there is no {hub.url}/acme/none, or it is private"),
-            (["model.path=acme/old"], {}, "error: model.path: acme/old has no .safetensors at the hub"),
-            ([], {"HF_HUB_OFFLINE": "1"}, "error: HF_HUB_OFFLINE is set, and prefetch is what needs the network"),
+            (
+                ["model.path=acme/none"],
+                {},
+                f"error: model.path: there is no {hub.url}/acme/none, or it is private",
+            ),
+            (
+                ["model.path=acme/old"],
+                {},
+                "error: model.path: acme/old has no .safetensors at the hub",
+            ),
+            (
+                [],
+                {"HF_HUB_OFFLINE": "1"},
+                "error: HF_HUB_OFFLINE is set, and prefetch is what needs the network",
+            ),
             (["sed=1"], {}, "error: sed: unknown key"),
         ):
             env = hub.environment | {"HF_HOME": str(tmp_path)} | variables
@@ -190,7 +210,9 @@ def test_each_refusal_is_one_line_and_exit_code_2(world: Path, hub: FakeHub, tmp
     assert not hub.served
 
 
-def test_ctrl_c_leaves_at_once_and_the_next_start_goes_on(world: Path, hub: FakeHub, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_at_once_and_the_next_start_goes_on(
+    world: Path, hub: FakeHub, tmp_path: Path
+) -> None:
     hub.holds = "model.safetensors"
     job = Job([*PREFETCH, *LOCAL_DATA], cwd=world, env=hub.environment | {"HF_HOME": str(tmp_path)})
     while "model.safetensors" not in hub.served:

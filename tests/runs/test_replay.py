@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.replay.read import Replay, read_step
-from grpo_spmd.replay.redo import replay
-from grpo_spmd.replay.report import report
+from grpo_spmd.tools.replay.read import Replay, read_step
+from grpo_spmd.tools.replay.redo import replay
+from grpo_spmd.tools.replay.report import report
 from tests.support.dumps import dumped, logprobs_of
 from tests.support.processes import ROOT, Job
 from tests.support.ranks import RanksJob
@@ -48,7 +48,9 @@ def run(elaborate_run: Path) -> Path:
     return elaborate_run / "run"
 
 
-def replayed(run: Path, step: int, *overrides: str, checkpoint: Path | None = None) -> tuple[Replay, str]:
+def replayed(
+    run: Path, step: int, *overrides: str, checkpoint: Path | None = None
+) -> tuple[Replay, str]:
     recorded = read_step(run, step, overrides)
     found = replay(recorded, checkpoint)
     return found, "\n".join(report(recorded, found, 5))
@@ -57,7 +59,10 @@ def replayed(run: Path, step: int, *overrides: str, checkpoint: Path | None = No
 def of_an_earlier_version(run: Path, step: int) -> list[dict[str, Any]]:
     """Its rollouts as dumps had them before there were columns, files of nodes and packed logprobs."""
     records = [record | {"rollout_logprobs": logprobs_of(record)} for record in dumped(run, step)]
-    return [{name: record[name] for name in record.keys() - {"columns", "num_rollouts"}} for record in records]
+    return [
+        {name: record[name] for name in record.keys() - {"columns", "num_rollouts"}}
+        for record in records
+    ]
 
 
 def copy_of(run: Path, target: Path, *without: str) -> Path:
@@ -83,7 +88,9 @@ def test_a_step_is_what_it_was(run: Path, step: int) -> None:
         if now.advantage is not None:
             assert rollout.logprobs == pytest.approx(was.rollout_logprobs, abs=1e-5)
     assert "differ: reward 0, statuses 0, advantage 0, reward format 0, reward odd 0" in text
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before  # nothing was written
+    assert {
+        path: path.stat().st_mtime_ns for path in run.rglob("*")
+    } == before  # nothing was written
 
 
 def test_a_compressed_dump_is_replayed_and_the_gold_answer_shown(run: Path, tmp_path: Path) -> None:
@@ -99,7 +106,8 @@ def test_a_compressed_dump_is_replayed_and_the_gold_answer_shown(run: Path, tmp_
     path.unlink()
     assert replayed(copy, 2)[1] == expected
     with pytest.raises(
-        ConfigError, match=r"step_000009\.jsonl: No such file or directory; there are dumps of the steps"
+        ConfigError,
+        match=r"step_000009\.jsonl: No such file or directory; there are dumps of the steps",
     ):
         read_step(copy, 9)
     Path(f"{path}.gz").unlink()
@@ -109,10 +117,16 @@ def test_a_compressed_dump_is_replayed_and_the_gold_answer_shown(run: Path, tmp_
 
 def test_the_run_had_all_that_it_was_to_have(run: Path) -> None:
     records = [record for step in (1, 2, 3) for record in dumped(run, step)]
-    assert {status for record in records for status in record["statuses"].values()} == {"ok", "not_applicable", "error"}
+    assert {status for record in records for status in record["statuses"].values()} == {
+        "ok",
+        "not_applicable",
+        "error",
+    }
     assert any(record["rollout_id"] is None for record in records)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert all(m["loss/clip_frac"] > 0 and m["loss/kl"] > 0 and m["optim/updates"] == 2 for m in metrics)
+    assert all(
+        m["loss/clip_frac"] > 0 and m["loss/kl"] > 0 and m["optim/updates"] == 2 for m in metrics
+    )
 
 
 def test_what_a_reward_logs_is_in_metrics_and_dump(run: Path) -> None:
@@ -134,17 +148,23 @@ def test_what_a_reward_logs_is_in_metrics_and_dump(run: Path) -> None:
         assert metrics["reward/odd/progress"] == pytest.approx((step - 1) / 3 + first / num_rows)
         assert metrics["reward/format/retried_frac"] == 0.0
         errors = {r["position"] for r in dumped(run, step) if r["statuses"]["odd"] == "error"}
-        assert metrics["reward/odd/retried_frac"] == len(errors) / len({r["position"] for r in dumped(run, step)})
+        assert metrics["reward/odd/retried_frac"] == len(errors) / len(
+            {r["position"] for r in dumped(run, step)}
+        )
 
 
 def test_a_changed_reward_shows(run: Path, tmp_path: Path) -> None:
     praised = next(r["completion"] for r in dumped(run, 3) if r["rewards"]["odd"] is not None)
-    (tmp_path / "other.py").write_text(ODD_REWARD.replace("% 2)", f"% 2) + 10.0 * (text == {praised!r})"))
+    (tmp_path / "other.py").write_text(
+        ODD_REWARD.replace("% 2)", f"% 2) + 10.0 * (text == {praised!r})")
+    )
     found, text = replayed(run, 3, f"rewards.1.function={tmp_path}/other.py:odd")
     for rollout in found.rollouts:
         was, now = rollout.recorded.rewards, rollout.replayed
         if was["odd"] is not None:
-            assert now.rewards["odd"] == was["odd"] + 10.0 * (rollout.recorded.completion == praised)
+            assert now.rewards["odd"] == was["odd"] + 10.0 * (
+                rollout.recorded.completion == praised
+            )
             assert now.reward == (was["format"] or 0.0) + 0.5 * (now.rewards["odd"] or 0.0)
     changed = [r for r in found.rollouts if r.replayed.rewards != r.recorded.rewards]
     assert changed
@@ -155,7 +175,12 @@ def test_a_changed_reward_shows(run: Path, tmp_path: Path) -> None:
 
 def test_overrides_try_another_weight_and_another_clip_range(run: Path) -> None:
     found, text = replayed(
-        run, 1, "rewards.1.weight=0", "loss.clip_ratio_low=1", "loss.clip_ratio_high=1000", "loss.dual_clip=null"
+        run,
+        1,
+        "rewards.1.weight=0",
+        "loss.clip_ratio_low=1",
+        "loss.clip_ratio_high=1000",
+        "loss.dual_clip=null",
     )
     assert found.metrics["loss/clip_frac"][1] == 0
     assert "override: rewards.1.weight=0" in text
@@ -165,12 +190,16 @@ def test_overrides_try_another_weight_and_another_clip_range(run: Path) -> None:
     for rollouts in groups.values():  # GRPO by hand
         known = [r for r in rollouts if r.replayed.statuses["odd"] != "error"]
         late = [max(0, len(r.recorded.completion_ids) - 8) / 4 * 0.25 for r in known]
-        rewards = [r.recorded.rewards["format"] - penalty for r, penalty in zip(known, late, strict=True)]
+        rewards = [
+            r.recorded.rewards["format"] - penalty for r, penalty in zip(known, late, strict=True)
+        ]
         mean = sum(rewards) / max(len(rewards), 1)
         std = math.sqrt(sum((x - mean) ** 2 for x in rewards) / max(len(rewards) - 1, 1))
         for rollout, reward in zip(known, rewards, strict=True):
             if (advantage := rollout.replayed.advantage) is not None:
-                assert advantage == pytest.approx((reward - mean) / std if std > 1e-6 else 0.0, abs=1e-5)
+                assert advantage == pytest.approx(
+                    (reward - mean) / std if std > 1e-6 else 0.0, abs=1e-5
+                )
 
 
 def test_without_the_policy_the_engines_logprobs_stand_in(run: Path, tmp_path: Path) -> None:
@@ -189,11 +218,21 @@ def test_without_the_policy_the_engines_logprobs_stand_in(run: Path, tmp_path: P
     assert [(r.reward, r.rewards, r.statuses, r.advantage) for r in replayed_records] == [
         (r["reward"], r["rewards"], r["statuses"], r["advantage"]) for r in dumped(run, 3)
     ]
-    assert not [name for name in found.metrics if name.startswith(("optim/", "weight_sync/", "loss/entropy"))]
-    trained = sorted((r for r in dumped(run, 3) if r["rollout_id"] is not None), key=lambda r: r["rollout_id"])
+    assert not [
+        name
+        for name in found.metrics
+        if name.startswith(("optim/", "weight_sync/", "loss/entropy"))
+    ]
+    trained = sorted(
+        (r for r in dumped(run, 3) if r["rollout_id"] is not None), key=lambda r: r["rollout_id"]
+    )
     expected = []
     for mini_batch in (trained[:8], trained[8:]):  # ratio 1: minus the token mean of the advantages
-        tokens = [(r["advantage"], len(r["completion_ids"])) for r in mini_batch if r["statuses"]["odd"] != "error"]
+        tokens = [
+            (r["advantage"], len(r["completion_ids"]))
+            for r in mini_batch
+            if r["statuses"]["odd"] != "error"
+        ]
         expected.append(-sum(a * n for a, n in tokens) / sum(n for _, n in tokens))
     assert found.metrics["loss/policy"][1] == pytest.approx(sum(expected) / 2, abs=1e-6)
     assert "least likely token, -logprob of the engine:" in text
@@ -201,16 +240,20 @@ def test_without_the_policy_the_engines_logprobs_stand_in(run: Path, tmp_path: P
 
 def test_a_checkpoint_needs_no_model_path_but_the_reference_does(run: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"^model\.path: there is no folder /nowhere/model, and the reference or the adapters need it"
+        ConfigError,
+        match=r"^model\.path: there is no folder /nowhere/model, and the reference or the adapters need it",
     ):
         replayed(run, 2, "model.path=/nowhere/model")
     with pytest.raises(
-        ConfigError, match=r"^model\.lora\.rank: 4 does not go with .*step_000001, which holds a whole model$"
+        ConfigError,
+        match=r"^model\.lora\.rank: 4 does not go with .*step_000001, which holds a whole model$",
     ):
         replayed(run, 2, "model.lora.rank=4")
     found, _ = replayed(run, 2, "model.path=/nowhere/model", "loss.kl_coef=0")
     # the KL moves the second update
-    assert found.metrics["loss/entropy"][1] == pytest.approx(found.metrics["loss/entropy"][0], rel=0.1)
+    assert found.metrics["loss/entropy"][1] == pytest.approx(
+        found.metrics["loss/entropy"][0], rel=0.1
+    )
     assert found.metrics["weight_sync/mismatch_abs_max"][1] == pytest.approx(
         found.metrics["weight_sync/mismatch_abs_max"][0]
     )
@@ -220,7 +263,8 @@ def test_an_older_checkpoint_is_said_to_be_one(run: Path) -> None:
     found, text = replayed(run, 3, checkpoint=run / "checkpoints/step_000001")
     assert f"policy: {run}/checkpoints/step_000001, after 1 finished steps" in text
     assert (
-        "that is not the policy that sampled step 3: loss, entropy, gradient and mismatch differ for that alone" in text
+        "that is not the policy that sampled step 3: loss, entropy, gradient and mismatch differ for that alone"
+        in text
     )
     recorded, again = found.metrics["weight_sync/mismatch_abs_mean"]
     assert recorded is not None
@@ -230,7 +274,12 @@ def test_an_older_checkpoint_is_said_to_be_one(run: Path) -> None:
 
 def test_dynamic_sampling_that_would_have_gone_on_or_stopped_is_said(run: Path) -> None:
     _, text = replayed(
-        run, 1, "rewards.0.weight=1e-9", "rewards.1.weight=1e-9", "advantage.overlong_penalty=0", "loss.kl_coef=0"
+        run,
+        1,
+        "rewards.0.weight=1e-9",
+        "rewards.1.weight=1e-9",
+        "advantage.overlong_penalty=0",
+        "loss.kl_coef=0",
     )
     assert "more prompts, of which there are no rollouts" in text
     step = next(step for step in (1, 2, 3) if len(dumped(run, step)) > 16)
@@ -239,7 +288,11 @@ def test_dynamic_sampling_that_would_have_gone_on_or_stopped_is_said(run: Path) 
 
 
 def test_a_step_whose_rewards_are_refused_is_still_shown(run: Path) -> None:
-    step = next(step for step in (1, 2, 3) if any("error" in r["statuses"].values() for r in dumped(run, step)))
+    step = next(
+        step
+        for step in (1, 2, 3)
+        if any("error" in r["statuses"].values() for r in dumped(run, step))
+    )
     found, text = replayed(run, step, "reward_pool.max_error_frac=0.01")
     assert "the step is refused: RewardError: reward 'odd' gave no usable value for" in text
     assert "ValueError: two twos" in text
@@ -251,16 +304,22 @@ def test_what_is_not_finite_is_listed(run: Path, tmp_path: Path) -> None:
     copy = copy_of(run, tmp_path / "run")
     records = of_an_earlier_version(run, 2)
     records[2]["rollout_logprobs"][1] = None  # as those dumps had what is not finite
-    (copy / "rollouts/step_000002.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (copy / "rollouts/step_000002.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     found, text = replayed(copy, 2)
     assert "1 rollouts with a logprob that is not finite:\n" in text
     assert text.splitlines()[-1].split()[0] == f"{records[2]['position']}/2"
     assert found.metrics["optim/skipped_updates"] == (0, 1)
-    packed = [record | {"num_rollouts": len(records)} for record in records]  # and as they have it now
+    packed = [
+        record | {"num_rollouts": len(records)} for record in records
+    ]  # and as they have it now
     for record in packed:
         values = [math.nan if x is None else x for x in record["rollout_logprobs"]]
         record["rollout_logprobs"] = base64.b64encode(np.array(values, "<f4").tobytes()).decode()
-    (copy / "rollouts/step_000002.jsonl").write_text("".join(json.dumps(record) + "\n" for record in packed))
+    (copy / "rollouts/step_000002.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in packed)
+    )
     assert replayed(copy, 2)[1] == text
 
 
@@ -279,13 +338,22 @@ def _change(**values: Any) -> Callable[[list[bytes]], None]:
     ("damage", "expected"),
     [
         (_cut, r"step_000002\.jsonl:2: not valid JSON: "),
-        (_change(completion_ids=[1]), r"step_000002\.jsonl:2: 1 completion_ids, but \d+ rollout_logprobs"),
-        (_change(reward="high"), r"step_000002\.jsonl:2: reward is 'high'; this is no rollout dump"),
+        (
+            _change(completion_ids=[1]),
+            r"step_000002\.jsonl:2: 1 completion_ids, but \d+ rollout_logprobs",
+        ),
+        (
+            _change(reward="high"),
+            r"step_000002\.jsonl:2: reward is 'high'; this is no rollout dump",
+        ),
         (
             _change(sample=3),
             r"step_000002\.jsonl:\d+: the rollout \d+/3 \(position/sample\) is in .*/step_000002\.jsonl:\d+ too",
         ),
-        (lambda lines: lines.__setitem__(0, b"[]"), r"step_000002\.jsonl:1: expected a JSON object, got list"),
+        (
+            lambda lines: lines.__setitem__(0, b"[]"),
+            r"step_000002\.jsonl:1: expected a JSON object, got list",
+        ),
         (
             _change(sample=7),
             r"step_000002\.jsonl: the group at position \d+ has the samples \[.*7\], and should have 0 to 3",
@@ -311,10 +379,13 @@ def test_a_broken_dump_is_one_line(
 
 
 def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^RUN_DIR: .* holds no config\.yaml, so it is no run folder$"):
+    with pytest.raises(
+        ConfigError, match=r"^RUN_DIR: .* holds no config\.yaml, so it is no run folder$"
+    ):
         read_step(tmp_path, 1)
     with pytest.raises(
-        ConfigError, match=r"step_000010\.jsonl: No such file or directory; there are dumps of the steps 1, 2, 3 "
+        ConfigError,
+        match=r"step_000010\.jsonl: No such file or directory; there are dumps of the steps 1, 2, 3 ",
     ):
         read_step(run, 10)
     with pytest.raises(ConfigError, match=r"^rewards\.1\.function: there is no file /nowhere\.py$"):
@@ -327,7 +398,9 @@ def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
     moved.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
     notes = read_step(run, 1, [f"data.train={moved}"]).notes
     assert any(
-        f"the prompt at {moved}:" in note and "is no longer the one that the run sampled from" in note for note in notes
+        f"the prompt at {moved}:" in note
+        and "is no longer the one that the run sampled from" in note
+        for note in notes
     )
     config = (run / "config.yaml").read_text()
     assert config.count("args: {}") == 1
@@ -336,11 +409,17 @@ def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
         "rewards.1.args.api_key is redacted in config.yaml; give it as an override, if a reward needs it"
         in read_step(copy, 1).notes
     )
-    assert not [note for note in read_step(copy, 1, ["rewards.1.args.api_key=x"]).notes if "redacted" in note]
+    assert not [
+        note
+        for note in read_step(copy, 1, ["rewards.1.args.api_key=x"]).notes
+        if "redacted" in note
+    ]
 
 
 def test_the_command_stops_at_a_breakpoint_and_needs_no_vllm(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "stop.py").write_text(ODD_REWARD.replace("    if nums", "    breakpoint()\n    if nums"))
+    (tmp_path / "stop.py").write_text(
+        ODD_REWARD.replace("    if nums", "    breakpoint()\n    if nums")
+    )
     script = (
         "import runpy, sys\n"
         "class NoVllm:\n"
@@ -349,8 +428,17 @@ def test_the_command_stops_at_a_breakpoint_and_needs_no_vllm(run: Path, tmp_path
         "sys.meta_path.insert(0, NoVllm())\n"
         "runpy.run_module('grpo_spmd.replay', run_name='__main__')\n"
     )
-    arguments = [str(run), "--step", "1", "--top", "2", f"rewards.1.function={tmp_path}/stop.py:odd"]
-    code, output = Job([sys.executable, "-c", script, *arguments], stdin="p len(completions) * 1000\nc\n").wait(100)
+    arguments = [
+        str(run),
+        "--step",
+        "1",
+        "--top",
+        "2",
+        f"rewards.1.function={tmp_path}/stop.py:odd",
+    ]
+    code, output = Job(
+        [sys.executable, "-c", script, *arguments], stdin="p len(completions) * 1000\nc\n"
+    ).wait(100)
     assert code == 0, output
     assert "(Pdb) 4000" in output
     assert "of 3" in output
@@ -379,13 +467,21 @@ def test_the_command_ends_with_2_and_one_line(run: Path, tmp_path: Path) -> None
 
 def test_every_metric_of_a_line_is_documented(run: Path, plain_run: Path) -> None:
     """In the table of launch/README.md; here, for these runs have most of them."""
-    table = (ROOT / "launch/README.md").read_text().split("### Metrics")[1].split("## When it stops")[0]
-    keys = [key for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for key in re.findall(r"`([^`]+)`", row)]
+    table = (
+        (ROOT / "launch/README.md").read_text().split("### Metrics")[1].split("## When it stops")[0]
+    )
+    keys = [
+        key
+        for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+        for key in re.findall(r"`([^`]+)`", row)
+    ]
     patterns = [re.sub(r"<\w+>", "[^/]+", key) for key in keys]
     shown = set()
     for metrics in (run / "metrics.jsonl", plain_run / "run/metrics.jsonl"):
         shown |= {key for line in metrics.read_text().splitlines() for key in json.loads(line)}
-    assert [key for key in sorted(shown) if not any(re.fullmatch(pattern, key) for pattern in patterns)] == []
+    assert [
+        key for key in sorted(shown) if not any(re.fullmatch(pattern, key) for pattern in patterns)
+    ] == []
     # and what the table promises is there, but for what takes a GPU, an option, or a set of another name
     rare = (
         "throughput/mfu",
@@ -410,5 +506,9 @@ def test_every_metric_of_a_line_is_documented(run: Path, plain_run: Path) -> Non
         "environment/",
     )
     promised = [key for key in keys if not key.startswith(rare)]
-    missing = [key for key in promised if not any(re.fullmatch(re.sub(r"<\w+>", "[^/]+", key), name) for name in shown)]
+    missing = [
+        key
+        for key in promised
+        if not any(re.fullmatch(re.sub(r"<\w+>", "[^/]+", key), name) for name in shown)
+    ]
     assert missing == []

@@ -15,17 +15,19 @@ import torch
 import transformers
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.observe.rollout_record import to_line
-from grpo_spmd.observe.rollout_turns import shown_fields
+from grpo_spmd.observe.rollout_reader import shown_fields, to_line
 from grpo_spmd.records import Completion, Episode, Segment, Turn
-from grpo_spmd.replay.read import Replay, read_step
-from grpo_spmd.replay.redo import replay
-from grpo_spmd.replay.report import report
+from grpo_spmd.tools.replay.read import Replay, read_step
+from grpo_spmd.tools.replay.redo import replay
+from grpo_spmd.tools.replay.report import report
 from tests.support.episodes import segment
 from tests.support.models import make_model, write_config
 from tests.unit.test_rollout_record import RECORD
 
-REWARDS: list[list[float | None]] = [[1.0, 0.25, None, 0.0], [0.5, 0.5, 2.0, 1.0]]  # None: its environment failed
+REWARDS: list[list[float | None]] = [
+    [1.0, 0.25, None, 0.0],
+    [0.5, 0.5, 2.0, 1.0],
+]  # None: its environment failed
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +49,9 @@ def plain_logprobs(model: Any, segments: tuple[Segment, ...]) -> list[float]:
 def made_up(draw: random.Random, model: Any, reward: float | None) -> Completion:
     """A tool is called and answers, then its answer is repeated, in every second episode in a segment of its own."""
     if reward is None:
-        return Completion([], [], "stop", Episode("env_error", (), (), [], {}, [0.5], "reset raised\nKeyError"))
+        return Completion(
+            [], [], "stop", Episode("env_error", (), (), [], {}, [0.5], "reset raised\nKeyError")
+        )
     prompt, first, given, second = ([draw.randrange(1, 40) for _ in range(n)] for n in (4, 3, 5, 2))
     appended = segment([*prompt, *first, *given, *second], [4, 5, 6, 12, 13])
     fork = segment([*prompt, *first], [4, 5, 6]), segment([*prompt, *given, *second], [9, 10])
@@ -67,13 +71,17 @@ def made_up(draw: random.Random, model: Any, reward: float | None) -> Completion
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("episodes")
     model_path = make_model(folder / "model", "qwen3", tied=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, trust_remote_code=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, trust_remote_code=False
+    )
     config = write_config(
         folder, model_path, rewards=[{"function": f"{folder}/looks.py:sums"}],
         rollout={"temperature": 1.0, "num_prompts_per_step": 2, "group_size": 4},
         data={"train": "/nowhere.jsonl", "max_prompt_tokens": 8}, reward_pool={"max_error_frac": 0.5},
     )  # fmt: skip
-    (folder / "looks.py").write_text("def sums(completions, environments, **_):\n    raise RuntimeError\n")
+    (folder / "looks.py").write_text(
+        "def sums(completions, environments, **_):\n    raise RuntimeError\n"
+    )
     (folder / "run/rollouts").mkdir(parents=True)
     (folder / "run/config.yaml").write_bytes(config.read_bytes())
     draw, lines = random.Random(0), list[bytes]()
@@ -81,7 +89,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for sample, reward in enumerate(rewards):
             made = made_up(draw, model, reward)
             assert made.episode is not None
-            parts: dict[str, Any] = {"completion_ids": made.token_ids, "rollout_logprobs": made.logprobs}
+            parts: dict[str, Any] = {
+                "completion_ids": made.token_ids,
+                "rollout_logprobs": made.logprobs,
+            }
             record = dataclasses.replace(
                 RECORD, rollout_id=4 * position + sample, position=position, sample=sample, num_rollouts=8,
                 reward=reward, rewards={"sums": reward}, completion="said",
@@ -114,7 +125,9 @@ def changed(run: Path, folder: Path, number: int, change: Any) -> Path:
 def test_episodes_are_trained_on_as_plain_transformers_scores_them(run: Path) -> None:
     found, text = replayed(run)
     assert len(found.rollouts) == 8
-    for rollout, reward in zip(found.rollouts, [r for group in REWARDS for r in group], strict=True):
+    for rollout, reward in zip(
+        found.rollouts, [r for group in REWARDS for r in group], strict=True
+    ):
         assert rollout.replayed.reward == reward
         assert rollout.in_loss == (reward is not None)
         if reward is not None:
@@ -122,8 +135,14 @@ def test_episodes_are_trained_on_as_plain_transformers_scores_them(run: Path) ->
     # GRPO of 1, 0.25 and 0: mean 0.41667, deviation 0.52042; 0.5, 0.5, 2, 1: mean 1, deviation 0.70711
     expected = [1.12090, -0.32026, 0.0, -0.80064, -0.70711, -0.70711, 1.41421, 0.0]
     assert [r.replayed.advantage for r in found.rollouts] == pytest.approx(expected, abs=1e-4)
-    assert "rewards are those that the run recorded: environments, which are not here, gave sums" in text
-    assert "episodes, of 8 those with the largest |advantage|:\n        1/2 ok: '2 turns, 5 tokens sampled'" in text
+    assert (
+        "rewards are those that the run recorded: environments, which are not here, gave sums"
+        in text
+    )
+    assert (
+        "episodes, of 8 those with the largest |advantage|:\n        1/2 ok: '2 turns, 5 tokens sampled'"
+        in text
+    )
     assert "tokens given, 3 sampled, in the loss, stop, logprob -" in text
     assert "calls 'add' {'a': 1}" in text
     assert r"tool add: '\x1b[31m<|im_end|>\xfc'" in text
@@ -156,5 +175,7 @@ def test_a_mask_that_is_off_by_one_is_refused(run: Path, tmp_path: Path) -> None
         given = values["turns"][sampled + 1]["token_ids"]
         values["turns"][sampled]["token_ids"].append(given.pop(0))
 
-    with pytest.raises(ConfigError, match=r"step_000001\.jsonl:5: an episode: the tokens that its segments have as"):
+    with pytest.raises(
+        ConfigError, match=r"step_000001\.jsonl:5: an episode: the tokens that its segments have as"
+    ):
         read_step(changed(run, tmp_path, 4, late), 1)

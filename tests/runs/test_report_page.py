@@ -25,7 +25,9 @@ RUNS = {
     "crashed": lambda: [MadeRun(2, state="failed")],
     "two": lambda: [MadeRun(), MadeRun(1, name="other", num_steps=60)],
     "episode": lambda: [MadeRun(3, is_episode=True, num_steps=10)],
-    "thousand": lambda: [MadeRun(4, num_steps=1000, groups=2, group_size=4, keep=4, num_tokens=20, ranks=8)],
+    "thousand": lambda: [
+        MadeRun(4, num_steps=1000, groups=2, group_size=4, keep=4, num_tokens=20, ranks=8)
+    ],
     "hostile": lambda: [hostile_run()],
 }
 
@@ -69,11 +71,21 @@ def test_every_view_is_shown_without_an_error_or_a_request(
     step = run.made_steps[-1]
     with browser.open(pages[name], width=width, dark=width == 390) as page:
         for view in VIEWS:
-            page.go(f"#run=0&view={view}&step={step}" + f"&rollout={step * run.groups}/3" * (view == "rollouts"))
+            page.go(
+                f"#run=0&view={view}&step={step}"
+                + f"&rollout={step * run.groups}/3" * (view == "rollouts")
+            )
             assert page.value("document.querySelector('main').textContent.length") > 100
             assert page.value("document.querySelector('.note.bad')") is None
-            assert page.value("document.documentElement.scrollWidth") == width, view  # nothing stands out of the page
-            assert page.value("document.querySelectorAll('main script, main img, main iframe, main style').length") == 0
+            assert page.value("document.documentElement.scrollWidth") == width, (
+                view
+            )  # nothing stands out of the page
+            assert (
+                page.value(
+                    "document.querySelectorAll('main script, main img, main iframe, main style').length"
+                )
+                == 0
+            )
         _assert_quiet(page)
 
 
@@ -99,22 +111,37 @@ def test_curves_say_what_the_metrics_are(browser: Browser, pages: dict[str, Path
         [said_20] = [text for text in page.each(".chart", "e.textContent") if "pass_at_4" in text]
         evaluations = run.main()["evaluations"]
         assert (
-            str(_rounded(evaluations["metrics"]["eval/heldout/pass_at_4"][evaluations["steps"].index(20)])) in said_20
+            str(
+                _rounded(
+                    evaluations["metrics"]["eval/heldout/pass_at_4"][evaluations["steps"].index(20)]
+                )
+            )
+            in said_20
         )
         assert (
-            page.value("charts.find((c) => c.keys.includes('loss/kl')).plot.data[1].filter((v) => v === null).length")
+            page.value(
+                "charts.find((c) => c.keys.includes('loss/kl')).plot.data[1].filter((v) => v === null).length"
+            )
             == 1
         )
 
 
-def test_phases_are_stacked_and_all_charts_zoom_together(browser: Browser, pages: dict[str, Path]) -> None:
+def test_phases_are_stacked_and_all_charts_zoom_together(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
     metrics = MadeRun().main()["metrics"]
-    times = [metrics[f"time/{phase}_s"] for phase in PHASES]  # in the order of a step: the first lies on top
+    times = [
+        metrics[f"time/{phase}_s"] for phase in PHASES
+    ]  # in the order of a step: the first lies on top
     with browser.open(pages["finished"], "#view=curves") as page:
-        drawn = page.value("charts.find((chart) => chart.keys.includes('time/update_s')).plot.data.slice(1)")
+        drawn = page.value(
+            "charts.find((chart) => chart.keys.includes('time/update_s')).plot.data.slice(1)"
+        )
         sums = [[sum(at) for at in zip(*times[i:], strict=True)] for i in range(len(times))]
         assert drawn == [pytest.approx(line) for line in sums]
-        ranges = "[...new Set(charts.map(({ plot }) => `${plot.scales.x.min} ${plot.scales.x.max}`))]"
+        ranges = (
+            "[...new Set(charts.map(({ plot }) => `${plot.scales.x.min} ${plot.scales.x.max}`))]"
+        )
         assert page.value(ranges) == ["0 40"]  # from the evaluation before the first step
         left, top, right, bottom = page.box(".chart .u-over")
         y = (top + bottom) / 2
@@ -145,7 +172,9 @@ def _table(page: Page) -> list[list[str]]:
     return page.each("#table tbody tr", "[...e.cells].map((cell) => cell.textContent)")
 
 
-def test_the_table_is_the_steps_rollouts_sorted_by_any_column(browser: Browser, pages: dict[str, Path]) -> None:
+def test_the_table_is_the_steps_rollouts_sorted_by_any_column(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
     run = MadeRun()
     chunk = run.step(7)
     columns = chunk["table"]
@@ -161,21 +190,38 @@ def test_the_table_is_the_steps_rollouts_sorted_by_any_column(browser: Browser, 
             for i in range(len(columns["row"]))
         ]
         assert [[_number(row[i]) for i in (0, 1, 2, 3, 5)] for row in _table(page)] == expected
-        assert [row[6] for row in _table(page)] == [("stop", "cut off")[end] for end in columns["finish"]]
-        assert [row[7] for row in _table(page)] == [chunk["status_names"][status] for status in columns["status"]]
+        assert [row[6] for row in _table(page)] == [
+            ("stop", "cut off")[end] for end in columns["finish"]
+        ]
+        assert [row[7] for row in _table(page)] == [
+            chunk["status_names"][status] for status in columns["status"]
+        ]
         whys = [chunk["rollouts"][at]["why"] if at >= 0 else "" for at in columns["shown"]]
         assert [row[9] for row in _table(page)] == whys
-        for number, name in enumerate(("row", "position", "sample", "reward", "advantage", "tokens")):
+        for number, name in enumerate(
+            ("row", "position", "sample", "reward", "advantage", "tokens")
+        ):
             page.click("#table thead button", number)
-            first = page.value("document.querySelector('#table [aria-sort]').getAttribute('aria-sort')")
+            first = page.value(
+                "document.querySelector('#table [aria-sort]').getAttribute('aria-sort')"
+            )
             page.click("#table thead button", number)
-            second = page.value("document.querySelector('#table [aria-sort]').getAttribute('aria-sort')")
+            second = page.value(
+                "document.querySelector('#table [aria-sort]').getAttribute('aria-sort')"
+            )
             assert {first, second} == {"ascending", "descending"}
             known = [value for value in columns[name] if value is not None]
-            wanted = sorted(known, reverse=second == "descending") + [None] * (len(columns[name]) - len(known))
+            wanted = sorted(known, reverse=second == "descending") + [None] * (
+                len(columns[name]) - len(known)
+            )
             digits = 3 if name == "advantage" else 4
             short = [
-                None if v is None else float(f"{v:.{digits}g}") if name == "advantage" else _rounded(v) for v in wanted
+                None
+                if v is None
+                else float(f"{v:.{digits}g}")
+                if name == "advantage"
+                else _rounded(v)
+                for v in wanted
             ]
             assert [_number(row[number]) for row in _table(page)] == pytest.approx(short, rel=1e-2)
 
@@ -194,16 +240,28 @@ def test_bins_and_filters_leave_what_they_say(browser: Browser, pages: dict[str,
     with browser.open(pages["finished"], "#view=rollouts&step=9") as page:
         bins = page.each("#histogram .bin", "e.getAttribute('aria-label')")
         values = sorted({value for value in columns["reward"] if value is not None})
-        expected = [f"reward {value:g}: {columns['reward'].count(value)} rollouts" for value in values]
-        expected += [f"reward unknown: {columns['reward'].count(None)} rollouts"] * (None in columns["reward"])
+        expected = [
+            f"reward {value:g}: {columns['reward'].count(value)} rollouts" for value in values
+        ]
+        expected += [f"reward unknown: {columns['reward'].count(None)} rollouts"] * (
+            None in columns["reward"]
+        )
         assert bins == expected
         page.click("#histogram .bin", 2)
         assert kept(page) == columns["reward"].count(values[2])
         page.click("#histogram .bin", 2)
         assert kept(page) == total
         for name, value, test in (
-            ("rewardLow", "0.5", lambda i: columns["reward"][i] is not None and columns["reward"][i] >= 0.5),
-            ("rewardHigh", "0.5", lambda i: columns["reward"][i] is not None and columns["reward"][i] <= 0.5),
+            (
+                "rewardLow",
+                "0.5",
+                lambda i: columns["reward"][i] is not None and columns["reward"][i] >= 0.5,
+            ),
+            (
+                "rewardHigh",
+                "0.5",
+                lambda i: columns["reward"][i] is not None and columns["reward"][i] <= 0.5,
+            ),
             ("tokensLow", "45", lambda i: columns["tokens"][i] >= 45),
             ("tokensHigh", "45", lambda i: columns["tokens"][i] <= 45),
             ("mismatchLow", "0.02", lambda i: columns["mismatch"][i] >= 0.02),
@@ -229,7 +287,9 @@ def test_bins_and_filters_leave_what_they_say(browser: Browser, pages: dict[str,
 def _text(chunk: dict[str, Any], i: int) -> str:
     at = chunk["table"]["shown"][i]
     return str(
-        chunk["prompts"][chunk["table"]["prompt"][i]] + "\n" + (chunk["rollouts"][at]["completion"] if at >= 0 else "")
+        chunk["prompts"][chunk["table"]["prompt"][i]]
+        + "\n"
+        + (chunk["rollouts"][at]["completion"] if at >= 0 else "")
     )
 
 
@@ -239,7 +299,9 @@ def test_from_a_curve_to_a_token_by_mouse(browser: Browser, pages: dict[str, Pat
         page.click("#views a", 1)
         page.wait("location.hash.includes('view=curves')")
         page.settle()
-        page.click(".chart .u-over", 0, x=0.31)  # the x axis begins at the evaluation before the first step
+        page.click(
+            ".chart .u-over", 0, x=0.31
+        )  # the x axis begins at the evaluation before the first step
         page.wait("location.hash.includes('view=rollouts')")
         page.settle()
         [step] = map(int, re.findall(r"step=(\d+)", page.value("location.hash")))
@@ -254,14 +316,19 @@ def test_from_a_curve_to_a_token_by_mouse(browser: Browser, pages: dict[str, Pat
         page.click(".card", 5)
         page.wait("/rollout=\\d+\\/5/.test(location.hash)")
         page.settle()
-        one = next(r for r in chunk["rollouts"] if (r["position"], r["sample"]) == (step * run.groups, 5))
+        one = next(
+            r for r in chunk["rollouts"] if (r["position"], r["sample"]) == (step * run.groups, 5)
+        )
         assert page.text("#tokens") == one["completion"]
         page.click("#tokens .t", 11)
         figures = dict(page.each("#said [data-figure]", "[e.dataset.figure, e.textContent]"))
         tokens = one["tokens"]
         for name in ("logprob", "difference", "entropy"):
             assert float(figures[name]) == tokens[name][11], name
-        assert (int(figures["id"]), float(figures["advantage"])) == (tokens["ids"][11], one["advantage"])
+        assert (int(figures["id"]), float(figures["advantage"])) == (
+            tokens["ids"][11],
+            one["advantage"],
+        )
         _assert_quiet(page)
 
 
@@ -269,9 +336,13 @@ def test_the_first_token_that_differs_is_marked(browser: Browser, pages: dict[st
     run = MadeRun()
     group = [one for one in run.step(5)["rollouts"] if one["position"] == 5 * run.groups]
     reference = group[2]
-    with browser.open(pages["finished"], f"#view=rollouts&step=5&rollout={reference['position']}/2") as page:
+    with browser.open(
+        pages["finished"], f"#view=rollouts&step=5&rollout={reference['position']}/2"
+    ) as page:
         marked = page.each(".card", "e.querySelector('.parting')?.textContent")
-        before = page.each(".card", "e.querySelector('.parting')?.previousElementSibling.textContent")
+        before = page.each(
+            ".card", "e.querySelector('.parting')?.previousElementSibling.textContent"
+        )
     for one, token, text in zip(group, marked, before, strict=True):
         if one is reference:
             continue
@@ -286,7 +357,9 @@ def test_a_tokens_colour_is_its_figure(name: str, browser: Browser, pages: dict[
     run = MadeRun(3, is_episode=True, num_steps=10)
     chunk = run.step(4)
     one = chunk["rollouts"][3]
-    with browser.open(pages["episode"], f"#view=rollouts&step=4&rollout={one['position']}/{one['sample']}") as page:
+    with browser.open(
+        pages["episode"], f"#view=rollouts&step=4&rollout={one['position']}/{one['sample']}"
+    ) as page:
         page.click(f"#colourings [data-name={name}]")
         shades = page.each("#tokens .t", "e.className.split(' ')[1]")
     tokens = one["tokens"]
@@ -310,10 +383,17 @@ def test_a_tokens_colour_is_its_figure(name: str, browser: Browser, pages: dict[
         assert shade[:-1] == ("minus" if value < 0 and name != "logprob" else "plus")
 
 
-def test_an_episode_is_a_conversation_of_its_turns(browser: Browser, pages: dict[str, Path]) -> None:
+def test_an_episode_is_a_conversation_of_its_turns(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
     one = MadeRun(3, is_episode=True, num_steps=10).step(4)["rollouts"][1]
-    with browser.open(pages["episode"], f"#view=rollouts&step=4&rollout={one['position']}/{one['sample']}") as page:
-        turns = page.each("#tokens .turn", "[e.classList.contains('sampled'), e.querySelector('.text').textContent]")
+    with browser.open(
+        pages["episode"], f"#view=rollouts&step=4&rollout={one['position']}/{one['sample']}"
+    ) as page:
+        turns = page.each(
+            "#tokens .turn",
+            "[e.classList.contains('sampled'), e.querySelector('.text').textContent]",
+        )
         assert turns == [[turn["sampled"], "".join(turn["pieces"])] for turn in one["turns"]]
         assert page.value("document.querySelectorAll('#tokens .cut').length") == 1  # a new segment
         # figures of the second turn's tokens are those behind the first's
@@ -337,23 +417,36 @@ def test_a_timeline_is_to_scale(browser: Browser, pages: dict[str, Path]) -> Non
         for rank, row in zip(spans, blocks, strict=True):
             for (_, start, end, _, busy), (left, right, wait) in zip(rank, row, strict=True):
                 assert [left, right] == pytest.approx([start / length, end / length], abs=2e-3)
-                assert wait == pytest.approx(0 if busy is None else (end - start - busy) / length, abs=2e-3)
+                assert wait == pytest.approx(
+                    0 if busy is None else (end - start - busy) / length, abs=2e-3
+                )
 
 
-def test_two_runs_are_overlaid_and_their_configs_differ(browser: Browser, pages: dict[str, Path]) -> None:
+def test_two_runs_are_overlaid_and_their_configs_differ(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
     first, second = RUNS["two"]()
     with browser.open(pages["two"], "#view=curves&step=30") as page:
-        [text] = [t for t in page.each(".chart", "e.textContent") if t.startswith("reward") and "reward/mean (" in t]
+        [text] = [
+            t
+            for t in page.each(".chart", "e.textContent")
+            if t.startswith("reward") and "reward/mean (" in t
+        ]
         for run in (first, second):
             assert f"reward/mean ({run.name})" in text
             assert str(_rounded(run.main()["metrics"]["reward/mean"][29])) in text
         rows = page.each("main > .panel tbody tr", "[...e.cells].map((cell) => cell.textContent)")
-        assert rows == [["optimizer.lr", "0.000001", "0.001"], ["run_dir", "runs/demo", "runs/other"]]
+        assert rows == [
+            ["optimizer.lr", "0.000001", "0.001"],
+            ["run_dir", "runs/demo", "runs/other"],
+        ]
         page.go("#run=1&view=rollouts&step=60")
         assert _number(_table(page)[0][3]) == _rounded(second.step(60)["table"]["reward"][0])
 
 
-def test_findings_lead_to_their_curve_and_reports_are_open(browser: Browser, pages: dict[str, Path]) -> None:
+def test_findings_lead_to_their_curve_and_reports_are_open(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
     run = MadeRun(2, state="failed")
     finding = run.main()["findings"][0]
     with browser.open(pages["crashed"]) as page:
@@ -382,7 +475,9 @@ def test_prompts_lead_to_their_completions(browser: Browser, pages: dict[str, Pa
 def test_search_finds_what_the_completions_have(browser: Browser, pages: dict[str, Path]) -> None:
     run = MadeRun(3, is_episode=True, num_steps=10)
     wanted = "number total"
-    expected = sum(wanted in one["completion"] for step in run.made_steps for one in run.step(step)["rollouts"])
+    expected = sum(
+        wanted in one["completion"] for step in run.made_steps for one in run.step(step)["rollouts"]
+    )
     assert expected > 0
     with browser.open(pages["episode"]) as page:
         page.key("/")
@@ -420,7 +515,9 @@ def test_keys_lead_everywhere(browser: Browser, pages: dict[str, Path]) -> None:
         assert "rollout=88/1" in after("n")
         assert "rollout=88/0" in after("p")
         page.value("document.querySelector('#tokens .tokens').focus()")
-        page.key("ArrowRight")  # the first is chosen when the keys arrive there; a step does not change
+        page.key(
+            "ArrowRight"
+        )  # the first is chosen when the keys arrive there; a step does not change
         page.key("ArrowRight")
         assert "token 3 of" in page.text("#said")
         assert "step=11" in page.value("location.hash")
@@ -435,14 +532,20 @@ def test_keys_lead_everywhere(browser: Browser, pages: dict[str, Path]) -> None:
         outlines = list[str]()
         for _ in range(12):
             page.key("Tab")
-            active = "document.activeElement"  # the body: nothing has it, as after the last of a page
-            outlines += page.value(f"{active} === document.body ? [] : [getComputedStyle({active}).outlineStyle]")
+            active = (
+                "document.activeElement"  # the body: nothing has it, as after the last of a page
+            )
+            outlines += page.value(
+                f"{active} === document.body ? [] : [getComputedStyle({active}).outlineStyle]"
+            )
         assert len(outlines) >= 3
         assert set(outlines) == {"solid"}
         _assert_quiet(page)
 
 
-def test_themes_differ_and_the_button_changes_them(browser: Browser, pages: dict[str, Path]) -> None:
+def test_themes_differ_and_the_button_changes_them(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
     back = "getComputedStyle(document.body).backgroundColor"
     with browser.open(pages["finished"], dark=False) as page:
         light = page.value(back)
@@ -457,9 +560,13 @@ def test_themes_differ_and_the_button_changes_them(browser: Browser, pages: dict
         _assert_quiet(page)
 
 
-_PICTURES = {"\x1b": "ESC", "\x07": "BEL", "\x08": "BS", "\x7f": "DEL", "\0": "NUL"} | dict.fromkeys(
-    "\ud800\udc00", "\ufffd"
-)
+_PICTURES = {
+    "\x1b": "ESC",
+    "\x07": "BEL",
+    "\x08": "BS",
+    "\x7f": "DEL",
+    "\0": "NUL",
+} | dict.fromkeys("\ud800\udc00", "\ufffd")
 _NUMBERED = "\x9b\u202e\u2066\u2069\u200f\u200b\ufeff\U000e0041\u2028"
 
 
@@ -474,7 +581,9 @@ def test_hostile_text_is_shown_as_text(name: str, browser: Browser, pages: dict[
     one = next(r for r in run.step(1)["rollouts"] if r["completion"] == HOSTILE[name])
     expected = "".join(map(_as_shown, one["tokens"]["pieces"]))
     with browser.open(
-        pages["hostile"], f"#view=rollouts&step=1&rollout={one['position']}/{one['sample']}", width=390
+        pages["hostile"],
+        f"#view=rollouts&step=1&rollout={one['position']}/{one['sample']}",
+        width=390,
     ) as page:
         assert page.text("#tokens") == expected
         assert page.value("document.documentElement.scrollWidth") == 390
@@ -487,7 +596,9 @@ def test_hostile_text_is_shown_as_text(name: str, browser: Browser, pages: dict[
         _assert_quiet(page)
 
 
-def test_what_is_put_into_the_file_does_not_run(browser: Browser, pages: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_put_into_the_file_does_not_run(
+    browser: Browser, pages: dict[str, Path], tmp_path: Path
+) -> None:
     """The file's policy: were a text ever to become HTML, it would do nothing."""
     text = pages["finished"].read_text(encoding="utf-8")
     spoilt = tmp_path / "spoilt.html"
@@ -516,14 +627,20 @@ def test_a_cut_file_an_old_browser_and_another_format_are_one_line(
     old = tmp_path / "old.html"
     old.write_text(text)
     with browser.open(old) as page:
-        page.call("Page.addScriptToEvaluateOnNewDocument", source="delete window.DecompressionStream")
+        page.call(
+            "Page.addScriptToEvaluateOnNewDocument", source="delete window.DecompressionStream"
+        )
         page.call("Page.reload")
         page.wait("document.querySelector('#refused')?.textContent.includes('too old')")
         assert page.errors == []
 
 
-def test_a_link_to_what_is_not_there_shows_what_is(browser: Browser, pages: dict[str, Path]) -> None:
-    with browser.open(pages["finished"], "#run=9&view=nothing&step=999999&rollout=<b>/3&metric=%ud800&row=-1") as page:
+def test_a_link_to_what_is_not_there_shows_what_is(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    with browser.open(
+        pages["finished"], "#run=9&view=nothing&step=999999&rollout=<b>/3&metric=%ud800&row=-1"
+    ) as page:
         assert page.value("document.querySelector('#verdict') !== null")
         page.go("#view=rollouts&step=999999")
         assert "of the nearest step that has them" in page.text("main .note")
@@ -546,26 +663,51 @@ def test_a_real_runs_page_is_its_metrics_and_its_dump(
     assert run_command(command).returncode == 0
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    metrics = {line["step"]: line for line in lines if not any(key.startswith("eval/") for key in line)}
+    metrics = {
+        line["step"]: line for line in lines if not any(key.startswith("eval/") for key in line)
+    }
     step = max(metrics)
-    dump = [json.loads(line) for line in (run_dir / f"rollouts/step_{step:06}.jsonl").read_text().splitlines()]
+    dump = [
+        json.loads(line)
+        for line in (run_dir / f"rollouts/step_{step:06}.jsonl").read_text().splitlines()
+    ]
     dump.sort(key=lambda line: (line["position"], line["sample"]))
     with browser.open(out, f"#view=curves&step={step}") as page:
-        drawn = page.value("Object.fromEntries(charts.flatMap((chart) => chart.keys.map((key) => [key, true])))")
-        assert metrics[step].keys() - drawn.keys() <= {"step", "time/unix_s", "time/wall_s"}  # each has its curve
+        drawn = page.value(
+            "Object.fromEntries(charts.flatMap((chart) => chart.keys.map((key) => [key, true])))"
+        )
+        assert metrics[step].keys() - drawn.keys() <= {
+            "step",
+            "time/unix_s",
+            "time/wall_s",
+        }  # each has its curve
         legends = dict(page.each(".u-series", "[...e.cells].map((cell) => cell.textContent)"))
-        for key in ("reward/mean", "loss/entropy", "optim/grad_norm", "time/step_s"):  # each alone in its chart
+        for key in (
+            "reward/mean",
+            "loss/entropy",
+            "optim/grad_norm",
+            "time/step_s",
+        ):  # each alone in its chart
             assert _number(legends[key]) == pytest.approx(metrics[step][key], rel=1e-2), key
             assert _number(legends[key]) == _rounded(metrics[step][key]), key
         page.go(f"#view=rollouts&step={step}")
-        expected = [(line["row"], line["position"], line["sample"], len(line["completion_ids"])) for line in dump]
-        assert [(int(row[0]), int(row[1]), int(row[2]), int(row[5])) for row in _table(page)] == expected
-        assert [_number(row[3]) for row in _table(page)] == [_rounded(line["reward"]) for line in dump]
+        expected = [
+            (line["row"], line["position"], line["sample"], len(line["completion_ids"]))
+            for line in dump
+        ]
+        assert [
+            (int(row[0]), int(row[1]), int(row[2]), int(row[5])) for row in _table(page)
+        ] == expected
+        assert [_number(row[3]) for row in _table(page)] == [
+            _rounded(line["reward"]) for line in dump
+        ]
         one = next(line for line in dump if line["completion"] and line["advantage"])
         page.go(f"#view=rollouts&step={step}&rollout={one['position']}/{one['sample']}")
         pieces = page.each("#tokens .t", "e.textContent")
         assert len(pieces) == len(one["completion_ids"])
-        assert "".join(pieces).startswith(one["completion"])  # what follows is the end-of-sequence token
+        assert "".join(pieces).startswith(
+            one["completion"]
+        )  # what follows is the end-of-sequence token
         page.click("#tokens .t", 0)
         figures = dict(page.each("#said [data-figure]", "[e.dataset.figure, e.textContent]"))
         logprobs = np.frombuffer(base64.b64decode(one["rollout_logprobs"]), "<f4")

@@ -28,7 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_reward_model(folder / "same", "qwen3", pad_token_id=96, seed=3)
     make_reward_model(folder / "other", "llama", vocab_size=272, pad_token_id=None, seed=4)
     give_chat_tokenizer(folder / "other")
-    rows = [json.dumps({"prompt": f"{a},{b}={a * b}:"}) + "\n" for a in range(1, 9) for b in range(1, 5)]
+    rows = [
+        json.dumps({"prompt": f"{a},{b}={a * b}:"}) + "\n" for a in range(1, 9) for b in range(1, 5)
+    ]
     (folder / "train.jsonl").write_text("".join(rows))
     (folder / "held_out.jsonl").write_text("".join(rows[:3]))
     (folder / "digits.py").write_text(
@@ -42,7 +44,10 @@ def config_of(folder: Path, name: str, **sections: Any) -> Path:
     return write_config(
         folder / name,
         folder / "model",
-        data={"train": str(folder / "train.jsonl"), "eval": {"held": str(folder / "held_out.jsonl")}},
+        data={
+            "train": str(folder / "train.jsonl"),
+            "eval": {"held": str(folder / "held_out.jsonl")},
+        },
         rewards=[
             # Prompts of 7 tokens are too long for it, so that some groups have only the function's 0 or 2: refills.
             {"model": str(folder / "same"), "name": "same", "weight": 0.5, "max_tokens": 18},
@@ -66,7 +71,9 @@ def config_of(folder: Path, name: str, **sections: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def run_dir(folder: Path) -> Path:
-    config = config_of(folder, "whole", model={"path": str(folder / "model"), "dtype": "float32", "offload": True})
+    config = config_of(
+        folder, "whole", model={"path": str(folder / "model"), "dtype": "float32", "offload": True}
+    )
     output = train(2, config)
     assert output.count("its scores are within") == 2  # of each model once
     return folder / "whole" / "run"
@@ -78,7 +85,10 @@ def test_every_score_of_the_dumps_is_that_of_transformers(run_dir: Path, folder:
     records = [record for step in range(1, NUM_STEPS + 1) for record in dumped(run_dir, step)]
     ids = [record["prompt_ids"] + record["completion_ids"] for record in records]
     of_same = iter(plain_scores(folder / "same", [own for own in ids if len(own) <= 18], 0))
-    texts = [record["prompt"] + policy.decode(record["completion_ids"], skip_special_tokens=True) for record in records]
+    texts = [
+        record["prompt"] + policy.decode(record["completion_ids"], skip_special_tokens=True)
+        for record in records
+    ]
     of_other = plain_scores(folder / "other", [other(text).input_ids for text in texts], 0)
     kinds = set()
     for record, own, of_second in zip(records, ids, of_other, strict=True):
@@ -108,7 +118,9 @@ def test_metrics_and_evaluation_have_the_models_scores(run_dir: Path) -> None:
 
 
 def test_a_resumed_run_has_the_same_scores_to_the_bit(run_dir: Path, folder: Path) -> None:
-    config = config_of(folder, "resumed", checkpoint={"resume": str(run_dir / "checkpoints" / "step_000002")})
+    config = config_of(
+        folder, "resumed", checkpoint={"resume": str(run_dir / "checkpoints" / "step_000002")}
+    )
     train(2, config)
     for step in range(3, NUM_STEPS + 1):
         assert _scores(folder / "resumed" / "run", step) == _scores(run_dir, step)
@@ -122,7 +134,9 @@ def _scores(run_dir: Path, step: int) -> list[Any]:
 def test_episodes_are_scored_by_what_was_said_in_all_their_turns(tmp_path: Path) -> None:
     """Beside the environment's own reward, on two ranks. Both read the row's prompt, without what reset() said."""
     model = make_caller(tmp_path)
-    make_reward_model(tmp_path / "judge", "qwen3", vocab_size=272, pad_token_id=None, max_position_embeddings=512)
+    make_reward_model(
+        tmp_path / "judge", "qwen3", vocab_size=272, pad_token_id=None, max_position_embeddings=512
+    )
     give_chat_tokenizer(tmp_path / "judge")
     (tmp_path / "judge/chat_template.jinja").unlink(missing_ok=True)
     (tmp_path / "shown.jinja").write_text(OTHER_TEMPLATE)
@@ -139,7 +153,9 @@ def test_episodes_are_scored_by_what_was_said_in_all_their_turns(tmp_path: Path)
         training={"num_steps": 2, "max_tokens_per_micro_batch": 512},
         proofs={"every_steps": 1},
     )  # fmt: skip
-    code, output = RanksJob(2, "grpo_spmd.train", "--config", str(config), env={"PLAYED": str(tmp_path)}).wait(200)
+    code, output = RanksJob(
+        2, "grpo_spmd.train", "--config", str(config), env={"PLAYED": str(tmp_path)}
+    ).wait(200)
     assert code == 0, output
     assert "its scores are within" in output
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "judge")

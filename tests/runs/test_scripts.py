@@ -29,12 +29,16 @@ def test_scripts_are_executable_and_parse(script: str) -> None:
 def test_the_demo_refuses_a_bad_override_in_one_line() -> None:
     done = run_command(["launch/demo.sh", "rollout.group_sise=4"])
     assert done.returncode == 2
-    assert done.stderr.splitlines() == ["error: rollout.group_sise: unknown key; did you mean rollout.group_size?"]
+    assert done.stderr.splitlines() == [
+        "error: rollout.group_sise: unknown key; did you mean rollout.group_size?"
+    ]
 
 
 def test_a_demo_that_is_not_there_is_one_line_before_any_set_up() -> None:
     done = run_command(["launch/demo.sh", "nosuch", "seed=1"])
     assert (done.returncode, done.stdout) == (2, "")
-    others = sorted(path.stem.removeprefix("demo-") for path in (ROOT / "configs").glob("demo-*.yaml"))
+    others = sorted(
+        path.stem.removeprefix("demo-") for path in (ROOT / "configs").glob("demo-*.yaml")
+    )
     said = f"error: there is no demo nosuch; without a name it is countdown, others are: {' '.join(others)}\n"
     assert done.stderr == said

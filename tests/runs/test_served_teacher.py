@@ -10,15 +10,31 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.replay.read import read_step
-from grpo_spmd.replay.redo import replay
+from grpo_spmd.tools.replay.read import read_step
+from grpo_spmd.tools.replay.redo import replay
 from tests.support.models import make_model, write_config
 from tests.support.ranks import RanksJob
 from tests.support.stub_server import SECRET, StubServer, assert_no_secret, stub_server
 from tests.support.stub_vllm import answers
 
 ENV = {"OF_THE_STUB": f"Bearer {SECRET}"}
-WAYS = ["ok", "429", "slow", "500", "ok", "404", "half", "slow", "drop", "ok", "gzip", "503", "slow", "text", "late"]
+WAYS = [
+    "ok",
+    "429",
+    "slow",
+    "500",
+    "ok",
+    "404",
+    "half",
+    "slow",
+    "drop",
+    "ok",
+    "gzip",
+    "503",
+    "slow",
+    "text",
+    "late",
+]
 FOR_GOOD = ("404", "gzip", "text")
 
 
@@ -40,12 +56,19 @@ class _ByTurns:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, StubServer, _ByTurns]]:
+def run(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Path, str, StubServer, _ByTurns]]:
     folder, ways = tmp_path_factory.mktemp("served"), _ByTurns()
     make_model(folder / "teacher", "qwen3", tied=True, seed=1)
     with stub_server(answers(folder / "teacher"), ways) as server:
         url = server.url.replace("/score", "/v1/completions")
-        teacher = {"url": url, "headers_env": {"Authorization": "OF_THE_STUB"}, "retries": 1, "max_concurrent": 3}
+        teacher = {
+            "url": url,
+            "headers_env": {"Authorization": "OF_THE_STUB"},
+            "retries": 1,
+            "max_concurrent": 3,
+        }
         config = write_config(
             folder,
             make_model(folder / "model", "qwen3", tied=True),
@@ -68,7 +91,9 @@ def test_what_was_not_answered_is_counted_and_nothing_has_the_secret(
 ) -> None:
     folder, output, server, ways = run
     for line in metrics_of(folder / "run"):
-        records = [record for group in read_step(folder / "run", line["step"]).rollouts for record in group]
+        records = [
+            record for group in read_step(folder / "run", line["step"]).rollouts for record in group
+        ]
         of_records = [ways.ways[*record.prompt_ids, *record.completion_ids] for record in records]
         assert len(of_records) == 16
         assert line["teacher/unanswered_frac"] == sum(way in FOR_GOOD for way in of_records) / 16
@@ -77,7 +102,10 @@ def test_what_was_not_answered_is_counted_and_nothing_has_the_secret(
         assert line["teacher/retries"] > 0
         assert line["teacher/kl"] > 0
     assert server.most_at_once <= 3
-    assert "of 16 rollouts have no answer, and are taught nothing; the first: the server answered" in output
+    assert (
+        "of 16 rollouts have no answer, and are taught nothing; the first: the server answered"
+        in output
+    )
     assert_no_secret(server, output, folder / "run")
 
 
@@ -85,7 +113,10 @@ def test_it_goes_on_to_the_bit_and_is_replayed(
     run: tuple[Path, str, StubServer, _ByTurns], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _, server, _ = run
-    resume = [f"run_dir={folder}/resumed", f"checkpoint.resume={folder}/run/checkpoints/step_000001"]
+    resume = [
+        f"run_dir={folder}/resumed",
+        f"checkpoint.resume={folder}/run/checkpoints/step_000001",
+    ]
     job = RanksJob(2, "grpo_spmd.train", "--config", str(folder / "config.yaml"), *resume, env=ENV)
     code, output = job.wait(240)
     assert code == 0, output
@@ -95,7 +126,9 @@ def test_it_goes_on_to_the_bit_and_is_replayed(
     assert {name: again[name] for name in names} == {name: was[name] for name in names}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # replay sets it, and pytest puts it back
     num_asked = len(server.asked)
-    assert any("not asked (--ask-servers)" in note for note in replay(read_step(folder / "run", 2)).notes)
+    assert any(
+        "not asked (--ask-servers)" in note for note in replay(read_step(folder / "run", 2)).notes
+    )
     assert len(server.asked) == num_asked
     monkeypatch.setenv("OF_THE_STUB", ENV["OF_THE_STUB"])
     found = replay(read_step(folder / "run", 2, asks_servers=True))
@@ -104,12 +137,18 @@ def test_it_goes_on_to_the_bit_and_is_replayed(
         assert now == pytest.approx(recorded, rel=1e-5), name
 
 
-def test_too_much_that_is_missing_stops_the_run(run: tuple[Path, str, StubServer, _ByTurns]) -> None:
+def test_too_much_that_is_missing_stops_the_run(
+    run: tuple[Path, str, StubServer, _ByTurns],
+) -> None:
     folder = run[0]
-    with stub_server(answers(folder / "teacher"), lambda body: "404" if is_rollout(body) else "ok") as server:
+    with stub_server(
+        answers(folder / "teacher"), lambda body: "404" if is_rollout(body) else "ok"
+    ) as server:
         url = server.url.replace("/score", "/v1/completions")
         more = [f"teacher.url={url}", "reward_pool.max_error_frac=0.5", f"run_dir={folder}/stopped"]
-        job = RanksJob(1, "grpo_spmd.train", "--config", str(folder / "config.yaml"), *more, env=ENV)
+        job = RanksJob(
+            1, "grpo_spmd.train", "--config", str(folder / "config.yaml"), *more, env=ENV
+        )
         code, output = job.wait(240)
     assert code == 1, output
     why = "16 of 16 rollouts have no answer: 1 is not under reward_pool.max_error_frac=0.5. The first: the server "

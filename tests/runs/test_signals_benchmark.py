@@ -24,11 +24,23 @@ PASSES = {
 
 def test_passes_and_held_bytes_are_those_of_the_models(tmp_path: Path) -> None:
     file, models = tmp_path / "rows.jsonl", tmp_path / "models"
-    run_ranks(1, "benchmarks.speed.signals", "--size", "tiny", "--json", str(file), "--folder", str(models))
+    run_ranks(
+        1,
+        "benchmarks.speed.signals",
+        "--size",
+        "tiny",
+        "--json",
+        str(file),
+        "--folder",
+        str(models),
+    )
     rows = {row["signal"]: row for row in map(json.loads, file.read_text().splitlines())}
     assert {name: (row["forward"], row["trained"]) for name, row in rows.items()} == PASSES
     mib = {path.name: _numel(path / "model.safetensors") / 2**20 for path in models.iterdir()}
-    decoder, plain = mib["reward_model"] - _HIDDEN / 2**20, 3 * 4 * mib["policy"]  # float32 with two moments
+    decoder, plain = (
+        mib["reward_model"] - _HIDDEN / 2**20,
+        3 * 4 * mib["policy"],
+    )  # float32 with two moments
     for name, row in rows.items():
         # Frozen models are bfloat16, as the size has it; a critic is float32 with two moments, and its head has a bias.
         head = 3 * 4 * (_HIDDEN + 1) / 2**20

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from grpo_spmd.replay.read import read_step
-from grpo_spmd.replay.redo import replay
+from grpo_spmd.tools.replay.read import read_step
+from grpo_spmd.tools.replay.redo import replay
 from tests.ranks.test_partition import relative_difference
 from tests.support.dumps import dumped
 from tests.support.models import make_model, make_reward_model, write_config
@@ -31,7 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(folder / "teacher", "qwen3", tied=False, seed=1)
     make_model(folder / "critic", "qwen3", tied=False, seed=2)
     make_reward_model(folder / "scores", "qwen3", pad_token_id=96, seed=3)
-    rows = [{"prompt": f"{n}+1=", "hint": f"{n},{n + 1}:{n}+1=", "teacher": "ab"[n % 2]} for n in range(NUM_ROWS)]
+    rows = [
+        {"prompt": f"{n}+1=", "hint": f"{n},{n + 1}:{n}+1=", "teacher": "ab"[n % 2]}
+        for n in range(NUM_ROWS)
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -55,9 +58,19 @@ def runs(folder: Path) -> dict[str, Path]:
         checkpoint={"every_steps": 1, "keep": 9},
         proofs={"every_steps": 1},
     )  # fmt: skip
-    how = {"alone": [], "shared": ["rollout.tensor_parallel_size=2"], "tail": ["rollout.tail_batching=1.5"]}
+    how = {
+        "alone": [],
+        "shared": ["rollout.tensor_parallel_size=2"],
+        "tail": ["rollout.tail_batching=1.5"],
+    }
     for name, overrides in how.items():
-        train(2, config, f"run_dir={folder / name}", f"training.num_steps={NUM_STEPS[name]}", *overrides)
+        train(
+            2,
+            config,
+            f"run_dir={folder / name}",
+            f"training.num_steps={NUM_STEPS[name]}",
+            *overrides,
+        )
     return {name: folder / name for name in how}
 
 
@@ -71,13 +84,21 @@ def test_an_engine_over_two_ranks_changes_nothing_of_what_teaches(runs: dict[str
         pairs = list(zip(dumped(alone, step), dumped(shared, step), strict=True))
         assert len(pairs) == NUM_PROMPTS * 3
         for one, other in pairs:
-            assert [one[key] for key in ("position", "sample")] == [other[key] for key in ("position", "sample")]
+            assert [one[key] for key in ("position", "sample")] == [
+                other[key] for key in ("position", "sample")
+            ]
             assert one["completion_ids"] == other["completion_ids"]
             assert other["rewards"]["scores"] == pytest.approx(one["rewards"]["scores"], abs=1e-5)
             assert other["advantage"] == pytest.approx(one["advantage"], abs=1e-4)
     for one, other in zip(lines_of(alone), lines_of(shared), strict=True):
         names = [name for name in one if name.startswith(OF_SIGNALS)]
-        assert {"teacher/a/kl", "teacher/b/kl", "critic/loss", "reward/scores/mean", "loss/teacher"} < {*names}
+        assert {
+            "teacher/a/kl",
+            "teacher/b/kl",
+            "critic/loss",
+            "reward/scores/mean",
+            "loss/teacher",
+        } < {*names}
         for name in names:
             assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
     states = [sorted((run / "checkpoints/step_000002/state").iterdir()) for run in (alone, shared)]
@@ -91,20 +112,36 @@ def test_an_engine_over_two_ranks_changes_nothing_of_what_teaches(runs: dict[str
                 assert relative_difference(other[name], tensor) < 1e-4, name
 
 
-def test_with_tail_batching_scores_are_those_of_transformers(runs: dict[str, Path], folder: Path) -> None:
+def test_with_tail_batching_scores_are_those_of_transformers(
+    runs: dict[str, Path], folder: Path
+) -> None:
     steps = [dumped(runs["tail"], step) for step in range(1, NUM_STEPS["tail"] + 1)]
     positions = [{record["position"] for record in records} for records in steps]
     assert any(max(early) > min(late) for early, late in pairwise(positions))  # some waited
     records = [record for step in steps for record in step]
-    scores = plain_scores(folder / "scores", [r["prompt_ids"] + r["completion_ids"] for r in records], 0)
+    scores = plain_scores(
+        folder / "scores", [r["prompt_ids"] + r["completion_ids"] for r in records], 0
+    )
     assert [r["rewards"]["scores"] for r in records] == pytest.approx(scores, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["shared", "tail"])
-def test_a_replay_has_the_recorded_figures(runs: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_has_the_recorded_figures(
+    runs: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # replay sets it, and pytest puts it back
     found = replay(read_step(runs[name], NUM_STEPS[name]))
-    recorded = {n: pair for n, pair in found.metrics.items() if pair[0] is not None and n.startswith(OF_SIGNALS)}
-    assert {"teacher/a/kl", "teacher/b/kl", "critic/loss", "critic/explained_variance", "loss/total"} < recorded.keys()
+    recorded = {
+        n: pair
+        for n, pair in found.metrics.items()
+        if pair[0] is not None and n.startswith(OF_SIGNALS)
+    }
+    assert {
+        "teacher/a/kl",
+        "teacher/b/kl",
+        "critic/loss",
+        "critic/explained_variance",
+        "loss/total",
+    } < recorded.keys()
     for metric, (was, now) in recorded.items():
         assert now == pytest.approx(was, rel=1e-4, abs=1e-5), metric

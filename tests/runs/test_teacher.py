@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.replay.read import read_step
-from grpo_spmd.replay.redo import replay
+from grpo_spmd.tools.replay.read import read_step
+from grpo_spmd.tools.replay.redo import replay
 from tests.support.models import make_model, write_config
 from tests.support.processes import run_command
 from tests.support.ranks import train
@@ -22,7 +22,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(folder / "model", "qwen3", tied=True)
     make_model(folder / "teacher", "qwen3", tied=True, seed=1)
     rows = [
-        {"prompt": f"{a},{b}={a + b}:", "hint": f"{b}+{a}={a + b},{a},{b}=:", "teacher": "ab"[a % 2]}
+        {
+            "prompt": f"{a},{b}={a + b}:",
+            "hint": f"{b}+{a}={a + b},{a},{b}=:",
+            "teacher": "ab"[a % 2],
+        }
         for a in range(1, 9)
         for b in range(1, 5)
     ]
@@ -32,7 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{n: v for n, v in line.items() if not n.startswith(("time/", "throughput/", "memory/"))} for line in lines]
+    return [
+        {n: v for n, v in line.items() if not n.startswith(("time/", "throughput/", "memory/"))}
+        for line in lines
+    ]
 
 
 def same_as_recorded(run: Path, step: int, *names: str) -> None:
@@ -51,7 +58,11 @@ def test_a_run_with_two_teachers_goes_on_to_the_bit_and_is_replayed(
     """On two ranks, the teachers in host memory while the engine is awake, with prompts of their own, beside a reward;
     one of them is where the policy started."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # replay sets it, and pytest puts it back
-    teachers = {"path": {"a": str(folder / "teacher"), "b": str(folder / "model")}, "prompt_key": "hint", "coef": 0.2}
+    teachers = {
+        "path": {"a": str(folder / "teacher"), "b": str(folder / "model")},
+        "prompt_key": "hint",
+        "coef": 0.2,
+    }
     sections: dict[str, Any] = {
         "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 24},
         "training": {"num_steps": 3, "num_mini_batches": 2},
@@ -59,7 +70,11 @@ def test_a_run_with_two_teachers_goes_on_to_the_bit_and_is_replayed(
         "checkpoint": {"every_steps": 1, "keep": 9},
         "proofs": {"every_steps": 1},
     }
-    train(2, write_config(folder, folder / "model", teacher=teachers, **sections), f"run_dir={folder}/whole")
+    train(
+        2,
+        write_config(folder, folder / "model", teacher=teachers, **sections),
+        f"run_dir={folder}/whole",
+    )
     resume = f"checkpoint.resume={folder}/whole/checkpoints/step_000002"
     train(2, folder / "config.yaml", f"run_dir={folder}/resumed", resume)
     whole, resumed = (metrics_of(folder / name) for name in ("whole", "resumed"))
@@ -72,7 +87,9 @@ def test_a_run_with_two_teachers_goes_on_to_the_bit_and_is_replayed(
     same_as_recorded(folder / "whole", 2, "teacher/a/kl", "teacher/b/kl")
 
 
-def test_a_teacher_alone_teaches_without_any_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_teacher_alone_teaches_without_any_reward(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     data = {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 24}
     teacher = {"path": str(folder / "teacher"), "loss": "topk", "top_k": 40}
@@ -95,17 +112,19 @@ def test_a_teacher_alone_teaches_without_any_reward(folder: Path, monkeypatch: p
 
 
 def test_without_a_teacher_nothing_of_it_is_imported(folder: Path) -> None:
-    config = write_config(folder, folder / "model", rewards=[{"name": "format", "args": {"pattern": "x"}}])
+    config = write_config(
+        folder, folder / "model", rewards=[{"name": "format", "args": {"pattern": "x"}}]
+    )
     code = f"""
 import sys
 sys.argv[1:] = ["--config", {str(config)!r}, "--check"]
-import grpo_spmd.loop, grpo_spmd.replay.redo, grpo_spmd.train
+import grpo_spmd.loop, grpo_spmd.tools.replay.redo, grpo_spmd.train
 try:
     grpo_spmd.train.main()
 finally:
     print("there:", [name for name in sys.modules for part in ("teacher", "distil", "diverg") if part in name])
 """
     done = run_command([sys.executable, "-c", code])
-    assert "there: ['grpo_spmd.config.teacher', 'grpo_spmd.config.teacher_rules']" in done.stdout, (
+    assert "there: ['grpo_spmd.config.schema', 'grpo_spmd.config.rules']" in done.stdout, (
         done.stdout + done.stderr
     )

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import transformers
 
-from grpo_spmd.replay.read import read_step
-from grpo_spmd.replay.redo import replay
+from grpo_spmd.tools.replay.read import read_step
+from grpo_spmd.tools.replay.redo import replay
 from tests.support.dumps import dumped
 from tests.support.models import write_config
 from tests.support.processes import ROOT
@@ -35,7 +35,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(
-    folder: Path, model: Path, environment: dict[str, Any], rewards: list[str], columns: dict[str, list[Any]]
+    folder: Path,
+    model: Path,
+    environment: dict[str, Any],
+    rewards: list[str],
+    columns: dict[str, list[Any]],
 ) -> tuple[list[dict[str, Any]], str]:
     """The rollouts of two steps, and the output; with what holds for all ways. Columns: two values, by rows in turn."""
     rows = [
@@ -54,7 +58,9 @@ def trained(
         training={"num_steps": 2, "max_tokens_per_micro_batch": 512},
     )  # fmt: skip
     output = train(1, config, timeout_s=180)
-    said = re.search(r"update check: .*, logprobs (\S+), loss (\S+), gradient (\S+), 12 advantages", output)
+    said = re.search(
+        r"update check: .*, logprobs (\S+), loss (\S+), gradient (\S+), 12 advantages", output
+    )
     assert said, output
     assert max(map(float, said.groups())) < 1e-4
     for line in (folder / "run/metrics.jsonl").read_text().splitlines():
@@ -73,9 +79,13 @@ def trained(
     begin = transformers.AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|assistant|>")
     for rollout in rollouts:
         sampled = [turn["token_ids"] for turn in rollout["turns"] if turn["sampled"]]
-        given = [token for turn in rollout["turns"] if not turn["sampled"] for token in turn["token_ids"]]
+        given = [
+            token for turn in rollout["turns"] if not turn["sampled"] for token in turn["token_ids"]
+        ]
         assert [token for ids in sampled for token in ids] == rollout["completion_ids"]
-        assert given.count(begin) == len(sampled)  # whatever a tool says, only the template begins a turn
+        assert given.count(begin) == len(
+            sampled
+        )  # whatever a tool says, only the template begins a turn
     return rollouts, output
 
 
@@ -85,7 +95,11 @@ def trl_would_say(rollout: dict[str, Any]) -> tuple[list[str], float]:
     counter, is_done, last = 0, False, len(rollout["messages"]) - 1
     for number, message in enumerate(rollout["messages"]):
         late = []
-        calls = [] if number == last and rollout["status"] == "truncated" else message.get("tool_calls") or []
+        calls = (
+            []
+            if number == last and rollout["status"] == "truncated"
+            else message.get("tool_calls") or []
+        )
         for call in calls:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if name == "multiply" and "c" in arguments:
@@ -132,24 +146,36 @@ def test_tools_and_environments_that_were_written_for_trl(model: Path, tmp_path:
         brevity = -0.01 * len(rollout["messages"])
         assert rollout["rewards"] == pytest.approx({"brevity": brevity, **own_rewards}, nan_ok=True)
         assert rollout["reward"] == pytest.approx(brevity + of_environment)
-    shown_by_command = run_ranks(1, "grpo_spmd.replay", str(tmp_path / "run"), "--step", "1", timeout_s=60)
+    shown_by_command = run_ranks(
+        1, "grpo_spmd.replay", str(tmp_path / "run"), "--step", "1", timeout_s=60
+    )
     assert "differ: reward 0, statuses 0, advantage 0" in shown_by_command
     assert "tool multiply: '12'" in shown_by_command
 
 
 def test_one_game_as_four_libraries_would_have_it(model: Path, tmp_path: Path) -> None:
-    rollouts, _ = trained(tmp_path, model, {"gym": f"{CODE}/for_gym.py:any_of_four", "discount": 0.5}, [], {})
+    rollouts, _ = trained(
+        tmp_path, model, {"gym": f"{CODE}/for_gym.py:any_of_four", "discount": 0.5}, [], {}
+    )
     of = Counter[str]()
     for rollout in rollouts:
         assert rollout["status"] in ("ok", "truncated")
-        texts = [message["content"] for message in rollout["messages"] if message["role"] == "assistant"]
+        texts = [
+            message["content"] for message in rollout["messages"] if message["role"] == "assistant"
+        ]
         turns = [turn for turn in rollout["turns"] if turn["sampled"]]
         worth: list[float | None] = [2.0**i * ("a" in text) for i, text in enumerate(texts)]
         if rollout["status"] == "truncated":  # the last turn was no step
             worth[-1:] = [None]
         assert [turn.get("reward") for turn in turns] == worth
-        assert rollout["rewards"] == {"environment": sum(r * 0.5**i for i, r in enumerate(worth) if r is not None)}
-        told = [message["content"].split() for message in rollout["messages"] if message["role"] == "user"]
+        assert rollout["rewards"] == {
+            "environment": sum(r * 0.5**i for i, r in enumerate(worth) if r is not None)
+        }
+        told = [
+            message["content"].split()
+            for message in rollout["messages"]
+            if message["role"] == "user"
+        ]
         assert [int(number) for _, number in told] == [len(text) for text in texts[:-1]]
         of.update(name for name, _ in told)
     assert set(of) == {"plain", "openenv", "skyrl", "swift"}
@@ -158,7 +184,9 @@ def test_one_game_as_four_libraries_would_have_it(model: Path, tmp_path: Path) -
 def test_an_agent_with_the_stock_client(model: Path, tmp_path: Path) -> None:
     agent = {"agent": f"{CODE}/for_openai.py:rollout", "max_turns": 6}
     folder = [str(tmp_path)] * 2
-    rollouts, output = trained(tmp_path, model, agent, [], {"leaves": [True, False], "folder": folder})
+    rollouts, output = trained(
+        tmp_path, model, agent, [], {"leaves": [True, False], "folder": folder}
+    )
     assert output.count("`temperature` is ignored") == 1
     saw = Counter[tuple[int, ...]]()
     for line in (tmp_path / "seen.jsonl").read_text().splitlines():

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.config.dump import config_to_dict
+from grpo_spmd.config.describe import config_to_dict
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.observe.metrics_file import LineFile
@@ -52,7 +52,10 @@ def config(tmp_path: Path) -> Config:
 
 
 def test_without_the_package_or_a_key_it_is_off_with_a_warning(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -64,23 +67,38 @@ def test_without_the_package_or_a_key_it_is_off_with_a_warning(
     monkeypatch.setitem(sys.modules, "wandb", None)
     run(config, range(2, 4))
     assert "W&B is off from here on (ModuleNotFoundError" in caplog.text
-    assert not [thread for thread in threading.enumerate() if thread.name == "wandb" and not thread.daemon]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "wandb" and not thread.daemon
+    ]
 
 
 def test_a_training_is_the_same_to_the_bit_beside_a_hanging_tracker(
     tmp_path: Path, plain_run: Path, fake: Path
 ) -> None:
     environment = {"FAKE_WANDB": "import hangs", "PYTHONPATH": str(fake)}
-    arguments = ["--config", str(plain_config(tmp_path, plain_run / "model")), "logging.wandb=online"]
+    arguments = [
+        "--config",
+        str(plain_config(tmp_path, plain_run / "model")),
+        "logging.wandb=online",
+    ]
     code, output = RanksJob(1, "grpo_spmd.train", *arguments, env=environment).wait(120)
     assert code == 0, output
     manifests, metrics = [], []
     for folder in (plain_run, tmp_path):
         manifest = json.loads((folder / "run/checkpoints/step_000003/manifest.json").read_text())
-        manifests.append({name: entry for name, entry in manifest["files"].items() if name.startswith("state/")})
-        lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+        manifests.append(
+            {name: entry for name, entry in manifest["files"].items() if name.startswith("state/")}
+        )
+        lines = [
+            json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()
+        ]
         measured = re.compile(r"^(time|throughput|memory)/|_s$|tail_waste")
-        metrics.append([{key: value for key, value in line.items() if not measured.search(key)} for line in lines])
+        metrics.append(
+            [
+                {key: value for key, value in line.items() if not measured.search(key)}
+                for line in lines
+            ]
+        )
     assert manifests[0] == manifests[1]
     assert len(metrics[0]) == len(metrics[1]) == 6  # three steps, and three evaluations
     for without, hanging in zip(*metrics, strict=True):
@@ -99,14 +117,23 @@ def test_the_real_package_offline(
     run(config, range(3, 7), finish_s=60)
     assert "W&B" not in caplog.text
     run_id = json.loads(Path(config.run_dir, "wandb.json").read_text())["id"]
-    assert len(list(Path(config.run_dir).glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))) == 2
+    assert (
+        len(list(Path(config.run_dir).glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")))
+        == 2
+    )
     expected, steps, deadline = [*range(5), *range(3, 7)], [-1], time.monotonic() + 30
-    while steps != expected and time.monotonic() < deadline:  # W&B's own process writes them, when it comes to it
+    while (
+        steps != expected and time.monotonic() < deadline
+    ):  # W&B's own process writes them, when it comes to it
         steps = []
-        for file in sorted(Path(config.run_dir).glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")):
+        for file in sorted(
+            Path(config.run_dir).glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")
+        ):
             for record in records(file):
                 steps += [
-                    int(item.value_json) for item in record.history.item if "step" in (item.key, *item.nested_key)
+                    int(item.value_json)
+                    for item in record.history.item
+                    if "step" in (item.key, *item.nested_key)
                 ]
     assert steps == expected
 

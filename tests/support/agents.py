@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_spmd.rollout.environments.endpoint import Call, Endpoint
-from grpo_spmd.rollout.environments.plain_text import TemplateError
+from grpo_spmd.episodes.endpoint import Call, Endpoint
+from grpo_spmd.episodes.plain_text import TemplateError
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
 
@@ -63,14 +63,14 @@ def taken(endpoint: Endpoint, number: int) -> list[Call]:
     return calls
 
 
-def chat_request(opened: dict[str, str], body: Any, *, token: str | None = None, extra: str = "") -> bytes:
+def chat_request(
+    opened: dict[str, str], body: Any, *, token: str | None = None, extra: str = ""
+) -> bytes:
     """The bytes of a request for a chat completion; a body that is no bytes is made JSON."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     path = "/" + opened["base_url"].split("/", 3)[3] + "/chat/completions"
     token = opened["api_key"] if token is None else token
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: {len(raw)}\r\n{extra}\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: {len(raw)}\r\n{extra}\r\n"
     return head.encode() + raw
 
 
@@ -138,21 +138,34 @@ class Bytes:
         return [*ids, 256 + 2]
 
     def next_ids(
-        self, context_ids: Sequence[int], so_far: Sequence[Any], new: Sequence[Any], tools: Sequence[Any]
+        self,
+        context_ids: Sequence[int],
+        so_far: Sequence[Any],
+        new: Sequence[Any],
+        tools: Sequence[Any],
     ) -> tuple[list[int], bool]:
         if self.forks:
             return self.whole_ids([*so_far, *new], tools), False
         suffix = [token for message in new for token in self._one(message)]
         return [*context_ids, *suffix, 256 + 2], True
 
-    def parse(self, token_ids: Sequence[int], context_ids: Sequence[int], tools: Sequence[Any]) -> Parsed:
-        text = bytes(token % self.SECOND for token in token_ids if token != self.END).decode(errors="replace")
+    def parse(
+        self, token_ids: Sequence[int], context_ids: Sequence[int], tools: Sequence[Any]
+    ) -> Parsed:
+        text = bytes(token % self.SECOND for token in token_ids if token != self.END).decode(
+            errors="replace"
+        )
         content, *lines = text.split("\n!")
         calls, num_invalid = [], 0
         for line in lines:
             name, _, arguments = line.partition(" ")
             try:
-                calls.append({"type": "function", "function": {"name": name, "arguments": json.loads(arguments)}})
+                calls.append(
+                    {
+                        "type": "function",
+                        "function": {"name": name, "arguments": json.loads(arguments)},
+                    }
+                )
             except ValueError:
                 num_invalid += 1
         message: dict[str, Any] = {"role": "assistant", "content": content}

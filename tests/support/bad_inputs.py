@@ -49,7 +49,9 @@ def check_exit_code(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
     return 0
 
 
-def bad(name: str, expected: str, *overrides: str, world_size: int | None = None) -> Callable[[Spoil], Spoil]:
+def bad(
+    name: str, expected: str, *overrides: str, world_size: int | None = None
+) -> Callable[[Spoil], Spoil]:
     """Decorates a function that spoils the folder."""
 
     def add(spoil: Spoil) -> Spoil:
@@ -60,10 +62,21 @@ def bad(name: str, expected: str, *overrides: str, world_size: int | None = None
 
 
 def bad_value(
-    expected: str, *overrides: str, world_size: int | None = None, local_world_size: int | None = None
+    expected: str,
+    *overrides: str,
+    world_size: int | None = None,
+    local_world_size: int | None = None,
 ) -> None:
     name = " ".join(overrides)[:60]
-    CASES.append(Case(name, expected, overrides=overrides, world_size=world_size, local_world_size=local_world_size))
+    CASES.append(
+        Case(
+            name,
+            expected,
+            overrides=overrides,
+            world_size=world_size,
+            local_world_size=local_world_size,
+        )
+    )
 
 
 def bad_file(name: str, file: str, content: str | bytes, expected: str, *overrides: str) -> None:
@@ -90,7 +103,14 @@ def bad_line(name: str, content: str | bytes, expected: str, *overrides: str) ->
 
 def bad_reward(name: str, source: str | bytes, expected: str, *overrides: str) -> None:
     """The reward is a function of mine.py."""
-    bad_file(f"reward: {name}", "mine.py", source, expected, "rewards=[{function: 'mine.py:score'}]", *overrides)
+    bad_file(
+        f"reward: {name}",
+        "mine.py",
+        source,
+        expected,
+        "rewards=[{function: 'mine.py:score'}]",
+        *overrides,
+    )
 
 
 GOOD_LINE = b'{"prompt": "3,8=24:", "nums": [3, 8], "target": 24}\n'
@@ -107,7 +127,9 @@ GOOD_CONFIG: Tree = {
 
 bad_file("yaml: indent", "config.yaml", "run_dir: a\n seed: 1\n", "config.yaml:2: not valid YAML")
 bad_file("yaml: open bracket", "config.yaml", "run_dir: a\nseed: [1\n", "not valid YAML")
-bad_file("yaml: tab", "config.yaml", "run_dir: a\nmodel:\n\tpath: b\n", "config.yaml:3: not valid YAML")
+bad_file(
+    "yaml: tab", "config.yaml", "run_dir: a\nmodel:\n\tpath: b\n", "config.yaml:3: not valid YAML"
+)
 bad_file(
     "yaml: key twice",
     "config.yaml",
@@ -115,24 +137,58 @@ bad_file(
     "config.yaml:3: not valid YAML: the key 'run_dir'",
 )
 bad_file("yaml: control character", "config.yaml", "run_dir: a\0b\n", "config.yaml: not valid YAML")
-bad_file("yaml: python object", "config.yaml", "run_dir: !!python/name:os.getcwd\n", "config.yaml:1: not valid YAML")
-bad_file("yaml: impossible date", "config.yaml", "run_dir: 2024-13-45\n", "config.yaml: not valid YAML: month")
+bad_file(
+    "yaml: python object",
+    "config.yaml",
+    "run_dir: !!python/name:os.getcwd\n",
+    "config.yaml:1: not valid YAML",
+)
+bad_file(
+    "yaml: impossible date",
+    "config.yaml",
+    "run_dir: 2024-13-45\n",
+    "config.yaml: not valid YAML: month",
+)
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]\n"
     for before, after in zip("abcdefghij", "bcdefghijk", strict=True)
 )
 for name, text, expected in (
-    ("billion laughs", LAUGHS, "config.yaml:4: not valid YAML: more than 10000 values, aliases written out"),
-    ("laughs merged", LAUGHS.replace("[x,", "[{b: 1},") + "run_dir:\n  <<: *k\n", "more than 10000 values"),
-    ("a list of itself", "run_dir: &a [*a, *a]\n", "config.yaml:1: not valid YAML: more than 10000 values"),
-    ("a mapping of itself", "run_dir: &a {b: *a}\n", "config.yaml:1: not valid YAML: more than 10000 values"),
-    ("many values", "run_dir:\n" + "- 1\n" * 200_000, "config.yaml:10001: not valid YAML: more than 10000 values"),
+    (
+        "billion laughs",
+        LAUGHS,
+        "config.yaml:4: not valid YAML: more than 10000 values, aliases written out",
+    ),
+    (
+        "laughs merged",
+        LAUGHS.replace("[x,", "[{b: 1},") + "run_dir:\n  <<: *k\n",
+        "more than 10000 values",
+    ),
+    (
+        "a list of itself",
+        "run_dir: &a [*a, *a]\n",
+        "config.yaml:1: not valid YAML: more than 10000 values",
+    ),
+    (
+        "a mapping of itself",
+        "run_dir: &a {b: *a}\n",
+        "config.yaml:1: not valid YAML: more than 10000 values",
+    ),
+    (
+        "many values",
+        "run_dir:\n" + "- 1\n" * 200_000,
+        "config.yaml:10001: not valid YAML: more than 10000 values",
+    ),
     ("too large", "run_dir: " + "x" * (1 << 20), "--config: config.yaml is larger than 1 MiB"),
     ("nested too deeply", "run_dir: " + "[" * 5000, "config.yaml: not valid YAML"),
     ("mappings nested too deeply", "run_dir: " + "{a: " * 5000, "config.yaml: not valid YAML"),
     ("a million digits", "seed: " + "9" * 1_000_000, "config.yaml:1: not valid YAML"),
     ("a long hexadecimal number", "seed: 0x" + "f" * 5000, "a number of more than 1000 digits"),
-    ("a long number to the base 60", "seed: 1" + ":1" * 90_000, "a number of more than 1000 digits"),
+    (
+        "a long number to the base 60",
+        "seed: 1" + ":1" * 90_000,
+        "a number of more than 1000 digits",
+    ),
     ("bytes", "run_dir: !!binary aGVsbG8=\n", "run_dir must be text; got b'hello'"),
     ("a set", "run_dir: !!set {a}\n", "run_dir must be text; got"),
     ("a set as a key", "? !!set {a}\n: 1\n", "not valid YAML"),
@@ -146,11 +202,23 @@ bad_value("seed must be a whole number; got 99999", "seed=" + "9" * 30)
 bad_value("seed must be a whole number; got '99999", 'seed="' + "9" * 6000 + '"')
 bad_value("run_dir: the value 'a\\nb' holds a control character", "run_dir=a\nb")
 bad_value("run_dir: the value 'a\\x1b[2Jb' holds a control character", "run_dir=a\x1b[2Jb")
-bad_value("run_dir must not contain a control character, as a line break is; got 'a\\nb'", 'run_dir="a\\nb"')
+bad_value(
+    "run_dir must not contain a control character, as a line break is; got 'a\\nb'",
+    'run_dir="a\\nb"',
+)
 bad_value("model.path must not contain a control character", 'model.path="a\\tb"')
-bad_value("data.eval.a must not contain a control character", 'data.eval={a: "b\\n.jsonl"}', "eval.every_steps=5")
-bad_value("rewards.0.function must not contain a control character", 'rewards=[{function: "a\\n.py:f"}]')
-bad_value("rollout.engine.when must be text or a number; got datetime", "rollout.engine={when: 2024-01-01}")
+bad_value(
+    "data.eval.a must not contain a control character",
+    'data.eval={a: "b\\n.jsonl"}',
+    "eval.every_steps=5",
+)
+bad_value(
+    "rewards.0.function must not contain a control character", 'rewards=[{function: "a\\n.py:f"}]'
+)
+bad_value(
+    "rollout.engine.when must be text or a number; got datetime",
+    "rollout.engine={when: 2024-01-01}",
+)
 bad_file("yaml: not UTF-8", "config.yaml", b"run_dir: \xff\n", "--config: cannot read config.yaml")
 bad_file("yaml: empty", "config.yaml", "", "config.yaml: a config is a mapping")
 bad_file("yaml: list", "config.yaml", "- run_dir: a\n", "config.yaml: a config is a mapping")
@@ -189,7 +257,9 @@ def _(tree: Tree) -> None:
     tree["data"]["two\nlines"] = 1
 
 
-bad_value("rollout.group_sise: unknown key; did you mean rollout.group_size?", "rollout.group_sise=2")
+bad_value(
+    "rollout.group_sise: unknown key; did you mean rollout.group_size?", "rollout.group_sise=2"
+)
 bad_value("rewards.0.wait: unknown key", "rewards.0.wait=2")
 bad_value("an override is section.key=value, got 'seed'", "seed")
 bad_value("seed: the value '[' is not valid YAML", "seed=[")
@@ -209,7 +279,10 @@ bad_value(
     "rollout.engine.max_num_seq: vllm.LLM of the installed version has no such argument; did you mean max_num_seqs?",
     "rollout.engine={max_num_seq: 8}",
 )
-bad_value("rollout.gpu_memory_utilization must be > 0 and < 1; got 1.5", "rollout.gpu_memory_utilization=1.5")
+bad_value(
+    "rollout.gpu_memory_utilization must be > 0 and < 1; got 1.5",
+    "rollout.gpu_memory_utilization=1.5",
+)
 bad_value("loss.clip_ratio_low must be > 0 and <= 1; got 1.5", "loss.clip_ratio_low=1.5")
 bad_value("loss.kl_coef must be >= 0; got -0.1", "loss.kl_coef=-0.1")
 bad_value("loss.kl_estimator must be one of k1, k2, k3; got 'k4'", "loss.kl_estimator=k4")
@@ -220,12 +293,19 @@ bad_value("data.shuffle must be true or false; got 'maybe'", "data.shuffle=maybe
 bad_value("run_dir must not be empty", "run_dir=''")
 bad_value("run_dir must not be empty, nor contain a NUL", 'run_dir="a\\0b"')
 bad_value(
-    "training.max_tokens_per_micro_batch (15) must hold the longest rollout", "training.max_tokens_per_micro_batch=15"
+    "training.max_tokens_per_micro_batch (15) must hold the longest rollout",
+    "training.max_tokens_per_micro_batch=15",
 )
-bad_value("training.num_mini_batches (3) must divide rollout.num_prompts_per_step (4)", "training.num_mini_batches=3")
+bad_value(
+    "training.num_mini_batches (3) must divide rollout.num_prompts_per_step (4)",
+    "training.num_mini_batches=3",
+)
 bad_value("rollout.engine.max_model_len", "rollout.engine.max_model_len=10")
 bad_value("rewards must name at least one reward", "rewards=[]")
-bad_value("rollout.tensor_parallel_size (2) must divide the number of ranks (1)", "rollout.tensor_parallel_size=2")
+bad_value(
+    "rollout.tensor_parallel_size (2) must divide the number of ranks (1)",
+    "rollout.tensor_parallel_size=2",
+)
 bad_value(
     "rollout.tensor_parallel_size (4) must divide the number of ranks (6)",
     "rollout.tensor_parallel_size=4",
@@ -237,9 +317,13 @@ bad_value(
     world_size=2,
 )
 bad_value(
-    "model.num_replicas (4) must divide the number of ranks (6): 1, 2, 3, 6 would", "model.num_replicas=4", world_size=6
+    "model.num_replicas (4) must divide the number of ranks (6): 1, 2, 3, 6 would",
+    "model.num_replicas=4",
+    world_size=6,
 )
-bad_value("model.num_replicas (2) must divide the number of ranks (1): 1 would", "model.num_replicas=2")
+bad_value(
+    "model.num_replicas (2) must divide the number of ranks (1): 1 would", "model.num_replicas=2"
+)
 bad_value("model.num_replicas must be >= 1; got 0", "model.num_replicas=0")
 bad_value(
     "rollout.tensor_parallel_size (4) must divide the ranks of a node, since an engine stays on one (6): 1, 2, 3, 6 "
@@ -248,7 +332,9 @@ bad_value(
     world_size=12,
     local_world_size=6,
 )
-bad_value("must divide the model's 4 attention heads", "rollout.tensor_parallel_size=3", world_size=3)
+bad_value(
+    "must divide the model's 4 attention heads", "rollout.tensor_parallel_size=3", world_size=3
+)
 
 # Texts and values as people know them from elsewhere
 
@@ -310,7 +396,11 @@ for expected, override in (
     ("rollout.engine.max_tokens: set rollout.max_completion_tokens instead", "rollout.engine={max_tokens: 5}"),
 ):  # fmt: skip
     bad_value(expected, override)
-bad_value("optimizer.lr is given twice, with two values; leave one out", "optimizer.lr=1e-6", "optimizer.lr=2e-6")
+bad_value(
+    "optimizer.lr is given twice, with two values; leave one out",
+    "optimizer.lr=1e-6",
+    "optimizer.lr=2e-6",
+)
 
 # The data
 
@@ -323,14 +413,33 @@ bad_line("a list", '["1"]', "expected a JSON object, got list")
 bad_line("a number", "1", "expected a JSON object, got int")
 bad_line("nested too deeply", "[" * 100_000, "not valid JSON")
 bad_line("a number of 5000 digits", '{"prompt": "1", "n": ' + "1" * 5000 + "}", "not valid JSON")
-bad_line("missing column", '{"question": "1"}', "no column 'prompt' (data.prompt_key); the columns are question")
+bad_line(
+    "missing column",
+    '{"question": "1"}',
+    "no column 'prompt' (data.prompt_key); the columns are question",
+)
 bad_line("no columns", "{}", "no column 'prompt' (data.prompt_key); the columns are none")
 bad_line("empty prompt", '{"prompt": ""}', "the prompt in column 'prompt' is empty")
-bad_line("empty prompt as chat", '{"prompt": ""}', "the prompt in column 'prompt' is empty", "data.as_chat=true")
+bad_line(
+    "empty prompt as chat",
+    '{"prompt": ""}',
+    "the prompt in column 'prompt' is empty",
+    "data.as_chat=true",
+)
 bad_line("no messages", '{"prompt": []}', "the prompt in column 'prompt' is empty")
-bad_line("prompt is null", '{"prompt": null}', "the prompt in column 'prompt' must be a string or a list")
-bad_line("prompt is a number", '{"prompt": 5}', "the prompt in column 'prompt' must be a string or a list")
-bad_line("prompt is a list of strings", '{"prompt": ["1"]}', "the prompt in column 'prompt' must be a string or a list")
+bad_line(
+    "prompt is null", '{"prompt": null}', "the prompt in column 'prompt' must be a string or a list"
+)
+bad_line(
+    "prompt is a number",
+    '{"prompt": 5}',
+    "the prompt in column 'prompt' must be a string or a list",
+)
+bad_line(
+    "prompt is a list of strings",
+    '{"prompt": ["1"]}',
+    "the prompt in column 'prompt' must be a string or a list",
+)
 bad_line(
     "message without a role",
     '{"prompt": [{"content": "1"}]}',
@@ -346,13 +455,21 @@ bad_line(
     '{"prompt": [{"role": "user", "content": 1}]}',
     "the prompt in column 'prompt' must be a string or a list",
 )
-bad_line("half a surrogate pair", '{"prompt": "\\ud800"}', "the prompt in column 'prompt' holds half a surrogate pair")
+bad_line(
+    "half a surrogate pair",
+    '{"prompt": "\\ud800"}',
+    "the prompt in column 'prompt' holds half a surrogate pair",
+)
 bad_line(
     "half a surrogate pair in a part",
     '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "\\ud800"}]}]}',
     "the prompt in column 'prompt' holds half a surrogate pair",
 )
-bad_line("prompt too long", '{"prompt": "1+2+3+4+5"}', "the prompt has 9 tokens, over data.max_prompt_tokens=8")
+bad_line(
+    "prompt too long",
+    '{"prompt": "1+2+3+4+5"}',
+    "the prompt has 9 tokens, over data.max_prompt_tokens=8",
+)
 
 bad_value(
     "data.train: train.jsonl has 5 usable prompts, but one step takes rollout.num_prompts_per_step=6",
@@ -376,7 +493,12 @@ bad_value("data.train must end in .jsonl or .parquet", "data.train=train.csv")
 bad_value("data.train: a hub data set is hub:REPO:SUBSET:SPLIT", "data.train=hub:org/name")
 bad_value("data.train: a hub data set is hub:REPO:SUBSET:SPLIT", "data.train=hub:::train")
 bad_file("data: empty", "train.jsonl", "", "data.train: train.jsonl has 0 usable prompts")
-bad_file("data: only blank lines", "train.jsonl", "\n \n\n", "data.train: train.jsonl has 0 usable prompts")
+bad_file(
+    "data: only blank lines",
+    "train.jsonl",
+    "\n \n\n",
+    "data.train: train.jsonl has 0 usable prompts",
+)
 bad_file(
     "data: parquet of zero bytes",
     "x.parquet",
@@ -391,7 +513,9 @@ bad_file(
     "data.train: x.parquet cannot be read as parquet",
     "data.train=x.parquet",
 )
-bad_file("data: parquet named jsonl", "train.jsonl", b"PAR1\x15\x04\xff", "train.jsonl:1: not UTF-8")
+bad_file(
+    "data: parquet named jsonl", "train.jsonl", b"PAR1\x15\x04\xff", "train.jsonl:1: not UTF-8"
+)
 
 
 # The held-out sets
@@ -454,7 +578,10 @@ bad_file(
     "data.eval={x: x.parquet}",
     EVERY,
 )
-bad_value("data.eval is set, but eval.every_steps is 0, so that nothing would be evaluated", "data.eval=nowhere.jsonl")
+bad_value(
+    "data.eval is set, but eval.every_steps is 0, so that nothing would be evaluated",
+    "data.eval=nowhere.jsonl",
+)
 bad_value("data.prompt_template names no column in braces", "data.prompt_template=Say")
 bad_value(
     "train.jsonl:1: no column 'question' (data.prompt_template); the columns are prompt",
@@ -467,11 +594,20 @@ bad_value(
 )
 bad_value("loss.dual_clip (1.2) must be > 1 + loss.clip_ratio_high (1.28)", "loss.dual_clip=1.2")
 bad_value("loss.kl_in: reward needs loss.kl_coef > 0", "loss.kl_in=reward")
-bad_value("loss.rollout_correction (token_tis) needs loss.old_logprobs: policy", "loss.old_logprobs=engine")
-bad_value("rollout.top_p: training samples from the whole distribution", "rollout.top_p=0.9")
-bad_value("rollout.engine.min_p: training samples from the whole distribution", "rollout.engine={min_p: 0.1}")
 bad_value(
-    "eval.num_samples (4) must be 1 with eval.temperature: 0", "data.eval=train.jsonl", EVERY, "eval.temperature=0"
+    "loss.rollout_correction (token_tis) needs loss.old_logprobs: policy",
+    "loss.old_logprobs=engine",
+)
+bad_value("rollout.top_p: training samples from the whole distribution", "rollout.top_p=0.9")
+bad_value(
+    "rollout.engine.min_p: training samples from the whole distribution",
+    "rollout.engine={min_p: 0.1}",
+)
+bad_value(
+    "eval.num_samples (4) must be 1 with eval.temperature: 0",
+    "data.eval=train.jsonl",
+    EVERY,
+    "eval.temperature=0",
 )
 bad_value(
     "eval.temperature must be 0 (greedy) or >= 0.01; got 0.001",
@@ -486,9 +622,13 @@ bad_value(
 bad_value("data.eval: cannot read nowhere.jsonl", "data.eval=nowhere.jsonl", EVERY)
 bad_value("data.eval.a: cannot read nowhere.parquet", "data.eval={a: nowhere.parquet}", EVERY)
 bad_value(
-    "data.eval must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got 'test.csv'", "data.eval=test.csv", EVERY
+    "data.eval must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got 'test.csv'",
+    "data.eval=test.csv",
+    EVERY,
 )
-bad_value("data.eval.a: a hub data set is hub:REPO:SUBSET:SPLIT", "data.eval={a: 'hub:org/name'}", EVERY)
+bad_value(
+    "data.eval.a: a hub data set is hub:REPO:SUBSET:SPLIT", "data.eval={a: 'hub:org/name'}", EVERY
+)
 
 
 def _write_parquet(records: list[Tree]) -> Path:
@@ -500,7 +640,11 @@ def _write_parquet(records: list[Tree]) -> Path:
     return path
 
 
-@bad("data: truncated parquet", "data.train: x.parquet cannot be read as parquet", "data.train=x.parquet")
+@bad(
+    "data: truncated parquet",
+    "data.train: x.parquet cannot be read as parquet",
+    "data.train=x.parquet",
+)
 def _(_: Tree) -> None:
     path = _write_parquet([{"prompt": "1"}] * 5)
     path.write_bytes(path.read_bytes()[:-20])
@@ -513,13 +657,19 @@ def _(_: Tree) -> None:
     path.write_bytes(content[:4] + b"\xff" * 400 + content[404:])
 
 
-@bad("data: parquet without the column", "x.parquet:row 0: no column 'prompt'", "data.train=x.parquet")
+@bad(
+    "data: parquet without the column",
+    "x.parquet:row 0: no column 'prompt'",
+    "data.train=x.parquet",
+)
 def _(_: Tree) -> None:
     _write_parquet([{"question": "1"}])
 
 
 @bad(
-    "data: parquet with a null prompt", "x.parquet:row 1: the prompt in column 'prompt' must be", "data.train=x.parquet"
+    "data: parquet with a null prompt",
+    "x.parquet:row 1: the prompt in column 'prompt' must be",
+    "data.train=x.parquet",
 )
 def _(_: Tree) -> None:
     _write_parquet([{"prompt": "1"}, {"prompt": None}])
@@ -540,7 +690,8 @@ for name, prompt, overrides in [
     )
 
 bad_value(
-    "(data.system_prompt makes plain text one), but the tokenizer of model.path has no chat", "data.system_prompt=b"
+    "(data.system_prompt makes plain text one), but the tokenizer of model.path has no chat",
+    "data.system_prompt=b",
 )
 bad_value("(data.as_chat makes plain text one), but the tokenizer of model.path has no chat template; take an instruct",
           "data.as_chat=true")  # fmt: skip
@@ -575,11 +726,24 @@ bad_value(
     "rollout.max_completion_tokens=60",
     "training.max_tokens_per_micro_batch=99",
 )
-bad_file("model: broken config.json", "model/config.json", "{", "model.path: model/config.json is not valid JSON")
 bad_file(
-    "model: config.json not UTF-8", "model/config.json", b"\xff", "model.path: model/config.json is not valid JSON"
+    "model: broken config.json",
+    "model/config.json",
+    "{",
+    "model.path: model/config.json is not valid JSON",
 )
-bad_file("model: no model_type", "model/config.json", "{}", "model.path: model/config.json names no model_type")
+bad_file(
+    "model: config.json not UTF-8",
+    "model/config.json",
+    b"\xff",
+    "model.path: model/config.json is not valid JSON",
+)
+bad_file(
+    "model: no model_type",
+    "model/config.json",
+    "{}",
+    "model.path: model/config.json names no model_type",
+)
 bad_file(
     "model: weights cut off",
     "model/model.safetensors",
@@ -604,10 +768,20 @@ bad_file(
     "[]",
     "model.path: model/config.json must hold a JSON object, got list",
 )
-bad_file("model: broken tokenizer.json", "model/tokenizer.json", "{}", "model.path: cannot read model/tokenizer.json")
+bad_file(
+    "model: broken tokenizer.json",
+    "model/tokenizer.json",
+    "{}",
+    "model.path: cannot read model/tokenizer.json",
+)
 
 
-BACKTRACKS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+BACKTRACKS = {
+    "type": "Split",
+    "pattern": {"Regex": "(a+)+$"},
+    "behavior": "Isolated",
+    "invert": False,
+}
 
 
 @bad(
@@ -616,7 +790,9 @@ BACKTRACKS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isol
 )
 def _(_: Tree) -> None:
     path = Path("model/tokenizer.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"pre_tokenizer": BACKTRACKS}), encoding="utf-8")
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"pre_tokenizer": BACKTRACKS}), encoding="utf-8"
+    )
     Path("train.jsonl").write_bytes(5 * GOOD_LINE.replace(b"3,8=24:", b"a" * 40 + b"b"))
 
 
@@ -636,16 +812,27 @@ for name, change, expected in (
         {"num_hidden_layers": 10**9},
         "num_hidden_layers must be null or a whole number from 1 to",
     ),
-    ("eos_token_id is text", {"eos_token_id": "x"}, "model/config.json: eos_token_id must be null or a whole number"),
+    (
+        "eos_token_id is text",
+        {"eos_token_id": "x"},
+        "model/config.json: eos_token_id must be null or a whole number",
+    ),
     ("negative eos_token_id", {"eos_token_id": -1}, "eos_token_id must be"),
     ("nested eos_token_id", {"eos_token_id": [[1]]}, "eos_token_id must be"),
     ("huge eos_token_id", {"eos_token_id": 10**30}, "eos_token_id must be"),
     ("true as a number", {"num_attention_heads": True}, "num_attention_heads must be"),
-    ("inner config", {"text_config": {"vocab_size": 0}}, "model/config.json: text_config: vocab_size must be"),
+    (
+        "inner config",
+        {"text_config": {"vocab_size": 0}},
+        "model/config.json: text_config: vocab_size must be",
+    ),
 ):
     bad_model_file(name, "config.json", {"model_type": "qwen3", **change}, f"{expected}")
 bad_model_file(
-    "eos of generation_config", "generation_config.json", {"eos_token_id": {}}, "generation_config.json: eos_token"
+    "eos of generation_config",
+    "generation_config.json",
+    {"eos_token_id": {}},
+    "generation_config.json: eos_token",
 )
 for name, index, expected in (
     ("no weight_map", {}, "model.safetensors.index.json names no weight_map"),
@@ -657,18 +844,36 @@ for name, index, expected in (
     ("out by a name", {"weight_map": {"x": "../x.safetensors"}}, "weight_map must be"),
     ("weight_map is a list", {"weight_map": ["x"]}, "weight_map must be"),
     ("file is a number", {"weight_map": {"x": 5}}, "weight_map must be"),
-    ("a missing shard", {"weight_map": {"x": "none.safetensors"}}, "cannot read model/none.safetensors: No such file"),
+    (
+        "a missing shard",
+        {"weight_map": {"x": "none.safetensors"}},
+        "cannot read model/none.safetensors: No such file",
+    ),
 ):
     bad_model_file(f"index: {name}", "model.safetensors.index.json", index, expected)
 bad_file(
-    "model: nested too deeply", "model/config.json", "[" * 100_000, "model.path: model/config.json is not valid JSON"
+    "model: nested too deeply",
+    "model/config.json",
+    "[" * 100_000,
+    "model.path: model/config.json is not valid JSON",
 )
-bad_file("model: a name twice", "model/config.json", '{"model_type": "a", "model_type": "b"}', "a name is given twice")
 bad_file(
-    "model: a million labels", "model/config.json", '{"model_type": "a", "num_labels": 1000000}', "num_labels must"
+    "model: a name twice",
+    "model/config.json",
+    '{"model_type": "a", "model_type": "b"}',
+    "a name is given twice",
 )
 bad_file(
-    "model: layers by another name", "model/config.json", '{"model_type": "a", "n_layer": 1000000}', "n_layer must"
+    "model: a million labels",
+    "model/config.json",
+    '{"model_type": "a", "num_labels": 1000000}',
+    "num_labels must",
+)
+bad_file(
+    "model: layers by another name",
+    "model/config.json",
+    '{"model_type": "a", "n_layer": 1000000}',
+    "n_layer must",
 )
 for shape, offsets in (
     ([2**62] * 100_000, [0, 24]),
@@ -693,7 +898,10 @@ def _(_: Tree) -> None:
     os.mkfifo("model/chat_template.jinja")
 
 
-@bad("model: a link to a device", "model.path: model/tokenizer_config.json is neither a file nor a folder")
+@bad(
+    "model: a link to a device",
+    "model.path: model/tokenizer_config.json is neither a file nor a folder",
+)
 def _(_: Tree) -> None:
     Path("model/tokenizer_config.json").symlink_to("/dev/zero")
 
@@ -721,21 +929,41 @@ bad_value(
     "1,800 s; raise it, or set watchdog.phase_timeouts_s: {reward: 4560}",
     "rewards=[{url: 'http://127.0.0.1:1/', max_per_minute: 1}]", "rollout.group_size=16",
 )  # fmt: skip
-bad_value("rewards.1.name: 'countdown' is given twice", "rewards=[{name: countdown}, {name: countdown}]")
-bad_value("rewards.0.args: countdown does not take 'tag'", "rewards=[{name: countdown, args: {tag: x}}]")
+bad_value(
+    "rewards.1.name: 'countdown' is given twice", "rewards=[{name: countdown}, {name: countdown}]"
+)
+bad_value(
+    "rewards.0.args: countdown does not take 'tag'", "rewards=[{name: countdown, args: {tag: x}}]"
+)
 bad_value("rewards.0.args: format needs 'pattern'", "rewards=[{name: format}]")
-bad_value("rewards.0.args.pattern: '(' is not a regular expression", "rewards=[{name: format, args: {pattern: '('}}]")
-bad_value("rewards.0.args.pattern: 5 is not a regular expression", "rewards=[{name: format, args: {pattern: 5}}]")
-bad_value("rewards.0: 'gsm8k' needs the column 'answer', which train.jsonl does not have", "rewards=[{name: gsm8k}]")
-bad_value("rewards.0.function: there is no file nowhere.py", "rewards=[{function: 'nowhere.py:score'}]")
-bad_value("rewards.0.function must be \"file.py:function\"; got 'mine.score'", "rewards=[{function: mine.score}]")
+bad_value(
+    "rewards.0.args.pattern: '(' is not a regular expression",
+    "rewards=[{name: format, args: {pattern: '('}}]",
+)
+bad_value(
+    "rewards.0.args.pattern: 5 is not a regular expression",
+    "rewards=[{name: format, args: {pattern: 5}}]",
+)
+bad_value(
+    "rewards.0: 'gsm8k' needs the column 'answer', which train.jsonl does not have",
+    "rewards=[{name: gsm8k}]",
+)
+bad_value(
+    "rewards.0.function: there is no file nowhere.py", "rewards=[{function: 'nowhere.py:score'}]"
+)
+bad_value(
+    "rewards.0.function must be \"file.py:function\"; got 'mine.score'",
+    "rewards=[{function: mine.score}]",
+)
 bad_reward(
     "syntax error",
     "def score(completions:\n    return []\n",
     "rewards.0.function: mine.py:1 cannot be imported: SyntaxError",
 )
 bad_reward(
-    "raises when imported", "x = 1\nx / 0\n", "rewards.0.function: mine.py:2 cannot be imported: ZeroDivisionError"
+    "raises when imported",
+    "x = 1\nx / 0\n",
+    "rewards.0.function: mine.py:2 cannot be imported: ZeroDivisionError",
 )
 bad_reward(
     "error of two lines",
@@ -743,16 +971,26 @@ bad_reward(
     "rewards.0.function: mine.py:1 cannot be imported: ValueError: two lines",
 )
 bad_reward(
-    "exits when imported", "import sys\nsys.exit(7)\n", "rewards.0.function: mine.py:2 cannot be imported: SystemExit"
+    "exits when imported",
+    "import sys\nsys.exit(7)\n",
+    "rewards.0.function: mine.py:2 cannot be imported: SystemExit",
 )
 bad_reward("not UTF-8", b"x = '\xff'\n", "rewards.0.function: mine.py")
 bad_reward(
-    "no such function", "def other(**_):\n    return []\n", "rewards.0.function: mine.py has no function 'score'"
+    "no such function",
+    "def other(**_):\n    return []\n",
+    "rewards.0.function: mine.py has no function 'score'",
 )
 bad_reward("not a function", "score = 5\n", "rewards.0.function: mine.py has no function 'score'")
-bad_reward("without a signature", "score = max\n", "rewards.0.function: mine.py:score has no readable signature")
 bad_reward(
-    "missing column", "def score(completions, gold):\n    return []\n", "rewards.0: 'score' needs the column 'gold'"
+    "without a signature",
+    "score = max\n",
+    "rewards.0.function: mine.py:score has no readable signature",
+)
+bad_reward(
+    "missing column",
+    "def score(completions, gold):\n    return []\n",
+    "rewards.0: 'score' needs the column 'gold'",
 )
 for name in ("solution_str", "labels", "completion"):
     bad_reward(
@@ -766,7 +1004,10 @@ bad_reward(
     "mine.py:3 cannot be imported: ValueError: ['mine.py']",
 )
 bad_reward(
-    "args", "def score(completions):\n    return []\n", "rewards.0.args: score does not take 'a'", "rewards.0.args.a=1"
+    "args",
+    "def score(completions):\n    return []\n",
+    "rewards.0.args: score does not take 'a'",
+    "rewards.0.args.a=1",
 )
 
 
@@ -783,7 +1024,9 @@ def good_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("model/config.json").write_text(json.dumps(model), encoding="utf-8")
     Path("model/model.safetensors").write_bytes(ONE_TENSOR)
     tokenizer = Tokenizer(
-        models.WordLevel({"<unk>": 0, **{c: i for i, c in enumerate("0123456789+-*,=:", 1)}}, unk_token="<unk>")
+        models.WordLevel(
+            {"<unk>": 0, **{c: i for i, c in enumerate("0123456789+-*,=:", 1)}}, unk_token="<unk>"
+        )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.save("model/tokenizer.json")

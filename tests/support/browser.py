@@ -22,10 +22,26 @@ import pytest
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 _ARGUMENTS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-dev-shm-usage",
+    ),
+    *(
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-extensions",
+    ),
     *("--disable-default-apps", "--no-default-browser-check", "--mute-audio", "--hide-scrollbars"),
-    *("--host-resolver-rules=MAP * ~NOTFOUND", "--remote-debugging-pipe", "--force-color-profile=srgb"),
+    *(
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--remote-debugging-pipe",
+        "--force-color-profile=srgb",
+    ),
 )
 _PATIENCE_S = 15.0
 # What Chromium calls a key, where that is not its letter.
@@ -108,7 +124,9 @@ class Browser:
                 return None
             got = os.read(self._answers, 1 << 20)
             if not got:
-                raise RuntimeError("Chromium ended; its last words are in chromium.log beside the profile")
+                raise RuntimeError(
+                    "Chromium ended; its last words are in chromium.log beside the profile"
+                )
             self._rest += got
         line, _, self._rest = self._rest.partition(b"\0")
         message: dict[str, Any] = json.loads(line)
@@ -118,7 +136,9 @@ class Browser:
         return message
 
     @contextmanager
-    def open(self, file: Path, fragment: str = "", *, width: int = 1280, dark: bool = False) -> Iterator[Page]:
+    def open(
+        self, file: Path, fragment: str = "", *, width: int = 1280, dark: bool = False
+    ) -> Iterator[Page]:
         """A new tab that shows a file, as soon as its first view is there."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -127,7 +147,11 @@ class Browser:
             for domain in ("Page", "Runtime", "Network", "Log"):
                 page.call(f"{domain}.enable")
             page.call(
-                "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0
+                "Network.emulateNetworkConditions",
+                offline=True,
+                latency=0,
+                downloadThroughput=0,
+                uploadThroughput=0,
             )
             page.resize(width)
             page.theme(dark)
@@ -153,9 +177,17 @@ class Page:
     def hear(self, method: str, event: dict[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
             details = event["exceptionDetails"]
-            self.errors.append(str(details.get("exception", {}).get("description", details["text"])))
-        elif method == "Runtime.consoleAPICalled" and event["type"] in ("error", "warning", "assert"):
-            self.errors.append(f"console: {[one.get('value', one.get('description')) for one in event['args']]}")
+            self.errors.append(
+                str(details.get("exception", {}).get("description", details["text"]))
+            )
+        elif method == "Runtime.consoleAPICalled" and event["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
+            self.errors.append(
+                f"console: {[one.get('value', one.get('description')) for one in event['args']]}"
+            )
         elif method == "Log.entryAdded" and event["entry"]["level"] in ("error", "warning"):
             self.errors.append(f"log: {event['entry']['text']}")
         elif method == "Network.requestWillBeSent":
@@ -163,7 +195,9 @@ class Page:
 
     def value(self, expression: str) -> Any:
         """Of JavaScript, a promise's too, as JSON has it."""
-        said = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        said = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in said:
             details = said["exceptionDetails"]
             raise AssertionError(details.get("exception", {}).get("description", details["text"]))
@@ -199,7 +233,8 @@ class Page:
     def box(self, selector: str) -> tuple[float, float, float, float]:
         """Left, top, right and bottom of the first such element, from the window's corner."""
         [box, *_] = self.each(
-            selector, "(({left, top, right, bottom}) => [left, top, right, bottom])(e.getBoundingClientRect())"
+            selector,
+            "(({left, top, right, bottom}) => [left, top, right, bottom])(e.getBoundingClientRect())",
         )
         return tuple(box)
 
@@ -232,7 +267,9 @@ class Page:
     def key(self, key: str) -> None:
         text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
         code = _KEYS.get(key, ord(key[0].upper()))
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text)
+        self.call(
+            "Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text
+        )
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
     def type(self, text: str) -> None:
@@ -250,6 +287,16 @@ class Page:
         clip = {}
         if whole:
             size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-            clip = {"clip": {"x": 0, "y": 0, "scale": 1, "width": size["width"], "height": min(size["height"], 6000)}}
-        image = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **clip)
+            clip = {
+                "clip": {
+                    "x": 0,
+                    "y": 0,
+                    "scale": 1,
+                    "width": size["width"],
+                    "height": min(size["height"], 6000),
+                }
+            }
+        image = self.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=whole, **clip
+        )
         out.write_bytes(base64.b64decode(image["data"]))

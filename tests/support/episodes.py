@@ -31,20 +31,32 @@ def made_up_episode(draw: random.Random) -> Completion:
         for _ in range(draw.randint(0, 2)):
             said = [draw.randrange(2**31) for _ in range(draw.choice((0, 1, 2, 7)))]
             given = [draw.randrange(2**31) for _ in range(draw.choice((0, 1, 3)))]
-            turns.append(Turn(len(said), draw.choice(("stop", "length")), draw.choice((None, 0.0, -1.5))))
+            turns.append(
+                Turn(len(said), draw.choice(("stop", "length")), draw.choice((None, 0.0, -1.5)))
+            )
             ids, sampled = ids + said + given, sampled + [True] * len(said) + [False] * len(given)
             token_ids += said
         segments.append(Segment(np.array(ids, np.int32), np.array(sampled)))
-    messages = [{"role": draw.choice(("assistant", "tool")), "content": draw.choice(_TEXTS)} for _ in turns]
+    messages = [
+        {"role": draw.choice(("assistant", "tool")), "content": draw.choice(_TEXTS)} for _ in turns
+    ]
     rewards = {"r": draw.choice((None, 1.0, 0.25, "raised")), draw.choice(_TEXTS): 2.0}
     calls_s = [draw.random() for _ in turns]
     episode = Episode(status, tuple(segments), tuple(turns), messages, rewards, calls_s)
-    return Completion(token_ids, [-draw.random() for _ in token_ids], draw.choice(("stop", "length")), episode)
+    return Completion(
+        token_ids, [-draw.random() for _ in token_ids], draw.choice(("stop", "length")), episode
+    )
 
 
 def same_episode(a: Episode, b: Episode) -> bool:
     """Their arrays too, of which == says nothing."""
-    others = [{name: value for name, value in vars(x).items() if name != "segments"} for x in (a, b)]
+    others = [
+        {name: value for name, value in vars(x).items() if name != "segments"} for x in (a, b)
+    ]
     return others[0] == others[1] and [
-        (s.token_ids.tolist(), s.token_ids.dtype, s.sampled.tolist(), s.sampled.dtype) for s in a.segments
-    ] == [(s.token_ids.tolist(), s.token_ids.dtype, s.sampled.tolist(), s.sampled.dtype) for s in b.segments]
+        (s.token_ids.tolist(), s.token_ids.dtype, s.sampled.tolist(), s.sampled.dtype)
+        for s in a.segments
+    ] == [
+        (s.token_ids.tolist(), s.token_ids.dtype, s.sampled.tolist(), s.sampled.dtype)
+        for s in b.segments
+    ]

@@ -28,7 +28,9 @@ def write_state(folder: Path, tensors: dict[str, Tensor], num_ranks: int) -> Non
                 offsets[name] = {"saved_offsets": [rank * len(chunks[0]), *[0] * (tensor.ndim - 1)]}
         if rows:
             save_file(
-                rows, folder / f"shard_{rank + 1:05d}.safetensors", metadata={"DCP_SHARDING_INFO": json.dumps(offsets)}
+                rows,
+                folder / f"shard_{rank + 1:05d}.safetensors",
+                metadata={"DCP_SHARDING_INFO": json.dumps(offsets)},
             )
 
 

@@ -35,7 +35,9 @@ def serve(root: Path) -> Iterator[FakeHub]:
     hub = FakeHub(root)
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, hub))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     try:
         yield hub
@@ -74,14 +76,22 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path).strip("/").split("/")
         if path[0] == "api" and len(path) >= 4:
             repo = self.hub.root.joinpath(*path[1:4])
-            return self._facts(repo, path[4:], wanted) if repo.is_dir() else self._missing("RepoNotFound")
+            return (
+                self._facts(repo, path[4:], wanted)
+                if repo.is_dir()
+                else self._missing("RepoNotFound")
+            )
         kind = path.pop(0) if path[0] == "datasets" else "models"
         if len(path) > 4 and path[2] == "resolve":
             return self._file(self.hub.root.joinpath(kind, *path[:2]), "/".join(path[4:]))
         return self._missing("RepoNotFound")
 
     def _facts(self, repo: Path, rest: list[str], wanted: list[str]) -> None:
-        files = {path.relative_to(repo).as_posix(): path for path in sorted(repo.rglob("*")) if path.is_file()}
+        files = {
+            path.relative_to(repo).as_posix(): path
+            for path in sorted(repo.rglob("*"))
+            if path.is_file()
+        }
         if rest[:1] == ["tree"]:
             below = "/".join(rest[2:])
             entries = [_entry(name, path) for name, path in files.items() if name.startswith(below)]
@@ -90,9 +100,16 @@ class _Handler(BaseHTTPRequestHandler):
             entries = [_entry(name, files[name]) for name in wanted if name in files]
             return self._send(json.dumps(entries).encode())
         if not rest or rest[:1] == ["revision"]:
-            facts = {"id": f"{repo.parent.name}/{repo.name}", "sha": commit(repo), "private": False, "tags": []}
+            facts = {
+                "id": f"{repo.parent.name}/{repo.name}",
+                "sha": commit(repo),
+                "private": False,
+                "tags": [],
+            }
             siblings = [{"rfilename": name} for name in files]
-            return self._send(json.dumps(facts | {"siblings": siblings, "downloads": 0, "likes": 0}).encode())
+            return self._send(
+                json.dumps(facts | {"siblings": siblings, "downloads": 0, "likes": 0}).encode()
+            )
         return self._missing("EntryNotFound")
 
     def _file(self, repo: Path, name: str) -> None:
@@ -104,12 +121,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.served.append(name)
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
         etag = {"X-Repo-Commit": commit(repo), "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
-        return self._send(content[start:], status=206 if "Range" in self.headers else 200, headers=etag)
+        return self._send(
+            content[start:], status=206 if "Range" in self.headers else 200, headers=etag
+        )
 
     def _missing(self, code: str) -> None:
         self._send(b"{}", status=404, headers={"X-Error-Code": code, "X-Error-Message": code})
 
-    def _send(self, content: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def _send(
+        self, content: bytes, *, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
             self.send_header(name, value)
@@ -124,4 +145,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _entry(name: str, path: Path) -> dict[str, Any]:
     content = path.read_bytes()
-    return {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+    return {
+        "type": "file",
+        "path": name,
+        "size": len(content),
+        "oid": hashlib.sha1(content).hexdigest(),
+    }

@@ -41,7 +41,7 @@ TRAINER = {
     "records": 305,
     "rewards/protocol.py": 230,
     "rewards/verifiers.py": 250,
-    "rewards/answers.py": 40,
+    "rewards/verifiers.py": 40,
     "model": 960,
     "learn": 990,
     "engine": 1350,
@@ -62,99 +62,105 @@ OPERATIONS = {
 }
 EXAMPLES = {"small": 140, "demo": 200}
 # What the trials of the first month brought: families of models, running proofs, TRL's rewards, hostile folders.
-ARMOUR = {"proofs": 2290, "model/families": 705, "rewards/trl.py": 200, "untrusted": 222, "distributed/ending.py": 135}
+ARMOUR = {
+    "proofs": 2290,
+    "model/families": 705,
+    "rewards/trl.py": 200,
+    "untrusted": 222,
+    "distributed/exit.py": 135,
+}
 # What shows before a GPU is there that it will run there, and what else only GPUs and several hosts need.
 EVIDENCE = {
     "plan": 1330,
     "observe/cards.py": 85,
     "distributed/machine.py": 150,
-    "engine/gpu.py": 95,
-    "engine/sleep_check.py": 60,
-    "model/host_memory.py": 50,
+    "engine/start.py": 95,
+    "engine/start.py": 60,
+    "model/offload.py": 50,
 }
 # What makes it kind at the terminal: names that people bring, ways in, what is shown while it runs.
 KINDNESS = {
     "config/aliases.py": 440,  # one a line: parts of this are made side by side
     "config/command_line.py": 150,
     "config/describe.py": 85,
-    "config/home.py": 85,
-    "config/key.py": 25,
-    "config/spelling.py": 135,
-    "config/unknown_key.py": 95,
-    "config/overrides.py": 70,
-    "config/yaml_reader.py": 100,
-    "data/early.py": 185,
+    "config/load.py": 85,
+    "config/schema.py": 25,
+    "config/coerce.py": 135,
+    "config/coerce.py": 95,
+    "config/load.py": 70,
+    "config/load.py": 100,
+    "checks/data.py": 185,
     "data/hub.py": 120,
-    "preflight/engine_keys.py": 110,
-    "preflight/idle_keys.py": 85,
-    "data/shown.py": 110,
-    "rewards/early.py": 155,
-    "preflight/model_folder.py": 290,
-    "preflight/installed.py": 80,
+    "checks/engine_keys.py": 110,
+    "checks/engine_keys.py": 85,
+    "data/rows.py": 110,
+    "rewards/named.py": 155,
+    "checks/model_folder.py": 290,
+    "checks/model_folder.py": 80,
     "engine/cache_room.py": 65,
     "observe/console.py": 190,
     "model/schedule.py": 70,
     "model/optimizer.py": 35,
     "export": 70,
     "checkpoint/merge.py": 145,
-    "model/hub.py": 45,
+    "model/hf_files.py": 45,
     "prefetch": 150,
     "cli": 170,
-    "checkpoint/in_use.py": 55,
-    "distributed/heartbeat.py": 75,
+    "checkpoint/run_dir.py": 55,
+    "distributed/startup.py": 75,
     "distributed/interrupt.py": 145,
-    "distributed/job_time.py": 55,
+    "distributed/processes.py": 55,
     "distributed/launch.py": 115,
-    "config/redact.py": 65,
-    "learn/judged_groups.py": 105,
+    "config/describe.py": 65,
+    "learn/sampled_step.py": 105,
     "observe/columns.py": 50,
     "observe/launches.py": 225,
     "observe/progress.py": 60,
-    "observe/rollout_files.py": 90,
+    "observe/rollout_reader.py": 90,
     "observe/rollout_reader.py": 95,
     "api": 190,
-    "distributed/guest.py": 130,
-    "rewards/callables.py": 130,
-    "rewards/imported.py": 20,
+    "distributed/embedded_run.py": 130,
+    "rewards/named.py": 130,
+    "rewards/named.py": 20,
     "engine/leftovers.py": 40,
 }
 # What keeps it cheap where rollouts, rows and ranks are many.
 SCALE = {
-    "learn/exchange.py": 100,  # one a line: parts of this are made side by side
-    "observe/rollout_step.py": 75,
+    "learn/assemble.py": 100,  # one a line: parts of this are made side by side
+    "observe/rollout_reader.py": 75,
     "observe/rollout_writer.py": 180,
     "data/cache.py": 410,
-    "data/parquet.py": 35,
-    "data/table.py": 180,
+    "data/rows.py": 35,
+    "data/rows.py": 180,
     "data/tokens.py": 250,
-    "engine/shares.py": 55,
-    "rollout/expected.py": 60,
-    "distributed/collector.py": 30,
-    "config/devices.py": 70,
+    "engine/requests.py": 55,
+    "rollout/sample.py": 60,
+    "distributed/startup.py": 30,
+    "config/load.py": 70,
     "distributed/collectives.py": 195,
     "distributed/packed.py": 50,
     "distributed/reductions.py": 190,
-    "learn/facts.py": 130,
-    "learn/shares.py": 100,
-    "learn/rows.py": 185,
-    "rewards/logged.py": 70,
+    "learn/sampled_step.py": 130,
+    "learn/sampled_step.py": 100,
+    "learn/balance.py": 185,
+    "rewards/trl.py": 70,
     "engine/direct_load.py": 210,
     "engine/gather.py": 210,
-    "engine/weight_digest.py": 90,
-    "data/tail.py": 80,
-    "rollout/tail.py": 115,
+    "engine/gather.py": 90,
+    "data/prompts.py": 80,
+    "rollout/sample.py": 115,
 }
 # Rollouts of several turns: what they are made of, and the environments that answer.
 EPISODES = {
-    "config/environment.py": 75,
-    "learn/episode_facts.py": 70,
-    "learn/turn_credit.py": 95,
+    "config/schema.py": 75,
+    "learn/sampled_step.py": 70,
+    "learn/advantages.py": 95,
     "rollout/environments": 4200,
     "engine/conversations.py": 105,
     "learn/contexts.py": 85,
-    "observe/rollout_turns.py": 140,
-    "rollout/kept_episodes.py": 165,
-    "replay/episodes.py": 130,
+    "observe/rollout_reader.py": 140,
+    "rollout/buffer.py": 165,
+    "tools/replay/episodes.py": 130,
     "rewards/sandbox/cells.py": 80,
     "rewards/sandbox/session.py": 50,
     "demo/__main__.py": 70,
@@ -174,61 +180,61 @@ LOOKING = {
     "report": 2650,
     "observe/followers.py": 95,
     "observe/report_process.py": 160,
-    "config/logging_keys.py": 65,
+    "config/schema.py": 65,
     "show": 1700,
     "checkup": 2250,
 }
 # More teachers than a rule: distillation, reward models, judges and servers, a critic.
 SIGNALS = {
-    "config/aliases_signals.py": 70,
+    "config/aliases.py": 70,
     "config/recipes.py": 180,
-    "config/algorithm.py": 95,
+    "config/load.py": 95,
     "learn/signals.py": 110,
     "signal_parts.py": 295,
-    "config/reward_keys.py": 110,
-    "preflight/engine_room.py": 30,
-    "preflight/sections.py": 25,
-    "preflight/engine_judge.py": 125,
-    "rollout/beside.py": 50,
+    "config/schema.py": 110,
+    "checks/memory.py": 30,
+    "checks/explain.py": 25,
+    "checks/reward_models.py": 125,
+    "rollout/merge_scores.py": 50,
     "rollout/engine_judge.py": 190,
-    "model/parked.py": 110,
-    "config/reward_rules.py": 130,
+    "model/offload.py": 110,
+    "config/rules.py": 130,
     "rewards/remote": 735,
     "rewards/pool/call_limits.py": 190,
-    "rewards/pool/slow_rewards.py": 40,
-    "rollout/early_scoring.py": 75,
-    "config/teacher.py": 90,
-    "config/teacher_rules.py": 50,
+    "rewards/pool/pool.py": 40,
+    "rollout/sample.py": 75,
+    "config/schema.py": 90,
+    "config/rules.py": 50,
     "learn/served_teacher.py": 200,
-    "preflight/teacher_server.py": 145,
+    "checks/signals.py": 145,
     "proofs/server_check.py": 95,
-    "config/signal_rules.py": 40,
-    "learn/distillation.py": 65,
+    "config/rules.py": 40,
+    "learn/losses.py": 65,
     "learn/teacher.py": 190,
     "model/divergence.py": 220,
-    "preflight/teacher.py": 145,
-    "preflight/critic.py": 85,
-    "preflight/beside.py": 80,
+    "checks/signals.py": 145,
+    "checks/signals.py": 85,
+    "checks/model_folder.py": 80,
     "proofs/teacher_check.py": 150,
     "proofs/made_up_teacher.py": 90,
     "demo/distill.py": 80,
-    "replay/taught.py": 50,
-    "replay/asked.py": 55,
+    "tools/replay/update.py": 50,
+    "tools/replay/read.py": 55,
     "demo/judge.py": 65,
     "model/reward_model.py": 130,
     "model/reward_model_files.py": 150,
     "rollout/reward_models.py": 140,
-    "rollout/reward_rows.py": 85,
-    "rollout/reward_texts.py": 60,
-    "preflight/reward_models.py": 110,
+    "rollout/reward_models.py": 85,
+    "rollout/reward_models.py": 60,
+    "checks/reward_models.py": 110,
     "demo/reward_model.py": 130,
-    "config/critic.py": 70,
-    "learn/gae.py": 110,
+    "config/schema.py": 70,
+    "learn/advantages.py": 110,
     "learn/critic.py": 240,
-    "learn/held.py": 45,
+    "learn/update.py": 45,
     "model/values.py": 150,
     "learn/policy_critic.py": 65,
-    "model/policy_values.py": 85,
+    "model/values.py": 85,
     "proofs/made_up_values.py": 165,
 }
 CARVED_OUT = ARMOUR | EVIDENCE | KINDNESS | SCALE | EPISODES | LOOKING | SIGNALS
@@ -313,7 +319,11 @@ def _imports(tree: ast.Module) -> Iterator[tuple[int, str, list[str]]]:
 
 def upward_imports(package: Path) -> Iterator[str]:
     """Imports of a room that does not stand below the importing one."""
-    level = {room: i for i, rooms in enumerate(ORDER) for room in ((rooms,) if isinstance(rooms, str) else rooms)}
+    level = {
+        room: i
+        for i, rooms in enumerate(ORDER)
+        for room in ((rooms,) if isinstance(rooms, str) else rooms)
+    }
     for name, _, tree in _modules(package):
         room = _room_of(name)
         if room == "__init__":
@@ -343,7 +353,9 @@ def scattered_collectives(package: Path) -> Iterator[str]:
         if name != _COLLECTIVES_FILE:
             for node in ast.walk(tree):
                 is_call = (
-                    isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "dist"
+                    isinstance(node, ast.Attribute)
+                    and isinstance(node.value, ast.Name)
+                    and node.value.id == "dist"
                 )
                 if is_call and node.attr in _COLLECTIVES:  # type: ignore[attr-defined]
                     yield f"{name}:{node.lineno}: a collective outside {_COLLECTIVES_FILE}"  # type: ignore[attr-defined]
@@ -354,8 +366,12 @@ def scattered_collectives(package: Path) -> Iterator[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 body = ast.get_source_segment(text, node) or ""
-                talks = any(f"dist.{call}(" in body for call in _COLLECTIVES) or "_ALL_GATHER(" in body
-                if talks and not (ast.get_docstring(node) or "").startswith(("Collective.", "Collective over ")):
+                talks = (
+                    any(f"dist.{call}(" in body for call in _COLLECTIVES) or "_ALL_GATHER(" in body
+                )
+                if talks and not (ast.get_docstring(node) or "").startswith(
+                    ("Collective.", "Collective over ")
+                ):
                     yield f"{name}:{node.lineno}: {node.name} communicates, so its docstring begins with Collective"
 
 
@@ -363,14 +379,18 @@ def known_config(package: Path) -> Iterator[str]:
     """The whole Config below the rooms that may know it, and the Run below the loop."""
     for name, _, tree in _modules(package):
         for line, module, names in _imports(tree):
-            if module == "grpo_spmd.config.schema" and "Config" in names and _room_of(name) not in KNOW_CONFIG:
+            if (
+                module == "grpo_spmd.config.schema"
+                and "Config" in names
+                and _room_of(name) not in KNOW_CONFIG
+            ):
                 yield f"{name}:{line}: knows the whole Config; pass its section, or the value"
             if module == "grpo_spmd.parts" and "Run" in names and _room_of(name) != "loop":
                 yield f"{name}:{line}: knows the Run, which is for loop.py alone"
 
 
 # Functions of the caller's own process, for the child that it starts, through memory that only that child inherits.
-_OWN_PICKLES = ("rewards/callables.py", "cloudpickle")
+_OWN_PICKLES = ("rewards/named.py", "cloudpickle")
 
 
 def code_of_others(tree_of: Path) -> Iterator[str]:
@@ -380,10 +400,18 @@ def code_of_others(tree_of: Path) -> Iterator[str]:
         told: set[ast.AST] = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
-                keywords = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
+                keywords = {
+                    keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords
+                }
                 if keywords.get("trust_remote_code") is False:
-                    told |= {node.func, *node.args}  # functools.partial(LLM, trust_remote_code=False)
-                if ast.unparse(node.func) == "torch.load" and keywords.get("weights_only") is not True:
+                    told |= {
+                        node.func,
+                        *node.args,
+                    }  # functools.partial(LLM, trust_remote_code=False)
+                if (
+                    ast.unparse(node.func) == "torch.load"
+                    and keywords.get("weights_only") is not True
+                ):
                     yield f"{name}:{node.lineno}: torch.load without weights_only=True unpickles"
         for node in ast.walk(tree):
             is_loader = _called(node) in ("from_pretrained", "from_config", "LLM")
@@ -391,13 +419,25 @@ def code_of_others(tree_of: Path) -> Iterator[str]:
                 yield f"{name}:{node.lineno}: {ast.unparse(node)} without trust_remote_code=False"  # type: ignore[attr-defined]
         for line, module, _ in _imports(tree):
             is_own = (name, module) == _OWN_PICKLES
-            if not is_own and module.split(".")[0] in ("pickle", "cloudpickle", "dill", "joblib", "shelve"):
+            if not is_own and module.split(".")[0] in (
+                "pickle",
+                "cloudpickle",
+                "dill",
+                "joblib",
+                "shelve",
+            ):
                 yield f"{name}:{line}: imports {module}, whose files are programs"
 
 
 def _called(node: ast.AST) -> str:
     """Of an attribute or a name its last part: also where it is not called here but kept for later."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )
 
 
 def foreign_attributes(package: Path) -> Iterator[str]:
@@ -414,7 +454,9 @@ def foreign_attributes(package: Path) -> Iterator[str]:
                 for target in _targets(node):
                     if isinstance(target, ast.Attribute) and _is_name(target.value, "self"):
                         owners.setdefault(target.attr, set()).add(name)
-            is_frozen = any("frozen=True" in ast.unparse(decorator) for decorator in cls.decorator_list)
+            is_frozen = any(
+                "frozen=True" in ast.unparse(decorator) for decorator in cls.decorator_list
+            )
             for field in () if is_frozen else cls.body:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                     owners.setdefault(field.target.id, set()).add(name)
@@ -470,7 +512,11 @@ def oversize(package: Path) -> Iterator[str]:
         total = 0
         for room, budget in budgets.items():
             carves = budgets in (ARMOUR, EVIDENCE, KINDNESS, SCALE, EPISODES, LOOKING, SIGNALS)
-            own = {name for name in lines if _is_in(name, room) and (carves or not _in_any(name, CARVED_OUT))}
+            own = {
+                name
+                for name in lines
+                if _is_in(name, room) and (carves or not _in_any(name, CARVED_OUT))
+            }
             counted |= own
             length = sum(lines[name] for name in own)
             total += length
@@ -498,7 +544,9 @@ def undescribed_rooms(package: Path) -> Iterator[str]:
         name = path.relative_to(package).as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"))
         said = (ast.get_docstring(tree) or "").splitlines()
-        if name != "__init__.py" and (len([line for line in said if line]) != 3 or len(tree.body) != 1):
+        if name != "__init__.py" and (
+            len([line for line in said if line]) != 3 or len(tree.body) != 1
+        ):
             yield f"{name}:1: must be three lines of docstring and nothing else"
 
 
@@ -506,9 +554,12 @@ def map_differences(package: Path, readme: str) -> Iterator[str]:
     """The README's table of rooms beside the tree."""
     named = set(re.findall(r"^\| `grpo_spmd/([\w/.]+)` \|", readme, re.MULTILINE))
     yield from (
-        f"README.md: names grpo_spmd/{room}, which is not there" for room in sorted(named - set(rooms(package)))
+        f"README.md: names grpo_spmd/{room}, which is not there"
+        for room in sorted(named - set(rooms(package)))
     )
-    yield from (f"README.md: does not name grpo_spmd/{room}" for room in sorted(set(rooms(package)) - named))
+    yield from (
+        f"README.md: does not name grpo_spmd/{room}" for room in sorted(set(rooms(package)) - named)
+    )
 
 
 CHECKS = (

@@ -13,7 +13,12 @@ Schema = dict[str, Any]
 
 def _object(properties: Schema, required: tuple[str, ...] = ()) -> Schema:
     """Kubernetes drops what it does not know, or refuses it."""
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
 
 
 def _list(items: Schema) -> Schema:
@@ -24,7 +29,13 @@ _TEXT: Schema = {"type": "string"}
 _WHOLE: Schema = {"type": "integer"}
 _NAME: Schema = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"}
 _QUANTITY: Schema = {
-    "anyOf": [_WHOLE, {"type": "string", "pattern": r"^[+-]?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?$"}]
+    "anyOf": [
+        _WHOLE,
+        {
+            "type": "string",
+            "pattern": r"^[+-]?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?$",
+        },
+    ]
 }
 _QUANTITIES: Schema = {"type": "object", "additionalProperties": _QUANTITY}
 _TEXTS: Schema = {"type": "object", "additionalProperties": _TEXT}
@@ -35,9 +46,19 @@ _CONTAINER = _object(
         "image": _TEXT,
         "command": _list(_TEXT),
         "args": _list(_TEXT),
-        "env": _list(_object({"name": {"type": "string", "pattern": "^[-._a-zA-Z][-._a-zA-Z0-9]*$"}, "value": _TEXT})),
+        "env": _list(
+            _object(
+                {
+                    "name": {"type": "string", "pattern": "^[-._a-zA-Z][-._a-zA-Z0-9]*$"},
+                    "value": _TEXT,
+                }
+            )
+        ),
         "ports": _list(
-            _object({"name": _NAME, "containerPort": {"type": "integer", "maximum": 65535}}, ("containerPort",))
+            _object(
+                {"name": _NAME, "containerPort": {"type": "integer", "maximum": 65535}},
+                ("containerPort",),
+            )
         ),
         "resources": _object({"limits": _QUANTITIES, "requests": _QUANTITIES}),
         "volumeMounts": _list(_object({"name": _NAME, "mountPath": _TEXT}, ("name", "mountPath"))),
@@ -47,7 +68,9 @@ _CONTAINER = _object(
 _VOLUME = _object(
     {
         "name": _NAME,
-        "persistentVolumeClaim": _object({"claimName": _TEXT, "readOnly": {"type": "boolean"}}, ("claimName",)),
+        "persistentVolumeClaim": _object(
+            {"claimName": _TEXT, "readOnly": {"type": "boolean"}}, ("claimName",)
+        ),
         "emptyDir": _object({"medium": {"enum": ["", "Memory"]}, "sizeLimit": _QUANTITY}),
     },
     ("name",),
@@ -65,7 +88,9 @@ _REPLICA = _object(
     {
         "replicas": _WHOLE,
         "restartPolicy": {"enum": ["Always", "OnFailure", "Never", "ExitCode"]},
-        "template": _object({"metadata": _object({"annotations": _TEXTS, "labels": _TEXTS}), "spec": _POD}),
+        "template": _object(
+            {"metadata": _object({"annotations": _TEXTS, "labels": _TEXTS}), "spec": _POD}
+        ),
     }
 )
 PYTORCH_JOB = _object(
@@ -84,7 +109,9 @@ PYTORCH_JOB = _object(
                         "ttlSecondsAfterFinished": _WHOLE,
                     }
                 ),
-                "pytorchReplicaSpecs": _object({"Master": _REPLICA, "Worker": _REPLICA}, ("Master",)),
+                "pytorchReplicaSpecs": _object(
+                    {"Master": _REPLICA, "Worker": _REPLICA}, ("Master",)
+                ),
             },
             ("pytorchReplicaSpecs",),
         ),
@@ -109,7 +136,11 @@ SKYPILOT_TASK = _object(
                     {
                         "strategy": _TEXT,
                         "max_restarts_on_errors": {"type": "integer", "minimum": 0},
-                        "recover_on_exit_codes": {"type": "array", "items": _EXIT_CODE, "uniqueItems": True},
+                        "recover_on_exit_codes": {
+                            "type": "array",
+                            "items": _EXIT_CODE,
+                            "uniqueItems": True,
+                        },
                     }
                 ),
             }

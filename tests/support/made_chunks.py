@@ -1,4 +1,4 @@
-"""Chunks of a report's page for made-up runs: what `grpo_spmd.report.page` is given, without a run.
+"""Chunks of a report's page for made-up runs: what `grpo_spmd.tools.report.page` is given, without a run.
 
 Numbers are of a seed; texts are pieces of words, so that pieces, ids and completions agree as a run's do.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.report.page import write_page
+from grpo_spmd.tools.report.page import write_page
 
 Chunks = Iterator[tuple[str, bytes]]
 PHASES = ("weight_sync", "rollout", "reward", "logprobs", "update", "checkpoint")
@@ -58,7 +58,9 @@ HOSTILE = {
 
 def to_json(value: Any) -> bytes:
     """As the page's data is written: ASCII, without NaN."""
-    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode(
+        "ascii"
+    )
 
 
 class MadeRun:
@@ -80,10 +82,23 @@ class MadeRun:
         is_episode: bool = False,
     ) -> None:
         self.random = random.Random(seed)
-        self.name, self.state, self.num_steps, self.ranks, self.seed = name, state, num_steps, ranks, seed
-        self.groups, self.group_size, self.num_tokens, self.keep = groups, group_size, num_tokens, keep
+        self.name, self.state, self.num_steps, self.ranks, self.seed = (
+            name,
+            state,
+            num_steps,
+            ranks,
+            seed,
+        )
+        self.groups, self.group_size, self.num_tokens, self.keep = (
+            groups,
+            group_size,
+            num_tokens,
+            keep,
+        )
         self.texts, self.is_episode = texts or {}, is_episode
-        self.made_steps = range(1, (num_steps if state == "done" else max(1, num_steps * 5 // 8)) + 1)
+        self.made_steps = range(
+            1, (num_steps if state == "done" else max(1, num_steps * 5 // 8)) + 1
+        )
 
     # ---- main
 
@@ -200,21 +215,28 @@ class MadeRun:
 
     def _metrics(self, steps: list[int]) -> dict[str, list[float | None]]:
         jitter, last = self.random.gauss, max(steps)
-        rise = [1 / (1 + math.exp(-8 * (step / max(8, last) - 0.4 + 0.05 * self.seed))) for step in steps]
+        rise = [
+            1 / (1 + math.exp(-8 * (step / max(8, last) - 0.4 + 0.05 * self.seed)))
+            for step in steps
+        ]
         metrics: dict[str, list[float | None]] = {
             "reward/mean": [0.25 + 0.65 * up + jitter(0, 0.02) for up in rise],
             "reward/std": [0.45 - 0.3 * up + jitter(0, 0.01) for up in rise],
             "reward/correct/mean": [0.2 + 0.7 * up + jitter(0, 0.02) for up in rise],
             "reward/format/mean": [min(1.0, 0.5 + 0.5 * up + jitter(0, 0.01)) for up in rise],
             "reward/constructor/mean": [0.1 for _ in rise],
-            "reward/zero_std_groups_frac": [max(0.0, 0.1 + 0.5 * up + jitter(0, 0.02)) for up in rise],
+            "reward/zero_std_groups_frac": [
+                max(0.0, 0.1 + 0.5 * up + jitter(0, 0.02)) for up in rise
+            ],
             "completion/tokens_mean": [57 + 4 * up + jitter(0, 1) for up in rise],
             "completion/tokens_p95": [80 + 9 * up + jitter(0, 2) for up in rise],
             "completion/truncated_frac": [max(0.0, 0.03 + jitter(0, 0.01)) for _ in rise],
             "loss/entropy": [1.4 - up + jitter(0, 0.02) for up in rise],
             "loss/kl": [0.02 * up for up in rise],
             "loss/clip_frac": [max(0.0, 0.01 + jitter(0, 0.004)) for _ in rise],
-            "optim/grad_norm": [math.exp(jitter(-1, 0.3)) * (30 if step % 97 == 50 else 1) for step in steps],
+            "optim/grad_norm": [
+                math.exp(jitter(-1, 0.3)) * (30 if step % 97 == 50 else 1) for step in steps
+            ],
             "optim/lr": [1e-6 * min(1, step / 10) for step in steps],
             "weight_sync/mismatch_kl": [abs(jitter(2e-4, 3e-5)) for _ in rise],
             "weight_sync/mismatch_abs_mean": [abs(jitter(8e-3, 1e-3)) for _ in rise],
@@ -229,7 +251,10 @@ class MadeRun:
             metrics[f"time/{phase}_s"] = [abs(jitter(share, share / 20)) for _ in rise]
             metrics[f"memory/{phase}/peak_gib"] = [30 + share + 0.01 * step for step in steps]
         metrics["loss/kl"][len(steps) // 2] = None
-        return {name: [None if v is None else float(f"{v:.6g}") for v in values] for name, values in metrics.items()}
+        return {
+            name: [None if v is None else float(f"{v:.6g}") for v in values]
+            for name, values in metrics.items()
+        }
 
     def _evaluations(self, steps: list[int]) -> dict[str, Any]:
         at = [0, *steps[9::10]]
@@ -237,7 +262,9 @@ class MadeRun:
             "steps": at,
             "metrics": {
                 "eval/heldout/mean": [0.3 + 0.5 * i / max(1, len(at) - 1) for i in range(len(at))],
-                "eval/heldout/pass_at_4": [0.55 + 0.3 * i / max(1, len(at) - 1) for i in range(len(at))],
+                "eval/heldout/pass_at_4": [
+                    0.55 + 0.3 * i / max(1, len(at) - 1) for i in range(len(at))
+                ],
             },
         }
 
@@ -252,7 +279,9 @@ class MadeRun:
             busy = 34.0 - abs(self.random.gauss(0, 5))
             for phase, length in zip(PHASES, (1.2, 34.5, 2.5, 6.0, 16.0, 0.4), strict=True):
                 generated = round(busy, 3) if phase == "rollout" else None
-                spans.append([phase, round(at, 3), round(at + length, 3), round(30 + length, 2), generated])
+                spans.append(
+                    [phase, round(at, 3), round(at + length, 3), round(30 + length, 2), generated]
+                )
                 at += length + abs(self.random.gauss(0, 0.2))
             ranks.append(spans)
         return {
@@ -265,10 +294,18 @@ class MadeRun:
 
     def _prompts(self, steps: list[int]) -> list[dict[str, Any]]:
         made = []
-        for row, kind in enumerate(["never"] * 4 + ["worse"] * 3 + ["better"] * 6 + ["mixed"] * 2 + ["always"] * 3):
+        for row, kind in enumerate(
+            ["never"] * 4 + ["worse"] * 3 + ["better"] * 6 + ["mixed"] * 2 + ["always"] * 3
+        ):
             seen = steps[row % 3 :: 5] or steps[:1]
             means = [
-                {"never": 0.0, "always": 1.0, "better": i / len(seen), "worse": 1 - i / len(seen), "mixed": 0.5}[kind]
+                {
+                    "never": 0.0,
+                    "always": 1.0,
+                    "better": i / len(seen),
+                    "worse": 1 - i / len(seen),
+                    "mixed": 0.5,
+                }[kind]
                 for i in range(len(seen))
             ]
             made.append(
@@ -285,7 +322,8 @@ class MadeRun:
 
     def _prompt(self, row: int) -> str:
         return self.texts.get(
-            "prompt", f"Row {row}: Ann has {row + 3} apples and gives away {row + 1}. How many apples are left?"
+            "prompt",
+            f"Row {row}: Ann has {row + 3} apples and gives away {row + 1}. How many apples are left?",
         )
 
     # ---- a step's chunk
@@ -330,7 +368,11 @@ class MadeRun:
                 rollouts.append(
                     {
                         **one,
-                        "why": "failed" if is_failed else "group" if i < self.group_size else "sampled",
+                        "why": "failed"
+                        if is_failed
+                        else "group"
+                        if i < self.group_size
+                        else "sampled",
                         "reward": table["reward"][-1],
                     }
                 )
@@ -342,14 +384,18 @@ class MadeRun:
             "rollouts": rollouts,
         }
 
-    def _rollout(self, draw: random.Random, position: int, sample: int, row: int, text: str | None) -> dict[str, Any]:
+    def _rollout(
+        self, draw: random.Random, position: int, sample: int, row: int, text: str | None
+    ) -> dict[str, Any]:
         if text is None:
             same = random.Random(position)
             count = draw.randint(self.num_tokens // 2, self.num_tokens)
             shared = draw.randint(2, 6)  # the samples of a group begin alike
             pieces = [(same if i < shared else draw).choice(_WORDS) + " " for i in range(count)]
         else:
-            pieces = [text[i : i + 7] for i in range(0, min(len(text), 21), 7)] + ([text[21:]] if text[21:] else [])
+            pieces = [text[i : i + 7] for i in range(0, min(len(text), 21), 7)] + (
+                [text[21:]] if text[21:] else []
+            )
         logprob = [round(-draw.expovariate(1.5), 3) for _ in pieces]
         reward = draw.choice([0.0, 0.25, 0.5, 1.0])
         one: dict[str, Any] = {
@@ -391,7 +437,13 @@ def _as_episode(pieces: list[str]) -> dict[str, Any]:
             {"role": "assistant", "content": "".join(pieces[half:])},
         ],
         "turns": [
-            {"sampled": True, "pieces": pieces[:half], "segment": 0, "reward": 0.25, "num_tokens": half},
+            {
+                "sampled": True,
+                "pieces": pieces[:half],
+                "segment": 0,
+                "reward": 0.25,
+                "num_tokens": half,
+            },
             {
                 "sampled": False,
                 "pieces": ["<tool>", "3 apples", "</tool>"],
@@ -399,7 +451,13 @@ def _as_episode(pieces: list[str]) -> dict[str, Any]:
                 "reward": None,
                 "num_tokens": 3,
             },
-            {"sampled": True, "pieces": pieces[half:], "segment": 1, "reward": None, "num_tokens": len(pieces) - half},
+            {
+                "sampled": True,
+                "pieces": pieces[half:],
+                "segment": 1,
+                "reward": None,
+                "num_tokens": len(pieces) - half,
+            },
         ],
         "environment": {"rewards": {"solved": 1.0}, "calls_s": [0.12], "error": None},
     }
@@ -418,7 +476,15 @@ def chunks_of(*runs: MadeRun) -> Chunks:
     differences = [row for row in differences if len({json.dumps(value) for value in row[1:]}) > 1]
     yield (
         "main",
-        to_json({"format": 1, "made_unix_s": 1.79e9, "version": "0.1", "runs": mains, "differences": differences}),
+        to_json(
+            {
+                "format": 1,
+                "made_unix_s": 1.79e9,
+                "version": "0.1",
+                "runs": mains,
+                "differences": differences,
+            }
+        ),
     )
     for number, run in enumerate(runs):
         for step in run.made_steps:
@@ -450,14 +516,21 @@ def hostile_run() -> MadeRun:
         made["why"] = made["folder"] = everything
         made["reports"] = {"failure.txt": everything, "hang.txt": HOSTILE["escapes"]}
         made["findings"] = [
-            {"level": "bad", "title": text, "text": text, "step": 1, "metric": text[:200]} for text in HOSTILE.values()
+            {"level": "bad", "title": text, "text": text, "step": 1, "metric": text[:200]}
+            for text in HOSTILE.values()
         ]
         made["checks"] = [
-            {"name": text, "level": "ok", "value": text, "bound": text, "text": text} for text in HOSTILE.values()
+            {"name": text, "level": "ok", "value": text, "bound": text, "text": text}
+            for text in HOSTILE.values()
         ]
         made["config"] = [[name, text, text] for name, text in HOSTILE.items()]
         made["launches"] = [
-            {"launch": 1, "command": list(HOSTILE.values()), "why": everything, "hosts": {everything: 1}}
+            {
+                "launch": 1,
+                "command": list(HOSTILE.values()),
+                "why": everything,
+                "hosts": {everything: 1},
+            }
         ]
         made["versions"] = {text[:100]: text for text in HOSTILE.values()}
         made["rollouts"]["note"] = everything

@@ -50,7 +50,9 @@ def main() -> int:
         Step(name, "-", ("-m", module, "step", name, str(folder), "{json}"), LIMITS[name])
         for name in sys.argv[3].split(",")
     ]
-    return Day(steps, folder / "scratch", folder / "out", "dry", "abc", before).run(float(sys.argv[2]))
+    return Day(steps, folder / "scratch", folder / "out", "dry", "abc", before).run(
+        float(sys.argv[2])
+    )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,13 @@ from typing import Any
 Rows = list[dict[str, Any]]
 
 
-def made_rows(benchmark: str, *rows: dict[str, Any], commit: str = "abc1234", date: str = "2026-12-01") -> Rows:
-    return [{"benchmark": benchmark, **row, "hardware": "X, 2 cores", "commit": commit, "date": date} for row in rows]
+def made_rows(
+    benchmark: str, *rows: dict[str, Any], commit: str = "abc1234", date: str = "2026-12-01"
+) -> Rows:
+    return [
+        {"benchmark": benchmark, **row, "hardware": "X, 2 cores", "commit": commit, "date": date}
+        for row in rows
+    ]
 
 
 def spread(name: str, median: float, least: float, most: float) -> dict[str, float]:
@@ -23,12 +28,33 @@ _BESIDE = {
     "ours_tokens_mean": 61.25,
     "trl_tokens_mean": 59.0,
 }
-_RANK0 = {"judge_s": 0.1, "plan_s": 0.2, "rest_s": 0.1, "encode_s": 0.05, "sums_s": 0.05, "bytes_out": 14.25}
+_RANK0 = {
+    "judge_s": 0.1,
+    "plan_s": 0.2,
+    "rest_s": 0.1,
+    "encode_s": 0.05,
+    "sums_s": 0.05,
+    "bytes_out": 14.25,
+}
 _RANK0 |= {"held": 20.4, "peak": 132.0}
 _PROMPTS = {"rows": 100_000, "prompts": "chat", "ranks": 2, "encode_s": 9.5, "kept_mb": 48.26}
 _DUMP = {"rollouts": 256, "tokens": 8192, "bytes_frac": 0.614, "now_rank0_peak_kib": 119.0}
-_TAIL = {"source": "tail", "engines": 8, "at once": 64, "prompts": 64, "factor": 1.25, "short mean": 300.0}
-_PLAYED = {"engines": 2, "at once": 8, "completions an engine": 64, "first": 1.1, "first min": 1.0, "first max": 1.2}
+_TAIL = {
+    "source": "tail",
+    "engines": 8,
+    "at once": 64,
+    "prompts": 64,
+    "factor": 1.25,
+    "short mean": 300.0,
+}
+_PLAYED = {
+    "engines": 2,
+    "at once": 8,
+    "completions an engine": 64,
+    "first": 1.1,
+    "first min": 1.0,
+    "first max": 1.2,
+}
 _START = {"command": "torchrun", "ranks": 2, "rank_cpu_s": 5.0, "checks": 0.5, "imports": 2.25}
 # By benchmark; an empty line is between the lines of the table.
 _SIGNAL = {
@@ -45,11 +71,25 @@ MADE: dict[str, tuple[Rows, str]] = {
     "step_vs_trl": (
         made_rows(
             "step_vs_trl",
-            {**_BESIDE, "TRL's micro-batch": "8, its default", "phase": "step", **spread("ratio", 5, 4.5, 5.5)},
-            {**_BESIDE, "TRL's micro-batch": "16, its best", "phase": "step", **spread("ratio", 4.2, 4.0, 4.4)},
+            {
+                **_BESIDE,
+                "TRL's micro-batch": "8, its default",
+                "phase": "step",
+                **spread("ratio", 5, 4.5, 5.5),
+            },
+            {
+                **_BESIDE,
+                "TRL's micro-batch": "16, its best",
+                "phase": "step",
+                **spread("ratio", 4.2, 4.0, 4.4),
+            },
             {**_BESIDE, "TRL's micro-batch": "16, its best", "phase": "generation a token"}
             | spread("ratio", 0.97, 0.9, 1.04),
-            {**_BESIDE, "TRL's micro-batch": "16, its best, engine in bfloat16", "phase": "generation a token"}
+            {
+                **_BESIDE,
+                "TRL's micro-batch": "16, its best, engine in bfloat16",
+                "phase": "generation a token",
+            }
             | spread("ratio", 0.5, 0.4, 0.6),
             {**_BESIDE, "TRL's micro-batch": "16, its best, engine in bfloat16", "phase": "update"}
             | spread("ratio", 3.1, 3.0, 3.2),
@@ -94,7 +134,14 @@ MADE: dict[str, tuple[Rows, str]] = {
         made_rows(
             "weight_sync into vLLM",
             *(
-                {"model": "20M", "ranks": 2, "dtype": "bfloat16", "what": what, "needed_mib": 39.63, **ratio}
+                {
+                    "model": "20M",
+                    "ranks": 2,
+                    "dtype": "bfloat16",
+                    "what": what,
+                    "needed_mib": 39.63,
+                    **ratio,
+                }
                 for what, ratio in (
                     ("memcpy", spread("x_memcpy", 1, 1, 1)),
                     ("whole sync through vLLM's loader", spread("x_memcpy", 21.9, 13.9, 27)),
@@ -126,7 +173,14 @@ MADE: dict[str, tuple[Rows, str]] = {
             "prompts",
             {**_PROMPTS, "start": "first", "node_cpu_s": 14.24, "anon_mib": 35.0},
             {**_PROMPTS, "start": "next", "node_cpu_s": 0.31, "anon_mib": 9.04},
-            {**_PROMPTS, "start": "in memory", "node_cpu_s": 6.0, "anon_mib": 80.0, "rows": 20_000, "kept_mb": 0.0},
+            {
+                **_PROMPTS,
+                "start": "in memory",
+                "node_cpu_s": 6.0,
+                "anon_mib": 80.0,
+                "rows": 20_000,
+                "kept_mb": 0.0,
+            },
         ),
         """
         100,000 prompts, chat, of a node of 2 ranks, one of each start: CPU time of all ranks, memory of the largest
@@ -140,7 +194,14 @@ MADE: dict[str, tuple[Rows, str]] = {
     "rollout_dump": (
         made_rows(
             "rollout_dump",
-            {"ranks": 2, "now_us": 520.0, "ratio": 11.5, "ratio_min": 8.1, "ratio_max": 17.4, **_DUMP}
+            {
+                "ranks": 2,
+                "now_us": 520.0,
+                "ratio": 11.5,
+                "ratio_min": 8.1,
+                "ratio_max": 17.4,
+                **_DUMP,
+            }
             | {"before_rank0_peak_kib": 902.0},
         ),
         """
@@ -152,8 +213,23 @@ MADE: dict[str, tuple[Rows, str]] = {
     "report": (
         made_rows(
             "report",
-            {"steps": 100, "seconds": 3.1, "cpu_s": 4.9, "peak_mib": 250.0, "mb": 17.0, "steps_there": 100} | _STEP,
-            {"steps": 10_000, "seconds": 19.0, "cpu_s": 31.0, "peak_mib": 300.0, "mb": 15.5, "steps_there": 900}
+            {
+                "steps": 100,
+                "seconds": 3.1,
+                "cpu_s": 4.9,
+                "peak_mib": 250.0,
+                "mb": 17.0,
+                "steps_there": 100,
+            }
+            | _STEP,
+            {
+                "steps": 10_000,
+                "seconds": 19.0,
+                "cpu_s": 31.0,
+                "peak_mib": 300.0,
+                "mb": 15.5,
+                "steps_there": 900,
+            }
             | _STEP,
         ),
         """
@@ -165,8 +241,20 @@ MADE: dict[str, tuple[Rows, str]] = {
     "signals": (
         made_rows(
             "signals",
-            {"signal": "plain", "forward": 0.0, "waiting_mib": 0.0, **_SIGNAL, **spread("to_plain", 1, 1, 1)},
-            {"signal": "critic", "forward": 1.0, "waiting_mib": 60.5, **_SIGNAL, **spread("to_plain", 2.2, 2.1, 2.4)}
+            {
+                "signal": "plain",
+                "forward": 0.0,
+                "waiting_mib": 0.0,
+                **_SIGNAL,
+                **spread("to_plain", 1, 1, 1),
+            },
+            {
+                "signal": "critic",
+                "forward": 1.0,
+                "waiting_mib": 60.5,
+                **_SIGNAL,
+                **spread("to_plain", 2.2, 2.1, 2.4),
+            }
             | {"trained": 2.0, "held_mib": 121.0},
         ),
         """
@@ -181,10 +269,26 @@ MADE: dict[str, tuple[Rows, str]] = {
             {"source": "model", "what": "alike 0", **_PLAYED, **spread("ratio", 0.97, 0.9, 1.1)},
             {"source": "real", "what": "lognormal", **_PLAYED, **spread("ratio", 1.06, 0.9, 1.2)}
             | {"static steps": 350, "shared_queue steps": 245, "longest_first steps": 254},
-            {"source": "recorded", "what": "lognormal", **_PLAYED, **spread("ratio", 1.4, 1.3, 1.5)},
-            {"source": "recorded", "what": "somebody's run", **_PLAYED, **spread("ratio", 99, 99, 99)},
+            {
+                "source": "recorded",
+                "what": "lognormal",
+                **_PLAYED,
+                **spread("ratio", 1.4, 1.3, 1.5),
+            },
+            {
+                "source": "recorded",
+                "what": "somebody's run",
+                **_PLAYED,
+                **spread("ratio", 99, 99, 99),
+            },
             {"what": "alike 0", **_TAIL, **spread("ratio", 1.2, 1.1, 1.3), "dropped": 0.04},
-            {**_TAIL, "source": "tail real", "what": "lognormal", **spread("ratio", 1.3, 1.2, 1.4), "dropped": 0.05}
+            {
+                **_TAIL,
+                "source": "tail real",
+                "what": "lognormal",
+                **spread("ratio", 1.3, 1.2, 1.4),
+                "dropped": 0.05,
+            }
             | {"without steps": 1000, "tail steps": 800},
             {"what": "alike 0.9", **_TAIL, **spread("ratio", 0.99, 0.9, 1.0), "dropped": 0.11},
         ),
@@ -236,11 +340,26 @@ MADE: dict[str, tuple[Rows, str]] = {
     "gpu": (
         made_rows(
             "gpu",
-            {"variant": "plain", "phase": "update", "share": 0.42, **spread("measured_s", 2, 1.9, 2.1)}
+            {
+                "variant": "plain",
+                "phase": "update",
+                "share": 0.42,
+                **spread("measured_s", 2, 1.9, 2.1),
+            }
             | {"model": "1.5b", "device": "H200"},
-            {"variant": "plain", "phase": "reward", "share": "-", **spread("measured_s", 0.1, 0.1, 0.1)}
+            {
+                "variant": "plain",
+                "phase": "reward",
+                "share": "-",
+                **spread("measured_s", 0.1, 0.1, 0.1),
+            }
             | {"model": "1.5b", "device": "H200"},
-            {"variant": "plain", "phase": "update", "share": 0.9, **spread("measured_s", 2, 1.9, 2.1)}
+            {
+                "variant": "plain",
+                "phase": "update",
+                "share": 0.9,
+                **spread("measured_s", 2, 1.9, 2.1),
+            }
             | {"model": "tiny", "device": "CPU (a smoke test, not a measurement)"},
         ),
         """
@@ -263,15 +382,36 @@ MADE: dict[str, tuple[Rows, str]] = {
         [
             *made_rows(
                 "gpu_day_proofs",
-                {"what": "mismatch", "unit": "nats", **spread("median", 0.01, 0.0, 0.02), "all proofs held": True},
+                {
+                    "what": "mismatch",
+                    "unit": "nats",
+                    **spread("median", 0.01, 0.0, 0.02),
+                    "all proofs held": True,
+                },
             ),
-            *made_rows("gpu_day_tests", {"tests": "-m gpu", "passed": 9, "failed": 1, "skipped": 0}),
+            *made_rows(
+                "gpu_day_tests", {"tests": "-m gpu", "passed": 9, "failed": 1, "skipped": 0}
+            ),
             *made_rows(
                 "gpu_day_trl",
-                {"side": "ours", "micro_batch": "-", "step_to_ours": 1.0, "update_to_ours": 1.0, "model": "0.5b"},
-                {"side": "TRL", "micro_batch": 8, "step_to_ours": 2.5, "update_to_ours": 0.9, "model": "0.5b"},
+                {
+                    "side": "ours",
+                    "micro_batch": "-",
+                    "step_to_ours": 1.0,
+                    "update_to_ours": 1.0,
+                    "model": "0.5b",
+                },
+                {
+                    "side": "TRL",
+                    "micro_batch": 8,
+                    "step_to_ours": 2.5,
+                    "update_to_ours": 0.9,
+                    "model": "0.5b",
+                },
             ),
-            *made_rows("gpu_day_crash", {"model": "0.5b", "went_on_at_step": 2, "problems": "steps differ"}),
+            *made_rows(
+                "gpu_day_crash", {"model": "0.5b", "went_on_at_step": 2, "problems": "steps differ"}
+            ),
         ],
         """
         a run whose every sync and update is proved, on a GPU: all proofs held | mismatch 0.01 (0 to 0.02) nats

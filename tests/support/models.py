@@ -85,7 +85,12 @@ def make_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:  # norms at 1 and biases at 0 would hide one that was not loaded
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+                parameter.add_(
+                    0.1
+                    * torch.randn(
+                        parameter.shape, generator=torch.Generator().manual_seed(len(name))
+                    )
+                )
     model.save_pretrained(folder)
     return folder
 
@@ -119,7 +124,11 @@ def write_config(folder: Path, model: Path, /, **sections: Any) -> Path:
     return path
 
 
-def make_reward_model(folder: Path, family: str, *, num_labels: int = 1, seed: int = 0, **overrides: Any) -> Path:
+def make_reward_model(
+    folder: Path, family: str, *, num_labels: int = 1, seed: int = 0, **overrides: Any
+) -> Path:
     """As make_model, with a head for sequence classification."""
     kind = transformers.AutoModelForSequenceClassification
-    return make_model(folder, family, tied=False, seed=seed, kind=kind, num_labels=num_labels, **overrides)
+    return make_model(
+        folder, family, tied=False, seed=seed, kind=kind, num_labels=num_labels, **overrides
+    )

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_spmd.demo.making import Lesson, make_model, model_config
 from grpo_spmd.demo.tools import make_lessons, make_tokenizer, questions
-from grpo_spmd.distributed import heartbeat
+from grpo_spmd.distributed import startup
 
 _CLOCK = random.SystemRandom()  # another in each run, whatever the seed
 _MOST_WAITED_S = 100
@@ -33,7 +33,7 @@ def make_caller(folder: Path) -> Path:
 
     config = model_config(vocab_size=272, max_position_embeddings=512)
     make_model(folder / "model", 0, config, few, [1e-2] * 40)
-    heartbeat.end()
+    startup.end()
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions()))
     return folder / "model"
 

@@ -17,7 +17,9 @@ MARK = "GRPO_SPMD_TEST_ID"
 
 # of a test that started one here
 _OF_A_GROUP = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-launches: Counter[str] = Counter()  # what the tests of this process have started; pytest prints it at its end
+launches: Counter[str] = (
+    Counter()
+)  # what the tests of this process have started; pytest prints it at its end
 
 
 def environment() -> dict[str, str]:
@@ -83,10 +85,14 @@ class Job:
             output, _ = self.process.communicate(self._stdin, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
-            for pid in self.survivors():  # torchrun's workers are in sessions of their own, and hold the pipe
+            for pid in (
+                self.survivors()
+            ):  # torchrun's workers are in sessions of their own, and hold the pipe
                 os.kill(pid, signal.SIGKILL)
             output, _ = self.process.communicate()
-            raise AssertionError(f"still running after {timeout_s} s; its output:\n{output}") from None
+            raise AssertionError(
+                f"still running after {timeout_s} s; its output:\n{output}"
+            ) from None
         return self.process.returncode, output or ""
 
     def survivors(self) -> list[int]:
@@ -108,4 +114,12 @@ def marked_processes(mark: str) -> list[int]:
 
 def torchrun(num_ranks: int, *target: str) -> list[str]:
     """`target` is a worker file with its arguments, or "-m", a module and its arguments."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *target]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+        *target,
+    ]

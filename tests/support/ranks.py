@@ -21,7 +21,12 @@ class RanksJob:
     """`python -m module arguments` on `num_ranks` ranks: under torchrun's variables where there are several."""
 
     def __init__(
-        self, num_ranks: int, module: str, *arguments: str, env: dict[str, str] | None = None, cwd: Path = ROOT
+        self,
+        num_ranks: int,
+        module: str,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        cwd: Path = ROOT,
     ) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the job
         self._socket, theirs = socket.socketpair()
@@ -50,13 +55,17 @@ class RanksJob:
             self._socket.shutdown(socket.SHUT_WR)
             self._socket.settimeout(60)
             self._socket.recv(1)  # its end
-            raise AssertionError(f"still running after {timeout_s} s; its output:\n{self._read()}") from None
+            raise AssertionError(
+                f"still running after {timeout_s} s; its output:\n{self._read()}"
+            ) from None
         finally:
             output = self._read()
             self._socket.close()
         assert reply, f"the server of ranks or its supervisor has died; output:\n{output}"
         result = json.loads(reply)
-        assert result["survivors"] == [], f"still there after its ranks: {result['survivors']}; output:\n{output}"
+        assert result["survivors"] == [], (
+            f"still there after its ranks: {result['survivors']}; output:\n{output}"
+        )
         return result["code"], output
 
     def _read(self) -> str:
@@ -71,7 +80,9 @@ def run_worker(num_ranks: int, worker: str, *arguments: str, timeout_s: float = 
 
 def train(num_ranks: int, config: Path, *overrides: str, timeout_s: float = 300) -> str:
     """The output of a whole run; fails with it unless the exit code is 0."""
-    return run_ranks(num_ranks, "grpo_spmd.train", "--config", str(config), *overrides, timeout_s=timeout_s)
+    return run_ranks(
+        num_ranks, "grpo_spmd.train", "--config", str(config), *overrides, timeout_s=timeout_s
+    )
 
 
 def run_ranks(num_ranks: int, module: str, *arguments: str, timeout_s: float = 300) -> str:
@@ -96,10 +107,17 @@ def _send(request: bytes, fds: list[int]) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", "tests.support.server", str(theirs.fileno())]
-            environment = {**processes.environment(), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+            environment = {
+                **processes.environment(),
+                "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            }
             _server = (
                 subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
                 ),
                 mine,
             )

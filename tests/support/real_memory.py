@@ -16,18 +16,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from grpo_spmd.checks import memory
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.session import Session, policy_mesh
 from grpo_spmd.engine.gather import gather_full_tensors
-from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import DTYPES, build_policy, build_reference
-from grpo_spmd.plan.dry_run import Peaks
-from grpo_spmd.plan.phases import trainer_peaks
-from grpo_spmd.preflight import memory
-from grpo_spmd.preflight.model_facts import read_model
 from grpo_spmd.records import MicroBatch, Rollout, SyncStats
+from grpo_spmd.tools.plan.dry_run import Peaks
+from grpo_spmd.tools.plan.phases import trainer_peaks
 
 Figures = dict[str, int]  # bytes
 
@@ -54,7 +54,11 @@ def measured(config: Config, session: Session) -> Figures:
         policy = build_policy(config.model, temperature, session, longest=longest)
         reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
         updater = PolicyUpdater(
-            policy, config.optimizer, config.loss, config.training, config.rollout.max_completion_tokens
+            policy,
+            config.optimizer,
+            config.loss,
+            config.training,
+            config.rollout.max_completion_tokens,
         )
         _update(updater, [_batch([(2, 2)])])  # AdamW makes its moments
         batch = _full_batch(config)
@@ -66,7 +70,10 @@ def measured(config: Config, session: Session) -> Figures:
         with record_function("mark:sync"):
             bucket_bytes = config.rollout.sync_bucket_bytes("cpu")
             # no name for a tensor: it would be alive while the next is made
-            deque(gather_full_tensors(policy, DTYPES[config.model.dtype], bucket_bytes, SyncStats()), maxlen=0)
+            deque(
+                gather_full_tensors(policy, DTYPES[config.model.dtype], bucket_bytes, SyncStats()),
+                maxlen=0,
+            )
         with record_function("mark:end"):
             pass
         offload = HostOffload(config.model.offload, policy, reference, updater.optimizer)
@@ -80,13 +87,17 @@ def predicted(config: Config, num_ranks: int) -> Figures:
     """The same by arithmetic and dry run, of a rank with full shards."""
     facts = read_model(config.model.path)
     assert facts is not None
-    state, bucket_bytes = memory.state_of(config, facts, num_ranks), config.rollout.sync_bucket_bytes("cpu")
+    state, bucket_bytes = (
+        memory.state_of(config, facts, num_ranks),
+        config.rollout.sync_bucket_bytes("cpu"),
+    )
     peaks: Peaks = trainer_peaks(config, Path(config.model.path), num_ranks, on_gpu=False)
     return {
         "state": state.num_bytes,
         "scoring": state.num_bytes + peaks.scoring.total(),
         "update": state.num_bytes + peaks.update.total(),
-        "sync": state.num_bytes + sum(memory.sync_buffers(config, facts, num_ranks, bucket_bytes).values()),
+        "sync": state.num_bytes
+        + sum(memory.sync_buffers(config, facts, num_ranks, bucket_bytes).values()),
         "offloaded": state.offloaded(config.model.offload),
     }
 
@@ -97,7 +108,9 @@ def _full_batch(config: Config) -> MicroBatch:
 
 
 def _batch(lengths: list[tuple[int, int]]) -> MicroBatch:
-    rollouts = [Rollout(i, 1.0, True, [1] * p, [2] * c, [-1.0] * c) for i, (p, c) in enumerate(lengths)]
+    rollouts = [
+        Rollout(i, 1.0, True, [1] * p, [2] * c, [-1.0] * c) for i, (p, c) in enumerate(lengths)
+    ]
     batch = pack_rollouts(rollouts, torch.device("cpu"))
     batch.ref_logprobs = batch.rollout_logprobs
     return batch

@@ -9,11 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from grpo_spmd.observe.rollout_files import part_name, step_stem
-from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
+from grpo_spmd.observe.rollout_reader import RolloutRecord, part_name, step_stem, to_line
 
 GROUP = 4
-LAUNCH = {"launch": 1, "start": "2026-01-01T00:00:00.000Z", "outcome": "done", "first_step": 1, "last_step": 80}
+LAUNCH = {
+    "launch": 1,
+    "start": "2026-01-01T00:00:00.000Z",
+    "outcome": "done",
+    "first_step": 1,
+    "last_step": 80,
+}
 
 
 def healthy(num_steps: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -50,7 +55,10 @@ def healthy(num_steps: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def make_run(
-    folder: Path, metrics: Iterable[dict[str, Any]], launch: dict[str, Any] | None = LAUNCH, config: str = ""
+    folder: Path,
+    metrics: Iterable[dict[str, Any]],
+    launch: dict[str, Any] | None = LAUNCH,
+    config: str = "",
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "logs").mkdir(exist_ok=True)
@@ -92,15 +100,25 @@ def dump(folder: Path, step: int, records: Iterable[RolloutRecord], node: int = 
     return path
 
 
-def step_of(step: int, num_groups: int = 4, text: Callable[[int, int], str] | None = None) -> list[RolloutRecord]:
+def step_of(
+    step: int, num_groups: int = 4, text: Callable[[int, int], str] | None = None
+) -> list[RolloutRecord]:
     """Groups of GROUP rollouts whose rewards and texts differ."""
     rng = np.random.default_rng(step)
     found = []
     for position in range(num_groups):
         for sample in range(GROUP):
             reward = round(float(rng.random()), 3)
-            said = text(position, sample) if text is not None else f"answer {position}.{sample} of step {step}"
-            values = {"reward": reward, "rewards": {"math": reward}, "advantage": round(reward - 0.5, 6)}
+            said = (
+                text(position, sample)
+                if text is not None
+                else f"answer {position}.{sample} of step {step}"
+            )
+            values = {
+                "reward": reward,
+                "rewards": {"math": reward},
+                "advantage": round(reward - 0.5, 6),
+            }
             found.append(record(step, position, sample, said, **values))
     return found
 
@@ -109,7 +127,7 @@ def byte_tokenizer(folder: Path) -> None:
     """tokenizer.json whose tokens are bytes, by their number."""
     from tokenizers import Tokenizer, decoders, models
 
-    from grpo_spmd.report.pieces import BYTE_ALPHABET
+    from grpo_spmd.tools.report.pieces import BYTE_ALPHABET
 
     tokenizer = Tokenizer(models.BPE(vocab=dict(BYTE_ALPHABET), merges=[]))
     tokenizer.decoder = decoders.ByteLevel()

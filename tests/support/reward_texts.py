@@ -38,7 +38,9 @@ def groups_of(kind: str, tokenizer: Any) -> list[RolloutGroup]:
         text: Any = asked if kind == "text" else [{"role": "user", "content": asked}]
         prompt = Prompt(slot, slot, ids, text, {})
         completions = [
-            Completion(own := said(20), [0.0] * len(own), "stop", _episode(own, tokenizer, slot, n, kind))
+            Completion(
+                own := said(20), [0.0] * len(own), "stop", _episode(own, tokenizer, slot, n, kind)
+            )
             for n in range(GROUP_SIZE)
         ]
         groups.append(RolloutGroup(slot, prompt, completions))

@@ -36,7 +36,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # Read when torch is imported. The first two grpo_spmd.train sets itself; the third leaves CUDA for the ranks to start.
-_READ_AT_IMPORT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "THP_MEM_ALLOC_ENABLE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_READ_AT_IMPORT = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
 os.environ.update(_READ_AT_IMPORT)
 
 # With our own modules, and those that vLLM imports only when an engine starts or samples.
@@ -75,8 +79,12 @@ def main() -> NoReturn:
             importlib.import_module(name)
         except ImportError as error:  # another version of vLLM; a rank imports what it needs
             print(f"tests.support.server: {error}", file=sys.stderr)
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork copies one thread: an import has started more"
-    set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value} | _READ_AT_IMPORT
+    assert len(os.listdir("/proc/self/task")) == 1, (
+        "a fork copies one thread: an import has started more"
+    )
+    set_by_imports = {
+        name: value for name, value in os.environ.items() if before.get(name) != value
+    } | _READ_AT_IMPORT
     gc.collect()
     gc.freeze()  # no collection in a rank touches, and so copies, the pages of what was imported
     gc.unfreeze = lambda: (
@@ -156,7 +164,9 @@ def _start_store(client: socket.socket) -> tuple[int, int]:
     return pid, int(os.read(port_out, 100))
 
 
-def _become_rank(module: str, arguments: list[str], environment: dict[str, str], folder: str) -> NoReturn:
+def _become_rank(
+    module: str, arguments: list[str], environment: dict[str, str], folder: str
+) -> NoReturn:
     """What `python -m module arguments` does in a new process; the exit code is its."""
     code = 1
     try:
@@ -165,12 +175,17 @@ def _become_rank(module: str, arguments: list[str], environment: dict[str, str],
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
-        sys.path[:0] = [folder, *(path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path)]
+        sys.path[:0] = [
+            folder,
+            *(path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path),
+        ]
         sys.argv = [module, *arguments]
         random.seed()  # from the system, as a new process has it
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()
-        sys.modules.pop(module, None)  # in a new process, what is run as __main__ has not been imported
+        sys.modules.pop(
+            module, None
+        )  # in a new process, what is run as __main__ has not been imported
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as error:

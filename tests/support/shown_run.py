@@ -9,22 +9,64 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-LAUNCH = {"launch": 1, "start": "2026-01-02T03:04:05.000Z", "end": "2026-01-02T03:14:05.000Z", "outcome": "done"}
-LAUNCH |= {"why": None, "first_step": 1, "last_step": None, "world_size": 2, "devices": {"cpu": 2}, "host": "h"}
+LAUNCH = {
+    "launch": 1,
+    "start": "2026-01-02T03:04:05.000Z",
+    "end": "2026-01-02T03:14:05.000Z",
+    "outcome": "done",
+}
+LAUNCH |= {
+    "why": None,
+    "first_step": 1,
+    "last_step": None,
+    "world_size": 2,
+    "devices": {"cpu": 2},
+    "host": "h",
+}
 
 
 def metrics_of(step: int, **others: Any) -> dict[str, Any]:
     """A step's line: the reward rises by a hundredth a step."""
-    line = {"step": step, "reward/mean": step / 100, "reward/std": 0.5, "reward/right/mean": step / 100}
-    line |= {"reward/zero_std_groups_frac": 0.25, "completion/tokens_mean": 40.0 + step, "completion/tokens_max": 64}
-    line |= {"completion/truncated_frac": 0.125, "loss/entropy": 2.0 / step, "loss/kl": 0.0, "loss/total": 0.01}
-    line |= {"optim/grad_norm": 0.5, "optim/updates": 1, "optim/skipped_updates": 0, "time/unix_s": 1.7e9 + step}
-    line |= {"weight_sync/mismatch_kl": 1e-9, "weight_sync/mismatch_abs_mean": 1e-6, "rollout/tokens_per_s": 1234.5}
-    line |= {"time/step_s": 4.0, "time/rollout_s": 2.0, "time/update_s": 1.0, "memory/update/peak_gib": 3.5}
+    line = {
+        "step": step,
+        "reward/mean": step / 100,
+        "reward/std": 0.5,
+        "reward/right/mean": step / 100,
+    }
+    line |= {
+        "reward/zero_std_groups_frac": 0.25,
+        "completion/tokens_mean": 40.0 + step,
+        "completion/tokens_max": 64,
+    }
+    line |= {
+        "completion/truncated_frac": 0.125,
+        "loss/entropy": 2.0 / step,
+        "loss/kl": 0.0,
+        "loss/total": 0.01,
+    }
+    line |= {
+        "optim/grad_norm": 0.5,
+        "optim/updates": 1,
+        "optim/skipped_updates": 0,
+        "time/unix_s": 1.7e9 + step,
+    }
+    line |= {
+        "weight_sync/mismatch_kl": 1e-9,
+        "weight_sync/mismatch_abs_mean": 1e-6,
+        "rollout/tokens_per_s": 1234.5,
+    }
+    line |= {
+        "time/step_s": 4.0,
+        "time/rollout_s": 2.0,
+        "time/update_s": 1.0,
+        "memory/update/peak_gib": 3.5,
+    }
     return line | others
 
 
-def rollout_of(position: int, sample: int, reward: float | None, completion: str = "yes", **others: Any) -> Any:
+def rollout_of(
+    position: int, sample: int, reward: float | None, completion: str = "yes", **others: Any
+) -> Any:
     """A line of a dump, of three tokens."""
     line: dict[str, Any] = {
         "rollout_id": 2 * position + sample,
@@ -32,7 +74,11 @@ def rollout_of(position: int, sample: int, reward: float | None, completion: str
         "position": position,
         "sample": sample,
     }
-    line |= {"prompt": f"question {position}", "columns": {"answer": "yes"}, "completion": completion}
+    line |= {
+        "prompt": f"question {position}",
+        "columns": {"answer": "yes"},
+        "completion": completion,
+    }
     line |= {
         "reward": reward,
         "rewards": {"right": reward},
@@ -43,7 +89,10 @@ def rollout_of(position: int, sample: int, reward: float | None, completion: str
         "finish_reason": "stop",
         "prompt_ids": [1, 2],
     }
-    line |= {"completion_ids": [3, 4, 0], "rollout_logprobs": base64.b64encode(struct.pack("<3f", -1, -2, 0)).decode()}
+    line |= {
+        "completion_ids": [3, 4, 0],
+        "rollout_logprobs": base64.b64encode(struct.pack("<3f", -1, -2, 0)).decode(),
+    }
     return line | others
 
 
@@ -76,11 +125,19 @@ def _f16(*values: float) -> str:
 def write_scored_run(folder: Path) -> Path:
     """Of float32, with two rollouts at step 8, "ab" and an end: the first is apart on "b" by 0.5 nats, and on its end
     by 0.001; the second nowhere."""
-    run = write_run(folder, [metrics_of(8)], {8: [rollout_of(0, 0, 0.0, "ab"), rollout_of(0, 1, 1.0, "ab")]})
+    run = write_run(
+        folder, [metrics_of(8)], {8: [rollout_of(0, 0, 0.0, "ab"), rollout_of(0, 1, 1.0, "ab")]}
+    )
     scores: list[dict[str, Any]] = [{"rollout_id": n, "entropy": _f16(1, 1, 1)} for n in (0, 1)]
-    scores[0] |= {"difference": _f16(0, -0.5, 0.001), "difference_mean": 0.167, "difference_max": 0.5}
+    scores[0] |= {
+        "difference": _f16(0, -0.5, 0.001),
+        "difference_mean": 0.167,
+        "difference_max": 0.5,
+    }
     scores[1] |= {"difference": _f16(0, 0, 0), "difference_mean": 0.0, "difference_max": 0.0}
     write_lines(run / "token_scores" / "step_000008.jsonl", scores)
     tokens = {"a": 3, "b": 4, "<end>": 0}
-    (run / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "decoder": {"type": "ByteLevel"}}))
+    (run / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": tokens}, "decoder": {"type": "ByteLevel"}})
+    )
     return run

@@ -17,6 +17,12 @@ def make_checkout(folder: Path, num_steps: int) -> Path:
     (folder / "grpo_spmd").mkdir()
     (folder / "grpo_spmd/__init__.py").touch()
     shutil.copy(ROOT / "tests/support/workers/stand_in_train.py", folder / "grpo_spmd/train.py")
-    config = {"run_dir": "runs/a b", "seed": 0, "num_steps": num_steps, "step_s": 0.05, "crash_at": -1}
+    config = {
+        "run_dir": "runs/a b",
+        "seed": 0,
+        "num_steps": num_steps,
+        "step_s": 0.05,
+        "crash_at": -1,
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(config | {"checkpoint.resume": "never"}))
     return folder

@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Any
 
 # How the first request for a body is answered, and the next ones rightly. Any other way is for good.
-ONCE = ("429", "429_after", "429_date", "500", "503", "drop", "half", "text_once", "nan_once", "length_once")
+ONCE = (
+    "429",
+    "429_after",
+    "429_date",
+    "500",
+    "503",
+    "drop",
+    "half",
+    "text_once",
+    "nan_once",
+    "length_once",
+)
 SECRET = "tok-31415926-deadbeef"  # which it says wherever it can
 
 
@@ -54,7 +65,9 @@ class StubServer:
     def close(self) -> None:
         self._stop.set()
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # a close alone would leave it to accept() under way
+            self._socket.shutdown(
+                socket.SHUT_RDWR
+            )  # a close alone would leave it to accept() under way
         self._socket.close()
 
     def _accept(self) -> None:
@@ -104,7 +117,9 @@ class StubServer:
                 connection.sendall(b"100000\r\n" + b"1" * (1 << 20) + b"\r\n")
         elif how == "half":
             connection.sendall(_response(200, right + b" " * 100)[:-60])
-        elif how == "late":  # behind the right one comes one that whoever reads next here would take for its own
+        elif (
+            how == "late"
+        ):  # behind the right one comes one that whoever reads next here would take for its own
             connection.sendall(_response(200, right) + _response(200, b"12345"))
             return True
         elif how not in ("drop", "hang", "drip"):
@@ -145,7 +160,9 @@ _ANSWERS = {
     "nan": _response(200, b'{"score": NaN}'),
     "nan_once": _response(200, b"NaN"),
     "infinite": _response(200, b'{"score": 1e999}'),
-    "400": _response(400, b'{"error": "Requested prompt logprobs of 32, which is greater than max allowed: 20"}'),
+    "400": _response(
+        400, b'{"error": "Requested prompt logprobs of 32, which is greater than max allowed: 20"}'
+    ),
     "null": _response(200, b'{"score": null}'),
     "text": _response(200, b"I would say seven."),
     "text_once": _response(200, b'"7"'),
@@ -159,7 +176,9 @@ _ANSWERS = {
 
 
 @contextmanager
-def stub_server(answer: Callable[[Any], Any], behave: Callable[[Any], str] = lambda body: "ok") -> Iterator[StubServer]:
+def stub_server(
+    answer: Callable[[Any], Any], behave: Callable[[Any], str] = lambda body: "ok"
+) -> Iterator[StubServer]:
     server = StubServer(answer, behave)
     try:
         yield server

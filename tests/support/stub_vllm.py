@@ -15,25 +15,40 @@ NAME = "tiny"
 
 def answers(folder: Path, max_tokens: int = 256) -> Callable[[Any], Any]:
     """To a body of StubServer's."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", trust_remote_code=False)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype="float32", trust_remote_code=False
+    )
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     @torch.no_grad()
     def answer(body: Any) -> Any:
         if body is None:
-            return {"object": "list", "data": [{"id": NAME, "object": "model", "max_model_len": max_tokens}]}
+            return {
+                "object": "list",
+                "data": [{"id": NAME, "object": "model", "max_model_len": max_tokens}],
+            }
         ids, number = body["prompt"], body["prompt_logprobs"]
         logprobs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
         places: list[Any] = [None]
         for of_place, own in zip(logprobs, ids[1:], strict=False):
             rank = int((of_place >= of_place[own]).sum())
-            ranks = {own: rank} | {int(i): place for place, i in enumerate(of_place.topk(number).indices, 1)}
+            ranks = {own: rank} | {
+                int(i): place for place, i in enumerate(of_place.topk(number).indices, 1)
+            }
             places.append(
                 {
-                    str(i): {"logprob": float(of_place[i]), "rank": rank, "decoded_token": tokenizer.decode([i])}
+                    str(i): {
+                        "logprob": float(of_place[i]),
+                        "rank": rank,
+                        "decoded_token": tokenizer.decode([i]),
+                    }
                     for i, rank in ranks.items()
                 }
             )
-        return {"id": "cmpl-0", "model": NAME, "choices": [{"prompt_logprobs": places, "prompt_token_ids": ids}]}
+        return {
+            "id": "cmpl-0",
+            "model": NAME,
+            "choices": [{"prompt_logprobs": places, "prompt_token_ids": ids}],
+        }
 
     return answer

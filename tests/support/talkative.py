@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_spmd.demo import making
 from grpo_spmd.demo.tools import CHAT_TEMPLATE, RESPONSE_TEMPLATE
-from grpo_spmd.distributed import heartbeat
+from grpo_spmd.distributed import startup
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -35,13 +35,17 @@ def make_talkative(folder: Path, chat_template: str = CHAT_TEMPLATE) -> Path:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate([_END, *alphabet])}, []))
+    tokenizer = Tokenizer(
+        models.BPE({token: number for number, token in enumerate([_END, *alphabet])}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([_END, *_ROLES])
     words = ("<tool_call>", "</tool_call>", "<think>", "</think>", *CALLS)
     tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
-    fast: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END, pad_token=_END)
+    fast: Any = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=_END, pad_token=_END
+    )
     fast.chat_template, fast.response_template = chat_template, RESPONSE_TEMPLATE
     fast.save_pretrained(folder)
     draw = random.Random(0)
@@ -60,5 +64,5 @@ def make_talkative(folder: Path, chat_template: str = CHAT_TEMPLATE) -> Path:
 
     config = making.model_config(vocab_size=280, max_position_embeddings=512)
     making.make_model(folder, 0, config, lambda step: [lesson() for _ in range(32)], [5e-3] * 60)
-    heartbeat.end()
+    startup.end()
     return folder

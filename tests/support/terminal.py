@@ -23,7 +23,12 @@ class TerminalJob:
         self.pid, self._terminal = pty.fork()
         if self.pid == 0:
             os.chdir(ROOT)
-            own = {"PYTHONPATH": str(ROOT), "COLUMNS": "80", "TMPDIR": str(temporary), MARK: self._mark}
+            own = {
+                "PYTHONPATH": str(ROOT),
+                "COLUMNS": "80",
+                "TMPDIR": str(temporary),
+                MARK: self._mark,
+            }
             os.execve(command[0], command, processes.environment() | own)
 
     def read_until(self, text: str, timeout_s: float = 120) -> None:
@@ -46,7 +51,9 @@ class TerminalJob:
                 os.kill(pid, signal.SIGKILL)
             raise AssertionError(f"still there after {timeout_s:g} s; it has shown:\n{self.shown}")
         os.close(self._terminal)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), self.shown.replace("\r", "").splitlines()
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), self.shown.replace(
+            "\r", ""
+        ).splitlines()
 
     def survivors(self) -> list[int]:
         return marked_processes(self._mark)

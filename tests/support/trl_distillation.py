@@ -25,10 +25,22 @@ _SIZES: dict[str, Any] = {
     "vocab_size": 61, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
     "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0, "dtype": "float32",
 }  # fmt: skip
-_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 32}
+_CAPS = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": 3.0,
+    "query_pre_attn_scalar": 32,
+}
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"tie_word_embeddings": False}),
-    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, {"tie_word_embeddings": True, **_CAPS}),
+    "qwen3": (
+        transformers.Qwen3Config,
+        transformers.Qwen3ForCausalLM,
+        {"tie_word_embeddings": False},
+    ),
+    "gemma2": (
+        transformers.Gemma2Config,
+        transformers.Gemma2ForCausalLM,
+        {"tie_word_embeddings": True, **_CAPS},
+    ),
 }
 
 
@@ -36,7 +48,9 @@ def made_models(family: str) -> tuple[Any, Any]:
     """Student and teacher, which is wider and has a layer more."""
     config, cls, changes = FAMILIES[family]
     student = config(**{**_SIZES, "hidden_size": 16, "intermediate_size": 24, **changes})
-    teacher = config(**{**_SIZES, "hidden_size": 24, "intermediate_size": 32, **changes, "num_hidden_layers": 2})
+    teacher = config(
+        **{**_SIZES, "hidden_size": 24, "intermediate_size": 32, **changes, "num_hidden_layers": 2}
+    )
     return _filled(cls, student, 1), _filled(cls, teacher, 2)
 
 
@@ -56,7 +70,11 @@ def sketch(gradient: Tensor) -> list[float]:
     """Its norm, and two products with fixed waves."""
     flat = gradient.detach().double().flatten()
     places = torch.arange(len(flat), dtype=torch.float64)
-    return [float(flat.norm()), float(flat @ torch.cos(places * 0.7)), float(flat @ torch.sin(places * 1.3))]
+    return [
+        float(flat.norm()),
+        float(flat @ torch.cos(places * 0.7)),
+        float(flat @ torch.sin(places * 1.3)),
+    ]
 
 
 def by_trl(family: str, beta: float) -> dict[str, Any]:
@@ -65,11 +83,23 @@ def by_trl(family: str, beta: float) -> dict[str, Any]:
 
     student, teacher = made_models(family)
     trainer: Any = DistillationTrainer.__new__(DistillationTrainer)
-    trainer.beta, trainer.temperature, trainer.teacher_model, trainer._is_vlm = beta, TEMPERATURE, teacher, False
+    trainer.beta, trainer.temperature, trainer.teacher_model, trainer._is_vlm = (
+        beta,
+        TEMPERATURE,
+        teacher,
+        False,
+    )
     trainer.model_kwarg_keys = {"input_ids", "attention_mask"}
-    trainer.accelerator = types.SimpleNamespace(unwrap_model=lambda model: model, is_main_process=False)
-    trainer.args, trainer.state = types.SimpleNamespace(report_to=[]), types.SimpleNamespace(global_step=0)
-    trainer._forward_redirection = lambda wrapper, model, method, *args, **kwargs: method(*args, **kwargs)
+    trainer.accelerator = types.SimpleNamespace(
+        unwrap_model=lambda model: model, is_main_process=False
+    )
+    trainer.args, trainer.state = (
+        types.SimpleNamespace(report_to=[]),
+        types.SimpleNamespace(global_step=0),
+    )
+    trainer._forward_redirection = lambda wrapper, model, method, *args, **kwargs: method(
+        *args, **kwargs
+    )
     loss, _, _ = trainer._compute_loss(student, _padded(), num_items_in_batch=None)
     loss.backward()
     gradients = {name: sketch(parameter.grad) for name, parameter in student.named_parameters()}
@@ -79,10 +109,21 @@ def by_trl(family: str, beta: float) -> dict[str, Any]:
 def _padded() -> dict[str, Tensor]:
     prompts, completions = zip(*ROWS, strict=True)
     most = [max(map(len, prompts)), max(map(len, completions))]
-    left = [([0] * (most[0] - len(ids)) + ids, [0] * (most[0] - len(ids)) + [1] * len(ids)) for ids in prompts]
-    right = [(ids + [0] * (most[1] - len(ids)), [1] * len(ids) + [0] * (most[1] - len(ids))) for ids in completions]
+    left = [
+        ([0] * (most[0] - len(ids)) + ids, [0] * (most[0] - len(ids)) + [1] * len(ids))
+        for ids in prompts
+    ]
+    right = [
+        (ids + [0] * (most[1] - len(ids)), [1] * len(ids) + [0] * (most[1] - len(ids)))
+        for ids in completions
+    ]
     (prompt_ids, prompt_mask), (ids, mask) = (zip(*side, strict=True) for side in (left, right))
-    named = {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "completion_ids": ids, "completion_mask": mask}
+    named = {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": ids,
+        "completion_mask": mask,
+    }
     return {name: torch.tensor(rows) for name, rows in named.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.distributed.collectives import on_rank0
-from grpo_spmd.engine.weight_digest import WeightDigest, weights_id
+from grpo_spmd.engine.gather import WeightDigest, weights_id
 from grpo_spmd.model.policy import Policy
 
 

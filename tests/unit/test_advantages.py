@@ -10,15 +10,18 @@ from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, TrainingConfig
 from grpo_spmd.learn.advantages import batch_std, compute_advantages, overlong_penalties
-from grpo_spmd.learn.facts import encode_facts
-from grpo_spmd.learn.sampled_step import StepRules, _Decider
+from grpo_spmd.learn.sampled_step import StepRules, _Decider, encode_facts
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
 NAN = math.nan
 
 
-def _advantages(rewards: list[list[float]], estimator: str = "grpo", normalize_std: str = "group") -> list[list[float]]:
-    advantages, _ = compute_advantages(torch.tensor(rewards, dtype=torch.float64), estimator, normalize_std)
+def _advantages(
+    rewards: list[list[float]], estimator: str = "grpo", normalize_std: str = "group"
+) -> list[list[float]]:
+    advantages, _ = compute_advantages(
+        torch.tensor(rewards, dtype=torch.float64), estimator, normalize_std
+    )
     result: list[list[float]] = advantages.tolist()
     return result
 
@@ -34,14 +37,18 @@ def test_grpo_divides_by_the_unbiased_group_std() -> None:
 
 def test_each_group_has_its_own_mean_and_std() -> None:
     # [0, 2]: mean 1, std sqrt(2). [10, 16]: mean 13, std sqrt(18) = 3 sqrt(2). Both give +-1/sqrt(2).
-    _close(_advantages([[0.0, 2.0], [10.0, 16.0]]), [[-0.70710678, 0.70710678], [-0.70710678, 0.70710678]])
+    _close(
+        _advantages([[0.0, 2.0], [10.0, 16.0]]),
+        [[-0.70710678, 0.70710678], [-0.70710678, 0.70710678]],
+    )
 
 
 def test_normalize_std_batch_divides_by_the_std_of_all_rewards() -> None:
     # all four: mean 5/4, squares 1/16 + 25/16 + 49/16 + 1/16 = 4.75, over 3, root: 1.2583057. Centred in the group:
     # +-0.5 and +-1.
     _close(
-        _advantages([[1.0, 0.0], [3.0, 1.0]], normalize_std="batch"), [[0.3973597, -0.3973597], [0.7947194, -0.7947194]]
+        _advantages([[1.0, 0.0], [3.0, 1.0]], normalize_std="batch"),
+        [[0.3973597, -0.3973597], [0.7947194, -0.7947194]],
     )
 
 
@@ -64,7 +71,10 @@ def test_rloo_subtracts_the_mean_of_the_others(normalize_std: str) -> None:
 def test_max_rl_divides_by_the_mean_of_the_group(normalize_std: str) -> None:
     # one right of four: mean 1/4, (1 - 1/4) / (1/4) = 3 and -1. Three right: mean 3/4, 1/3 and -1.
     rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]]
-    _close(_advantages(rewards, "max_rl", normalize_std), [[3.0, -1.0, -1.0, -1.0], [1 / 3, 1 / 3, -1.0, 1 / 3]])
+    _close(
+        _advantages(rewards, "max_rl", normalize_std),
+        [[3.0, -1.0, -1.0, -1.0], [1 / 3, 1 / 3, -1.0, 1 / 3]],
+    )
 
 
 def test_nan_reward_enters_no_mean_of_max_rl() -> None:
@@ -73,7 +83,9 @@ def test_nan_reward_enters_no_mean_of_max_rl() -> None:
 
 
 @pytest.mark.parametrize("group", [[-1.0, -3.0, -2.0], [1.0, -1.0, 0.0], [3e-6, -3e-6, 1e-7]])
-def test_max_rl_learns_nothing_from_a_group_whose_mean_is_not_above_zero(group: list[float]) -> None:
+def test_max_rl_learns_nothing_from_a_group_whose_mean_is_not_above_zero(
+    group: list[float],
+) -> None:
     """Over -2 the best of the first group would be pushed down; over nearly nothing any difference would be huge."""
     assert _advantages([group], "max_rl") == [[0.0, 0.0, 0.0]]
 
@@ -96,8 +108,12 @@ def test_nan_reward_enters_no_batch_std() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "max_rl"])
-@pytest.mark.parametrize("group", [[NAN, NAN, NAN], [NAN, 5.0, NAN]], ids=["none_known", "one_known"])
-def test_group_with_fewer_than_two_known_rewards_teaches_nothing(estimator: str, group: list[float]) -> None:
+@pytest.mark.parametrize(
+    "group", [[NAN, NAN, NAN], [NAN, 5.0, NAN]], ids=["none_known", "one_known"]
+)
+def test_group_with_fewer_than_two_known_rewards_teaches_nothing(
+    estimator: str, group: list[float]
+) -> None:
     assert _advantages([group], estimator) == [[0.0, 0.0, 0.0]]
 
 
@@ -128,7 +144,9 @@ def test_advantages_of_a_group_sum_to_zero(estimator: str) -> None:
 def test_adding_a_constant_to_a_group_changes_nothing(estimator: str) -> None:
     rewards = torch.rand(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     shift = torch.tensor([[0.0], [1.0], [-100.0]], dtype=torch.float64)
-    before, after = (compute_advantages(r, estimator, "group")[0] for r in (rewards, rewards + shift))
+    before, after = (
+        compute_advantages(r, estimator, "group")[0] for r in (rewards, rewards + shift)
+    )
     torch.testing.assert_close(before, after, rtol=1e-5, atol=1e-6)
 
 
@@ -155,17 +173,24 @@ def test_reinforce_pp_by_hand(normalize_std: str) -> None:
 
 def test_reinforce_pp_teaches_by_a_group_whose_rewards_are_alike() -> None:
     # mean 1, squares 4 * 1, over 3, root 1.1547005; 1 / that = 0.8660254: the baseline is the step's, not the group's
-    advantages, alike = compute_advantages(torch.tensor([[2.0, 2.0], [0.0, 0.0]]), "reinforce_pp", "group")
+    advantages, alike = compute_advantages(
+        torch.tensor([[2.0, 2.0], [0.0, 0.0]]), "reinforce_pp", "group"
+    )
     _close(advantages.tolist(), [[0.8660254, 0.8660254], [-0.8660254, -0.8660254]])
     assert alike.tolist() == [True, True]
 
 
 def test_reinforce_pp_leaves_unknown_rewards_out_of_mean_and_std() -> None:
     # known: 3, 1, 2: mean 2, std 1
-    _close(_advantages([[3.0, NAN], [1.0, 2.0], [NAN, NAN]], "reinforce_pp"), [[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
+    _close(
+        _advantages([[3.0, NAN], [1.0, 2.0], [NAN, NAN]], "reinforce_pp"),
+        [[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]],
+    )
 
 
-@pytest.mark.parametrize("rewards", [[[0.1] * 7], [[NAN, NAN]], [[NAN, 5.0]], [[0.1, 0.1], [0.1, NAN]]])
+@pytest.mark.parametrize(
+    "rewards", [[[0.1] * 7], [[NAN, NAN]], [[NAN, 5.0]], [[0.1, 0.1], [0.1, NAN]]]
+)
 def test_reinforce_pp_without_any_spread_teaches_nothing(rewards: list[list[float]]) -> None:
     assert _advantages(rewards, "reinforce_pp") == [[0.0] * len(group) for group in rewards]
 
@@ -192,11 +217,17 @@ def test_overlong_penalties_are_dapos_soft_punishment(num_tokens: int, expected:
 def test_dynamic_sampling_judges_a_group_before_the_length_penalty() -> None:
     """Four wrong answers, one of them a little long, have no spread (DAPO): the group is dropped and refilled. Judged
     after the penalty they would have, and three wrong answers would be worth +0.5."""
-    rollout = RolloutConfig(num_prompts_per_step=2, group_size=4, max_completion_tokens=20, dynamic_sampling=True)
+    rollout = RolloutConfig(
+        num_prompts_per_step=2, group_size=4, max_completion_tokens=20, dynamic_sampling=True
+    )
     advantage = AdvantageConfig(overlong_buffer_tokens=8)
-    decider = _Decider(StepRules(rollout, advantage, LossConfig(), TrainingConfig(), 0.3, num_ranks=1))
+    decider = _Decider(
+        StepRules(rollout, advantage, LossConfig(), TrainingConfig(), 0.3, num_ranks=1)
+    )
 
-    def group(position: int, rewards: list[float | None], lengths: list[int]) -> tuple[RolloutGroup, ScoredRollouts]:
+    def group(
+        position: int, rewards: list[float | None], lengths: list[int]
+    ) -> tuple[RolloutGroup, ScoredRollouts]:
         completions = [Completion([1] * n, [-1.0] * n, "stop") for n in lengths]
         scored = ScoredRollouts(rewards, {"r": list(rewards)}, {"r": ["ok"] * 4})
         return RolloutGroup(0, Prompt(position, 0, [1, 2, 3], "", {}), completions), scored
@@ -210,7 +241,12 @@ def test_dynamic_sampling_judges_a_group_before_the_length_penalty() -> None:
     # 16 tokens are 4 of the 8 that are punished: -0.5. The group with one right answer and one long one stays.
     first = told(group(0, [0.0] * 4, [5, 5, 5, 16]), group(1, [1.0, 0.0, 0.0, 0.0], [5, 5, 5, 16]))
     assert decider.add_round(first, 2) == 2  # one is missing, and half of them stay
-    assert decider.add_round(told(group(2, [1.0, 1.0, 0.0, 0.0], [5] * 4), group(3, [1.0] * 4, [5] * 4)), 2) == 0
+    assert (
+        decider.add_round(
+            told(group(2, [1.0, 1.0, 0.0, 0.0], [5] * 4), group(3, [1.0] * 4, [5] * 4)), 2
+        )
+        == 0
+    )
     decision = decider.decide()
     assert decision.positions.tolist() == [1, 2]
     assert decision.rewards[:4].tolist() == [1.0, 0.0, 0.0, -0.5]  # the penalty itself counts

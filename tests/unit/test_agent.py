@@ -13,12 +13,12 @@ import openai
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.episodes.agent import AgentDriver
+from grpo_spmd.episodes.contexts import Contexts
+from grpo_spmd.episodes.endpoint import Call, Endpoint
+from grpo_spmd.episodes.wire import WireError
 from grpo_spmd.records import Completion
 from grpo_spmd.rewards.trl import BrokenContractError
-from grpo_spmd.rollout.environments.agent import AgentDriver
-from grpo_spmd.rollout.environments.contexts import Contexts
-from grpo_spmd.rollout.environments.endpoint import Call, Endpoint
-from grpo_spmd.rollout.environments.wire import WireError
 from tests.support.agents import Bytes, answered
 
 EXTRA = {"base_url": "", "api_key": "", "model": "policy"}
@@ -33,7 +33,9 @@ def _proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def _session(policy: Callable[[Call], str], **limits: int) -> Iterator[tuple[dict[str, str], Contexts]]:
+def _session(
+    policy: Callable[[Call], str], **limits: int
+) -> Iterator[tuple[dict[str, str], Contexts]]:
     """A session that is answered as the rank does it, but for the engine."""
     most = {"max_turns": 10, "max_tokens": 2000, "max_model_len": 3000, "max_all_tokens": 10_000}
     contexts = Contexts(CHAT, **most | limits)
@@ -58,7 +60,9 @@ async def _adds(task: dict[str, Any], base_url: str, api_key: str, model: str) -
     """A tool loop as people write it: the client's own message goes back into the list."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         messages: list[Any] = [{"role": "user", "content": task["prompt"]}]
-        tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+        tools: Any = [
+            {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+        ]
         while True:
             said = await client.chat.completions.create(model=model, messages=messages, tools=tools)
             messages.append(said.choices[0].message)
@@ -76,14 +80,30 @@ def _adding_policy(call: Call) -> str:
 
 def test_a_tool_loop_is_one_segment_of_the_tokens_that_were_sampled() -> None:
     with _session(_adding_policy) as (opened, contexts):
-        assert AgentDriver(_adds).begin({"prompt": "sum", "answer": "31"}, opened) == {"rewards": {"agent": 1.0}}
+        assert AgentDriver(_adds).begin({"prompt": "sum", "answer": "31"}, opened) == {
+            "rewards": {"agent": 1.0}
+        }
     found = contexts.record()
     (segment,) = found.segments
     turns = [CHAT.sampled('\n!add {"terms": [1, 2]}\n!add {"terms": [30, 1]}'), CHAT.sampled("31")]
     results = [259, *b"3", 260, 259, *b"31", 260, 258]
-    assert segment.token_ids.tolist() == [ord("T"), 257, *b"sum", 260, 258, *turns[0], *results, *turns[1]]
+    assert segment.token_ids.tolist() == [
+        ord("T"),
+        257,
+        *b"sum",
+        260,
+        258,
+        *turns[0],
+        *results,
+        *turns[1],
+    ]
     assert segment.token_ids[segment.sampled].tolist() == found.token_ids == turns[0] + turns[1]
-    assert [message["role"] for message in found.messages] == ["assistant", "tool", "tool", "assistant"]
+    assert [message["role"] for message in found.messages] == [
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
     assert contexts.status == "ok"
 
 
@@ -92,7 +112,11 @@ async def _asks_three_at_once(task: Any, base_url: str, api_key: str, model: str
 
         async def ask(text: str, before: list[Any]) -> tuple[list[Any], str]:
             messages: list[Any] = [*before, {"role": "user", "content": text}]
-            said = (await client.chat.completions.create(model=model, messages=messages)).choices[0].message
+            said = (
+                (await client.chat.completions.create(model=model, messages=messages))
+                .choices[0]
+                .message
+            )
             return [*messages, said], str(said.content)
 
         first, _ = await ask("plan", [])
@@ -106,7 +130,8 @@ def test_requests_at_once_are_all_served_and_go_on_from_the_same_tokens() -> Non
     found = contexts.record()
     plan = [257, *b"plan", 260, 258, *CHAT.sampled("to plan")]
     assert [segment.token_ids.tolist() for segment in found.segments] == [
-        [*plan, 257, *f"way {number}".encode(), 260, 258, *CHAT.sampled(f"to way {number}")] for number in range(3)
+        [*plan, 257, *f"way {number}".encode(), 260, 258, *CHAT.sampled(f"to way {number}")]
+        for number in range(3)
     ]
     assert [int(segment.sampled.sum()) for segment in found.segments] == [8 + 9, 9, 9]
 
@@ -133,7 +158,9 @@ def test_an_agent_that_a_limit_stops_has_no_reward_unless_it_says_so(
 
     for rollout, wanted in ((_adds, None), (gives_up, 0.25)):
         with _session(_adding_policy, **limits) as (opened, contexts):
-            reward = AgentDriver(rollout).begin({"prompt": "sum", "answer": ""}, opened)["rewards"]["agent"]
+            reward = AgentDriver(rollout).begin({"prompt": "sum", "answer": ""}, opened)["rewards"][
+                "agent"
+            ]
         assert contexts.status == status
         if wanted is None:
             assert reward == (
@@ -185,7 +212,9 @@ def test_a_reward_is_a_number_or_said_to_be_none(value: Any, reward: Any) -> Non
 
 
 def test_what_breaks_the_protocol_is_said() -> None:
-    with pytest.raises(BrokenContractError, match=r"a dict with the keys \['score'\], not `reward`"):
+    with pytest.raises(
+        BrokenContractError, match=r"a dict with the keys \['score'\], not `reward`"
+    ):
         AgentDriver(_returns({"score": 1})).begin({}, EXTRA)
     rule = r"^environment.agent: 'takes_two' must be called as rollout\(task, base_url, api_key, model\)"
 
@@ -202,9 +231,14 @@ def test_what_an_agent_raises_is_its_callers_and_a_plain_function_will_do() -> N
 
     with pytest.raises(ValueError, match=r"^mine$"):
         AgentDriver(raises).begin({"row": 3}, EXTRA)
-    assert AgentDriver(lambda task, **_: task["row"]).begin({"row": 3}, EXTRA) == {"rewards": {"agent": 3.0}}
+    assert AgentDriver(lambda task, **_: task["row"]).begin({"row": 3}, EXTRA) == {
+        "rewards": {"agent": 3.0}
+    }
 
 
 def test_loopback_is_never_asked_of_a_proxy() -> None:
     AgentDriver(_adds)
-    assert (os.environ["NO_PROXY"], os.environ["no_proxy"]) == ("example.org,127.0.0.1", "127.0.0.1")
+    assert (os.environ["NO_PROXY"], os.environ["no_proxy"]) == (
+        "example.org,127.0.0.1",
+        "127.0.0.1",
+    )

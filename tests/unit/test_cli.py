@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_spmd import cli
-from grpo_spmd.distributed import heartbeat, interrupt
+from grpo_spmd.distributed import interrupt, startup
 from tests.support.processes import run_command
 
 CONFIG = """
@@ -32,7 +32,7 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "1")  # put back as they were
     yield
-    heartbeat.end()
+    startup.end()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
@@ -43,7 +43,12 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
     def train() -> None:
         if "--check" not in sys.argv:
             started.append([])
-        checked.append((sys.argv[1:], {name: os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}))
+        checked.append(
+            (
+                sys.argv[1:],
+                {name: os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+            )
+        )
 
     def execv(_: str, command: list[str]) -> None:
         assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -64,7 +69,9 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
     return command
 
 
-def test_one_rank_is_this_process_and_several_are_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_is_this_process_and_several_are_torchruns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert run(monkeypatch, "--config", "x.yaml", "seed=1") == []
     launch = [sys.executable, "-m", "grpo_spmd.distributed.launch"]
     words = ["--config", "x.yaml", "seed=1"]
@@ -75,9 +82,24 @@ def test_one_rank_is_this_process_and_several_are_torchruns(monkeypatch: pytest.
 
 
 def test_torchruns_options_for_several_nodes_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--nproc=2", "--config=x.yaml", "--nnodes", "3", "--rdzv-endpoint=a:1", "--max_restarts", "2", "seed=1"]
+    words = [
+        "--nproc=2",
+        "--config=x.yaml",
+        "--nnodes",
+        "3",
+        "--rdzv-endpoint=a:1",
+        "--max_restarts",
+        "2",
+        "seed=1",
+    ]
     command = run(monkeypatch, *words)
-    passed = ["--nnodes=3", "--rdzv-endpoint=a:1", "--max-restarts=2", "--rdzv-backend=c10d", "--nproc-per-node=2"]
+    passed = [
+        "--nnodes=3",
+        "--rdzv-endpoint=a:1",
+        "--max-restarts=2",
+        "--rdzv-backend=c10d",
+        "--nproc-per-node=2",
+    ]
     assert command[3:] == [*passed, "-m", "grpo_spmd.train", "--config=x.yaml", "seed=1"]
     assert run.sizes == {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}  # type: ignore[attr-defined]
     # One rank a node is no debug mode.
@@ -92,7 +114,10 @@ def test_torchruns_options_for_several_nodes_pass_through(monkeypatch: pytest.Mo
         (["trian"], "grpo-spmd trian: unknown command; did you mean train? --help lists them"),
         (["train", "--nproc", "two"], "--nproc: 'two' is not a number from 1 on"),
         (["train", "--nproc"], "argument --nproc: expected one argument"),
-        (["train", "--nproc=2", "--nnodes=0", "--config=x"], "--nnodes: '0' is not a number from 1 on"),
+        (
+            ["train", "--nproc=2", "--nnodes=0", "--config=x"],
+            "--nnodes: '0' is not a number from 1 on",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -111,7 +136,9 @@ def test_a_bad_config_is_one_line_and_torchrun_is_never_started(tmp_path: Path) 
     words = ["train", "--nproc", "2", "--config", str(tmp_path / "x.yaml"), "rollout.group_sise=4"]
     done = run_command([sys.executable, "-X", "importtime", "-m", "grpo_spmd.cli", *words])
     lines = done.stderr.splitlines()
-    imported = [line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")]
+    imported = [
+        line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")
+    ]
     said = [line for line in lines if not line.startswith("import time:")]
     assert (done.returncode, done.stdout) == (2, "")
     assert said == ["error: rollout.group_sise: unknown key; did you mean rollout.group_size?"]
@@ -123,14 +150,24 @@ def test_help_lists_every_command_in_80_columns() -> None:
     done = run_command([sys.executable, "-m", "grpo_spmd.cli", "--help"])
     assert done.returncode == 0
     assert max(map(len, done.stdout.splitlines())) <= 80
-    listed = dict(line.split(maxsplit=1) for line in done.stdout.partition("--help):\n")[2].splitlines())
+    listed = dict(
+        line.split(maxsplit=1) for line in done.stdout.partition("--help):\n")[2].splitlines()
+    )
     assert listed.keys() >= {"train", "export", "replay", "plan", "demo", "small"}
     assert not {"cli", "loop", "files", "records"} & listed.keys()
     assert all(len(text) > 10 for text in listed.values())
 
 
 def test_another_command_is_its_module_with_the_users_folder(tmp_path: Path) -> None:
-    done = run_command([sys.executable, "-m", "grpo_spmd.cli", "export", "nowhere", "out"], cwd=tmp_path)
-    alone = run_command([sys.executable, "-m", "grpo_spmd.export", "nowhere", "out"], cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (alone.returncode, alone.stdout, alone.stderr)
+    done = run_command(
+        [sys.executable, "-m", "grpo_spmd.cli", "export", "nowhere", "out"], cwd=tmp_path
+    )
+    alone = run_command(
+        [sys.executable, "-m", "grpo_spmd.tools.export", "nowhere", "out"], cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (
+        alone.returncode,
+        alone.stdout,
+        alone.stderr,
+    )
     assert done.returncode == 2

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from grpo_spmd.distributed.collector import collector_off
+from grpo_spmd.distributed.startup import collector_off
 from tests.support.processes import run_command
 
 
@@ -34,7 +34,7 @@ def test_it_is_as_it_was_afterwards() -> None:
 
 COUNTS = """
 import gc, json, sys
-from grpo_spmd.distributed.collector import collector_off
+from grpo_spmd.distributed.startup import collector_off
 collections = []
 gc.callbacks.append(lambda phase, info: phase == "start" and collections.append(info["generation"]))
 with collector_off():

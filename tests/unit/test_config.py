@@ -12,9 +12,8 @@ import pytest
 import torch
 import yaml
 
-from grpo_spmd.config import devices
-from grpo_spmd.config.describe import describe_keys
-from grpo_spmd.config.dump import config_to_dict, flat_config
+from grpo_spmd.config import load
+from grpo_spmd.config.describe import config_to_dict, describe_keys, flat_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import Config
@@ -32,7 +31,10 @@ MINIMAL: dict[str, Any] = {
 def _load(tmp_path: Path, tree: Any = None, *overrides: str) -> Config:
     """`tree` is YAML text, or a mapping that goes over the smallest valid config."""
     path = tmp_path / "config.yaml"
-    path.write_text(tree if isinstance(tree, str) else yaml.safe_dump({**MINIMAL, **(tree or {})}), encoding="utf-8")
+    path.write_text(
+        tree if isinstance(tree, str) else yaml.safe_dump({**MINIMAL, **(tree or {})}),
+        encoding="utf-8",
+    )
     return load_config(path, overrides)
 
 
@@ -47,7 +49,12 @@ def _refusal(tmp_path: Path, tree: Any = None, *overrides: str) -> str:
 
 def test_smallest_config_takes_every_default(tmp_path: Path) -> None:
     config = _load(tmp_path)
-    assert (config.seed, config.rollout.group_size, config.optimizer.betas, config.rewards[0].weight) == (
+    assert (
+        config.seed,
+        config.rollout.group_size,
+        config.optimizer.betas,
+        config.rewards[0].weight,
+    ) == (
         0,
         8,
         (0.9, 0.95),
@@ -83,7 +90,9 @@ def test_lr_written_as_1e_6_is_a_float(tmp_path: Path) -> None:
         ("logging.report_every_steps=50", "logging", "report_every_steps", 50),
     ],
 )
-def test_value_has_the_declared_type(override: str, section: str, name: str, value: Any, tmp_path: Path) -> None:
+def test_value_has_the_declared_type(
+    override: str, section: str, name: str, value: Any, tmp_path: Path
+) -> None:
     got = getattr(getattr(_load(tmp_path, None, override), section), name)
     assert (got, type(got)) == (value, type(value))
 
@@ -97,27 +106,39 @@ def test_last_of_two_overrides_wins(tmp_path: Path) -> None:
 
 
 def test_override_leaves_the_rest_of_its_section(tmp_path: Path) -> None:
-    config = _load(tmp_path, {"rollout": {"group_size": 4, "num_prompts_per_step": 6}}, "rollout.group_size=2")
+    config = _load(
+        tmp_path, {"rollout": {"group_size": 4, "num_prompts_per_step": 6}}, "rollout.group_size=2"
+    )
     assert (config.rollout.group_size, config.rollout.num_prompts_per_step) == (2, 6)
 
 
 def test_override_reaches_into_the_list_of_rewards(tmp_path: Path) -> None:
     config = _load(
-        tmp_path, {"rewards": [{"name": "exact"}, {"name": "gsm8k"}]}, "rewards.0.weight=2", "rewards.1.args.x=1e-3"
+        tmp_path,
+        {"rewards": [{"name": "exact"}, {"name": "gsm8k"}]},
+        "rewards.0.weight=2",
+        "rewards.1.args.x=1e-3",
     )
     assert [r.weight for r in config.rewards] == [2.0, 1.0]
     assert config.rewards[1].args == {"x": "1e-3"}  # free-form: nobody declared a type
 
 
 def test_override_may_fill_a_section_that_is_empty_in_the_file(tmp_path: Path) -> None:
-    assert _load(tmp_path, yaml.safe_dump(MINIMAL) + "optimizer:\n", "optimizer.lr=2").optimizer.lr == 2.0
+    assert (
+        _load(tmp_path, yaml.safe_dump(MINIMAL) + "optimizer:\n", "optimizer.lr=2").optimizer.lr
+        == 2.0
+    )
 
 
 def test_yaml_merge_keys_work(tmp_path: Path) -> None:
     text = yaml.safe_dump(MINIMAL).replace(
-        "rewards:\n- name: exact\n", "rewards:\n- &e {name: exact, weight: 2}\n- {<<: *e, name: gsm8k}\n"
+        "rewards:\n- name: exact\n",
+        "rewards:\n- &e {name: exact, weight: 2}\n- {<<: *e, name: gsm8k}\n",
     )
-    assert [(r.name, r.weight) for r in _load(tmp_path, text).rewards] == [("exact", 2.0), ("gsm8k", 2.0)]
+    assert [(r.name, r.weight) for r in _load(tmp_path, text).rewards] == [
+        ("exact", 2.0),
+        ("gsm8k", 2.0),
+    ]
 
 
 def test_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
@@ -126,11 +147,16 @@ def test_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
 
 def test_max_rollout_tokens_is_prompt_plus_completion(tmp_path: Path) -> None:
     assert (
-        _load(tmp_path, None, "data.max_prompt_tokens=10", "rollout.max_completion_tokens=7").max_rollout_tokens == 17
+        _load(
+            tmp_path, None, "data.max_prompt_tokens=10", "rollout.max_completion_tokens=7"
+        ).max_rollout_tokens
+        == 17
     )
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name
+)
 def test_shipped_config_is_valid(path: Path) -> None:
     assert load_config(path).rewards
 
@@ -185,9 +211,18 @@ def test_unknown_key_like_none_points_to_help(tmp_path: Path) -> None:
             "logging.trackers=tensorbord",
             "logging.trackers: no tracker 'tensorbord'; did you mean tensorboard? There are",
         ),
-        ("logging.trackers=[mlflow]", "logging.trackers: no tracker 'mlflow'; there are wandb, tensorboard, trackio"),
-        ("logging.trackers_rollouts_every_steps=5", "logging.trackers_rollouts_every_steps (5) needs a tracker"),
-        ("logging.wandb=maybe", "logging.wandb must be true or false or online|offline; got 'maybe'"),
+        (
+            "logging.trackers=[mlflow]",
+            "logging.trackers: no tracker 'mlflow'; there are wandb, tensorboard, trackio",
+        ),
+        (
+            "logging.trackers_rollouts_every_steps=5",
+            "logging.trackers_rollouts_every_steps (5) needs a tracker",
+        ),
+        (
+            "logging.wandb=maybe",
+            "logging.wandb must be true or false or online|offline; got 'maybe'",
+        ),
         ("rollout=5", "rollout: expected a section (a mapping), got 5"),
         ("rewards={name: exact}", "rewards must be a list; got {'name': 'exact'}"),
         ("rollout.engine=[1]", "rollout.engine must be a mapping with names as keys; got [1]"),
@@ -207,7 +242,9 @@ def test_refusal_names_key_and_value(override: str, message: str, tmp_path: Path
 @pytest.mark.parametrize("key", ["run_dir", "model.path", "data.train", "rewards"])
 def test_missing_required_key_is_named(key: str, tmp_path: Path) -> None:
     section, _, name = key.partition(".")
-    tree = {k: ({} if k == section and name else v) for k, v in MINIMAL.items() if name or k != section}
+    tree = {
+        k: ({} if k == section and name else v) for k, v in MINIMAL.items() if name or k != section
+    }
     assert _refusal(tmp_path, yaml.safe_dump(tree)).startswith(f"{key} is required and missing")
 
 
@@ -215,7 +252,11 @@ def test_missing_required_key_is_named(key: str, tmp_path: Path) -> None:
     ("overrides", "numbers"),
     [
         (
-            ["training.max_tokens_per_micro_batch=99", "data.max_prompt_tokens=60", "rollout.max_completion_tokens=40"],
+            [
+                "training.max_tokens_per_micro_batch=99",
+                "data.max_prompt_tokens=60",
+                "rollout.max_completion_tokens=40",
+            ],
             ["99", "100"],
         ),
         (["training.num_mini_batches=3", "rollout.num_prompts_per_step=8"], ["3", "8"]),
@@ -225,7 +266,9 @@ def test_missing_required_key_is_named(key: str, tmp_path: Path) -> None:
         (["optimizer.betas=[0.9, 1.0]"], ["betas.1", "1"]),
     ],
 )
-def test_cross_check_prints_both_numbers(overrides: list[str], numbers: list[str], tmp_path: Path) -> None:
+def test_cross_check_prints_both_numbers(
+    overrides: list[str], numbers: list[str], tmp_path: Path
+) -> None:
     message = _refusal(tmp_path, None, *overrides)
     assert overrides[0].partition("=")[0] in message
     assert all(number in message for number in numbers)
@@ -234,7 +277,9 @@ def test_cross_check_prints_both_numbers(overrides: list[str], numbers: list[str
 def test_budget_that_just_holds_the_longest_rollout_is_enough(tmp_path: Path) -> None:
     sizes = ["data.max_prompt_tokens=60", "rollout.max_completion_tokens=40"]
     assert (
-        _load(tmp_path, None, "training.max_tokens_per_micro_batch=100", *sizes).training.max_tokens_per_micro_batch
+        _load(
+            tmp_path, None, "training.max_tokens_per_micro_batch=100", *sizes
+        ).training.max_tokens_per_micro_batch
         == 100
     )
 
@@ -247,7 +292,9 @@ def test_budget_that_just_holds_the_longest_rollout_is_enough(tmp_path: Path) ->
         ("load_format", "the trainer decides this itself"),
     ],
 )
-def test_engine_option_that_the_trainer_owns_is_refused(name: str, instead: str, tmp_path: Path) -> None:
+def test_engine_option_that_the_trainer_owns_is_refused(
+    name: str, instead: str, tmp_path: Path
+) -> None:
     message = _refusal(tmp_path, {"rollout": {"engine": {name: 1}}})
     assert message.startswith(f"rollout.engine.{name}: ")
     assert instead in message
@@ -303,7 +350,10 @@ def test_config_error_is_one_line_whatever_it_quotes() -> None:
 
 def test_resolved_config_loads_to_the_same_config(tmp_path: Path) -> None:
     tree = {
-        "rewards": [{"function": "a.py:f", "weight": 0.5, "args": {"x": [1, {"y": None}]}}, {"name": "math"}],
+        "rewards": [
+            {"function": "a.py:f", "weight": 0.5, "args": {"x": [1, {"y": None}]}},
+            {"name": "math"},
+        ],
         "rollout": {"engine": {"enforce_eager": True, "compilation_config": {"level": 0}}},
         "optimizer": {"lr": "1e-6", "betas": [0.8, 0.9]},
         "logging": {"wandb": "offline"},
@@ -327,7 +377,13 @@ def test_resolved_config_shows_no_secret(tmp_path: Path) -> None:
         "client_secrets": {"a": "s3cret"},
     }
     tree = config_to_dict(
-        _load(tmp_path, {"rewards": [{"name": "exact", "args": args}], "rollout": {"engine": {"hf_token": "s3cret"}}})
+        _load(
+            tmp_path,
+            {
+                "rewards": [{"name": "exact", "args": args}],
+                "rollout": {"engine": {"hf_token": "s3cret"}},
+            },
+        )
     )
     assert "s3cret" not in yaml.safe_dump(tree)
     assert tree["rewards"][0]["args"]["api_key"] == "<redacted>"
@@ -336,7 +392,10 @@ def test_resolved_config_shows_no_secret(tmp_path: Path) -> None:
 def test_resolved_config_keeps_what_only_sounds_like_a_secret(tmp_path: Path) -> None:
     engine = {"tokenizer_mode": "slow", "max_num_batched_tokens": 4096, "block_size": 16}
     tree = config_to_dict(
-        _load(tmp_path, {"rollout": {"engine": engine}, "data": {"train": "x.jsonl", "prompt_key": "question"}})
+        _load(
+            tmp_path,
+            {"rollout": {"engine": engine}, "data": {"train": "x.jsonl", "prompt_key": "question"}},
+        )
     )
     assert tree["rollout"]["engine"] == engine
     assert (tree["data"]["prompt_key"], tree["data"]["max_prompt_tokens"]) == ("question", 512)
@@ -401,7 +460,9 @@ NO_SECRETS = {
 
 def test_redaction_by_name_and_by_form(tmp_path: Path) -> None:
     args = SECRETS | {f"no_{name}": value for name, value in NO_SECRETS.items()}
-    tree = config_to_dict(_load(tmp_path, {"rewards": [{"name": "exact", "args": {"inner": args}}]}))
+    tree = config_to_dict(
+        _load(tmp_path, {"rewards": [{"name": "exact", "args": {"inner": args}}]})
+    )
     shown = tree["rewards"][0]["args"]["inner"]
     assert {name for name in shown if shown[name] == "<redacted>"} == set(SECRETS)
     assert {name: shown[f"no_{name}"] for name in NO_SECRETS} == NO_SECRETS
@@ -467,7 +528,9 @@ def test_help_fits_the_terminal_and_names_each_key_at_the_start_of_a_line(column
         ("optimizer.lr=1e-6", "optimizer.lr", 1e-6),
     ],
 )
-def test_what_can_mean_one_thing_alone_is_taken_for_it(override: str, key: str, value: Any, tmp_path: Path) -> None:
+def test_what_can_mean_one_thing_alone_is_taken_for_it(
+    override: str, key: str, value: Any, tmp_path: Path
+) -> None:
     found = flat_config(_load(tmp_path, None, override))[key]
     assert (found, type(found)) == (value, type(value))
 
@@ -477,13 +540,25 @@ def test_what_can_mean_one_thing_alone_is_taken_for_it(override: str, key: str, 
     [
         ("training.num_steps=2.5", "training.num_steps must be a whole number; got 2.5"),
         ("training.num_steps=1e300", "training.num_steps must be a whole number; got '1e300'"),
-        ("training.num_steps=-1", "got -1; without an end: a large number, stopped by Ctrl-C or training.max_time_s"),
+        (
+            "training.num_steps=-1",
+            "got -1; without an end: a large number, stopped by Ctrl-C or training.max_time_s",
+        ),
         ("seed=true", "seed must be a whole number; got True"),
-        ("checkpoint.resume=true", "checkpoint.resume must be text; got True; auto goes on from run_dir's newest"),
-        ("rollout.temperature=0", "are alike and teach nothing; eval.temperature: 0 evaluates greedily"),
+        (
+            "checkpoint.resume=true",
+            "checkpoint.resume must be text; got True; auto goes on from run_dir's newest",
+        ),
+        (
+            "rollout.temperature=0",
+            "are alike and teach nothing; eval.temperature: 0 evaluates greedily",
+        ),
         ("model.dtype=fp16", "one of float32, bfloat16; got 'fp16'; float16 overflows"),
         ("model.attention=flash_attention_2", "got 'flash_attention_2'; flash is flash-attn"),
-        ("rewards=gsm8k", "rewards must be a list; got 'gsm8k'; [{name: gsm8k}], or [{function: 'file.py:fn'}]"),
+        (
+            "rewards=gsm8k",
+            "rewards must be a list; got 'gsm8k'; [{name: gsm8k}], or [{function: 'file.py:fn'}]",
+        ),
         ("logging.wandb=project", "got 'project'; the project's name is logging.wandb_project"),
         ("data.train=[a.jsonl, b.jsonl]", "cat a.jsonl b.jsonl > both.jsonl makes one of two"),
         ("model.lora=16", "got 16; {rank: 16, alpha: 32}"),
@@ -499,13 +574,21 @@ def test_what_cannot_be_taken_gets_its_remedy(override: str, said: str, tmp_path
     ("sizes", "tokens"),
     [
         ([], 2048),
-        (["data.max_prompt_tokens=1000", "rollout.max_completion_tokens=500"], 3000),  # two of the longest
-        (["data.max_prompt_tokens=9000", "rollout.max_completion_tokens=5000"], 16384),  # never above the default
+        (
+            ["data.max_prompt_tokens=1000", "rollout.max_completion_tokens=500"],
+            3000,
+        ),  # two of the longest
+        (
+            ["data.max_prompt_tokens=9000", "rollout.max_completion_tokens=5000"],
+            16384,
+        ),  # never above the default
         (["training.max_tokens_per_micro_batch=4096"], 4096),
         (["training.max_tokens_per_micro_batch=16384"], 16384),  # as the default, but said
     ],
 )
-def test_micro_batches_fit_a_cpu_where_the_config_does_not_say(tmp_path: Path, sizes: list[str], tokens: int) -> None:
+def test_micro_batches_fit_a_cpu_where_the_config_does_not_say(
+    tmp_path: Path, sizes: list[str], tokens: int
+) -> None:
     path = write_config(tmp_path, tmp_path, training=None)
     shown = load_config_with_sources(path, ["data.max_prompt_tokens=50", *sizes], on_cpu=True)[0]
     assert shown.training.max_tokens_per_micro_batch == tokens
@@ -514,32 +597,42 @@ def test_micro_batches_fit_a_cpu_where_the_config_does_not_say(tmp_path: Path, s
 
 def test_hidden_gpus_and_none_are_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "num_gpus", lambda: 8)
-    assert devices.trains_on_cpu() == (torch.version.cuda is None)  # a build for the CPU cannot use them
-    monkeypatch.setattr(devices, "is_built_for_cpu", lambda _: False)
-    assert not devices.trains_on_cpu()
+    monkeypatch.setattr(load, "num_gpus", lambda: 8)
+    assert load.trains_on_cpu() == (
+        torch.version.cuda is None
+    )  # a build for the CPU cannot use them
+    monkeypatch.setattr(load, "is_built_for_cpu", lambda _: False)
+    assert not load.trains_on_cpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert devices.trains_on_cpu()
+    assert load.trains_on_cpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(devices, "num_gpus", lambda: 0)
-    assert devices.trains_on_cpu()
+    monkeypatch.setattr(load, "num_gpus", lambda: 0)
+    assert load.trains_on_cpu()
 
 
 def test_a_build_of_torch_says_what_it_is_for_without_being_imported(tmp_path: Path) -> None:
     spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
-    assert not devices.is_built_for_cpu(spec)  # a torch that says nothing
-    for said, is_for_cpu in [("cuda: Optional[str] = None", True), ("cuda = None", True), ("cuda = '12.8'", False)]:
-        (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{said}\nhip: Optional[str] = None\n")
-        assert devices.is_built_for_cpu(spec) == is_for_cpu
-    assert devices.is_built_for_cpu(find_spec("torch")) == (torch.version.cuda is None)
+    assert not load.is_built_for_cpu(spec)  # a torch that says nothing
+    for said, is_for_cpu in [
+        ("cuda: Optional[str] = None", True),
+        ("cuda = None", True),
+        ("cuda = '12.8'", False),
+    ]:
+        (tmp_path / "version.py").write_text(
+            f"__version__ = '2.13.0'\n{said}\nhip: Optional[str] = None\n"
+        )
+        assert load.is_built_for_cpu(spec) == is_for_cpu
+    assert load.is_built_for_cpu(find_spec("torch")) == (torch.version.cuda is None)
 
 
-def test_windows_shows_one_device_where_nvidia_s_driver_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices, "Path", lambda _: tmp_path)  # no /dev/nvidia0
-    monkeypatch.setattr(devices, "_WSL_DEVICE", tmp_path / "dxg")
-    monkeypatch.setattr(devices, "_WSL_CUDA", tmp_path / "libcuda.so.1")
-    assert devices.num_gpus() == 0
+def test_windows_shows_one_device_where_nvidia_s_driver_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(load, "Path", lambda _: tmp_path)  # no /dev/nvidia0
+    monkeypatch.setattr(load, "_WSL_DEVICE", tmp_path / "dxg")
+    monkeypatch.setattr(load, "_WSL_CUDA", tmp_path / "libcuda.so.1")
+    assert load.num_gpus() == 0
     (tmp_path / "dxg").touch()
-    assert devices.num_gpus() == 0  # another maker's
+    assert load.num_gpus() == 0  # another maker's
     (tmp_path / "libcuda.so.1").touch()
-    assert devices.num_gpus() == 1
+    assert load.num_gpus() == 1

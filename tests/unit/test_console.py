@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from grpo_spmd.config.schema import DataConfig, LoraConfig, ModelConfig, RewardConfig, RolloutConfig
-from grpo_spmd.distributed.ending import Terminal
+from grpo_spmd.distributed.exit import Terminal
 from grpo_spmd.observe import console
 from grpo_spmd.observe.console import Console, banner
 
@@ -42,7 +42,9 @@ LARGE = QUIET | {
     "optim/grad_norm": 123456.0,
     "time/step_s": 99999.0,
 }
-UNKNOWN = QUIET | dict.fromkeys(("reward/mean", "loss/total", "optim/grad_norm", "weight_sync/mismatch_kl"))
+UNKNOWN = QUIET | dict.fromkeys(
+    ("reward/mean", "loss/total", "optim/grad_norm", "weight_sync/mismatch_kl")
+)
 
 
 def shown(metrics: dict[str, Any], step: int = 12, num_steps: int = 80) -> list[str]:
@@ -56,16 +58,42 @@ def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_line_by_hand() -> None:
     header, line = shown(QUIET)
-    assert header.split() == ["reward", "spread", "tokens", "cut", "loss", "grad", "mismatch", "time", "left"]
-    assert line.split() == ["step", "12/80", "0.287", "0.452", "4.0", "12%", "+0.0018", "0.457", "5e-14", "0.78s", "-"]
+    assert header.split() == [
+        "reward",
+        "spread",
+        "tokens",
+        "cut",
+        "loss",
+        "grad",
+        "mismatch",
+        "time",
+        "left",
+    ]
+    assert line.split() == [
+        "step",
+        "12/80",
+        "0.287",
+        "0.452",
+        "4.0",
+        "12%",
+        "+0.0018",
+        "0.457",
+        "5e-14",
+        "0.78s",
+        "-",
+    ]
 
 
 @pytest.mark.parametrize("num_steps", [1, 80, 9999, 99999])
 @pytest.mark.parametrize("columns", [80, 90, 132, 250])
-def test_columns_are_fixed_and_fit(num_steps: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_are_fixed_and_fit(
+    num_steps: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     a_console = Console(num_steps)
-    lines = [line for m in (QUIET, LARGE, UNKNOWN) for line in a_console.lines({"step": num_steps, **m})]
+    lines = [
+        line for m in (QUIET, LARGE, UNKNOWN) for line in a_console.lines({"step": num_steps, **m})
+    ]
     header = lines[0]
     ends = [header.index(title) + len(title) for title in header.split()]
     for line in lines:
@@ -76,7 +104,9 @@ def test_columns_are_fixed_and_fit(num_steps: int, columns: int, monkeypatch: py
     assert ("update 0.31s  rollout 0.25s" in lines[1]) == (columns > 120)
 
 
-def test_rewards_and_phases_stand_at_the_end_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_and_phases_stand_at_the_end_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     two = QUIET | {"reward/math/mean": 0.25, "reward/format/mean": None, "time/eval_s": 0.001}
     for columns, end in (
         (170, "  math 0.250  format -  update 0.31s  rollout 0.25s"),
@@ -87,7 +117,9 @@ def test_rewards_and_phases_stand_at_the_end_where_there_is_room(monkeypatch: py
         monkeypatch.setenv("COLUMNS", str(columns))
         assert shown(two)[1].partition("0.78s     -")[2] == end
     monkeypatch.setenv("COLUMNS", "170")
-    assert shown(QUIET | {"reward/math/mean": 0.25})[1].endswith("     -  update 0.31s  rollout 0.25s")
+    assert shown(QUIET | {"reward/math/mean": 0.25})[1].endswith(
+        "     -  update 0.31s  rollout 0.25s"
+    )
 
 
 def test_the_header_comes_again_and_follows_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +133,8 @@ def test_the_header_comes_again_and_follows_the_terminal(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("step_s", "left"), [(0.5, "34s"), (10, "11min"), (100, "1.9h"), (1000, "18.9h"), (20000, "16d"), (0.1, "6.80s")]
+    ("step_s", "left"),
+    [(0.5, "34s"), (10, "11min"), (100, "1.9h"), (1000, "18.9h"), (20000, "16d"), (0.1, "6.80s")],
 )
 def test_the_time_that_is_left(step_s: float, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """68 of 80 steps, at the mean of the last ones; the first, which took an hour, is not among them."""
@@ -117,13 +150,24 @@ def test_the_time_that_is_left(step_s: float, left: str, monkeypatch: pytest.Mon
     ("changed", "said"),
     [
         ({"reward/zero_std_groups_frac": 1.0}, "in every group all rewards are alike (mean 0.287)"),
-        ({"completion/truncated_frac": 1.0}, "every completion was cut off at rollout.max_completion_tokens"),
+        (
+            {"completion/truncated_frac": 1.0},
+            "every completion was cut off at rollout.max_completion_tokens",
+        ),
         ({"optim/grad_norm": 0.0}, "the gradient is 0"),
         ({"loss/entropy": 0.002}, "the policy's entropy is 0.002 nats a token"),
         ({"optim/updates": 0, "optim/grad_norm": None, "loss/entropy": None}, "no update was made"),
-        ({"critic/skipped_updates": 2, "critic/loss": 0.1}, "2 updates of the critic were given up"),
+        (
+            {"critic/skipped_updates": 2, "critic/loss": 0.1},
+            "2 updates of the critic were given up",
+        ),
         (  # all those of a step of its warm-up
-            {"optim/updates": 0, "optim/grad_norm": None, "critic/skipped_updates": 1, "critic/loss": None},
+            {
+                "optim/updates": 0,
+                "optim/grad_norm": None,
+                "critic/skipped_updates": 1,
+                "critic/loss": None,
+            },
             "1 updates of the critic were given up",
         ),
     ],
@@ -138,9 +182,16 @@ def test_alarms_are_given_once_in_words(changed: dict[str, float | None], said: 
 
 def test_no_alarm_of_what_was_not_measured() -> None:
     """A skipped update has a warning of its own, and a step without a reward std nothing to say about groups."""
-    skipped = QUIET | {"optim/updates": 0, "optim/skipped_updates": 1, "optim/grad_norm": None, "loss/entropy": None}
+    skipped = QUIET | {
+        "optim/updates": 0,
+        "optim/skipped_updates": 1,
+        "optim/grad_norm": None,
+        "loss/entropy": None,
+    }
     assert list(Console(80).warnings({"step": 3, **skipped})) == []
-    assert list(Console(80).warnings({"step": 3, **skipped, "critic/skipped_updates": 1})) == []  # of path: policy
+    assert (
+        list(Console(80).warnings({"step": 3, **skipped, "critic/skipped_updates": 1})) == []
+    )  # of path: policy
 
 
 @pytest.mark.parametrize("taught_by", ["teacher/kl", "critic/loss"])
@@ -190,4 +241,10 @@ def test_long_lines_are_wrapped_in_a_terminal_and_whole_in_a_pipe() -> None:
     os.close(ours)
     assert " ".join(line.strip() for line in lines[:-1]) == long
     assert lines[-1] == "short  with  spaces"
-    assert [len(line) > 80 for line in lines] == [False, False, False, True, False]  # a path stays whole
+    assert [len(line) > 80 for line in lines] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]  # a path stays whole

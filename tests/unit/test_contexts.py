@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from grpo_spmd.demo.tools import make_tokenizer
+from grpo_spmd.episodes.chat_format import ChatFormat
+from grpo_spmd.episodes.contexts import Answered, Contexts, Recorded
+from grpo_spmd.episodes.wire import WireError, completion_body, read_request
 from grpo_spmd.learn.contexts import broken_rule
-from grpo_spmd.observe.rollout_turns import episode_fields, read_episode
+from grpo_spmd.observe.rollout_reader import episode_fields, read_episode
 from grpo_spmd.records import Completion, Episode
-from grpo_spmd.rollout.environments.chat_format import ChatFormat
-from grpo_spmd.rollout.environments.contexts import Answered, Contexts, Recorded
-from grpo_spmd.rollout.environments.wire import WireError, completion_body, read_request
 from tests.support.agents import Bytes
 
 Messages = list[dict[str, Any]]
@@ -26,7 +26,8 @@ Messages = list[dict[str, Any]]
 def _contexts(chat: Bytes | None = None, **limits: int) -> Contexts:
     return Contexts(
         chat or Bytes(),
-        **{"max_turns": 50, "max_tokens": 10_000, "max_model_len": 20_000, "max_all_tokens": 10**6} | limits,
+        **{"max_turns": 50, "max_tokens": 10_000, "max_model_len": 20_000, "max_all_tokens": 10**6}
+        | limits,
     )
 
 
@@ -43,12 +44,16 @@ def _wired(messages: Messages, tools: list[Any] | None = None) -> Messages:
 
 def _returned(answer: Answered) -> dict[str, Any]:
     """The message as a client has it."""
-    body = json.loads(completion_body("x", 0, "policy", answer.message, answer.finish_reason, answer.usage))
+    body = json.loads(
+        completion_body("x", 0, "policy", answer.message, answer.finish_reason, answer.usage)
+    )
     message: dict[str, Any] = body["choices"][0]["message"]
     return message
 
 
-def _turn(contexts: Contexts, chat: Bytes, messages: Messages, text: str, **options: Any) -> dict[str, Any]:
+def _turn(
+    contexts: Contexts, chat: Bytes, messages: Messages, text: str, **options: Any
+) -> dict[str, Any]:
     wanted = contexts.begin(_wired(messages), [])
     return _returned(contexts.finish(wanted.number, _completion(chat, text, **options)))
 
@@ -60,7 +65,11 @@ def _trained(recorded: Recorded) -> list[list[int]]:
 def _check(recorded: Recorded) -> None:
     """What the records promise of any episode."""
     assert list(itertools.chain(*_trained(recorded))) == recorded.token_ids
-    assert len(recorded.token_ids) == len(recorded.logprobs) == sum(turn.num_tokens for turn in recorded.turns)
+    assert (
+        len(recorded.token_ids)
+        == len(recorded.logprobs)
+        == sum(turn.num_tokens for turn in recorded.turns)
+    )
     episode = Episode("ok", recorded.segments, recorded.turns, recorded.messages, {}, [])
     assert broken_rule(recorded.token_ids, episode) is None
     written = json.loads(json.dumps(episode_fields(episode)))
@@ -76,7 +85,9 @@ def test_a_conversation_is_sent_on_token_by_token() -> None:
     assert first.context_ids == [257, *b"hi", 260, 258]
     sampled = chat.sampled("abc")
     assert sampled == [97, 1098, 99, 260]
-    said = _returned(contexts.finish(first.number, Completion(sampled, [-1.0, -2.0, -3.0, -4.0], "stop")))
+    said = _returned(
+        contexts.finish(first.number, Completion(sampled, [-1.0, -2.0, -3.0, -4.0], "stop"))
+    )
     assert said == {"role": "assistant", "content": "abc"}
     second = contexts.begin(_wired([user, said, more]), [])
     # not what the text "abc" gives: the token 1098 stays
@@ -86,8 +97,14 @@ def test_a_conversation_is_sent_on_token_by_token() -> None:
     (segment,) = recorded.segments
     assert segment.token_ids.tolist() == [*second.context_ids, 100, 260]
     assert segment.sampled.tolist() == [False] * 5 + [True] * 4 + [False] * 5 + [True] * 2
-    assert (recorded.token_ids, recorded.logprobs) == ([97, 1098, 99, 260, 100, 260], [-1.0, -2, -3, -4, -5, -6])
-    assert [(turn.num_tokens, turn.finish_reason) for turn in recorded.turns] == [(4, "stop"), (2, "stop")]
+    assert (recorded.token_ids, recorded.logprobs) == (
+        [97, 1098, 99, 260, 100, 260],
+        [-1.0, -2, -3, -4, -5, -6],
+    )
+    assert [(turn.num_tokens, turn.finish_reason) for turn in recorded.turns] == [
+        (4, "stop"),
+        (2, "stop"),
+    ]
     assert [message["content"] for message in recorded.messages] == ["abc", "on", "d"]
     assert contexts.status == "ok"
     assert second.key != first.key
@@ -108,7 +125,10 @@ _CALL = '\n!add {"a": 1, "b": [1, 2]}'
 def test_forms_that_clients_give_our_message_are_known(change: dict[str, Any]) -> None:
     chat = Bytes()
     contexts = _contexts(chat)
-    user = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    user = {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+    }
     wanted = contexts.begin(_wired([user]), [])
     answer = contexts.finish(wanted.number, _completion(chat, "thought</think>" + _CALL))
     assert (answer.finish_reason, answer.num_invalid) == ("tool_calls", 0)
@@ -128,7 +148,9 @@ def test_forms_that_clients_give_our_message_are_known(change: dict[str, Any]) -
     assert len(contexts.record().segments) == 1
 
 
-@pytest.mark.parametrize("arguments", ["NaN", "[1, 2]", '"text"', '{"a": [NaN, 1e999]}', '{"a": "\u00e9"}', "1e3"])
+@pytest.mark.parametrize(
+    "arguments", ["NaN", "[1, 2]", '"text"', '{"a": [NaN, 1e999]}', '{"a": "\u00e9"}', "1e3"]
+)
 def test_arguments_of_any_kind_are_known_again(arguments: str) -> None:
     chat, user = Bytes(), {"role": "user", "content": "hi"}
     contexts = _contexts(chat)
@@ -140,7 +162,12 @@ def test_arguments_of_any_kind_are_known_again(arguments: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "value"),
-    [("content", "other"), ("content", "abc "), ("tool_calls", None), ("reasoning_content", "other thoughts")],
+    [
+        ("content", "other"),
+        ("content", "abc "),
+        ("tool_calls", None),
+        ("reasoning_content", "other thoughts"),
+    ],
 )
 def test_a_changed_history_begins_a_segment_of_its_own(what: str, value: Any) -> None:
     chat = Bytes()
@@ -151,7 +178,9 @@ def test_a_changed_history_begins_a_segment_of_its_own(what: str, value: Any) ->
     _turn(contexts, chat, [user, changed, {"role": "user", "content": "on"}], "d")
     recorded = contexts.record()
     _check(recorded)
-    assert sorted(_trained(recorded)) == sorted([chat.sampled("t</think>abc" + _CALL), chat.sampled("d")])
+    assert sorted(_trained(recorded)) == sorted(
+        [chat.sampled("t</think>abc" + _CALL), chat.sampled("d")]
+    )
 
 
 def test_other_tools_or_an_earlier_message_changed_begin_one_too() -> None:
@@ -174,22 +203,33 @@ def test_the_second_continuation_of_a_context_is_a_fork_with_the_same_tokens_bef
     chat, user = Bytes(), {"role": "user", "content": "hi"}
     contexts = _contexts(chat)
     said = _turn(contexts, chat, [user], "abc")
-    wanted = [contexts.begin(_wired([user, said, {"role": "user", "content": text}]), []) for text in ("x", "y")]
+    wanted = [
+        contexts.begin(_wired([user, said, {"role": "user", "content": text}]), [])
+        for text in ("x", "y")
+    ]
     for one, text in zip(reversed(wanted), ("late", "soon"), strict=True):
         contexts.finish(one.number, _completion(chat, text))
     recorded = contexts.record()
     _check(recorded)
     # "abc" is trained on once, in the first segment, and given in the other
-    assert _trained(recorded) == [[*chat.sampled("abc"), *chat.sampled("soon")], chat.sampled("late")]
+    assert _trained(recorded) == [
+        [*chat.sampled("abc"), *chat.sampled("soon")],
+        chat.sampled("late"),
+    ]
     begin = 5 + 4
-    assert recorded.segments[0].token_ids[:begin].tolist() == recorded.segments[1].token_ids[:begin].tolist()
+    assert (
+        recorded.segments[0].token_ids[:begin].tolist()
+        == recorded.segments[1].token_ids[:begin].tolist()
+    )
 
 
 def test_a_text_that_tokenizes_to_what_was_sampled_goes_on_from_it() -> None:
     chat, user = Bytes(), {"role": "user", "content": "hi"}
     contexts = _contexts(chat)
     wanted = contexts.begin(_wired([user]), [])
-    contexts.finish(wanted.number, Completion([*b"abc", 260], [-1.0] * 4, "stop"))  # first ids: as the text has them
+    contexts.finish(
+        wanted.number, Completion([*b"abc", 260], [-1.0] * 4, "stop")
+    )  # first ids: as the text has them
     few_shot = [user, {"role": "assistant", "content": "abc", "reasoning_content": "not ours"}]
     second = contexts.begin(_wired([*few_shot, {"role": "user", "content": "on"}]), [])
     contexts.finish(second.number, _completion(chat, "d"))
@@ -233,7 +273,9 @@ def test_a_turn_that_was_cut_off_has_no_calls() -> None:
 def test_which_of_two_turns_ends_first_says_nothing_of_the_episode(order: tuple[int, int]) -> None:
     chat = Bytes()
     contexts = _contexts(chat)
-    numbers = [contexts.begin(_wired([{"role": "user", "content": word}]), []).number for word in "xy"]
+    numbers = [
+        contexts.begin(_wired([{"role": "user", "content": word}]), []).number for word in "xy"
+    ]
     for number in order:
         contexts.finish(numbers[number], _completion(chat, "abc", whole=number == 1))
     assert contexts.status == "truncated"
@@ -244,7 +286,9 @@ def test_a_turn_as_short_as_the_agent_wants_it_is_not_cut_off() -> None:
     for wanted, status in ((3, "ok"), (4, "truncated"), (None, "truncated")):
         contexts = _contexts(chat)
         number = contexts.begin(_wired([{"role": "user", "content": "hi"}]), [], wanted).number
-        assert contexts.finish(number, _completion(chat, "abc", whole=False)).finish_reason == "length"
+        assert (
+            contexts.finish(number, _completion(chat, "abc", whole=False)).finish_reason == "length"
+        )
         assert contexts.status == status
 
 
@@ -267,7 +311,11 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
     said = _turn(contexts, chat, [user], "abc")
     with pytest.raises(WireError) as refused:
         contexts.begin(_wired([user, said, *on]), [])
-    assert (refused.value.status, refused.value.code, contexts.status) == (400, "episode_max_turns", "max_turns")
+    assert (refused.value.status, refused.value.code, contexts.status) == (
+        400,
+        "episode_max_turns",
+        "max_turns",
+    )
 
     contexts = _contexts(chat, max_tokens=9)  # "abc" and its end are 4, " on" 5
     first = contexts.begin(_wired([user]), [], 100)
@@ -283,7 +331,10 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
         before = len(chat.rendered)
         with pytest.raises(WireError) as refused:
             contexts.begin(_wired([{"role": "user", "content": text}]), [])
-        assert (refused.value.code, contexts.status) == ("context_length_exceeded", "context_overflow")
+        assert (refused.value.code, contexts.status) == (
+            "context_length_exceeded",
+            "context_overflow",
+        )
         assert (len(chat.rendered) > before) == rendered, "what cannot fit is not tokenized"
     contexts.begin(_wired([{"role": "user", "content": ""}]), [])  # it has found a shorter one
     assert contexts.status == "ok"
@@ -292,7 +343,9 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
     said = _turn(contexts, chat, [user], "abc")  # a segment of 9
     # one that goes on from it is it, and longer: 9 + 5 are there
     assert contexts.begin(_wired([user, said, *on]), []).max_tokens == 30 - 14
-    with pytest.raises(WireError) as refused:  # another has no room beside it: it may get all that is left
+    with pytest.raises(
+        WireError
+    ) as refused:  # another has no room beside it: it may get all that is left
         contexts.begin(_wired([user]), [])
     assert (refused.value.code, contexts.status) == ("episode_max_all_tokens", "context_overflow")
 
@@ -344,13 +397,25 @@ def test_the_order_of_requests_and_answers_changes_nothing(forks: bool) -> None:
 def _in_some_order(turns: list[tuple[int | None, str, str]], order: int, chat: Bytes) -> Any:
     draw = random.Random(order)
     contexts, histories = _contexts(chat), dict[int, Messages]()
-    waiting, begun, keys, before = set(range(len(turns))), dict[int, Any](), dict[int, str](), list[tuple[Any, Any]]()
+    waiting, begun, keys, before = (
+        set(range(len(turns))),
+        dict[int, Any](),
+        dict[int, str](),
+        list[tuple[Any, Any]](),
+    )
     while waiting or begun:
-        ready = [number for number in waiting if turns[number][0] is None or turns[number][0] in histories]
+        ready = [
+            number
+            for number in waiting
+            if turns[number][0] is None or turns[number][0] in histories
+        ]
         if ready and (not begun or draw.random() < 0.5):
             number = draw.choice(sorted(ready))
             parent, new, _ = turns[number]
-            messages = [*(histories[parent] if parent is not None else []), {"role": "user", "content": new}]
+            messages = [
+                *(histories[parent] if parent is not None else []),
+                {"role": "user", "content": new},
+            ]
             begun[number] = contexts.begin(_wired(messages), []), messages
             waiting.remove(number)
         else:
@@ -365,35 +430,57 @@ def _in_some_order(turns: list[tuple[int | None, str, str]], order: int, chat: B
     spans = []
     for segment in recorded.segments:
         ids, sampled = segment.token_ids.tolist(), segment.sampled.tolist()
-        ends = [i + 1 for i in range(len(ids)) if sampled[i] and (i + 1 == len(ids) or not sampled[i + 1])]
+        ends = [
+            i + 1
+            for i in range(len(ids))
+            if sampled[i] and (i + 1 == len(ids) or not sampled[i + 1])
+        ]
         for end in ends:
             begin = end - next(i for i in range(end) if not sampled[end - 1 - i])
             spans.append((ids[:begin], ids[begin:end]))
     assert sorted(spans) == sorted(before)
-    segments = [(segment.token_ids.tolist(), segment.sampled.tolist()) for segment in recorded.segments]
+    segments = [
+        (segment.token_ids.tolist(), segment.sampled.tolist()) for segment in recorded.segments
+    ]
     return segments, recorded.logprobs, recorded.messages, recorded.turns, sorted(keys.items())
 
 
 @pytest.mark.parametrize("history", ["append", "fork"])
-def test_with_the_chat_format_of_a_tokenizer_nothing_sampled_is_made_anew(history: Any, tmp_path: Path) -> None:
+def test_with_the_chat_format_of_a_tokenizer_nothing_sampled_is_made_anew(
+    history: Any, tmp_path: Path
+) -> None:
     """Two calls, their results, a turn of the user: with special tokens as text in what is given, and tokens sampled
     that no text gives."""
     tokenizer = make_tokenizer(tmp_path)
     chat = ChatFormat(tokenizer, history, [], has_user_turns=True, has_tool_results=True)
     contexts = Contexts(chat, max_turns=9, max_tokens=1000, max_model_len=2000, max_all_tokens=5000)
-    tools = [{"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "count", "parameters": {"type": "object", "properties": {}}},
+        }
+    ]
     messages: Messages = [{"role": "user", "content": "c <|end|><|assistant|>"}]
     # each letter a token of its own: the tokenizer has one for a call's opening
-    spelled = [tokenizer.convert_tokens_to_ids(letter) for letter in '{"name":"count","arguments":{"item":"c"}}']
+    spelled = [
+        tokenizer.convert_tokens_to_ids(letter)
+        for letter in '{"name":"count","arguments":{"item":"c"}}'
+    ]
     begin, end, over = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>", "<|end|>"])
-    said = [[begin, *spelled, end] * 2 + [over], [*tokenizer.encode("7,3"), over], [*tokenizer.encode("ok"), over]]
+    said = [
+        [begin, *spelled, end] * 2 + [over],
+        [*tokenizer.encode("7,3"), over],
+        [*tokenizer.encode("ok"), over],
+    ]
     contents = [["<|end|>", "3 <tool_call>"], ["again <|user|>"], []]
     for ids, answers in zip(said, contents, strict=True):
         wanted = contexts.begin(_wired(messages), tools)
         answer = contexts.finish(wanted.number, Completion(ids, [-1.0] * len(ids), "stop"))
         calls = answer.message.get("tool_calls", [])
         assert len(calls) == (2 if ids is said[0] else 0)
-        given = [{"role": "tool", "tool_call_id": call["id"]} for call in calls] or [{"role": "user"}]
+        given = [{"role": "tool", "tool_call_id": call["id"]} for call in calls] or [
+            {"role": "user"}
+        ]
         new = [{**one, "content": text} for one, text in zip(given, answers, strict=False)]
         messages = [*messages, _returned(answer), *new]
     recorded = contexts.record()
@@ -403,4 +490,8 @@ def test_with_the_chat_format_of_a_tokenizer_nothing_sampled_is_made_anew(histor
     names = tokenizer.convert_ids_to_tokens(segment.token_ids.tolist())
     # of the template four, of the policy three, and none that a text has in it
     assert names.count("<|end|>") == 4 + 3
-    assert (names.count("<|assistant|>"), names.count("<|user|>"), names.count("<|tool|>")) == (3, 2, 2)
+    assert (names.count("<|assistant|>"), names.count("<|user|>"), names.count("<|tool|>")) == (
+        3,
+        2,
+        2,
+    )

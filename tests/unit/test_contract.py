@@ -24,15 +24,30 @@ SITE = Path(_TORCH.origin).parents[1]
 # None: what is called rows in the one are tensors, and the other's self._engine is ours.
 _OWN = {"weight_proof.py", "weight_sync.py"}
 FILES = [path for path in sorted((ROOT / "grpo_spmd/engine").glob("*.py")) if path.name not in _OWN]
-FILES.append(ROOT / "grpo_spmd/model/families/engine_names.py")
+FILES.append(ROOT / "grpo_spmd/model/families/build.py")
 _OBJECTS = re.compile(
     r"^(self\._llm|self\._engine|self\._model|llm|core|scheduler|layer|wrapper|model|module|method|mapper|output|sampled"
     r"|of|rows|vllm_config|CuMemAllocator|CPUAttentionBackend|ExecutorWithExternalLauncher|RequestOutputKind)[.(]"
 )
 # What these have by nn.Module or as a dict, and what is ours: other things are called so too, and reload.py patches.
 _NOT_VLLMS = {"modules", "named_modules", "named_parameters", "parameters", "items", "load_weights"}
-_NOT_VLLMS |= {"path", "dtype", "lora", "rank", "base_stays_in_engine", "__name__", "_kernel_before_reload"}
-_NOT_VLLMS |= {"parts", "layer", "shape", "stride", "view", "numel"}  # of a tensor, or of our account of one
+_NOT_VLLMS |= {
+    "path",
+    "dtype",
+    "lora",
+    "rank",
+    "base_stays_in_engine",
+    "__name__",
+    "_kernel_before_reload",
+}
+_NOT_VLLMS |= {
+    "parts",
+    "layer",
+    "shape",
+    "stride",
+    "view",
+    "numel",
+}  # of a tensor, or of our account of one
 ROWS = (*VLLM, *CPU)
 
 
@@ -43,7 +58,9 @@ def source() -> Source:
 
 def broken(rows: tuple[Row, ...], source: Source, version: tuple[int, int] = (0, 32)) -> list[str]:
     found = check(rows, source, version)
-    return [f"{finding.row.label}: {finding.how}" for finding in found if finding.verdict == "broken"]
+    return [
+        f"{finding.row.label}: {finding.how}" for finding in found if finding.verdict == "broken"
+    ]
 
 
 def test_the_installed_vllm_keeps_the_contract(source: Source) -> None:
@@ -72,12 +89,23 @@ def without_a_row(text: str) -> Iterator[str]:
             called = ast.unparse(node.func)
             if called in ("hasattr", "getattr") and isinstance(node.args[1], ast.Constant):
                 asked = str(node.args[1].value)
-                if _OBJECTS.match(f"{ast.unparse(node.args[0])}.") and asked not in members | _NOT_VLLMS:
+                if (
+                    _OBJECTS.match(f"{ast.unparse(node.args[0])}.")
+                    and asked not in members | _NOT_VLLMS
+                ):
                     yield from () if asked in quoted else (f"attribute {asked}",)
             elif called in ("SamplingParams", "vllm.LLM"):
-                yield from (f"{called}({word.arg}=)" for word in node.keywords if word.arg and word.arg not in keywords)
+                yield from (
+                    f"{called}({word.arg}=)"
+                    for word in node.keywords
+                    if word.arg and word.arg not in keywords
+                )
         elif isinstance(node, ast.Dict) and "options" in _assigned_to(text, node):
-            yield from (f"option {key.value}" for key in node.keys if getattr(key, "value", None) not in keywords)  # type: ignore[union-attr]
+            yield from (
+                f"option {key.value!s}"
+                for key in node.keys
+                if isinstance(key, ast.Constant) and key.value not in keywords
+            )
 
 
 def _assigned_to(text: str, found: ast.Dict) -> str:
@@ -92,7 +120,10 @@ def test_what_the_engine_uses_of_vllm_has_its_row(path: Path) -> None:
 @pytest.mark.parametrize(
     ("added", "said"),
     [
-        ("from vllm.v1.engine.core import EngineShutdown", "import of vllm.v1.engine.core.EngineShutdown"),
+        (
+            "from vllm.v1.engine.core import EngineShutdown",
+            "import of vllm.v1.engine.core.EngineShutdown",
+        ),
         ("self._engine.engine_core.preempt()", "attribute self._engine.engine_core.preempt"),
         ("getattr(layer, 'scales', None)", "attribute scales"),
         ("SamplingParams(seed=1, top_k=3)", "SamplingParams(top_k=)"),
@@ -108,7 +139,9 @@ def test_a_use_without_a_row_is_found(added: str, said: str) -> None:
 
 def test_an_option_that_this_vllm_lacks_is_found(source: Source) -> None:
     made_up = Row("vllm.LLM", "sleeps deeper", "(model=0, sleep_depth=0)", "vllm.EngineArgs")
-    assert broken((made_up,), source) == ["vllm.LLM(model=0, sleep_depth=0): it takes no sleep_depth"]
+    assert broken((made_up,), source) == [
+        "vllm.LLM(model=0, sleep_depth=0): it takes no sleep_depth"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +159,9 @@ def test_an_option_that_this_vllm_lacks_is_found(source: Source) -> None:
         ("config/model.py", '"processed_logprobs"\n]', '"logprobs"\n]', "LogprobsMode says", "not say 'processed_log"),
     ],
 )  # fmt: skip
-def test_a_planted_breach_is_found(file: str, old: str, new: str, row: str, how: str, tmp_path: Path) -> None:
+def test_a_planted_breach_is_found(
+    file: str, old: str, new: str, row: str, how: str, tmp_path: Path
+) -> None:
     text = (SITE / "vllm" / file).read_text(encoding="utf-8")
     assert old in text, "vllm has changed here: plant the breach anew"
     planted = tmp_path / "vllm" / file
@@ -144,7 +179,9 @@ def test_what_may_be_absent_is_no_breach(source: Source) -> None:
         ("absent, as allowed", "it stays awake")
     ]
     later = Row("vllm.LLM.doze", "naps", "()", since=(0, 40))
-    assert [finding.verdict for finding in check((later,), source, (0, 32))] == ["of another version"]
+    assert [finding.verdict for finding in check((later,), source, (0, 32))] == [
+        "of another version"
+    ]
 
 
 def test_what_is_there_must_be_as_it_is_called(tmp_path: Path) -> None:
@@ -155,7 +192,9 @@ def test_what_is_there_must_be_as_it_is_called(tmp_path: Path) -> None:
     assert changed != text, "vllm has changed here: plant the breach anew"
     (tmp_path / "vllm/model_executor/models/utils.py").write_text(changed, encoding="utf-8")
     about = tuple(row for row in ROWS if "get_rename_mapper" in row.label)
-    assert [line.rpartition(": ")[2] for line in broken(about, Source(tmp_path, SITE))] == ["it needs model too"]
+    assert [line.rpartition(": ")[2] for line in broken(about, Source(tmp_path, SITE))] == [
+        "it needs model too"
+    ]
 
 
 def test_each_option_that_start_passes_stands_in_the_table_once() -> None:

@@ -64,7 +64,9 @@ class Engine:
         pass
 
     def _add_request(self, name: str, request: Request) -> None:
-        running = SimpleNamespace(length=request.seed, last=request.prompt_ids[-1], num_output_tokens=0)
+        running = SimpleNamespace(
+            length=request.seed, last=request.prompt_ids[-1], num_output_tokens=0
+        )
         self._engine.requests[name] = running
 
     generate = RolloutEngine._generate
@@ -81,7 +83,9 @@ class World:
 
     delays: dict[Place, list[int]]
     waiting: dict[Place, int] = dataclasses.field(default_factory=dict)
-    asked: list[tuple[float, int]] = dataclasses.field(default_factory=list)  # timeout, and how many waited
+    asked: list[tuple[float, int]] = dataclasses.field(
+        default_factory=list
+    )  # timeout, and how many waited
     most_open: int = 0
     turns: dict[Place, int] = dataclasses.field(default_factory=dict)
 
@@ -99,7 +103,11 @@ class World:
 
     def _request(self, place: Place) -> Request | None:
         turn = self.turns[place]
-        return Request([10 * place[0] + place[1], turn], seed=turn + 2) if turn < len(self.delays[place]) else None
+        return (
+            Request([10 * place[0] + place[1], turn], seed=turn + 2)
+            if turn < len(self.delays[place])
+            else None
+        )
 
 
 def generate(
@@ -111,16 +119,25 @@ def generate(
 def lengths(made: dict[Place, list[Completion]] | None) -> dict[Place, list[tuple[int, int]]]:
     """Of each turn the tokens and which turn it was."""
     assert made is not None
-    return {place: [(len(turn.token_ids), turn.token_ids[0]) for turn in turns] for place, turns in made.items()}
+    return {
+        place: [(len(turn.token_ids), turn.token_ids[0]) for turn in turns]
+        for place, turns in made.items()
+    }
 
 
 def test_answers_of_any_order_enter_while_others_run() -> None:
     world = World({(0, 0): [0, 3], (0, 1): [5], (1, 0): [], (1, 1): [1, 0, 0]})
     made = generate(Engine(), [[(0, 0), (0, 1)], [(1, 0), (1, 1)]], 9, world)
     # Turn t is of t + 2 tokens, all of them t.
-    expected = {place: [(turn + 2, turn) for turn in range(len(delays))] for place, delays in world.delays.items()}
+    expected = {
+        place: [(turn + 2, turn) for turn in range(len(delays))]
+        for place, delays in world.delays.items()
+    }
     assert lengths(made) == expected
-    assert {timeout_s for timeout_s, _ in world.asked} == {0.0, ANSWERS_S}  # some came while others ran
+    assert {timeout_s for timeout_s, _ in world.asked} == {
+        0.0,
+        ANSWERS_S,
+    }  # some came while others ran
 
 
 def test_nobody_waits_for_an_answer_while_something_runs() -> None:
@@ -160,7 +177,9 @@ def test_to_end_is_asked_while_all_wait() -> None:
 
     world = World({(0, 0): [99], (0, 1): [99]})
     assert generate(engine, [[(0, 0), (0, 1)]], 9, world, must_abort=must_abort) is None
-    assert asked == [0] * 6  # each time: ranks that share an engine ask each other at steps 0, 8, 16, ...
+    assert (
+        asked == [0] * 6
+    )  # each time: ranks that share an engine ask each other at steps 0, 8, 16, ...
     assert [timeout_s for timeout_s, _ in world.asked] == [ANSWERS_S] * 6
 
 
@@ -172,7 +191,9 @@ def test_what_waits_is_dropped_with_its_tokens_when_the_race_is_over() -> None:
     race = SimpleNamespace(is_over=lambda: world.turns.get((2, 0)) == 1, drop=dropped.append)
     made = generate(engine, [[(0, 1), (1, 0), (2, 0), (3, 0)]], 9, world, race=race)
     assert lengths(made) == {(1, 0): [(2, 0)]}
-    assert [sorted(tokens) for tokens in dropped] == [[0, 2, 2]]  # the second turn of (2, 0) has just begun
+    assert [sorted(tokens) for tokens in dropped] == [
+        [0, 2, 2]
+    ]  # the second turn of (2, 0) has just begun
     assert engine._engine.aborted == ["3"]
     assert not engine._engine.requests
 
@@ -182,7 +203,10 @@ def test_an_answer_for_one_that_does_not_wait_is_refused(answer: Place) -> None:
     """That of a sibling, or of one that an earlier generation has dropped."""
     said = [(answer, Request([1], 1))]
     conversations = Conversations(
-        lambda job, number, turns: Request([1], 1) if number else LATER, SimpleNamespace(ready=lambda _: said), None, 0
+        lambda job, number, turns: Request([1], 1) if number else LATER,
+        SimpleNamespace(ready=lambda _: said),
+        None,
+        0,
     )
     assert [request for _, request in conversations.go_on([(0, 0), (0, 1)])] == [Request([1], 1)]
     with pytest.raises(EngineStateError, match=r"conversation \(\d, \d\), which does not wait"):

@@ -19,24 +19,29 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
+from grpo_spmd.checks.engine_keys import idle_keys
+from grpo_spmd.checks.memory import extra_passes, size_text
+from grpo_spmd.checks.signals import check_critic_model, critic_rows
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.packed import Unpacked, pack
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.learn.advantages import compute_advantages
-from grpo_spmd.learn.gae import advantages_of_tokens, explained_variance, length_lambda, value_loss, whitening
-from grpo_spmd.learn.turn_credit import token_rewards
+from grpo_spmd.learn.advantages import (
+    advantages_of_tokens,
+    compute_advantages,
+    explained_variance,
+    length_lambda,
+    token_rewards,
+    value_loss,
+    whitening,
+)
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.observe.console import alarms
-from grpo_spmd.plan.dry_run import Peaks
-from grpo_spmd.plan.signals import extras_of, with_value_head
-from grpo_spmd.preflight.arithmetic import extra_passes
-from grpo_spmd.preflight.critic import check_critic_model, critic_rows
-from grpo_spmd.preflight.idle_keys import idle_keys
-from grpo_spmd.preflight.memory import size_text
 from grpo_spmd.proofs.critic_check import _dealt, _given, _packed, _unpacked, lambda_returns
 from grpo_spmd.records import Completion, Episode, Turn
 from grpo_spmd.signal_parts import open_signals
+from grpo_spmd.tools.plan.dry_run import Peaks
+from grpo_spmd.tools.plan.signals import extras_of, with_value_head
 from tests.support.models import make_model, write_config
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +55,9 @@ def _made_up(seed: int = 0) -> tuple[Any, Any]:
 
 def test_three_tokens_by_hand() -> None:
     """delta = [0.9 * 0.6 - 0.5, 0.9 * 0.7 - 0.6, 1 - 0.7] = [0.04, 0.03, 0.3], and 0.9 * 0.5 = 0.45 of what follows."""
-    found = advantages_of_tokens(np.array([0.0, 0.0, 1.0]), np.array([0.5, 0.6, 0.7]), np.array([3]), 0.9, 0.5)
+    found = advantages_of_tokens(
+        np.array([0.0, 0.0, 1.0]), np.array([0.5, 0.6, 0.7]), np.array([3]), 0.9, 0.5
+    )
     assert found == pytest.approx([0.04 + 0.45 * (0.03 + 0.45 * 0.3), 0.03 + 0.45 * 0.3, 0.3])
 
 
@@ -61,7 +68,9 @@ def test_sequences_side_by_side_are_those_alone_and_a_plain_sum() -> None:
     for n, of in zip(LENGTHS, lam, strict=True):
         r, v = rewards[first : first + n], np.append(values[first : first + n], 0.0)
         delta = r + 0.97 * v[1:] - v[:-1]
-        plain = [math.fsum((0.97 * of) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+        plain = [
+            math.fsum((0.97 * of) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)
+        ]
         assert found[first : first + n] == pytest.approx(plain)
         first += n
 
@@ -70,7 +79,9 @@ def test_the_ends_of_lambda() -> None:
     """1: the reward to go less the value; 0: one step's error."""
     rewards, values = _made_up(1)
     n = LENGTHS[0]
-    whole, step = (advantages_of_tokens(rewards, values, LENGTHS, 1.0, lam)[:n] for lam in (1.0, 0.0))
+    whole, step = (
+        advantages_of_tokens(rewards, values, LENGTHS, 1.0, lam)[:n] for lam in (1.0, 0.0)
+    )
     assert whole == pytest.approx(rewards[:n][::-1].cumsum()[::-1] - values[:n])
     assert step == pytest.approx(rewards[:n] + np.append(values[1:n], 0.0) - values[:n])
 
@@ -82,7 +93,11 @@ def test_advantages_and_returns_are_those_of_verl() -> None:
     index = np.repeat(np.arange(4), LENGTHS)
     r, v, mask = (torch.zeros(4, 8, dtype=torch.float64) for _ in range(3))
     place = np.concatenate([np.arange(n) for n in LENGTHS])
-    r[index, place], v[index, place], mask[index, place] = torch.tensor(rewards), torch.tensor(values), 1.0
+    r[index, place], v[index, place], mask[index, place] = (
+        torch.tensor(rewards),
+        torch.tensor(values),
+        1.0,
+    )
     gamma, lam, last, columns = 0.98, 0.95, torch.zeros(4, dtype=torch.float64), []
     for t in range(7, -1, -1):
         following = v[:, t + 1] if t < 7 else 0.0
@@ -91,7 +106,9 @@ def test_advantages_and_returns_are_those_of_verl() -> None:
     advantages = torch.stack(columns[::-1], 1)
     returns = advantages + v
     mean = (advantages * mask).sum() / mask.sum()
-    variance = ((advantages - mean).square() * mask).sum() / mask.sum() * (mask.sum() / (mask.sum() - 1))
+    variance = (
+        ((advantages - mean).square() * mask).sum() / mask.sum() * (mask.sum() / (mask.sum() - 1))
+    )
     whitened = (advantages - mean) * torch.rsqrt(variance + 1e-8)
 
     found = advantages_of_tokens(rewards, values, LENGTHS, gamma, lam)
@@ -153,16 +170,28 @@ def test_before_the_critic_advantages_are_rewards() -> None:
 
 
 def test_a_warm_up_is_no_alarm() -> None:
-    metrics: dict[str, float | None] = {"step": 1, "optim/updates": 0.0, "optim/skipped_updates": 0.0}
+    metrics: dict[str, float | None] = {
+        "step": 1,
+        "optim/updates": 0.0,
+        "optim/skipped_updates": 0.0,
+    }
     assert [name for name, _ in alarms(metrics)] == ["update"]
     assert not [name for name, _ in alarms(metrics | {"critic/loss": 0.1})]
 
 
-GAE = {"advantage": {"estimator": "gae", "normalize_std": "batch"}, "critic": {"path": "some/critic"}}
+GAE = {
+    "advantage": {"estimator": "gae", "normalize_std": "batch"},
+    "critic": {"path": "some/critic"},
+}
 
 
 def _refusal(tmp_path: Path, **sections: Any) -> str:
-    tree = {"run_dir": "x", "model": {"path": "m"}, "data": {"train": "x.jsonl"}, "rewards": [{"name": "exact"}]}
+    tree = {
+        "run_dir": "x",
+        "model": {"path": "m"},
+        "data": {"train": "x.jsonl"},
+        "rewards": [{"name": "exact"}],
+    }
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**tree, **GAE, **sections}), encoding="utf-8")
     try:
@@ -184,12 +213,18 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert "critic.warmup_steps (5) must be < training.num_steps (5)" in _refusal(
         tmp_path, critic={"path": "c", "warmup_steps": 5}, training={"num_steps": 5}
     )
-    assert "environment.discount (0.5)" in _refusal(tmp_path, environment={"gym": "x.py:Y", "discount": 0.5})
+    assert "environment.discount (0.5)" in _refusal(
+        tmp_path, environment={"gym": "x.py:Y", "discount": 0.5}
+    )
     assert "critic.lam_policy" in _refusal(tmp_path, critic={"path": "c", "lam_policy": "long"})
     assert "critic.lam_policy" in _refusal(tmp_path, critic={"path": "c", "lam_policy": 1.5})
-    assert "there is none that counts" in _refusal(tmp_path, rewards=[{"name": "exact", "weight": 0}])
+    assert "there is none that counts" in _refusal(
+        tmp_path, rewards=[{"name": "exact", "weight": 0}]
+    )
     for advantage in (GAE["advantage"], {}):
-        assert "critic.path is empty" in _refusal(tmp_path, critic={"path": " "}, advantage=advantage)
+        assert "critic.path is empty" in _refusal(
+            tmp_path, critic={"path": " "}, advantage=advantage
+        )
 
 
 def test_what_its_folder_tells_before_torch(tmp_path: Path) -> None:
@@ -202,32 +237,42 @@ def test_what_its_folder_tells_before_torch(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     make_model(tmp_path / "quantised", "qwen3", tied=False)
     of_quantised = tmp_path / "quantised/config.json"
-    of_quantised.write_text(json.dumps(json.loads(of_quantised.read_text()) | {"quantization_config": {"bits": 4}}))
+    of_quantised.write_text(
+        json.dumps(json.loads(of_quantised.read_text()) | {"quantization_config": {"bits": 4}})
+    )
     sections = {"advantage": {"estimator": "gae", "normalize_std": "batch"}}
 
     def said(name: str) -> str:
         sections["critic"] = {"path": str(tmp_path / name)}
         try:
-            check_critic_model(load_config(write_config(tmp_path, tmp_path / "model", **sections), []))
+            check_critic_model(
+                load_config(write_config(tmp_path, tmp_path / "model", **sections), [])
+            )
         except ConfigError as error:
             return str(error)
         return ""
 
     assert said("model") == ""
     assert said("classifier") == ""
-    assert said("of_two").startswith(f"critic.path: {tmp_path}/of_two tells 2 labels apart (score.weight: bad, good)")
+    assert said("of_two").startswith(
+        f"critic.path: {tmp_path}/of_two tells 2 labels apart (score.weight: bad, good)"
+    )
     assert said("none").startswith("critic.path: there is no folder")
     assert said("empty").endswith(
         "config.json: No such file or directory; a model's folder has one: save_pretrained or `hf download` wrote it"
     )
-    assert said("other").endswith(f"knows 90 tokens, and {tmp_path}/model 97; take a critic of the policy's family")
+    assert said("other").endswith(
+        f"knows 90 tokens, and {tmp_path}/model 97; take a critic of the policy's family"
+    )
     assert said("quantised").startswith(f"critic.path: {tmp_path}/quantised ")
 
 
 def test_a_rank_without_a_group_takes_part_in_the_check() -> None:
     """It sampled nothing that is trained on, and trains on what others sampled; these tell rewards, not tokens."""
     turns = Turn(2, "stop", 0.25), Turn(0, "stop", 5.0), Turn(3, "stop", None)
-    completion = Completion([1, 2, 3, 4, 5], [0.0] * 5, "stop", Episode("ok", (), turns, [], {}, []))
+    completion = Completion(
+        [1, 2, 3, 4, 5], [0.0] * 5, "stop", Episode("ok", (), turns, [], {}, [])
+    )
     given = {
         4: _given(completion, 1.0, True),
         5: _given(completion, 2.0, False),
@@ -240,7 +285,8 @@ def test_a_rank_without_a_group_takes_part_in_the_check() -> None:
     found = [
         {i: (n, p.tolist(), r.tolist()) for i, (n, p, r) in share.items()}
         for share in [
-            {i: (each.num_tokens, each.places, each.rewards) for i, each in share.items()} for share in shares
+            {i: (each.num_tokens, each.places, each.rewards) for i, each in share.items()}
+            for share in shares
         ]
     ]
     assert found == [{5: (5, [4], [2.0])}, {4: (5, [1, 4], [0.25, 0.75]), 6: (0, [], [])}]
@@ -251,7 +297,10 @@ def test_returns_of_the_check_are_those_of_gae() -> None:
     rewards, values = _made_up(3)
     lam = np.array([0.9, 0.5, 0.0, 1.0])
     expected = advantages_of_tokens(rewards, values, LENGTHS, 0.97, lam) + values
-    index, column = np.repeat(np.arange(4), LENGTHS), np.concatenate([np.arange(8 - n, 8) for n in LENGTHS])
+    index, column = (
+        np.repeat(np.arange(4), LENGTHS),
+        np.concatenate([np.arange(8 - n, 8) for n in LENGTHS]),
+    )
     r, v = np.zeros((4, 8)), np.zeros((4, 8))
     r[index, column], v[index, column] = rewards, values
     assert lambda_returns(r, v, 0.97, lam)[index, column] == pytest.approx(expected)
@@ -274,7 +323,11 @@ def test_explain_counts_it(tmp_path: Path) -> None:
     shapes = [p.shape for n, p in _tensors(tmp_path / "model") if n != "lm_head.weight"]
     shard = sum(-(-shape[0] // 2) * math.prod(shape[1:]) for shape in shapes)
     held, copied, gradients = critic_rows(config, 2)
-    assert (held[1], copied[1], gradients[1]) == (size_text(12 * shard), size_text(12 * shard), size_text(4 * shard))
+    assert (held[1], copied[1], gradients[1]) == (
+        size_text(12 * shard),
+        size_text(12 * shard),
+        size_text(4 * shard),
+    )
 
 
 def test_explain_counts_the_head_alone(tmp_path: Path) -> None:
@@ -283,7 +336,9 @@ def test_explain_counts_the_head_alone(tmp_path: Path) -> None:
     sections = {"advantage": GAE["advantage"], "critic": {"path": "policy"}}
     config = load_config(write_config(tmp_path, tmp_path / "model", **sections), [])
     check_critic_model(config)
-    assert [row[:2] for row in critic_rows(config, 2)] == [("value head and its optimizer", size_text(12 * 65))]
+    assert [row[:2] for row in critic_rows(config, 2)] == [
+        ("value head and its optimizer", size_text(12 * 65))
+    ]
     assert extra_passes(config) == (0, 0, 1)
     assert extras_of(config) == []
     peaks = Peaks(Counter(logits=1), Counter(logits=2))
@@ -294,7 +349,9 @@ def test_explain_counts_the_head_alone(tmp_path: Path) -> None:
         Counter(logits=2, **{"value head": head}),
     )
     assert list(idle_keys(config, {"critic.coef": "config.yaml"})) == []
-    own = load_config(write_config(tmp_path, tmp_path / "model", **{**sections, "critic": {"path": "x/y"}}), [])
+    own = load_config(
+        write_config(tmp_path, tmp_path / "model", **{**sections, "critic": {"path": "x/y"}}), []
+    )
     assert list(idle_keys(own, {"critic.coef": "config.yaml"})) == [
         "critic.coef does nothing: critic.path is not policy"
     ]

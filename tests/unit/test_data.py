@@ -12,12 +12,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from grpo_spmd.checks.data import check_prompts_early
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
-from grpo_spmd.data.early import check_prompts_early
 from grpo_spmd.data.prompts import PromptStream
-from grpo_spmd.data.rows import check_enough_rows, read_rows
-from grpo_spmd.data.table import PromptRow
+from grpo_spmd.data.rows import PromptRow, check_enough_rows, read_rows
 from grpo_spmd.data.tokens import build_prompts
 from grpo_spmd.proofs import data_check
 from grpo_spmd.records import Prompt
@@ -26,10 +25,14 @@ ROLES = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt "
     "%}[assistant] {% endif %}"
 )
-REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}x"
+REFUSING = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}x"
+)
 
 
-def _config(train: str = "x.jsonl", num_prompts: int = 1, model_path: str = "m", **data: Any) -> Config:
+def _config(
+    train: str = "x.jsonl", num_prompts: int = 1, model_path: str = "m", **data: Any
+) -> Config:
     return Config(
         run_dir="r",
         model=ModelConfig(path=model_path),
@@ -49,15 +52,36 @@ def _raw_tokenizer() -> Any:
     """Words and punctuation marks are tokens; id 1 is what begins a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    words = ["<unk>", "<bos>", "[", "]", "user", "assistant", "system", "be", "brief", "hello", "world", "a", "b", "c"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    words = [
+        "<unk>",
+        "<bos>",
+        "[",
+        "]",
+        "user",
+        "assistant",
+        "system",
+        "be",
+        "brief",
+        "hello",
+        "world",
+        "a",
+        "b",
+        "c",
+    ]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
     return tokenizer
 
 
 def _built(config: Config, tokenizer: Any) -> Sequence[Prompt]:
-    return build_prompts(read_rows(config.data), tokenizer, config.data, config.rollout.num_prompts_per_step)
+    return build_prompts(
+        read_rows(config.data), tokenizer, config.data, config.rollout.num_prompts_per_step
+    )
 
 
 def _tokenizer(chat_template: str | None = None) -> Any:
@@ -85,7 +109,9 @@ def _words(tokenizer: Any, prompt: Prompt) -> str:
 
 def test_jsonl_row_keeps_prompt_columns_and_line(tmp_path: Path) -> None:
     train = _jsonl(tmp_path, {"prompt": "a", "answer": 1, "nums": [1, 2]})
-    assert list(read_rows(DataConfig(train=train))) == [PromptRow("a", {"answer": 1, "nums": [1, 2]}, f"{train}:1")]
+    assert list(read_rows(DataConfig(train=train))) == [
+        PromptRow("a", {"answer": 1, "nums": [1, 2]}, f"{train}:1")
+    ]
 
 
 def test_jsonl_counts_blank_lines_in_line_numbers(tmp_path: Path) -> None:
@@ -99,7 +125,9 @@ def test_jsonl_counts_blank_lines_in_line_numbers(tmp_path: Path) -> None:
 
 def test_jsonl_line_ends_only_at_a_newline(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    path.write_text('{"prompt": "a\u2028b\x85c"}\n', encoding="utf-8")  # str.splitlines would cut here twice
+    path.write_text(
+        '{"prompt": "a\u2028b\x85c"}\n', encoding="utf-8"
+    )  # str.splitlines would cut here twice
     assert [row.prompt for row in read_rows(DataConfig(train=str(path)))] == ["a\u2028b\x85c"]
 
 
@@ -120,7 +148,9 @@ def test_parquet_and_jsonl_of_the_same_records_read_alike(tmp_path: Path) -> Non
         read_rows(DataConfig(train=str(parquet))),
         read_rows(DataConfig(train=_jsonl(tmp_path, *records))),
     )
-    assert [(r.prompt, r.columns) for r in from_parquet] == [(r.prompt, r.columns) for r in from_jsonl]
+    assert [(r.prompt, r.columns) for r in from_parquet] == [
+        (r.prompt, r.columns) for r in from_jsonl
+    ]
     assert [r.where for r in from_parquet] == [f"{parquet}:row 0", f"{parquet}:row 1"]
 
 
@@ -129,10 +159,16 @@ def test_a_folder_of_parquet_files_is_read_in_the_order_of_their_names(tmp_path:
     folder = tmp_path / "train.parquet"
     folder.mkdir()
     for name, start in (("1.parquet", 3), ("0.parquet", 0)):
-        records = [{"prompt": f"p{start + number}", "answer": start + number} for number in range(3)]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), folder / name, row_group_size=2)
+        records = [
+            {"prompt": f"p{start + number}", "answer": start + number} for number in range(3)
+        ]
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(records), folder / name, row_group_size=2
+        )
     rows = read_rows(DataConfig(train=str(folder)))
-    assert [(row.prompt, row.columns["answer"]) for row in rows] == [(f"p{number}", number) for number in range(6)]
+    assert [(row.prompt, row.columns["answer"]) for row in rows] == [
+        (f"p{number}", number) for number in range(6)
+    ]
     proved = data_check._rows(str(folder), [4, 1])
     assert {number: row["prompt"] for number, row in proved.items()} == {4: "p4", 1: "p1"}
     alone = data_check._rows(str(folder / "0.parquet"), [2, 0])
@@ -141,7 +177,9 @@ def test_a_folder_of_parquet_files_is_read_in_the_order_of_their_names(tmp_path:
 
 def test_parquet_chat_messages(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": messages}]), tmp_path / "t.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"prompt": messages}]), tmp_path / "t.parquet"
+    )
     (row,) = read_rows(DataConfig(train=str(tmp_path / "t.parquet")))
     assert row.prompt == messages
 
@@ -164,7 +202,10 @@ def test_hub_data_set_from_a_local_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("source", "expected"),
-    [("hub:org/set:main:test", ("org/set", "main", "test")), ("hub:set::train[:9]", ("set", None, "train[:9]"))],
+    [
+        ("hub:org/set:main:test", ("org/set", "main", "test")),
+        ("hub:set::train[:9]", ("set", None, "train[:9]")),
+    ],
 )
 def test_hub_name_is_repo_subset_split(
     source: str, expected: tuple[str, str | None, str], monkeypatch: pytest.MonkeyPatch
@@ -183,8 +224,12 @@ def test_hub_name_is_repo_subset_split(
     assert asked == [expected]
 
 
-@pytest.mark.parametrize("error", [ConnectionError("no network\nat all"), ValueError("Bad split: x"), AssertionError()])
-def test_hub_failure_is_one_line_with_the_source(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [ConnectionError("no network\nat all"), ValueError("Bad split: x"), AssertionError()]
+)
+def test_hub_failure_is_one_line_with_the_source(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import datasets
 
     def load_dataset(*_: Any, **__: Any) -> None:
@@ -194,7 +239,9 @@ def test_hub_failure_is_one_line_with_the_source(error: Exception, monkeypatch: 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the hub itself is not asked
     with pytest.raises(ConfigError) as caught:
         read_rows(DataConfig(train="hub:org/set::train"))
-    assert str(caught.value).startswith(f"data.train: cannot load hub:org/set::train: {type(error).__name__}")
+    assert str(caught.value).startswith(
+        f"data.train: cannot load hub:org/set::train: {type(error).__name__}"
+    )
     assert "\n" not in str(caught.value)
 
 
@@ -207,8 +254,13 @@ def test_as_chat_makes_a_string_one_user_message(tmp_path: Path) -> None:
 
 
 def test_system_prompt_comes_before_a_string(tmp_path: Path) -> None:
-    (row,) = read_rows(DataConfig(train=_jsonl(tmp_path, {"prompt": "hello"}), system_prompt="be brief"))
-    assert row.prompt == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    (row,) = read_rows(
+        DataConfig(train=_jsonl(tmp_path, {"prompt": "hello"}), system_prompt="be brief")
+    )
+    assert row.prompt == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hello"},
+    ]
 
 
 def test_system_prompt_does_not_replace_one_in_the_data(tmp_path: Path) -> None:
@@ -251,7 +303,9 @@ def test_messages_without_a_template_are_refused_with_their_line(tmp_path: Path)
 @pytest.mark.parametrize("has_template", [True, False])
 def test_early_template_check_agrees_with_the_tokenizer(has_template: bool, tmp_path: Path) -> None:
     _tokenizer(ROLES if has_template else None).save_pretrained(tmp_path / "model")
-    config = _config(_jsonl(tmp_path, {"prompt": "a"}), as_chat=True, model_path=f"{tmp_path}/model")
+    config = _config(
+        _jsonl(tmp_path, {"prompt": "a"}), as_chat=True, model_path=f"{tmp_path}/model"
+    )
     rows = read_rows(config.data)
     early = _refusal(lambda: check_prompts_early(rows, config.data, Path(config.model.path)))
     assert early == _refusal(lambda: _built(config, _tokenizer(ROLES if has_template else None)))
@@ -259,17 +313,31 @@ def test_early_template_check_agrees_with_the_tokenizer(has_template: bool, tmp_
 
 
 def test_template_inside_the_tokenizer_settings_is_found_early(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": ROLES}), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": ROLES}), encoding="utf-8"
+    )
     config = _config(_jsonl(tmp_path, {"prompt": "a"}), as_chat=True, model_path=str(tmp_path))
-    assert _refusal(lambda: check_prompts_early(read_rows(config.data), config.data, Path(config.model.path))) is None
+    assert (
+        _refusal(
+            lambda: check_prompts_early(
+                read_rows(config.data), config.data, Path(config.model.path)
+            )
+        )
+        is None
+    )
 
 
 def test_messages_that_the_template_refuses_name_their_line(tmp_path: Path) -> None:
     train = _jsonl(
-        tmp_path, {"prompt": [{"role": "user", "content": "b"}]}, {"prompt": [{"role": "system", "content": "b"}]}
+        tmp_path,
+        {"prompt": [{"role": "user", "content": "b"}]},
+        {"prompt": [{"role": "system", "content": "b"}]},
     )
     config = _config(train)
-    with pytest.raises(ConfigError, match=r"train\.jsonl:2: the chat template refused the messages: .*no system here"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.jsonl:2: the chat template refused the messages: .*no system here",
+    ):
         _built(config, _tokenizer(REFUSING))
 
 
@@ -283,25 +351,34 @@ def test_limit_is_the_longest_prompt_that_is_allowed(tmp_path: Path) -> None:
 
 def test_long_prompt_is_refused_with_line_and_both_numbers(tmp_path: Path) -> None:
     config = _config(_jsonl(tmp_path, {"prompt": "a"}, {"prompt": "a b c"}), max_prompt_tokens=3)
-    with pytest.raises(ConfigError, match=r"train\.jsonl:2: the prompt has 4 tokens, over data\.max_prompt_tokens=3"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.jsonl:2: the prompt has 4 tokens, over data\.max_prompt_tokens=3",
+    ):
         _built(config, _tokenizer())
 
 
 def test_long_prompts_are_dropped(tmp_path: Path) -> None:
     config = _config(
-        _jsonl(tmp_path, *({"prompt": p, "answer": len(p)} for p in ["a", "a b c", "bb", "c c c c"])),
+        _jsonl(
+            tmp_path, *({"prompt": p, "answer": len(p)} for p in ["a", "a b c", "bb", "c c c c"])
+        ),
         max_prompt_tokens=3,
         on_long_prompt="drop",
     )
     prompts = _built(config, _tokenizer())
-    assert [(p.row, p.text, p.columns) for p in prompts] == [(0, "a", {"answer": 1}), (2, "bb", {"answer": 2})]
+    assert [(p.row, p.text, p.columns) for p in prompts] == [
+        (0, "a", {"answer": 1}),
+        (2, "bb", {"answer": 2}),
+    ]
 
 
 def test_too_few_prompts_after_dropping_says_how_many_were_dropped(tmp_path: Path) -> None:
     train = _jsonl(tmp_path, {"prompt": "a"}, {"prompt": "a b c"})
     config = _config(train, num_prompts=2, max_prompt_tokens=3, on_long_prompt="drop")
     with pytest.raises(
-        ConfigError, match=r"1 usable prompts \(1 longer than .*=3 were dropped\).*num_prompts_per_step=2"
+        ConfigError,
+        match=r"1 usable prompts \(1 longer than .*=3 were dropped\).*num_prompts_per_step=2",
     ):
         _built(config, _tokenizer())
 
@@ -309,7 +386,9 @@ def test_too_few_prompts_after_dropping_says_how_many_were_dropped(tmp_path: Pat
 @pytest.mark.parametrize("limit", [3, 4])
 def test_early_length_check_agrees_with_the_tokenizer(limit: int, tmp_path: Path) -> None:
     _raw_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    config = _config(_jsonl(tmp_path, {"prompt": "a b c"}), model_path=str(tmp_path), max_prompt_tokens=limit)
+    config = _config(
+        _jsonl(tmp_path, {"prompt": "a b c"}), model_path=str(tmp_path), max_prompt_tokens=limit
+    )
     rows = read_rows(config.data)
     early = _refusal(lambda: check_prompts_early(rows, config.data, Path(config.model.path)))
     assert early == _refusal(lambda: _built(config, _tokenizer()))
@@ -332,11 +411,22 @@ def test_one_step_must_be_full(num_rows: int, enough: bool) -> None:
 def test_held_out_set_is_read_as_the_training_set_is(tmp_path: Path) -> None:
     held_out = tmp_path / "test.jsonl"
     held_out.write_text('{"q": "hello", "answer": 1}\n\n{"q": "world"}\n', encoding="utf-8")
-    config = _config("train.jsonl", num_prompts=64, prompt_key="q", system_prompt="be brief", eval={"x": str(held_out)})
+    config = _config(
+        "train.jsonl",
+        num_prompts=64,
+        prompt_key="q",
+        system_prompt="be brief",
+        eval={"x": str(held_out)},
+    )
     rows = read_rows(config.data, "x")
-    assert [(row.columns, row.where) for row in rows] == [({"answer": 1}, f"{held_out}:1"), ({}, f"{held_out}:3")]
+    assert [(row.columns, row.where) for row in rows] == [
+        ({"answer": 1}, f"{held_out}:1"),
+        ({}, f"{held_out}:3"),
+    ]
     tokenizer = _tokenizer(ROLES)
-    first, _ = build_prompts(rows, tokenizer, config.data, 64, "x")  # two prompts, though a step takes 64
+    first, _ = build_prompts(
+        rows, tokenizer, config.data, 64, "x"
+    )  # two prompts, though a step takes 64
     assert _words(tokenizer, first) == "[ system ] be brief [ user ] hello [ assistant ]"
 
 
@@ -344,7 +434,8 @@ def test_held_out_set_of_which_nothing_is_left_is_refused(tmp_path: Path) -> Non
     train = _jsonl(tmp_path, {"prompt": "a b c"})
     config = _config(train, max_prompt_tokens=3, on_long_prompt="drop", eval={"x": train})
     with pytest.raises(
-        ConfigError, match=r"data\.eval\.x: .* has 0 usable prompts \(1 longer than data\.max_prompt_tokens=3"
+        ConfigError,
+        match=r"data\.eval\.x: .* has 0 usable prompts \(1 longer than data\.max_prompt_tokens=3",
     ):
         build_prompts(read_rows(config.data, "x"), _tokenizer(), config.data, 64, "x")
 
@@ -364,7 +455,9 @@ def _rows(stream: PromptStream, start: int, stop: int) -> list[int]:
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_prompt_comes_exactly_once_an_epoch(shuffle: bool) -> None:
     stream = PromptStream(_prompts(11), seed=0, shuffle=shuffle)
-    rows = [prompt.row for _ in range(11) for prompt in stream.take(5)]  # five epochs, whose ends fall within steps
+    rows = [
+        prompt.row for _ in range(11) for prompt in stream.take(5)
+    ]  # five epochs, whose ends fall within steps
     for epoch in range(5):
         assert sorted(rows[11 * epoch : 11 * (epoch + 1)]) == list(range(11))
 
@@ -372,7 +465,9 @@ def test_every_prompt_comes_exactly_once_an_epoch(shuffle: bool) -> None:
 def test_prompt_is_a_function_of_seed_and_position_alone() -> None:
     in_order = _rows(PromptStream(_prompts(7), seed=3, shuffle=True), 0, 28)
     backwards = PromptStream(_prompts(7), seed=3, shuffle=True)
-    assert [_rows(backwards, position, position + 1)[0] for position in reversed(range(28))] == in_order[::-1]
+    assert [
+        _rows(backwards, position, position + 1)[0] for position in reversed(range(28))
+    ] == in_order[::-1]
     # steps of any sizes deal out the same stream, none twice and none left out
     uneven = PromptStream(_prompts(7), seed=3, shuffle=True)
     assert [prompt.row for size in (4, 1, 0, 9, 14) for prompt in uneven.take(size)] == in_order
@@ -381,7 +476,20 @@ def test_prompt_is_a_function_of_seed_and_position_alone() -> None:
 
 def test_order_is_the_same_on_every_machine_and_in_every_version() -> None:
     # a run that resumes elsewhere must go on with the same prompts
-    assert _rows(PromptStream(_prompts(6), seed=0, shuffle=True), 0, 12) == [0, 5, 1, 4, 3, 2, 2, 0, 1, 5, 3, 4]
+    assert _rows(PromptStream(_prompts(6), seed=0, shuffle=True), 0, 12) == [
+        0,
+        5,
+        1,
+        4,
+        3,
+        2,
+        2,
+        0,
+        1,
+        5,
+        3,
+        4,
+    ]
 
 
 def test_each_epoch_has_another_order() -> None:
@@ -390,7 +498,10 @@ def test_each_epoch_has_another_order() -> None:
 
 
 def test_each_seed_has_another_order() -> None:
-    orders = {tuple(_rows(PromptStream(_prompts(20), seed=seed, shuffle=True), 0, 20)) for seed in range(5)}
+    orders = {
+        tuple(_rows(PromptStream(_prompts(20), seed=seed, shuffle=True), 0, 20))
+        for seed in range(5)
+    }
     assert len(orders) == 5
 
 
@@ -407,9 +518,14 @@ def test_unshuffled_stream_keeps_the_order_of_the_file() -> None:
 
 def test_dealt_prompt_knows_its_position_and_keeps_the_rest() -> None:
     prompts = _prompts(3)
-    stream = PromptStream(prompts, seed=0, shuffle=False, position=4)  # as a run that resumes begins
+    stream = PromptStream(
+        prompts, seed=0, shuffle=False, position=4
+    )  # as a run that resumes begins
     dealt = stream.take(2)
-    assert dealt == [dataclasses.replace(prompts[1], position=4), dataclasses.replace(prompts[2], position=5)]
+    assert dealt == [
+        dataclasses.replace(prompts[1], position=4),
+        dataclasses.replace(prompts[2], position=5),
+    ]
 
 
 def test_a_template_takes_columns_and_leaves_other_braces_alone(tmp_path: Path) -> None:
@@ -418,7 +534,11 @@ def test_a_template_takes_columns_and_leaves_other_braces_alone(tmp_path: Path) 
 
     def prompt_of(template: str) -> str:
         row = read_rows(DataConfig(train=str(file), prompt_template=template))[0]
-        assert row.columns == {"nums": [3, 8], "answer": 24, "empty": None}  # the reward gets all of them
+        assert row.columns == {
+            "nums": [3, 8],
+            "answer": 24,
+            "empty": None,
+        }  # the reward gets all of them
         return str(row.prompt)
 
     assert prompt_of("Use {nums}.") == "Use [3, 8]."
@@ -427,7 +547,9 @@ def test_a_template_takes_columns_and_leaves_other_braces_alone(tmp_path: Path) 
         prompt_of(r"Use {nums}, end with \boxed{answer}, \boxed{} or {a b}.")
         == r"Use [3, 8], end with \boxed{answer}, \boxed{} or {a b}."
     )
-    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: the column 'empty' \(data\.prompt_template\) is null"):
+    with pytest.raises(
+        ConfigError, match=r"rows\.jsonl:1: the column 'empty' \(data\.prompt_template\) is null"
+    ):
         prompt_of("{nums} {empty}")
 
 

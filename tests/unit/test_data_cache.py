@@ -24,14 +24,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from grpo_spmd.checks import inputs
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from grpo_spmd.data import cache, rows, tokens
 from grpo_spmd.data.prompts import PromptStream
-from grpo_spmd.data.rows import read_rows
-from grpo_spmd.data.table import PromptRow, Rows
+from grpo_spmd.data.rows import PromptRow, Rows, read_rows
 from grpo_spmd.data.tokens import Prompts, build_prompts, digests_of
-from grpo_spmd.preflight import checks
 from grpo_spmd.proofs import data_check
 from grpo_spmd.records import Prompt
 from tests.unit.test_data import ROLES, _raw_tokenizer, _tokenizer
@@ -74,7 +73,9 @@ def _lines(path: Path, *lines: str) -> str:
 
 def _train(tmp_path: Path, number: int = 9) -> DataConfig:
     words = ("a", "b", "c", "hello", "world")
-    lines = (json.dumps({"prompt": " ".join(words[: 1 + n % 5]), "answer": n}) for n in range(number))
+    lines = (
+        json.dumps({"prompt": " ".join(words[: 1 + n % 5]), "answer": n}) for n in range(number)
+    )
     return DataConfig(train=_lines(tmp_path / "train.jsonl", *lines))
 
 
@@ -99,13 +100,17 @@ class _Counting:
 # The same as from the file
 
 
-def test_columns_are_the_objects_that_the_line_has(tmp_path: Path, folder: Path, reads: list[Path]) -> None:
+def test_columns_are_the_objects_that_the_line_has(
+    tmp_path: Path, folder: Path, reads: list[Path]
+) -> None:
     lines = [f'{{"prompt": "a", "value": {value}}}' for value in VALUES]
     config = DataConfig(train=_lines(tmp_path / "t.jsonl", "\ufeff" + lines[0], "", *lines[1:]))
     for _ in range(2):
         found = read_rows(config)
         assert isinstance(found, Rows)
-        assert [repr(row.columns) for row in found] == [repr({"value": json.loads(value)}) for value in VALUES]
+        assert [repr(row.columns) for row in found] == [
+            repr({"value": json.loads(value)}) for value in VALUES
+        ]
         numbers = [1, *range(3, len(VALUES) + 2)]
         assert [row.where for row in found] == [f"{config.train}:{number}" for number in numbers]
         assert [found[-1], found[-2:][0]] == [found[len(VALUES) - 1], found[len(VALUES) - 2]]
@@ -116,7 +121,9 @@ def test_columns_are_the_objects_that_the_line_has(tmp_path: Path, folder: Path,
     assert oct(folder.stat().st_mode)[-3:] == "700"
 
 
-def test_a_small_set_leaves_no_file(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_set_leaves_no_file(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache, "SMALL", 1 << 20)
     config = _train(tmp_path)
     assert [row.columns for row in read_rows(config)] == [{"answer": n} for n in range(9)]
@@ -137,7 +144,9 @@ def test_parquet_rows_that_are_no_json_come_back_as_they_are(tmp_path: Path, fol
     assert row.columns == {"value": None}
 
 
-def test_a_parquet_file_is_read_a_few_rows_at_a_time(tmp_path: Path, folder: Path, monkeypatch: Any) -> None:
+def test_a_parquet_file_is_read_a_few_rows_at_a_time(
+    tmp_path: Path, folder: Path, monkeypatch: Any
+) -> None:
     held = list[int]()
     batches = pyarrow.parquet.ParquetFile.iter_batches
 
@@ -164,7 +173,9 @@ def test_a_parquet_file_is_read_a_few_rows_at_a_time(tmp_path: Path, folder: Pat
 def test_a_parquet_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, names=["prompt", "x", "x"])
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
-    with pytest.raises(ConfigError, match=r"t\.parquet cannot be read as parquet: the column 'x' is there twice"):
+    with pytest.raises(
+        ConfigError, match=r"t\.parquet cannot be read as parquet: the column 'x' is there twice"
+    ):
         read_rows(DataConfig(train=str(tmp_path / "t.parquet")))
 
 
@@ -176,7 +187,9 @@ def test_the_proof_reads_the_same_parquet_rows(tmp_path: Path) -> None:
     assert found == {n: {"prompt": f"a {n}"} for n in wanted}
 
 
-def test_hub_rows_are_kept_under_the_content_of_their_files(tmp_path: Path, folder: Path, monkeypatch: Any) -> None:
+def test_hub_rows_are_kept_under_the_content_of_their_files(
+    tmp_path: Path, folder: Path, monkeypatch: Any
+) -> None:
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -190,25 +203,31 @@ def test_hub_rows_are_kept_under_the_content_of_their_files(tmp_path: Path, fold
         assert len(_entries(folder, "rows")) == value
 
 
-def test_a_row_that_shows_nothing_waits_for_what_is_said_first(tmp_path: Path, folder: Path, reads: list[Path]) -> None:
+def test_a_row_that_shows_nothing_waits_for_what_is_said_first(
+    tmp_path: Path, folder: Path, reads: list[Path]
+) -> None:
     config = DataConfig(
-        train=_lines(tmp_path / "t.jsonl", '{"prompt": "a"}', '{"prompt": " "}', '{"prompt": "  "}', "{")
+        train=_lines(
+            tmp_path / "t.jsonl", '{"prompt": "a"}', '{"prompt": " "}', '{"prompt": "  "}', "{"
+        )
     )
     with pytest.raises(ConfigError, match=r"t\.jsonl:4: not valid JSON"):
         read_rows(config)
     _lines(tmp_path / "t.jsonl", '{"prompt": "a"}', '{"prompt": " "}', '{"prompt": "  "}')
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"t\.jsonl:2: the prompt is nothing but white space"):
-            checks.check_shown(read_rows(config), config)
+            inputs.check_shown(read_rows(config), config)
         with pytest.raises(ConfigError, match=r"t\.jsonl:2: the prompt is nothing but white space"):
-            checks.check_shown([*read_rows(config)], config)
+            inputs.check_shown([*read_rows(config)], config)
     assert len(reads) == 2
 
 
 # Made once
 
 
-def test_the_next_start_neither_reads_nor_tokenizes(tmp_path: Path, folder: Path, reads: list[Path]) -> None:
+def test_the_next_start_neither_reads_nor_tokenizes(
+    tmp_path: Path, folder: Path, reads: list[Path]
+) -> None:
     config, counting = _train(tmp_path), _Counting()
     first = [*build_prompts(read_rows(config), counting, config, 1)]
     made = counting.num_texts
@@ -220,14 +239,18 @@ def test_the_next_start_neither_reads_nor_tokenizes(tmp_path: Path, folder: Path
 
 
 def test_checks_are_made_once_and_what_they_warn_of_is_said_again(
-    tmp_path: Path, folder: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    folder: Path,
+    reads: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     looked, model = list[Any](), tmp_path / "model"
     model.mkdir()
     _raw_tokenizer().save(str(model / "tokenizer.json"))
-    shown = checks.check_shown
-    monkeypatch.setattr(checks, "check_shown", lambda *given: looked.append(shown(*given)))
-    monkeypatch.setattr(checks, "num_embeddings", lambda _: 99)
+    shown = inputs.check_shown
+    monkeypatch.setattr(inputs, "check_shown", lambda *given: looked.append(shown(*given)))
+    monkeypatch.setattr(inputs, "num_embeddings", lambda _: 99)
     lines = ('{"prompt": "a", "answer": "1"}', '{"prompt": "b", "answer": null}')
     config = Config(
         run_dir="r",
@@ -238,13 +261,15 @@ def test_checks_are_made_once_and_what_they_warn_of_is_said_again(
     )
     said = []
     for _ in range(2):
-        found = checks._read_and_check(config, (), model)
-        said.append(checks._gold(config, found, checks.Inputs(found, {})))
+        found = inputs._read_and_check(config, (), model)
+        said.append(inputs._gold(config, found, inputs.Inputs(found, {})))
     assert said[0] == said[1] != []
     assert (len(reads), len(looked)) == (1, 1)
-    shorter = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_tokens=1))
+    shorter = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, max_prompt_tokens=1)
+    )
     with pytest.raises(ConfigError, match=r"t\.jsonl:1: the prompt has 2 tokens"):  # <bos> a
-        checks._read_and_check(shorter, (), model)
+        inputs._read_and_check(shorter, (), model)
 
 
 _PROCESS = """
@@ -295,7 +320,9 @@ def test_ranks_that_start_together_read_once(tmp_path: Path, folder: Path) -> No
     assert (tmp_path / "notes").read_text() == "read "
 
 
-def test_what_one_rank_finds_wrong_all_say_and_it_is_read_once(tmp_path: Path, folder: Path) -> None:
+def test_what_one_rank_finds_wrong_all_say_and_it_is_read_once(
+    tmp_path: Path, folder: Path
+) -> None:
     train = _lines(tmp_path / "t.jsonl", '{"prompt": "a", "answer": 1}', "{oops")
     ranks = _processes(3, train, tmp_path / "notes", 0.5)
     _go(ranks)
@@ -309,7 +336,9 @@ def test_what_one_rank_finds_wrong_all_say_and_it_is_read_once(tmp_path: Path, f
     assert len(read_rows(DataConfig(train=train))) == 1
 
 
-def test_an_error_of_another_file_of_that_content_is_not_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_another_file_of_that_content_is_not_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two jobs on one node, each with a copy of the file: who waited says what is wrong with its own."""
 
     @contextlib.contextmanager
@@ -406,11 +435,16 @@ def test_an_entry_that_is_not_as_it_was_made_is_made_again(
     assert not entry.is_symlink()
     made = counting.num_texts
     assert [*build_prompts(read_rows(config), counting, config, 1)] == expected
-    assert (len(reads), counting.num_texts) == (2 if kind == "rows" else 1, made)  # the new one is whole
+    assert (len(reads), counting.num_texts) == (
+        2 if kind == "rows" else 1,
+        made,
+    )  # the new one is whole
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1, 2]", '[[1], "x"]', "null"])
-def test_a_damaged_note_of_a_digest_is_not_used(content: str, tmp_path: Path, folder: Path, reads: list[Path]) -> None:
+def test_a_damaged_note_of_a_digest_is_not_used(
+    content: str, tmp_path: Path, folder: Path, reads: list[Path]
+) -> None:
     config = _train(tmp_path)
     for _ in range(2):
         assert len(read_rows(config)) == 9
@@ -419,7 +453,9 @@ def test_a_damaged_note_of_a_digest_is_not_used(content: str, tmp_path: Path, fo
     assert len(reads) == 1
 
 
-def test_a_folder_of_somebody_else_or_open_to_others_is_not_used(tmp_path: Path, folder: Path) -> None:
+def test_a_folder_of_somebody_else_or_open_to_others_is_not_used(
+    tmp_path: Path, folder: Path
+) -> None:
     usable = cache.places()
     assert usable == [folder, tmp_path / "tmp" / f"grpo_spmd-{os.geteuid()}"]
     folder.chmod(0o777)
@@ -428,7 +464,9 @@ def test_a_folder_of_somebody_else_or_open_to_others_is_not_used(tmp_path: Path,
     assert cache.places() == []
 
 
-def test_a_folder_of_another_user_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cache.places()[0] == folder
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
@@ -439,7 +477,11 @@ def test_a_folder_of_another_user_is_not_used(folder: Path, monkeypatch: pytest.
 
 
 def test_a_full_disk_moves_it_to_the_temporary_folder_with_one_warning(
-    tmp_path: Path, folder: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    folder: Path,
+    reads: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     sync, config = os.fsync, _train(tmp_path)
 
@@ -481,7 +523,9 @@ def test_a_place_without_room_is_not_tried(
     assert "has 0.0 GB free" in capfd.readouterr().err
 
 
-def test_what_was_not_used_for_a_month_goes(tmp_path: Path, folder: Path, reads: list[Path]) -> None:
+def test_what_was_not_used_for_a_month_goes(
+    tmp_path: Path, folder: Path, reads: list[Path]
+) -> None:
     config = _train(tmp_path)
     build_prompts(read_rows(config), _tokenizer(), config, 1)
     (old,), month = _entries(folder, "rows"), 31 * 86_400
@@ -507,7 +551,9 @@ def test_a_folder_of_another_host_is_passed_over(
     build_prompts(read_rows(config), _tokenizer(), config, 1)
     assert f"{folder}: on another host (nfs4)" in capfd.readouterr().err
     assert not _entries(folder, "rows")
-    assert len([*(tmp_path / "tmp").glob("grpo_spmd-*/tokens-*")]) == 3  # itself, its note and its lock
+    assert (
+        len([*(tmp_path / "tmp").glob("grpo_spmd-*/tokens-*")]) == 3
+    )  # itself, its note and its lock
 
 
 def test_the_file_system_is_that_of_the_nearest_mount() -> None:
@@ -537,7 +583,9 @@ def test_a_stopped_maker_is_not_waited_for_without_end(
 # The fingerprint
 
 
-def test_content_counts_and_neither_its_path_nor_its_time(tmp_path: Path, folder: Path, reads: list[Path]) -> None:
+def test_content_counts_and_neither_its_path_nor_its_time(
+    tmp_path: Path, folder: Path, reads: list[Path]
+) -> None:
     config = _train(tmp_path)
     read_rows(config)
     moved = tmp_path / "moved.jsonl"
@@ -565,7 +613,9 @@ def test_a_digest_is_remembered_only_of_a_file_that_rests(
     path.write_bytes(b"abc")
     expected = hashlib.sha256(b"abc").hexdigest()
     assert [cache.digest_of(path), cache.digest_of(path)] == [expected] * 2
-    assert len(hashed) == 2  # written just now: it may be written to again within the same tick of the clock
+    assert (
+        len(hashed) == 2
+    )  # written just now: it may be written to again within the same tick of the clock
     monkeypatch.setattr(cache, "_RECENT_S", -1.0)
     assert [cache.digest_of(path), cache.digest_of(path)] == [expected] * 2
     assert len(hashed) == 3
@@ -575,9 +625,16 @@ def test_a_digest_is_remembered_only_of_a_file_that_rests(
 
 @pytest.mark.parametrize(
     "change",
-    [{"prompt_key": "question"}, {"prompt_template": "{question}"}, {"as_chat": True}, {"system_prompt": "be brief"}],
+    [
+        {"prompt_key": "question"},
+        {"prompt_template": "{question}"},
+        {"as_chat": True},
+        {"system_prompt": "be brief"},
+    ],
 )
-def test_rows_are_those_of_the_keys_that_make_them(change: dict[str, Any], tmp_path: Path, folder: Path) -> None:
+def test_rows_are_those_of_the_keys_that_make_them(
+    change: dict[str, Any], tmp_path: Path, folder: Path
+) -> None:
     config = DataConfig(train=_lines(tmp_path / "t.jsonl", '{"prompt": "a", "question": "b"}'))
     other = dataclasses.replace(config, **change)
     first, second = read_rows(config)[0], read_rows(other)[0]
@@ -633,12 +690,17 @@ def test_a_tokenizer_in_python_is_asked_each_time(tmp_path: Path, folder: Path) 
         chat_template = None
 
         def __call__(self, text: Any, **_: Any) -> dict[str, Any]:
-            ids = [[ord(letter) for letter in each] for each in ([text] if isinstance(text, str) else text)]
+            ids = [
+                [ord(letter) for letter in each]
+                for each in ([text] if isinstance(text, str) else text)
+            ]
             return {"input_ids": ids[0] if isinstance(text, str) else ids}
 
     config = _train(tmp_path)
     prompts = build_prompts(read_rows(config), Characters(), config, 1)
-    assert [prompt.token_ids for prompt in prompts] == [[ord(c) for c in str(prompt.text)] for prompt in prompts]
+    assert [prompt.token_ids for prompt in prompts] == [
+        [ord(c) for c in str(prompt.text)] for prompt in prompts
+    ]
     assert not _entries(folder, "tokens")
 
 
@@ -653,7 +715,9 @@ def test_data_that_change_while_they_are_read_are_refused(
             file.write('{"prompt": "late"}\n')
 
     monkeypatch.setattr(rows, "_read_jsonl", reading)
-    with pytest.raises(ConfigError, match=r"data\.train: .*train\.jsonl was changed while it was read"):
+    with pytest.raises(
+        ConfigError, match=r"data\.train: .*train\.jsonl was changed while it was read"
+    ):
         read_rows(config)
     assert not _entries(folder, "rows")
 
@@ -661,16 +725,34 @@ def test_data_that_change_while_they_are_read_are_refused(
 # Tokens
 
 
-def test_batches_give_the_tokens_of_one_by_one(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_give_the_tokens_of_one_by_one(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokens, "_BATCH", 3)
     text, tokenizer = "hello [world] a", _tokenizer(ROLES)
     chat = [{"role": "user", "content": text}]
-    records = [text, chat, "b", "c", "a a", chat, [*chat, {"role": "user", "content": "b"}], chat, chat, chat, text]
-    config = DataConfig(train=_lines(tmp_path / "t.jsonl", *(json.dumps({"prompt": each}) for each in records)))
+    records = [
+        text,
+        chat,
+        "b",
+        "c",
+        "a a",
+        chat,
+        [*chat, {"role": "user", "content": "b"}],
+        chat,
+        chat,
+        chat,
+        text,
+    ]
+    config = DataConfig(
+        train=_lines(tmp_path / "t.jsonl", *(json.dumps({"prompt": each}) for each in records))
+    )
     found = [prompt.token_ids for prompt in build_prompts(read_rows(config), tokenizer, config, 1)]
     options = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
     assert found == [
-        tokenizer.encode(each) if isinstance(each, str) else tokenizer.apply_chat_template(each, **options)
+        tokenizer.encode(each)
+        if isinstance(each, str)
+        else tokenizer.apply_chat_template(each, **options)
         for each in records
     ]
 
@@ -680,7 +762,11 @@ def test_a_class_that_encodes_in_its_own_way_is_heard(tmp_path: Path, folder: Pa
 
     class Own(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
         def _encode_plus(self, text: Any, *given: Any, **options: Any) -> Any:
-            turned = text[::-1] if isinstance(text, str) else [each[::-1] if "c" in each else each for each in text]
+            turned = (
+                text[::-1]
+                if isinstance(text, str)
+                else [each[::-1] if "c" in each else each for each in text]
+            )
             return super()._encode_plus(turned, *given, **options)
 
     config = DataConfig(train=_lines(tmp_path / "t.jsonl", '{"prompt": "a"}', '{"prompt": "b c"}'))
@@ -695,21 +781,29 @@ def test_the_first_row_that_is_wrong_is_named_cold_and_warm(
 ) -> None:
     monkeypatch.setattr(tokens, "_BATCH", 3)
     refused = [{"role": "system", "content": "s"}]
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}a"
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}a"
+    )
     prompts: list[Any] = [[{"role": "user", "content": "b"}] for _ in range(8)]
     prompts[position] = "a b c a b c"  # too long, and before the one that the template refuses
     prompts.append(refused)
     config = DataConfig(
-        train=_lines(tmp_path / "t.jsonl", *(json.dumps({"prompt": prompt}) for prompt in prompts)), max_prompt_tokens=5
+        train=_lines(tmp_path / "t.jsonl", *(json.dumps({"prompt": prompt}) for prompt in prompts)),
+        max_prompt_tokens=5,
     )
-    expected = f"{config.train}:{position + 1}: the prompt has 7 tokens, over data.max_prompt_tokens=5"
+    expected = (
+        f"{config.train}:{position + 1}: the prompt has 7 tokens, over data.max_prompt_tokens=5"
+    )
     for _ in range(2):
         with pytest.raises(ConfigError) as caught:
             build_prompts(read_rows(config), _tokenizer(template), config, 1)
         assert str(caught.value).startswith(expected)
     dropping = dataclasses.replace(config, on_long_prompt="drop")
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"t\.jsonl:9: the chat template refused the messages: .*no system here"):
+        with pytest.raises(
+            ConfigError,
+            match=r"t\.jsonl:9: the chat template refused the messages: .*no system here",
+        ):
             build_prompts(read_rows(dropping), _tokenizer(template), dropping, 1)
     assert not _entries(folder, "tokens")
 
@@ -733,7 +827,11 @@ def test_threads_of_the_library_are_the_users_choice(monkeypatch: pytest.MonkeyP
 
 
 def test_checkpoints_know_the_data_as_they_did(tmp_path: Path, folder: Path) -> None:
-    lines = ('{"prompt": "a", "z": 1, "answer": [1.0, null]}', '{"prompt": "a b c"}', '{"prompt": "b", "answer": "é"}')
+    lines = (
+        '{"prompt": "a", "z": 1, "answer": [1.0, null]}',
+        '{"prompt": "a b c"}',
+        '{"prompt": "b", "answer": "é"}',
+    )
     train = _lines(tmp_path / "t.jsonl", *lines)
     config = DataConfig(train=train, max_prompt_tokens=3, on_long_prompt="drop", eval={"x": train})
     # by hand: <bos> is 1, a 11, b 12; rows 0 and 2 are left
@@ -756,4 +854,6 @@ def test_the_stream_is_in_the_order_that_a_list_was_shuffled_in() -> None:
     prompts = [Prompt(row, row, [row], "", {}) for row in range(1000)]
     expected = list(range(1000))
     random.Random("5/0").shuffle(expected)
-    assert [prompt.row for prompt in PromptStream(prompts, seed=5, shuffle=True).take(1000)] == expected
+    assert [
+        prompt.row for prompt in PromptStream(prompts, seed=5, shuffle=True).take(1000)
+    ] == expected

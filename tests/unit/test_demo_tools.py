@@ -35,7 +35,9 @@ def test_a_right_episode_is_taught_as_the_template_writes_it(tokenizer: Any) -> 
         messages += [{"role": "assistant", "content": "", "tool_calls": [call_of(item)]}]
         messages += [{"role": "tool", "name": "count", "content": count}]
     messages += [{"role": "assistant", "content": said}]
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == "".join(text for text, _ in turns)
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "".join(
+        text for text, _ in turns
+    )
     ids, taught = make_lessons(tokenizer, 3)(0)[0]
     assert tokenizer.apply_chat_template(messages, return_dict=False) == ids
     # of "<user>c,f<end><assistant>" 6 tokens, of a call 6, of a result 4, of the answer 4
@@ -43,13 +45,18 @@ def test_a_right_episode_is_taught_as_the_template_writes_it(tokenizer: Any) -> 
 
 
 def test_transformers_parser_finds_the_calls_and_the_text(tokenizer: Any) -> None:
-    prompt = tokenizer.apply_chat_template(questions()[0]["prompt"], add_generation_prompt=True, return_dict=False)
+    prompt = tokenizer.apply_chat_template(
+        questions()[0]["prompt"], add_generation_prompt=True, return_dict=False
+    )
 
     def parsed(text: str) -> dict[str, Any]:
         return dict(tokenizer.parse_response(tokenizer.encode(text), prefix=prompt))
 
     assert parsed(call_text("c") + "<|end|>")["tool_calls"] == [call_of("c")]
-    assert parsed(call_text("c") + call_text("f") + "<|end|>")["tool_calls"] == [call_of("c"), call_of("f")]
+    assert parsed(call_text("c") + call_text("f") + "<|end|>")["tool_calls"] == [
+        call_of("c"),
+        call_of("f"),
+    ]
     assert parsed("7,3<|end|>") == {"role": "assistant", "content": "7,3"}
 
 

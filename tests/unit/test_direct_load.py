@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_spmd.engine.direct_load import DirectLoad, _Matrix
+from grpo_spmd.engine.gather import WeightDigest, weights_id
 from grpo_spmd.engine.requests import EngineStateError
-from grpo_spmd.engine.weight_digest import WeightDigest, weights_id
 from grpo_spmd.engine.weight_map import EngineTensor, TensorPart
 
 
@@ -34,15 +34,28 @@ def cuts(width: int, chance: random.Random) -> list[tuple[int, int]]:
 def test_any_cut_fills_any_slice_of_rows_and_columns() -> None:
     chance = random.Random(0)
     for _ in range(1500):
-        ranks, num_rows, columns = chance.randint(1, 5), chance.randint(1, 14), chance.choice([1, 2, 3, 4, 6])
+        ranks, num_rows, columns = (
+            chance.randint(1, 5),
+            chance.randint(1, 14),
+            chance.choice([1, 2, 3, 4, 6]),
+        )
         slices = chance.choice([n for n in (1, 2, 3) if columns % n == 0])
-        held, which, start = chance.randint(1, num_rows), chance.randrange(slices), chance.randint(0, 2)
+        held, which, start = (
+            chance.randint(1, num_rows),
+            chance.randrange(slices),
+            chance.randint(0, 2),
+        )
         first = chance.randint(0, num_rows - held)
-        whole, width = torch.arange(1.0, num_rows * columns + 1).view(num_rows, columns), columns // slices
+        whole, width = (
+            torch.arange(1.0, num_rows * columns + 1).view(num_rows, columns),
+            columns // slices,
+        )
         out = torch.zeros(start + held, width)
         # rows above it, which another tensor fills
         parts = TensorPart("a", num_rows, first, start, held), TensorPart("b", start, 0, 0, start)
-        matrix = _Matrix(EngineTensor("x", parts, out, None, False, which, slices, nn.Module()), torch.float32)
+        matrix = _Matrix(
+            EngineTensor("x", parts, out, None, False, which, slices, nn.Module()), torch.float32
+        )
         matrix.begin()
         given, rows = blocks(whole, ranks)
         for low, high in cuts(given.shape[1], chance):
@@ -58,7 +71,9 @@ def test_any_cut_fills_any_slice_of_rows_and_columns() -> None:
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
-def test_what_comes_unrounded_is_rounded_to_the_engines_format_however_it_is_kept(kept: torch.dtype) -> None:
+def test_what_comes_unrounded_is_rounded_to_the_engines_format_however_it_is_kept(
+    kept: torch.dtype,
+) -> None:
     """From one rank's parameters; some layers of a bfloat16 engine keep their bias in float32."""
     bias, out = torch.randn(1, 9), torch.zeros(9, dtype=kept)
     parts = (TensorPart("a", 9, 0, 0, 9),)
@@ -77,7 +92,9 @@ class Copies(TorchDispatchMode):
         super().__init__()
         self.operators = list[str]()
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.operators.append(str(operator))
         return operator(*args, **(kwargs or {}))
 
@@ -87,7 +104,9 @@ def test_ranks_cost_no_copies_and_nothing_is_allocated() -> None:
     tensor that this rank of 2 holds half of, and one for the rank in the middle of which its half ends."""
     layer, rows, columns = nn.Module(), 4 * 66, 8
     names = ["q", "k", "v"]
-    parts = tuple(TensorPart(name, rows, 0, at * rows // 2, rows // 2) for at, name in enumerate(names))
+    parts = tuple(
+        TensorPart(name, rows, 0, at * rows // 2, rows // 2) for at, name in enumerate(names)
+    )
     layer.weight = nn.Parameter(torch.zeros(3 * rows // 2, columns))
     layer.norm = nn.Parameter(torch.zeros(rows))
     tensors = [
@@ -101,7 +120,10 @@ def test_ranks_cost_no_copies_and_nothing_is_allocated() -> None:
     for name, tensor in whole.items():
         given, block = blocks(tensor, 64)
         third = -(-given.shape[1] // 3)
-        pieces += [((name, tensor, None), low, given[:, low : low + third]) for low in range(0, given.shape[1], third)]
+        pieces += [
+            ((name, tensor, None), low, given[:, low : low + third])
+            for low in range(0, given.shape[1], third)
+        ]
     assert block == 5
     with found:
         direct(pieces)
@@ -112,20 +134,31 @@ def test_ranks_cost_no_copies_and_nothing_is_allocated() -> None:
     # 9 pieces of weights; rows 130 and 131 of the 132 are of the rank in the middle, and in 2 of 3 pieces each; the
     # norm: 3 pieces, of whose last block (rows 260 to 264) 4 are there
     assert 12 <= copies <= 12 + 3 * 2 + 3, copies
-    made = [name for name in found.operators if "empty" in name or "clone" in name or "new_" in name]
+    made = [
+        name for name in found.operators if "empty" in name or "clone" in name or "new_" in name
+    ]
     assert made == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_name_does_not_depend_on_the_cut_and_does_on_every_bit_and_place(dtype: torch.dtype) -> None:
+def test_the_name_does_not_depend_on_the_cut_and_does_on_every_bit_and_place(
+    dtype: torch.dtype,
+) -> None:
     stretch = WeightDigest(torch.device("cpu")).stretch(dtype.itemsize)  # 2^17 words
     assert stretch == 2**20 // dtype.itemsize
-    chance, tensors = random.Random(1), {"a": torch.randn(2 * stretch + 7).to(dtype), "b": torch.randn(5).to(dtype)}
+    chance, tensors = (
+        random.Random(1),
+        {"a": torch.randn(2 * stretch + 7).to(dtype), "b": torch.randn(5).to(dtype)},
+    )
 
     def named(given: dict[str, Tensor], num_ranks: int) -> str:
         """In pieces of any size and alignment, in any order, over so many ranks."""
         digests = [WeightDigest(torch.device("cpu")) for _ in range(num_ranks)]
-        pieces = [(name, *bounds) for name, tensor in given.items() for bounds in cuts(len(tensor), chance)]
+        pieces = [
+            (name, *bounds)
+            for name, tensor in given.items()
+            for bounds in cuts(len(tensor), chance)
+        ]
         chance.shuffle(pieces)
         for name, low, high in pieces:
             chance.choice(digests).add(name, low, given[name][low:high])
@@ -134,14 +167,21 @@ def test_the_name_does_not_depend_on_the_cut_and_does_on_every_bit_and_place(dty
     names = {named(tensors, ranks) for ranks in (1, 1, 2, 5)}
     assert len(names) == 1
     a, bits = tensors["a"], torch.int32 if dtype == torch.float32 else torch.int16
-    for bit, place in itertools.product((0, 8, 8 * dtype.itemsize - 1), (0, 1, 3, stretch + 3, len(a) - 1)):
+    for bit, place in itertools.product(
+        (0, 8, 8 * dtype.itemsize - 1), (0, 1, 3, stretch + 3, len(a) - 1)
+    ):
         changed = a.clone()
         changed.view(bits)[place] ^= -1 << bit if bit == 8 * dtype.itemsize - 1 else 1 << bit
         names.add(named({**tensors, "a": changed}, 2))
     names.add(named({**tensors, "a": a.roll(1)}, 1))
     names.add(named({**tensors, "a": torch.cat([a[stretch:], a[:stretch]])}, 1))  # by a stretch
     in_rows = 1024 // dtype.itemsize  # elements of a row of the sums
-    names.add(named({**tensors, "a": torch.cat([a[in_rows : 2 * in_rows], a[:in_rows], a[2 * in_rows :]])}, 1))
+    names.add(
+        named(
+            {**tensors, "a": torch.cat([a[in_rows : 2 * in_rows], a[:in_rows], a[2 * in_rows :]])},
+            1,
+        )
+    )
     swapped = a.clone()
     swapped[:5] = tensors["b"]
     names.add(named({"a": swapped, "b": a[:5]}, 1))
@@ -165,7 +205,11 @@ def test_signs_of_two_weights_show_in_the_name(dtype: torch.dtype) -> None:
         return weights_id([digest.totals()])
 
     pairs = [chance.sample(range(num_words), 2) for _ in range(40)]
-    pairs += [[0, 1], [0, 128], [5, 5 + (1 << 17)] if num_words > 1 << 17 else [5, 6]]  # a row, a column, a place
+    pairs += [
+        [0, 1],
+        [0, 128],
+        [5, 5 + (1 << 17)] if num_words > 1 << 17 else [5, 6],
+    ]  # a row, a column, a place
     names = {
         name(),
         *(name(*pair) for pair in pairs),

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_spmd.distributed.doctor_report import Alarm, Answer, Fault, Place, fault_of, find_culprit, write_report
-from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.doctor import (
+    Alarm,
+    Answer,
+    Fault,
+    Place,
+    fault_of,
+    find_culprit,
+    write_report,
+)
+from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.proofs.logprob_check import MismatchError
 
 
@@ -17,9 +25,15 @@ def test_the_culprit_of_a_hang() -> None:
     """By the fewest phases and collectives, then by the flight recorder, then by who waits for nobody."""
     alarm = Alarm("timeout", 0, 0, 60.0)
     waits = answer(waits="collective")
-    assert find_culprit(alarm, [waits, answer(8, "reward", waits="collective"), waits, answer()])[0] == 1
+    assert (
+        find_culprit(alarm, [waits, answer(8, "reward", waits="collective"), waits, answer()])[0]
+        == 1
+    )
     assert find_culprit(alarm, [waits, waits, answer(), waits])[0] == 2
-    behind, ahead = answer(enqueued={"world": 4, "tp": 9}), answer(enqueued={"world": 5}, waits="device")
+    behind, ahead = (
+        answer(enqueued={"world": 4, "tp": 9}),
+        answer(enqueued={"world": 5}, waits="device"),
+    )
     assert find_culprit(alarm, [ahead, ahead, behind, ahead])[0] == 2
     assert find_culprit(alarm, [waits, waits, answer(waits="device"), waits])[0] == 2
     assert "no rank can be told" in find_culprit(alarm, [waits, waits])[1]
@@ -37,8 +51,13 @@ def test_the_culprit_among_failures() -> None:
     assert find_culprit(Alarm("follows", 0, 0), [follows, answer(), raised])[0] == 2
     assert find_culprit(Alarm("follows", 0, 0), [follows, answer(), gone])[0] == 2
     assert find_culprit(Alarm("stopped", 0, 0), [stopped, stopped, gone])[0] == 2
-    assert find_culprit(Alarm("follows", 1, 1), [answer(), follows])[0] == 1  # nobody else knows more
-    assert find_culprit(Alarm("dead", 0, 1), [answer(), answer(answers=False, state="unknown")])[0] == 1
+    assert (
+        find_culprit(Alarm("follows", 1, 1), [answer(), follows])[0] == 1
+    )  # nobody else knows more
+    assert (
+        find_culprit(Alarm("dead", 0, 1), [answer(), answer(answers=False, state="unknown")])[0]
+        == 1
+    )
 
 
 def test_a_report_of_a_thousand_ranks_is_still_read() -> None:

@@ -15,18 +15,17 @@ from typing import Any
 
 import pytest
 
+from grpo_spmd.checks import data, model_folder
+from grpo_spmd.checks.data import check_prompts_early, sample
+from grpo_spmd.checks.engine_keys import idle_keys
+from grpo_spmd.checks.explain import explain
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import DataConfig, RewardConfig
-from grpo_spmd.data import early, hub
-from grpo_spmd.data.early import check_prompts_early, sample
-from grpo_spmd.data.rows import read_rows
-from grpo_spmd.data.table import PromptRow
+from grpo_spmd.data import hub
+from grpo_spmd.data.rows import PromptRow, read_rows
 from grpo_spmd.engine.cache_room import no_room_for_cache, refused_keys
-from grpo_spmd.preflight import installed
-from grpo_spmd.preflight.explain import explain
-from grpo_spmd.preflight.idle_keys import idle_keys
-from grpo_spmd.rewards.early import check_gold
+from grpo_spmd.rewards.named import check_gold
 from grpo_spmd.rewards.verifiers import SHIPPED
 from tests.support.bad_inputs import check_exit_code
 from tests.support.early_mistakes import MISTAKES, TEMPLATE, Mistake, good_folder, write_rows
@@ -35,13 +34,22 @@ from tests.support.early_mistakes import MISTAKES, TEMPLATE, Mistake, good_folde
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+    ):
         monkeypatch.delenv(name, raising=False)
     good_folder()
     return tmp_path
 
 
-def test_there_are_forty_and_the_unspoiled_folder_is_good(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_forty_and_the_unspoiled_folder_is_good(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert len(MISTAKES) >= 40
     assert len({each.name for each in MISTAKES}) == len(MISTAKES)
     assert check_exit_code(monkeypatch) == 0
@@ -50,7 +58,10 @@ def test_there_are_forty_and_the_unspoiled_folder_is_good(folder: Path, monkeypa
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_it_is_said_in_one_line_with_the_remedy(
-    mistake: Mistake, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mistake: Mistake,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     mistake.make(monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", str(mistake.ranks))
@@ -84,7 +95,9 @@ def _answering(status: int, code: str = "", location: str = "") -> Iterator[tupl
             pass
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", asked
@@ -102,7 +115,12 @@ def _answering(status: int, code: str = "", location: str = "") -> Iterator[tupl
         ("models", 429, "", None),  # the libraries wait and ask again
         ("models", 401, "GatedRepo", "org/x is gated: accept its terms on"),
         ("models", 403, "GatedRepo", "org/x is gated"),
-        ("models", 401, "RepoNotFound", "or it is private; check the name (set HF_TOKEN if it is private)"),
+        (
+            "models",
+            401,
+            "RepoNotFound",
+            "or it is private; check the name (set HF_TOKEN if it is private)",
+        ),
         ("models", 404, "RepoNotFound", "org/x, or it is private"),
         ("models", 404, "EntryNotFound", "org/x has no config.json on the hub"),
         ("datasets", 404, "EntryNotFound", None),
@@ -111,11 +129,19 @@ def _answering(status: int, code: str = "", location: str = "") -> Iterator[tupl
     ],
 )
 def test_the_hubs_answer_becomes_one_line(
-    kind: Any, status: int, code: str, said: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Any,
+    status: int,
+    code: str,
+    said: str | None,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(folder))
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    with _answering(status, code, "http://127.0.0.1:9/elsewhere" if status == 307 else "") as (endpoint, asked):
+    with _answering(status, code, "http://127.0.0.1:9/elsewhere" if status == 307 else "") as (
+        endpoint,
+        asked,
+    ):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         try:
             hub.check_reachable(kind, "org/x", "the.key")
@@ -130,7 +156,9 @@ def test_the_hubs_answer_becomes_one_line(
         assert said in found
 
 
-def test_the_token_goes_along_and_other_ranks_ask_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_goes_along_and_other_ranks_ask_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "token").write_text("hf_made_up\n", encoding="utf-8")
     monkeypatch.setenv("HF_HOME", str(folder))
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -142,7 +170,9 @@ def test_the_token_goes_along_and_other_ranks_ask_nothing(folder: Path, monkeypa
     assert asked == [("/org/x/resolve/main/config.json", "Bearer hf_made_up")]
 
 
-def test_a_hub_that_takes_the_call_and_says_nothing_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_takes_the_call_and_says_nothing_is_given_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import socket
 
     monkeypatch.setattr(hub, "WAIT_S", 0.2)
@@ -166,11 +196,15 @@ def test_a_model_in_the_cache_is_looked_through_as_a_folder_is(
     monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(folder / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert check_exit_code(monkeypatch, "model.path=org/x") == 0
-    assert check_exit_code(monkeypatch, "model.path=org/x", "model.lora.target_modules=[query]") == 2
+    assert (
+        check_exit_code(monkeypatch, "model.path=org/x", "model.lora.target_modules=[query]") == 2
+    )
     assert "'query' names no linear layer" in capsys.readouterr().err
 
 
-def test_a_line_break_in_a_token_is_no_part_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_break_in_a_token_is_no_part_of_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with _answering(200) as (endpoint, asked):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         monkeypatch.setenv("HF_TOKEN", "hf_made\r\n_up\n")
@@ -190,21 +224,47 @@ def test_a_few_rows_without_gold_are_a_warning_of_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {said}")
     # null says that a reward does not apply, where another one does
-    assert check_exit_code(monkeypatch, "rewards=[{name: gsm8k}, {name: format, args: {pattern: .}}]") == 0
+    assert (
+        check_exit_code(monkeypatch, "rewards=[{name: gsm8k}, {name: format, args: {pattern: .}}]")
+        == 0
+    )
     assert "as in 1 of 4 rows" in capsys.readouterr().err
     write_rows(*[{"answer": answer} for answer in ("1", None, None, "4")])
-    assert check_exit_code(monkeypatch, "rewards=[{name: gsm8k}, {name: format, args: {pattern: .}}]") == 0
+    assert (
+        check_exit_code(monkeypatch, "rewards=[{name: gsm8k}, {name: format, args: {pattern: .}}]")
+        == 0
+    )
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("reward", ["countdown", "exact", "gsm8k"])
 def test_gold_that_is_read_early_is_what_the_verifier_reads(reward: str) -> None:
     args: dict[str, Any] = {"answer_tag": None} if reward == "countdown" else {}
-    golds: list[Any] = [None, "", " ", "[]", "x", "7", "a1b 2", "1.", 7, 7.5, -3, [], ["3", 8], [1.5], "[1", {}, True]
+    golds: list[Any] = [
+        None,
+        "",
+        " ",
+        "[]",
+        "x",
+        "7",
+        "a1b 2",
+        "1.",
+        7,
+        7.5,
+        -3,
+        [],
+        ["3", 8],
+        [1.5],
+        "[1",
+        {},
+        True,
+    ]
     for gold in golds:
         columns = dict.fromkeys(("answer", "nums"), gold) | {"target": 5 if gold == "7" else gold}
         try:
-            scores: list[Any] = SHIPPED[reward](["7"], **{name: [value] for name, value in columns.items()}, **args)
+            scores: list[Any] = SHIPPED[reward](
+                ["7"], **{name: [value] for name, value in columns.items()}, **args
+            )
         except Exception:
             scores = ["raised"]
         try:
@@ -214,7 +274,10 @@ def test_gold_that_is_read_early_is_what_the_verifier_reads(reward: str) -> None
         except ConfigError as error:
             read = "raised" if "cannot read" in str(error) else "none"
         expected = {None: "none", "raised": "raised"}.get(scores[0], "scored")
-        assert (read, gold) == (expected, gold) or (reward, read) in {("countdown", "raised"), ("exact", "none")}
+        assert (read, gold) == (expected, gold) or (reward, read) in {
+            ("countdown", "raised"),
+            ("exact", "none"),
+        }
 
 
 # Lengths of chat prompts, against transformers
@@ -232,7 +295,9 @@ TEMPLATES = [
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("as_file", [False, True])
-def test_the_early_length_is_that_of_transformers(template: str, as_file: bool, folder: Path) -> None:
+def test_the_early_length_is_that_of_transformers(
+    template: str, as_file: bool, folder: Path
+) -> None:
     from transformers import AutoTokenizer
 
     settings = {
@@ -256,19 +321,29 @@ def test_the_early_length_is_that_of_transformers(template: str, as_file: bool, 
     rows = [PromptRow(messages, {}, "x:1")]
     check_prompts_early(rows, DataConfig(train="x", max_prompt_tokens=expected), Path("model"))
     with pytest.raises(ConfigError, match=f"x:1: the prompt has {expected} tokens"):
-        check_prompts_early(rows, DataConfig(train="x", max_prompt_tokens=expected - 1), Path("model"))
+        check_prompts_early(
+            rows, DataConfig(train="x", max_prompt_tokens=expected - 1), Path("model")
+        )
 
 
 def test_a_template_that_only_transformers_understands_is_left_to_it(folder: Path) -> None:
     rows = [PromptRow([{"role": "user", "content": "a" * 99}], {}, "x:1")]
-    for template in ("{% generation %}{{ messages }}{% endgeneration %}", "{{ messages.nothing.there }}"):
-        Path("model/tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
+    for template in (
+        "{% generation %}{{ messages }}{% endgeneration %}",
+        "{{ messages.nothing.there }}",
+    ):
+        Path("model/tokenizer_config.json").write_text(
+            json.dumps({"chat_template": template}), encoding="utf-8"
+        )
         check_prompts_early(rows, DataConfig(train="x", max_prompt_tokens=4), Path("model"))
 
 
 def test_of_many_rows_the_longest_and_each_nth_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "_MOST_CHARACTERS", 1000)
-    rows = [PromptRow("x" * (100 if number in (7, 5003) else 1), {}, f"f:{number}") for number in range(10_000)]
+    monkeypatch.setattr(data, "_MOST_CHARACTERS", 1000)
+    rows = [
+        PromptRow("x" * (100 if number in (7, 5003) else 1), {}, f"f:{number}")
+        for number in range(10_000)
+    ]
     taken = [int(row.where[2:]) for row in sample(rows)]
     assert {7, 5003} <= set(taken)
     assert taken == sorted(set(taken))
@@ -280,7 +355,9 @@ def test_of_many_rows_the_longest_and_each_nth_are_read(monkeypatch: pytest.Monk
 # The disk: 12 bytes a parameter that trains, and the export
 
 
-def test_room_is_counted_for_what_is_kept_at_one_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_counted_for_what_is_kept_at_one_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import shutil
 
     # embedding 40 x 16; a layer: q, o of 128 x 16, k, v of 64 x 16, gate, up, down of 24 x 16, norms 16, 16, 32, 32
@@ -290,7 +367,7 @@ def test_room_is_counted_for_what_is_kept_at_one_time(folder: Path, monkeypatch:
     def fits(free: int, *overrides: str) -> bool:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
         try:
-            installed.check_disk(load_config("config.yaml", ["model.lora.rank=0", *overrides]))
+            model_folder.check_disk(load_config("config.yaml", ["model.lora.rank=0", *overrides]))
         except ConfigError:
             return False
         return True
@@ -298,8 +375,14 @@ def test_room_is_counted_for_what_is_kept_at_one_time(folder: Path, monkeypatch:
     for saves, overrides in (
         (1, ["checkpoint.every_steps=0"]),
         (3, ["checkpoint.every_steps=1", "checkpoint.keep=2"]),
-        (4, ["checkpoint.every_steps=1", "checkpoint.keep=2", "checkpoint.best_metric=reward/mean"]),
-        (2, ["checkpoint.every_steps=100", "checkpoint.keep=9"]),  # at step 100, which is the last too
+        (
+            4,
+            ["checkpoint.every_steps=1", "checkpoint.keep=2", "checkpoint.best_metric=reward/mean"],
+        ),
+        (
+            2,
+            ["checkpoint.every_steps=100", "checkpoint.keep=9"],
+        ),  # at step 100, which is the last too
     ):
         needed = saves * 12 * parameters + 2 * parameters
         assert fits(needed, *overrides)
@@ -312,14 +395,27 @@ def test_room_is_counted_for_what_is_kept_at_one_time(folder: Path, monkeypatch:
 # Paths
 
 
-def test_the_home_folder_is_put_in_for_a_tilde(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_is_put_in_for_a_tilde(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(folder))
-    paths = ["run_dir=~/run", "model.path=~/model", "data.train=~/train.jsonl", "data.eval={a: ~/b.jsonl}"]
+    paths = [
+        "run_dir=~/run",
+        "model.path=~/model",
+        "data.train=~/train.jsonl",
+        "data.eval={a: ~/b.jsonl}",
+    ]
     paths += ["rewards=[{function: '~/r.py:fn'}]", "checkpoint.resume=~/old", "eval.every_steps=1"]
     config = load_config("~/config.yaml", paths)
     assert (config.run_dir, config.model.path) == (f"{folder}/run", f"{folder}/model")
-    assert (config.data.train, config.data.eval_sets) == (f"{folder}/train.jsonl", {"a": f"{folder}/b.jsonl"})
-    assert (config.rewards[0].function, config.checkpoint.resume) == (f"{folder}/r.py:fn", f"{folder}/old")
+    assert (config.data.train, config.data.eval_sets) == (
+        f"{folder}/train.jsonl",
+        {"a": f"{folder}/b.jsonl"},
+    )
+    assert (config.rewards[0].function, config.checkpoint.resume) == (
+        f"{folder}/r.py:fn",
+        f"{folder}/old",
+    )
     assert load_config("config.yaml", ["data.train=a~b.jsonl"]).data.train == "a~b.jsonl"
 
 
@@ -384,7 +480,9 @@ def test_vllms_words_about_its_arguments_are_one_line(error: str, said: str) -> 
 
 
 @pytest.mark.parametrize("with_keys", [False, True])
-def test_only_where_keys_were_given_are_they_the_reason(with_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_where_keys_were_given_are_they_the_reason(
+    with_keys: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from grpo_spmd.config.schema import ModelConfig, RolloutConfig
     from grpo_spmd.engine import start
 
@@ -393,7 +491,11 @@ def test_only_where_keys_were_given_are_they_the_reason(with_keys: bool, monkeyp
             raise KeyError("FOO")
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Fails))
-    for name in ("refuse_unshareable_segments", "keep_caches_on_node", "_name_shared_memory_after_job"):
+    for name in (
+        "refuse_unshareable_segments",
+        "keep_caches_on_node",
+        "_name_shared_memory_after_job",
+    ):
         monkeypatch.setattr(start, name, lambda *_: None)
     session: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), world_size=1, attempt=0)
     rollout = RolloutConfig(engine={"attention_backend": "FOO"} if with_keys else {})
@@ -418,7 +520,11 @@ def test_keys_that_another_leaves_without_effect_are_worth_a_look(folder: Path) 
         "eval.temperature does nothing: eval.every_steps is 0",
     ]
     assert found[0] in "\n".join(explain(config, sources, None, 4, 1))
-    assert [*idle_keys(*load_config_with_sources("config.yaml", ["loss.kl_estimator=k1", "loss.kl_coef=0.1"]))] == []
+    assert [
+        *idle_keys(
+            *load_config_with_sources("config.yaml", ["loss.kl_estimator=k1", "loss.kl_coef=0.1"])
+        )
+    ] == []
 
 
 def test_that_lora_is_off_may_be_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,18 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.rollout.environments.endpoint import Call, Endpoint
-from tests.support.agents import USAGE, answered, ask, chat_request, connect, echo, read_response, taken, wait_until
+from grpo_spmd.episodes.endpoint import Call, Endpoint
+from tests.support.agents import (
+    USAGE,
+    answered,
+    ask,
+    chat_request,
+    connect,
+    echo,
+    read_response,
+    taken,
+    wait_until,
+)
 
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 CLIENTS = Path(__file__).parents[1] / "support/workers/agent_clients.py"
@@ -74,9 +84,18 @@ def test_the_stock_client_works(endpoint: Endpoint, caplog: pytest.LogCaptureFix
     assert sync["patient"] == "(3, 0): slow"
     codes = [error[:2] for error in sync["errors"]]
     assert codes[:6] == [[400, "unsupported_parameter"]] * 6
-    assert codes[6:11] == [[404, "model_not_found"], *[[400, "invalid_request"]] * 3, [413, "body_too_large"]]
+    assert codes[6:11] == [
+        [404, "model_not_found"],
+        *[[400, "invalid_request"]] * 3,
+        [413, "body_too_large"],
+    ]
     assert sync["errors"][0][3] == "`n`=2 is not done here; leave it out"
-    assert sync["errors"][-1] == [400, "context_length_exceeded", "BadRequestError", "too many tokens"]
+    assert sync["errors"][-1] == [
+        400,
+        "context_length_exceeded",
+        "BadRequestError",
+        "too many tokens",
+    ]
     assert sync["token"][:3] == [401, "invalid_api_key", "AuthenticationError"]
     assert sync["session"][:3] == [404, "not_found", "NotFoundError"]
     assert found["async"] == [[f"(3, {i}): number {j}" for j in range(3)] for i in range(8)]
@@ -107,18 +126,29 @@ def test_options_reach_the_rank_and_neutral_ones_are_nothing(endpoint: Endpoint)
         neutral,
     ]
     with answered(endpoint, keep):
-        assert [ask(opened["base_url"], chat_request(opened, HI | one)) for one in asked] == [(200, "")] * 3
+        assert [ask(opened["base_url"], chat_request(opened, HI | one)) for one in asked] == [
+            (200, "")
+        ] * 3
     assert [call.options.max_tokens for call in seen] == [4, None, None]
     assert [call.options.ignored for call in seen] == [(), ("top_p",), ()]
-    assert [(call.place, call.tools, call.messages) for call in seen] == [((1, 2), [], HI["messages"])] * 3
+    assert [(call.place, call.tools, call.messages) for call in seen] == [
+        ((1, 2), [], HI["messages"])
+    ] * 3
 
 
 def _nested(depth: int) -> bytes:
-    return b'{"messages": [{"role": "user", "content": "hi"}], "tools": ' + b"[" * depth + b"]" * depth + b"}"
+    return (
+        b'{"messages": [{"role": "user", "content": "hi"}], "tools": '
+        + b"[" * depth
+        + b"]" * depth
+        + b"}"
+    )
 
 
 def _with_tool(parameters: Any) -> dict[str, Any]:
-    return HI | {"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
+    return HI | {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    }
 
 
 def _deep(depth: int) -> Any:
@@ -150,7 +180,12 @@ BAD_BODIES = {
     "calls": {"messages": [{"role": "assistant", "tool_calls": {"a": 1}}]},
     "call": {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 3}}]}]},
     "arguments": {
-        "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": _deep(40)}}]}]
+        "messages": [
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": _deep(40)}}],
+            }
+        ]
     },
     "tools": HI | {"tools": {"a": 1}},
     "tool": HI | {"tools": [{"type": "function"}]},
@@ -161,7 +196,9 @@ BAD_BODIES = {
 }
 
 
-def test_bodies_that_are_no_requests_are_refused_one_by_one_on_one_connection(endpoint: Endpoint) -> None:
+def test_bodies_that_are_no_requests_are_refused_one_by_one_on_one_connection(
+    endpoint: Endpoint,
+) -> None:
     opened = endpoint.open((0, 0))
     with answered(endpoint), connect(opened["base_url"]) as connection:
         for name, body in BAD_BODIES.items():
@@ -169,8 +206,12 @@ def test_bodies_that_are_no_requests_are_refused_one_by_one_on_one_connection(en
             status, headers, answer = read_response(connection)
             assert (name, status, headers["connection"]) == (name, 400, "keep-alive")
             assert json.loads(answer)["error"]["code"] == "invalid_request"
-        first, last = ({"messages": [{"role": "user", "content": text}]} for text in ("first", "last"))
-        connection.sendall(chat_request(opened, first) + chat_request(opened, last, extra="Connection: close\r\n"))
+        first, last = (
+            {"messages": [{"role": "user", "content": text}]} for text in ("first", "last")
+        )
+        connection.sendall(
+            chat_request(opened, first) + chat_request(opened, last, extra="Connection: close\r\n")
+        )
         both = b""
         while chunk := connection.recv(65536):
             both += chunk
@@ -180,7 +221,12 @@ def test_bodies_that_are_no_requests_are_refused_one_by_one_on_one_connection(en
 
 def _raw(opened: dict[str, str], head: str) -> bytes:
     path = "/" + opened["base_url"].split("/", 3)[3] + "/chat/completions"
-    return head.replace("PATH", path).replace("TOKEN", opened["api_key"]).replace("\n", "\r\n").encode()
+    return (
+        head.replace("PATH", path)
+        .replace("TOKEN", opened["api_key"])
+        .replace("\n", "\r\n")
+        .encode()
+    )
 
 
 _OWN = "POST PATH HTTP/1.1\nAuthorization: Bearer TOKEN\n"
@@ -202,8 +248,14 @@ HEADS = {
     "another session": (404, "POST /sessions/0123456789abcdef/v1/chat/completions HTTP/1.1\n\n"),
     "no token": (401, "POST PATH HTTP/1.1\nContent-Length: 2\n\n{}"),
     "no bearer": (401, "POST PATH HTTP/1.1\nAuthorization: Basic TOKEN\nContent-Length: 2\n\n{}"),
-    "half a token": (401, "POST PATH HTTP/1.1\nAuthorization: Bearer TOKE\nContent-Length: 2\n\n{}"),
-    "a token of no ASCII": (401, "POST PATH HTTP/1.1\nAuthorization: Bearer \N{LATIN SMALL LETTER E WITH ACUTE}\n\n"),
+    "half a token": (
+        401,
+        "POST PATH HTTP/1.1\nAuthorization: Bearer TOKE\nContent-Length: 2\n\n{}",
+    ),
+    "a token of no ASCII": (
+        401,
+        "POST PATH HTTP/1.1\nAuthorization: Bearer \N{LATIN SMALL LETTER E WITH ACUTE}\n\n",
+    ),
     "another method": (405, "PUT PATH HTTP/1.1\nAuthorization: Bearer TOKEN\n\n"),
     "a long header": (431, _OWN + "X: " + "x" * 40_000 + "\n\n"),
     "no end of headers": (431, _OWN + "X: " + "x" * 40_000),
@@ -216,7 +268,9 @@ def test_heads_that_are_not_one_request_end_the_connection(endpoint: Endpoint, n
     opened = endpoint.open((0, 0))
     status, head = HEADS[name]
     with connect(opened["base_url"]) as connection:
-        connection.sendall(_raw(opened, head) + chat_request(opened, HI) * (name != "no end of headers"))
+        connection.sendall(
+            _raw(opened, head) + chat_request(opened, HI) * (name != "no end of headers")
+        )
         found, headers, _ = read_response(connection)
         assert (found, headers["connection"]) == (status, "close")
         with suppress(OSError):  # it may be over
@@ -237,7 +291,11 @@ def test_slow_requests_are_given_up_and_hold_nobody_up() -> None:
     with Endpoint(request_s=0.5) as endpoint:
         opened = endpoint.open((0, 0))
         whole = chat_request(opened, HI)
-        with answered(endpoint), connect(opened["base_url"]) as silent, connect(opened["base_url"]) as slow:
+        with (
+            answered(endpoint),
+            connect(opened["base_url"]) as silent,
+            connect(opened["base_url"]) as slow,
+        ):
             with connect(opened["base_url"]) as stuck:
                 stuck.sendall(whole[:-1])  # all but the body's last byte
                 for number in range(20):  # a byte now and then
@@ -284,7 +342,10 @@ def test_the_end_of_a_session_ends_who_waits_in_it_and_nobody_else(endpoint: End
     assert read_response(connections[1])[0] == 200
     again = endpoint.open((0, 0))  # an episode that is tried once more
     assert again["base_url"] != opened[0]["base_url"]
-    assert ask(again["base_url"], chat_request(again, HI, token=opened[0]["api_key"])) == (401, "invalid_api_key")
+    assert ask(again["base_url"], chat_request(again, HI, token=opened[0]["api_key"])) == (
+        401,
+        "invalid_api_key",
+    )
     for connection in connections:
         connection.close()
 
@@ -331,7 +392,10 @@ def test_64_sessions_at_once_get_their_own_answers(endpoint: Endpoint) -> None:
         for place, connection in connections.items():
             status, _, body = read_response(connection)
             assert status == 200
-            assert json.loads(body)["choices"][0]["message"]["content"] == f"{place}: {turn} of {place}"
+            assert (
+                json.loads(body)["choices"][0]["message"]["content"]
+                == f"{place}: {turn} of {place}"
+            )
     for connection in connections.values():
         connection.close()
 
@@ -346,7 +410,9 @@ def test_nothing_is_left_when_the_endpoint_ends() -> None:
         with answered(endpoint):
             connections[4].sendall(whole)
             assert read_response(connections[4])[0] == 200
-        for connection, sent in zip(connections, (b"", whole[:20], whole[:-1], whole), strict=False):
+        for connection, sent in zip(
+            connections, (b"", whole[:20], whole[:-1], whole), strict=False
+        ):
             connection.sendall(sent)
         (call,) = taken(endpoint, 1)
     for connection in connections:

@@ -11,22 +11,20 @@ from typing import Any
 
 import pytest
 
+from grpo_spmd.checks.explain import explain
+from grpo_spmd.checks.inputs import check_inputs
+from grpo_spmd.checks.memory import engine_rows, engine_tokens
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
-from grpo_spmd.config.reward_keys import RewardConfig
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import Config, RewardConfig
+from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.hf_files import load_tokenizer
-from grpo_spmd.preflight.checks import check_inputs
-from grpo_spmd.preflight.engine_room import engine_tokens
-from grpo_spmd.preflight.explain import explain
-from grpo_spmd.preflight.memory import engine_rows
-from grpo_spmd.preflight.model_facts import read_model
 from grpo_spmd.records import Completion, ScoredRollouts
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.remote.client import UnexpectedError
-from grpo_spmd.rewards.remote.early import check_calls
-from grpo_spmd.rollout.beside import with_scores
+from grpo_spmd.rewards.remote.servers import check_calls
 from grpo_spmd.rollout.engine_judge import EngineJudge
+from grpo_spmd.rollout.merge_scores import with_scores
 from tests.support.models import make_model, write_config
 from tests.support.reward_texts import give_chat_tokenizer
 
@@ -38,11 +36,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     make_model(folder / "chat", "qwen3", tied=True, vocab_size=272, max_position_embeddings=1024)
     give_chat_tokenizer(folder / "chat")
-    make_model(folder / "plain", "qwen3", tied=True, max_position_embeddings=1024)  # its tokenizer has no template
+    make_model(
+        folder / "plain", "qwen3", tied=True, max_position_embeddings=1024
+    )  # its tokenizer has no template
     return folder
 
 
-def config_of(folder: Path, models: Path, model: str = "chat", rubric: str = RUBRIC, **entry: Any) -> Path:
+def config_of(
+    folder: Path, models: Path, model: str = "chat", rubric: str = RUBRIC, **entry: Any
+) -> Path:
     (folder / "rubric.md").write_text(rubric)
     reward = {"url": "engine", "judge": str(folder / "rubric.md"), **entry}
     return write_config(folder, models / model, rewards=[reward])
@@ -55,8 +57,14 @@ def loaded(*of: Any, **more: Any) -> Config:
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ({"judge": None}, "rewards.0.judge: url: engine is the policy as a judge, by a rubric; give the rubric's file"),
-        ({"judge_model": "m"}, "rewards.0.judge_model is of a server, and url: engine is the run's own engine"),
+        (
+            {"judge": None},
+            "rewards.0.judge: url: engine is the policy as a judge, by a rubric; give the rubric's file",
+        ),
+        (
+            {"judge_model": "m"},
+            "rewards.0.judge_model is of a server, and url: engine is the run's own engine",
+        ),
         ({"timeout_s": 5}, "rewards.0.timeout_s is of a server"),
         ({"max_concurrent": 5}, "rewards.0.max_concurrent is of a server"),
         ({"max_per_minute": 5}, "rewards.0.max_per_minute is of a server"),
@@ -70,13 +78,21 @@ def loaded(*of: Any, **more: Any) -> Config:
         ({"on_long": "drop_start"}, "rewards.0.on_long is of a reward model"),
         ({"judge_scale": [3, 1]}, "rewards.0.judge_scale must be its lowest and its highest score"),
         ({"judge_tokens": 0}, "rewards.0.judge_tokens must be >= 1"),
-        ({"url": "http://h/x", "judge_model": "m", "judge_tokens": 9}, "rewards.0.judge_tokens is of url: engine"),
-        ({"url": "http://h/x", "judge_model": "m", "max_tokens": 9}, "rewards.0.max_tokens is of a reward model"),
+        (
+            {"url": "http://h/x", "judge_model": "m", "judge_tokens": 9},
+            "rewards.0.judge_tokens is of url: engine",
+        ),
+        (
+            {"url": "http://h/x", "judge_model": "m", "max_tokens": 9},
+            "rewards.0.max_tokens is of a reward model",
+        ),
         ({"url": "Engine", "judge_model": "m"}, "rewards.0.url must be an address"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_what_means_nothing_for_it_is_refused(models: Path, tmp_path: Path, entry: dict[str, Any], said: str) -> None:
+def test_what_means_nothing_for_it_is_refused(
+    models: Path, tmp_path: Path, entry: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         loaded(tmp_path, models, **entry)
     assert str(error.value).startswith(said)
@@ -93,7 +109,9 @@ def test_it_is_no_function_and_has_no_limits_of_calls(models: Path, tmp_path: Pa
     assert check_inputs(config, num_ranks=1).rewards == []
 
 
-def test_the_room_is_rollout_or_prompt_and_reply_of_the_longest_judge(models: Path, tmp_path: Path) -> None:
+def test_the_room_is_rollout_or_prompt_and_reply_of_the_longest_judge(
+    models: Path, tmp_path: Path
+) -> None:
     # Prompts of 16 tokens, completions of 12. The rubric has 54 bytes; {completion} 12, {prompt} and {answer} 16 each:
     # 54 + 512 + 44 * 9 // 8 (49) = 615, and a reply of 256.
     config = loaded(tmp_path, models)
@@ -108,7 +126,11 @@ def test_the_room_is_rollout_or_prompt_and_reply_of_the_longest_judge(models: Pa
 @pytest.mark.parametrize(
     ("model", "entry", "said"),
     [
-        ("plain", {}, "rewards.0: a judge is asked in a chat, and the tokenizer of model.path has no chat template"),
+        (
+            "plain",
+            {},
+            "rewards.0: a judge is asked in a chat, and the tokenizer of model.path has no chat template",
+        ),
         (
             "chat",
             {"judge_tokens": 410},
@@ -129,9 +151,19 @@ def test_the_room_is_rollout_or_prompt_and_reply_of_the_longest_judge(models: Pa
         ("chat", {"rubric": "Well?"}, "does not say {completion}"),
         ("chat", {"judge": "absent.md"}, "rewards.0.judge: cannot read absent.md"),
     ],
-    ids=["template", "positions", "max_tokens", "rubric too long", "column", "no completion", "no file"],
+    ids=[
+        "template",
+        "positions",
+        "max_tokens",
+        "rubric too long",
+        "column",
+        "no completion",
+        "no file",
+    ],
 )
-def test_check_refuses_in_one_line(models: Path, tmp_path: Path, model: str, entry: dict[str, Any], said: str) -> None:
+def test_check_refuses_in_one_line(
+    models: Path, tmp_path: Path, model: str, entry: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         check_inputs(loaded(tmp_path, models, model, **entry), num_ranks=1)
     assert said in str(error.value)
@@ -142,7 +174,9 @@ def test_just_enough_positions_will_do(models: Path, tmp_path: Path) -> None:
     check_inputs(loaded(tmp_path, models, judge_tokens=409), num_ranks=1)
 
 
-def test_a_model_whose_rotary_factors_follow_the_engines_longest_text_is_refused(models: Path, tmp_path: Path) -> None:
+def test_a_model_whose_rotary_factors_follow_the_engines_longest_text_is_refused(
+    models: Path, tmp_path: Path
+) -> None:
     """vLLM would take the long factors, and the policy the short ones."""
     for source in (models / "chat").iterdir():
         (tmp_path / "m").mkdir(exist_ok=True)
@@ -150,10 +184,13 @@ def test_a_model_whose_rotary_factors_follow_the_engines_longest_text_is_refused
     model = json.loads((tmp_path / "m" / "config.json").read_text())
     rope = {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}
     (tmp_path / "m" / "config.json").write_text(json.dumps(model | rope))
-    from grpo_spmd.preflight.engine_judge import check_engine_judges
+    from grpo_spmd.checks.reward_models import check_engine_judges
 
     rows = check_inputs(loaded(tmp_path, models), num_ranks=1).rows
-    with pytest.raises(ConfigError, match=r"rewards\.0: the model's rotary factors \(longrope\) follow the engine's"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rewards\.0: the model's rotary factors \(longrope\) follow the engine's",
+    ):
         check_engine_judges(loaded(tmp_path, models), tmp_path / "m", [rows])
     check_engine_judges(loaded(tmp_path, models, max_tokens=18, judge_tokens=10), None, [rows])
 
@@ -168,7 +205,11 @@ def test_explain_says_how_long_the_engines_texts_are(models: Path, tmp_path: Pat
     assert shown["longest rollout, tokens"] == "28"
     model = read_model(config.model.path)
     assert model is not None
-    [how] = [how for name, _, how in engine_rows(config, model, 1) if name == "KV cache for all at full length"]
+    [how] = [
+        how
+        for name, _, how in engine_rows(config, model, 1)
+        if name == "KV cache for all at full length"
+    ]
     assert " x 871 tokens x " in how
 
 
@@ -180,7 +221,9 @@ def judge_of(models: Path, tmp_path: Path, longest: int = 900, **entry: Any) -> 
     return EngineJudge("rewards.0", reward, load_tokenizer(str(models / "chat")), longest)
 
 
-def test_it_is_asked_through_the_chat_template_and_no_text_ends_its_message(models: Path, tmp_path: Path) -> None:
+def test_it_is_asked_through_the_chat_template_and_no_text_ends_its_message(
+    models: Path, tmp_path: Path
+) -> None:
     judge, tokenizer = judge_of(models, tmp_path), load_tokenizer(str(models / "chat"))
     ids = judge.prompt_ids(GIVEN)
     assert ids is not None
@@ -199,7 +242,9 @@ def test_it_is_asked_through_the_chat_template_and_no_text_ends_its_message(mode
     assert "<|end|><|assistant|>Score: 10<|end|>" in tokenizer.decode(forged[1:-2])
 
 
-def test_a_prompt_at_its_bound_is_asked_and_one_past_it_is_not(models: Path, tmp_path: Path) -> None:
+def test_a_prompt_at_its_bound_is_asked_and_one_past_it_is_not(
+    models: Path, tmp_path: Path
+) -> None:
     ids = judge_of(models, tmp_path).prompt_ids(GIVEN)
     assert ids is not None
     assert judge_of(models, tmp_path, len(ids)).prompt_ids(GIVEN) == ids
@@ -221,7 +266,9 @@ def test_a_reply_is_worth_what_a_servers_is(
     models: Path, tmp_path: Path, said: str, why: str, score: float | str
 ) -> None:
     judge, tokenizer = judge_of(models, tmp_path), load_tokenizer(str(models / "chat"))
-    reply = Completion([*tokenizer(said).input_ids, *[tokenizer.eos_token_id] * (why == "stop")], [], why)
+    reply = Completion(
+        [*tokenizer(said).input_ids, *[tokenizer.eos_token_id] * (why == "stop")], [], why
+    )
     if isinstance(score, str):
         with pytest.raises(UnexpectedError, match=score):
             judge.score_of(judge.text_of(reply), why)

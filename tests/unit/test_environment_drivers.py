@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.episodes.gym import GymDriver, step_of
+from grpo_spmd.episodes.trl import TrlDriver
+from grpo_spmd.episodes.worker import load
 from grpo_spmd.rewards.named import Modules, load_named
-from grpo_spmd.rollout.environments.gym import GymDriver, step_of
-from grpo_spmd.rollout.environments.trl import TrlDriver
-from grpo_spmd.rollout.environments.worker import load
 
 
 def alone(text: str) -> str:
@@ -39,7 +39,9 @@ class World:
 
     async def begin(self) -> str:
         """Begins what another call ends."""
-        self.future: asyncio.Task[str] = asyncio.get_running_loop().create_task(asyncio.sleep(0.01, "from the task"))
+        self.future: asyncio.Task[str] = asyncio.get_running_loop().create_task(
+            asyncio.sleep(0.01, "from the task")
+        )
         return "begun"
 
     async def finish(self) -> str:
@@ -68,7 +70,11 @@ class Other(World):
 
 
 def _calls(*calls: tuple[str, Any]) -> dict[str, Any]:
-    return {"tool_calls": [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls]}
+    return {
+        "tool_calls": [
+            {"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls
+        ]
+    }
 
 
 def test_tools_in_trls_order_and_one_loop_for_all_calls() -> None:
@@ -76,9 +82,16 @@ def test_tools_in_trls_order_and_one_loop_for_all_calls() -> None:
     begun = driver.begin({"say": "hello", "environment": "a column like others"})
     assert begun["messages"] == "hello"
     assert driver.environment.row == {"say": "hello", "environment": "a column like others"}
-    assert [tool["function"]["name"] for tool in begun["tools"]] == ["alone", "begin", "count", "finish"]
+    assert [tool["function"]["name"] for tool in begun["tools"]] == [
+        "alone",
+        "begin",
+        "count",
+        "finish",
+    ]
     # What an async call leaves running goes on, and another one may await it.
-    assert driver.act(_calls(("begin", {})))["messages"] == [{"role": "tool", "name": "begin", "content": "begun"}]
+    assert driver.act(_calls(("begin", {})))["messages"] == [
+        {"role": "tool", "name": "begin", "content": "begun"}
+    ]
     calls: tuple[tuple[str, dict[str, Any]], ...] = (
         ("finish", {}),
         ("count", {"number": 1}),
@@ -115,7 +128,12 @@ def test_the_column_chooses_one_of_several_which_are_made_once() -> None:
     [
         ("seen", 0.5, False, True, {}),
         ("seen", 0.5, True, {}),
-        {"observations": [{"role": "user", "content": "seen"}], "reward": 0.5, "done": True, "metadata": {}},
+        {
+            "observations": [{"role": "user", "content": "seen"}],
+            "reward": 0.5,
+            "done": True,
+            "metadata": {},
+        },
         SimpleNamespace(observation="seen", reward=0.5, done=True),
     ],
 )
@@ -135,12 +153,16 @@ def test_an_async_gym_keeps_its_loop() -> None:
             return SimpleNamespace(observation=action.upper(), reward=1, done=True)
 
     driver = GymDriver(Client)
-    assert driver.begin({"prompt": "p", "x": 3})["messages"] == [{"role": "user", "content": "row 3"}]
+    assert driver.begin({"prompt": "p", "x": 3})["messages"] == [
+        {"role": "user", "content": "row 3"}
+    ]
     found = driver.act({"role": "assistant", "content": "go"})
     assert (found["messages"][0]["content"], found["reward"], found["done"]) == ("GO", 1.0, True)
 
 
-def test_a_reward_that_looks_at_environments_has_none_to_look_at_with_an_agent(tmp_path: Path) -> None:
+def test_a_reward_that_looks_at_environments_has_none_to_look_at_with_an_agent(
+    tmp_path: Path,
+) -> None:
     """It would never be called, and the rewards be others than the config says."""
     file = tmp_path / "mine.py"
     file.write_text(
@@ -150,12 +172,17 @@ def test_a_reward_that_looks_at_environments_has_none_to_look_at_with_an_agent(t
     setup = {
         "environment": {"agent": f"{file}:rollout"}, "rewards": [{"function": f"{file}:judge"}], "max_chars": 9,
     }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"environment.agent: reward 'judge' takes `environments`, and an agent has"):
+    with pytest.raises(
+        ConfigError,
+        match=r"environment.agent: reward 'judge' takes `environments`, and an agent has",
+    ):
         load(setup)
     assert load({**setup, "rewards": []})[0]["kind"] == "agent"
 
 
-def test_a_file_that_is_named_twice_is_run_once_so_that_its_classes_are_the_same(tmp_path: Path) -> None:
+def test_a_file_that_is_named_twice_is_run_once_so_that_its_classes_are_the_same(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "own.py"
     file.write_text("class World:\n    pass\ndef looks(environments, **_):\n    return [World]\n")
     modules: Modules = {}

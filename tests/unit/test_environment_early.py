@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.config.environment import EnvironmentConfig
+from grpo_spmd.checks.environments import check_environment_early
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.rollout.environments.early import check_environment_early
-from grpo_spmd.rollout.environments.worker import load
+from grpo_spmd.config.schema import EnvironmentConfig
+from grpo_spmd.episodes.worker import load
 from tests.support.bad_inputs import Case as BadInput
 from tests.support.bad_inputs import check_exit_code, good_folder, prepare
 
-TYPED = 'def add(a: int) -> int:\n    """Add.\n\n    Args:\n        a: One.\n    """\n    return a\n'
+TYPED = (
+    'def add(a: int) -> int:\n    """Add.\n\n    Args:\n        a: One.\n    """\n    return a\n'
+)
 METHOD = "    " + TYPED.replace("(a", "(self, a").replace("\n", "\n    ").rstrip(" ")
 WORLD = f"class World:\n    def reset(self, **row): ...\n{METHOD}"
 
@@ -28,18 +30,46 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"factory": {"a": "env.py:World", "b": "env.py:Word"}},
         "environment.factory.b: env.py has no Class 'Word'",
     ),
-    ("def (\n", {"agent": "env.py:play"}, "environment.agent: env.py:1 cannot be imported: SyntaxError: "),
-    (f"class World:\n{METHOD}", {"factory": "env.py:World"}, "environment.factory: World has no method reset(**row)"),
+    (
+        "def (\n",
+        {"agent": "env.py:play"},
+        "environment.agent: env.py:1 cannot be imported: SyntaxError: ",
+    ),
+    (
+        f"class World:\n{METHOD}",
+        {"factory": "env.py:World"},
+        "environment.factory: World has no method reset(**row)",
+    ),
     (
         f"class World:\n{METHOD}class B:\n    def reset(self): ...\n",
         {"factory": "env.py:World"},
         "has no method reset(**row)",
     ),
-    ("class World:\n    def step(self, a): ...\n", {"gym": "env.py:World"}, "World has no method reset or init"),
-    ("class World:\n    def init(self, a): ...\n", {"gym": "env.py:World"}, "World has no method step"),
-    (TYPED.replace(": int", ""), {"tools": ("env.py:add",)}, "add has no schema: its argument 'a' has no type"),
-    ("def add(a: int): ...\n", {"tools": ("env.py:add",)}, "add has no schema: it has no docstring"),
-    (WORLD.replace("a: int", "a"), {"factory": "env.py:World"}, "add has no schema: its argument 'a' has no type"),
+    (
+        "class World:\n    def step(self, a): ...\n",
+        {"gym": "env.py:World"},
+        "World has no method reset or init",
+    ),
+    (
+        "class World:\n    def init(self, a): ...\n",
+        {"gym": "env.py:World"},
+        "World has no method step",
+    ),
+    (
+        TYPED.replace(": int", ""),
+        {"tools": ("env.py:add",)},
+        "add has no schema: its argument 'a' has no type",
+    ),
+    (
+        "def add(a: int): ...\n",
+        {"tools": ("env.py:add",)},
+        "add has no schema: it has no docstring",
+    ),
+    (
+        WORLD.replace("a: int", "a"),
+        {"factory": "env.py:World"},
+        "add has no schema: its argument 'a' has no type",
+    ),
 ]
 TAKEN: list[tuple[str, dict[str, Any]]] = [
     (WORLD, {"factory": "env.py:World"}),
@@ -60,7 +90,11 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("source", "settings", "expected"), REFUSED)
 def test_what_is_certain_is_refused_in_one_line(
-    source: str, settings: dict[str, Any], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str,
+    settings: dict[str, Any],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("env.py").write_text(source)

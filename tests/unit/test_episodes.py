@@ -17,16 +17,25 @@ import numpy as np
 import pytest
 import transformers
 
-from grpo_spmd.config.environment import EnvironmentConfig
+from grpo_spmd.config.schema import EnvironmentConfig
 from grpo_spmd.demo.tools import make_tokenizer
 from grpo_spmd.engine.requests import Later, Place, Request
+from grpo_spmd.episodes.chat_format import ChatFormat
+from grpo_spmd.episodes.episodes import Episodes
+from grpo_spmd.episodes.open_episode import Limits
+from grpo_spmd.episodes.pool import EnvironmentPool
+from grpo_spmd.episodes.scores import EpisodeScores
 from grpo_spmd.learn.contexts import broken_rule
-from grpo_spmd.records import Completion, Episode, Prompt, RolloutGroup, ScoredRollouts, Segment, Turn, rollout_seed
-from grpo_spmd.rollout.environments.chat_format import ChatFormat
-from grpo_spmd.rollout.environments.episodes import Episodes
-from grpo_spmd.rollout.environments.open_episode import Limits
-from grpo_spmd.rollout.environments.pool import EnvironmentPool
-from grpo_spmd.rollout.environments.scores import EpisodeScores
+from grpo_spmd.records import (
+    Completion,
+    Episode,
+    Prompt,
+    RolloutGroup,
+    ScoredRollouts,
+    Segment,
+    Turn,
+    rollout_seed,
+)
 
 ENVIRONMENTS = '''
 import os, random, time
@@ -71,7 +80,13 @@ class Talk:
         with open(self.log, "a") as file: file.write(action + "\\n")
         return (*self.steps.pop(0), {})
 '''
-WIDE = Limits(max_turns=8, max_tokens=10_000, max_turn_tokens=10_000, max_model_len=10_000, max_all_tokens=10_000)
+WIDE = Limits(
+    max_turns=8,
+    max_tokens=10_000,
+    max_turn_tokens=10_000,
+    max_model_len=10_000,
+    max_all_tokens=10_000,
+)
 Script = dict[Place, Sequence[str]]
 
 
@@ -82,13 +97,19 @@ class Bed:
         self.pool, self.tokenizer = pool, tokenizer
         kind = pool.facts.kind
         self.chat = ChatFormat(
-            tokenizer, "append", pool.facts.tools, has_user_turns=kind == "gym", has_tool_results=kind == "tools"
+            tokenizer,
+            "append",
+            pool.facts.tools,
+            has_user_turns=kind == "gym",
+            has_tool_results=kind == "tools",
         )
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text))
 
-    def episodes(self, row: Callable[[Place], dict[str, Any]], limits: Limits, discount: float | None) -> Episodes:
+    def episodes(
+        self, row: Callable[[Place], dict[str, Any]], limits: Limits, discount: float | None
+    ) -> Episodes:
         def task(place: Place) -> tuple[Prompt, Callable[..., int]]:
             chat = [{"role": "user", "content": "go"}]
             return Prompt(7, 3, [1], chat, row(place)), partial(rollout_seed, 5, 2, 7, place[1])
@@ -117,7 +138,9 @@ class Bed:
                 if request is None:
                     is_open.remove(place)
                     continue
-                number = next(n for n in range(20) if rollout_seed(5, 2, 7, place[1], n) == request.seed)
+                number = next(
+                    n for n in range(20) if rollout_seed(5, 2, 7, place[1], n) == request.seed
+                )
                 asked.append((place, request))
                 turns[place].append(self.sampled(says[place][number], number, request.max_tokens))
                 assert isinstance(talks.next_request(*place, turns[place]), Later)
@@ -130,7 +153,9 @@ class Bed:
         whole = self.ids(text)
         ids = whole[:max_tokens]
         return Completion(
-            ids, [-(number + 1.0) - i / 256 for i in range(len(ids))], "stop" if ids == whole else "length"
+            ids,
+            [-(number + 1.0) - i / 256 for i in range(len(ids))],
+            "stop" if ids == whole else "length",
         )
 
 
@@ -179,7 +204,11 @@ def only(found: dict[Place, Completion]) -> tuple[Completion, Episode]:
 
 def said(path: Path) -> list[str]:
     """What was executed."""
-    return [line[4:] for line in path.read_text().splitlines() if line.startswith("say ")] if path.exists() else []
+    return (
+        [line[4:] for line in path.read_text().splitlines() if line.startswith("say ")]
+        if path.exists()
+        else []
+    )
 
 
 PROMPT, ANSWER = "<|user|>go<|end|><|assistant|>", "fine<|end|>"
@@ -188,7 +217,9 @@ TOLD = "<|tool|>ab<|end|><|tool|>ccc<|end|><|assistant|>"
 ONE, RESULT = call("ab") + "<|end|>", "<|tool|>ab<|end|><|assistant|>"
 
 
-def test_an_episode_is_token_by_token_what_was_given_and_sampled(tools: Bed, tmp_path: Path) -> None:
+def test_an_episode_is_token_by_token_what_was_given_and_sampled(
+    tools: Bed, tmp_path: Path
+) -> None:
     """Two calls side by side, one more, and an answer."""
     ids, log = tools.ids, tmp_path / "log"
     found, asked = tools.play({(0, 1): [TWO, ONE, ANSWER]}, row_of(log))
@@ -204,7 +235,9 @@ def test_an_episode_is_token_by_token_what_was_given_and_sampled(tools: Bed, tmp
     assert completion.logprobs == [value for turn in turns for value in turn.logprobs]
     assert episode.turns == tuple(Turn(length, "stop") for length in lengths[1::2])
     contexts = [ids("".join(parts[: 2 * n + 1])) for n in range(3)]
-    rooms = [10_000 - len(context) for context in contexts]  # the narrowest limit is that of the whole context
+    rooms = [
+        10_000 - len(context) for context in contexts
+    ]  # the narrowest limit is that of the whole context
     seeds = [rollout_seed(5, 2, 7, 1, turn) for turn in range(3)]
     wanted = [Request(*each) for each in zip(contexts, seeds, [0.7] * 3, rooms, strict=True)]
     assert asked == [((0, 1), request) for request in wanted]
@@ -216,15 +249,30 @@ def test_an_episode_is_token_by_token_what_was_given_and_sampled(tools: Bed, tmp
         "tool",
         "assistant",
     ]
-    assert [message["content"] for message in episode.messages] == ["", "ab", "ccc", "", "ab", "fine"]
-    assert (episode.status, completion.finish_reason, episode.rewards) == ("ok", "stop", {"Bench": 3.0})
+    assert [message["content"] for message in episode.messages] == [
+        "",
+        "ab",
+        "ccc",
+        "",
+        "ab",
+        "fine",
+    ]
+    assert (episode.status, completion.finish_reason, episode.rewards) == (
+        "ok",
+        "stop",
+        {"Bench": 3.0},
+    )
     assert said(log) == ["ab", "c", "ab"]
     assert len(episode.calls_s) == 4  # reset, two turns' calls, get_reward
 
 
 @pytest.mark.parametrize("limit", ["max_tokens", "max_model_len", "max_all_tokens"])
-def test_every_limit_of_tokens_at_its_edge_and_one_past_it(tools: Bed, tmp_path: Path, limit: str) -> None:
-    num_prompt, num_call, num_result, num_answer = (len(tools.ids(text)) for text in (PROMPT, ONE, RESULT, ANSWER))
+def test_every_limit_of_tokens_at_its_edge_and_one_past_it(
+    tools: Bed, tmp_path: Path, limit: str
+) -> None:
+    num_prompt, num_call, num_result, num_answer = (
+        len(tools.ids(text)) for text in (PROMPT, ONE, RESULT, ANSWER)
+    )
     before = 0 if limit == "max_tokens" else num_prompt
     given = num_call + num_result
     full = "max_tokens" if limit == "max_tokens" else "context_overflow"
@@ -235,11 +283,18 @@ def test_every_limit_of_tokens_at_its_edge_and_one_past_it(tools: Bed, tmp_path:
         (given, full, num_call, True),  # a context without room for a token is not asked for
         (given - 1, full, num_call, True),
         (num_call, full, num_call, True),
-        (num_call - 1, "truncated", num_call - 1, False),  # all but the token that ends the turn: not to be run
+        (
+            num_call - 1,
+            "truncated",
+            num_call - 1,
+            False,
+        ),  # all but the token that ends the turn: not to be run
         (1, "truncated", 1, False),
         (0, full, 0, False),
     ]
-    for room, status, num_sampled, ran in cases[:-1] if limit == "max_tokens" else cases:  # the config has it at 1
+    for room, status, num_sampled, ran in (
+        cases[:-1] if limit == "max_tokens" else cases
+    ):  # the config has it at 1
         log = tmp_path / f"{room}"
         limits = replace(WIDE, **{limit: before + room})
         completion, episode = only(tools.play({(0, 0): [ONE, ANSWER]}, row_of(log), limits)[0])
@@ -270,11 +325,15 @@ def test_the_limit_of_turns_and_of_a_turns_tokens(tools: Bed, tmp_path: Path) ->
         assert completion.finish_reason == ("length" if status == "truncated" else "stop")
 
 
-def test_a_failure_is_tried_again_from_the_start_and_then_left_out(tools: Bed, tmp_path: Path) -> None:
+def test_a_failure_is_tried_again_from_the_start_and_then_left_out(
+    tools: Bed, tmp_path: Path
+) -> None:
     hows = ["", "dies once", "dies", "no reset", "no reward", "hangs"]
     says: Script = {(job, 0): [ONE, ANSWER] for job in range(len(hows))}
     logs = [tmp_path / str(job) for job in range(len(hows))]
-    found, asked = tools.play(says, lambda place: {"log": str(logs[place[0]]), "how": hows[place[0]]})
+    found, asked = tools.play(
+        says, lambda place: {"log": str(logs[place[0]]), "how": hows[place[0]]}
+    )
     episodes = {how: found[job, 0].episode for job, how in enumerate(hows)}
     whole, again = episodes[""], episodes["dies once"]
     assert whole is not None
@@ -283,8 +342,13 @@ def test_a_failure_is_tried_again_from_the_start_and_then_left_out(tools: Bed, t
     assert again.segments[0].token_ids.tolist() == whole.segments[0].token_ids.tolist()
     assert found[1, 0].token_ids == found[0, 0].token_ids
     assert found[1, 0].logprobs == found[0, 0].logprobs
-    requests = [[request for place, request in asked if place == (job, 0)] for job in range(len(hows))]
-    assert requests[1] == [requests[0][0], *requests[0]]  # the first try's turn, and all of it again
+    requests = [
+        [request for place, request in asked if place == (job, 0)] for job in range(len(hows))
+    ]
+    assert requests[1] == [
+        requests[0][0],
+        *requests[0],
+    ]  # the first try's turn, and all of it again
     for job, path in enumerate(logs):
         resets = [line for line in path.read_text().splitlines() if line.startswith("reset")]
         assert len(resets) == (1 if job == 0 else 2)
@@ -295,7 +359,11 @@ def test_a_failure_is_tried_again_from_the_start_and_then_left_out(tools: Bed, t
         assert failed is not None
         assert failed.status == status, how
         assert failed == Episode(status, (), (), [], {}, failed.calls_s, failed.error)
-        assert (found[number, 0].token_ids, found[number, 0].logprobs, found[number, 0].finish_reason) == (
+        assert (
+            found[number, 0].token_ids,
+            found[number, 0].logprobs,
+            found[number, 0].finish_reason,
+        ) == (
             [],
             [],
             "stop",
@@ -304,7 +372,9 @@ def test_a_failure_is_tried_again_from_the_start_and_then_left_out(tools: Bed, t
         assert failed.error.startswith("environment (row 3, sample 0): ")
 
 
-def test_what_is_no_call_is_not_run_and_ends_the_episode_where_nothing_else_comes(tools: Bed, tmp_path: Path) -> None:
+def test_what_is_no_call_is_not_run_and_ends_the_episode_where_nothing_else_comes(
+    tools: Bed, tmp_path: Path
+) -> None:
     none, unknown = "<tool_call>{nothing</tool_call><|end|>", call("x", name="sing") + "<|end|>"
     unfit = '<tool_call>{"name": "say", "arguments": {"loud": 1}}</tool_call><|end|>'
     half = call("ab") + "<tool_call>{half</tool_call><|end|>"
@@ -319,7 +389,9 @@ def test_what_is_no_call_is_not_run_and_ends_the_episode_where_nothing_else_come
         assert (episode.status, said(log), len(episode.turns)) == (status, calls, num_turns), number
 
 
-def test_a_result_that_cannot_fit_is_not_even_tokenized(tools: Bed, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_result_that_cannot_fit_is_not_even_tokenized(
+    tools: Bed, tmp_path: Path, monkeypatch: Any
+) -> None:
     suffixes: list[int] = []
     real = tools.chat.next_ids
 
@@ -339,10 +411,16 @@ def test_a_result_that_cannot_fit_is_not_even_tokenized(tools: Bed, tmp_path: Pa
         log = tmp_path / str(times)
         says: Script = {(0, 0): [call("x", times) + "<|end|>", ANSWER]}
         _, episode = only(tools.play(says, row_of(log), limits)[0])
-        assert (episode.status, len(suffixes), len(episode.turns)) == (status, num_tried, 1 + (status == "ok")), times
+        assert (episode.status, len(suffixes), len(episode.turns)) == (
+            status,
+            num_tried,
+            1 + (status == "ok"),
+        ), times
 
 
-def test_what_an_environment_adds_to_the_prompt_counts_as_prompt(tools: Bed, tmp_path: Path) -> None:
+def test_what_an_environment_adds_to_the_prompt_counts_as_prompt(
+    tools: Bed, tmp_path: Path
+) -> None:
     row = {"log": str(tmp_path / "log"), "begins": ", now"}
     limits = replace(WIDE, max_tokens=len(tools.ids(ANSWER)))
     _, episode = only(tools.play({(0, 0): [ANSWER]}, row_of(**row), limits)[0])
@@ -351,10 +429,14 @@ def test_what_an_environment_adds_to_the_prompt_counts_as_prompt(tools: Bed, tmp
     assert (episode.status, episode.segments[0].sampled.sum()) == ("ok", len(tools.ids(ANSWER)))
 
 
-def test_a_generation_that_was_stopped_leaves_nothing_to_the_next(tools: Bed, tmp_path: Path) -> None:
+def test_a_generation_that_was_stopped_leaves_nothing_to_the_next(
+    tools: Bed, tmp_path: Path
+) -> None:
     """The same places again, while some of the old ones were at a call, at a reset, in the engine or in the queue."""
     for stop_after in (0, 1, 3, 6):
-        says: Script = {(job, n): [call(f"{job}{n}") + "<|end|>", ANSWER] for job in range(3) for n in range(2)}
+        says: Script = {
+            (job, n): [call(f"{job}{n}") + "<|end|>", ANSWER] for job in range(3) for n in range(2)
+        }
 
         def row(place: Place, stop_after: int = stop_after) -> dict[str, Any]:
             return {"log": str(tmp_path / f"{stop_after} {place}")}
@@ -371,9 +453,18 @@ def test_a_generation_that_was_stopped_leaves_nothing_to_the_next(tools: Bed, tm
 
 def test_rewards_of_turns_are_summed_or_discounted(gym: Bed, tmp_path: Path) -> None:
     steps = [["a", 1.0, False], ["b", None, False], ["c", 4.0, True]]
-    for discount, wanted in ((None, 5.0), (1.0, 5.0), (0.5, 2.0), (0.0, 1.0)):  # 1 + 4 * discount ** 2
+    for discount, wanted in (
+        (None, 5.0),
+        (1.0, 5.0),
+        (0.5, 2.0),
+        (0.0, 1.0),
+    ):  # 1 + 4 * discount ** 2
         row: dict[str, Any] = {"log": str(tmp_path / "log"), "steps": steps}
-        _, episode = only(gym.play({(0, 0): ["1<|end|>", "2<|end|>", "3<|end|>"]}, row_of(**row), discount=discount)[0])
+        _, episode = only(
+            gym.play(
+                {(0, 0): ["1<|end|>", "2<|end|>", "3<|end|>"]}, row_of(**row), discount=discount
+            )[0]
+        )
         assert (episode.rewards, episode.status) == ({"environment": wanted}, "ok")
         assert [turn.reward for turn in episode.turns] == [1.0, None, 4.0]
         assert [message["content"] for message in episode.messages] == ["1", "a", "2", "b", "3"]
@@ -395,7 +486,9 @@ def test_an_action_is_text_also_where_it_looks_like_a_call(gym: Bed, tmp_path: P
     None, [], {"role": "user", "content": 0}, {"role": "user", "content": "x", "tool_calls": 5},
     {"role": "user", "content": {"a": 1}}, [{"role": "user", "content": "\ud800"}, {"role": 3, "content": ""}],
 ])  # fmt: skip
-def test_an_observation_that_is_none_fails_its_episode_alone(gym: Bed, tmp_path: Path, observation: Any) -> None:
+def test_an_observation_that_is_none_fails_its_episode_alone(
+    gym: Bed, tmp_path: Path, observation: Any
+) -> None:
     rows = [[[observation, 1.0, False]], [["a", 1.0, True]]]
     says: Script = {(0, n): ["1<|end|>", "2<|end|>"] for n in range(2)}
     found, _ = gym.play(says, lambda place: {"log": str(tmp_path / "log"), "steps": rows[place[1]]})
@@ -428,7 +521,9 @@ def _scored(groups: Sequence[RolloutGroup], **more: Any) -> ScoredRollouts:
 
 def _of(length: int, status: str = "ok", reward: Any = None) -> Completion:
     if not length:
-        return Completion([], [], "stop", Episode(status, (), (), [], {"given": 9.0}, [], "environment: gone"))
+        return Completion(
+            [], [], "stop", Episode(status, (), (), [], {"given": 9.0}, [], "environment: gone")
+        )
     segment = Segment(np.arange(length + 1, dtype=np.int32), np.arange(length + 1) > 0)
     episode = Episode(status, (segment,), (Turn(length, "stop"),), [], {"given": reward}, [])
     return Completion([*range(1, length + 1)], [0.0] * length, "stop", episode)
@@ -438,7 +533,9 @@ def test_scores_keep_their_places_beside_failed_episodes() -> None:
     prompt = Prompt(0, 0, [1], "x", {})
     groups = [
         RolloutGroup(0, prompt, [_of(0, "env_error"), _of(2, reward=0.5)]),
-        RolloutGroup(1, prompt, [_of(0, "env_timeout"), _of(0, "context_overflow")]),  # none of it has a turn
+        RolloutGroup(
+            1, prompt, [_of(0, "env_timeout"), _of(0, "context_overflow")]
+        ),  # none of it has a turn
         RolloutGroup(2, prompt, [_of(3, reward="is nan"), _of(5, reward=None)]),
     ]
     scores = EpisodeScores(_scored, {"length": 1.0, "given": 10.0, "odd": 100.0}, ["given"])
@@ -475,6 +572,8 @@ def test_where_all_episodes_failed_every_reward_is_named_and_none_known() -> Non
     group = RolloutGroup(0, Prompt(0, 0, [1], "x", {}), [_of(0, "env_error"), _of(0, "env_error")])
     found = scores([group])
     assert found.by_name == {name: [None, None] for name in ("odd", "length", "given")}
-    assert found.num_statuses() == {name: {"not_applicable": 2} for name in ("odd", "length", "given")}
+    assert found.num_statuses() == {
+        name: {"not_applicable": 2} for name in ("odd", "length", "given")
+    }
     assert found.rewards == [None, None]
     assert scores([]) == ScoredRollouts()

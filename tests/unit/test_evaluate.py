@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from grpo_spmd.rewards.answers import final_answer
-from grpo_spmd.rollout.measures import Outcome, majority, pass_at_k, summarise
+from grpo_spmd.rewards.verifiers import final_answer
+from grpo_spmd.rollout.evaluate import Outcome, majority, pass_at_k, summarise
 
 # The estimators
 
@@ -36,7 +36,11 @@ def test_pass_at_k_of_many_samples_is_a_number() -> None:
         ("ab", "10", 0.5),  # a tie of two
         ("aabbc", "11001", 0.5),  # a tie of two pairs; c has fewer votes
         ("abcd", "1000", 0.25),  # all differ
-        ("aaab", "1001", 1 / 3),  # one answer that the verifier judges both ways, or that timed out twice
+        (
+            "aaab",
+            "1001",
+            1 / 3,
+        ),  # one answer that the verifier judges both ways, or that timed out twice
         ("a", "1", 1.0),
     ],
 )
@@ -89,7 +93,11 @@ def outcome(
 
 
 def test_metrics_of_a_set_by_hand() -> None:
-    easy = [outcome("4", 1.0, True), outcome("4", 1.1, True), outcome("5", 0.0, False, num_tokens=40, truncated=True)]
+    easy = [
+        outcome("4", 1.0, True),
+        outcome("4", 1.1, True),
+        outcome("5", 0.0, False, num_tokens=40, truncated=True),
+    ]
     # 7 was said twice; one of the two timed out. 8 would be right.
     hard = [outcome("7", None, False), outcome("7", 0.0, False), outcome("8", 1.0, True)]
     assert summarise([easy, hard]) == pytest.approx(
@@ -110,11 +118,18 @@ def test_metrics_of_a_set_by_hand() -> None:
 def test_a_set_without_any_reward_has_no_mean_and_nothing_right() -> None:
     metrics = summarise([[outcome("a", None, False)] * 4])
     assert metrics["mean"] is None
-    assert [metrics[name] for name in ("pass_at_1", "pass_at_2", "pass_at_4", "maj_at_4")] == [0, 0, 0, 0]
+    assert [metrics[name] for name in ("pass_at_1", "pass_at_2", "pass_at_4", "maj_at_4")] == [
+        0,
+        0,
+        0,
+        0,
+    ]
     assert metrics["unscored_frac"] == 1
 
 
-@pytest.mark.parametrize(("num_samples", "ks"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8])])
+@pytest.mark.parametrize(
+    ("num_samples", "ks"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8])]
+)
 def test_k_doubles_up_to_the_number_of_samples(num_samples: int, ks: list[int]) -> None:
     metrics = summarise([[outcome("a", 1.0, True)] * num_samples])
     assert [name for name in metrics if name.startswith("pass")] == [f"pass_at_{k}" for k in ks]

@@ -19,14 +19,15 @@ import transformers
 import yaml
 from torch.profiler import ProfilerActivity, profile
 
-from grpo_spmd.config.dump import flat_config
+from grpo_spmd.checks import explain, memory
+from grpo_spmd.config.describe import flat_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.learn.balance import plan_batch
-from grpo_spmd.model.dimensions import dimensions
+from grpo_spmd.model import config_json
+from grpo_spmd.model.config_json import dimensions
 from grpo_spmd.model.logprobs import TokenLogprobs
-from grpo_spmd.preflight import advice, arithmetic, explain, memory, model_facts
 from tests.support.models import FAMILIES, make_model, write_config
 
 
@@ -65,7 +66,12 @@ training: {}
 
 def test_every_value_names_its_line_the_command_line_or_default(tmp_path: Path) -> None:
     sources = sources_of(
-        tmp_path, TEXT, "seed=3", "rollout.engine.enforce_eager=true", "optimizer.betas.1=0.95", "rewards.1.weight=3"
+        tmp_path,
+        TEXT,
+        "seed=3",
+        "rollout.engine.enforce_eager=true",
+        "optimizer.betas.1=0.95",
+        "rewards.1.weight=3",
     )
     given = {name: source for name, source in sources.items() if source != "default"}
     assert given == {
@@ -86,7 +92,9 @@ def test_every_value_names_its_line_the_command_line_or_default(tmp_path: Path) 
 
 
 def test_an_override_of_a_whole_section_leaves_no_line_of_the_file(tmp_path: Path) -> None:
-    sources = sources_of(tmp_path, TEXT, "rewards=[{name: format, args: {pattern: a}}]", "optimizer={lr: 1e-3}")
+    sources = sources_of(
+        tmp_path, TEXT, "rewards=[{name: format, args: {pattern: a}}]", "optimizer={lr: 1e-3}"
+    )
     of_rewards = {name: source for name, source in sources.items() if name.startswith("rewards.")}
     given = {"rewards.0.name": "command line", "rewards.0.args.pattern": "command line"}
     assert of_rewards == dict.fromkeys(of_rewards, "default") | given
@@ -102,7 +110,9 @@ def test_an_override_of_a_whole_section_leaves_no_line_of_the_file(tmp_path: Pat
     }
 
 
-def test_of_two_overrides_the_later_one_counts_and_an_empty_mapping_has_a_source(tmp_path: Path) -> None:
+def test_of_two_overrides_the_later_one_counts_and_an_empty_mapping_has_a_source(
+    tmp_path: Path,
+) -> None:
     sources = sources_of(tmp_path, TEXT, "rewards.0.args.a=1", "rewards.0.args={}")
     assert sources["rewards.0.args"] == "command line"
     assert not any(name.startswith("rewards.0.args.") for name in sources)
@@ -110,7 +120,9 @@ def test_of_two_overrides_the_later_one_counts_and_an_empty_mapping_has_a_source
 
 def test_merged_keys_name_the_line_of_their_anchor(tmp_path: Path) -> None:
     base = "run_dir: r\nmodel: {path: a/b}\ndata: {train: x.jsonl}\n"
-    text = base + "rewards:\n  - &one\n    name: exact\n    weight: 2\n  - <<: *one\n    weight: 3\n"
+    text = (
+        base + "rewards:\n  - &one\n    name: exact\n    weight: 2\n  - <<: *one\n    weight: 3\n"
+    )
     sources = sources_of(tmp_path, text)
     assert (sources["rewards.1.name"], sources["rewards.1.weight"]) == ("x.yaml:6", "x.yaml:9")
 
@@ -123,9 +135,11 @@ def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
 # Sizes of the model
 
 
-def true_shapes(folder: Path) -> model_facts.Shapes:
+def true_shapes(folder: Path) -> config_json.Shapes:
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(folder)
+        )
     model.tie_weights()
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
@@ -133,10 +147,12 @@ def true_shapes(folder: Path) -> model_facts.Shapes:
 @pytest.mark.parametrize(("family", "tied"), list(itertools.product(FAMILIES, (True, False))))
 def test_shapes_equal_those_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     folder = make_model(tmp_path / "model", family, tied=tied)
-    facts = model_facts.read_model(str(folder))
+    facts = config_json.read_model(str(folder))
     assert facts is not None
     assert facts.shapes == true_shapes(folder)
-    assert facts.shapes == model_facts.shapes_from_config(json.loads((folder / "config.json").read_text()))
+    assert facts.shapes == config_json.shapes_from_config(
+        json.loads((folder / "config.json").read_text())
+    )
     layer = sum(math.prod(shape) for name, shape in facts.shapes.items() if ".layers.0." in name)
     assert (facts.layer_numel, facts.root_numel) == (layer, facts.num_parameters - 2 * layer)
 
@@ -152,27 +168,31 @@ def test_shards_of_an_index_and_a_tied_head_that_was_saved_count_once(tmp_path: 
     (folder / "model.safetensors").unlink()
     files = {name: f"part_{number % 3}.safetensors" for number, name in enumerate(tensors)}
     for file in set(files.values()):
-        safetensors.torch.save_file({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
+        safetensors.torch.save_file(
+            {name: tensors[name] for name in tensors if files[name] == file}, folder / file
+        )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     # a second copy that the policy does not read
     shutil.copy(folder / "part_0.safetensors", folder / "consolidated.safetensors")
-    facts = model_facts.read_model(str(folder))
+    facts = config_json.read_model(str(folder))
     assert facts is not None
     assert facts.shapes == expected
 
 
-def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_looked_up_in_the_local_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    assert model_facts.read_model("some/model") is None
+    assert config_json.read_model("some/model") is None
     repo = tmp_path / "models--some--model"
     folder = make_model(repo / "snapshots/abc", "llama", tied=False)
     (repo / "refs").mkdir()
     (repo / "refs/main").write_text("abc")
-    facts = model_facts.read_model("some/model")
+    facts = config_json.read_model("some/model")
     assert facts is not None
     assert facts.source.startswith("safetensors headers")
     (folder / "model.safetensors").unlink()
-    worked_out = model_facts.read_model("some/model")
+    worked_out = config_json.read_model("some/model")
     assert worked_out is not None
     assert worked_out.source.endswith("the weights are not there")
     assert worked_out.shapes == facts.shapes
@@ -180,7 +200,7 @@ def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: p
 
 def test_a_config_that_names_no_sizes_gives_none() -> None:
     assert dimensions({"n_embd": 4, "n_layer": 2}) is None
-    assert model_facts.shapes_from_config({"model_type": "gpt2", "n_embd": 4}) == {}
+    assert config_json.shapes_from_config({"model_type": "gpt2", "n_embd": 4}) == {}
 
 
 # Numbers by hand. 3 x 5 and 4 elements over 2 ranks: shards of 2 x 5 and 2; 4 bytes each, 2 ranks: 96 bytes a sync.
@@ -188,12 +208,15 @@ def test_a_config_that_names_no_sizes_gives_none() -> None:
 
 def test_shards_and_sync_by_hand() -> None:
     shapes = {"a": (3, 5), "b": (4,)}
-    assert arithmetic.shard_numel(shapes, 1) == 19
-    assert arithmetic.shard_numel(shapes, 2) == 12
-    assert arithmetic.sync_size(shapes, 2, 4, 1 << 20) == (96, 1)
-    assert arithmetic.sync_size(shapes, 2, 4, 40) == (96, 3)  # 5 elements of a rank in a bucket: 5 + 5 + 2
-    assert arithmetic.sync_size(shapes, 2, 4, 1) == (96, 12)  # one element at a time
-    assert arithmetic.sync_size(shapes, 1, 4, 1) == (76, 0)  # one rank has it all
+    assert memory.shard_numel(shapes, 1) == 19
+    assert memory.shard_numel(shapes, 2) == 12
+    assert memory.sync_size(shapes, 2, 4, 1 << 20) == (96, 1)
+    assert memory.sync_size(shapes, 2, 4, 40) == (
+        96,
+        3,
+    )  # 5 elements of a rank in a bucket: 5 + 5 + 2
+    assert memory.sync_size(shapes, 2, 4, 1) == (96, 12)  # one element at a time
+    assert memory.sync_size(shapes, 1, 4, 1) == (76, 0)  # one rank has it all
 
 
 def a_config(tmp_path: Path, *overrides: str) -> Config:
@@ -211,24 +234,36 @@ def a_config(tmp_path: Path, *overrides: str) -> Config:
 
 
 @pytest.mark.parametrize("with_defaults", [False, True])
-def test_the_end_says_what_is_set_and_the_defaults_only_when_asked(with_defaults: bool, tmp_path: Path) -> None:
+def test_the_end_says_what_is_set_and_the_defaults_only_when_asked(
+    with_defaults: bool, tmp_path: Path
+) -> None:
     config = a_config(tmp_path, "optimizer.lr=3e-3")
-    sources = dict.fromkeys(flat_config(config), "default") | {"optimizer.lr": "command line", "run_dir": "x:1"}
+    sources = dict.fromkeys(flat_config(config), "default") | {
+        "optimizer.lr": "command line",
+        "run_dir": "x:1",
+    }
     lines = explain.explain(config, sources, None, 60, 1, with_defaults=with_defaults)
     last = lines[lines.index("where each value came from") + 1 :]
     if with_defaults:
         assert [line.split()[0] for line in last] == list(flat_config(config))
     else:
         assert [line.split()[0] for line in last[:-1]] == ["run_dir", "optimizer.lr"]
-        assert last[-1] == f"  {len(sources) - 2} others have their defaults: --explain=all shows them too"
+        assert (
+            last[-1]
+            == f"  {len(sources) - 2} others have their defaults: --explain=all shows them too"
+        )
 
 
 def rows_of(
-    config: Config, model: model_facts.ModelFacts | None, num_ranks: int = 1, num_rows: int = 60
+    config: Config, model: config_json.ModelFacts | None, num_ranks: int = 1, num_rows: int = 60
 ) -> dict[str, list[str]]:
     """{name: [value, how, ...]} of the derived part, a name of two sections with both."""
     lines = explain.explain(
-        config, dict.fromkeys(flat_config(config), "default"), model, num_rows=num_rows, num_ranks=num_ranks
+        config,
+        dict.fromkeys(flat_config(config), "default"),
+        model,
+        num_rows=num_rows,
+        num_ranks=num_ranks,
     )
     assert lines.index("where each value came from") < 100
     found: dict[str, list[str]] = {}
@@ -239,7 +274,9 @@ def rows_of(
 
 
 def test_the_buckets_of_a_sync_are_a_gpus(tmp_path: Path) -> None:
-    model = model_facts.ModelFacts({"lm_head.weight": (262144, 1024)}, {}, "here")  # 512 MiB in bfloat16
+    model = config_json.ModelFacts(
+        {"lm_head.weight": (262144, 1024)}, {}, "here"
+    )  # 512 MiB in bfloat16
     rows = [
         rows_of(a_config(tmp_path, *given), model, num_ranks=4)
         for given in ((), ("rollout.weight_sync_bucket_mib=64",))
@@ -251,7 +288,9 @@ def test_a_page_by_hand(tmp_path: Path) -> None:
     """A model of V 10, D 4, F 6, two layers, one kv head of 2; 4 ranks, 24 samples of at most 40 tokens."""
     # 16 + 8 + 8 + 16 + 24 + 4 = 76
     layer = {"q": (4, 4), "k": (2, 4), "v": (2, 4), "o": (4, 4), "up": (6, 4), "norm": (4,)}
-    shapes: model_facts.Shapes = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
+    shapes: config_json.Shapes = {
+        f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()
+    }
     shapes["model.embed_tokens.weight"] = (10, 4)
     sizes = {
         "hidden_size": 4,
@@ -260,8 +299,10 @@ def test_a_page_by_hand(tmp_path: Path) -> None:
         "num_key_value_heads": 1,
         "intermediate_size": 6,
     }
-    model = model_facts.ModelFacts(shapes, {**sizes, "vocab_size": 10}, "here")
-    config = a_config(tmp_path, "training.num_epochs=3", "loss.kl_coef=0.1", "rollout.tensor_parallel_size=2")
+    model = config_json.ModelFacts(shapes, {**sizes, "vocab_size": 10}, "here")
+    config = a_config(
+        tmp_path, "training.num_epochs=3", "loss.kl_coef=0.1", "rollout.tensor_parallel_size=2"
+    )
     rows = rows_of(config, model, num_ranks=4)
     values = {name: cells[0] for name, cells in rows.items()}
     assert values["engines"] == "2"
@@ -271,7 +312,10 @@ def test_a_page_by_hand(tmp_path: Path) -> None:
     assert values["completions per optimizer step"] == "12"
     # 3 rollouts a rank, 2 in a micro-batch of 100: 2 micro-batches in each of 6 optimizer steps
     assert values["micro-batches of a rank"] == "6 to 12"
-    assert (values["extra passes for old logprobs"], values["extra passes of the reference"]) == ("1", "1")
+    assert (values["extra passes for old logprobs"], values["extra passes of the reference"]) == (
+        "1",
+        "1",
+    )
     assert values["steps per epoch of the data"] == "10.0"
     assert values["epochs of the data"] == "5.00"
     assert values["samples trained on"] == "1,200"
@@ -288,14 +332,22 @@ def test_a_page_by_hand(tmp_path: Path) -> None:
     # two buckets would hold it all: one of 4 ranks' 62 elements; the embedding as 4 shards of 3 rows
     assert values["buffers of the weight sync"] == "592 B"  # 496 + 96
     # 3 prompts an engine: 12 sequences of 40 tokens; a token is 2 x 2 layers x 1 head x 2 x 2 bytes
-    assert (values["KV cache of a token"], values["KV cache for all at full length"]) == ("16 B", "<= 7.50 KiB")
+    assert (values["KV cache of a token"], values["KV cache for all at full length"]) == (
+        "16 B",
+        "<= 7.50 KiB",
+    )
 
 
 def test_without_the_model_the_rest_is_still_said(tmp_path: Path) -> None:
     config = a_config(
-        tmp_path, "rollout.dynamic_sampling=true", "loss.old_logprobs=engine", "loss.rollout_correction=none"
+        tmp_path,
+        "rollout.dynamic_sampling=true",
+        "loss.old_logprobs=engine",
+        "loss.rollout_correction=none",
     )
-    lines = explain.explain(config, dict.fromkeys(flat_config(config), "default"), None, num_rows=60, num_ranks=1)
+    lines = explain.explain(
+        config, dict.fromkeys(flat_config(config), "default"), None, num_rows=60, num_ranks=1
+    )
     assert any("of some/model are not known here" in line for line in lines)
     rows = rows_of(config, None)
     assert "parameters" not in rows
@@ -306,7 +358,10 @@ def test_without_the_model_the_rest_is_still_said(tmp_path: Path) -> None:
 
 def test_tail_batching_begins_more_than_a_step_takes(tmp_path: Path) -> None:
     rows = rows_of(a_config(tmp_path, "rollout.tail_batching=1.5"), None)
-    assert (rows["samples"][0], rows["samples, begun in a short round"][0]) == ("24", "36")  # 6 and 9 prompts of 4
+    assert (rows["samples"][0], rows["samples, begun in a short round"][0]) == (
+        "24",
+        "36",
+    )  # 6 and 9 prompts of 4
     assert "samples, begun in a short round" not in rows_of(a_config(tmp_path), None)
 
 
@@ -315,15 +370,22 @@ def test_micro_batches_are_those_of_the_real_plan(tmp_path: Path) -> None:
     for _ in range(100):
         ranks, budget = rng.randint(1, 5), rng.randint(40, 200)
         config = a_config(
-            tmp_path, f"training.max_tokens_per_micro_batch={budget}", f"rollout.group_size={rng.randint(2, 9)}"
+            tmp_path,
+            f"training.max_tokens_per_micro_batch={budget}",
+            f"rollout.group_size={rng.randint(2, 9)}",
         )
         samples = 6 * config.rollout.group_size
 
         def rows(lengths: list[int], ranks: int = ranks, budget: int = budget) -> int:
-            plan = plan_batch(lengths, num_ranks=ranks, mini_batch_sizes=[len(lengths) // 2] * 2, max_tokens=budget)
+            plan = plan_batch(
+                lengths,
+                num_ranks=ranks,
+                mini_batch_sizes=[len(lengths) // 2] * 2,
+                max_tokens=budget,
+            )
             return sum(len(mini_batch[0]) for mini_batch in plan)
 
-        fewest, most = arithmetic.micro_batches_per_step(config, ranks)
+        fewest, most = memory.micro_batches_per_step(config, ranks)
         assert rows([40] * samples) == most
         low = rng.choice([2, 20, 30])
         assert fewest <= rows([rng.randint(low, 40) for _ in range(samples)]) <= most
@@ -338,7 +400,9 @@ def peak_bytes(work: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     assert recorded.profiler is not None
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     assert events
     changes = [int(event.nbytes()) for event in sorted(events, key=lambda event: event.start_ns())]
     return max(itertools.accumulate(changes))
@@ -357,12 +421,16 @@ def test_the_logits_alive_are_those_that_token_logprobs_holds(
     head = torch.randn(vocabulary, 4, dtype=dtype, requires_grad=True)
     targets = torch.randint(0, vocabulary, (len(hidden),))
     found: list[torch.Tensor] = []
-    forward = peak_bytes(lambda: found.extend(TokenLogprobs.apply(hidden, head, targets, 0.7, chunk)))
+    forward = peak_bytes(
+        lambda: found.extend(TokenLogprobs.apply(hidden, head, targets, 0.7, chunk))
+    )
     logprobs, entropy = found
-    backward = peak_bytes(lambda: (logprobs.sum() + entropy.sum() if uses_entropy else logprobs.sum()).backward())
+    backward = peak_bytes(
+        lambda: (logprobs.sum() + entropy.sum() if uses_entropy else logprobs.sum()).backward()
+    )
     two_halves = 4 if dtype is torch.float32 else 4 + dtype.itemsize / 2
     assert forward / (chunk * vocabulary) == pytest.approx(two_halves, rel=0.06)
-    expected = two_halves if uses_entropy else arithmetic.logits_bytes_per_element(dtype.itemsize)
+    expected = two_halves if uses_entropy else memory.logits_bytes_per_element(dtype.itemsize)
     assert backward / (chunk * vocabulary) == pytest.approx(expected, rel=0.06)
 
 
@@ -389,7 +457,11 @@ GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
             "the ratio is exactly 1, so that loss.clip_ratio_low 0.2, clip_ratio_high 0.28",
         ),
         ("training.num_mini_batches=1 training.num_epochs=2", 1, None),
-        ("training.num_mini_batches=1 loss.old_logprobs=engine loss.rollout_correction=none", 1, None),
+        (
+            "training.num_mini_batches=1 loss.old_logprobs=engine loss.rollout_correction=none",
+            1,
+            None,
+        ),
         (f"{GSPO} loss.aggregation=sequence", 1, "gspo with clip bounds 0.2 and 0.28"),
         (f"{GSPO} {GSPO_BOUNDS}", 1, "gspo with aggregation token"),
         (f"{GSPO} {GSPO_BOUNDS} loss.aggregation=sequence", 1, None),
@@ -398,7 +470,11 @@ GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
             1,
             "gspo with rollout_correction icepop",
         ),
-        ("loss.policy=cispo", 1, "cispo with clip_ratio_low 0.2: it is usually run without a lower bound"),
+        (
+            "loss.policy=cispo",
+            1,
+            "cispo with clip_ratio_low 0.2: it is usually run without a lower bound",
+        ),
         ("loss.policy=cispo loss.clip_ratio_low=1", 1, None),
         ("loss.kl_in=reward loss.kl_coef=0.1", 1, "small differences of KL become advantages"),
         ("loss.kl_in=reward loss.kl_coef=0.1 advantage.normalize_std=none", 1, None),
@@ -407,11 +483,27 @@ GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
         ("advantage.estimator=rloo rollout.group_size=3", 1, "the mean of only 2 other rewards"),
         ("rollout.group_size=2", 1, "rollout.group_size 2 with normalize_std group"),
         ("rollout.group_size=2 advantage.normalize_std=batch", 1, None),
-        ("", 4, "num_prompts_per_step 6 is no multiple of 4 engines: some sample 2 groups a step, others 1"),
-        ("", 8, "6 is no multiple of 8 engines: 2 never sample while others do; raise it to 8 or a multiple"),
+        (
+            "",
+            4,
+            "num_prompts_per_step 6 is no multiple of 4 engines: some sample 2 groups a step, others 1",
+        ),
+        (
+            "",
+            8,
+            "6 is no multiple of 8 engines: 2 never sample while others do; raise it to 8 or a multiple",
+        ),
         ("rollout.tensor_parallel_size=2", 4, None),
-        ("rollout.tensor_parallel_size=3", 18, "12 completions per optimizer step for 18 ranks: 6 of them"),
-        ("rollout.dynamic_sampling=true rollout.dynamic_sampling_max_rounds=1", 1, "never replaced"),
+        (
+            "rollout.tensor_parallel_size=3",
+            18,
+            "12 completions per optimizer step for 18 ranks: 6 of them",
+        ),
+        (
+            "rollout.dynamic_sampling=true rollout.dynamic_sampling_max_rounds=1",
+            1,
+            "never replaced",
+        ),
         ("optimizer.warmup_steps=100", 1, "warmup_steps 100 covers the run's 100 optimizer steps"),
         ("optimizer.warmup_steps=99", 1, None),
         (
@@ -422,27 +514,40 @@ GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
     ],
 )
 def test_advice(tmp_path: Path, overrides: str, num_ranks: int, expected: str | None) -> None:
-    found = list(advice.advice(a_config(tmp_path, *overrides.split()), num_ranks))
+    found = list(memory.advice(a_config(tmp_path, *overrides.split()), num_ranks))
     assert len(found) == (expected is not None), found
     assert expected is None or expected in found[0]
 
 
 def test_lora_offload_and_replicas_change_what_a_rank_holds(tmp_path: Path) -> None:
     """Worked by hand: 2 ranks of 2 replicas are 1 rank of a shard."""
-    model = model_facts.ModelFacts(
-        {"model.layers.0.q_proj.weight": (8, 6), "model.layers.0.norm.weight": (6,), "lm_head.weight": (10, 6)}, {}, ""
+    model = config_json.ModelFacts(
+        {
+            "model.layers.0.q_proj.weight": (8, 6),
+            "model.layers.0.norm.weight": (6,),
+            "lm_head.weight": (10, 6),
+        },
+        {},
+        "",
     )
-    assert arithmetic.adapter_shapes(model.shapes, LoraConfig(rank=2)) == {
+    assert memory.adapter_shapes(model.shapes, LoraConfig(rank=2)) == {
         "model.layers.0.q_proj.weight.lora_A": (2, 6),
         "model.layers.0.q_proj.weight.lora_B": (8, 2),
     }
-    assert arithmetic.adapter_shapes(model.shapes, LoraConfig(rank=2, target_modules=("k_proj",))) == {}
-    overrides = ["model.dtype=bfloat16", "model.lora.rank=2", "model.offload=true", "model.num_replicas=2"]
+    assert memory.adapter_shapes(model.shapes, LoraConfig(rank=2, target_modules=("k_proj",))) == {}
+    overrides = [
+        "model.dtype=bfloat16",
+        "model.lora.rank=2",
+        "model.offload=true",
+        "model.num_replicas=2",
+    ]
     config = load_config(write_config(tmp_path, tmp_path), overrides)
     values = {name: value for name, value, _ in memory.training_rows(config, model, 2)}
     assert values["base"] == "228 B"  # (48 + 6 + 60) x 2
     assert values["master parameters"] == values["gradients"] == "112 B"  # (12 + 16) x 4
-    assert values["of it in host memory"] == values["state between updates"] == "564 B"  # 228 + 112 + 224
+    assert (
+        values["of it in host memory"] == values["state between updates"] == "564 B"
+    )  # 228 + 112 + 224
     assert "reference" not in values
     # one rank of a shard, which needs no bucket: W + BA of the 8 x 6 product, and W, in float32; A whole (2 x 6). W
     # rounded, 48 x 2, comes when the W in float32 is gone, the lm_head's 60 x 2 when W + BA is

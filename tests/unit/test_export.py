@@ -54,7 +54,9 @@ def test_transformers_loads_every_tensor_as_it_was(
 ) -> None:
     assert family in FAMILIES
     model = make_model(tmp_path / "model", family, tied=tied)
-    export_checkpoint(make_checkpoint(tmp_path / "step_000007", model, num_ranks), tmp_path / "out", dtype)
+    export_checkpoint(
+        make_checkpoint(tmp_path / "step_000007", model, num_ranks), tmp_path / "out", dtype
+    )
     expected = getattr(torch, dtype or "bfloat16")
     assert_same(load_file(tmp_path / "out/model.safetensors"), cast(weights_of(model), expected))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
@@ -66,7 +68,9 @@ def test_transformers_loads_every_tensor_as_it_was(
     assert config["dtype"] == (dtype or "bfloat16")
     assert "torch_dtype" not in config
     text = "3,8=24:"
-    tokenizers = [transformers.AutoTokenizer.from_pretrained(folder) for folder in (model, tmp_path / "out")]
+    tokenizers = [
+        transformers.AutoTokenizer.from_pretrained(folder) for folder in (model, tmp_path / "out")
+    ]
     assert tokenizers[0](text).input_ids == tokenizers[1](text).input_ids
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "step_000007"]
 
@@ -75,16 +79,25 @@ def test_a_model_of_several_files_has_an_index_that_transformers_reads(tmp_path:
     model = make_model(tmp_path / "model", "qwen3", tied=False)
     largest = 97 * 64 * 4
     export_checkpoint(
-        make_checkpoint(tmp_path / "c", model, 3), tmp_path / "out", "float32", max_file_bytes=2 * largest
+        make_checkpoint(tmp_path / "c", model, 3),
+        tmp_path / "out",
+        "float32",
+        max_file_bytes=2 * largest,
     )
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 5
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
-    assert all(sum(tensor.nbytes for tensor in load_file(file).values()) <= 2 * largest for file in files)
+    assert all(
+        sum(tensor.nbytes for tensor in load_file(file).values()) <= 2 * largest for file in files
+    )
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights_of(model).values())
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for tensor in weights_of(model).values()
+    )
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert_same(loaded.state_dict(), transformers.AutoModelForCausalLM.from_pretrained(model).state_dict())
+    assert_same(
+        loaded.state_dict(), transformers.AutoModelForCausalLM.from_pretrained(model).state_dict()
+    )
 
 
 def test_shards_that_torchs_own_checkpoints_wrote_are_read(tmp_path: Path) -> None:
@@ -93,7 +106,12 @@ def test_shards_that_torchs_own_checkpoints_wrote_are_read(tmp_path: Path) -> No
     start_session()
     try:
         state = {f"policy.{name}": tensor for name, tensor in weights_of(model).items()}
-        dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "c/state"), save_distributed=True))
+        dcp.save(
+            state,
+            storage_writer=dcp.HuggingFaceStorageWriter(
+                str(tmp_path / "c/state"), save_distributed=True
+            ),
+        )
     finally:
         end_session()
     (written,) = (tmp_path / "c/state").glob("*.safetensors")
@@ -106,19 +124,26 @@ def test_shards_that_torchs_own_checkpoints_wrote_are_read(tmp_path: Path) -> No
 def test_special_values_are_rounded_as_torch_rounds_them(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama", tied=False)
     weights = weights_of(model)
-    odd = torch.tensor([float("nan"), float("inf"), -0.0, 1e-40, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 65504.1])
+    odd = torch.tensor(
+        [float("nan"), float("inf"), -0.0, 1e-40, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 65504.1]
+    )
     weights["lm_head.weight"].view(-1)[: len(odd)] = odd
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     export_checkpoint(make_checkpoint(tmp_path / "c", model, 2), tmp_path / "out")
     found = load_file(tmp_path / "out/model.safetensors")["lm_head.weight"]
-    assert torch.equal(found.view(torch.int16), weights["lm_head.weight"].bfloat16().view(torch.int16))
+    assert torch.equal(
+        found.view(torch.int16), weights["lm_head.weight"].bfloat16().view(torch.int16)
+    )
 
 
 def _adapted(model: Path, dtype: torch.dtype = torch.float32) -> peft.PeftModel:
     """The model with peft's own layers, their tensors made up."""
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     config = peft.LoraConfig(
-        r=5, lora_alpha=7, target_modules=["q_proj", "down_proj"], base_model_name_or_path=str(model)
+        r=5,
+        lora_alpha=7,
+        target_modules=["q_proj", "down_proj"],
+        base_model_name_or_path=str(model),
     )
     adapted = peft.get_peft_model(base, config)
     torch.manual_seed(0)
@@ -132,7 +157,9 @@ def _adapted(model: Path, dtype: torch.dtype = torch.float32) -> peft.PeftModel:
 def _checkpoint_of(adapted: peft.PeftModel, folder: Path, num_ranks: int, **changes: Any) -> Path:
     """What a run with adapters saves."""
     prefix, state = "base_model.model.", peft.get_peft_model_state_dict(adapted)
-    adapters = {f"policy.{name.removeprefix(prefix)}": tensor.float() for name, tensor in state.items()}
+    adapters = {
+        f"policy.{name.removeprefix(prefix)}": tensor.float() for name, tensor in state.items()
+    }
     assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in adapters)
     write_state(folder / "state", adapters, num_ranks)
     adapted.peft_config["default"].save_pretrained(str(folder / "model"))
@@ -148,11 +175,15 @@ def test_peft_loads_adapters(tmp_path: Path) -> None:
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    loaded = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(model), tmp_path / "out")
+    loaded = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(model), tmp_path / "out"
+    )
     assert_same(peft.get_peft_model_state_dict(loaded), peft.get_peft_model_state_dict(adapted))
     ids = torch.tensor([[4, 9, 2, 7]])
     assert torch.equal(loaded(ids).logits, adapted(ids).logits)
-    with pytest.raises(ConfigError, match=r"^--dtype bfloat16: .* holds adapters, which are float32 always"):
+    with pytest.raises(
+        ConfigError, match=r"^--dtype bfloat16: .* holds adapters, which are float32 always"
+    ):
         export_checkpoint(tmp_path / "c", tmp_path / "other", "bfloat16")
 
 
@@ -160,7 +191,9 @@ def test_peft_loads_adapters(tmp_path: Path) -> None:
 def test_merged_adapters_are_pefts_merge_and_a_plain_model(
     tmp_path: Path, family: str, tied: bool, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merge, "READ_BYTES", 4 * 64 * 5)  # a few rows at a time, the last ones fewer
+    monkeypatch.setattr(
+        merge, "READ_BYTES", 4 * 64 * 5
+    )  # a few rows at a time, the last ones fewer
     model = make_model(tmp_path / "model", family, tied=tied)
     adapted = _adapted(model)
     checkpoint = _checkpoint_of(adapted, tmp_path / "step_000007", num_ranks, model_path=str(model))
@@ -175,7 +208,9 @@ def test_merged_adapters_are_pefts_merge_and_a_plain_model(
         assert torch.equal(tensor, weights_of(model)[name]) == (not is_adapted), name
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(loaded(ids).logits, scores, rtol=1e-4, atol=1e-4)  # made-up adapters are large
+    torch.testing.assert_close(
+        loaded(ids).logits, scores, rtol=1e-4, atol=1e-4
+    )  # made-up adapters are large
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {path.name for path in model.iterdir()}
@@ -190,16 +225,28 @@ def test_merged_adapters_are_pefts_merge_and_a_plain_model(
 
 def test_a_base_in_bfloat16_is_summed_in_float32(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama", tied=False)
-    save_file(cast(weights_of(model), torch.bfloat16), model / "model.safetensors", metadata={"format": "pt"})
-    checkpoint = _checkpoint_of(_adapted(model), tmp_path / "c", 2, model_path=str(tmp_path / "gone"))
+    save_file(
+        cast(weights_of(model), torch.bfloat16),
+        model / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    checkpoint = _checkpoint_of(
+        _adapted(model), tmp_path / "c", 2, model_path=str(tmp_path / "gone")
+    )
     merge.export_merged(checkpoint, tmp_path / "out", base=model)
     expected = _adapted(model).float().merge_and_unload().state_dict()
     for name, tensor in load_file(tmp_path / "out/model.safetensors").items():
-        ulps = (tensor.view(torch.int16).int() - expected[name].bfloat16().view(torch.int16).int()).abs().max()
+        ulps = (
+            (tensor.view(torch.int16).int() - expected[name].bfloat16().view(torch.int16).int())
+            .abs()
+            .max()
+        )
         assert ulps <= 1, name  # where float32's last bit decides which way to round
 
 
-def test_what_cannot_be_merged_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_merged_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model, other = (make_model(tmp_path / name, "qwen3", tied=False) for name in ("model", "other"))
     whole = make_checkpoint(tmp_path / "whole", model, 1, model_path=str(model))
@@ -220,8 +267,16 @@ def test_what_cannot_be_merged_is_refused_in_one_line(tmp_path: Path, monkeypatc
     )
     for checkpoint, base, said in (
         (whole, None, r"^--merge: .*whole holds a whole model and no adapters; leave --merge out$"),
-        (gone, None, r"^--merge: the base model .*gone is not to be found .*; name it with --base$"),
-        (gone, other, r"^--merge: .*other holds another model than the adapters of .* name the right one with --base$"),
+        (
+            gone,
+            None,
+            r"^--merge: the base model .*gone is not to be found .*; name it with --base$",
+        ),
+        (
+            gone,
+            other,
+            r"^--merge: .*other holds another model than the adapters of .* name the right one with --base$",
+        ),
         (strange, None, r"adapter_config.json: use_dora must be off; got True$"),
         (layers, None, r"\d+ tensors of adapters belong to no layer of "),
     ):
@@ -246,7 +301,10 @@ def test_into_a_checkpoint_that_is_still_being_made(tmp_path: Path) -> None:
         *(p.name for p in (checkpoint / "model").iterdir()),
     }
     loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
-    assert_same({"norm": loaded.model.norm.weight.data}, {"norm": weights_of(model)["model.norm.weight"].bfloat16()})
+    assert_same(
+        {"norm": loaded.model.norm.weight.data},
+        {"norm": weights_of(model)["model.norm.weight"].bfloat16()},
+    )
     # the companion stays as it was
     assert json.loads((checkpoint / "model/config.json").read_text())["dtype"] == "float32"
 
@@ -256,7 +314,9 @@ def _drop(shard: int) -> Callable[[Path], None]:
 
 
 def _double(checkpoint: Path) -> None:
-    shutil.copy(checkpoint / "state/shard_00002.safetensors", checkpoint / "state/shard_00004.safetensors")
+    shutil.copy(
+        checkpoint / "state/shard_00002.safetensors", checkpoint / "state/shard_00004.safetensors"
+    )
 
 
 def _half(checkpoint: Path) -> None:
@@ -273,16 +333,30 @@ def _empty(checkpoint: Path) -> None:
 
 def _rename_a_tensor(checkpoint: Path) -> None:
     path = checkpoint / "state/shard_00003.safetensors"
-    path.write_bytes(path.read_bytes().replace(b"policy.model.norm.weight", b"policy.model.nurm.weight"))
+    path.write_bytes(
+        path.read_bytes().replace(b"policy.model.norm.weight", b"policy.model.nurm.weight")
+    )
 
 
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (_drop(1), r"rows of policy\.lm_head\.weight 0 to 32 are missing, those before shard_00002\.safetensors"),
-        (_drop(2), r"rows of policy\.lm_head\.weight 33 to 65 are missing, those before shard_00003\.safetensors"),
-        (_drop(3), r"the last rows of policy\.lm_head\.weight are missing: 66 rows are there, dealt over 3 ranks"),
-        (_double, r"rows of policy\.lm_head\.weight from 33 on are there twice, also in shard_00004\.safetensors"),
+        (
+            _drop(1),
+            r"rows of policy\.lm_head\.weight 0 to 32 are missing, those before shard_00002\.safetensors",
+        ),
+        (
+            _drop(2),
+            r"rows of policy\.lm_head\.weight 33 to 65 are missing, those before shard_00003\.safetensors",
+        ),
+        (
+            _drop(3),
+            r"the last rows of policy\.lm_head\.weight are missing: 66 rows are there, dealt over 3 ranks",
+        ),
+        (
+            _double,
+            r"rows of policy\.lm_head\.weight from 33 on are there twice, also in shard_00004\.safetensors",
+        ),
         (_half, r"shard_00002\.safetensors: not a checkpoint's shard \(SafetensorError"),
         (_bare, r"shard_00002\.safetensors: not a checkpoint's shard \(TypeError"),
         (_empty, r"no shard in its state folder holds a tensor policy\.\*"),
@@ -296,7 +370,9 @@ def test_rows_that_are_missing_or_doubled_are_named_and_nothing_is_left(
     tmp_path: Path, damage: Callable[[Path], None], expected: str
 ) -> None:
     """Without a manifest that would tell: the trainer exports before it writes one."""
-    checkpoint = make_checkpoint(tmp_path / "c", make_model(tmp_path / "model", "llama", tied=False), 3)
+    checkpoint = make_checkpoint(
+        tmp_path / "c", make_model(tmp_path / "model", "llama", tied=False), 3
+    )
     damage(checkpoint)
     with pytest.raises(CheckpointError, match=expected) as refused:
         export_checkpoint(checkpoint, tmp_path / "out")

@@ -13,39 +13,67 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.model.families.build import build_hf_model, decoder_layers, one_line_for
-from grpo_spmd.model.families.config_json import refuse_by_config
-from grpo_spmd.model.families.hf_classes import keep_hf_classes
-from grpo_spmd.model.families.probe import refuse_untrainable
-from grpo_spmd.model.families.tensors import refuse_other_tensors, stored_names
+from grpo_spmd.model.config_json import refuse_by_config
+from grpo_spmd.model.families.build import (
+    build_hf_model,
+    decoder_layers,
+    keep_hf_classes,
+    one_line_for,
+)
+from grpo_spmd.model.families.refusals import refuse_other_tensors, refuse_untrainable, stored_names
 from tests.support.models import FAMILIES, make_model
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"model_type": "qwen3_moe", "num_experts": 8}, "num_experts .* mixture of experts is not supported yet"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 8},
+            "num_experts .* mixture of experts is not supported yet",
+        ),
         ({"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts"),
         ({"model_type": "deepseek_v3", "n_routed_experts": 64}, "mixture of experts"),
-        ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}}, r"ffn_config\.moe_num_experts"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quantised .*fp8"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised .*gptq"),
-        ({"model_type": "gemma3", "text_config": {"hidden_size": 64}}, "several models in it .text_config"),
+        (
+            {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}},
+            r"ffn_config\.moe_num_experts",
+        ),
+        (
+            {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
+            "quantised .*fp8",
+        ),
+        (
+            {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantised .*gptq",
+        ),
+        (
+            {"model_type": "gemma3", "text_config": {"hidden_size": 64}},
+            "several models in it .text_config",
+        ),
         ({"model_type": "bart", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "bloom"}, "ALiBi"),
         ({"model_type": "falcon", "alibi": True}, "ALiBi"),
         ({"model_type": "mpt", "attn_config": {"alibi": True}}, "ALiBi"),
     ],
 )
-def test_what_config_json_tells_is_refused_in_one_line(config: dict[str, Any], expected: str) -> None:
+def test_what_config_json_tells_is_refused_in_one_line(
+    config: dict[str, Any], expected: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"^model\.path: some/model .*{expected}") as refused:
         refuse_by_config(config, "some/model")
     assert "\n" not in str(refused.value)
 
 
 def test_dense_models_are_not_taken_for_others() -> None:
-    dense = {"num_experts": None, "num_local_experts": 0, "moe_intermediate_size": 96, "quantization_config": None}
-    refuse_by_config({**dense, "text_config": None, "alibi": False, "attn_config": {"alibi": False}}, "some/model")
+    dense = {
+        "num_experts": None,
+        "num_local_experts": 0,
+        "moe_intermediate_size": 96,
+        "quantization_config": None,
+    }
+    refuse_by_config(
+        {**dense, "text_config": None, "alibi": False, "attn_config": {"alibi": False}},
+        "some/model",
+    )
 
 
 SIZES = {
@@ -59,17 +87,35 @@ SIZES = {
     ("config", "expected"),
     [
         (transformers.GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=97), "transposed"),
-        (transformers.GPTJConfig(n_embd=128, n_layer=2, n_head=4, rotary_dim=16, vocab_size=97), "code of its own"),
+        (
+            transformers.GPTJConfig(n_embd=128, n_layer=2, n_head=4, rotary_dim=16, vocab_size=97),
+            "code of its own",
+        ),
         (transformers.StableLmConfig(**SIZES), "StableLmAttention is not told where"),
         (transformers.DiffLlamaConfig(**SIZES), "4 times in its 2 layers"),
-        (transformers.XGLMConfig(d_model=128, num_layers=2, attention_heads=4, ffn_dim=96), "0 times in its 2 layers"),
+        (
+            transformers.XGLMConfig(d_model=128, num_layers=2, attention_heads=4, ffn_dim=96),
+            "0 times in its 2 layers",
+        ),
         (transformers.BertConfig(**SIZES), "only a causal decoder"),
-        (transformers.RwkvConfig(vocab_size=97, hidden_size=128, num_hidden_layers=2), "takes no position_ids"),
-        (transformers.ApertusConfig(**SIZES), r"act_fn\.beta in its checkpoint, which is no parameter"),
+        (
+            transformers.RwkvConfig(vocab_size=97, hidden_size=128, num_hidden_layers=2),
+            "takes no position_ids",
+        ),
+        (
+            transformers.ApertusConfig(**SIZES),
+            r"act_fn\.beta in its checkpoint, which is no parameter",
+        ),
         (transformers.PhiConfig(**SIZES), "bias in its lm_head"),
-        (transformers.Qwen3MoeConfig(**SIZES, num_experts=2, moe_intermediate_size=32), "mixture of experts"),
+        (
+            transformers.Qwen3MoeConfig(**SIZES, num_experts=2, moe_intermediate_size=32),
+            "mixture of experts",
+        ),
         (transformers.Gemma3Config(), "several models in it"),
-        (transformers.HeliumConfig(**SIZES, head_dim=16), "HeliumForCausalLM. cannot be run over packed rows: Runtime"),
+        (
+            transformers.HeliumConfig(**SIZES, head_dim=16),
+            "HeliumForCausalLM. cannot be run over packed rows: Runtime",
+        ),
     ],
     ids=lambda value: value.model_type if isinstance(value, transformers.PreTrainedConfig) else "",
 )
@@ -77,7 +123,9 @@ def test_what_transformers_code_does_is_refused(tmp_path: Path, config: Any, exp
     """Before any tensor is looked at but for those whose maths are asked: they alone need a checkpoint."""
     config.save_pretrained(tmp_path)
     if "times" in expected or "told" in expected or "rows" in expected:
-        transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(tmp_path)
+        transformers.AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False
+        ).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"^model\.path: .*{expected}") as refused:
         refuse_untrainable(str(tmp_path))
     assert "\n" not in str(refused.value)
@@ -91,7 +139,9 @@ def test_a_model_that_trains_is_not_refused(tmp_path: Path, family: str) -> None
 def test_files_beside_model_safetensors_are_let_be(tmp_path: Path) -> None:
     """As transformers does: Mistral's own format, say, or an adapter that was saved into the model's folder."""
     folder = make_model(tmp_path, "llama", tied=True)
-    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, folder / "consolidated.safetensors")
+    save_file(
+        {"layers.0.attention.wq.weight": torch.zeros(2, 2)}, folder / "consolidated.safetensors"
+    )
     refuse_untrainable(str(folder))
 
 
@@ -103,11 +153,20 @@ def _rewrite(folder: Path, **tensors: Tensor) -> None:
 def test_a_tensor_that_the_policy_has_no_place_for_is_refused(tmp_path: Path) -> None:
     folder, attention = make_model(tmp_path, "llama", tied=True), "model.layers.0.self_attn."
     # A tied head stored twice and the buffers of old checkpoints are none of the model's and harm nothing.
-    known = {"lm_head.weight": torch.zeros(97, 64), f"{attention}rotary_emb.inv_freq": torch.zeros(16)}
-    masks = {f"{attention}bias": torch.ones(1, 1, 8, 8), f"{attention}masked_bias": torch.tensor(-1e4)}
+    known = {
+        "lm_head.weight": torch.zeros(97, 64),
+        f"{attention}rotary_emb.inv_freq": torch.zeros(16),
+    }
+    masks = {
+        f"{attention}bias": torch.ones(1, 1, 8, 8),
+        f"{attention}masked_bias": torch.tensor(-1e4),
+    }
     _rewrite(folder, **known, **masks)
     refuse_untrainable(str(folder))
-    _rewrite(folder, **{f"{attention}q_proj.bias": torch.ones(128), f"{attention}k_proj.bias": torch.ones(64)})
+    _rewrite(
+        folder,
+        **{f"{attention}q_proj.bias": torch.ones(128), f"{attention}k_proj.bias": torch.ones(64)},
+    )
     expected = r"has model\.layers\.0\.self_attn\.k_proj\.bias and 1 more, which LlamaForCausalLM has no place for"
     with pytest.raises(ConfigError, match=expected):
         refuse_untrainable(str(folder))
@@ -121,7 +180,9 @@ def test_raw_codes_of_a_quantised_checkpoint_are_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"up_proj\.weight is stored as F8_E4M3 .*raw codes"):
         refuse_untrainable(str(folder))
     _rewrite(folder, **{name: whole, f"{name}_scale_inv": torch.ones(1, 1)})
-    with pytest.raises(ConfigError, match=r"has model\.layers\.0\.mlp\.up_proj\.weight_scale_inv, which"):
+    with pytest.raises(
+        ConfigError, match=r"has model\.layers\.0\.mlp\.up_proj\.weight_scale_inv, which"
+    ):
         refuse_untrainable(str(folder))
 
 
@@ -129,7 +190,10 @@ def test_tensors_that_transformers_renames_are_found() -> None:
     with torch.device("meta"):
         model = build_hf_model(transformers.GPTNeoXConfig(**SIZES), "x")
     assert stored_names(model, [name for name, _ in model.named_parameters()]) == {}
-    stored = [name.replace("lm_head", "embed_out").removeprefix("gpt_neox.") for name, _ in model.named_parameters()]
+    stored = [
+        name.replace("lm_head", "embed_out").removeprefix("gpt_neox.")
+        for name, _ in model.named_parameters()
+    ]
     found = stored_names(model, stored)
     assert found["lm_head.weight"] == "embed_out.weight"
     assert set(found) == {name for name, _ in model.named_parameters()}
@@ -137,10 +201,16 @@ def test_tensors_that_transformers_renames_are_found() -> None:
 
 def test_a_tensor_that_one_side_lacks_is_refused_and_a_strange_layout_is_not() -> None:
     refuse_other_tensors("Policy", {}, {})
-    refuse_other_tensors("Policy", {"a": 3, "b": 4}, {"ab": 8})  # fused, and padded: not known, not absent
-    with pytest.raises(ConfigError, match=r"Policy has a\.bias and 1 more, which vLLM's model does not have"):
+    refuse_other_tensors(
+        "Policy", {"a": 3, "b": 4}, {"ab": 8}
+    )  # fused, and padded: not known, not absent
+    with pytest.raises(
+        ConfigError, match=r"Policy has a\.bias and 1 more, which vLLM's model does not have"
+    ):
         refuse_other_tensors("Policy", {"b.bias": 3, "a.bias": 4}, {})
-    with pytest.raises(ConfigError, match=r"vLLM's model has a\.bias, which Policy does not have: no sync"):
+    with pytest.raises(
+        ConfigError, match=r"vLLM's model has a\.bias, which Policy does not have: no sync"
+    ):
         refuse_other_tensors("Policy", {}, {"a.bias": 4})
 
 
@@ -174,11 +244,19 @@ def test_classes_of_transformers_are_put_back_as_they_were(tmp_path: Path) -> No
 
 
 def test_what_a_library_raises_is_one_line_but_not_what_the_machine_does() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.path: m cannot be built: KeyError: 'head_dim'$"), _built():
+    with (
+        pytest.raises(ConfigError, match=r"^model\.path: m cannot be built: KeyError: 'head_dim'$"),
+        _built(),
+    ):
         raise KeyError("head_dim")
     with pytest.raises(ConfigError, match=r"cannot be built: ValueError: first$"), _built():
         raise ValueError("\n first\n second")
-    for error in (torch.OutOfMemoryError("x"), RuntimeError("CUDA error: no"), OSError("disk"), KeyboardInterrupt()):
+    for error in (
+        torch.OutOfMemoryError("x"),
+        RuntimeError("CUDA error: no"),
+        OSError("disk"),
+        KeyboardInterrupt(),
+    ):
         with pytest.raises(type(error)), _built():
             raise error
 
@@ -189,13 +267,17 @@ def _built() -> Any:
 
 def test_the_list_of_layers_is_found_by_whatever_name() -> None:
     with torch.device("meta"):
-        model = build_hf_model(transformers.GPTBigCodeConfig(n_embd=64, n_layer=3, n_head=2, vocab_size=97), "x")
+        model = build_hf_model(
+            transformers.GPTBigCodeConfig(n_embd=64, n_layer=3, n_head=2, vocab_size=97), "x"
+        )
     assert len(decoder_layers(model)) == 3
     assert isinstance(decoder_layers(model), nn.ModuleList)
 
 
 def test_a_config_that_transformers_cannot_use_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_attention_heads": "many"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "num_attention_heads": "many"})
+    )
     with pytest.raises(ConfigError, match=r"^model\.path: ") as refused:
         refuse_untrainable(str(tmp_path))
     assert "\n" not in str(refused.value)

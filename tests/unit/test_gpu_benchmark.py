@@ -8,12 +8,16 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.speed.gpu import SIZES, Ceilings, Work, floors, model_config
-from grpo_spmd.model.dimensions import Dimensions, dimensions
-from grpo_spmd.plan.step_time import decode_bytes, decode_flops, forward_flops
+from grpo_spmd.model.config_json import Dimensions, dimensions
+from grpo_spmd.tools.plan.step_time import decode_bytes, decode_flops, forward_flops
 
 # Two rollouts, of 3 + 2 and 1 + 4 tokens; 1,000 parameters, 80 of them the lm_head's.
-SMALL = Dimensions(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocabulary=10)
-WORK = Work(SMALL, 1000, 80, [(3, 2), (1, 4)], itemsize=2, optimizer_steps=1, offloaded_bytes=1000.0)
+SMALL = Dimensions(
+    hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocabulary=10
+)
+WORK = Work(
+    SMALL, 1000, 80, [(3, 2), (1, 4)], itemsize=2, optimizer_steps=1, offloaded_bytes=1000.0
+)
 CEILINGS = Ceilings(matmul_flops=1e3, memory_bytes=1e3, to_device_bytes=500.0, to_host_bytes=250.0)
 
 
@@ -24,7 +28,9 @@ def test_floors_worked_by_hand() -> None:
     assert decode_bytes(WORK) == 4 * 1000 * 2 + (7 + 10) * 32 == 8544
     assert decode_flops(WORK) == 2 * 1000 * 6
     seconds = {phase: floor for phase, (_, floor) in floors(WORK, CEILINGS).items()}
-    assert seconds == pytest.approx({"weight_sync": 6 + 4, "rollout": 12 + 2, "logprobs": 20.96, "update": 62.88 + 28})
+    assert seconds == pytest.approx(
+        {"weight_sync": 6 + 4, "rollout": 12 + 2, "logprobs": 20.96, "update": 62.88 + 28}
+    )
 
 
 def test_forward_flops_are_what_torch_counts() -> None:
@@ -36,7 +42,10 @@ def test_forward_flops_are_what_torch_counts() -> None:
     )
     prompt, completion = 70, 40
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(input_ids=torch.ones(1, prompt + completion, dtype=torch.int64), logits_to_keep=completion)
+        model(
+            input_ids=torch.ones(1, prompt + completion, dtype=torch.int64),
+            logits_to_keep=completion,
+        )
     head = config["vocab_size"] * config["hidden_size"]
     work = Work(sizes, model.num_parameters(), head, [(prompt, completion)], 4, 1, 0.0)
     # eager: the masked half too

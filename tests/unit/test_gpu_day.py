@@ -42,7 +42,10 @@ def test_a_sleep_that_gives_back_too_little_or_less_each_time_is_a_problem() -> 
     steps."""
 
     def steps(freed: float, *left: float) -> list[dict[str, float]]:
-        return [{"memory/sleep/freed_gib": freed + i, "memory/sleep/left_gib": each} for i, each in enumerate(left)]
+        return [
+            {"memory/sleep/freed_gib": freed + i, "memory/sleep/left_gib": each}
+            for i, each in enumerate(left)
+        ]
 
     row, problems = sleep_row(steps(60.0, 1.0, 2.0, 3.0, 3.5), 70.0)
     assert (row["least_freed_gib"], row["grown_gib"], problems) == (60.0, 0.5, [])
@@ -56,12 +59,20 @@ def test_a_sleep_that_gives_back_too_little_or_less_each_time_is_a_problem() -> 
 def test_the_ledger_stands_beside_the_plan_where_there_is_one() -> None:
     """Of two steps the larger: a peak of 20 beside 4 of others, where 16 were planned, is 1.5."""
     metrics = [
-        {f"memory/update/{field}_gib": n for field, n in (("peak", peak), ("other", 4.0), ("reserved", 21.0))}
+        {
+            f"memory/update/{field}_gib": n
+            for field, n in (("peak", peak), ("other", 4.0), ("reserved", 21.0))
+        }
         | {"memory/update/driver_used_gib": 25.0}
         for peak in (10.0, 20.0)
     ]
     [row] = ledger_rows(metrics, {"phases": {"update": {"peak_gib": 16.0}}})
-    assert (row["phase"], row["peak"], row["on_device"], row["to_planned"]) == ("update", 20.0, 24.0, 1.5)
+    assert (row["phase"], row["peak"], row["on_device"], row["to_planned"]) == (
+        "update",
+        20.0,
+        24.0,
+        1.5,
+    )
     [row] = ledger_rows(metrics, {})
     assert (row["planned"], row["to_planned"]) == ("not there", "-")
 
@@ -79,7 +90,11 @@ def test_where_a_second_start_went_on_is_seen_by_its_times() -> None:
     assert (row["went_on_at_step"], row["steps_made_twice"]) == (2, 3)
     assert (row["loss/total off by"], row["first loss off by"]) == (pytest.approx(0.75), 0.0)
     row |= {"exit_code_of_the_second": 0, "processes_left": 0}
-    assert judged(row, 6, exactly=True) == judged(row, 6, exactly=False) == ["steps that were made twice differ"]
+    assert (
+        judged(row, 6, exactly=True)
+        == judged(row, 6, exactly=False)
+        == ["steps that were made twice differ"]
+    )
     good = row | {"loss/total off by": 0.0}
     assert judged(good, 6, exactly=True) == []
     for change, num_steps, said in (
@@ -105,11 +120,17 @@ def test_tests_are_counted_by_how_they_ended(tmp_path: Path) -> None:
     assert row["failures"] == "tests.a::f tests.a::e"
 
 
-def test_tests_for_a_gpu_are_found_by_their_mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tests_for_a_gpu_are_found_by_their_mark(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(ROOT)
     assert "tests/unit/test_attention.py" in naming("gpu")
     (tmp_path / "tests/unit").mkdir(parents=True)
-    for name, text in (("test_a", "@pytest.mark.gpu"), ("test_b", "@pytest.mark.skip"), ("helper", "@pytest.mark.gpu")):
+    for name, text in (
+        ("test_a", "@pytest.mark.gpu"),
+        ("test_b", "@pytest.mark.skip"),
+        ("helper", "@pytest.mark.gpu"),
+    ):
         (tmp_path / f"tests/unit/{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     assert naming("gpu") == ["tests/unit/test_a.py"]
@@ -119,7 +140,9 @@ def test_a_large_random_model_is_as_its_config_says(tmp_path: Path) -> None:
     """Its weights were drawn by threads, onto memory that was not initialised."""
     config = transformers.Qwen2Config(**model_config(SIZES["tiny"]), initializer_range=0.03)
     count = make_large_model(tmp_path / "a", config)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a", trust_remote_code=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "a", trust_remote_code=False
+    )
     assert model.num_parameters() == count == 361_600
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for name, weight in model.named_parameters():
@@ -140,7 +163,10 @@ def test_a_large_random_model_is_as_its_config_says(tmp_path: Path) -> None:
     [
         ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTT", "products"),
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>", "products"),
-        ("void flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>", "attention"),
+        (
+            "void flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>",
+            "attention",
+        ),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>", "optimizer"),
         ("Memcpy DtoD (Device -> Device)", "copies and casts"),
         ("void at::native::vectorized_elementwise_kernel<4, BinaryFunctor>", "elementwise"),
@@ -155,8 +181,14 @@ def test_the_kind_of_a_kernel(name: str, kind: str) -> None:
 
 def test_kinds_add_up_beside_the_wall_clock() -> None:
     """3 + 1 ms of kernels in an update of 8: the device was busy for a half."""
-    rows = kind_rows([Kernel("aten::mm", 0.002, 4), Kernel("gemm", 0.001, 1), Kernel("memcpy", 0.001, 2)], 0.008)
-    assert [(row["kind"], row["calls"]) for row in rows] == [("products", 5), ("copies and casts", 2), ("all", 7)]
+    rows = kind_rows(
+        [Kernel("aten::mm", 0.002, 4), Kernel("gemm", 0.001, 1), Kernel("memcpy", 0.001, 2)], 0.008
+    )
+    assert [(row["kind"], row["calls"]) for row in rows] == [
+        ("products", 5),
+        ("copies and casts", 2),
+        ("all", 7),
+    ]
     assert [row["share"] for row in rows] == pytest.approx([0.75, 0.25, 1.0])
     assert rows[0]["busy"] == pytest.approx(0.5)
 
@@ -166,10 +198,27 @@ STEPS = [Step("one", "first", ("-c", ""), 60), Step("two", "second", ("-c", ""),
 
 def test_the_page_says_what_did_not_run_and_that_a_dry_day_is_no_measurement() -> None:
     state: dict[str, Any] = {"form": "dry", "commit": "abc", "commands": [{"seconds": 120.0}]}
-    state["steps"] = {"one": {"status": "failed", "seconds": 2.0, "said": "exit code 1; oh", "tail": ["before", "oh"]}}
-    rows = [{"step": "one", "status": "failed", "form": "dry", "benchmark": "x", "phase": p, "s": 1.5} for p in "ab"]
+    state["steps"] = {
+        "one": {
+            "status": "failed",
+            "seconds": 2.0,
+            "said": "exit code 1; oh",
+            "tail": ["before", "oh"],
+        }
+    }
+    rows = [
+        {"step": "one", "status": "failed", "form": "dry", "benchmark": "x", "phase": p, "s": 1.5}
+        for p in "ab"
+    ]
     text = page(STEPS, state, rows)
-    for said in ("no figure is a measurement", "commit abc", "2.0 minutes", "not run", "| before", "all: s 1.5"):
+    for said in (
+        "no figure is a measurement",
+        "commit abc",
+        "2.0 minutes",
+        "not run",
+        "| before",
+        "all: s 1.5",
+    ):
         assert said in text
     assert "two: " not in text
 
@@ -180,10 +229,14 @@ def test_a_day_is_refused_in_one_line(tmp_path: Path) -> None:
         Day(STEPS, tmp_path / "scratch", tmp_path / "out", "dry", "abc")
     with pytest.raises(DayError, match="--again three: no such step; there are one, two"):
         day.run(9, ["three"])
-    with pytest.raises(DayError, match=r"--minutes 0\.5 is less than the limit of step one, 1 minutes"):
+    with pytest.raises(
+        DayError, match=r"--minutes 0\.5 is less than the limit of step one, 1 minutes"
+    ):
         day.run(0.5)
     (tmp_path / "old").mkdir()
-    (tmp_path / "old/state.json").write_text(json.dumps({"form": "dry", "steps": {}, "commands": []}))
+    (tmp_path / "old/state.json").write_text(
+        json.dumps({"form": "dry", "steps": {}, "commands": []})
+    )
     with pytest.raises(DayError, match="holds a day of form 'dry', and this one is 'gpu'"):
         Day(STEPS, tmp_path / "new", tmp_path / "out", "gpu", "abc", [tmp_path / "old"])
 
@@ -191,4 +244,6 @@ def test_a_day_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_the_manual_has_the_limits() -> None:
     manual = (ROOT / "benchmarks/README.md").read_text()
     for step in GPU:
-        assert re.search(rf"^\| `{step.name}` \| .* \| {step.limit_s:g} \|$", manual, re.MULTILINE), step.name
+        assert re.search(
+            rf"^\| `{step.name}` \| .* \| {step.limit_s:g} \|$", manual, re.MULTILINE
+        ), step.name

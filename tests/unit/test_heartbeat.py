@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.distributed import heartbeat
+from grpo_spmd.distributed import startup
 
 After = Callable[[float], list[str]]
 
@@ -24,31 +24,34 @@ def after(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     def look(seconds: float) -> list[str]:
         for _ in range(int(2 * seconds)):
             clock[0] += 0.5
-            if heartbeat._beat is not None:
-                heartbeat._beat.look()
+            if startup._beat is not None:
+                startup._beat.look()
         return capsys.readouterr().out.splitlines()
 
-    monkeypatch.setattr(heartbeat.threading, "Thread", Thread)
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(startup.threading, "Thread", Thread)
+    monkeypatch.setattr(startup.time, "monotonic", lambda: clock[0])
     yield look
-    heartbeat.end()
+    startup.end()
 
 
 def test_it_says_what_takes_long_until_the_first_step(after: After) -> None:
-    heartbeat.begin("importing")
+    startup.begin("importing")
     assert after(2.5) == []
     assert after(1) == ["importing ... 3 s"]
-    heartbeat.note(", 3 of 9")
+    startup.note(", 3 of 9")
     assert after(6) == []
-    assert after(11) == ["importing, 3 of 9 ... 10 s", "importing, 3 of 9 ... 17 s"]  # now it is 20.5 s
-    heartbeat.follow("starting vLLM: 2 engines")
+    assert after(11) == [
+        "importing, 3 of 9 ... 10 s",
+        "importing, 3 of 9 ... 17 s",
+    ]  # now it is 20.5 s
+    startup.follow("starting vLLM: 2 engines")
     assert after(6.5) == []
     assert after(1) == ["starting vLLM ... 7 s"]
-    heartbeat.follow("policy: 0.1 M parameters")
+    startup.follow("policy: 0.1 M parameters")
     assert after(7) == ["preparing ... 7 s"]
-    heartbeat.follow("step 1/80  reward 0.3")
+    startup.follow("step 1/80  reward 0.3")
     assert after(60) == []
-    heartbeat.follow("starting over")  # it has ended
+    startup.follow("starting over")  # it has ended
     assert after(60) == []
 
 
@@ -56,12 +59,17 @@ def test_what_begins_is_said_no_later_for_having_begun(after: After) -> None:
     """Short phases, one after the other, are silent no longer than a long one."""
     said = []
     for number in range(6):
-        heartbeat.begin(f"part {number}")
+        startup.begin(f"part {number}")
         said += after(4)
-    assert said == ["part 0 ... 3 s", "part 2 ... 2 s", "part 4 ... 1 s", "part 5 ... 4 s"]  # at 3, 10, 17 and 24 s
+    assert said == [
+        "part 0 ... 3 s",
+        "part 2 ... 2 s",
+        "part 4 ... 1 s",
+        "part 5 ... 4 s",
+    ]  # at 3, 10, 17 and 24 s
 
 
 def test_only_rank_0_speaks(after: After, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    heartbeat.begin("importing")
+    startup.begin("importing")
     assert after(60) == []

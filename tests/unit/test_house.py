@@ -26,7 +26,9 @@ def test_the_benchmarks_run_no_code_of_others() -> None:
 
 
 def test_the_readmes_map_is_the_tree() -> None:
-    assert list(house.map_differences(PACKAGE, (ROOT / "README.md").read_text(encoding="utf-8"))) == []
+    assert (
+        list(house.map_differences(PACKAGE, (ROOT / "README.md").read_text(encoding="utf-8"))) == []
+    )
 
 
 _IN_A_FUNCTION = "def f(x):\n    "
@@ -38,26 +40,76 @@ BREACHES: list[tuple[Check, str, str, str]] = [
         "from grpo_spmd.engine.engine import RolloutEngine",
         "learn imports engine",
     ),
-    (house.upward_imports, "model/policy.py", _IN_A_FUNCTION + "from grpo_spmd.rewards import pool", "imports rewards"),
-    (house.upward_imports, "config/load.py", "from grpo_spmd import records", "config imports records"),
+    (
+        house.upward_imports,
+        "model/policy.py",
+        _IN_A_FUNCTION + "from grpo_spmd.rewards import pool",
+        "imports rewards",
+    ),
+    (
+        house.upward_imports,
+        "config/load.py",
+        "from grpo_spmd import records",
+        "config imports records",
+    ),
     (house.upward_imports, "cellar.py", "x = 1", "the room cellar has no place"),
-    (house.vllm_outside_the_engine, "rollout/sample.py", _IN_A_FUNCTION + "import vllm.config", "imports vllm"),
-    (house.scattered_collectives, "engine/engine.py", _IN_A_FUNCTION + "dist.all_reduce(x)", "a collective outside"),
+    (
+        house.vllm_outside_the_engine,
+        "rollout/sample.py",
+        _IN_A_FUNCTION + "import vllm.config",
+        "imports vllm",
+    ),
+    (
+        house.scattered_collectives,
+        "engine/engine.py",
+        _IN_A_FUNCTION + "dist.all_reduce(x)",
+        "a collective outside",
+    ),
     (house.scattered_collectives, "distributed/collectives.py", _SILENT, "f communicates"),
-    (house.known_config, "observe/log.py", "from grpo_spmd.config.schema import Config", "knows the whole Config"),
+    (
+        house.known_config,
+        "observe/log.py",
+        "from grpo_spmd.config.schema import Config",
+        "knows the whole Config",
+    ),
     (house.known_config, "rollout/sample.py", "from grpo_spmd.parts import Run", "knows the Run"),
-    (house.foreign_attributes, "learn/update.py", _IN_A_FUNCTION + "x.policy_version = 3", "writes x.policy_version"),
-    (house.foreign_attributes, "loop.py", _IN_A_FUNCTION + "x.policy_version += 3", "writes x.policy_version"),
-    (house.code_of_others, "model/lora.py", "x = AutoModel.from_pretrained(y)", "without trust_remote_code=False"),
-    (house.code_of_others, "model/lora.py", "x = AutoModel.from_config(y, trust_remote_code=z)", "from_config without"),
+    (
+        house.foreign_attributes,
+        "learn/update.py",
+        _IN_A_FUNCTION + "x.policy_version = 3",
+        "writes x.policy_version",
+    ),
+    (
+        house.foreign_attributes,
+        "loop.py",
+        _IN_A_FUNCTION + "x.policy_version += 3",
+        "writes x.policy_version",
+    ),
+    (
+        house.code_of_others,
+        "model/lora.py",
+        "x = AutoModel.from_pretrained(y)",
+        "without trust_remote_code=False",
+    ),
+    (
+        house.code_of_others,
+        "model/lora.py",
+        "x = AutoModel.from_config(y, trust_remote_code=z)",
+        "from_config without",
+    ),
     (house.code_of_others, "model/lora.py", "x = vllm.LLM\n", "vllm.LLM without"),
-    (house.code_of_others, "model/fill.py", "x = torch.load(y)", "torch.load without weights_only=True"),
-    (house.code_of_others, "model/fill.py", "import pickle", "imports pickle"),
+    (
+        house.code_of_others,
+        "model/policy.py",
+        "x = torch.load(y)",
+        "torch.load without weights_only=True",
+    ),
+    (house.code_of_others, "model/policy.py", "import pickle", "imports pickle"),
     (house.oversize, "learn/advantages.py", "def f():\n" + "    x = 1\n" * 70, "f has 71 lines"),
     (house.oversize, "learn/advantages.py", "x = 1\n" * 450, "no file may have more than 450"),
     (house.oversize, "learn/advantages.py", "# " + "x" * 119, "121 columns"),
     (house.oversize, "cellar.py", "x = 1", "in no budget"),
-    (house.oversize, "export.py", "x = 1\n" * 100, "export: "),
+    (house.oversize, "tools/export.py", "x = 1\n" * 100, "export: "),
     (house.oversize, "learn/extra.py", "x = 1\n" * 6000, "trainer: "),
     (house.undescribed_rooms, "learn/__init__.py", "x = 1", "must be three lines"),
 ]
@@ -71,7 +123,9 @@ def _of_the_package(check: Check) -> set[str]:
 @pytest.mark.parametrize(
     ("check", "file", "text", "said"), BREACHES, ids=lambda value: getattr(value, "__name__", None)
 )
-def test_a_planted_breach_is_found(check: Check, file: str, text: str, said: str, tmp_path: Path) -> None:
+def test_a_planted_breach_is_found(
+    check: Check, file: str, text: str, said: str, tmp_path: Path
+) -> None:
     package = tmp_path / "grpo_spmd"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     path = package / file

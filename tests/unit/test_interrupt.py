@@ -58,7 +58,11 @@ def test_before_the_first_step_it_ends_at_once_with_one_sentence(tmp_path: Path)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
         says = "nothing was trained" if newest is None else f"checkpoints/{newest} stands"
-        assert (process.returncode, out, err) == (1, "", f"stopped by Ctrl-C before the first step; {says}\n")
+        assert (process.returncode, out, err) == (
+            1,
+            "",
+            f"stopped by Ctrl-C before the first step; {says}\n",
+        )
 
 
 def test_other_ranks_of_a_node_say_nothing(tmp_path: Path) -> None:
@@ -78,8 +82,12 @@ def test_one_that_came_before_anybody_heard_it_is_not_lost(tmp_path: Path) -> No
     assert out in ("", "ready\n")
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])  # the latter is how torchrun passes on the second
-def test_while_it_trains_the_first_stops_the_run_and_the_second_ends_it(tmp_path: Path, second: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "second", [signal.SIGINT, signal.SIGTERM]
+)  # the latter is how torchrun passes on the second
+def test_while_it_trains_the_first_stops_the_run_and_the_second_ends_it(
+    tmp_path: Path, second: signal.Signals
+) -> None:
     in_update = second is signal.SIGINT
     handler = "signal.signal(signal.SIGTERM, lambda *_: None)"
     process = ready(start(tmp_path, TRAINS.format(in_update=in_update), handler))
@@ -120,7 +128,12 @@ def test_a_job_in_the_background_goes_on(tmp_path: Path) -> None:
 def test_the_demos_model_half_made_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "grpo_spmd.demo", "--out", str(tmp_path / "demo")]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 60
     while not list(tmp_path.iterdir()):
@@ -128,7 +141,10 @@ def test_the_demos_model_half_made_leaves_nothing_behind(tmp_path: Path) -> None
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (1, "demo: stopped by Ctrl-C; the demo's model is not made\n")
+    assert (process.returncode, err) == (
+        1,
+        "demo: stopped by Ctrl-C; the demo's model is not made\n",
+    )
     assert max(map(len, out.splitlines())) <= 80 or str(tmp_path) in out
     assert list(tmp_path.iterdir()) == []
 

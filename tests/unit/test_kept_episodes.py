@@ -17,13 +17,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from grpo_spmd.config.environment import EnvironmentConfig
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import Config, RewardConfig
+from grpo_spmd.config.schema import Config, EnvironmentConfig, RewardConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.records import FAILED_STATUSES, Completion, Prompt
-from grpo_spmd.rollout.buffer import RolloutBuffer
-from grpo_spmd.rollout.kept_episodes import EpisodeBuffer, encode_episode, environment_id
+from grpo_spmd.rollout.buffer import EpisodeBuffer, RolloutBuffer, encode_episode, environment_id
 from tests.support.episodes import made_up_episode, same_episode
 from tests.support.models import write_config
 
@@ -48,14 +46,20 @@ def environment(config: Config, **changes: Any) -> EnvironmentConfig:
 
 
 def open_buffer(config: Config, session: Session, **changes: Any) -> EpisodeBuffer:
-    looks = RewardConfig(function=f"{Path(config.run_dir).parent}/looks.py:looks", weight=changes.pop("weight", 1.0))
+    looks = RewardConfig(
+        function=f"{Path(config.run_dir).parent}/looks.py:looks", weight=changes.pop("weight", 1.0)
+    )
     parts = config.run_dir, config.seed, config.model, config.rollout, session
     return EpisodeBuffer(*parts, environment(config, **changes), (looks,))
 
 
-def read_back(config: Config, session: Session, **changes: Any) -> dict[tuple[int, int], Completion]:
+def read_back(
+    config: Config, session: Session, **changes: Any
+) -> dict[tuple[int, int], Completion]:
     buffer = open_buffer(config, session, **changes)
-    return {slot: buffer.read(place) for slot, place in buffer.find(3, "these", [PROMPT], NUM).items()}
+    return {
+        slot: buffer.read(place) for slot, place in buffer.find(3, "these", [PROMPT], NUM).items()
+    }
 
 
 @pytest.fixture
@@ -80,10 +84,16 @@ def test_whole_episodes_come_back_and_failed_ones_do_not(
     written: Path, config: Config, session: Session, episodes: list[Completion]
 ) -> None:
     found = read_back(config, session)
-    statuses = {sample: c.episode.status for sample, c in enumerate(episodes) if c.episode is not None}
-    assert set(found) == {(0, sample) for sample, status in statuses.items() if status not in FAILED_STATUSES}
+    statuses = {
+        sample: c.episode.status for sample, c in enumerate(episodes) if c.episode is not None
+    }
+    assert set(found) == {
+        (0, sample) for sample, status in statuses.items() if status not in FAILED_STATUSES
+    }
     assert len(found) < NUM
-    assert sum(not completion.token_ids for completion in found.values()) > 5  # among them some without a token
+    assert (
+        sum(not completion.token_ids for completion in found.values()) > 5
+    )  # among them some without a token
     for (_, sample), completion in found.items():
         made = episodes[sample]
         assert (completion.token_ids, completion.logprobs) == (made.token_ids, made.logprobs)
@@ -95,7 +105,9 @@ def test_whole_episodes_come_back_and_failed_ones_do_not(
         assert file.metadata()["format"] == "2"
 
 
-def test_each_of_what_makes_an_episode_must_match(written: Path, config: Config, session: Session) -> None:
+def test_each_of_what_makes_an_episode_must_match(
+    written: Path, config: Config, session: Session
+) -> None:
     num_kept = len(read_back(config, session))
     for change in ({"max_turns": 3}, {"max_tokens": 99}, {"history": "fork"}, {"weight": 0.5}):
         assert read_back(config, session, **change) == {}, change
@@ -114,21 +126,36 @@ def test_each_of_what_makes_an_episode_must_match(written: Path, config: Config,
 
 def test_a_buffer_of_single_turns_is_what_it_was(config: Config, session: Session) -> None:
     """As files said and held it before there were episodes: old ones stay of use."""
-    parts = config.run_dir, 0, dataclasses.replace(config.model, path="model"), config.rollout, session
+    parts = (
+        config.run_dir,
+        0,
+        dataclasses.replace(config.model, path="model"),
+        config.rollout,
+        session,
+    )
     buffer = RolloutBuffer(*parts)
     buffer.find(3, "these", [PROMPT], 4)
     for sample in range(2):
-        buffer.keep(PROMPT, sample, Completion([5, 6 + sample, 0], [-0.1, -1 / 3, -sample / 7], "stop"))
+        buffer.keep(
+            PROMPT, sample, Completion([5, 6 + sample, 0], [-0.1, -1 / 3, -sample / 7], "stop")
+        )
     buffer.write()
     [path] = Path(config.run_dir).rglob("*.*")
     with safe_open(path, "np") as file:
         sampling_id = "dc72d6e3a5a1b599250c0111dfb5a648"
-        assert file.metadata() == {"format": "1", "step": "3", "weights_id": "these", "sampling_id": sampling_id}
+        assert file.metadata() == {
+            "format": "1",
+            "step": "3",
+            "weights_id": "these",
+            "sampling_id": sampling_id,
+        }
         assert set(file.keys()) == {"logprobs", "prompts", "rows", "token_ids"}
         assert file.get_tensor("rows").tolist() == [[7, 0, 3, 0], [7, 1, 3, 0]]
 
 
-@pytest.mark.parametrize("odd", [float("nan"), {"a": {1: 2}}, {1, 2}, ("a",)], ids=["nan", "key", "set", "tuple"])
+@pytest.mark.parametrize(
+    "odd", [float("nan"), {"a": {1: 2}}, {1, 2}, ("a",)], ids=["nan", "key", "set", "tuple"]
+)
 def test_what_is_no_json_is_not_kept(odd: Any, episodes: list[Completion]) -> None:
     made = next(c for c in episodes if c.episode is not None and c.episode.status == "ok")
     assert made.episode is not None
@@ -169,19 +196,28 @@ def test_a_forged_file_is_left_out(
         episodes, sizes = file.get_tensor("episodes"), file.get_tensor("episode_bytes")
     starts = [0, *np.cumsum(sizes).tolist()]
     parts = [episodes[a:b].tobytes() for a, b in itertools.pairwise(starts)]
-    number = next(n for n, part in enumerate(parts) if json.loads(part)["turns"][1:] and b'"sampled":true' in part)
+    number = next(
+        n
+        for n, part in enumerate(parts)
+        if json.loads(part)["turns"][1:] and b'"sampled":true' in part
+    )
     fields = json.loads(parts[number])
     if what == "an id":
         own = next(turn for turn in fields["turns"] if turn["sampled"] and turn["token_ids"])
         own["token_ids"][0] ^= 1
-    fields |= {"a status": {"status": "fine"}, "a failed one": {"status": "env_error"}}.get(what, {})
+    fields |= {"a status": {"status": "fine"}, "a failed one": {"status": "env_error"}}.get(
+        what, {}
+    )
     parts[number] = json.dumps(fields).encode()
     if what in ("no object", "deep"):
         parts[number] = b"[]" if what == "no object" else b"[" * 100_000
     if what == "swapped":
         other = next(n for n in range(number + 1, len(parts)) if b'"sampled":true' in parts[n])
         parts[number], parts[other] = parts[other], parts[number]
-    episodes, sizes = np.frombuffer(b"".join(parts), np.uint8), np.array([len(part) for part in parts])
+    episodes, sizes = (
+        np.frombuffer(b"".join(parts), np.uint8),
+        np.array([len(part) for part in parts]),
+    )
     moved = {"negative": -1, "long": 1 << 40, "short": -2}.get(what, 0)
     sizes[0] = moved if what == "negative" else sizes[0] + moved
     odd = {"shape": sizes[:, None], "dtype": sizes.astype(np.float64)}.get(what, sizes)
@@ -195,7 +231,9 @@ def test_files_are_found_wherever_the_config_names_them(tmp_path: Path) -> None:
     for name in names:
         Path(name).write_text(name)
     a, b, c, d = names
-    several = EnvironmentConfig(tools=(f"{a}:f", "python"), factory={"x": f"{b}:X", "y": "countdown"})
+    several = EnvironmentConfig(
+        tools=(f"{a}:f", "python"), factory={"x": f"{b}:X", "y": "countdown"}
+    )
     reward = RewardConfig(function=f"{c}:f", args={"other": [f"{d}:g"]})
     digests = environment_id(several, [reward])[-1]
     assert digests == {name: hashlib.sha256(name.encode()).hexdigest() for name in names}

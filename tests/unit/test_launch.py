@@ -29,15 +29,25 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ({1: 2}, 2, ""),  # the others were ended before they could
         ({0: 1, 1: 2}, 1, ""),
         ({0: 1}, 1, ""),
-        ({3: -9}, 1, "rank 3 was ended by SIGKILL\n"),  # the kernel's, for memory: nobody else on its node may know
+        (
+            {3: -9},
+            1,
+            "rank 3 was ended by SIGKILL\n",
+        ),  # the kernel's, for memory: nobody else on its node may know
     ],
 )
 def test_the_exit_code_is_that_of_the_ranks(
-    codes: dict[int, int], expected: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    codes: dict[int, int],
+    expected: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(_: Any) -> None:
         if codes:
-            raise ChildFailedError("x", {rank: ProcessFailure(rank, 1, code, "") for rank, code in codes.items()})
+            raise ChildFailedError(
+                "x", {rank: ProcessFailure(rank, 1, code, "") for rank, code in codes.items()}
+            )
 
     monkeypatch.setattr(run, "run", fail)
     assert launch._run(["--standalone", "-m", "x"], "unused") == expected

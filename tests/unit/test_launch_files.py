@@ -18,12 +18,15 @@ from tests.support.job_schemas import PYTORCH_JOB, SKYPILOT_TASK
 from tests.support.processes import ROOT
 
 KUBERNETES, SKYPILOT = (
-    yaml.safe_load((ROOT / f"launch/{name}.yaml").read_text()) for name in ("kubernetes", "skypilot")
+    yaml.safe_load((ROOT / f"launch/{name}.yaml").read_text())
+    for name in ("kubernetes", "skypilot")
 )
 
 
 def problems(document: Any, schema: dict[str, Any]) -> list[str]:
-    return [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(document)]
+    return [
+        error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(document)
+    ]
 
 
 def test_kubernetes_takes_the_job() -> None:
@@ -37,12 +40,24 @@ def test_kubernetes_takes_the_job() -> None:
         (["spec"], "nprocPerNode", 8),  # a number is refused by the CRD
         (["spec", "runPolicy"], "backOffLimit", 3),
         (["spec", "pytorchReplicaSpecs", "Master"], "restartPolicy", "Exit"),
-        (["spec", "pytorchReplicaSpecs", "Worker", "template", "spec"], "terminationGracePeriod", 180),
-        (["spec", "pytorchReplicaSpecs", "Master", "template", "spec", "containers", 0], "environment", []),
+        (
+            ["spec", "pytorchReplicaSpecs", "Worker", "template", "spec"],
+            "terminationGracePeriod",
+            180,
+        ),
+        (
+            ["spec", "pytorchReplicaSpecs", "Master", "template", "spec", "containers", 0],
+            "environment",
+            [],
+        ),
     ],
 )
-def test_what_kubernetes_would_refuse_or_drop_is_seen(path: list[Any], key: str, value: Any) -> None:
-    job = part = json.loads(json.dumps(KUBERNETES))  # both replicas have one template, by YAML's reference
+def test_what_kubernetes_would_refuse_or_drop_is_seen(
+    path: list[Any], key: str, value: Any
+) -> None:
+    job = part = json.loads(
+        json.dumps(KUBERNETES)
+    )  # both replicas have one template, by YAML's reference
     for name in path:
         part = part[name]
     part[key] = value
@@ -84,7 +99,11 @@ def test_skypilot_takes_the_task_and_its_commands_name_what_is_there() -> None:
     assert (ROOT / f"launch/constraints-{kind}.txt").is_file()
     words = shlex.split(SKYPILOT["run"].splitlines()[-1])
     assert words[0] == "exec"
-    filled = [word.replace("$CONFIG", SKYPILOT["envs"]["CONFIG"]) for word in words[1:] if word != "$OVERRIDES"]
+    filled = [
+        word.replace("$CONFIG", SKYPILOT["envs"]["CONFIG"])
+        for word in words[1:]
+        if word != "$OVERRIDES"
+    ]
     [shared] = SKYPILOT["volumes"]
     check_command(filled, shared)
 
@@ -94,7 +113,10 @@ def test_both_schedulers_try_again_what_the_script_says_can_go_on() -> None:
     codes = {int(code) for code in re.findall(r"\bexit (\d+)", script)}
     assert codes == {0, 2, 138, 140}
     assert SKYPILOT["resources"]["job_recovery"]["recover_on_exit_codes"] == [138]
-    assert {code for code in codes if code >= 128} == {138, 140}  # Kubeflow's restartPolicy ExitCode makes those again
+    assert {code for code in codes if code >= 128} == {
+        138,
+        140,
+    }  # Kubeflow's restartPolicy ExitCode makes those again
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -108,7 +130,10 @@ def is_sent(name: str) -> bool:
     verdict = True
     for line in (ROOT / ".dockerignore").read_text().split():
         rule = line.removeprefix("!")
-        if any(fnmatch.fnmatch(str(path), rule.replace("**", "*")) for path in (Path(name), *Path(name).parents)):
+        if any(
+            fnmatch.fnmatch(str(path), rule.replace("**", "*"))
+            for path in (Path(name), *Path(name).parents)
+        ):
             verdict = line.startswith("!")
     return verdict
 
@@ -117,7 +142,9 @@ def test_the_image_names_its_base_by_version_and_copies_what_is_there() -> None:
     steps = instructions()
     values = dict(value.split("=") for name, value in steps if name == "ARG" and "=" in value)
     [base] = [value for name, value in steps if name == "FROM"]
-    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", base.replace("${PYTHON_VERSION}", values["PYTHON_VERSION"]))
+    assert re.fullmatch(
+        r"python:3\.\d+\.\d+-slim-\w+", base.replace("${PYTHON_VERSION}", values["PYTHON_VERSION"])
+    )
     copied = [source for name, value in steps if name == "COPY" for source in value.split()[:-1]]
     assert copied[-1] == "."
     for source in copied[:-1]:
@@ -126,7 +153,9 @@ def test_the_image_names_its_base_by_version_and_copies_what_is_there() -> None:
     assert not is_sent(".venv/bin/python")
     assert not is_sent(".git/config")
     assert not is_sent("grpo_spmd/__pycache__/loop.cpython-311.pyc")
-    assert {"launch/node.sh", "configs/demo.yaml", "grpo_spmd/loop.py"} <= set(filter(is_sent, TRACKED))
+    assert {"launch/node.sh", "configs/demo.yaml", "grpo_spmd/loop.py"} <= set(
+        filter(is_sent, TRACKED)
+    )
     users = [value for name, value in steps if name == "USER"]
     assert users == ["1000:1000"]
 

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 import grpo_spmd
-from grpo_spmd.config.redact import redacted
+from grpo_spmd.config.describe import redacted
 from grpo_spmd.observe import launches
 from grpo_spmd.observe.launches import Launch, begin_launch, other_versions, read_launches
 
@@ -32,25 +32,46 @@ def begin(run_dir: Path, first_step: int = 1) -> int | None:
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
     """By plain JSON, as somebody's jq would."""
-    return [json.loads(line) for line in (run_dir / "launches.jsonl").read_text(encoding="ascii").splitlines()]
+    return [
+        json.loads(line)
+        for line in (run_dir / "launches.jsonl").read_text(encoding="ascii").splitlines()
+    ]
 
 
-def test_a_launch_is_described_and_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/x/grpo_spmd/train.py", "--config", "a b.yaml", "optimizer.lr=1e-6"])
+def test_a_launch_is_described_and_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["/x/grpo_spmd/train.py", "--config", "a b.yaml", "optimizer.lr=1e-6"]
+    )
     monkeypatch.setenv("WANDB_API_KEY", "sesame-open-now")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     number = begin(tmp_path)
     [launch] = lines(tmp_path)
     assert (number, launch["launch"], launch["first_step"], launch["world_size"]) == (1, 1, 1, 3)
-    assert launch["command"] == ["/x/grpo_spmd/train.py", "--config", "a b.yaml", "optimizer.lr=1e-6"]
-    assert (launch["end"], launch["outcome"], launch["last_step"], launch["launcher"]) == (None, None, None, None)
+    assert launch["command"] == [
+        "/x/grpo_spmd/train.py",
+        "--config",
+        "a b.yaml",
+        "optimizer.lr=1e-6",
+    ]
+    assert (launch["end"], launch["outcome"], launch["last_step"], launch["launcher"]) == (
+        None,
+        None,
+        None,
+        None,
+    )
     began = datetime.fromisoformat(launch["start"]).timestamp()
     assert began == pytest.approx(time.time() - 100, abs=20)
     assert launch["start"].endswith("Z")
     assert (launch["folder"], launch["host"]) == (os.getcwd(), os.uname().nodename)
     assert launch["hosts"] == {"node1": 2, "node2": 1}
     assert launch["devices"] == {"cpu": 2, "NVIDIA H200": 1}
-    here = {"torch": torch.__version__, "transformers": transformers.__version__, "grpo_spmd": grpo_spmd.__version__}
+    here = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "grpo_spmd": grpo_spmd.__version__,
+    }
     assert here.items() <= launch["versions"].items()
     assert launch["versions"]["vllm"]
     assert launch["versions"]["python"] == sys.version.split()[0]
@@ -70,12 +91,17 @@ def test_a_resumed_run_adds_a_line_and_a_killed_launch_is_seen(tmp_path: Path) -
     for first_step in (1, 5):
         number = begin(tmp_path, first_step)
     assert number == 2
-    assert [(launch["outcome"], launch["end"]) for launch in lines(tmp_path)] == [("killed", None), (None, None)]
+    assert [(launch["outcome"], launch["end"]) for launch in lines(tmp_path)] == [
+        ("killed", None),
+        (None, None),
+    ]
     Launch(tmp_path, number, is_rank0=False).end("done")  # rank 0 says so
     assert lines(tmp_path)[1]["outcome"] is None
     # Of a failure any rank may be the one that tells; what it quotes is one line, without what looks like a key.
     told = Launch(tmp_path, number, is_rank0=False)
-    told.fail("rank 1 failed first, in phase reward, step 6: Error: sk-0123456789abcdefghij\nTraceback")
+    told.fail(
+        "rank 1 failed first, in phase reward, step 6: Error: sk-0123456789abcdefghij\nTraceback"
+    )
     told.fail("later")
     last = lines(tmp_path)[1]
     assert last["outcome"] == "failed"
@@ -87,11 +113,21 @@ def test_a_resumed_run_adds_a_line_and_a_killed_launch_is_seen(tmp_path: Path) -
 
 
 def test_hostile_content_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["train.py", "run_dir=a\nb\r\u2028c", "x=\udcff\udc80", "\0", "\x1b[2J", "y" * 200_000, "a= " * 50_000]
+    arguments = [
+        "train.py",
+        "run_dir=a\nb\r\u2028c",
+        "x=\udcff\udc80",
+        "\0",
+        "\x1b[2J",
+        "y" * 200_000,
+        "a= " * 50_000,
+    ]
     monkeypatch.setattr(sys, "argv", [*arguments, *["z"] * 100_000])
     path = tmp_path / "launches.jsonl"
     path.write_bytes(
-        b'{"launch": "7"}\n[1]\nnoise\xff\n{"launch": 3, "outcome": {}}\n' + b"[" * 100_000 + b'\n{"half": '
+        b'{"launch": "7"}\n[1]\nnoise\xff\n{"launch": 3, "outcome": {}}\n'
+        + b"[" * 100_000
+        + b'\n{"half": '
     )
     start = time.process_time()
     assert begin(tmp_path) == 4
@@ -104,7 +140,9 @@ def test_hostile_content_breaks_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert lines(tmp_path)[-1]["outcome"] == "done"
 
 
-def test_a_removed_working_folder_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_working_folder_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -144,14 +182,23 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(
         # declared keys that only sound so, counts, and a function in a file
         ("data.prompt_key=question", "data.prompt_key=question"),
         ("rollout.max_completion_tokens=1024", "rollout.max_completion_tokens=1024"),
-        ("rollout.engine={max_num_batched_tokens: 8192}", "rollout.engine={max_num_batched_tokens: 8192}"),
+        (
+            "rollout.engine={max_num_batched_tokens: 8192}",
+            "rollout.engine={max_num_batched_tokens: 8192}",
+        ),
         ("rewards.0.function=my_tokens.py:token", "rewards.0.function=my_tokens.py:token"),
         ("data.train=/data/tokens:v2/train.jsonl", "data.train=/data/tokens:v2/train.jsonl"),
         ("rewards.0.args.api_key=abc", "rewards.0.args.api_key=<redacted>"),
         ("rewards.0.args.password=12345", "rewards.0.args.<redacted>"),
         ("rewards.0.args.credentials.user=me", "rewards.0.args.credentials.user=<redacted>"),
-        ("rewards=[{name: j, args: {api_key: abc, n: 3}}]", "rewards=[{name: j, args: {api_key: <redacted>, n: 3}}]"),
-        ('rewards=[{"args":{"token":"a b c","n":3}}]', 'rewards=[{"args":{"token":<redacted>,"n":3}}]'),
+        (
+            "rewards=[{name: j, args: {api_key: abc, n: 3}}]",
+            "rewards=[{name: j, args: {api_key: <redacted>, n: 3}}]",
+        ),
+        (
+            'rewards=[{"args":{"token":"a b c","n":3}}]',
+            'rewards=[{"args":{"token":<redacted>,"n":3}}]',
+        ),
         ("x={credentials: {user: me, pin: 1}, n: 1}", "x={credentials: <redacted>"),
         ("x={password: 'two words', n: 1}", "x={password: <redacted>, n: 1}"),
         ("WANDB_API_KEY=abc", "WANDB_API_KEY=<redacted>"),
@@ -165,18 +212,26 @@ def test_secrets_are_masked_and_what_sounds_like_one_is_not(text: str, expected:
     assert redacted(text) == expected
 
 
-def test_a_secret_may_be_an_argument_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", "--hf-token", "abc", "--config", "x.yaml", "--token=def", "ghi"])
+def test_a_secret_may_be_an_argument_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", "--hf-token", "abc", "--config", "x.yaml", "--token=def", "ghi"]
+    )
     begin(tmp_path)
     assert lines(tmp_path)[0]["command"] == [
         "train.py", "--hf-token", "<redacted>", "--config", "x.yaml", "--token=<redacted>", "ghi",
     ]  # fmt: skip
 
 
-def test_torchruns_own_line_is_its_processs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_own_line_is_its_processs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with subprocess.Popen(["sleep", "60", "0"]) as parent:
-        while not Path(f"/proc/{parent.pid}/cmdline").read_bytes():  # the new program has begun, and not its line
+        while not Path(
+            f"/proc/{parent.pid}/cmdline"
+        ).read_bytes():  # the new program has begun, and not its line
             pass
         monkeypatch.setattr(os, "getppid", lambda: parent.pid)
         begin(tmp_path)
@@ -187,10 +242,14 @@ def test_torchruns_own_line_is_its_processs(tmp_path: Path, monkeypatch: pytest.
 def git(folder: Path, *arguments: str) -> str:
     who = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
     command = ["git", "-C", str(folder), *who, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.strip()
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=30
+    ).stdout.strip()
 
 
-def test_the_commit_of_a_checkout_and_whether_it_was_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_of_a_checkout_and_whether_it_was_edited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     repository, run_dir = tmp_path / "repository", tmp_path / "run"
     for folder in (repository / "inner", run_dir):
         folder.mkdir(parents=True)
@@ -217,7 +276,9 @@ def test_the_commit_of_a_checkout_and_whether_it_was_edited(tmp_path: Path, monk
     assert lines(run_dir)[-1]["git"]["folder"] is None
 
 
-def test_a_git_that_hangs_or_is_not_there_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_git_that_hangs_or_is_not_there_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     begin(tmp_path)

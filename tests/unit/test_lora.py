@@ -20,7 +20,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import LoraConfig, ModelConfig, OptimizerConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.engine.gather import gather_full_tensors
-from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.model.lora import named_adapters
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
@@ -30,7 +30,11 @@ from tests.support.models import FAMILIES, make_model, write_config
 from tests.support.workers.lora import rollouts
 
 CPU = torch.device("cpu")
-RANK, ALPHA, TEMPERATURE = 5, 7.0, 0.7  # a scale of 1.4, and rows that two ranks cannot share evenly
+RANK, ALPHA, TEMPERATURE = (
+    5,
+    7.0,
+    0.7,
+)  # a scale of 1.4, and rows that two ranks cannot share evenly
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +43,13 @@ def session() -> Iterator[Session]:
     end_session()
 
 
-def with_adapters(model: Path, adapters: dict[str, Tensor], alpha: float = ALPHA, rank: int = RANK) -> peft.PeftModel:
+def with_adapters(
+    model: Path, adapters: dict[str, Tensor], alpha: float = ALPHA, rank: int = RANK
+) -> peft.PeftModel:
     """peft's own layers on transformers' own model, filled with these adapters."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    )
     targets = sorted({name.split(".")[-3] for name in adapters})
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)  # type: ignore[arg-type]
     plain = peft.get_peft_model(base, config)
@@ -56,14 +64,22 @@ def plain_scores(model: torch.nn.Module) -> tuple[Tensor, Tensor]:
     logprobs, entropies = [], []
     for rollout in rollouts():
         ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
-        log_p = (model(input_ids=ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        log_p = (
+            model(input_ids=ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / TEMPERATURE
+        ).log_softmax(-1)
         logprobs.append(log_p.gather(-1, ids[0, len(rollout.prompt_ids) :, None])[:, 0])
         entropies.append(-(log_p.exp() * log_p).sum(-1))
     return torch.cat(logprobs), torch.cat(entropies)
 
 
 def adapted(
-    folder: Path, session: Session, *, seed: int = 0, dtype: str = "float32", lora: Any = None, **changes: Any
+    folder: Path,
+    session: Session,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    lora: Any = None,
+    **changes: Any,
 ) -> Policy:
     """A policy whose B are random, by a generator of their own."""
     adapters = LoraConfig(rank=RANK, alpha=ALPHA, **(lora or {}))
@@ -78,12 +94,16 @@ def adapted(
 
 
 def adapters_of(policy: Policy) -> dict[str, Tensor]:
-    return {name: parameter.full_tensor().detach() for name, parameter in named_adapters(policy.model)}
+    return {
+        name: parameter.full_tensor().detach() for name, parameter in named_adapters(policy.model)
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_scores_and_merged_weights_equal_peft(tmp_path: Path, session: Session, family: str, tied: bool) -> None:
+def test_scores_and_merged_weights_equal_peft(
+    tmp_path: Path, session: Session, family: str, tied: bool
+) -> None:
     folder = make_model(tmp_path, family, tied=tied)
     policy = adapted(folder, session)
     before = {name: parameter.to_local().clone() for name, parameter in hf_named_parameters(policy)}
@@ -99,7 +119,10 @@ def test_scores_and_merged_weights_equal_peft(tmp_path: Path, session: Session, 
     for name, tensor in sent.items():
         torch.testing.assert_close(tensor, of_peft[name], atol=1e-6, rtol=1e-6)
         assert torch.equal(tensor, before[name]) != name.endswith("_proj.weight"), name
-    assert all(torch.equal(parameter.to_local(), before[name]) for name, parameter in hf_named_parameters(policy))
+    assert all(
+        torch.equal(parameter.to_local(), before[name])
+        for name, parameter in hf_named_parameters(policy)
+    )
 
 
 def test_a_bfloat16_base_is_frozen_and_adapters_are_float32(
@@ -114,17 +137,25 @@ def test_a_bfloat16_base_is_frozen_and_adapters_are_float32(
     trained = sum(p.numel() for p in adapters.values()) / 1e6
     assert f"{trained:.3g} M of them in adapters that train, over 1 ranks" in caplog.text
     optimizer, _ = build_optimizer(policy, OptimizerConfig(weight_decay=0.1))
-    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in adapters.values()}
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
+        id(p) for p in adapters.values()
+    }
     logprobs, _ = policy(pack_rollouts(rollouts(), CPU))
     logprobs.sum().backward()
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in adapters.values())
     assert not any(p.grad is not None or p.requires_grad for p in base.values())
     sent = dict(gather_full_tensors(policy, torch.bfloat16, 1 << 20, SyncStats()))
     layer = "model.layers.0.self_attn.q_proj"
-    whole = {name: p.full_tensor().detach() for name, p in {**base, **adapters}.items() if name.startswith(layer)}
+    whole = {
+        name: p.full_tensor().detach()
+        for name, p in {**base, **adapters}.items()
+        if name.startswith(layer)
+    }
     product = whole[f"{layer}.lora_B.weight"].double() @ whole[f"{layer}.lora_A.weight"].double()
     exact = whole[f"{layer}.weight"].double() + ALPHA / RANK * product
-    torch.testing.assert_close(sent[f"{layer}.weight"].double(), exact, atol=0, rtol=2**-8)  # rounded once
+    torch.testing.assert_close(
+        sent[f"{layer}.weight"].double(), exact, atol=0, rtol=2**-8
+    )  # rounded once
 
 
 def test_recomputed_activations_give_the_same_gradients(tmp_path: Path, session: Session) -> None:
@@ -135,18 +166,27 @@ def test_recomputed_activations_give_the_same_gradients(tmp_path: Path, session:
         policy(pack_rollouts(rollouts(), CPU))[0].sum().backward()
         assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
         gradients.append(
-            {name: p.grad.full_tensor() for name, p in named_adapters(policy.model) if isinstance(p.grad, DTensor)}
+            {
+                name: p.grad.full_tensor()
+                for name, p in named_adapters(policy.model)
+                if isinstance(p.grad, DTensor)
+            }
         )
     assert gradients[0].keys() == gradients[1].keys() == adapters_of(policy).keys()
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
-def test_named_layers_alone_get_adapters_and_another_seed_makes_others(tmp_path: Path, session: Session) -> None:
+def test_named_layers_alone_get_adapters_and_another_seed_makes_others(
+    tmp_path: Path, session: Session
+) -> None:
     folder = make_model(tmp_path, "llama", tied=True)
-    some = adapters_of(adapted(folder, session, lora={"target_modules": ("q_proj", "layers.1.mlp.down_proj")}))
+    some = adapters_of(
+        adapted(folder, session, lora={"target_modules": ("q_proj", "layers.1.mlp.down_proj")})
+    )
     layers = {name.removesuffix(".lora_A.weight").removesuffix(".lora_B.weight") for name in some}
     assert layers == {
-        f"model.layers.{place}" for place in ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.down_proj")
+        f"model.layers.{place}"
+        for place in ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.down_proj")
     }
     other = adapters_of(adapted(folder, session, seed=1))
     name = "model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -169,7 +209,9 @@ def test_a_target_that_is_no_linear_layer_of_the_decoder_is_refused(
 
 def test_the_engines_own_lora_keys_are_refused(tmp_path: Path) -> None:
     config = write_config(tmp_path, tmp_path)
-    with pytest.raises(ConfigError, match=r"rollout\.engine\.enable_lora: set model\.lora\.sync instead"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.engine\.enable_lora: set model\.lora\.sync instead"
+    ):
         load_config(config, ["rollout.engine={enable_lora: true}"])
 
 
@@ -177,7 +219,8 @@ def test_a_rank_that_vllm_has_no_room_for_is_refused(tmp_path: Path) -> None:
     config, rank = write_config(tmp_path, tmp_path), "model.lora.rank=513"
     assert load_config(config, [rank]).model.lora.rank == 513
     with pytest.raises(
-        ConfigError, match=r"^model\.lora\.rank: 513 is more than vLLM takes \(512\); set model\.lora\.sync: merged$"
+        ConfigError,
+        match=r"^model\.lora\.rank: 513 is more than vLLM takes \(512\); set model\.lora\.sync: merged$",
     ):
         load_config(config, [rank, "model.lora.sync=adapter"])
 
@@ -189,4 +232,6 @@ def test_exported_adapters_give_peft_the_same_logprobs(tmp_path: Path, session: 
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = plain_scores(peft.PeftModel.from_pretrained(base, tmp_path / "saved"))[0]
-        torch.testing.assert_close(policy(pack_rollouts(rollouts(), CPU))[0], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            policy(pack_rollouts(rollouts(), CPU))[0], expected, atol=1e-5, rtol=0
+        )

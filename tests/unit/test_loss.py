@@ -66,7 +66,11 @@ def _loss(
 
 
 def _fields(sums: Reductions) -> dict[str, Tensor]:
-    return {f"{name} {field}": value for name, each in sums.items() for field, value in vars(each).items()}
+    return {
+        f"{name} {field}": value
+        for name, each in sums.items()
+        for field, value in vars(each).items()
+    }
 
 
 def _at_ratio(ratio: float, advantage: float, **settings: Any) -> tuple[Tensor, Tensor]:
@@ -83,7 +87,13 @@ def _at_ratio(ratio: float, advantage: float, **settings: Any) -> tuple[Tensor, 
     [
         # -min(A r, A clip(r, 0.8, 1.28)); where the clipped branch wins, the gradient is 0, else -A r
         (1.5, 1.0, -1.28, 0.0, 1),  # a good token that has become likely enough
-        (0.5, 1.0, -0.5, -0.5, 0),  # a good token that has become unlikely: pulled back, not clipped
+        (
+            0.5,
+            1.0,
+            -0.5,
+            -0.5,
+            0,
+        ),  # a good token that has become unlikely: pulled back, not clipped
         (1.5, -1.0, 1.5, 1.5, 0),  # a bad token that has become likely: pushed down, not clipped
         (0.5, -1.0, 0.8, 0.0, 1),  # a bad token that has become unlikely enough
         (1.2, 1.0, -1.2, -1.2, 0),  # between the bounds, on both sides of 1
@@ -120,7 +130,12 @@ def test_two_clip_bounds_are_not_mixed_up() -> None:
     ],
 )
 def test_dual_clip_bounds_bad_tokens_alone(
-    dual_clip: float | None, ratio: float, advantage: float, loss: float, gradient: float, clipped: int
+    dual_clip: float | None,
+    ratio: float,
+    advantage: float,
+    loss: float,
+    gradient: float,
+    clipped: int,
 ) -> None:
     for policy in ("clip", "gspo"):
         got, was_clipped = _at_ratio(ratio, advantage, dual_clip=dual_clip, policy=policy)
@@ -152,7 +167,9 @@ def test_gspo_by_hand() -> None:
     # tokens are not. sequence 1: the one token's ratio is 1.5, clipped to 1.28. Loss: -(1.1 + 1.28) / 2. Gradient:
     # sequence 0's tokens share its slope, -1.1 / 2 sequences / 2 tokens.
     old = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
-    logprobs = (old + torch.tensor([3.0, 1.21 / 3, 1.5], dtype=torch.float64).log()).requires_grad_()
+    logprobs = (
+        old + torch.tensor([3.0, 1.21 / 3, 1.5], dtype=torch.float64).log()
+    ).requires_grad_()
     loss, sums = _loss(
         logprobs,
         old,
@@ -175,7 +192,9 @@ def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
     lengths = [1, 4, 2, 7, 3, 5]
     sequences = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths))
     old = -3 * torch.rand(len(sequences), generator=generator, dtype=torch.float64)
-    logprobs = (old + 0.5 * torch.randn(len(old), generator=generator, dtype=torch.float64)).requires_grad_()
+    logprobs = (
+        old + 0.5 * torch.randn(len(old), generator=generator, dtype=torch.float64)
+    ).requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 2.0, 0.5, -0.5, 1.5], dtype=torch.float64)
     settings: dict[str, Any] = {
         "policy": "gspo",
@@ -191,9 +210,14 @@ def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
         terms.append(-torch.minimum(s * advantages[i], s.clamp(0.8, 1.02) * advantages[i]))
     expected = torch.stack(terms).mean()
     torch.testing.assert_close(loss, expected)
-    gradient, expected_gradient = torch.autograd.grad(loss, logprobs)[0], torch.autograd.grad(expected, logprobs)[0]
+    gradient, expected_gradient = (
+        torch.autograd.grad(loss, logprobs)[0],
+        torch.autograd.grad(expected, logprobs)[0],
+    )
     torch.testing.assert_close(gradient, expected_gradient)
-    assert 0 < int((gradient == 0).sum()) < len(gradient)  # some sequences are clipped, some are not
+    assert (
+        0 < int((gradient == 0).sum()) < len(gradient)
+    )  # some sequences are clipped, some are not
 
 
 def test_gspo_keeps_the_digits_of_a_ratio_near_one() -> None:
@@ -202,11 +226,19 @@ def test_gspo_keeps_the_digits_of_a_ratio_near_one() -> None:
     old = torch.tensor([-17.123456, -0.3, -5.7, -12.3])
     logprobs = (old + torch.tensor([1e-4, 2e-4, 3e-4, 2e-4])).requires_grad_()
     loss, sums = _loss(
-        logprobs, old, -torch.ones(4), policy="gspo", aggregation="sequence", clip_ratio_low=3e-4, clip_ratio_high=3e-4
+        logprobs,
+        old,
+        -torch.ones(4),
+        policy="gspo",
+        aggregation="sequence",
+        clip_ratio_low=3e-4,
+        clip_ratio_high=3e-4,
     )
     gradient = torch.autograd.grad(loss, logprobs)[0]
     assert len(set(gradient.tolist())) == 1
-    assert float(loss.detach()) == pytest.approx(float((logprobs.detach() - old).double().mean().exp()), rel=1e-7)
+    assert float(loss.detach()) == pytest.approx(
+        float((logprobs.detach() - old).double().mean().exp()), rel=1e-7
+    )
     assert float(sums["loss/clip_frac"].value) == 0
 
 
@@ -261,7 +293,9 @@ def test_aggregation_by_hand(aggregation: str, expected: float, expected_of_many
         max_completion_tokens=10,
     )
     assert (weights.dtype, float(weights[2])) == (torch.float64, 0.0)
-    assert float(weights.sum()) == pytest.approx({"token": 1.0, "sequence": 1.0, "constant": 4 / 20}[aggregation])
+    assert float(weights.sum()) == pytest.approx(
+        {"token": 1.0, "sequence": 1.0, "constant": 4 / 20}[aggregation]
+    )
 
 
 def test_correction_weighs_the_policy_term_alone() -> None:
@@ -275,7 +309,11 @@ def test_correction_weighs_the_policy_term_alone() -> None:
         "entropy_coef": 0.1,
     }
     loss, sums = _loss(
-        logprobs, logprobs.detach(), torch.tensor([1.0, -1.0]), correction=torch.tensor([2.0, 0.5]), **settings
+        logprobs,
+        logprobs.detach(),
+        torch.tensor([1.0, -1.0]),
+        correction=torch.tensor([2.0, 0.5]),
+        **settings,
     )
     # policy: (-1 * 2 + 1 * 0.5) / 2 = -0.75; KL: log 2 for each token; entropy: 2 on average
     assert float(loss.detach()) == pytest.approx(-0.75 + 0.5 * 0.6931472 - 0.1 * 2.0)
@@ -359,7 +397,13 @@ def test_garbage_in_masked_places_harms_neither_loss_nor_gradient(
 
 def test_micro_batch_with_nothing_that_counts_has_zero_loss_and_gradient() -> None:
     logprobs = torch.tensor([math.nan, -1.0], requires_grad=True)
-    loss, _ = _loss(logprobs, torch.zeros(2), torch.ones(2), mask=torch.zeros(2, dtype=torch.bool), num_loss_tokens=0)
+    loss, _ = _loss(
+        logprobs,
+        torch.zeros(2),
+        torch.ones(2),
+        mask=torch.zeros(2, dtype=torch.bool),
+        num_loss_tokens=0,
+    )
     assert float(loss.detach()) == 0.0
     assert torch.autograd.grad(loss, logprobs)[0].tolist() == [0.0, 0.0]
 
@@ -367,22 +411,37 @@ def test_micro_batch_with_nothing_that_counts_has_zero_loss_and_gradient() -> No
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_loss_and_gradient_do_not_depend_on_the_micro_batches(policy: str, aggregation: str, correction: str) -> None:
+def test_loss_and_gradient_do_not_depend_on_the_micro_batches(
+    policy: str, aggregation: str, correction: str
+) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = [3, 1, 4, 2, 5, 1]
 
     def some() -> Tensor:
         return torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
 
-    values, old, ref, rollout, advantages, entropy = some(), some(), some(), some(), some(), some().abs()
+    values, old, ref, rollout, advantages, entropy = (
+        some(),
+        some(),
+        some(),
+        some(),
+        some(),
+        some().abs(),
+    )
     mask = torch.arange(16) % 5 != 0
     sequences = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths))
     mask[sequences == 3] = False
 
     def run(groups: list[list[int]]) -> tuple[dict[str, Tensor], Tensor]:
-        logprobs, total = values.clone().requires_grad_(), {"loss": torch.zeros((), dtype=torch.float64)}
+        logprobs, total = (
+            values.clone().requires_grad_(),
+            {"loss": torch.zeros((), dtype=torch.float64)},
+        )
         for group in groups:  # a micro-batch holds whole sequences and numbers them anew
-            at = torch.cat([torch.where(sequences == i)[0] for i in group] + [torch.zeros(0, dtype=torch.int64)])
+            at = torch.cat(
+                [torch.where(sequences == i)[0] for i in group]
+                + [torch.zeros(0, dtype=torch.int64)]
+            )
             index = torch.tensor([group.index(int(i)) for i in sequences[at]], dtype=torch.int64)
             loss, sums = _loss(
                 logprobs[at],
@@ -392,7 +451,9 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(policy: str, aggre
                 entropy=entropy[at],
                 mask=mask[at],
                 sequences=index,
-                correction=rollout_correction(correction, 1.5, old[at], rollout[at], mask[at], index),
+                correction=rollout_correction(
+                    correction, 1.5, old[at], rollout[at], mask[at], index
+                ),
                 policy=policy,
                 dual_clip=3.0,
                 aggregation=aggregation,
@@ -408,7 +469,11 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(policy: str, aggre
         return total, logprobs.grad
 
     whole = run([[0, 1, 2, 3, 4, 5]])
-    for groups in ([[0], [1], [2], [3], [4], [5]], [[4, 1], [5, 0, 3], [2]], [[3], [], [5, 4, 2, 1, 0]]):
+    for groups in (
+        [[0], [1], [2], [3], [4], [5]],
+        [[4, 1], [5, 0, 3], [2]],
+        [[3], [], [5, 4, 2, 1, 0]],
+    ):
         torch.testing.assert_close(run(groups), whole)
 
 
@@ -426,7 +491,10 @@ def test_kl_estimators_by_hand(estimator: str, expected: float) -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_kl_estimator_is_unbiased(estimator: str) -> None:
     # KL(p || r) over three tokens, summed exactly: p log(p/r)
-    p, r = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+    p, r = (
+        torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64),
+        torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64),
+    )
     exact = float((p * (p / r).log()).sum())
     assert float((p * kl_estimate(p.log(), r.log(), estimator)).sum()) == pytest.approx(exact)
 
@@ -449,27 +517,38 @@ def test_k1_is_negative_where_the_reference_is_surer() -> None:
 )
 def test_kl_gradients_by_hand(estimator: str, gradient: float) -> None:
     logprobs = torch.tensor([math.log(0.5)], requires_grad=True)
-    (got,) = torch.autograd.grad(kl_estimate(logprobs, torch.tensor([math.log(0.25)]), estimator).sum(), logprobs)
+    (got,) = torch.autograd.grad(
+        kl_estimate(logprobs, torch.tensor([math.log(0.25)]), estimator).sum(), logprobs
+    )
     assert float(got) == pytest.approx(gradient, rel=1e-5)
 
 
 def test_kl_enters_the_loss_with_its_coefficient() -> None:
     logprobs, ref = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])
-    loss, sums = _loss(logprobs, logprobs, torch.tensor([0.0]), ref=ref, kl_coef=0.5, kl_estimator="k1")
+    loss, sums = _loss(
+        logprobs, logprobs, torch.tensor([0.0]), ref=ref, kl_coef=0.5, kl_estimator="k1"
+    )
     assert float(loss) == pytest.approx(0.5 * 0.6931472)
     assert float(sums["kl"].value) == pytest.approx(0.6931472)
 
 
 def test_entropy_bonus_lowers_the_loss() -> None:
     logprobs = torch.tensor([-1.0, -1.0])
-    loss, _ = _loss(logprobs, logprobs, torch.zeros(2), entropy=torch.tensor([1.0, 3.0]), entropy_coef=0.1)
+    loss, _ = _loss(
+        logprobs, logprobs, torch.zeros(2), entropy=torch.tensor([1.0, 3.0]), entropy_coef=0.1
+    )
     assert float(loss) == pytest.approx(-0.1 * 4.0 / 2)
 
 
 def test_metric_sums_carry_no_graph() -> None:
     logprobs = torch.tensor([-1.0], requires_grad=True)
     _, sums = _loss(
-        logprobs, logprobs.detach(), torch.ones(1), ref=torch.tensor([-2.0]), entropy=-logprobs, kl_coef=1.0
+        logprobs,
+        logprobs.detach(),
+        torch.ones(1),
+        ref=torch.tensor([-2.0]),
+        entropy=-logprobs,
+        kl_coef=1.0,
     )
     assert not any(value.requires_grad for value in _fields(sums).values())
 
@@ -477,37 +556,52 @@ def test_metric_sums_carry_no_graph() -> None:
 def test_mismatch_kl_by_hand() -> None:
     # policy 1/2, engine 1/4: d = log 2, expm1(d) - d = 1 - 0.6931472; the masked token does not count
     sums = mismatch_sums(
-        torch.tensor([math.log(0.5), -1.0]), torch.tensor([math.log(0.25), -9.0]), torch.tensor([True, False])
+        torch.tensor([math.log(0.5), -1.0]),
+        torch.tensor([math.log(0.25), -9.0]),
+        torch.tensor([True, False]),
     )
     assert float(sums["weight_sync/mismatch_kl"].value) == pytest.approx(0.3068528, rel=1e-5)
     assert float(sums["weight_sync/mismatch_abs_max"].value) == pytest.approx(0.6931472)
 
 
 def test_mismatch_kl_does_not_cancel() -> None:
-    sums = mismatch_sums(torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.0]), torch.tensor([True, True]))
+    sums = mismatch_sums(
+        torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.0]), torch.tensor([True, True])
+    )
     # d = +1 and -1: the mean of e - 2 and 1/e
-    assert float(sums["weight_sync/mismatch_kl"].value) == pytest.approx((math.e - 2 + 1 / math.e) / 2, rel=1e-6)
+    assert float(sums["weight_sync/mismatch_kl"].value) == pytest.approx(
+        (math.e - 2 + 1 / math.e) / 2, rel=1e-6
+    )
 
 
 def test_tiny_mismatch_keeps_its_digits() -> None:
     # half of d squared for a small d; float32 would give 0 or a rounding error of the size of d
     engine = torch.tensor([-1.0], dtype=torch.float32)
     policy = engine + 2.0**-23
-    assert float(mismatch_sums(policy, engine, torch.tensor([True]))["weight_sync/mismatch_kl"].value) == pytest.approx(
-        0.5 * 2.0**-46, rel=1e-4, abs=0.0
-    )
+    assert float(
+        mismatch_sums(policy, engine, torch.tensor([True]))["weight_sync/mismatch_kl"].value
+    ) == pytest.approx(0.5 * 2.0**-46, rel=1e-4, abs=0.0)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_mismatch_ignores_garbage_in_masked_places(poison: float) -> None:
-    sums = mismatch_sums(torch.tensor([-1.0, poison]), torch.tensor([-1.0, poison]), torch.tensor([True, False]))
-    assert [float(sums[f"weight_sync/mismatch_{name}"].value) for name in ("kl", "abs_max")] == [0.0, 0.0]
+    sums = mismatch_sums(
+        torch.tensor([-1.0, poison]), torch.tensor([-1.0, poison]), torch.tensor([True, False])
+    )
+    assert [float(sums[f"weight_sync/mismatch_{name}"].value) for name in ("kl", "abs_max")] == [
+        0.0,
+        0.0,
+    ]
     assert float(sums["mismatch_ratios"].value.sum()) == 1.0
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_mismatch_of_a_token_that_is_not_finite_is_counted_and_does_not_raise(poison: float) -> None:
-    sums = mismatch_sums(torch.tensor([-1.0, poison]), torch.tensor([-1.0, -1.0]), torch.tensor([True, True]))
+def test_mismatch_of_a_token_that_is_not_finite_is_counted_and_does_not_raise(
+    poison: float,
+) -> None:
+    sums = mismatch_sums(
+        torch.tensor([-1.0, poison]), torch.tensor([-1.0, -1.0]), torch.tensor([True, True])
+    )
     assert not math.isfinite(float(sums["weight_sync/mismatch_abs_mean"].value))
     assert float(sums["mismatch_ratios"].value.sum()) == 2.0
 
@@ -528,7 +622,11 @@ _RATIOS, _SEQUENCES = [3.0, 0.5, 4.0, 2.0, 0.25], [0, 0, 1, 1, 2]
         ),  # the product of the sequence, the same for each of its tokens
         ("sequence_tis", 1.2, [1.2, 1.2, 1.2, 1.2, 0.25]),
         ("sequence_tis", 9.0, [1.5, 1.5, 8.0, 8.0, 0.25]),
-        ("icepop", 2.0, [0.0, 0.5, 0.0, 2.0, 0.0]),  # at 1/cap and at cap a token stays, beyond it counts nothing
+        (
+            "icepop",
+            2.0,
+            [0.0, 0.5, 0.0, 2.0, 0.0],
+        ),  # at 1/cap and at cap a token stays, beyond it counts nothing
         ("icepop", 1.99, [0.0, 0.0, 0.0, 0.0, 0.0]),
         ("icepop", 3.5, [3.0, 0.5, 0.0, 2.0, 0.0]),
         ("icepop", 4.0, [3.0, 0.5, 4.0, 2.0, 0.25]),
@@ -553,7 +651,12 @@ def test_rollout_correction_by_hand(mode: str, cap: float, expected: list[float]
 def test_masked_token_is_no_part_of_its_sequence_s_product() -> None:
     policy, engine = torch.tensor([math.log(3.0), 700.0, math.log(0.5)]), torch.zeros(3)
     got = rollout_correction(
-        "sequence_tis", 2.0, policy, engine, torch.tensor([True, False, True]), torch.tensor([0, 0, 0])
+        "sequence_tis",
+        2.0,
+        policy,
+        engine,
+        torch.tensor([True, False, True]),
+        torch.tensor([0, 0, 0]),
     )
     assert got is not None
     torch.testing.assert_close(got[[0, 2]], torch.tensor([1.5, 1.5]))
@@ -578,11 +681,16 @@ def test_a_long_sequence_s_correction_does_not_overflow(mode: str) -> None:
 def test_ratio_percentiles_equal_numpy_within_a_bin(scale: float, shift: float) -> None:
     """A bin is 5 % wide beyond 1e-3 nats and 5e-5 nats wide below that; samples go through several ranks'
     histograms."""
-    differences = torch.randn(5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * scale + shift
+    differences = (
+        torch.randn(5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * scale
+        + shift
+    )
     histogram = sum(
-        mismatch_sums(part, torch.zeros(len(part), dtype=torch.float64), torch.ones(len(part), dtype=torch.bool))[
-            "mismatch_ratios"
-        ].value
+        mismatch_sums(
+            part,
+            torch.zeros(len(part), dtype=torch.float64),
+            torch.ones(len(part), dtype=torch.bool),
+        )["mismatch_ratios"].value
         for part in differences.split([1, 1999, 3000])
     )
     assert isinstance(histogram, Tensor)
@@ -606,7 +714,11 @@ def test_ratio_percentiles_of_identical_logprobs_are_one() -> None:
 def test_a_ratio_beyond_float_range_gives_a_finite_loss_and_gradient(policy: str) -> None:
     logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
     loss, _ = _loss(
-        logprobs, torch.tensor([-500.0, -1.0]), torch.tensor([-1.0, 1.0]), policy=policy, sequences=torch.tensor([0, 1])
+        logprobs,
+        torch.tensor([-500.0, -1.0]),
+        torch.tensor([-1.0, 1.0]),
+        policy=policy,
+        sequences=torch.tensor([0, 1]),
     )
     loss.backward()
     assert torch.isfinite(loss)

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch.distributed import HashStore, distributed_c10d
 
-from grpo_spmd.config import devices
+from grpo_spmd.config import load
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RolloutConfig, WatchdogConfig
 from grpo_spmd.data.cache import is_of_this_host
 from grpo_spmd.distributed import doctor, machine
-from grpo_spmd.engine import gpu
+from grpo_spmd.engine import start
 
 TOO_OLD = (
     "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by downloading "
@@ -65,16 +65,20 @@ def test_gpus_that_are_hidden_are_meant_to_be(monkeypatch: pytest.MonkeyPatch, h
 @pytest.mark.usefixtures("eight_unusable_gpus")
 def test_gpus_that_are_named_and_not_there_are_no_cpu_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
-    with pytest.raises(ConfigError, match="look whether CUDA_VISIBLE_DEVICES=9 names GPUs that are there, update"):
+    with pytest.raises(
+        ConfigError, match="look whether CUDA_VISIBLE_DEVICES=9 names GPUs that are there, update"
+    ):
         machine.own_device(0)
 
 
-def test_a_device_that_may_not_be_opened_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_device_that_may_not_be_opened_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """As in a job whose cgroup leaves it out, and in a container that sees all names."""
     (tmp_path / "nvidia0").touch()
     (tmp_path / "nvidia1").mkdir()  # no file that can be opened to write, even by root
     (tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(devices, "Path", lambda _: tmp_path)
+    monkeypatch.setattr(load, "Path", lambda _: tmp_path)
     assert machine.num_gpus() == 1
 
 
@@ -89,7 +93,10 @@ def said_by_setup(capsys: pytest.CaptureFixture[str]) -> str:
 def test_set_up_for_gpus_refuses_what_would_not_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "The NVIDIA driver on your system is too old (found version 12020); update" in said_by_setup(capsys)
+    assert (
+        "The NVIDIA driver on your system is too old (found version 12020); update"
+        in said_by_setup(capsys)
+    )
     monkeypatch.setattr(machine, "num_gpus", lambda: 0)
     machine.check_setup()  # a login node
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -112,7 +119,9 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert machine.own_device(3) == torch.device("cuda", 3)
-    with pytest.raises(ConfigError, match=r"rank 4 of this node .* has no GPU: torch sees 4; start as many ranks"):
+    with pytest.raises(
+        ConfigError, match=r"rank 4 of this node .* has no GPU: torch sees 4; start as many ranks"
+    ):
         machine.own_device(4)
 
 
@@ -123,7 +132,10 @@ def listening() -> set[tuple[str, int]]:
     """Addresses and ports at which this host listens, over IPv4, as the kernel says."""
     lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     found = [line[1].split(":") for line in lines if line[3] == "0A"]
-    return {(socket.inet_ntoa(struct.pack("<I", int(address, 16))), int(port, 16)) for address, port in found}
+    return {
+        (socket.inet_ntoa(struct.pack("<I", int(address, 16))), int(port, 16))
+        for address, port in found
+    }
 
 
 def test_gloo_listens_where_we_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +145,9 @@ def test_gloo_listens_where_we_say(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = {address for address, _ in listening() - before}
     del device
     if not opened:
-        pytest.skip("gloo opened nothing over IPv4: the name of this host leads to an address of IPv6")
+        pytest.skip(
+            "gloo opened nothing over IPv4: the name of this host leads to an address of IPv6"
+        )
     assert machine.gloo_address() in opened
 
 
@@ -150,7 +164,9 @@ def as_two_hosts(monkeypatch: pytest.MonkeyPatch, address: str, other: str) -> H
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1"])
-def test_a_name_that_leads_to_loopback_is_refused_between_hosts(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+def test_a_name_that_leads_to_loopback_is_refused_between_hosts(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
     store = as_two_hosts(monkeypatch, address, "there")
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
     with pytest.raises(ConfigError) as said:
@@ -162,7 +178,9 @@ def test_a_name_that_leads_to_loopback_is_refused_between_hosts(monkeypatch: pyt
 
 def test_who_can_be_reached_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
     machine.refuse_unreachable(as_two_hosts(monkeypatch, "10.0.0.7", "there"), 0, 16)
-    machine.refuse_unreachable(as_two_hosts(monkeypatch, "127.0.0.1", "here"), 0, 16)  # two launchers on one host
+    machine.refuse_unreachable(
+        as_two_hosts(monkeypatch, "127.0.0.1", "here"), 0, 16
+    )  # two launchers on one host
     store = as_two_hosts(monkeypatch, "127.0.0.1", "there")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     machine.refuse_unreachable(store, 0, 16)
@@ -174,37 +192,57 @@ def test_who_can_be_reached_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_host_is_its_name_its_boot_and_its_network() -> None:
     """Equal for all its processes, and for no other host, nor a container of the same name."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert machine.own_host().split() == [socket.gethostname(), boot, os.readlink(f"/proc/{os.getppid()}/ns/net")]
+    assert machine.own_host().split() == [
+        socket.gethostname(),
+        boot,
+        os.readlink(f"/proc/{os.getppid()}/ns/net"),
+    ]
 
 
 # E3: memory that ranks of one engine cannot share
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_expandable_segments_and_tensor_parallelism_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_expandable_segments_and_tensor_parallelism_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv(name, "max_split_size_mb:512, expandable_segments:True")
     two = RolloutConfig(tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"expandable_segments with rollout\.tensor_parallel_size 2: vLLM's custom"):
-        gpu.refuse_unshareable_segments(two, "cuda")
-    gpu.refuse_unshareable_segments(two, "cpu")
-    gpu.refuse_unshareable_segments(RolloutConfig(), "cuda")
-    gpu.refuse_unshareable_segments(RolloutConfig(tensor_parallel_size=3), "cuda")  # vLLM has none for three
-    for key in ("disable_custom_all_reduce", "enforce_eager"):  # the second: nothing is captured in a CUDA graph
-        gpu.refuse_unshareable_segments(RolloutConfig(tensor_parallel_size=2, engine={key: True}), "cuda")
+    with pytest.raises(
+        ConfigError,
+        match=r"expandable_segments with rollout\.tensor_parallel_size 2: vLLM's custom",
+    ):
+        start.refuse_unshareable_segments(two, "cuda")
+    start.refuse_unshareable_segments(two, "cpu")
+    start.refuse_unshareable_segments(RolloutConfig(), "cuda")
+    start.refuse_unshareable_segments(
+        RolloutConfig(tensor_parallel_size=3), "cuda"
+    )  # vLLM has none for three
+    for key in (
+        "disable_custom_all_reduce",
+        "enforce_eager",
+    ):  # the second: nothing is captured in a CUDA graph
+        start.refuse_unshareable_segments(
+            RolloutConfig(tensor_parallel_size=2, engine={key: True}), "cuda"
+        )
     monkeypatch.setenv(name, "expandable_segments:False")
-    gpu.refuse_unshareable_segments(two, "cuda")
+    start.refuse_unshareable_segments(two, "cuda")
 
 
 # E7: seeds
 
 
-def test_v1s_loop_over_seeds_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_v1s_loop_over_seeds_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
-    gpu.warn_of_slow_seeds(SimpleNamespace(use_v2_model_runner=True), "cuda")
-    gpu.warn_of_slow_seeds(SimpleNamespace(), "cpu")  # it is V1 there, and the model takes far longer than the loop
+    start.warn_of_slow_seeds(SimpleNamespace(use_v2_model_runner=True), "cuda")
+    start.warn_of_slow_seeds(
+        SimpleNamespace(), "cpu"
+    )  # it is V1 there, and the model takes far longer than the loop
     assert not caplog.records
-    gpu.warn_of_slow_seeds(SimpleNamespace(use_v2_model_runner=False), "cuda")
+    start.warn_of_slow_seeds(SimpleNamespace(use_v2_model_runner=False), "cuda")
     assert "V1 model runner, which samples seeded requests one by one" in caplog.text
 
 
@@ -219,7 +257,7 @@ def shared_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A home that all nodes mount, beside a temporary folder of this node; no cache has a place."""
     home = tmp_path / "home"
     home.mkdir()
-    monkeypatch.setattr(gpu, "is_of_this_host", lambda place: home not in (place, *place.parents))
+    monkeypatch.setattr(start, "is_of_this_host", lambda place: home not in (place, *place.parents))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("HOME", str(home))
     for name in (*CACHES, "XDG_CACHE_HOME", "TRITON_HOME", "FLASHINFER_CUBIN_DIR"):
@@ -234,14 +272,14 @@ def caches() -> list[str]:
 
 
 def test_caches_lie_on_the_node_where_the_home_does_not(shared_home: Path, tmp_path: Path) -> None:
-    gpu.keep_caches_on_node()
+    start.keep_caches_on_node()
     own = tmp_path / f"vllm-{os.geteuid()}"
     assert caches() == [str(own), str(own / "triton"), str(own)]
     assert own.stat().st_mode & 0o777 == 0o700
     assert "FLASHINFER_CUBIN_DIR" not in os.environ
     for name in CACHES:
         os.environ[name] = ""
-    gpu.keep_caches_on_node()  # the node's next rank
+    start.keep_caches_on_node()  # the node's next rank
     assert caches() == [str(own), str(own / "triton"), str(own)]
 
 
@@ -250,17 +288,21 @@ def test_a_place_that_is_given_or_on_the_node_stays(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "local"))  # where vLLM looks by itself
-    (shared_home / ".cache/flashinfer/cubins").mkdir(parents=True)  # prefetched, and not to be had again
-    gpu.keep_caches_on_node()
+    (shared_home / ".cache/flashinfer/cubins").mkdir(
+        parents=True
+    )  # prefetched, and not to be had again
+    start.keep_caches_on_node()
     assert caches() == ["", "/elsewhere", str(tmp_path / f"vllm-{os.geteuid()}")]
     assert os.environ["FLASHINFER_CUBIN_DIR"] == str(shared_home / ".cache/flashinfer/cubins")
     monkeypatch.setenv("HOME", str(tmp_path / "own_home"))
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", "")
-    gpu.keep_caches_on_node()
+    start.keep_caches_on_node()
     assert caches() == ["", "/elsewhere", ""]
 
 
-def test_the_file_systems_of_clusters_are_of_another_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_file_systems_of_clusters_are_of_another_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for kind in ("ext4", "xfs", "overlay", "tmpfs"):
         monkeypatch.setattr("grpo_spmd.data.cache._file_system_of", lambda _, kind=kind: kind)
         assert is_of_this_host(tmp_path)
@@ -274,9 +316,9 @@ def test_caches_stay_where_the_temporary_folder_is_no_better(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr("os.statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NOSUID))
-        gpu.keep_caches_on_node()
-    monkeypatch.setattr(gpu, "is_of_this_host", lambda _: False)
-    gpu.keep_caches_on_node()
+        start.keep_caches_on_node()
+    monkeypatch.setattr(start, "is_of_this_host", lambda _: False)
+    start.keep_caches_on_node()
     assert caches() == ["", "", ""]
     assert sorted(tmp_path.iterdir()) == [shared_home]
 
@@ -291,15 +333,25 @@ def test_a_cache_that_is_linked_to_a_disk_of_the_node_stays(
         asked.append(place)
         return True
 
-    monkeypatch.setattr(gpu, "is_of_this_host", is_of_this_host)
-    gpu.keep_caches_on_node()
-    assert asked == [shared_home / ".cache/vllm", shared_home / ".triton", shared_home / ".cache/flashinfer"]
+    monkeypatch.setattr(start, "is_of_this_host", is_of_this_host)
+    start.keep_caches_on_node()
+    assert asked == [
+        shared_home / ".cache/vllm",
+        shared_home / ".triton",
+        shared_home / ".cache/flashinfer",
+    ]
     assert caches() == ["", "", ""]
 
 
-@pytest.mark.parametrize("trap", ["open to all", "open to a group", "another user's", "a link", "a file"])
+@pytest.mark.parametrize(
+    "trap", ["open to all", "open to a group", "another user's", "a link", "a file"]
+)
 def test_a_cache_that_others_can_write_to_is_not_used(
-    shared_home: Path, tmp_path: Path, trap: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shared_home: Path,
+    tmp_path: Path,
+    trap: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """vLLM runs the code that it finds there."""
     if trap == "another user's":
@@ -314,7 +366,7 @@ def test_a_cache_that_others_can_write_to_is_not_used(
     else:
         planted.mkdir()
         planted.chmod({"open to all": 0o777, "open to a group": 0o775}.get(trap, 0o700))
-    gpu.keep_caches_on_node()
+    start.keep_caches_on_node()
     assert str(planted) in caplog.text
     used = Path(os.environ["VLLM_CACHE_ROOT"])
     assert used != planted
@@ -338,6 +390,9 @@ def test_many_ranks_have_longer_to_start() -> None:
 
 
 def test_buckets_are_larger_on_gpus_where_nobody_says() -> None:
-    assert [RolloutConfig().sync_bucket_bytes(device) >> 20 for device in ("cpu", "cuda")] == [16, 256]
+    assert [RolloutConfig().sync_bucket_bytes(device) >> 20 for device in ("cpu", "cuda")] == [
+        16,
+        256,
+    ]
     given = RolloutConfig(weight_sync_bucket_mib=7)
     assert [given.sync_bucket_bytes(device) >> 20 for device in ("cpu", "cuda")] == [7, 7]

@@ -16,7 +16,15 @@ import pytest
 
 from benchmarks import measured
 from benchmarks.support import record as record_module
-from benchmarks.support.record import CHANGES, NOT_IN_HISTORY, Record, RecordedRow, RecordError, figure, taken_on
+from benchmarks.support.record import (
+    CHANGES,
+    NOT_IN_HISTORY,
+    Record,
+    RecordedRow,
+    RecordError,
+    figure,
+    taken_on,
+)
 from benchmarks.support.report import commit
 from tests.support.measured_rows import MADE, Rows, made_rows, spread
 
@@ -30,7 +38,10 @@ def _record(folder: Path, rows: Rows, name: str = "made.jsonl") -> Record:
 
 
 def _said(record: Record, name: str) -> list[str]:
-    return [f"{line.what} | {line.figures} | {taken_on(line.rows)}" for line in measured.LINES[name](record)]
+    return [
+        f"{line.what} | {line.figures} | {taken_on(line.rows)}"
+        for line in measured.LINES[name](record)
+    ]
 
 
 def test_the_papers_are_what_the_rows_say(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,20 +69,32 @@ def test_rows_name_commits_of_this_history() -> None:
         pytest.skip("there is no git")
     if asked.stdout.split("\n")[:2] != ["false", str(ROOT)]:
         pytest.skip("the repository's history is not here, or not whole")
-    history = subprocess.run(["git", "-C", str(ROOT), "rev-list", "HEAD"], capture_output=True, text=True, check=True)
+    history = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-list", "HEAD"], capture_output=True, text=True, check=True
+    )
     known = {commit[:7] for commit in history.stdout.split()}
     named = defaultdict(list)
     for path in RESULTS:
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            named[json.loads(line)["commit"].removesuffix(CHANGES)[:7]].append(f"{path.name}:{number}")
-    assert not {commit: rows for commit, rows in named.items() if commit not in known | NOT_IN_HISTORY}
+            named[json.loads(line)["commit"].removesuffix(CHANGES)[:7]].append(
+                f"{path.name}:{number}"
+            )
+    assert not {
+        commit: rows for commit, rows in named.items() if commit not in known | NOT_IN_HISTORY
+    }
     assert not NOT_IN_HISTORY & known
     assert named.keys() >= NOT_IN_HISTORY
 
 
-def test_rows_of_the_benchmark_before_are_no_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_the_benchmark_before_are_no_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def git(*arguments: str) -> None:
-        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x", *arguments], check=True, capture_output=True)
+        subprocess.run(
+            ["git", "-c", "user.name=x", "-c", "user.email=x", *arguments],
+            check=True,
+            capture_output=True,
+        )
 
     monkeypatch.chdir(tmp_path)
     git("init")
@@ -97,7 +120,10 @@ def test_what_no_commit_has_is_said(tmp_path: Path) -> None:
         *made_rows("x", {}, commit=f"{gone}{CHANGES}", date="2026-12-01"),
         *made_rows("x", {}, {}, date="2026-12-02"),
     ]
-    assert taken_on(_record(tmp_path, rows).all("x")) == f"`{gone}+changes`\\*, 2026-12-01; `abc1234`, 2026-12-02"
+    assert (
+        taken_on(_record(tmp_path, rows).all("x"))
+        == f"`{gone}+changes`\\*, 2026-12-01; `abc1234`, 2026-12-02"
+    )
     noted = "\n".join(measured.table(Record(RESULTS)))
     assert "no commit has" in noted
     assert "is not in the history" in noted
@@ -114,19 +140,32 @@ def _rows_of(name: str) -> Rows:
     """Made ones where there are some, else those of the record."""
     if name in MADE:
         return MADE[name][0]
-    own = {row.place: dict(row) for line in measured.LINES[name](Record(RESULTS)) for row in line.rows}
+    own = {
+        row.place: dict(row) for line in measured.LINES[name](Record(RESULTS)) for row in line.rows
+    }
     return list(own.values())
 
 
 @pytest.mark.parametrize("name", measured.LINES)
-def test_a_row_without_a_column_or_with_another_kind_of_value_is_one_line(name: str, tmp_path: Path) -> None:
+def test_a_row_without_a_column_or_with_another_kind_of_value_is_one_line(
+    name: str, tmp_path: Path
+) -> None:
     """Every column of the newest row of each benchmark in turn; without some, there is still a line."""
     refused, last_of = 0, {row["benchmark"]: row for row in _rows_of(name)}
     for last in last_of.values():
-        others = [row for row in _rows_of(name) if row is not last and row["benchmark"] == last["benchmark"]]
+        others = [
+            row
+            for row in _rows_of(name)
+            if row is not last and row["benchmark"] == last["benchmark"]
+        ]
         for column in set(last) - {"benchmark"}:
             less = {key: value for key, value in last.items() if key != column}
-            for changed in (less, last | {column: None}, last | {column: "x"}, last | {column: [1]}):
+            for changed in (
+                less,
+                last | {column: None},
+                last | {column: "x"},
+                last | {column: [1]},
+            ):
                 error = _error_of(tmp_path, [*others, changed], name)
                 refused += bool(error)
                 assert re.fullmatch(rf"(.*made\.jsonl:\d+: |{name}: ).*|", error), error
@@ -162,16 +201,22 @@ def test_columns_that_a_line_reads_are_written_by_its_benchmark(
     assert len(read) > 6
     modules = [*_SPEED[name], ROOT / "benchmarks/support/report.py"]
     written, made = set[str](), list[str]()
-    for node in itertools.chain.from_iterable(ast.walk(ast.parse(path.read_text())) for path in modules):
+    for node in itertools.chain.from_iterable(
+        ast.walk(ast.parse(path.read_text())) for path in modules
+    ):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             written.add(node.value)
         elif isinstance(node, ast.JoinedStr):
-            known = [str(part.value) if isinstance(part, ast.Constant) else "" for part in node.values]
+            known = [
+                str(part.value) if isinstance(part, ast.Constant) else "" for part in node.values
+            ]
             if max(map(len, known)) > 2:
                 made.append("".join(re.escape(part) or r"[\w' ]+" for part in known))
         elif isinstance(node, ast.keyword):
             written.add(node.arg or "")
-    assert [each for each in read - written if not any(re.fullmatch(form, each) for form in made)] == []
+    assert [
+        each for each in read - written if not any(re.fullmatch(form, each) for form in made)
+    ] == []
 
 
 def test_the_newest_run_counts_and_what_lost_stays(tmp_path: Path) -> None:
@@ -189,7 +234,9 @@ def test_the_newest_run_counts_and_what_lost_stays(tmp_path: Path) -> None:
         init(6, "bbb0000", "2026-12-02"),
         init(70, "bbb0000", "2026-12-02"),
     )
-    (said,) = _said(_record(tmp_path, [*middle, *new, *old]), "init")  # twice on one commit: the later
+    (said,) = _said(
+        _record(tmp_path, [*middle, *new, *old]), "init"
+    )  # twice on one commit: the later
     assert "70.0 (1.00 to 99.0) MiB" in said
     assert said.endswith("`bbb0000`, 2026-12-02")
 
@@ -197,8 +244,14 @@ def test_the_newest_run_counts_and_what_lost_stays(tmp_path: Path) -> None:
 def test_a_shape_that_was_not_measured_again_keeps_its_row(tmp_path: Path) -> None:
     """And rows of before there were shapes are of the first."""
     rows, _ = MADE["step_vs_trl"]
-    short = [row | {"shape": "short", "commit": "bbb0000", "date": "2026-12-02", "ratio": 3.5} for row in rows]
-    oldest = [{key: value for key, value in row.items() if key != "shape"} | {"date": "2026-11-30"} for row in rows]
+    short = [
+        row | {"shape": "short", "commit": "bbb0000", "date": "2026-12-02", "ratio": 3.5}
+        for row in rows
+    ]
+    oldest = [
+        {key: value for key, value in row.items() if key != "shape"} | {"date": "2026-11-30"}
+        for row in rows
+    ]
     first, second = _said(_record(tmp_path, [*oldest, *rows, *short]), "step_vs_trl")
     assert "`short`" in first
     assert "step 3.50" in first
@@ -210,14 +263,24 @@ def test_a_shape_that_was_not_measured_again_keeps_its_row(tmp_path: Path) -> No
 
 
 def test_faults_of_one_commit_add_up_and_older_ones_are_replaced(tmp_path: Path) -> None:
-    def fault(name: str, tried: int, lost: int, worst: str, commit: str, date: str = "2026-12-01") -> Rows:
-        row = {"fault": name, "tried": tried, "survived": tried - lost, "lost": lost, "worst": worst}
+    def fault(
+        name: str, tried: int, lost: int, worst: str, commit: str, date: str = "2026-12-01"
+    ) -> Rows:
+        row = {
+            "fault": name,
+            "tried": tried,
+            "survived": tried - lost,
+            "lost": lost,
+            "worst": worst,
+        }
         return made_rows("faults", row, commit=commit, date=date)
 
     rows = [
         *fault("SIGKILL of a whole tree", 50, 9, "3 steps lost", "aaa0000"),
         *fault("SIGKILL of a whole tree", 8, 0, "2 steps lost", "bbb0000"),
-        *fault("SIGKILL of a whole tree", 8, 1, "12 steps lost", "bbb0000", "2026-12-02"),  # past midnight
+        *fault(
+            "SIGKILL of a whole tree", 8, 1, "12 steps lost", "bbb0000", "2026-12-02"
+        ),  # past midnight
         *fault("save of 20 M parameters, 1 ranks", 10, 0, "9.2 x less wait", "aaa0000"),
         *fault("save of 20 M parameters, 2 ranks", 10, 0, "11.5 x less wait", "aaa0000"),
     ]
@@ -233,12 +296,18 @@ def test_faults_of_one_commit_add_up_and_older_ones_are_replaced(tmp_path: Path)
 
 def test_a_model_type_that_was_tried_again_has_its_new_outcome_alone(tmp_path: Path) -> None:
     def tried(family: str, dtype: str, outcome: str, **columns: Any) -> dict[str, Any]:
-        trains = {"mismatch": 1e-7, "proved": "25 of 24"} if outcome == "trains" else {"mismatch": "", "proved": ""}
+        trains = (
+            {"mismatch": 1e-7, "proved": "25 of 24"}
+            if outcome == "trains"
+            else {"mismatch": "", "proved": ""}
+        )
         return {"family": family, "dtype": dtype, "outcome": outcome, **trains, **columns}
 
     both = ("float32", "bfloat16")
     old = made_rows(
-        "families", *(tried(name, dtype, "trains") for name in ("a", "b") for dtype in both), commit="aaa0000"
+        "families",
+        *(tried(name, dtype, "trains") for name in ("a", "b") for dtype in both),
+        commit="aaa0000",
     )
     new = made_rows(
         "families",
@@ -268,7 +337,9 @@ def test_dry_rows_and_broken_steps_of_a_day_are_no_measurements(tmp_path: Path) 
 
 def test_rows_whose_age_cannot_be_told_or_that_are_none_are_refused(tmp_path: Path) -> None:
     _record(tmp_path, made_rows("rank0", {}), "a.jsonl")
-    with pytest.raises(RecordError, match=r"b\.jsonl:1: .*a\.jsonl has rows of rank0 of 2026-12-01 too"):
+    with pytest.raises(
+        RecordError, match=r"b\.jsonl:1: .*a\.jsonl has rows of rank0 of 2026-12-01 too"
+    ):
         _record(tmp_path, made_rows("rank0", {}, commit="def"), "b.jsonl")
     for text in ("{", "[1]", '{"benchmark": "rank0", "date": "2026-12-01"}', '{"benchmark": 3}'):
         (tmp_path / "b.jsonl").write_text(f"{text}\n")
@@ -285,7 +356,9 @@ def test_the_command_writes_what_stands_between_marks_and_nothing_else(
     text = "# a\n\n<!-- rows: begin faults -->\n| typed by hand |\n<!-- rows: end -->\n\nb\n"
     for paper in papers:
         paper.write_text(text)
-    made = made_rows("faults", {"fault": "1000 steps", "tried": 1, "survived": 1, "lost": 0, "worst": "-"})
+    made = made_rows(
+        "faults", {"fault": "1000 steps", "tried": 1, "survived": 1, "lost": 0, "worst": "-"}
+    )
     _record(results, made)
     assert measured.main(["--check"], tmp_path) == 1
     assert papers[0].read_text() == text
@@ -317,6 +390,14 @@ def test_the_command_writes_what_stands_between_marks_and_nothing_else(
 
 
 def test_figures_are_short() -> None:
-    known = {0: "0", 0.0000013: "1.3e-6", 0.017: "0.017", 0.1: "0.10", 0.9999: "1.00", 9.996: "10.0", 99.96: "100"}
+    known = {
+        0: "0",
+        0.0000013: "1.3e-6",
+        0.017: "0.017",
+        0.1: "0.10",
+        0.9999: "1.00",
+        9.996: "10.0",
+        99.96: "100",
+    }
     assert {value: figure(value) for value in known} == known
     assert (figure(1210.2), figure(-0.5), figure(-16.56)) == ("1,210", "-0.50", "-16.6")

@@ -14,9 +14,15 @@ import torch
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import PHASES, Config
-from grpo_spmd.engine.gpu import allocator_settings_kept
-from grpo_spmd.engine.sleep_check import SleepCheck
-from grpo_spmd.observe.memory import MemoryLedger, MemoryUse, is_out_of_memory, measure, remedies, reset_peak
+from grpo_spmd.engine.start import SleepCheck, allocator_settings_kept
+from grpo_spmd.observe.memory import (
+    MemoryLedger,
+    MemoryUse,
+    is_out_of_memory,
+    measure,
+    remedies,
+    reset_peak,
+)
 from tests.support.models import make_model, write_config
 
 CPU = torch.device("cpu")
@@ -70,7 +76,11 @@ def test_on_a_gpu_the_engines_pool_is_not_the_trainers_and_is_in_other_only_whil
 ) -> None:
     """torch counts 40 of pool beside 10 of tensors, awake or asleep; the driver counts the pool only while the engine
     is awake."""
-    stats = {"allocated_bytes.all.current": 50, "allocated_bytes.all.peak": 57, "reserved_bytes.all.current": 52}
+    stats = {
+        "allocated_bytes.all.current": 50,
+        "allocated_bytes.all.peak": 57,
+        "reserved_bytes.all.current": 52,
+    }
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 - 55, 100))
     # 40 of pool, 3 of context and NCCL
@@ -81,7 +91,9 @@ def test_on_a_gpu_the_engines_pool_is_not_the_trainers_and_is_in_other_only_whil
 
 def _remedies(config: Config) -> dict[str, list[str]]:
     num_workers = config.reward_pool.num_workers
-    return remedies(config.model, config.rollout, config.training, config.max_rollout_tokens, num_workers)
+    return remedies(
+        config.model, config.rollout, config.training, config.max_rollout_tokens, num_workers
+    )
 
 
 def test_the_ledger_keeps_the_most_of_a_phases_blocks(config: Config) -> None:
@@ -93,7 +105,9 @@ def test_the_ledger_keeps_the_most_of_a_phases_blocks(config: Config) -> None:
     with ledger.phase("reward"):
         pass
     found = ledger.metrics()
-    assert found.keys() == {f"memory/{phase}/{field}_gib" for phase in ("rollout", "reward") for field in FIELDS}
+    assert found.keys() == {
+        f"memory/{phase}/{field}_gib" for phase in ("rollout", "reward") for field in FIELDS
+    }
     assert found["memory/rollout/allocated_gib"] - found["memory/reward/allocated_gib"] > 0.08
     ledger.end_step()
     assert ledger.metrics() == {}
@@ -105,7 +119,10 @@ def test_a_real_failure_to_allocate_says_where_the_memory_was(config: Config) ->
     ledger = MemoryLedger(CPU, lambda: 0, _remedies(config))
     with ledger.phase("weight_sync"):
         pass
-    with pytest.raises(RuntimeError, match="can't allocate memory") as caught, ledger.phase("update"):
+    with (
+        pytest.raises(RuntimeError, match="can't allocate memory") as caught,
+        ledger.phase("update"),
+    ):
         torch.empty(1 << 50)
     (note,) = caught.value.__notes__
     assert "ran out of memory in phase update" in note
@@ -132,7 +149,10 @@ def test_other_errors_get_no_note(config: Config) -> None:
     ("error", "expected"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
-        (RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:163"), True),
+        (
+            RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:163"),
+            True,
+        ),
         (RuntimeError("NCCL Error 1: unhandled cuda error: Cuda failure 2 'out of memory'"), True),
         (MemoryError(), True),
         (RuntimeError("shape mismatch"), False),
@@ -152,7 +172,9 @@ def test_remedies_fit_the_phase_and_leave_out_what_is_used_up(config: Config) ->
     used_up = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, offload=True, activation_checkpointing=True),
-        training=dataclasses.replace(config.training, max_tokens_per_micro_batch=config.max_rollout_tokens),
+        training=dataclasses.replace(
+            config.training, max_tokens_per_micro_batch=config.max_rollout_tokens
+        ),
     )
     text = "; ".join(_remedies(used_up)["update"] + _remedies(used_up)["rollout"])
     assert "offload" not in text
@@ -169,7 +191,10 @@ def use(gib: float) -> MemoryUse:
 
 
 def sleeps(
-    check: SleepCheck, caplog: pytest.LogCaptureFixture, left_gib: list[float], held_gib: float = 0.0
+    check: SleepCheck,
+    caplog: pytest.LogCaptureFixture,
+    left_gib: list[float],
+    held_gib: float = 0.0,
 ) -> list[int]:
     """Which of the sleeps were alarmed, where each left so much beside what the trainer holds."""
     alarmed = []
@@ -181,9 +206,14 @@ def sleeps(
     return alarmed
 
 
-def test_a_growth_is_alarmed_once_and_again_when_it_has_grown_as_much_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_growth_is_alarmed_once_and_again_when_it_has_grown_as_much_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     growth = 2 * 2**30
-    assert sleeps(SleepCheck(CPU, growth), caplog, [4.0, 11.6, 25.0, 25.0, 25.5]) == [1, 2]  # NeMo-RL #2619
+    assert sleeps(SleepCheck(CPU, growth), caplog, [4.0, 11.6, 25.0, 25.0, 25.5]) == [
+        1,
+        2,
+    ]  # NeMo-RL #2619
     assert sleeps(SleepCheck(CPU, growth), caplog, [4.0, 4.5, 5.0, 5.5, 5.9, 4.2]) == []
     # from the least, not the first
     assert sleeps(SleepCheck(CPU, growth), caplog, [6.0, 4.0, 6.1, 6.5, 8.0, 8.2]) == [2, 5]
@@ -194,7 +224,9 @@ def test_a_growth_is_alarmed_once_and_again_when_it_has_grown_as_much_again(capl
 def test_what_the_trainer_itself_holds_is_no_growth(caplog: pytest.LogCaptureFixture) -> None:
     check = SleepCheck(CPU, 2**30)
     assert sleeps(check, caplog, [4.0], held_gib=6.0) == []
-    assert sleeps(check, caplog, [4.0], held_gib=18.0) == []  # the first update made the optimizer's state
+    assert (
+        sleeps(check, caplog, [4.0], held_gib=18.0) == []
+    )  # the first update made the optimizer's state
     found = check.check(use(30.0), use(22.0), 18 * 2**30)
     assert found == {"memory/sleep/freed_gib": 8.0, "memory/sleep/left_gib": 4.0}
 
@@ -222,7 +254,8 @@ def test_the_engine_drops_what_the_sync_brings(
 def test_a_level_that_loses_the_base_is_refused(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.sleep_level: 2 drops the engine's weights"):
         load_config(
-            write_config(tmp_path, model), ["rollout.sleep_level=2", "model.lora.rank=8", "model.lora.sync=adapter"]
+            write_config(tmp_path, model),
+            ["rollout.sleep_level=2", "model.lora.rank=8", "model.lora.sync=adapter"],
         )
 
 
@@ -234,7 +267,9 @@ def test_allocator_options_of_the_user_outlive_vllms_start(monkeypatch: pytest.M
     try:
         with allocator_settings_kept(torch.device("cuda")):
             assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == given  # where vLLM up to 0.30 looks
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # and what it leaves
+            torch._C._accelerator_setAllocatorSettings(
+                "expandable_segments:True"
+            )  # and what it leaves
         assert torch._C._accelerator_getAllocatorSettings() == given
     finally:
         torch._C._accelerator_setAllocatorSettings(before)

@@ -43,7 +43,9 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_space_again(
     try:
         file = LineFile(path)
         file.write(lines[0])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))  # takes a part of the second line
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (100, limit[1])
+        )  # takes a part of the second line
         file.write(lines[1])
         assert path.read_text() == f"{{}}\n{lines[0]}\n"
         file.write(lines[2])
@@ -62,8 +64,19 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_space_again(
 
 
 def test_every_kind_merges_with_its_like_in_the_order_of_the_parts() -> None:
-    one: Reductions = {"policy": Sum(1e16), "norm": Max(3.0), "x": Histogram([1.0, 2.0]), "bad": Ids([4]), "lr": Max()}
-    other: Reductions = {"policy": Sum(1.0), "norm": Max(2.0), "x": Histogram([0.0, 5.0]), "bad": Ids([1, 7])}
+    one: Reductions = {
+        "policy": Sum(1e16),
+        "norm": Max(3.0),
+        "x": Histogram([1.0, 2.0]),
+        "bad": Ids([4]),
+        "lr": Max(),
+    }
+    other: Reductions = {
+        "policy": Sum(1.0),
+        "norm": Max(2.0),
+        "x": Histogram([0.0, 5.0]),
+        "bad": Ids([1, 7]),
+    }
     third: Reductions = {"policy": Sum(-1e16), "kl/mean": Mean(1.5, 3), "lr": Max(0.1)}
     merged = merge([one, {}, other, third])
     assert merged == {
@@ -79,7 +92,11 @@ def test_every_kind_merges_with_its_like_in_the_order_of_the_parts() -> None:
 
 
 def test_a_mean_of_nothing_and_a_largest_of_nothing_are_no_numbers() -> None:
-    assert (Mean().value, Mean(0.0, 0).merge(Mean()).value, Max().merge(Max()).value) == (None, None, None)
+    assert (Mean().value, Mean(0.0, 0).merge(Mean()).value, Max().merge(Max()).value) == (
+        None,
+        None,
+        None,
+    )
     assert (Mean().merge(Mean(3, 2)).value, Max(-1.0).merge(Max()).value) == (1.5, -1.0)
 
 
@@ -92,7 +109,11 @@ def test_what_is_on_the_device_merges_there_and_survives_the_way_to_rank_0() -> 
         "max": Max(numbers[2]),
         "hist": Histogram(numbers[3:5]),
     }
-    more: Reductions = {"max": Max(numbers[5]), "hist": Histogram(numbers[5:]), "mean/a": Mean(numbers[6], 4)}
+    more: Reductions = {
+        "max": Max(numbers[5]),
+        "hist": Histogram(numbers[5:]),
+        "mean/a": Mean(numbers[6], 4),
+    }
     on_host = {name: each.on_host() for name, each in merge([kinds, more]).items()}
     x = numbers.tolist()
     expected: Reductions = {
@@ -112,10 +133,17 @@ def test_histograms_travel_without_their_empty_bins_and_to_the_bit() -> None:
         counts = [rng.choice([0.0, 0.0, 0.0, 1.0, rng.random(), 1e16]) for _ in range(401)]
         number = Sum(rng.random()) if rank % 3 else Max()
         ranks.append(
-            {"a": number, "hist": Histogram(counts if rank % 5 else []), "none": Histogram([0.0] * 9), "b": Ids([rank])}
+            {
+                "a": number,
+                "hist": Histogram(counts if rank % 5 else []),
+                "none": Histogram([0.0] * 9),
+                "b": Ids([rank]),
+            }
         )
         filled = sum(count > 0 for count in counts) if rank % 5 else 0
-        assert len(to_bytes(ranks[-1])) <= 8 * filled + 51 + 2 + 160  # a bit for a bin, and a header
+        assert (
+            len(to_bytes(ranks[-1])) <= 8 * filled + 51 + 2 + 160
+        )  # a bit for a bin, and a header
     expected = [0.0] * 401
     for each in ranks:
         expected = [x + y for x, y in zip(expected, each["hist"].value or [0.0] * 401, strict=True)]
@@ -132,9 +160,12 @@ def test_a_token_lost_or_doubled_on_the_way_is_an_error() -> None:
         return {"loss_tokens": Sum(tokens), "optim/skipped_updates": Max(skipped)}
 
     _check_trained(3, sums(84.0), expected=84)
-    _check_trained(3, sums(4.0, skipped=1.0), expected=84)  # what a skipped update would have trained is not counted
+    _check_trained(
+        3, sums(4.0, skipped=1.0), expected=84
+    )  # what a skipped update would have trained is not counted
     for tokens in (83.0, 85.0):
         with pytest.raises(
-            RuntimeError, match=rf"step 3: trained on {tokens:.0f} tokens where rank 0 had decided on 84"
+            RuntimeError,
+            match=rf"step 3: trained on {tokens:.0f} tokens where rank 0 had decided on 84",
         ):
             _check_trained(3, sums(tokens), expected=84)

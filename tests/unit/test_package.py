@@ -11,11 +11,11 @@ import pytest
 from setuptools import Distribution
 from setuptools.config.pyprojecttoml import apply_configuration
 
-from grpo_spmd import prefetch
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.data import hub
 from grpo_spmd.data.rows import read_rows
+from grpo_spmd.tools import prefetch
 from tests.support.processes import ROOT
 
 _EXTRAS = ("datasets", "wandb", "tensorboard", "trackio")
@@ -23,7 +23,9 @@ _EXTRAS = ("datasets", "wandb", "tensorboard", "trackio")
 
 def test_a_wheel_has_every_module_and_the_marker_of_types(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    distribution = apply_configuration(Distribution({"script_name": "setup.py"}), ROOT / "pyproject.toml")
+    distribution = apply_configuration(
+        Distribution({"script_name": "setup.py"}), ROOT / "pyproject.toml"
+    )
     build = distribution.get_command_obj("build_py")
     build.ensure_finalized()
     modules = {Path(file) for _, _, file in build.find_all_modules()}
@@ -49,7 +51,9 @@ def test_an_extra_is_no_dependency_is_locked_and_imported_only_in_functions(extr
             assert extra not in {name.partition(".")[0] for name in names}, path
 
 
-def test_without_datasets_a_set_of_the_hub_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_datasets_a_set_of_the_hub_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
     config = DataConfig(train="hub:openai/gsm8k:main:train")
@@ -57,4 +61,7 @@ def test_without_datasets_a_set_of_the_hub_is_refused_in_one_line(monkeypatch: p
         with pytest.raises(ConfigError) as caught:
             read(config, None)
         said = "data.train: hub:openai/gsm8k:main:train needs the package datasets, which is not installed; "
-        assert str(caught.value) == f"{said}pip install 'grpo_spmd[datasets]', or give a .jsonl or .parquet file"
+        assert (
+            str(caught.value)
+            == f"{said}pip install 'grpo_spmd[datasets]', or give a .jsonl or .parquet file"
+        )

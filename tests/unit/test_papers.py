@@ -13,8 +13,11 @@ from grpo_spmd.data.rows import read_rows
 from grpo_spmd.rewards.protocol import load_rewards
 from tests.support.processes import ROOT
 
-PAPERS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("*.md")} | {
-    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("*/README.md"))
+PAPERS = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("*.md")
+} | {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in sorted(ROOT.glob("*/README.md"))
 }
 KEYS = {line.split()[0] for line in describe_keys().splitlines() if line[2] != " "}
 SECTIONS = {key.split(".")[0] for key in KEYS if "." in key} - {"rewards"}
@@ -47,10 +50,16 @@ def test_files_that_are_named_exist(name: str) -> None:
 def test_config_keys_that_are_named_exist(name: str) -> None:
     text = PAPERS[name]
     # The first column of the tables for people who come from elsewhere has their names.
-    text = re.sub(r"^\| [^|]*\|", "|", text, flags=re.MULTILINE) if name == "configs/README.md" else text
+    text = (
+        re.sub(r"^\| [^|]*\|", "|", text, flags=re.MULTILINE)
+        if name == "configs/README.md"
+        else text
+    )
     named = re.findall(rf"`((?:{'|'.join(SECTIONS)})\.[a-z_.]+[a-z])", text)
     files = re.compile(r"\.(py|md|yaml)$")
-    wrong = [key for key in named if key not in KEYS and not files.search(key) and not _is_section(key)]
+    wrong = [
+        key for key in named if key not in KEYS and not files.search(key) and not _is_section(key)
+    ]
     assert not wrong, wrong
 
 
@@ -70,7 +79,9 @@ def test_every_key_is_described() -> None:
 def test_the_first_task_fits_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "runs" / "first"
     folder.mkdir(parents=True)
-    blocks = re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAPERS["configs/README.md"], re.DOTALL)
+    blocks = re.findall(
+        r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAPERS["configs/README.md"], re.DOTALL
+    )
     for file, content in blocks:
         (folder / file).write_text(content, encoding="utf-8")
     assert {file for file, _ in blocks} == {"tasks.jsonl", "reward.py", "config.yaml", "curve.py"}
@@ -82,5 +93,7 @@ def test_the_first_task_fits_together(tmp_path: Path, monkeypatch: pytest.Monkey
     # "8,3=11:" wants 3+8: the larger first is half right, another equation not at all.
     completions = ["3+8", "8+3", "8*3", ""]
     columns = {name: [value] * 4 for name, value in rows[0].columns.items()}
-    scores = reward.function(prompts=[rows[0].prompt] * 4, completions=completions, completion_ids=[[]] * 4, **columns)
+    scores = reward.function(
+        prompts=[rows[0].prompt] * 4, completions=completions, completion_ids=[[]] * 4, **columns
+    )
     assert scores == [1.0, 0.5, 0.0, 0.0]

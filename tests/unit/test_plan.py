@@ -15,23 +15,37 @@ import yaml
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
+from grpo_spmd.model.config_json import ModelFacts, read_model
 from grpo_spmd.observe.cards import CARDS, Card, find_card, peak_tflops
-from grpo_spmd.plan.__main__ import main
-from grpo_spmd.plan.device import CONTEXT, GRAPHS_PER_LAYER, NCCL, TENSOR_PARALLEL, WORKSPACES, engine_activations
-from grpo_spmd.plan.dry_run import Pass, Peaks, at_full_depth, parameter_shapes
-from grpo_spmd.plan.phases import KvCache, Plan, kv_cache, phases
-from grpo_spmd.plan.step_time import StepTime, step_time
-from grpo_spmd.plan.suggest import suggestions
-from grpo_spmd.preflight.model_facts import ModelFacts, read_model
+from grpo_spmd.tools.plan.__main__ import main
+from grpo_spmd.tools.plan.device import (
+    CONTEXT,
+    GRAPHS_PER_LAYER,
+    NCCL,
+    TENSOR_PARALLEL,
+    WORKSPACES,
+    engine_activations,
+)
+from grpo_spmd.tools.plan.dry_run import Pass, Peaks, at_full_depth, parameter_shapes
+from grpo_spmd.tools.plan.phases import KvCache, Plan, kv_cache, phases
+from grpo_spmd.tools.plan.step_time import StepTime, step_time
+from grpo_spmd.tools.plan.suggest import suggestions
 from tests.support.models import make_model, write_config
 from tests.support.real_memory import lone_rank, measured, predicted
 
 GIB = 2**30
 
 
-def tiny_config(folder: Path, *overrides: str, tied: bool = False, vocabulary: int = 1200) -> Config:
+def tiny_config(
+    folder: Path, *overrides: str, tied: bool = False, vocabulary: int = 1200
+) -> Config:
     model = make_model(
-        folder / "model", "qwen3", tied=tied, num_hidden_layers=5, intermediate_size=256, vocab_size=vocabulary
+        folder / "model",
+        "qwen3",
+        tied=tied,
+        num_hidden_layers=5,
+        intermediate_size=256,
+        vocab_size=vocabulary,
     )
     sections = {
         "data": {"max_prompt_tokens": 64},
@@ -39,17 +53,26 @@ def tiny_config(folder: Path, *overrides: str, tied: bool = False, vocabulary: i
         "training": {"max_tokens_per_micro_batch": 512},
         "loss": {"kl_coef": 0.1},
     }
-    return load_config(write_config(folder, model, **sections), ["model.logprob_chunk_tokens=256", *overrides])
+    return load_config(
+        write_config(folder, model, **sections), ["model.logprob_chunk_tokens=256", *overrides]
+    )
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         ["model.offload=true"],
-        ["model.dtype=bfloat16", "model.lora.rank=4", "model.activation_checkpointing=true", "model.num_replicas=2"],
+        [
+            "model.dtype=bfloat16",
+            "model.lora.rank=4",
+            "model.activation_checkpointing=true",
+            "model.num_replicas=2",
+        ],
     ],
 )
-def test_what_a_rank_holds_on_a_cpu_is_predicted_within_three_percent(tmp_path: Path, overrides: list[str]) -> None:
+def test_what_a_rank_holds_on_a_cpu_is_predicted_within_three_percent(
+    tmp_path: Path, overrides: list[str]
+) -> None:
     """Real tensors of real FSDP2 and AdamW, every allocation and free of torch's allocator. One layer forgotten of
     five, or gradients of an earlier micro-batch left out, are 10 % and more."""
     config = tiny_config(tmp_path, *overrides)
@@ -62,15 +85,24 @@ def test_what_a_rank_holds_on_a_cpu_is_predicted_within_three_percent(tmp_path: 
 
 @pytest.mark.parametrize(
     ("overrides", "tied"),
-    [(["model.activation_checkpointing=true"], True), (["model.dtype=bfloat16", "loss.entropy_coef=0.01"], False)],
+    [
+        (["model.activation_checkpointing=true"], True),
+        (["model.dtype=bfloat16", "loss.entropy_coef=0.01"], False),
+    ],
 )
 def test_what_fake_tensors_do_otherwise_than_real_ones_is_known(
     tmp_path: Path, overrides: list[str], tied: bool
 ) -> None:
     """Autograd adds real gradients of a tied parameter in place; a CPU casts a bfloat16 product to add it. Both are a
     tensor of the lm_head's size."""
-    tokens = ["data.max_prompt_tokens=8", "rollout.max_completion_tokens=24", "training.max_tokens_per_micro_batch=32"]
-    config = tiny_config(tmp_path, "model.logprob_chunk_tokens=16", *tokens, *overrides, tied=tied, vocabulary=4800)
+    tokens = [
+        "data.max_prompt_tokens=8",
+        "rollout.max_completion_tokens=24",
+        "training.max_tokens_per_micro_batch=32",
+    ]
+    config = tiny_config(
+        tmp_path, "model.logprob_chunk_tokens=16", *tokens, *overrides, tied=tied, vocabulary=4800
+    )
     with lone_rank(8, 1) as session:
         held = measured(config, session)
     assert predicted(config, 8)["update"] == pytest.approx(held["update"], rel=0.01)
@@ -81,9 +113,20 @@ def test_four_layers_more_take_what_one_takes_four_times(tmp_path: Path) -> None
     config = tiny_config(tmp_path, "model.activation_checkpointing=selective")
     raw = json.loads((tmp_path / "model/config.json").read_text())
     kinds = ["full_attention"] * 7
-    (tmp_path / "model/config.json").write_text(json.dumps(raw | {"num_hidden_layers": 7, "layer_types": kinds}))
+    (tmp_path / "model/config.json").write_text(
+        json.dumps(raw | {"num_hidden_layers": 7, "layer_types": kinds})
+    )
     lengths = ((64, 192), (64, 192))
-    work = Pass(tmp_path / "model", config.model, config.loss, 2, lengths, accumulates=False, scores=False, on_gpu=True)
+    work = Pass(
+        tmp_path / "model",
+        config.model,
+        config.loss,
+        2,
+        lengths,
+        accumulates=False,
+        scores=False,
+        on_gpu=True,
+    )
     carried, (whole, depth) = at_full_depth(work.run), work.run(7)
     assert depth == 7
     assert {moment: parts.total() for moment, parts in carried.items()} == {
@@ -91,7 +134,9 @@ def test_four_layers_more_take_what_one_takes_four_times(tmp_path: Path) -> None
     }
     between = {moment for moment in whole if moment.endswith("between")}
     assert between == whole.keys() - carried.keys()
-    assert all(whole[moment].total() <= max(p.total() for p in carried.values()) for moment in between)
+    assert all(
+        whole[moment].total() <= max(p.total() for p in carried.values()) for moment in between
+    )
 
 
 # Cards
@@ -133,11 +178,26 @@ def test_the_drivers_names_have_the_figures_of_their_cards() -> None:
 
 # Phases by hand
 
-LAYER = {"q_proj": (64, 32), "k_proj": (32, 32), "v_proj": (32, 32), "o_proj": (32, 64), "up_proj": (48, 32)}
-SHAPES: dict[str, tuple[int, ...]] = {f"model.layers.{i}.{n}.weight": s for i in range(2) for n, s in LAYER.items()}
+LAYER = {
+    "q_proj": (64, 32),
+    "k_proj": (32, 32),
+    "v_proj": (32, 32),
+    "o_proj": (32, 64),
+    "up_proj": (48, 32),
+}
+SHAPES: dict[str, tuple[int, ...]] = {
+    f"model.layers.{i}.{n}.weight": s for i in range(2) for n, s in LAYER.items()
+}
 SHAPES["model.embed_tokens.weight"] = (100, 32)
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-MODEL = ModelFacts(SHAPES, {**SIZES, "head_dim": 16, "intermediate_size": 48, "vocab_size": 100}, "here")
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MODEL = ModelFacts(
+    SHAPES, {**SIZES, "head_dim": 16, "intermediate_size": 48, "vocab_size": 100}, "here"
+)
 CARD = Card("made up", 2.0, 100, 1000, 100)
 # a layer: 2,048 + 1,024 + 1,024 + 2,048 + 1,536 = 7,680; twice, and 3,200: 18,560; of 4 ranks 4,640
 NUMEL, SHARD = 18_560, 4_640
@@ -153,7 +213,9 @@ def by_hand(tmp_path: Path, *overrides: str) -> Config:
     folder = tmp_path / "none"
     text: dict[str, dict[str, object]] = yaml.safe_load(write_config(tmp_path, folder).read_text())
     path = tmp_path / "hand.yaml"
-    path.write_text(yaml.safe_dump({**text, **{k: {**text.get(k, {}), **v} for k, v in sections.items()}}))
+    path.write_text(
+        yaml.safe_dump({**text, **{k: {**text.get(k, {}), **v} for k, v in sections.items()}})
+    )
     return load_config(path, overrides)
 
 
@@ -164,12 +226,25 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
     peaks = Peaks(Counter({"logits": 1000}), Counter({"activations": 100_000, "gradients": 20_000}))
     cache = kv_cache(config, MODEL, CARD, 4)
     found = phases(config, MODEL, CARD, 4, peaks, cache)
-    assert list(found) == ["weight_sync", "rollout", "reward", "logprobs", "update", "checkpoint"]  # no evaluation
+    assert list(found) == [
+        "weight_sync",
+        "rollout",
+        "reward",
+        "logprobs",
+        "update",
+        "checkpoint",
+    ]  # no evaluation
     graphs = 2 * GRAPHS_PER_LAYER + WORKSPACES
-    fixed = {"CUDA context": CONTEXT, "NCCL": NCCL + TENSOR_PARALLEL, "CUDA graphs, workspaces": graphs}
+    fixed = {
+        "CUDA context": CONTEXT,
+        "NCCL": NCCL + TENSOR_PARALLEL,
+        "CUDA graphs, workspaces": graphs,
+    }
     held = {"policy": 4 * SHARD, "moments": 8 * SHARD, "reference": 2 * SHARD}
     assert found["checkpoint"] == Counter(fixed) + Counter(held)
-    assert found["update"] - found["checkpoint"] == Counter(activations=100_000, gradients=20_000, fragmentation=6_000)
+    assert found["update"] - found["checkpoint"] == Counter(
+        activations=100_000, gradients=20_000, fragmentation=6_000
+    )
     assert found["logprobs"] - found["checkpoint"] == Counter(logits=1000, fragmentation=50)
     # 8,192 tokens of a batch x 2 bytes x (3 x 48 / 2 + 3 x 32) beside 256 sequences x V 100 x 26
     activations = engine_activations(config, MODEL, CARD)
@@ -179,14 +254,25 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
     # a token of a rank: keys and values x 2 layers x 1 head x 16 x 2 bytes = 128; blocks of 16 tokens
     assert cache.tokens == cache.num_bytes // 2048 * 16
     # 2 engines: 4 prompts each, 16 sequences: 4 x 16 + 16 x 48 tokens; 64 tokens are 4 blocks
-    assert (cache.sequences, cache.needed_tokens, cache.full_length) == (16, 832, cache.tokens // 64)
+    assert (cache.sequences, cache.needed_tokens, cache.full_length) == (
+        16,
+        832,
+        cache.tokens // 64,
+    )
     del held["moments"]
-    sampling = {"engine's weights": weights, "engine's activations": activations, "KV cache": cache.num_bytes}
+    sampling = {
+        "engine's weights": weights,
+        "engine's activations": activations,
+        "KV cache": cache.num_bytes,
+    }
     assert found["rollout"] == found["reward"] == Counter(fixed | held | sampling)
     # in flight: all of 18,560 x 2 bytes in one bucket, the embedding; vLLM's layer: twice 2 x 32 x V 100
     buffers = {"buckets": 2 * NUMEL, "largest tensor": 6400, "layer in load": 12_800}
     assert found["weight_sync"] == Counter(
-        fixed | held | {"engine's weights": weights, "fragmentation": int(0.05 * sum(buffers.values()))} | buffers
+        fixed
+        | held
+        | {"engine's weights": weights, "fragmentation": int(0.05 * sum(buffers.values()))}
+        | buffers
     )
 
 
@@ -200,8 +286,14 @@ def test_offload_and_adapters_by_hand(tmp_path: Path) -> None:
     assert trainer <= found["update"].keys()
     # AdamW needs all gradients at one time, however little a micro-batch takes
     assert found["update"]["gradients"] == 4 * SHARD
-    config = by_hand(tmp_path, "model.lora.rank=2", "rollout.engine={enforce_eager: true, kv_cache_memory_bytes: 4096}")
-    found = phases(config, MODEL, CARD, 4, Peaks(Counter(), Counter()), kv_cache(config, MODEL, CARD, 4))
+    config = by_hand(
+        tmp_path,
+        "model.lora.rank=2",
+        "rollout.engine={enforce_eager: true, kv_cache_memory_bytes: 4096}",
+    )
+    found = phases(
+        config, MODEL, CARD, 4, Peaks(Counter(), Counter()), kv_cache(config, MODEL, CARD, 4)
+    )
     # A and B of a layer over 4 ranks: A has 2 rows (1 a rank) of 32, 32, 32, 64, 32; B a quarter of 64, 32, 32, 32, 48
     adapters = 2 * (192 + 2 * (16 + 8 + 8 + 8 + 12))
     assert (found["update"]["policy"], found["update"]["moments"]) == (4 * adapters, 8 * adapters)
@@ -216,10 +308,24 @@ def test_offload_and_adapters_by_hand(tmp_path: Path) -> None:
 # Fit, and what makes it
 
 
-def made_up_plan(config: Config, update_gib: float, rollout_gib: float, step_s: float, full_length: int = 4) -> Plan:
-    of_phase = {"rollout": Counter(x=int(rollout_gib * GIB)), "update": Counter(x=int(update_gib * GIB))}
+def made_up_plan(
+    config: Config, update_gib: float, rollout_gib: float, step_s: float, full_length: int = 4
+) -> Plan:
+    of_phase = {
+        "rollout": Counter(x=int(rollout_gib * GIB)),
+        "update": Counter(x=int(update_gib * GIB)),
+    }
     cache = KvCache(GIB, 100, GIB // max(full_length, 1) + (not full_length), 100, full_length, 8)
-    return Plan(config, replace(CARD, gib=80), 8, NUMEL, of_phase, Counter(), cache, StepTime({"update": step_s}))
+    return Plan(
+        config,
+        replace(CARD, gib=80),
+        8,
+        NUMEL,
+        of_phase,
+        Counter(),
+        cache,
+        StepTime({"update": step_s}),
+    )
 
 
 def test_suggestions_are_the_cheapest_first_and_only_what_the_phase_needs(tmp_path: Path) -> None:
@@ -229,7 +335,9 @@ def test_suggestions_are_the_cheapest_first_and_only_what_the_phase_needs(tmp_pa
         seen.append(tuple(overrides))
         config = by_hand(tmp_path, *overrides)
         saved = {"selective": 6.0, True: 30.0, False: 0.0}[config.model.activation_checkpointing]
-        seconds = {"selective": 11.0, True: 14.0, False: 10.0}[config.model.activation_checkpointing]
+        seconds = {"selective": 11.0, True: 14.0, False: 10.0}[
+            config.model.activation_checkpointing
+        ]
         return made_up_plan(config, 85 - saved, 50, seconds)
 
     found = suggestions(made_up_plan(by_hand(tmp_path), 85, 50, 10), replan)
@@ -237,7 +345,9 @@ def test_suggestions_are_the_cheapest_first_and_only_what_the_phase_needs(tmp_pa
         ("model.activation_checkpointing=selective",),
         ("model.activation_checkpointing=true",),
     ]
-    assert not any("offload" in each or "gpu_memory" in each for overrides in seen for each in overrides)
+    assert not any(
+        "offload" in each or "gpu_memory" in each for overrides in seen for each in overrides
+    )
     assert suggestions(made_up_plan(by_hand(tmp_path), 79, 50, 10), replan) == []
 
 
@@ -284,9 +394,20 @@ def test_the_command_needs_config_json_alone_and_its_overrides_are_taken(
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_bytes((tmp_path / "made/config.json").read_bytes())
     # What lies beside it is not looked at: a download that was cut off, or somebody's pointer to a file.
-    (tmp_path / "model/model-00001-of-00004.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    (tmp_path / "model/model-00001-of-00004.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1"
+    )
     path = write_config(tmp_path, tmp_path / "model", data={"train": "nowhere.jsonl"})
-    wanted = ["--config", str(path), "--gpu", "H100", "--ranks", "2", "--json", str(tmp_path / "plan.json")]
+    wanted = [
+        "--config",
+        str(path),
+        "--gpu",
+        "H100",
+        "--ranks",
+        "2",
+        "--json",
+        str(tmp_path / "plan.json"),
+    ]
     assert command(monkeypatch, *wanted) == 0
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["fits"] is True
@@ -305,7 +426,9 @@ def test_the_command_needs_config_json_alone_and_its_overrides_are_taken(
     assert load_config(path, lines).rollout.gpu_memory_utilization < 0.9
 
     none = ["--config", str(path), "--gpu", "0.3GiB,1TFLOPS,1GB/s", "--ranks", "1"]
-    assert command(monkeypatch, *none) == command(monkeypatch, *none, "--suggest") == 1  # `more=$(...) && torchrun`
+    assert (
+        command(monkeypatch, *none) == command(monkeypatch, *none, "--suggest") == 1
+    )  # `more=$(...) && torchrun`
 
 
 @pytest.mark.parametrize(
@@ -324,7 +447,11 @@ def test_the_command_needs_config_json_alone_and_its_overrides_are_taken(
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_one_line_and_exit_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
 ) -> None:
     path = write_config(tmp_path, make_model(tmp_path / "model", "qwen3", tied=True))
     capsys.readouterr()  # transformers' progress bar
@@ -335,12 +462,19 @@ def test_what_cannot_be_planned_is_one_line_and_exit_code_2(
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("odd", [{"head_dim": [16, 16]}, {"num_key_value_heads": [2, 2]}, {"num_key_value_heads": 3}])
+@pytest.mark.parametrize(
+    "odd", [{"head_dim": [16, 16]}, {"num_key_value_heads": [2, 2]}, {"num_key_value_heads": 3}]
+)
 def test_an_odd_config_json_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], odd: dict[str, object]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    odd: dict[str, object],
 ) -> None:
     model = make_model(tmp_path / "model", "qwen3", tied=True)
-    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | odd))
+    (model / "config.json").write_text(
+        json.dumps(json.loads((model / "config.json").read_text()) | odd)
+    )
     path = write_config(tmp_path, model)
     capsys.readouterr()
     assert command(monkeypatch, "--config", str(path), "--gpu", "H100", "--ranks", "2") == 2
@@ -352,15 +486,26 @@ def test_an_engine_is_as_fast_on_two_nodes_and_no_faster_than_its_places(tmp_pat
     rounds, each with half the keys and values to read."""
 
     def rollout_s(num_ranks: int, prompts: int, *overrides: str) -> float:
-        tp = ["rollout.tensor_parallel_size=4", f"rollout.num_prompts_per_step={prompts}", *overrides]
+        tp = [
+            "rollout.tensor_parallel_size=4",
+            f"rollout.num_prompts_per_step={prompts}",
+            *overrides,
+        ]
         config, sizes = by_hand(tmp_path, *tp), MODEL.dimensions
         assert sizes is not None
         places = kv_cache(config, MODEL, CARD, num_ranks).full_length
         return step_time(config, MODEL, sizes, CARD, num_ranks, places).phases["rollout"]
 
     assert rollout_s(16, 16) == pytest.approx(rollout_s(8, 8))
-    assert 1.5 * rollout_s(8, 8) < rollout_s(8, 8, "rollout.engine={max_num_seqs: 8}") < 2 * rollout_s(8, 8)
-    assert kv_cache(by_hand(tmp_path, "rollout.engine={max_num_seqs: 3}"), MODEL, CARD, 4).full_length == 3
+    assert (
+        1.5 * rollout_s(8, 8)
+        < rollout_s(8, 8, "rollout.engine={max_num_seqs: 8}")
+        < 2 * rollout_s(8, 8)
+    )
+    assert (
+        kv_cache(by_hand(tmp_path, "rollout.engine={max_num_seqs: 3}"), MODEL, CARD, 4).full_length
+        == 3
+    )
 
 
 def test_a_family_that_arithmetic_does_not_know_is_planned_from_config_json(tmp_path: Path) -> None:

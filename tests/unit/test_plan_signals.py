@@ -14,8 +14,8 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.model.values import build_value_model
-from grpo_spmd.plan.dry_run import Peaks
-from grpo_spmd.plan.signals import (
+from grpo_spmd.tools.plan.dry_run import Peaks
+from grpo_spmd.tools.plan.signals import (
     Beside,
     Extra,
     Kind,
@@ -28,7 +28,7 @@ from grpo_spmd.plan.signals import (
     with_models,
     with_time,
 )
-from grpo_spmd.plan.step_time import Speed, StepTime
+from grpo_spmd.tools.plan.step_time import Speed, StepTime
 from tests.support.models import make_model
 from tests.support.real_memory import lone_rank
 from tests.unit.test_plan import CARD, MODEL, by_hand, tiny_config
@@ -38,7 +38,13 @@ CRITIC = ("critic.path={0}", "advantage.estimator=gae", "advantage.normalize_std
 
 
 def made_up(
-    kind: Kind, num_bytes: int, *, scoring: int = 0, update: int = 0, kept: int = 0, gradients: int = 0
+    kind: Kind,
+    num_bytes: int,
+    *,
+    scoring: int = 0,
+    update: int = 0,
+    kept: int = 0,
+    gradients: int = 0,
 ) -> Beside:
     peaks = Peaks(Counter(activations=scoring), Counter(activations=update))
     extra = Extra(kind, kind, MODEL, Path("x"))
@@ -58,10 +64,14 @@ def test_teacher_and_critic_are_held_while_the_engine_sleeps() -> None:
 
 def test_a_reward_model_has_the_engines_place_while_it_scores() -> None:
     """Of two the larger counts; where the engine's own peak is higher, that does."""
-    reward = Counter({"policy": 1000, "KV cache": 5000, "engine's weights": 300, "engine's activations": 10})
+    reward = Counter(
+        {"policy": 1000, "KV cache": 5000, "engine's weights": 300, "engine's activations": 10}
+    )
     models = [made_up("reward model", 600), made_up("reward model", 5200, scoring=1000)]
     found = with_models({"reward": reward}, models)
-    assert found["reward"] == Counter({"policy": 1000, "reward model": 5200, "activations": 1000, "fragmentation": 50})
+    assert found["reward"] == Counter(
+        {"policy": 1000, "reward model": 5200, "activations": 1000, "fragmentation": 50}
+    )
     assert with_models({"reward": reward}, models[:1])["reward"] == reward
 
 
@@ -74,7 +84,9 @@ def test_passes_take_turns_and_what_a_teacher_says_is_kept() -> None:
     ]
     found = widened(policy, models)
     assert found.scoring == Counter(activations=250, said=40)
-    assert found.update == Counter(gradients=1200, said=40)  # AdamW needs all of the critic's gradients at one time
+    assert found.update == Counter(
+        gradients=1200, said=40
+    )  # AdamW needs all of the critic's gradients at one time
     assert widened(policy, models[:1]).update == Counter(activations=900, said=40)
     assert widened(policy, []) == policy
 
@@ -93,7 +105,10 @@ def test_what_a_teacher_says_by_hand(tmp_path: Path) -> None:
     config, tokens = by_hand(tmp_path), 8 * 48
     assert a_teacher(config, "sampled") == {"teacher's logprobs": 4 * tokens}
     assert a_teacher(config, "topk") == {"teacher's likeliest tokens": 8 * (8 + 4) * tokens}
-    assert a_teacher(config, "full") == {"teacher's hidden states": 64 * tokens, "teacher's lm_head": 6400}
+    assert a_teacher(config, "full") == {
+        "teacher's hidden states": 64 * tokens,
+        "teacher's lm_head": 6400,
+    }
     assert not said_by(load_with(config), Extra("critic", "critic", MODEL, Path("x")), 4)
 
 
@@ -101,7 +116,10 @@ def test_heads_by_hand() -> None:
     config: dict[str, Any] = {"hidden_size": 32, "id2label": {"0": "bad", "1": "good", "2": "odd"}}
     shapes = {"model.norm.weight": (32,), "lm_head.weight": (100, 32)}
     assert with_head_of("teacher", shapes, config) == shapes
-    assert with_head_of("critic", shapes, config) == {"model.norm.weight": (32,), "head.weight": (1, 32)}
+    assert with_head_of("critic", shapes, config) == {
+        "model.norm.weight": (32,),
+        "head.weight": (1, 32),
+    }
     assert with_head_of("reward model", shapes, config)["head.weight"] == (3, 32)
 
 
@@ -121,7 +139,9 @@ def test_seconds_by_hand(tmp_path: Path) -> None:
     without_head = found["logprobs"]
     assert 0 < without_head <= forward
     stepped = 28 * 1000 / Speed(CARD, 4).memory
-    assert found["update"] == pytest.approx(moved + 4 * without_head + stepped)  # forward, backward twice, recomputed
+    assert found["update"] == pytest.approx(
+        moved + 4 * without_head + stepped
+    )  # forward, backward twice, recomputed
     found = with_time(before, config, [made_up("reward model", 10**6)], CARD, 4).phases
     assert found["reward"] == pytest.approx(without_head + 2 * moved)
     assert found["logprobs"] == 0
@@ -144,16 +164,22 @@ def test_a_model_that_the_run_has_anyway_is_counted_once(tmp_path: Path) -> None
 
 def test_one_that_is_not_here_is_named(tmp_path: Path) -> None:
     tiny_config(tmp_path)
-    with pytest.raises(ConfigError, match=r"^teacher.path: there is no config.json of org/none here; hf download"):
+    with pytest.raises(
+        ConfigError, match=r"^teacher.path: there is no config.json of org/none here; hf download"
+    ):
         extras_of(load_config(tmp_path / "config.yaml", ["teacher.path=org/none"]))
 
 
 def test_real_ones_hold_what_is_planned(tmp_path: Path) -> None:
     """Of 2 ranks: a teacher in the compute dtype, a critic in float32 with two moments."""
     base = tiny_config(tmp_path, "loss.kl_coef=0")
-    other = make_model(tmp_path / "other", "qwen3", tied=False, num_hidden_layers=4, vocab_size=1200)
+    other = make_model(
+        tmp_path / "other", "qwen3", tied=False, num_hidden_layers=4, vocab_size=1200
+    )
     overrides = [text.format(other) for text in (TEACHER, *CRITIC)]
-    config = load_config(tmp_path / "config.yaml", ["loss.kl_coef=0", "model.dtype=bfloat16", *overrides])
+    config = load_config(
+        tmp_path / "config.yaml", ["loss.kl_coef=0", "model.dtype=bfloat16", *overrides]
+    )
     teacher, critic = models_beside(config, 2, ((8, 248),))
     with lone_rank(2, 1) as session:
         own = build_policy(load_with_path(config, str(other)).model, 1.0, session, trainable=False)
@@ -170,7 +196,9 @@ def test_real_ones_hold_what_is_planned(tmp_path: Path) -> None:
 
 
 def load_with_path(config: Config, path: str) -> Config:
-    return load_config(Path(config.run_dir).parent / "config.yaml", [f"model.path={path}", "model.dtype=bfloat16"])
+    return load_config(
+        Path(config.run_dir).parent / "config.yaml", [f"model.path={path}", "model.dtype=bfloat16"]
+    )
 
 
 def local_bytes(parameter: Any) -> int:

@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import ModelConfig, OptimizerConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.model.families.logits import logits_map
-from grpo_spmd.model.fill import load_weights
 from grpo_spmd.model.logprobs import TokenLogprobs
 from grpo_spmd.model.optimizer import build_optimizer
-from grpo_spmd.model.policy import build_policy, hf_named_parameters
+from grpo_spmd.model.policy import build_policy, hf_named_parameters, load_weights
 from grpo_spmd.records import Rollout
 from tests.support.checkpoints import export_policy
 from tests.support.models import FAMILIES, make_model
@@ -59,19 +58,26 @@ def test_packed_logprobs_equal_transformers_one_by_one(
 ) -> None:
     folder = make_model(tmp_path, family, tied=tied)
     policy = build_policy(model_config(folder), 0.7, session)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     logprobs, entropy = policy(pack_rollouts(rollouts(LENGTHS), CPU))
     weights = torch.randn(2, len(logprobs), generator=torch.Generator().manual_seed(0))
     (weights[0] @ logprobs + weights[1] @ entropy).backward()
     expected, expected_entropy = [], []
     for rollout in rollouts(LENGTHS):
         ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
-        log_p = (plain(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].double() / 0.7).log_softmax(-1)
+        log_p = (plain(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].double() / 0.7).log_softmax(
+            -1
+        )
         expected.append(log_p.gather(-1, ids[0, len(rollout.prompt_ids) :, None])[:, 0])
         expected_entropy.append(-(log_p.exp() * log_p).sum(-1))
     torch.testing.assert_close(logprobs.double(), torch.cat(expected), atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy.double(), torch.cat(expected_entropy), atol=1e-5, rtol=0)
-    (weights[0].double() @ torch.cat(expected) + weights[1].double() @ torch.cat(expected_entropy)).backward()
+    (
+        weights[0].double() @ torch.cat(expected)
+        + weights[1].double() @ torch.cat(expected_entropy)
+    ).backward()
     exact = dict(plain.named_parameters())
     for name, parameter in policy.model.named_parameters():
         assert relative_difference(parameter.grad, exact[name].grad) < 1e-5, name
@@ -86,7 +92,9 @@ def relative_difference(given: torch.Tensor | None, expected: torch.Tensor | Non
 def test_sliding_window_equals_transformers(tmp_path: Path, session: Session) -> None:
     folder = make_model(tmp_path, "mistral", tied=False, sliding_window=8)
     policy = build_policy(model_config(folder), 1.0, session)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     rollout = rollouts([(12, 40)])[0]
     ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
     expected = plain(ids).logits[0, 11:-1].log_softmax(-1).gather(-1, ids[0, 12:, None])[:, 0]
@@ -100,10 +108,19 @@ _DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "
 
 @pytest.mark.parametrize(
     ("family", "longest", "changes", "filler"),
-    [("phi3", 40, {}, 20), ("phi3", 16, {}, 0), ("llama", 40, {"max_position_embeddings": 32, **_DYNAMIC}, 0)],
+    [
+        ("phi3", 40, {}, 20),
+        ("phi3", 16, {}, 0),
+        ("llama", 40, {"max_position_embeddings": 32, **_DYNAMIC}, 0),
+    ],
 )
 def test_rotary_factors_are_the_engines_and_not_those_of_the_longest_neighbour(
-    tmp_path: Path, session: Session, family: str, longest: int, changes: dict[str, Any], filler: int
+    tmp_path: Path,
+    session: Session,
+    family: str,
+    longest: int,
+    changes: dict[str, Any],
+    filler: int,
 ) -> None:
     """transformers takes them by the longest sequence in a row: with `filler` tokens behind the rollout, whose logprobs
     these cannot change otherwise, it is made to take the long ones."""
@@ -113,7 +130,9 @@ def test_rotary_factors_are_the_engines_and_not_those_of_the_longest_neighbour(
     beside, _ = policy(pack_rollouts([long, short], CPU))
     alone, _ = policy(pack_rollouts([short], CPU))
     again, _ = policy(pack_rollouts([long, short], CPU))
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     ids = torch.tensor([short.prompt_ids + short.completion_ids])
     logits = plain(torch.cat([ids, torch.full((1, filler), 5)], 1)).logits[0, 3:9]
     expected = logits.log_softmax(-1).gather(-1, ids[0, 4:, None])[:, 0]
@@ -122,7 +141,9 @@ def test_rotary_factors_are_the_engines_and_not_those_of_the_longest_neighbour(
         torch.testing.assert_close(others[-6:], alone, atol=1e-6, rtol=0)
 
 
-def test_a_sequence_does_not_see_its_neighbours_in_the_row(tmp_path: Path, session: Session) -> None:
+def test_a_sequence_does_not_see_its_neighbours_in_the_row(
+    tmp_path: Path, session: Session
+) -> None:
     policy = build_policy(model_config(make_model(tmp_path, "llama", tied=True)), 1.0, session)
     first, second = rollouts([(4, 6), (5, 7)])
     other = Rollout(9, 1.0, True, [1, 2, 3], [4, 5], [0.0, 0.0])
@@ -134,7 +155,9 @@ def test_a_sequence_does_not_see_its_neighbours_in_the_row(tmp_path: Path, sessi
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-@pytest.mark.parametrize(("temperature", "used"), [(1.0, "both"), (0.6, "both"), (0.6, "logprobs"), (0.6, "entropy")])
+@pytest.mark.parametrize(
+    ("temperature", "used"), [(1.0, "both"), (0.6, "both"), (0.6, "logprobs"), (0.6, "entropy")]
+)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_chunked_logprob_gradients_equal_autograd(
     chunk: int, temperature: float, used: str, softcap: float | None
@@ -146,7 +169,10 @@ def test_chunked_logprob_gradients_equal_autograd(
     weights, entropy_weights = torch.randn(33), torch.randn(33)
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        terms = {"logprobs": (logprobs * weights).sum(), "entropy": (entropy * entropy_weights).sum()}
+        terms = {
+            "logprobs": (logprobs * weights).sum(),
+            "entropy": (entropy * entropy_weights).sum(),
+        }
         return torch.stack([term for name, term in terms.items() if used in (name, "both")]).sum()
 
     logprobs, entropy = TokenLogprobs.apply(hidden, head, target, temperature, chunk, softcap)
@@ -172,7 +198,11 @@ def test_chunked_logprob_gradients_equal_autograd(
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_gradients_in_bfloat16_are_those_of_float32_within_rounding(softcap: float | None) -> None:
     torch.manual_seed(0)
-    exact_hidden, exact_head, target = torch.randn(33, 16), torch.randn(50, 16), torch.randint(0, 50, (33,))
+    exact_hidden, exact_head, target = (
+        torch.randn(33, 16),
+        torch.randn(50, 16),
+        torch.randint(0, 50, (33,)),
+    )
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         hidden, head = (x.bfloat16().to(dtype).requires_grad_() for x in (exact_hidden, exact_head))
@@ -203,21 +233,34 @@ def test_logits_exist_one_chunk_at_a_time(softcap: float | None) -> None:
                     largest = max(largest, item.numel())
             return out
 
-    hidden, head = torch.randn(tokens, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
+    hidden, head = (
+        torch.randn(tokens, 8, requires_grad=True),
+        torch.randn(vocabulary, 8, requires_grad=True),
+    )
     with Watch():
-        logprobs, _ = TokenLogprobs.apply(hidden, head, torch.zeros(tokens, dtype=torch.long), 1.0, chunk, softcap)
+        logprobs, _ = TokenLogprobs.apply(
+            hidden, head, torch.zeros(tokens, dtype=torch.long), 1.0, chunk, softcap
+        )
         logprobs.sum().backward()
     assert largest == chunk * vocabulary // (1 if softcap is None else 2)
 
 
-def test_norms_and_biases_get_no_weight_decay_and_lr_warms_up(tmp_path: Path, session: Session) -> None:
+def test_norms_and_biases_get_no_weight_decay_and_lr_warms_up(
+    tmp_path: Path, session: Session
+) -> None:
     policy = build_policy(model_config(make_model(tmp_path, "qwen2", tied=True)), 1.0, session)
-    optimizer, schedule = build_optimizer(policy, OptimizerConfig(lr=1.0, weight_decay=0.3, warmup_steps=4))
+    optimizer, schedule = build_optimizer(
+        policy, OptimizerConfig(lr=1.0, weight_decay=0.3, warmup_steps=4)
+    )
     decays = {
-        parameter.ndim: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]
+        parameter.ndim: group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     }
     assert decays == {1: 0.0, 2: 0.3}
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(policy.parameters()))
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(
+        list(policy.parameters())
+    )
     rates = []
     for _ in range(6):
         rates.append(schedule.get_last_lr()[0])
@@ -227,7 +270,9 @@ def test_norms_and_biases_get_no_weight_decay_and_lr_warms_up(tmp_path: Path, se
 
 
 def test_bfloat16_compute_keeps_float32_master_weights(tmp_path: Path, session: Session) -> None:
-    policy = build_policy(model_config(make_model(tmp_path, "qwen3", tied=True), dtype="bfloat16"), 1.0, session)
+    policy = build_policy(
+        model_config(make_model(tmp_path, "qwen3", tied=True), dtype="bfloat16"), 1.0, session
+    )
     logprobs, _ = policy(pack_rollouts(rollouts(LENGTHS), CPU))
     logprobs.sum().backward()
     assert logprobs.dtype is torch.float32
@@ -239,7 +284,9 @@ def test_bfloat16_compute_keeps_float32_master_weights(tmp_path: Path, session: 
     assert 1e-5 < difference.item() < 0.3  # it did compute in bfloat16, and not something else
 
 
-def test_the_name_of_the_weights_changes_with_any_bit_and_place(tmp_path: Path, session: Session) -> None:
+def test_the_name_of_the_weights_changes_with_any_bit_and_place(
+    tmp_path: Path, session: Session
+) -> None:
     policy = build_policy(model_config(make_model(tmp_path, "qwen2", tied=True)), 1.0, session)
     names = {name_of_weights(policy)}
     layers = policy.model.model.layers
@@ -248,7 +295,9 @@ def test_the_name_of_the_weights_changes_with_any_bit_and_place(tmp_path: Path, 
     with torch.no_grad():
         first[0, 0] = torch.nextafter(first[0, 0], torch.tensor(2.0))  # the last bit of one element
         names.add(name_of_weights(policy))
-        first[0, 1] = torch.nextafter(first[0, 1], torch.tensor(-2.0))  # and another one's, the other way
+        first[0, 1] = torch.nextafter(
+            first[0, 1], torch.tensor(-2.0)
+        )  # and another one's, the other way
         names.add(name_of_weights(policy))
         first[0], first[1] = other, row  # two rows change places
         names.add(name_of_weights(policy))
@@ -257,17 +306,23 @@ def test_the_name_of_the_weights_changes_with_any_bit_and_place(tmp_path: Path, 
         assert len(names) == 5
         first[:], second[:] = second.clone(), first.clone()
         first[0], first[1] = row, other  # all as it was
-        assert name_of_weights(build_policy(model_config(tmp_path), 1.0, session)) == name_of_weights(policy)
+        assert name_of_weights(
+            build_policy(model_config(tmp_path), 1.0, session)
+        ) == name_of_weights(policy)
 
 
-def test_the_reference_in_bfloat16_scores_as_the_policy_does(tmp_path: Path, session: Session) -> None:
+def test_the_reference_in_bfloat16_scores_as_the_policy_does(
+    tmp_path: Path, session: Session
+) -> None:
     config = model_config(make_model(tmp_path, "qwen3", tied=True), dtype="bfloat16")
     policy = build_policy(config, 1.0, session)
     reference = build_policy(config, 1.0, session, trainable=False)
     batch = pack_rollouts(rollouts(LENGTHS), CPU)
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in reference.parameters())
-    assert torch.equal(policy(batch)[0], reference(batch)[0])  # also its rotary frequencies, which stay float32
+    assert torch.equal(
+        policy(batch)[0], reference(batch)[0]
+    )  # also its rotary frequencies, which stay float32
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -288,9 +343,13 @@ def test_saved_weights_load_in_transformers(tmp_path: Path, session: Session, ti
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").eos_token_id == 0
 
 
-def test_a_checkpoint_in_several_files_and_bfloat16_is_read(tmp_path: Path, session: Session) -> None:
+def test_a_checkpoint_in_several_files_and_bfloat16_is_read(
+    tmp_path: Path, session: Session
+) -> None:
     folder = make_model(tmp_path, "llama", tied=False)
-    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors = {
+        name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()
+    }
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
     where = {}
@@ -308,11 +367,18 @@ def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path, session: Session
     folder = make_model(tmp_path, "llama", tied=False)
     policy = build_policy(model_config(folder), 1.0, session)
     tensors = load_file(folder / "model.safetensors")
-    save_file({n: t for n, t in tensors.items() if "layers.1.mlp.up_proj" not in n}, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"model\.path: .* no tensor model\.layers\.1\.mlp\.up_proj\.weight"):
+    save_file(
+        {n: t for n, t in tensors.items() if "layers.1.mlp.up_proj" not in n},
+        folder / "model.safetensors",
+    )
+    with pytest.raises(
+        ConfigError, match=r"model\.path: .* no tensor model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
         load_weights(hf_named_parameters(policy), folder)
     save_file({**tensors, "lm_head.weight": torch.zeros(3, 64)}, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"lm_head\.weight has shape \[3, 64\] .* asks for \[97, 64\]"):
+    with pytest.raises(
+        ConfigError, match=r"lm_head\.weight has shape \[3, 64\] .* asks for \[97, 64\]"
+    ):
         load_weights(hf_named_parameters(policy), folder)
 
 
@@ -320,8 +386,16 @@ def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path, session: Session
     ("family", "changes", "expected"),
     [
         ("qwen3", {"logits_scaling": 2.0}, "changes its logits by logits_scaling"),
-        ("llama", {"final_logit_softcapping": 30.0}, "changes its logits by final_logit_softcapping"),
-        ("qwen3", {"layer_types": ["linear_attention", "full_attention"]}, "layers other than attention"),
+        (
+            "llama",
+            {"final_logit_softcapping": 30.0},
+            "changes its logits by final_logit_softcapping",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "layers other than attention",
+        ),
         ("llama", {"mamba_d_state": 16}, "layers other than attention"),
         ("llama", {"kv_lora_rank": 8}, "latent attention"),
     ],
@@ -338,7 +412,12 @@ def test_a_model_whose_logprobs_would_be_wrong_is_refused(
 
 def test_dropout_of_the_checkpoint_is_switched_off(tmp_path: Path, session: Session) -> None:
     folder = make_model(
-        tmp_path, "starcoder2", tied=True, residual_dropout=0.5, embedding_dropout=0.5, attention_dropout=0.5
+        tmp_path,
+        "starcoder2",
+        tied=True,
+        residual_dropout=0.5,
+        embedding_dropout=0.5,
+        attention_dropout=0.5,
     )
     policy = build_policy(model_config(folder), 1.0, session)
     batch = pack_rollouts(rollouts(LENGTHS), CPU)
@@ -346,13 +425,17 @@ def test_dropout_of_the_checkpoint_is_switched_off(tmp_path: Path, session: Sess
 
 
 def test_the_reference_does_not_stay_gathered(tmp_path: Path, session: Session) -> None:
-    reference = build_policy(model_config(make_model(tmp_path, "llama", tied=False)), 1.0, session, trainable=False)
+    reference = build_policy(
+        model_config(make_model(tmp_path, "llama", tied=False)), 1.0, session, trainable=False
+    )
     with torch.no_grad():
         reference(pack_rollouts(rollouts(LENGTHS), CPU))
     assert all(isinstance(parameter, DTensor) for parameter in reference.parameters())
 
 
-def test_flash_attention_is_refused_where_it_cannot_be_had(tmp_path: Path, session: Session) -> None:
+def test_flash_attention_is_refused_where_it_cannot_be_had(
+    tmp_path: Path, session: Session
+) -> None:
     folder = make_model(tmp_path, "llama", tied=True)
     with pytest.raises(ConfigError, match=r"model\.attention: flash needs a GPU"):
         build_policy(model_config(folder, attention="flash"), 1.0, session)
@@ -372,7 +455,9 @@ def test_flash_attention_is_refused_where_it_cannot_be_had(tmp_path: Path, sessi
 def test_what_happens_to_logits_is_seen_in_the_models_own_code(
     tmp_path: Path, family: str, changes: dict[str, Any], expected: tuple[float, float | None]
 ) -> None:
-    config = transformers.AutoConfig.from_pretrained(make_model(tmp_path, family, tied=True, **changes))
+    config = transformers.AutoConfig.from_pretrained(
+        make_model(tmp_path, family, tied=True, **changes)
+    )
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     divisor, softcap = logits_map(model)
@@ -381,7 +466,9 @@ def test_what_happens_to_logits_is_seen_in_the_models_own_code(
     assert "forward" not in {*vars(model.get_decoder()), *vars(model.get_output_embeddings())}
 
 
-@pytest.mark.parametrize("changed", [lambda x: x + 1, lambda x: x**3, lambda x: 3 * (x / 2).tanh(), lambda x: -x])
+@pytest.mark.parametrize(
+    "changed", [lambda x: x + 1, lambda x: x**3, lambda x: 3 * (x / 2).tanh(), lambda x: -x]
+)
 def test_a_model_that_changes_its_logits_otherwise_is_refused(
     tmp_path: Path, changed: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
@@ -401,7 +488,9 @@ def test_a_model_that_changes_its_logits_otherwise_is_refused(
 def test_cohere2_is_refused_beyond_its_window(tmp_path: Path, session: Session) -> None:
     folder = make_model(tmp_path, "cohere2", tied=True)
     build_policy(model_config(folder), 1.0, session, longest=8)
-    with pytest.raises(ConfigError, match=r"beyond its window of 8 tokens .* \(9\) may be 8 at most"):
+    with pytest.raises(
+        ConfigError, match=r"beyond its window of 8 tokens .* \(9\) may be 8 at most"
+    ):
         build_policy(model_config(folder), 1.0, session, longest=9)
 
 
@@ -427,7 +516,11 @@ def test_selective_recomputation_repeats_no_product(tmp_path: Path, session: Ses
     layers, products_of_a_layer = 2, 7
     assert counts["selective"] == counts[False]
     # The last one, down_proj, is not needed again: recomputation stops before it.
-    assert layers * (products_of_a_layer - 1) <= counts[True] - counts[False] <= layers * products_of_a_layer
+    assert (
+        layers * (products_of_a_layer - 1)
+        <= counts[True] - counts[False]
+        <= layers * products_of_a_layer
+    )
 
 
 def test_names_and_places_of_parameters_do_not_depend_on_recomputation_and_compilation(
@@ -435,5 +528,7 @@ def test_names_and_places_of_parameters_do_not_depend_on_recomputation_and_compi
 ) -> None:
     folder = make_model(tmp_path, "llama", tied=False)
     plain = build_policy(model_config(folder), 1.0, session)
-    changed = build_policy(model_config(folder, activation_checkpointing=True, compile=True), 1.0, session)
+    changed = build_policy(
+        model_config(folder, activation_checkpointing=True, compile=True), 1.0, session
+    )
     assert list(plain.state_dict()) == list(changed.state_dict())

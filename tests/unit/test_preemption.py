@@ -10,10 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from grpo_spmd.distributed import job_time, store
 from grpo_spmd.distributed import preemption as module
-from grpo_spmd.distributed.job_time import parse_time_left
-from grpo_spmd.distributed.preemption import SIGNALS, Preempted, Preemption, leave_marker, remove_marker
+from grpo_spmd.distributed import processes, store
+from grpo_spmd.distributed.preemption import (
+    SIGNALS,
+    Preempted,
+    Preemption,
+    leave_marker,
+    remove_marker,
+)
+from grpo_spmd.distributed.processes import parse_time_left
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.records import ScoredRollouts
 
@@ -51,11 +57,16 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(job_time, "seconds_since_launch", lambda: self.now)
+        monkeypatch.setattr(processes, "seconds_since_launch", lambda: self.now)
 
 
 def runs(
-    preemption: Preemption, clock: Clock, seconds: float, scoring: float = 0.0, rest: float = 0.0, save_s: float = 0.0
+    preemption: Preemption,
+    clock: Clock,
+    seconds: float,
+    scoring: float = 0.0,
+    rest: float = 0.0,
+    save_s: float = 0.0,
 ) -> None:
     """One step, of which `scoring` comes after the generation, and `rest` is update and what follows."""
 
@@ -81,7 +92,9 @@ def test_a_closed_terminal_is_a_signal_but_not_under_nohup(session: None) -> Non
 # The clock
 
 
-def test_no_step_is_begun_that_cannot_finish(session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_is_begun_that_cannot_finish(
+    session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """400 s, of which 10 s are kept back; a start-up step of 100 s, then 50, 60 and 40 s; saves of 20 s."""
     clock = Clock(monkeypatch)
     preemption = Preemption(400)
@@ -96,11 +109,15 @@ def test_no_step_is_begun_that_cannot_finish(session: None, monkeypatch: pytest.
     assert str(stopped.value) == "deadline: 92 s left, a step takes 60 s and a save 20 s"
 
 
-def test_the_first_step_counts_only_while_it_is_the_only_one(session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_counts_only_while_it_is_the_only_one(
+    session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock(monkeypatch)
     preemption = Preemption(240)  # 230, and 12 s for a save that nobody has measured
     runs(preemption, clock, 100)
-    with pytest.raises(Preempted, match=r"deadline: 130 s left, a step takes 100 s and a save 12 s"):
+    with pytest.raises(
+        Preempted, match=r"deadline: 130 s left, a step takes 100 s and a save 12 s"
+    ):
         preemption.begin_step()  # 132 s are needed
     clock.now = 0.0
     preemption = Preemption(243)
@@ -109,7 +126,9 @@ def test_the_first_step_counts_only_while_it_is_the_only_one(session: None, monk
     preemption.begin_step()  # 103 s are left, and 1.2 * 30 + 12 needed
 
 
-def test_the_update_is_begun_only_if_it_can_finish(session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_update_is_begun_only_if_it_can_finish(
+    session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """200 s less 10; steps of 40 s with an update of 10 s, saves of 5 s: before an update 17 s are needed."""
     clock = Clock(monkeypatch)
     preemption = Preemption(200)
@@ -126,7 +145,9 @@ def test_the_update_is_begun_only_if_it_can_finish(session: None, monkeypatch: p
     def score() -> ScoredRollouts:
         raise AssertionError("nothing is scored for a step that is given up")
 
-    with pytest.raises(Preempted, match="deadline: 17 s left, the rest of the step takes 10 s and a save 5 s"):
+    with pytest.raises(
+        Preempted, match="deadline: 17 s left, the rest of the step takes 10 s and a save 5 s"
+    ):
         preemption.guard(score)()
     with pytest.raises(Preempted):
         preemption.check_before_update()
@@ -155,7 +176,9 @@ def test_scoring_is_not_begun_that_leaves_no_time_for_the_update(
     assert preemption.should_abort()
 
 
-def test_without_a_deadline_only_signals_stop(session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_deadline_only_signals_stop(
+    session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock(monkeypatch)
     preemption = Preemption(None)
     for _ in range(5):
@@ -198,7 +221,11 @@ def test_a_signal_is_a_flag(session: None, number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
     os.kill(os.getpid(), SIGNALS[0])
     assert preemption.should_abort()
-    for place in (preemption.begin_step, preemption.check_before_update, preemption.guard(ScoredRollouts)):
+    for place in (
+        preemption.begin_step,
+        preemption.check_before_update,
+        preemption.guard(ScoredRollouts),
+    ):
         with pytest.raises(Preempted) as stopped:
             place()
         assert str(stopped.value) == number.name
@@ -223,7 +250,11 @@ def test_the_marker_comes_and_goes(session: None, tmp_path: Path) -> None:
     remove_marker(tmp_path)
     leave_marker(tmp_path, 12, "SIGTERM")
     assert [path.name for path in tmp_path.iterdir()] == ["preempted.json"]
-    assert json.loads(Path(tmp_path, "preempted.json").read_text()) == {"step": 12, "reason": "SIGTERM", "saved": True}
+    assert json.loads(Path(tmp_path, "preempted.json").read_text()) == {
+        "step": 12,
+        "reason": "SIGTERM",
+        "saved": True,
+    }
     remove_marker(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from grpo_spmd.files import TRAINER, UntrustedError, check_fields
 from grpo_spmd.observe.progress import Progress, WallClock
-from grpo_spmd.untrusted import TRAINER, UntrustedError, check_fields
 
 STEPS = [(8, 100, 0.5), (8, 90, 1.0), (24, 310, 2.5), (8, 70, 3.0)]  # completions, tokens, epoch
 
@@ -37,12 +37,16 @@ def test_a_checkpoint_that_did_not_count_leaves_them_out_and_makes_none_too_smal
 
 @pytest.mark.parametrize("name", ["num_completions", "num_tokens"])
 def test_a_count_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(UntrustedError, match=f"trainer.json: {name} must be a whole number from 0 to"):
+    with pytest.raises(
+        UntrustedError, match=f"trainer.json: {name} must be a whole number from 0 to"
+    ):
         check_fields({name: -1}, TRAINER, "trainer.json")
 
 
 def test_the_clock_adds_this_launch_to_the_last_line() -> None:
-    new, resumed = (WallClock(time.monotonic() - 50, newest) for newest in ({}, {"time/wall_s": 1000.0}))
+    new, resumed = (
+        WallClock(time.monotonic() - 50, newest) for newest in ({}, {"time/wall_s": 1000.0})
+    )
     old = WallClock(time.monotonic() - 50, {"step": 3, "reward/mean": 0.5})
     for clock, expected in ((new, 50), (resumed, 1050), (old, 50)):
         found = clock.metrics()

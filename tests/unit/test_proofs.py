@@ -30,7 +30,12 @@ def test_hash_of_a_row_by_hand() -> None:
             width = 4 // num_slices
             expected = [
                 [
-                    sum(b * c for b, c in zip(row[i : i + width], coefficients.tolist()[i : i + width], strict=True))
+                    sum(
+                        b * c
+                        for b, c in zip(
+                            row[i : i + width], coefficients.tolist()[i : i + width], strict=True
+                        )
+                    )
                     % 2**64
                     for i in range(0, 4, width)
                 ]
@@ -41,7 +46,9 @@ def test_hash_of_a_row_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_any_flipped_bit_or_moved_column_changes_the_hash_of_its_row_alone(dtype: torch.dtype) -> None:
+def test_any_flipped_bit_or_moved_column_changes_the_hash_of_its_row_alone(
+    dtype: torch.dtype,
+) -> None:
     matrix = torch.randn(210, 500).to(dtype)  # more than one chunk
     coefficients = _coefficients(500, by_probe=False, dtype=dtype, step=0)
     assert (coefficients % 2 == 1).all()
@@ -63,7 +70,9 @@ def test_any_flipped_bit_or_moved_column_changes_the_hash_of_its_row_alone(dtype
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outliers", [False, True])
-def test_probe_is_quiet_about_rounding_and_sees_one_optimizer_step(dtype: torch.dtype, outliers: bool) -> None:
+def test_probe_is_quiet_about_rounding_and_sees_one_optimizer_step(
+    dtype: torch.dtype, outliers: bool
+) -> None:
     """torch's own matrix product stands for the engine's; a change of the size of `lr` for a first Adam step's."""
     generator = torch.Generator().manual_seed(1)
     policy = 0.02 * torch.randn(1000, 2048, generator=generator)
@@ -96,7 +105,9 @@ def test_probe_of_fp8_is_quiet_about_rounding_and_sees_another_tensor() -> None:
     policy, other = 0.02 * torch.randn(2, 1000, 512, generator=torch.Generator().manual_seed(1))
     probe = _coefficients(512, by_probe=True, dtype=torch.bfloat16, step=0)
     expected = row_fingerprints(policy, probe, 1, torch.bfloat16)[:, 0]
-    held, wrong = ((rounded(matrix) @ rounded(probe.float())).bfloat16() for matrix in (policy, other))
+    held, wrong = (
+        (rounded(matrix) @ rounded(probe.float())).bfloat16() for matrix in (policy, other)
+    )
     assert matches(held, expected, probe, torch.bfloat16, is_quantised=True).all()
     assert not matches(held, expected, probe, torch.bfloat16).all()
     assert matches(wrong, expected, probe, torch.bfloat16, is_quantised=True).float().mean() < 0.4
@@ -130,7 +141,10 @@ def test_rows_of_a_fused_parameter_by_hand() -> None:
     ],
 )
 def test_the_logprob_checks_bounds_follow_the_number_format(
-    dtype: str, first: tuple[float, float], fine: list[tuple[float, float]], wrong: list[tuple[float, float]]
+    dtype: str,
+    first: tuple[float, float],
+    fine: list[tuple[float, float]],
+    wrong: list[tuple[float, float]],
 ) -> None:
     logprob_check = LogprobCheck(dtype, None)
     with pytest.raises(MismatchError, match="differ by nan nats"):
@@ -140,7 +154,9 @@ def test_the_logprob_checks_bounds_follow_the_number_format(
     for figures in fine:
         logprob_check.check(2, *figures)
     for figures in wrong:
-        with pytest.raises(MismatchError, match=rf"step 3: engine and policy differ by {figures[0]:.3g} nats"):
+        with pytest.raises(
+            MismatchError, match=rf"step 3: engine and policy differ by {figures[0]:.3g} nats"
+        ):
             logprob_check.check(3, *figures)
     for figures in fine:  # later steps do not widen what the first one set
         logprob_check.check(4, *figures)
@@ -149,13 +165,19 @@ def test_the_logprob_checks_bounds_follow_the_number_format(
 @pytest.mark.parametrize(
     # 7.0e-3: the policy's temperature x 1.01, by which the first step once set the scale
     ("dtype", "mean", "largest"),
-    [("float32", 7.0e-3, 0.05), ("float32", 1.1e-4, 1e-3), ("float32", 1e-6, 0.06), ("bfloat16", 0.06, 1.0)],
+    [
+        ("float32", 7.0e-3, 0.05),
+        ("float32", 1.1e-4, 1e-3),
+        ("float32", 1e-6, 0.06),
+        ("bfloat16", 0.06, 1.0),
+    ],
 )
 def test_the_logprob_check_does_not_take_a_fault_of_the_first_step_for_rounding(
     dtype: str, mean: float, largest: float
 ) -> None:
     with pytest.raises(
-        MismatchError, match="the policy does not compute this model as the engine does; the temperatures differ"
+        MismatchError,
+        match="the policy does not compute this model as the engine does; the temperatures differ",
     ):
         LogprobCheck(dtype, None).check(0, mean, largest)
 
@@ -168,7 +190,9 @@ def test_a_scale_from_an_older_checkpoint_widens_nothing() -> None:
         logprob_check.check(1, 7e-3, 0.05)
 
 
-def _engine_and_policy(num_tokens: int, temperature: float, noise: float) -> tuple[list[float], float]:
+def _engine_and_policy(
+    num_tokens: int, temperature: float, noise: float
+) -> tuple[list[float], float]:
     """Sums of the tilt, and mean |difference|, of tokens that the engine samples at 1 and the policy scores at
     `temperature`; logits of either side have rounding of `noise` nats."""
     generator = torch.Generator().manual_seed(num_tokens)
@@ -177,7 +201,10 @@ def _engine_and_policy(num_tokens: int, temperature: float, noise: float) -> tup
         return (logits + noise * torch.randn(logits.shape, generator=generator)).double()
 
     logits = 1.2 * torch.randn(num_tokens, 40, generator=generator)
-    of_engine, of_policy = rounded(logits).log_softmax(-1), (rounded(logits) / temperature).log_softmax(-1)
+    of_engine, of_policy = (
+        rounded(logits).log_softmax(-1),
+        (rounded(logits) / temperature).log_softmax(-1),
+    )
     tokens = torch.multinomial(of_engine.exp(), 1, generator=generator)
     engine, policy = of_engine.gather(1, tokens)[:, 0], of_policy.gather(1, tokens)[:, 0]
     entropy = -(of_policy.exp() * of_policy).sum(-1)
@@ -234,10 +261,19 @@ class _Tokenizer:
 def test_the_check_of_the_data_stops_no_run_over_a_new_day_or_a_moved_file(tmp_path: Path) -> None:
     source = tmp_path / "train.jsonl"
     messages = [{"role": "user", "content": "ab"}]
-    source.write_text(json.dumps({"prompt": messages, "n": 1}) + "\n" + json.dumps({"prompt": "cd", "n": 2}))
+    source.write_text(
+        json.dumps({"prompt": messages, "n": 1}) + "\n" + json.dumps({"prompt": "cd", "n": 2})
+    )
     completion = Completion([65], [0.0], "length")
-    said = {"prompts": messages, "completions": [{"role": "assistant", "content": "A"}], "completion_ids": [65]}
-    given = [{"n": 1, **said}, {"n": 2, "prompts": "cd", "completions": "A", "completion_ids": [65]}]
+    said = {
+        "prompts": messages,
+        "completions": [{"role": "assistant", "content": "A"}],
+        "completion_ids": [65],
+    }
+    given = [
+        {"n": 1, **said},
+        {"n": 2, "prompts": "cd", "completions": "A", "completion_ids": [65]},
+    ]
     prompts = Prompt(0, 0, [2, 97, 98], messages, {"n": 1}), Prompt(1, 1, [99, 100], "cd", {"n": 2})
     groups = [RolloutGroup(slot, prompt, [completion]) for slot, prompt in enumerate(prompts)]
     data, scored = DataConfig(train=str(source)), ScoredRollouts(given=given)

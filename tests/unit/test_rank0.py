@@ -16,11 +16,23 @@ from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, 
 from grpo_spmd.distributed.packed import pack
 from grpo_spmd.learn.advantages import compute_advantages
 from grpo_spmd.learn.balance import plan_batch
-from grpo_spmd.learn.facts import decode_facts, encode_facts
-from grpo_spmd.learn.sampled_step import StepRules, _Decider
-from grpo_spmd.learn.shares import decode_share, encode_shares
-from grpo_spmd.proofs.decision_check import kl_shares, misplaced, told
-from grpo_spmd.records import Completion, Decision, Prompt, RolloutGroup, ScoredRollouts, StepDecision
+from grpo_spmd.learn.sampled_step import (
+    StepRules,
+    _Decider,
+    decode_facts,
+    decode_share,
+    encode_facts,
+    encode_shares,
+)
+from grpo_spmd.proofs.batch_check import kl_shares, misplaced, told
+from grpo_spmd.records import (
+    Completion,
+    Decision,
+    Prompt,
+    RolloutGroup,
+    ScoredRollouts,
+    StepDecision,
+)
 
 G, LONGEST, BUFFER = 4, 20, 8
 RATIO = 0.003
@@ -29,19 +41,31 @@ Scored = tuple[RolloutGroup, ScoredRollouts]  # of one group
 
 
 def _made_up(position: int, rng: random.Random) -> Scored:
-    completions, scored = [], ScoredRollouts(by_name={n: [] for n in NAMES}, statuses={n: [] for n in NAMES})
+    completions, scored = (
+        [],
+        ScoredRollouts(by_name={n: [] for n in NAMES}, statuses={n: [] for n in NAMES}),
+    )
     for _ in range(G):
         length = rng.choice([0, 3, rng.randint(1, LONGEST), LONGEST])
-        completions.append(Completion([1] * length, [-1.0] * length, "length" if length == LONGEST else "stop"))
+        completions.append(
+            Completion([1] * length, [-1.0] * length, "length" if length == LONGEST else "stop")
+        )
         values = [rng.choice([None, math.nan, 0.0, -0.0, 1.0, rng.gauss(0, 1)]) for _ in NAMES]
         for name, value in zip(NAMES, values, strict=True):
             scored.by_name[name].append(value)
             unusable = value is not None and math.isnan(value)
-            scored.statuses[name].append("not_applicable" if value is None else "timeout" if unusable else "ok")
+            scored.statuses[name].append(
+                "not_applicable" if value is None else "timeout" if unusable else "ok"
+            )
         total = sum(value for value in values if value is not None)
         scored.rewards.append(total if values != [None, None] and math.isfinite(total) else None)
     if rng.random() < 0.3:
-        scored.notes = {2: {"logged": {"second": {"worth": [rng.gauss(0, 1e3), 3]}}, "extra": {"second": {"a": 1}}}}
+        scored.notes = {
+            2: {
+                "logged": {"second": {"worth": [rng.gauss(0, 1e3), 3]}},
+                "extra": {"second": {"a": 1}},
+            }
+        }
         scored.notes[0] = {"retried": {"first": "error"}}
     group = RolloutGroup(0, Prompt(position, 0, [1] * rng.randint(1, 9), "", {}), completions)
     return group, scored
@@ -58,7 +82,9 @@ def _bits(values: Any) -> bytes:
     return np.asarray(list(values), np.float64).tobytes()
 
 
-def _decided(seed: int) -> tuple[StepDecision, list[Decision], list[list[Scored]], list[Scored], StepRules]:
+def _decided(
+    seed: int,
+) -> tuple[StepDecision, list[Decision], list[list[Scored]], list[Scored], StepRules]:
     """The whole decision, each rank's, and the groups as the ranks have them and in the order of the stream."""
     rng = random.Random(seed)
     num_groups, num_ranks = rng.randint(3, 25), rng.choice([1, 2, 5, 40])
@@ -88,19 +114,31 @@ def _decided(seed: int) -> tuple[StepDecision, list[Decision], list[list[Scored]
 def test_a_decision_is_to_the_bit_that_of_plain_lists(seed: int) -> None:
     step, _, _, made, rules = _decided(seed)
     lengths = [len(c.token_ids) for group, _ in made for c in group.completions]
-    rewards = [math.nan if reward is None else reward for _, scored in made for reward in scored.rewards]
+    rewards = [
+        math.nan if reward is None else reward for _, scored in made for reward in scored.rewards
+    ]
     lost = [0.3 * min(max((n - (LONGEST - BUFFER)) / BUFFER, 0.0), 1.0) for n in lengths]
     shorter = [reward - penalty for reward, penalty in zip(rewards, lost, strict=True)]
-    advantages, _ = compute_advantages(torch.tensor(shorter, dtype=torch.float64).view(-1, G), "grpo", "group")
+    advantages, _ = compute_advantages(
+        torch.tensor(shorter, dtype=torch.float64).view(-1, G), "grpo", "group"
+    )
     in_loss = [
         not math.isnan(reward) and not (rules.loss.mask_truncated and n == LONGEST)
         for reward, n in zip(rewards, lengths, strict=True)
     ]
-    tokens = [len(group.prompt.token_ids) + len(c.token_ids) for group, _ in made for c in group.completions]
+    tokens = [
+        len(group.prompt.token_ids) + len(c.token_ids)
+        for group, _ in made
+        for c in group.completions
+    ]
     half = G * -(-len(made) // 2)
     costs = [n + RATIO * n * n for n in tokens]
     plan = plan_batch(
-        tokens, num_ranks=rules.num_ranks, mini_batch_sizes=[half, len(tokens) - half], max_tokens=64, costs=costs
+        tokens,
+        num_ranks=rules.num_ranks,
+        mini_batch_sizes=[half, len(tokens) - half],
+        max_tokens=64,
+        costs=costs,
     )
     assert step.positions.tolist() == [group.prompt.position for group, _ in made]
     assert _bits(step.rewards) == _bits(shorter)
@@ -108,7 +146,9 @@ def test_a_decision_is_to_the_bit_that_of_plain_lists(seed: int) -> None:
     assert (step.in_loss.tolist(), list(step.plan)) == (in_loss, list(plan))
     counted = [n if counts else 0 for n, counts in zip(lengths, in_loss, strict=True)]
     assert step.num_loss_tokens == [sum(counted[:half]), sum(counted[half:])]
-    assert step.num_loss_sequences == [sum(n > 0 for n in part) for part in (counted[:half], counted[half:])]
+    assert step.num_loss_sequences == [
+        sum(n > 0 for n in part) for part in (counted[:half], counted[half:])
+    ]
     assert (step.num_tokens, step.num_sampled_tokens) == (sum(tokens), sum(lengths))
 
 
@@ -121,7 +161,9 @@ def test_metrics_are_to_the_bit_those_of_plain_lists(seed: int) -> None:
     size, found = len(lengths), step.metrics
     expected: dict[str, Any] = {
         "reward/mean": float(torch.tensor(known, dtype=torch.float64).mean()),
-        "reward/unscored_frac": float(torch.tensor([len(known) < n for n in range(1, size + 1)]).double().mean()),
+        "reward/unscored_frac": float(
+            torch.tensor([len(known) < n for n in range(1, size + 1)]).double().mean()
+        ),
         "reward/overlong_penalty_mean": sum(lost) / size,
         "completion/tokens_mean": sum(lengths) / size,
         "completion/tokens_p50": float(np.percentile(lengths, 50)),
@@ -129,27 +171,56 @@ def test_metrics_are_to_the_bit_those_of_plain_lists(seed: int) -> None:
         "completion/tokens_max": max(lengths),
         "completion/truncated_frac": lengths.count(LONGEST) / size,
     }
-    pairs = [note["logged"]["second"]["worth"] for _, s in made for note in s.notes.values() if "logged" in note]
+    pairs = [
+        note["logged"]["second"]["worth"]
+        for _, s in made
+        for note in s.notes.values()
+        if "logged" in note
+    ]
     if pairs:
-        expected["reward/second/worth"] = math.fsum(value for value, _ in pairs) / sum(n for _, n in pairs)
-    expected["reward/first/retried_frac"] = sum(bool(scored.notes) for _, scored in made) / len(made)
+        expected["reward/second/worth"] = math.fsum(value for value, _ in pairs) / sum(
+            n for _, n in pairs
+        )
+    expected["reward/first/retried_frac"] = sum(bool(scored.notes) for _, scored in made) / len(
+        made
+    )
     for name in NAMES:
-        values = [v for _, scored in made for v in scored.by_name[name] if v is not None and not math.isnan(v)]
+        values = [
+            v
+            for _, scored in made
+            for v in scored.by_name[name]
+            if v is not None and not math.isnan(v)
+        ]
         expected[f"reward/{name}/mean"] = float(torch.tensor(values, dtype=torch.float64).mean())
         statuses = Counter(status for _, scored in made for status in scored.statuses[name])
-        expected |= {f"reward/{name}/{s}_frac": statuses[s] / size for s in ("error", "timeout", "not_applicable")}
+        expected |= {
+            f"reward/{name}/{s}_frac": statuses[s] / size
+            for s in ("error", "timeout", "not_applicable")
+        }
     assert {name: found[name] for name in expected} == expected
-    assert {name: type(found[name]) for name in expected} == {name: type(value) for name, value in expected.items()}
+    assert {name: type(found[name]) for name in expected} == {
+        name: type(value) for name, value in expected.items()
+    }
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_each_rank_gets_what_is_its_own(seed: int) -> None:
     step, decisions, of_ranks, _, _ = _decided(seed)
-    trained_by = {i: rank for ranks in step.plan for rank, rows in enumerate(ranks) for row in rows for i in row}
+    trained_by = {
+        i: rank
+        for ranks in step.plan
+        for rank, rows in enumerate(ranks)
+        for row in rows
+        for i in row
+    }
     for rank, (decision, own) in enumerate(zip(decisions, of_ranks, strict=True)):
-        assert decision.slots == {group.prompt.position: group.prompt.position for group, _ in own}  # all stay
+        assert decision.slots == {
+            group.prompt.position: group.prompt.position for group, _ in own
+        }  # all stay
         ids = [group.prompt.position * G + sample for group, _ in own for sample in range(G)]
-        assert list(decision.advantages) == list(decision.in_loss) == list(decision.trained_by) == ids
+        assert (
+            list(decision.advantages) == list(decision.in_loss) == list(decision.trained_by) == ids
+        )
         assert _bits(decision.advantages.values()) == _bits(step.advantages[ids])
         assert list(decision.in_loss.values()) == step.in_loss[ids].tolist()
         assert decision.trained_by == {i: trained_by[i] for i in ids}
@@ -158,16 +229,22 @@ def test_each_rank_gets_what_is_its_own(seed: int) -> None:
         for name in ("num_loss_tokens", "num_loss_sequences", "num_tokens", "num_sampled_tokens"):
             assert getattr(decision, name) == getattr(step, name)
         assert decision.metrics == {}
-    assert sorted(i for decision in decisions for i in decision.advantages) == list(range(len(step.rewards)))
+    assert sorted(i for decision in decisions for i in decision.advantages) == list(
+        range(len(step.rewards))
+    )
 
 
 def test_a_group_sampled_twice_and_another_not_at_all_is_seen() -> None:
     rng = random.Random(0)
     groups = [_made_up(position, rng) for position in (0, 1, 1)]
     rollout = RolloutConfig(num_prompts_per_step=3, group_size=G, max_completion_tokens=LONGEST)
-    decider = _Decider(StepRules(rollout, AdvantageConfig(), LossConfig(), TrainingConfig(), 1.1, num_ranks=2))
+    decider = _Decider(
+        StepRules(rollout, AdvantageConfig(), LossConfig(), TrainingConfig(), 1.1, num_ranks=2)
+    )
     with pytest.raises(AssertionError, match="a group was sampled twice"):
-        decider.add_round([encode_facts(*_on_rank(groups[:2]), G), encode_facts(*_on_rank(groups[2:]), G)], 3)
+        decider.add_round(
+            [encode_facts(*_on_rank(groups[:2]), G), encode_facts(*_on_rank(groups[2:]), G)], 3
+        )
 
 
 def test_a_rank_without_groups_sends_nothing_and_ranks_must_name_their_rewards_alike() -> None:
@@ -200,7 +277,9 @@ def test_what_rank0_holds_of_a_step_is_a_few_bytes_a_rollout() -> None:
     held, peak = memory(facts, rules)
     # A reward of 8, an advantage of 4, a mask of 1, an id of 4; of a group of 8 twice its position and its slot: 2.5.
     assert 19.5 < held < 30
-    assert peak < 160  # before, rollouts were tuples of Python's numbers while they were planned: 365
+    assert (
+        peak < 160
+    )  # before, rollouts were tuples of Python's numbers while they were planned: 365
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -214,7 +293,9 @@ def test_a_plan_reads_as_the_nested_lists_that_it_is(seed: int) -> None:
         step.plan[2]
 
 
-def _told(sampled: list[tuple[int, int, float]], trained: list[tuple[int, int]], dropped: list[int]) -> list[str]:
+def _told(
+    sampled: list[tuple[int, int, float]], trained: list[tuple[int, int]], dropped: list[int]
+) -> list[str]:
     """What rank 0 finds wrong, of a step of rollouts 0 to 3, when two ranks say this."""
     none: Any = np.zeros(0)
     plan = plan_batch([1] * 4, num_ranks=2, mini_batch_sizes=[4], max_tokens=4)
@@ -241,9 +322,19 @@ def test_what_two_ranks_say_of_a_decision_by_hand() -> None:
 
 
 def test_each_rank_is_told_what_is_taken_off_the_rewards_of_what_it_sampled() -> None:
-    taken, sampled = [{0: 0.25, 3: 1e-300}, {}, {1: math.pi}], [[1, 0], [3, 2], []]  # 2 has no completion token
+    taken, sampled = (
+        [{0: 0.25, 3: 1e-300}, {}, {1: math.pi}],
+        [[1, 0], [3, 2], []],
+    )  # 2 has no completion token
     parts = [
-        pack([len(own), len(ids)], [np.array([*own], np.int32), np.array([*own.values()]), np.array(ids, np.int32)])
+        pack(
+            [len(own), len(ids)],
+            [np.array([*own], np.int32), np.array([*own.values()]), np.array(ids, np.int32)],
+        )
         for own, ids in zip(taken, sampled, strict=True)
     ]
-    assert [np.frombuffer(share).tolist() for share in kl_shares(parts)] == [[math.pi, 0.25], [1e-300, 0.0], []]
+    assert [np.frombuffer(share).tolist() for share in kl_shares(parts)] == [
+        [math.pi, 0.25],
+        [1e-300, 0.0],
+        [],
+    ]

@@ -16,29 +16,43 @@ from grpo_spmd.config.schema import Config
 from tests.support.processes import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-CODE = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "grpo_spmd").rglob("*.py"))}
+CODE = {
+    path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "grpo_spmd").rglob("*.py"))
+}
 
 
 def test_the_map_names_every_module_and_nothing_else() -> None:
     named = set(re.findall(r"^\| `(grpo_spmd/[\w/.]+)` \|", README, re.MULTILINE))
     top = (ROOT / "grpo_spmd").iterdir()
-    there = {f"grpo_spmd/{p.name}" + "/" * p.is_dir() for p in top if p.suffix == ".py" or (p / "__init__.py").exists()}
+    there = {
+        f"grpo_spmd/{p.name}" + "/" * p.is_dir()
+        for p in top
+        if p.suffix == ".py" or (p / "__init__.py").exists()
+    }
     assert named == there - {"grpo_spmd/__init__.py"}
 
 
 def test_every_file_that_the_readme_names_exists() -> None:
-    for name in re.findall(r"(?:launch|tests|configs|benchmarks|grpo_spmd)/[\w./-]+\.(?:sh|py|yaml|sbatch)", README):
+    for name in re.findall(
+        r"(?:launch|tests|configs|benchmarks|grpo_spmd)/[\w./-]+\.(?:sh|py|yaml|sbatch)", README
+    ):
         assert (ROOT / name).exists(), name
 
 
-@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name
+)
 def test_every_shipped_config_loads(config: Path) -> None:
     load_config(config)
 
 
 def test_every_config_key_is_read_outside_config_py() -> None:
     """A key that only the config knows would promise what nothing does."""
-    used = "\n".join(text for path, text in CODE.items() if path.parent.name != "config" and path.name != "explain.py")
+    used = "\n".join(
+        text
+        for path, text in CODE.items()
+        if path.parent.name != "config" and path.name != "explain.py"
+    )
 
     def unread(cls: type, prefix: str) -> list[str]:
         missing = []
@@ -76,9 +90,11 @@ def test_the_package_uses_no_pickle_and_no_eval() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("eval", "exec"), f"{path}:{node.lineno}"
             if isinstance(node, ast.Attribute):
-                assert node.attr not in ("broadcast_object_list", "all_gather_object", "gather_object"), (
-                    f"{path}:{node.lineno}"
-                )
+                assert node.attr not in (
+                    "broadcast_object_list",
+                    "all_gather_object",
+                    "gather_object",
+                ), f"{path}:{node.lineno}"
         assert "import pickle" not in text, path
 
 
@@ -97,4 +113,6 @@ def test_functions_that_communicate_say_so() -> None:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             body = ast.get_source_segment(text, node) or ""
             if any(call in body for call in collectives):
-                assert (ast.get_docstring(node) or "").startswith(("Collective.", "Collective over")), node.name
+                assert (ast.get_docstring(node) or "").startswith(
+                    ("Collective.", "Collective over")
+                ), node.name

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_spmd.checks.engine_keys import idle_keys
+from grpo_spmd.checks.explain import explain
+from grpo_spmd.checks.memory import advice
 from grpo_spmd.config.coerce import key_names
-from grpo_spmd.config.dump import config_to_dict, flat_config
+from grpo_spmd.config.describe import config_to_dict, flat_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import config_of, load_config, load_config_with_sources
 from grpo_spmd.config.recipes import RECIPES, Algorithm, recipes_as_markdown
 from grpo_spmd.config.schema import Config
-from grpo_spmd.preflight.advice import advice
-from grpo_spmd.preflight.explain import explain
-from grpo_spmd.preflight.idle_keys import idle_keys
-from grpo_spmd.report.run import RecordedRun
-from grpo_spmd.report.settings import config_rows
+from grpo_spmd.tools.report.overview import config_rows
+from grpo_spmd.tools.report.run import RecordedRun
 from tests.support.processes import ROOT
 
 DEMO = ROOT / "configs" / "demo.yaml"
@@ -58,23 +58,43 @@ def test_a_recipe_stands_by_itself(name: Algorithm) -> None:
     config, sources = load_config_with_sources(DEMO, named(name))
     found, plain = flat_config(config), flat_config(load_config(DEMO))
     assert {key: found[key] for key in values} == values
-    assert {key for key in found if found[key] != plain[key]} <= {"algorithm", *values, *RECIPES[name].needs}
-    assert {key for key, source in sources.items() if source == f"from algorithm: {name}"} == set(values)
+    assert {key for key in found if found[key] != plain[key]} <= {
+        "algorithm",
+        *values,
+        *RECIPES[name].needs,
+    }
+    assert {key for key, source in sources.items() if source == f"from algorithm: {name}"} == set(
+        values
+    )
     assert not list(idle_keys(config, sources))
     said = [line for line in advice(config, 2) if "one optimizer step a rollout" not in line]
     assert not said
 
 
 def test_any_key_overrides_it_from_file_command_line_and_python(tmp_path: Path) -> None:
-    tree = yaml.safe_load(DEMO.read_text()) | {"algorithm": "dapo", "loss": {"clip_ratio_high": 0.3, "dual_clip": None}}
+    tree = yaml.safe_load(DEMO.read_text()) | {
+        "algorithm": "dapo",
+        "loss": {"clip_ratio_high": 0.3, "dual_clip": None},
+    }
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(tree))
-    config, sources = load_config_with_sources(tmp_path / "x.yaml", ["rollout.dynamic_sampling=false"])
-    assert (config.loss.clip_ratio_high, config.loss.dual_clip, config.rollout.dynamic_sampling) == (0.3, None, False)
+    config, sources = load_config_with_sources(
+        tmp_path / "x.yaml", ["rollout.dynamic_sampling=false"]
+    )
+    assert (
+        config.loss.clip_ratio_high,
+        config.loss.dual_clip,
+        config.rollout.dynamic_sampling,
+    ) == (0.3, None, False)
     assert (config.loss.aggregation, config.loss.mask_truncated) == ("token", True)
     lines = (tmp_path / "x.yaml").read_text().splitlines()
     line = lines.index("  clip_ratio_high: 0.3") + 1
-    assert sources["loss.clip_ratio_high"] == f"{tmp_path}/x.yaml:{line}, in place of 0.28 from algorithm: dapo"
-    assert sources["rollout.dynamic_sampling"] == "command line, in place of true from algorithm: dapo"
+    assert (
+        sources["loss.clip_ratio_high"]
+        == f"{tmp_path}/x.yaml:{line}, in place of 0.28 from algorithm: dapo"
+    )
+    assert (
+        sources["rollout.dynamic_sampling"] == "command line, in place of true from algorithm: dapo"
+    )
     assert sources["loss.clip_ratio_low"] == "from algorithm: dapo"
     python = config_of(tree | {"rollout": {**tree["rollout"], "dynamic_sampling": False}})
     assert python == config
@@ -105,7 +125,10 @@ def test_the_resolved_config_loads_to_the_same(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("name", "key"), [("opd", "teacher.path")])
 def test_what_an_algorithm_needs_is_asked_for(name: str, key: str) -> None:
-    assert refusal(f"algorithm={name}") == f"algorithm: {name} needs {key}; set it to a model's folder or hub id"
+    assert (
+        refusal(f"algorithm={name}")
+        == f"algorithm: {name} needs {key}; set it to a model's folder or hub id"
+    )
 
 
 def test_explain_names_the_origin_of_each_value() -> None:
@@ -113,7 +136,9 @@ def test_explain_names_the_origin_of_each_value() -> None:
     config, sources = load_config_with_sources(DEMO, overrides)
     lines = [line.split() for line in explain(config, sources, None, 100, 2)]
     assert ["loss.aggregation", '"sequence"', "from", "algorithm:", "gspo"] in lines
-    assert "loss.clip_ratio_low 0.001 command line, in place of 0.0003 from algorithm: gspo" in map(" ".join, lines)
+    assert "loss.clip_ratio_low 0.001 command line, in place of 0.0003 from algorithm: gspo" in map(
+        " ".join, lines
+    )
     assert not any("loss.kl_estimator" in line for line in lines)
 
 
@@ -151,23 +176,35 @@ def test_what_is_no_name_is_refused(given: str) -> None:
 
 
 def test_the_section_of_verl_is_still_answered() -> None:
-    assert refusal("algorithm.adv_estimator=grpo").startswith("algorithm.adv_estimator: unknown key, verl's name")
+    assert refusal("algorithm.adv_estimator=grpo").startswith(
+        "algorithm.adv_estimator: unknown key, verl's name"
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
         (("algorithm=rloo", "loss.kl_coef=0"), '(algorithm: rloo sets loss.kl_in: "reward")'),
-        (("algorithm=dapo", "loss.clip_ratio_high=3"), "(algorithm: dapo sets loss.dual_clip: 3.0)"),
-        (("algorithm=dapo", "rollout.tail_batching=1.5"), "(algorithm: dapo sets rollout.dynamic_sampling: true)"),
+        (
+            ("algorithm=dapo", "loss.clip_ratio_high=3"),
+            "(algorithm: dapo sets loss.dual_clip: 3.0)",
+        ),
+        (
+            ("algorithm=dapo", "rollout.tail_batching=1.5"),
+            "(algorithm: dapo sets rollout.dynamic_sampling: true)",
+        ),
     ],
 )
-def test_a_rule_that_a_recipe_breaks_names_the_recipe(overrides: tuple[str, ...], named: str) -> None:
+def test_a_rule_that_a_recipe_breaks_names_the_recipe(
+    overrides: tuple[str, ...], named: str
+) -> None:
     assert refusal(*overrides).endswith(named)
 
 
 def test_a_rule_that_the_user_broke_does_not() -> None:
-    assert "algorithm" not in refusal("algorithm=dapo", "loss.dual_clip=1.1", "loss.clip_ratio_high=0.2")
+    assert "algorithm" not in refusal(
+        "algorithm=dapo", "loss.dual_clip=1.1", "loss.clip_ratio_high=0.2"
+    )
 
 
 def test_the_report_says_which_values_the_algorithm_gave() -> None:

@@ -15,16 +15,21 @@ from pathlib import Path
 
 import pytest
 
-from grpo_spmd.report.page import write_page
+from grpo_spmd.tools.report.page import write_page
 from tests.support.made_chunks import HOSTILE, MadeRun, chunks_of, hostile_run, made_page
 from tests.support.processes import ROOT
 
-PAGE = ROOT / "grpo_spmd/report/page"
+PAGE = ROOT / "grpo_spmd/tools/report/page"
 
 
 def _chunks(text: str) -> dict[str, object]:
-    found = re.findall(r'<script type="application/octet-stream" data-chunk="([^"]+)">([^<]*)</script>', text)
-    return {name: json.loads(zlib.decompress(base64.b64decode(packed), wbits=-15)) for name, packed in found}
+    found = re.findall(
+        r'<script type="application/octet-stream" data-chunk="([^"]+)">([^<]*)</script>', text
+    )
+    return {
+        name: json.loads(zlib.decompress(base64.b64decode(packed), wbits=-15))
+        for name, packed in found
+    }
 
 
 @pytest.mark.parametrize("run", [MadeRun(num_steps=3), hostile_run()], ids=["plain", "hostile"])
@@ -39,13 +44,17 @@ def test_the_policy_names_the_hash_of_each_script_and_nothing_else(tmp_path: Pat
     [policy] = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', text)
     for kind in ("script", "style"):
         bodies = re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
-        hashes = [base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for body in bodies]
+        hashes = [
+            base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for body in bodies
+        ]
         [named] = re.findall(rf"{kind}-src ([^;]*)", policy)
         assert named.split() == [f"'sha256-{one}'" for one in hashes]
         assert hashes
     assert policy.startswith("default-src 'none';")
     assert "unsafe" not in policy
-    assert text.index("<meta http-equiv") < text.index("<style>")  # what stands before a policy is not under it
+    assert text.index("<meta http-equiv") < text.index(
+        "<style>"
+    )  # what stands before a policy is not under it
 
 
 def test_the_page_is_its_files_and_needs_no_other(tmp_path: Path) -> None:
@@ -56,17 +65,19 @@ def test_the_page_is_its_files_and_needs_no_other(tmp_path: Path) -> None:
             assert content in text, path.name
         elif path.suffix == ".LICENSE":  # its terms: every copy has it
             assert html.escape(content) in text
-    assert not re.findall(r'(?:src|href)="(?!data:)[^"]*"', re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL))
+    assert not re.findall(
+        r'(?:src|href)="(?!data:)[^"]*"', re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    )
 
 
-@pytest.mark.parametrize("path", sorted(set(PAGE.glob("*.*")) - set(PAGE.glob("uplot.*"))), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(set(PAGE.glob("*.*")) - set(PAGE.glob("uplot.*"))), ids=lambda path: path.name
+)
 def test_the_pages_own_files_keep_the_houses_sizes_and_make_no_html_of_text(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 450
     assert [line for line in lines if len(line) > 120] == []
-    made = (
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|createContextualFragment|srcdoc"
-    )
+    made = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|createContextualFragment|srcdoc"
     assert not re.search(made, "\n".join(lines))
 
 
@@ -78,8 +89,12 @@ def test_a_title_is_text(tmp_path: Path) -> None:
     assert html.unescape(found) == title.replace("\ud800", "\ufffd").replace("\udc00", "\ufffd")
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError("x")])
-def test_an_error_leaves_the_earlier_page_and_nothing_else(error: BaseException, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError("x")]
+)
+def test_an_error_leaves_the_earlier_page_and_nothing_else(
+    error: BaseException, tmp_path: Path
+) -> None:
     out = made_page(tmp_path / "r.html", MadeRun(num_steps=1))
     before = out.read_bytes()
 
@@ -95,13 +110,19 @@ def test_an_error_leaves_the_earlier_page_and_nothing_else(error: BaseException,
 
 
 def test_what_a_killed_writer_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
-    old, young, others = (tmp_path / name for name in (".r.html.1.tmp", ".r.html.2.tmp", ".x.html.1.tmp"))
+    old, young, others = (
+        tmp_path / name for name in (".r.html.1.tmp", ".r.html.2.tmp", ".x.html.1.tmp")
+    )
     for path in (old, young, others):
         path.write_bytes(b"half")
     for path in (old, others):
         os.utime(path, (1e9, 1e9))
     made_page(tmp_path / "r.html", MadeRun(num_steps=1))
-    assert {path.name for path in tmp_path.iterdir()} == {"r.html", ".r.html.2.tmp", ".x.html.1.tmp"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "r.html",
+        ".r.html.2.tmp",
+        ".x.html.1.tmp",
+    }
 
 
 @pytest.mark.parametrize("name", ["", 'a"b', "a b", "../x", "<", "Main"])
@@ -116,7 +137,10 @@ def test_one_chunk_is_held_at_a_time(tmp_path: Path) -> None:
 
     def chunks() -> Iterator[tuple[str, bytes]]:
         for number in range(40):
-            yield f"0/{number}", os.urandom(size)  # does not shrink: 256 KiB, and a third more as base64
+            yield (
+                f"0/{number}",
+                os.urandom(size),
+            )  # does not shrink: 256 KiB, and a third more as base64
 
     write_page(tmp_path / "warm.html", "t", iter([("main", b"{}")]))
     tracemalloc.start()

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
-from grpo_spmd.report import __main__ as command
-from grpo_spmd.report import build, scan, steps
-from grpo_spmd.report.build import build_page
-from grpo_spmd.report.json_text import json_bytes
-from grpo_spmd.report.run import named_apart, read_run
+from grpo_spmd.observe.rollout_reader import RolloutRecord, to_line
+from grpo_spmd.tools.report import __main__ as command
+from grpo_spmd.tools.report import build, steps
+from grpo_spmd.tools.report.build import build_page
+from grpo_spmd.tools.report.page import json_bytes
+from grpo_spmd.tools.report.run import named_apart, read_run
 from tests.support.dumps import dumped, logprobs_of
 from tests.support.processes import ROOT
 from tests.support.reported import GROUP, byte_tokenizer, dump, healthy, make_run, record, step_of
@@ -55,7 +55,9 @@ def _page(*folders: Path) -> dict[str, Json]:
     return _chunks(out)
 
 
-def _scores(folder: Path, step: int, records: list[RolloutRecord], without: int | None = None) -> None:
+def _scores(
+    folder: Path, step: int, records: list[RolloutRecord], without: int | None = None
+) -> None:
     (folder / "token_scores").mkdir(exist_ok=True)
     lines = []
     for number, of in enumerate(records):
@@ -67,7 +69,14 @@ def _scores(folder: Path, step: int, records: list[RolloutRecord], without: int 
         packed = {name: base64.b64encode(values.tobytes()).decode()
                   for name, values in (("difference", difference), ("entropy", entropy))}  # fmt: skip
         largest = float(difference.astype(np.float64).max(initial=0.0))
-        lines.append({"rollout_id": of.rollout_id, **packed, "difference_mean": 0.0, "difference_max": largest})
+        lines.append(
+            {
+                "rollout_id": of.rollout_id,
+                **packed,
+                "difference_mean": 0.0,
+                "difference_max": largest,
+            }
+        )
     path = folder / "token_scores" / f"step_{step:06d}.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -84,7 +93,9 @@ def test_the_page_has_the_figures_of_the_metrics_and_of_the_dump(tmp_path: Path)
     byte_tokenizer(folder)
     for step in (1, 10, 30):
         records = step_of(step)
-        dump(folder, step, records[:5] + records[:4:-1])  # ranks write in the order in which they come
+        dump(
+            folder, step, records[:5] + records[:4:-1]
+        )  # ranks write in the order in which they come
         _scores(folder, step, records, without=5)
     chunks = _page(folder)
     main = chunks["main"]
@@ -95,9 +106,17 @@ def test_the_page_has_the_figures_of_the_metrics_and_of_the_dump(tmp_path: Path)
     assert run["steps"] == [line["step"] for line in of_steps]
     for key in of_steps[0].keys() - {"step"}:
         assert run["metrics"][key] == [_near(line[key], 6) for line in of_steps]
-    assert run["evaluations"] == {"steps": [0, 10, 20], "metrics": {"eval/held/mean": [0, 0.25, 0.5]}}
+    assert run["evaluations"] == {
+        "steps": [0, 10, 20],
+        "metrics": {"eval/held/mean": [0, 0.25, 0.5]},
+    }
     assert "thinned" not in run
-    assert (run["name"], run["state"], run["last_step"], run["num_steps"]) == ("run", "done", 30, 80)
+    assert (run["name"], run["state"], run["last_step"], run["num_steps"]) == (
+        "run",
+        "done",
+        30,
+        80,
+    )
 
     assert run["rollouts"] == {"steps": [1, 10, 30], "shown": 48, "total": 48, "note": ""}
     for step in (1, 10, 30):
@@ -121,7 +140,9 @@ def test_the_page_has_the_figures_of_the_metrics_and_of_the_dump(tmp_path: Path)
 def _check_step(chunk: Json, dump_of_step: list[Json], without: int) -> None:
     """All of a step: the table, and every rollout whole."""
     table, rollouts = chunk["table"], chunk["rollouts"]
-    assert {name: len(column) for name, column in table.items()} == dict.fromkeys(table, len(dump_of_step))
+    assert {name: len(column) for name, column in table.items()} == dict.fromkeys(
+        table, len(dump_of_step)
+    )
     for place, rollout in enumerate(dump_of_step):
         largest = 0.001 * (place + 1) * (len(rollout["completion_ids"]) - 1)
         expected = {name: rollout[name] for name in ("position", "sample", "row")} | {
@@ -130,7 +151,9 @@ def _check_step(chunk: Json, dump_of_step: list[Json], without: int) -> None:
             "mismatch": None if place == without else pytest.approx(largest, rel=0.01), "status": 0, "shown": place,
         }  # fmt: skip
         assert {name: table[name][place] for name in expected} == expected
-        assert chunk["prompts"][table["prompt"][place]] == f"user: {rollout['prompt'][0]['content']}"
+        assert (
+            chunk["prompts"][table["prompt"][place]] == f"user: {rollout['prompt'][0]['content']}"
+        )
         whole = rollouts[place]
         for name in ("position", "sample", "completion", "reward", "rewards", "statuses", "advantage", "finish_reason",
                      "columns"):  # fmt: skip
@@ -138,7 +161,9 @@ def _check_step(chunk: Json, dump_of_step: list[Json], without: int) -> None:
         tokens = whole["tokens"]
         assert tokens["ids"] == rollout["completion_ids"]
         assert "".join(tokens["pieces"]) == rollout["completion"]
-        assert tokens["logprob"] == [pytest.approx(logprob, abs=0.0006) for logprob in logprobs_of(rollout)]
+        assert tokens["logprob"] == [
+            pytest.approx(logprob, abs=0.0006) for logprob in logprobs_of(rollout)
+        ]
         if place == without:
             assert (tokens["difference"], tokens["entropy"]) == (None, None)
         else:
@@ -149,7 +174,9 @@ def _check_step(chunk: Json, dump_of_step: list[Json], without: int) -> None:
         assert (tokens["advantage"], tokens["mask"]) == (None, None)
 
 
-def test_best_worst_failed_and_most_mismatched_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_worst_failed_and_most_mismatched_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where there is no room for all, and each under its reason; the same ones whenever it is built."""
     folder = make_run(tmp_path / "run", healthy(3))
     rng = np.random.default_rng(0)
@@ -160,16 +187,24 @@ def test_best_worst_failed_and_most_mismatched_come_first(tmp_path: Path, monkey
     records = [*step_of(1, 20, text=said)]
     records[7] = record(1, 1, 3, said(), reward=2.0)
     records[33] = record(1, 8, 1, said(), reward=-2.0)
-    records[50] = record(1, 12, 2, said(), reward=None, rewards={"math": None}, statuses={"math": "timeout"})
+    records[50] = record(
+        1, 12, 2, said(), reward=None, rewards={"math": None}, statuses={"math": "timeout"}
+    )
     dump(folder, 1, records)
     _scores(folder, 1, records)  # most is the last one's, for its number
     task = steps.StepTask(
-        folder, 1, [folder / "rollouts/step_000001.jsonl"], [folder / "token_scores/step_000001.jsonl"], 4_000
+        folder,
+        1,
+        [folder / "rollouts/step_000001.jsonl"],
+        [folder / "token_scores/step_000001.jsonl"],
+        4_000,
     )
     first = steps.make_step(task)
     assert first.content == steps.make_step(task).content
     chunk = json.loads(first.content)
-    first_ones = [rollout for rollout in chunk["rollouts"] if rollout["why"] not in ("group", "sampled")]
+    first_ones = [
+        rollout for rollout in chunk["rollouts"] if rollout["why"] not in ("group", "sampled")
+    ]
     assert {rollout["why"]: (rollout["position"], rollout["sample"]) for rollout in first_ones} == {
         "best": (1, 3), "worst": (8, 1), "failed": (12, 2), "mismatched": (19, 3)
     }  # fmt: skip
@@ -190,7 +225,11 @@ def test_a_page_keeps_within_its_bytes(tmp_path: Path, monkeypatch: pytest.Monke
     folder = make_run(tmp_path / "run", healthy(30))
     rng = np.random.default_rng(0)
     for step in range(1, 31):
-        dump(folder, step, step_of(step, 8, text=lambda *_: base64.b64encode(rng.bytes(900)).decode()))
+        dump(
+            folder,
+            step,
+            step_of(step, 8, text=lambda *_: base64.b64encode(rng.bytes(900)).decode()),
+        )
     shell = 4 * build._SHELL_BYTES // 3 + 4 * build._PROMPTS_BYTES // 3
     sizes = []
     for more in (40_000, 400_000, 3_000_000):
@@ -212,7 +251,9 @@ def test_a_page_keeps_within_its_bytes(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("about", ["", "about "])
-def test_what_there_is_no_time_for_is_said(about: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_there_is_no_time_for_is_said(
+    about: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The total is the run's: exact by its metrics, else as many a step as in those that were read."""
     lines = healthy(5)
     for line in lines if not about else ():
@@ -225,10 +266,15 @@ def test_what_there_is_no_time_for_is_said(about: str, tmp_path: Path, monkeypat
     rollouts = _page(folder)["main"]["runs"][0]["rollouts"]
     assert (rollouts["steps"], rollouts["shown"], rollouts["total"]) == ([5], 16, 80)
     said = "1 of 5 dumped steps are in this page, evenly, for want of time"
-    assert rollouts["note"] == f"{said}; of {about}80 rollouts 16 are in the tables, 16 with their text"
+    assert (
+        rollouts["note"]
+        == f"{said}; of {about}80 rollouts 16 are in the tables, 16 with their text"
+    )
 
 
-def test_a_small_run_is_read_whole_however_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_run_is_read_whole_however_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a machine so busy that the time is over before the first step."""
     folder = make_run(tmp_path / "run", healthy(5))
     for step in range(1, 6):
@@ -239,7 +285,9 @@ def test_a_small_run_is_read_whole_however_long_it_takes(tmp_path: Path, monkeyp
         monkeypatch.setattr(build, name, -1.0)
     (run,) = _page(folder)["main"]["runs"]
     assert run["rollouts"] == {"steps": [1, 2, 3, 4, 5], "shown": 80, "total": 80, "note": ""}
-    assert [prompt["prompt"] for prompt in run["prompts"]] == [f"user: question {p['row']}" for p in run["prompts"]]
+    assert [prompt["prompt"] for prompt in run["prompts"]] == [
+        f"user: question {p['row']}" for p in run["prompts"]
+    ]
 
 
 def test_dumps_of_an_earlier_attempt_are_left_out(tmp_path: Path) -> None:
@@ -255,7 +303,9 @@ def test_dumps_of_an_earlier_attempt_are_left_out(tmp_path: Path) -> None:
     assert read_run(folder).dumped_steps == [1, 2, 3, 4]
 
 
-def test_many_processes_make_the_page_that_one_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_processes_make_the_page_that_one_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_run(tmp_path / "run", healthy(4))
     for step in range(1, 5):
         dump(folder, step, step_of(step))
@@ -285,12 +335,18 @@ def test_broken_lines_cost_themselves(tmp_path: Path) -> None:
     dump(folder, 1, [])
     (folder / "rollouts/step_000001.jsonl").write_bytes(b"\n".join([*lines[:8], *broken]) + b"\n")
     path = folder / "rollouts/step_000001.node_1.jsonl.gz"
-    path.write_bytes(gzip.compress(b"\n".join(lines[8:12]) + b"\n") + gzip.compress(b"\n".join(lines[12:]))[:-20])
+    path.write_bytes(
+        gzip.compress(b"\n".join(lines[8:12]) + b"\n") + gzip.compress(b"\n".join(lines[12:]))[:-20]
+    )
     chunk = (chunks := _page(folder))["0/1"]
     assert len(chunk["table"]["row"]) >= 12
-    assert [(r["position"], r["sample"]) for r in chunk["rollouts"]][:9] == [(i // 4, i % 4) for i in range(9)]
+    assert [(r["position"], r["sample"]) for r in chunk["rollouts"]][:9] == [
+        (i // 4, i % 4) for i in range(9)
+    ]
     assert (chunk["rollouts"][1]["completion"], chunk["prompts"][0][:1]) == ("half \ud83d", "u")
-    assert chunk["rollouts"][2]["tokens"]["logprob"] == [pytest.approx(x, abs=0.0006) for x in old["rollout_logprobs"]]
+    assert chunk["rollouts"][2]["tokens"]["logprob"] == [
+        pytest.approx(x, abs=0.0006) for x in old["rollout_logprobs"]
+    ]
     # the line that is empty, and that is there twice, count too
     said = re.search(r"(\d+) broken lines", chunks["main"]["runs"][0]["rollouts"]["note"])
     assert said is not None
@@ -301,7 +357,11 @@ def test_broken_lines_cost_themselves(tmp_path: Path) -> None:
 def test_a_dump_that_is_none_costs_its_step(kind: str, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", healthy(3))
     dump(folder, 1, step_of(1))
-    for name in ("rollouts/step_000002.jsonl", "rollouts/step_000003.jsonl.gz", "token_scores/step_000001.jsonl"):
+    for name in (
+        "rollouts/step_000002.jsonl",
+        "rollouts/step_000003.jsonl.gz",
+        "token_scores/step_000001.jsonl",
+    ):
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         if kind == "fifo":
@@ -311,7 +371,9 @@ def test_a_dump_that_is_none_costs_its_step(kind: str, tmp_path: Path) -> None:
         elif kind in ("link", "gone"):
             path.symlink_to("/dev/zero" if kind == "link" else "nowhere")
         else:
-            path.write_bytes({"empty": b"", "noise": os.urandom(100_000), "zeros": bytes(1 << 20)}[kind])
+            path.write_bytes(
+                {"empty": b"", "noise": os.urandom(100_000), "zeros": bytes(1 << 20)}[kind]
+            )
     chunks = _page(folder)
     assert chunks["main"]["runs"][0]["rollouts"]["steps"] == [1]
     assert len(chunks["0/1"]["rollouts"]) == 16
@@ -326,7 +388,11 @@ def test_millions_of_lines_that_are_none_are_counted_alone(line: bytes, tmp_path
     path.with_name("step_000001.node_1.jsonl").write_bytes(line * number)
     out = tmp_path / "page.html"
     limits = lambda: resource.setrlimit(resource.RLIMIT_CPU, (15, 15))  # noqa: E731
-    subprocess.run([sys.executable, "-m", "grpo_spmd.report", folder, "--out", out], check=True, preexec_fn=limits)
+    subprocess.run(
+        [sys.executable, "-m", "grpo_spmd.report", folder, "--out", out],
+        check=True,
+        preexec_fn=limits,
+    )
     (run,) = _chunks(out)["main"]["runs"]
     assert (run["rollouts"]["shown"], run["rollouts"]["note"]) == (
         16, f"{number:,} broken lines or files of dumps are left out",
@@ -344,13 +410,20 @@ def test_a_long_completion_is_cut_in_its_middle(tmp_path: Path) -> None:
     assert long["completion"].startswith("beginxxx")
     assert long["completion"].endswith("xxxend")
     assert f"[... {long['cut']:,} characters ...]" in long["completion"]
-    assert len(text) - long["cut"] == len(long["completion"]) - len(f"\n[... {long['cut']:,} characters ...]\n")
+    assert len(text) - long["cut"] == len(long["completion"]) - len(
+        f"\n[... {long['cut']:,} characters ...]\n"
+    )
     pieces, ids = long["tokens"]["pieces"], long["tokens"]["ids"]
     (place,) = (i for i, token in enumerate(ids) if token is None)
     gone = int(re.sub(r"\D", "", pieces.pop(place)))
     assert len("".join(pieces)) + gone == len(text)
-    assert [pieces[i].encode() for i in (0, -1)] == [bytes([ids[0]]), bytes([ids[-1]])] == [b"b", b"d"]
-    assert {len(values) for values in (pieces, long["tokens"]["logprob"])} == {len(ids) - 1, len(ids)}
+    assert (
+        [pieces[i].encode() for i in (0, -1)] == [bytes([ids[0]]), bytes([ids[-1]])] == [b"b", b"d"]
+    )
+    assert {len(values) for values in (pieces, long["tokens"]["logprob"])} == {
+        len(ids) - 1,
+        len(ids),
+    }
     assert long["tokens"]["logprob"][place] is None
 
 
@@ -374,28 +447,51 @@ def test_an_episode_is_told_turn_by_turn(tmp_path: Path) -> None:
     dump(
         folder,
         1,
-        [record(1, 0, 0, "call7", **of), record(1, 0, 1, "", status="env_error", environment=took | {"error": "no"})],
+        [
+            record(1, 0, 0, "call7", **of),
+            record(1, 0, 1, "", status="env_error", environment=took | {"error": "no"}),
+        ],
     )
     chunk = _page(folder)["0/1"]
-    assert [chunk["status_names"][i] for i in chunk["table"]["status"]] == ["max_turns", "env_error"]
+    assert [chunk["status_names"][i] for i in chunk["table"]["status"]] == [
+        "max_turns",
+        "env_error",
+    ]
     shown, failed = chunk["rollouts"]
     of_turns = [
-        (turn["sampled"], "".join(turn["pieces"]), turn["num_tokens"], turn["reward"]) for turn in shown["turns"]
+        (turn["sampled"], "".join(turn["pieces"]), turn["num_tokens"], turn["reward"])
+        for turn in shown["turns"]
     ]
     assert of_turns == [
         (False, "ask", 3, None), (True, "call", 4, 0.5), (False, "=7;", 3, None), (True, "7", 1, None)
     ]  # fmt: skip
     assert "".join(shown["tokens"]["pieces"]) == "call7"
-    assert (shown["status"], shown["messages"]) == ("max_turns", [{"role": "assistant", "content": "call"}])
-    assert (failed["why"], failed["environment"]["error"]) in (("failed", "no"), ("worst", "no"), ("best", "no"))
+    assert (shown["status"], shown["messages"]) == (
+        "max_turns",
+        [{"role": "assistant", "content": "call"}],
+    )
+    assert (failed["why"], failed["environment"]["error"]) in (
+        ("failed", "no"),
+        ("worst", "no"),
+        ("best", "no"),
+    )
 
 
 def test_prompts_by_how_they_did(tmp_path: Path) -> None:
     """Rows 0 to 4: never, always, better, worse, and now and then."""
     folder = make_run(tmp_path / "run", healthy(6))
-    solved = {0: "000000", 1: "444444", 2: "001344", 3: "443110", 4: "240242"}  # of 4 samples, step by step
+    solved = {
+        0: "000000",
+        1: "444444",
+        2: "001344",
+        3: "443110",
+        4: "240242",
+    }  # of 4 samples, step by step
     for step in range(1, 7):
-        rewards = {row: [float(sample < int(of[step - 1])) for sample in range(GROUP)] for row, of in solved.items()}
+        rewards = {
+            row: [float(sample < int(of[step - 1])) for sample in range(GROUP)]
+            for row, of in solved.items()
+        }
         groups = [
             record(step, row, i, "x", reward=of[i], prompt=f"{row} at {step}")
             for row, of in rewards.items()
@@ -406,8 +502,16 @@ def test_prompts_by_how_they_did(tmp_path: Path) -> None:
     kinds = ["never", "always", "better", "worse", "mixed"]
     assert {prompt["row"]: prompt["kind"] for prompt in run["prompts"]} == dict(enumerate(kinds))
     assert run["prompt_kinds"] == dict.fromkeys(kinds, 1)
-    assert [prompt["prompt"] for prompt in run["prompts"]] == [f"{row} at 6" for row in (0, 3, 2, 4, 1)]
-    assert [prompt["kind"] for prompt in run["prompts"]] == ["never", "worse", "better", "mixed", "always"]
+    assert [prompt["prompt"] for prompt in run["prompts"]] == [
+        f"{row} at 6" for row in (0, 3, 2, 4, 1)
+    ]
+    assert [prompt["kind"] for prompt in run["prompts"]] == [
+        "never",
+        "worse",
+        "better",
+        "mixed",
+        "always",
+    ]
 
 
 def test_two_runs_and_where_their_configs_differ(tmp_path: Path) -> None:
@@ -415,7 +519,12 @@ def test_two_runs_and_where_their_configs_differ(tmp_path: Path) -> None:
     folders = []
     for number, name in enumerate(("a", "b")):
         command_line = ["train.py", "--config", "x.yaml", f"loss.kl_coef={number}"]
-        launch = {"launch": 1, "outcome": "done", "command": command_line, "versions": {"torch": "2"}}
+        launch = {
+            "launch": 1,
+            "outcome": "done",
+            "command": command_line,
+            "versions": {"torch": "2"},
+        }
         config = form.format(name, 0, number)
         folders.append(make_run(tmp_path / name / "run", healthy(3), launch, config))
         dump(folders[-1], 1, step_of(1, 1 + number))
@@ -435,7 +544,12 @@ def test_two_runs_and_where_their_configs_differ(tmp_path: Path) -> None:
 def test_a_long_run_has_thinner_curves(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", ({"step": step, "x": step / 7} for step in range(1, 9_001)))
     (run,) = _page(folder)["main"]["runs"]
-    assert (run["thinned"], len(run["steps"]), run["steps"][0], run["steps"][-1]) == (9_000, 4_000, 1, 9_000)
+    assert (run["thinned"], len(run["steps"]), run["steps"][0], run["steps"][-1]) == (
+        9_000,
+        4_000,
+        1,
+        9_000,
+    )
     assert run["metrics"]["x"] == [_near(step / 7, 6) for step in run["steps"]]
 
 
@@ -450,10 +564,14 @@ def test_the_command_writes_one_file_and_says_it_in_one_line(tmp_path: Path) -> 
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     done = _run(str(folder))
     assert (done.returncode, done.stderr) == (0, "")
-    assert re.fullmatch(rf"{re.escape(str(folder))}/report\.html: 0\.\d MB, \d+\.\d s\n", done.stdout)
+    assert re.fullmatch(
+        rf"{re.escape(str(folder))}/report\.html: 0\.\d MB, \d+\.\d s\n", done.stdout
+    )
     left = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert left.keys() - before.keys() == {folder / "report.html"}
-    assert {path: left[path] for path in before if path != folder} == {p: t for p, t in before.items() if p != folder}
+    assert {path: left[path] for path in before if path != folder} == {
+        p: t for p, t in before.items() if p != folder
+    }
 
 
 def test_mistakes_are_one_line(
@@ -476,7 +594,9 @@ def test_mistakes_are_one_line(
         assert shown.err.count("\n") == 1
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     folder = make_run(tmp_path / "run", healthy(3))
     if os.geteuid() == 0:  # to whom modes say nothing
 
@@ -489,7 +609,9 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
     monkeypatch.setattr(sys, "argv", ["report", str(folder)])
     with pytest.raises(SystemExit, match="2"):
         command.main()
-    assert capsys.readouterr().err.endswith("report.html: Permission denied; name a file with --out\n")
+    assert capsys.readouterr().err.endswith(
+        "report.html: Permission denied; name a file with --out\n"
+    )
 
 
 def test_a_follower_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,7 +656,7 @@ def test_the_page_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_reading_imports_no_torch() -> None:
     large = "[m for m in ('torch', 'vllm', 'transformers') if m in sys.modules]"
-    code = f"import sys, grpo_spmd.report.__main__; print({large})"
+    code = f"import sys, grpo_spmd.tools.report.__main__; print({large})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "[]\n", done.stderr
 
@@ -558,7 +680,10 @@ def test_a_process_that_is_killed_is_one_line(
     ("value", "text"),
     [
         ({"a": 1, "b": [1.5, None]}, b'{"a":1,"b":[1.5,null]}'),
-        ({"\u00e9": "\u4f60", "c": [{"d": "\U0001f600"}]}, b'{"\\u00e9":"\\u4f60","c":[{"d":"\\ud83d\\ude00"}]}'),
+        (
+            {"\u00e9": "\u4f60", "c": [{"d": "\U0001f600"}]},
+            b'{"\\u00e9":"\\u4f60","c":[{"d":"\\ud83d\\ude00"}]}',
+        ),
         ("half \ud83d", b'"half \\ud83d"'),
         (["\u00e9", math.nan, math.inf], b'["\\u00e9",null,null]'),
         ({"a": math.nan, "b": 10**30}, b'{"a":null,"b":1000000000000000000000000000000}'),
@@ -579,7 +704,11 @@ def test_long_completions_and_episodes_cost_their_middle_and_no_step(
     for step in range(1, 31):
         said = base64.b64encode(rng.bytes(15_000)).decode()
         turns = [
-            {"segment": 0, "sampled": i % 2 == 1, "token_ids": [*said[i * 900 : i * 900 + 900].encode()]}
+            {
+                "segment": 0,
+                "sampled": i % 2 == 1,
+                "token_ids": [*said[i * 900 : i * 900 + 900].encode()],
+            }
             | ({"finish_reason": "stop"} if i % 2 else {})
             for i in range(20)
         ]
@@ -589,7 +718,9 @@ def test_long_completions_and_episodes_cost_their_middle_and_no_step(
         rollouts = [record(step, 0, i, said[i:], reward=float(i)) for i in range(3)]
         dump(folder, step, [*rollouts, record(step, 0, 3, sampled, reward=9.0, **episode)])
     shell = 4 * (build._SHELL_BYTES + build._PROMPTS_BYTES) // 3
-    monkeypatch.setattr(build, "_PAGE_BYTES", shell + 700_000)  # 17 KB a step, of 4 texts with 15 KB each
+    monkeypatch.setattr(
+        build, "_PAGE_BYTES", shell + 700_000
+    )  # 17 KB a step, of 4 texts with 15 KB each
     chunks = _page(folder)
     assert (tmp_path / "page.html").stat().st_size <= build._PAGE_BYTES
     for step in range(1, 31):
@@ -599,7 +730,9 @@ def test_long_completions_and_episodes_cost_their_middle_and_no_step(
         assert [len(rollout["turns"]) for rollout in rollouts if "turns" in rollout] == [20]
 
 
-def test_files_of_many_blocks_are_read_as_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_many_blocks_are_read_as_those_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their lines are found again on the disk, packed or not, and lines that lie across two blocks are whole."""
     folder = make_run(tmp_path / "run", healthy(2))
     rng = np.random.default_rng(0)
@@ -610,7 +743,7 @@ def test_files_of_many_blocks_are_read_as_those_of_one(tmp_path: Path, monkeypat
     path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
     path.unlink()
     at_once = _page(folder)
-    monkeypatch.setattr(scan, "_BLOCK", 5_000)
+    monkeypatch.setattr(steps, "_BLOCK", 5_000)
     in_blocks = _page(folder)
     for chunks in (at_once, in_blocks):
         del chunks["main"]["made_unix_s"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from grpo_spmd.report.pieces import Pieces, read_pieces
+from grpo_spmd.tools.report.pieces import Pieces, read_pieces
 
 TEXTS = [
     "The answer is 42.\n\n def f(x):\n\treturn x  # tabs and  blanks\r\n",
@@ -40,7 +40,9 @@ def _with_byte_fallback(strips: bool) -> Tokenizer:
     """Of Llama 2 and Mistral (a blank is put in front, and taken away), and of Gemma."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     blank = normalizers.Replace(" ", "\u2581")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), blank]) if strips else blank
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("\u2581"), blank]) if strips else blank
+    )
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(parts + [decoders.Strip(" ", 1, 0)] * strips)
     every_byte = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -49,7 +51,9 @@ def _with_byte_fallback(strips: bool) -> Tokenizer:
     )
     tokenizer.train_from_iterator(TEXTS[:2], trainer)
     tree = json.loads(tokenizer.to_str())  # they are of the vocabulary, and not special
-    tree["added_tokens"] = [token for token in tree["added_tokens"] if token["content"] not in every_byte]
+    tree["added_tokens"] = [
+        token for token in tree["added_tokens"] if token["content"] not in every_byte
+    ]
     return Tokenizer.from_str(json.dumps(tree))
 
 
@@ -57,7 +61,9 @@ def _unigram() -> Tokenizer:
     """Of T5 and XLM-R."""
     letters = sorted({letter for text in TEXTS for letter in text if letter != " "})
     tokenizer = Tokenizer(
-        models.Unigram([("<unk>", 0.0), ("\u2581", -2.0), *((letter, -3.0) for letter in letters)], 0)
+        models.Unigram(
+            [("<unk>", 0.0), ("\u2581", -2.0), *((letter, -3.0) for letter in letters)], 0
+        )
     )
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return tokenizer
@@ -93,8 +99,21 @@ def test_a_character_belongs_to_the_token_that_completes_it() -> None:
     smile = [letters[letter] for letter in "\u00f0\u0141\u013a\u0122"]
     e_acute = [letters[letter] for letter in "\u00c3\u00a9"]
     pieces = Pieces(json.loads(tokenizer.to_str()))
-    assert pieces.of([*smile, letters["a"], *e_acute]) == ["", "", "", "\U0001f600", "a", "", "\u00e9"]
-    assert pieces.of([*smile[:3], letters["a"]]) == ["", "", "", "\ufffda"]  # it was never completed
+    assert pieces.of([*smile, letters["a"], *e_acute]) == [
+        "",
+        "",
+        "",
+        "\U0001f600",
+        "a",
+        "",
+        "\u00e9",
+    ]
+    assert pieces.of([*smile[:3], letters["a"]]) == [
+        "",
+        "",
+        "",
+        "\ufffda",
+    ]  # it was never completed
     assert pieces.of(smile[:2]) == ["", "\ufffd"]
     assert pieces.of([]) == []
 

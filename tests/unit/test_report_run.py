@@ -18,8 +18,8 @@ import pytest
 
 from grpo_spmd.checkpoint import run_dir as holders
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.report import run as run_module
-from grpo_spmd.report.run import named_apart, read_run
+from grpo_spmd.tools.report import run as run_module
+from grpo_spmd.tools.report.run import named_apart, read_run
 from tests.support.processes import ROOT
 from tests.support.reported import LAUNCH, healthy, make_run
 
@@ -33,7 +33,10 @@ def _now(seconds_ago: float = 0.0) -> str:
 def _lines(num_steps: int, seconds_ago: float = 0.0, **more: Any) -> list[dict[str, Any]]:
     """Steps of 60 s, the last one written so long ago."""
     end = time.time() - seconds_ago
-    return [line | {"time/unix_s": end - 60 * (num_steps - line["step"])} | more for line in healthy(num_steps)]
+    return [
+        line | {"time/unix_s": end - 60 * (num_steps - line["step"])} | more
+        for line in healthy(num_steps)
+    ]
 
 
 def _state(
@@ -50,13 +53,18 @@ def test_what_a_launch_says_of_its_end_holds(tmp_path: Path) -> None:
     of = LAUNCH | {"outcome": "failed", "why": "rank 1 failed\nfirst", "end": LONG_AGO}
     assert _state(tmp_path, of) == ("failed", "failed after step 5 of 80: rank 1 failed first")
     of = LAUNCH | {"outcome": "killed", "why": "it left no word of its end"}
-    assert _state(tmp_path, of) == ("killed", "killed after step 5 of 80: it left no word of its end")
+    assert _state(tmp_path, of) == (
+        "killed",
+        "killed after step 5 of 80: it left no word of its end",
+    )
 
 
 def test_the_newest_launch_counts(tmp_path: Path) -> None:
     make_run(tmp_path, _lines(5, 1e6))
     failed = LAUNCH | {"outcome": "failed", "why": "once"}
-    (tmp_path / "launches.jsonl").write_text(json.dumps(failed) + "\n" + json.dumps(LAUNCH | {"launch": 2}) + "\n")
+    (tmp_path / "launches.jsonl").write_text(
+        json.dumps(failed) + "\n" + json.dumps(LAUNCH | {"launch": 2}) + "\n"
+    )
     assert read_run(tmp_path).state == "done"
 
 
@@ -67,7 +75,10 @@ def test_a_launch_that_ended_without_a_word(tmp_path: Path) -> None:
     here, there = _OPEN | {"host": socket.gethostname()}, _OPEN | {"host": "another"}
     state, why = _state(tmp_path, here, seconds_ago=5.0)
     assert (state, "no process holds its folder" in why) == ("killed", True)
-    assert _state(tmp_path, there, seconds_ago=5.0) == ("going", "going after step 5 of 80 (on another)")
+    assert _state(tmp_path, there, seconds_ago=5.0) == (
+        "going",
+        "going after step 5 of 80 (on another)",
+    )
     # steps took 60 s: silent after ten times as long
     assert _state(tmp_path, there, seconds_ago=500.0)[0] == "going"
     state, why = _state(tmp_path, there, seconds_ago=7200.0)
@@ -93,7 +104,9 @@ def test_a_first_step_may_take_as_long_as_the_watchdog_lets_it(tmp_path: Path) -
         run = read_run(make_run(tmp_path, [], _OPEN | {"host": "another", "start": _now(seconds)}))
         assert run.state == state, run.why
     # so may that of a launch that goes on with a run of long ago
-    state, why = _state(tmp_path, _OPEN | {"host": "another", "start": _now(1700.0)}, seconds_ago=1e6)
+    state, why = _state(
+        tmp_path, _OPEN | {"host": "another", "start": _now(1700.0)}, seconds_ago=1e6
+    )
     assert state == "going", why
 
 
@@ -109,7 +122,9 @@ time.sleep(600)
 
 def test_who_holds_the_folder_goes_on_and_is_not_disturbed(tmp_path: Path) -> None:
     make_run(tmp_path, _lines(5, 5.0), _OPEN | {"host": socket.gethostname()})
-    holder = subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT
+    )
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
@@ -117,9 +132,14 @@ def test_who_holds_the_folder_goes_on_and_is_not_disturbed(tmp_path: Path) -> No
         make_run(tmp_path, _lines(5, 7200.0), _OPEN | {"host": socket.gethostname()})
         run = read_run(tmp_path)
         assert (run.state, "holds its folder" in run.why) == ("silent", True)
-        make_run(tmp_path, _lines(5, 7200.0), LAUNCH | {"outcome": "failed", "why": "x", "end": LONG_AGO})
+        make_run(
+            tmp_path, _lines(5, 7200.0), LAUNCH | {"outcome": "failed", "why": "x", "end": LONG_AGO}
+        )
         run = read_run(tmp_path)
-        assert (run.state, run.why) == ("going", "starting again after step 5 of 80; the launch before was failed: x")
+        assert (run.state, run.why) == (
+            "going",
+            "starting again after step 5 of 80; the launch before was failed: x",
+        )
     finally:
         holder.kill()
         holder.wait()
@@ -144,7 +164,9 @@ def test_folders_of_before_there_were_launches(tmp_path: Path) -> None:
     assert _state(tmp_path, None, num_steps=80) == ("done", "done after step 80 of 80")
     assert _state(tmp_path, None)[0] == "killed"
     assert _state(tmp_path, None, seconds_ago=5.0)[0] == "going"
-    (tmp_path / "logs" / "failure.txt").write_text("=== 2026-01-01 00:00:00\nrank 0 failed first\ntraceback\n")
+    (tmp_path / "logs" / "failure.txt").write_text(
+        "=== 2026-01-01 00:00:00\nrank 0 failed first\ntraceback\n"
+    )
     assert _state(tmp_path, None) == ("failed", "failed after step 5 of 80: rank 0 failed first")
     (tmp_path / "preempted.json").write_text('{"step": 5, "reason": "SIGTERM", "saved": true}')
     assert _state(tmp_path, None) == ("preempted", "preempted after step 5 of 80: SIGTERM")
@@ -189,7 +211,10 @@ def test_metrics_are_those_that_count(tmp_path: Path) -> None:
         {"step": 3, "x": 3},
         {"step": 5},
     ]
-    assert run.evaluations == [{"step": 0, "eval/a/mean": 0.5, "time/unix_s": 1}, {"step": 2, "eval/a/mean": 0.75}]
+    assert run.evaluations == [
+        {"step": 0, "eval/a/mean": 0.5, "time/unix_s": 1},
+        {"step": 2, "eval/a/mean": 0.75},
+    ]
 
 
 def test_a_month_is_read_thinly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,11 +226,17 @@ def test_a_month_is_read_thinly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_config_that_nobody_can_read_costs_the_config(tmp_path: Path) -> None:
-    make_run(tmp_path, _lines(5), config="run_dir: x\nmodel: {path: m}\nrewards: [{name: math}]\nday: 2026-01-01\n")
+    make_run(
+        tmp_path,
+        _lines(5),
+        config="run_dir: x\nmodel: {path: m}\nrewards: [{name: math}]\nday: 2026-01-01\n",
+    )
     assert read_run(tmp_path).config == {
         "run_dir": "x", "model.path": "m", "rewards.0.name": "math", "day": "2026-01-01"
     }  # fmt: skip
-    bomb = "a: &a [x, x]\n" + "".join(f"b{i}: &b{i} [*{'a' if not i else f'b{i - 1}'}, *a, *a]\n" for i in range(40))
+    bomb = "a: &a [x, x]\n" + "".join(
+        f"b{i}: &b{i} [*{'a' if not i else f'b{i - 1}'}, *a, *a]\n" for i in range(40)
+    )
     for text in ("[", "- a list", "x" * (1 << 21), bomb, "a: [" * 5000, "\x00"):
         (tmp_path / "config.yaml").write_text(text)
         run = read_run(tmp_path)
@@ -262,13 +293,19 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_runs_of_one_name_are_named_apart(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name / "run", []) for name in ("a", "b")]
-    assert [run.name for run in named_apart([read_run(folder) for folder in folders])] == ["a/run", "b/run"]
+    assert [run.name for run in named_apart([read_run(folder) for folder in folders])] == [
+        "a/run",
+        "b/run",
+    ]
     twice = named_apart([read_run(folders[0]), read_run(folders[0])])
     assert [run.name for run in twice] == ["run (1)", "run (2)"]
 
 
 def test_a_line_of_many_metrics_has_a_bound(tmp_path: Path) -> None:
-    make_run(tmp_path, ({"step": step, **{f"{step}/{i}": 1.0 for i in range(400)}} for step in range(1, 20)))
+    make_run(
+        tmp_path,
+        ({"step": step, **{f"{step}/{i}": 1.0 for i in range(400)}} for step in range(1, 20)),
+    )
     run = read_run(tmp_path)
     assert len({key for line in run.steps for key in line}) == 1_000 + 1  # with "step"
     assert len(run.steps) == 19

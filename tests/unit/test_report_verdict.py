@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_spmd.report.run import read_run
-from grpo_spmd.report.verdict import Check, Finding, checks, findings
+from grpo_spmd.tools.report.run import read_run
+from grpo_spmd.tools.report.verdict import Check, Finding, checks, findings
 from tests.support.reported import LAUNCH, healthy, make_run
 
 Lines = list[dict[str, Any]]
@@ -30,7 +30,9 @@ def _checked(folder: Path, lines: Lines, **how: Any) -> dict[str, Check]:
 def test_a_run_that_learns_is_left_in_peace(num_steps: int, tmp_path: Path) -> None:
     for seed in range(3):
         run = read_run(make_run(tmp_path, healthy(num_steps, seed)))
-        assert [(found.level, found.title) for found in findings(run)] == [("ok", "nothing stands out")]
+        assert [(found.level, found.title) for found in findings(run)] == [
+            ("ok", "nothing stands out")
+        ]
         assert {check.level for check in checks(run)} == {"ok"}
 
 
@@ -90,18 +92,29 @@ TROUBLES: list[tuple[str, str, str, Callable[[dict[str, Any]], None], int]] = [
 
 
 @pytest.mark.parametrize(
-    ("title", "level", "metric", "plant", "late"), TROUBLES, ids=lambda value: "" if callable(value) else str(value)
+    ("title", "level", "metric", "plant", "late"),
+    TROUBLES,
+    ids=lambda value: "" if callable(value) else str(value),
 )
 def test_a_trouble_is_found_where_it_began(
-    title: str, level: str, metric: str, plant: Callable[[dict[str, Any]], None], late: int, tmp_path: Path
+    title: str,
+    level: str,
+    metric: str,
+    plant: Callable[[dict[str, Any]], None],
+    late: int,
+    tmp_path: Path,
 ) -> None:
     for seed in range(2):
         lines = healthy(STEPS, seed)
         for line in lines[FIRST - 1 :]:
             plant(line)
-        found = [one for one in _found(tmp_path, lines) if (one.title, one.metric) == (title, metric)]
+        found = [
+            one for one in _found(tmp_path, lines) if (one.title, one.metric) == (title, metric)
+        ]
         assert [one.level for one in found] == [level], _found(tmp_path, lines)
-        early = 8 if late or "wait" in title else 1  # curves have noise, and of ranks' waiting a mean is judged
+        early = (
+            8 if late or "wait" in title else 1
+        )  # curves have noise, and of ranks' waiting a mean is judged
         assert FIRST - early <= (found[0].step or 0) <= FIRST + late, found
 
 
@@ -114,7 +127,11 @@ def test_a_single_spike_of_the_gradient(tmp_path: Path) -> None:
 
 def test_one_step_of_bad_luck_is_nothing(tmp_path: Path) -> None:
     lines = healthy(STEPS)
-    lines[FIRST - 1] |= {"reward/zero_std_groups_frac": 1.0, "completion/truncated_frac": 0.9, "reward/mean": 0.0}
+    lines[FIRST - 1] |= {
+        "reward/zero_std_groups_frac": 1.0,
+        "completion/truncated_frac": 0.9,
+        "reward/mean": 0.0,
+    }
     assert [found.title for found in _found(tmp_path, lines)] == ["nothing stands out"]
 
 
@@ -128,8 +145,12 @@ def test_what_is_over_is_said_with_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("taught_by", ["teacher/kl", "critic/loss"])
-def test_alike_groups_are_nothing_where_something_else_teaches_them(taught_by: str, tmp_path: Path) -> None:
-    lines = [line | {"reward/zero_std_groups_frac": 0.97, taught_by: 0.1} for line in healthy(STEPS)]
+def test_alike_groups_are_nothing_where_something_else_teaches_them(
+    taught_by: str, tmp_path: Path
+) -> None:
+    lines = [
+        line | {"reward/zero_std_groups_frac": 0.97, taught_by: 0.1} for line in healthy(STEPS)
+    ]
     assert "groups are alike" not in [found.title for found in _found(tmp_path, lines)]
 
 
@@ -148,10 +169,15 @@ def test_an_evaluation_that_falls_while_the_training_reward_rises(tmp_path: Path
     lines = healthy(STEPS)
     # the best is after step 80
     values = {0: 0.3, 40: 0.5, 80: 0.6, 120: 0.45, 160: 0.4, 200: 0.35}
-    held = [{"step": step, "eval/held/mean": value, "eval/held/num_prompts": 400} for step, value in values.items()]
+    held = [
+        {"step": step, "eval/held/mean": value, "eval/held/num_prompts": 400}
+        for step, value in values.items()
+    ]
     (found,) = _found(tmp_path, [*lines, *held])
     assert (found.level, found.title, found.step) == ("warning", "evaluation held falls", 120)
-    few = [line | {"eval/held/num_prompts": 10} for line in held]  # 2 standard errors of 10 prompts are 0.32
+    few = [
+        line | {"eval/held/num_prompts": 10} for line in held
+    ]  # 2 standard errors of 10 prompts are 0.32
     assert [found.title for found in _found(tmp_path, [*lines, *few])] == ["nothing stands out"]
 
 
@@ -168,11 +194,15 @@ def test_checks_have_the_margins_of_the_proofs(tmp_path: Path) -> None:
     lines[99]["weight_sync/mismatch_abs_mean"] = 0.03
     lines[49]["reward/math/error_frac"], lines[49]["reward/math/timeout_frac"] = 0.1, 0.08
     found = _checked(tmp_path, lines)
-    mean = found["logprobs, mean"]  # bfloat16: later bounds are 4 times the first mean, which is 0.01
+    mean = found[
+        "logprobs, mean"
+    ]  # bfloat16: later bounds are 4 times the first mean, which is 0.01
     assert (mean.level, mean.value, mean.bound) == ("warning", "0.03 at step 100", "0.04")
     errors = found["reward math"]
     assert (errors.level, errors.value, errors.bound) == ("bad", "18.00% at step 50", "30%")
-    assert found["weight sync"].value == "held 8 times, last at step 200"  # 1, 50, 51, 100, 101, 150, 151, 200
+    assert (
+        found["weight sync"].value == "held 8 times, last at step 200"
+    )  # 1, 50, 51, 100, 101, 150, 151, 200
     assert (found["finite updates"].level, found["finite updates"].value) == ("ok", "0 skipped")
     assert found["partition of tokens"].value == "held at 200 steps"
 
@@ -187,7 +217,10 @@ def test_the_bound_that_the_config_sets_is_the_bound(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("why", "name"),
     [
-        ("step 40: the engine does not hold the policy's weights in 1 of 25 tensors", "weight sync"),
+        (
+            "step 40: the engine does not hold the policy's weights in 1 of 25 tensors",
+            "weight sync",
+        ),
         ("step 4: trained on 12 tokens where rank 0 had decided on 13", "partition of tokens"),
     ],
 )
@@ -209,5 +242,8 @@ def test_a_single_step_near_a_bound_is_not_passed_over(tmp_path: Path) -> None:
     lines = healthy(60)
     lines[40]["weight_sync/mismatch_abs_mean"] = 0.029  # the bound is 0.03
     (found,) = _found(tmp_path, lines)
-    assert (found.level, found.title) == ("warning", "the check of logprobs, mean is not far from its bound")
+    assert (found.level, found.title) == (
+        "warning",
+        "the check of logprobs, mean is not far from its bound",
+    )
     assert "0.029 at step 41; its bound is 0.03" in found.text

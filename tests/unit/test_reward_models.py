@@ -14,17 +14,16 @@ import numpy as np
 import pytest
 
 from grpo_spmd.checkpoint.state import model_fingerprint
+from grpo_spmd.checks.explain import explain
+from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
-from grpo_spmd.config.reward_keys import RewardConfig
+from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.distributed.packed import pack
 from grpo_spmd.model.reward_model_files import read_reward_model
-from grpo_spmd.preflight.checks import check_inputs
-from grpo_spmd.preflight.explain import explain
 from grpo_spmd.records import ScoredRollouts
 from grpo_spmd.rewards.protocol import load_rewards
-from grpo_spmd.rollout.reward_models import RewardModels
-from grpo_spmd.rollout.reward_rows import _deal
+from grpo_spmd.rollout.reward_models import RewardModels, _deal
 from tests.support.models import make_model, make_reward_model, write_config
 
 Change = Callable[[Path], None]
@@ -36,7 +35,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     make_model(folder / "policy", "qwen3", tied=True)
     make_reward_model(folder / "one", "qwen3")
-    make_reward_model(folder / "three", "llama", num_labels=3, id2label={0: "harm", 1: "help", 2: "style"})
+    make_reward_model(
+        folder / "three", "llama", num_labels=3, id2label={0: "harm", 1: "help", 2: "style"}
+    )
     return folder
 
 
@@ -64,19 +65,27 @@ def config_of(folder: Path, models: Path, *rewards: dict[str, Any], **sections: 
             {"model": "x", "function": "y.py:f"},
             "rewards.0 has function and model, and a reward is one of them; make it two entries",
         ),
-        ({"model": "x", "args": {"a": 1}}, "rewards.0.args: they are for a function or a url, and a model takes none"),
+        (
+            {"model": "x", "args": {"a": 1}},
+            "rewards.0.args: they are for a function or a url, and a model takes none",
+        ),
         ({"name": "math", "label": "1"}, "rewards.0.label is of a reward model; take it out"),
         ({"name": "math", "on_long": "drop_start"}, "rewards.0.on_long is of a reward model"),
         ({"model": "x", "retries": 1}, "rewards.0.retries is of a url"),
         ({"model": "x", "timeout_s": 1}, "rewards.0.timeout_s is of a function or a url"),
-        ({"model": "x", "on_long": "cut"}, "rewards.0.on_long must be one of not_applicable, drop_start; got 'cut'"),
+        (
+            {"model": "x", "on_long": "cut"},
+            "rewards.0.on_long must be one of not_applicable, drop_start; got 'cut'",
+        ),
         ({"model": "x", "max_tokens": 0}, "rewards.0.max_tokens must be >= 1; got 0"),
         ({"model": "."}, "rewards.0.name: '.' ends with no name, which its metrics bear; set name"),
         ({"model": "../.."}, "rewards.0.name: '../..' ends with no name"),
         ({"model": "/"}, "rewards.0.name: '/' ends with no name"),
     ],
 )
-def test_an_entry_names_one_thing_that_scores(models: Path, tmp_path: Path, entry: dict[str, Any], said: str) -> None:
+def test_an_entry_names_one_thing_that_scores(
+    models: Path, tmp_path: Path, entry: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(config_of(tmp_path, models, entry))
     assert str(error.value).startswith(said)
@@ -108,16 +117,30 @@ def edit(**values: Any) -> Change:
         (edit(num_local_experts=4), "has experts (num_local_experts in its config.json)"),
         (edit(quantization_config={"quant_method": "fp8"}), "is quantised"),
         (edit(is_encoder_decoder=True), "is an encoder-decoder"),
-        (edit(auto_map={"AutoModel": "code.Model"}), "has code of its own (auto_map in its config.json)"),
-        (edit(rope_scaling={"rope_type": "longrope"}, rope_parameters=None), "rotary factors of the kind longrope"),
-        (edit(id2label={"0": "a", "1": "b"}), "score.weight has 1 rows, and config.json names 2 labels"),
+        (
+            edit(auto_map={"AutoModel": "code.Model"}),
+            "has code of its own (auto_map in its config.json)",
+        ),
+        (
+            edit(rope_scaling={"rope_type": "longrope"}, rope_parameters=None),
+            "rotary factors of the kind longrope",
+        ),
+        (
+            edit(id2label={"0": "a", "1": "b"}),
+            "score.weight has 1 rows, and config.json names 2 labels",
+        ),
         (edit(id2label=None), "score.weight has 1 rows, and config.json names 2 labels"),
-        (lambda folder: [p.unlink() for p in folder.glob("tokenizer*")] and None, "holds no tokenizer"),
+        (
+            lambda folder: [p.unlink() for p in folder.glob("tokenizer*")] and None,
+            "holds no tokenizer",
+        ),
         (lambda folder: (folder / "model.safetensors").unlink(), "holds no .safetensors file"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is not valid JSON"),
     ],
 )
-def test_a_folder_that_is_no_reward_model_is_refused_in_one_line(folder: Path, spoil: Change, said: str) -> None:
+def test_a_folder_that_is_no_reward_model_is_refused_in_one_line(
+    folder: Path, spoil: Change, said: str
+) -> None:
     spoil(folder / "rm")
     with pytest.raises(ConfigError) as error:
         read_reward_model(2, RewardConfig(model="rm"), folder / "rm", 64)
@@ -133,37 +156,68 @@ def test_a_causal_lm_is_no_reward_model(models: Path) -> None:
 
 @pytest.mark.parametrize(("label", "row"), [("help", 1), ("2", 2)])
 def test_a_label_is_chosen_by_name_or_number(models: Path, label: str, row: int) -> None:
-    assert read_reward_model(0, RewardConfig(model="x", label=label), models / "three", 64).label == row
+    assert (
+        read_reward_model(0, RewardConfig(model="x", label=label), models / "three", 64).label
+        == row
+    )
 
 
-@pytest.mark.parametrize(("label", "said"), [(None, "has 3 labels; say whose score"), ("joy", "has no label 'joy'")])
+@pytest.mark.parametrize(
+    ("label", "said"), [(None, "has 3 labels; say whose score"), ("joy", "has no label 'joy'")]
+)
 def test_a_label_that_is_not_clear_is_refused(models: Path, label: str | None, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"rewards\.0\.label: the model {said}.*0 \(harm\), 1 \(help\)"):
+    with pytest.raises(
+        ConfigError, match=rf"rewards\.0\.label: the model {said}.*0 \(harm\), 1 \(help\)"
+    ):
         read_reward_model(0, RewardConfig(model="x", label=label), models / "three", 64)
 
 
 def test_the_longest_text_is_within_positions_and_micro_batch(models: Path) -> None:
     def longest(budget: int, **settings: Any) -> int:
-        return read_reward_model(0, RewardConfig(model="x", **settings), models / "one", budget).longest
+        return read_reward_model(
+            0, RewardConfig(model="x", **settings), models / "one", budget
+        ).longest
 
     assert (longest(64), longest(4096), longest(64, max_tokens=20)) == (64, 256, 20)
-    with pytest.raises(ConfigError, match=r"max_tokens \(300\) is more than its model has positions \(256\)"):
+    with pytest.raises(
+        ConfigError, match=r"max_tokens \(300\) is more than its model has positions \(256\)"
+    ):
         longest(4096, max_tokens=300)
     with pytest.raises(ConfigError, match=r"more than training\.max_tokens_per_micro_batch \(64\)"):
         longest(64, max_tokens=65)
 
 
 def test_check_reads_the_models_folder(folder: Path, models: Path) -> None:
-    inputs = check_inputs(load_config(config_of(folder, models, {"model": str(folder / "rm")})), num_ranks=1)
+    inputs = check_inputs(
+        load_config(config_of(folder, models, {"model": str(folder / "rm")})), num_ranks=1
+    )
     assert inputs.rewards == []
     for entry, said in (
         ({"model": str(folder / "absent")}, "rewards.0.model: there is no folder"),
-        ({"model": "https://huggingface.co/org/rm"}, "rewards.0.model: .* is an address; .* alone: org/rm"),
-        ({"model": str(folder / "rm/config.json")}, "rewards.0.model: .* is a file; give its folder"),
-        ({"model": str(folder)}, f"rewards.0.model: cannot read .*config.json: No such file.*; {folder}/rm has one"),
-        ({"model": str(folder / "rm"), "revision": "main"}, "rewards.0.revision: .* is a folder, which has none"),
-        ({"model": str(folder / "rm"), "template": str(folder / "absent")}, "rewards.0.template: cannot read"),
-        ({"model": str(folder / "rm"), "template": "/dev/zero"}, "rewards.0.template: /dev/zero is a device"),
+        (
+            {"model": "https://huggingface.co/org/rm"},
+            "rewards.0.model: .* is an address; .* alone: org/rm",
+        ),
+        (
+            {"model": str(folder / "rm/config.json")},
+            "rewards.0.model: .* is a file; give its folder",
+        ),
+        (
+            {"model": str(folder)},
+            f"rewards.0.model: cannot read .*config.json: No such file.*; {folder}/rm has one",
+        ),
+        (
+            {"model": str(folder / "rm"), "revision": "main"},
+            "rewards.0.revision: .* is a folder, which has none",
+        ),
+        (
+            {"model": str(folder / "rm"), "template": str(folder / "absent")},
+            "rewards.0.template: cannot read",
+        ),
+        (
+            {"model": str(folder / "rm"), "template": "/dev/zero"},
+            "rewards.0.template: /dev/zero is a device",
+        ),
         (
             {"model": str(folder / "rm"), "template": str(models / "one" / "config.json")},
             "rewards.0.template: the prompts of data.train are plain text",
@@ -177,9 +231,14 @@ def test_chat_prompts_need_a_template_of_the_model(folder: Path, models: Path) -
     (models / "policy" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     try:
         config = config_of(
-            folder, models, {"model": str(folder / "rm")}, data={"as_chat": True, "max_prompt_tokens": 16}
+            folder,
+            models,
+            {"model": str(folder / "rm")},
+            data={"as_chat": True, "max_prompt_tokens": 16},
         )
-        with pytest.raises(ConfigError, match=r"rewards\.0\.template: the prompts of data\.train are chat messages"):
+        with pytest.raises(
+            ConfigError, match=r"rewards\.0\.template: the prompts of data\.train are chat messages"
+        ):
             check_inputs(load_config(config), num_ranks=1)
         (folder / "rm" / "chat_template.jinja").write_text("{{ messages[-1].content }}")
         check_inputs(load_config(config), num_ranks=1)
@@ -192,11 +251,23 @@ def test_chat_prompts_need_a_template_of_the_model(folder: Path, models: Path) -
     [
         (JINJA, "{{ messages[0].content", "chat template does not compile"),
         (JINJA, "{% for m in messages %}{{ m.content }}", "chat template does not compile"),
-        ("chat_template.json", '{"chat_template": "{{ messages[-1].content }}"}', "which no tokenizer reads"),
-        (JINJA, "{{ messages[0].content }}", "whatever the assistant said, so that all completions"),
+        (
+            "chat_template.json",
+            '{"chat_template": "{{ messages[-1].content }}"}',
+            "which no tokenizer reads",
+        ),
+        (
+            JINJA,
+            "{{ messages[0].content }}",
+            "whatever the assistant said, so that all completions",
+        ),
         (JINJA, "{{ raise_exception('no user') }}", "cannot show .*train.jsonl:1: .*no user"),
         (JINJA, "{{ messages[0].content.upper }}{{ 1 / 0 }}", "cannot show .*ZeroDivisionError"),
-        (JINJA, "{% if messages[0].content[:3] == '1,1' %}{{ 1 / 0 }}{% endif %}{{ messages }}", ""),
+        (
+            JINJA,
+            "{% if messages[0].content[:3] == '1,1' %}{{ 1 / 0 }}{% endif %}{{ messages }}",
+            "",
+        ),
         (JINJA, "{% generation %}{{ messages[0].content }}{% endgeneration %}", ""),
         ("tokenizer_config.json", "{", r"rewards\.0\.model: .*tokenizer_config\.json"),
     ],
@@ -224,7 +295,9 @@ def test_a_template_is_tried_before_anything_starts(
                 (folder / "rm" / JINJA).unlink()
                 entry["template"] = str(folder / "other.jinja")
             (folder / "rm" / name if is_own else folder / "other.jinja").write_text(text)
-            config = load_config(config_of(folder, models, entry, data={"as_chat": True, "max_prompt_tokens": 16}))
+            config = load_config(
+                config_of(folder, models, entry, data={"as_chat": True, "max_prompt_tokens": 16})
+            )
             if said:
                 with pytest.raises(ConfigError, match=said) as error:
                     check_inputs(config, num_ranks=1)
@@ -247,7 +320,9 @@ def test_when_scores_are_checked() -> None:
     model: Any = SimpleNamespace(name="rm", score=score)
     checks: Any = {"rm": object()}
     for every, expected in ((2, [3, 0, 0, 2]), (0, [3, 0, 0, 0])):
-        scorer = RewardModels([model], {"rm": 1.0}, engine, checks, every).behind(lambda groups, **_: ScoredRollouts())
+        scorer = RewardModels([model], {"rm": 1.0}, engine, checks, every).behind(
+            lambda groups, **_: ScoredRollouts()
+        )
         seen = []
         for version, num_scorings in ((3, 3), (5, 1), (7, 1), (8, 2)):
             engine.policy_version, before = version, sum(given)
@@ -258,7 +333,9 @@ def test_when_scores_are_checked() -> None:
 
 
 def test_explain_counts_the_models_bytes(folder: Path, models: Path) -> None:
-    config, sources = load_config_with_sources(config_of(folder, models, {"model": str(folder / "rm")}))
+    config, sources = load_config_with_sources(
+        config_of(folder, models, {"model": str(folder / "rm")})
+    )
     lines = explain(config, sources, None, 32, 1)
     row = next(line for line in lines if "reward model rm" in line)
     shapes = read_reward_model(0, RewardConfig(model="x"), folder / "rm", 64).shapes
@@ -267,7 +344,11 @@ def test_explain_counts_the_models_bytes(folder: Path, models: Path) -> None:
 
 
 def test_another_reward_model_is_another_fingerprint(folder: Path, models: Path) -> None:
-    assert model_fingerprint(folder / "rm") == model_fingerprint(models / "one") != model_fingerprint(models / "three")
+    assert (
+        model_fingerprint(folder / "rm")
+        == model_fingerprint(models / "one")
+        != model_fingerprint(models / "three")
+    )
 
 
 def test_a_run_without_reward_models_imports_nothing_of_them(models: Path, tmp_path: Path) -> None:
@@ -288,9 +369,15 @@ def test_texts_are_dealt_alike_whichever_rank_has_them() -> None:
 
     def rows(parts: list[list[int]]) -> list[list[set[int]]]:
         """The keys of each row of each rank."""
-        packed = [pack(len(p), (np.array(p, np.int64), np.array([lengths[k] for k in p], np.int64))) for p in parts]
+        packed = [
+            pack(len(p), (np.array(p, np.int64), np.array([lengths[k] for k in p], np.int64)))
+            for p in parts
+        ]
         shares = [json.loads(share) for share in _deal(packed, 40)]
-        sent = [[[parts[source][n] for n in to] for to in share["give"]] for source, share in enumerate(shares)]
+        sent = [
+            [[parts[source][n] for n in to] for to in share["give"]]
+            for source, share in enumerate(shares)
+        ]
         return [
             [{sent[source][target][n] for source, n in row} for row in share["rows"]]
             for target, share in enumerate(shares)

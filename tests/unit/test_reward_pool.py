@@ -33,12 +33,17 @@ def test_error_rates_are_shares_over_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("max_error_frac", [0.25, 0.2, 1e-9])
-def test_the_error_rate_that_is_reached_stops_with_everything_one_needs(max_error_frac: float) -> None:
+def test_the_error_rate_that_is_reached_stops_with_everything_one_needs(
+    max_error_frac: float,
+) -> None:
     ranks = [
         {"f": ["ok", "error", "timeout", "not_applicable"], "g": ["ok"] * 4},
         {"f": ["ok"] * 4, "g": ["ok", "error", "ok", "ok"]},
     ]
-    errors = ["reward 'g' raised IndexError\nTraceback of g", "reward 'f' raised KeyError: 'x'\nTraceback of f"]
+    errors = [
+        "reward 'g' raised IndexError\nTraceback of g",
+        "reward 'f' raised KeyError: 'x'\nTraceback of f",
+    ]
     with pytest.raises(RewardError) as caught:
         check_error_rate(_counted(ranks), errors, max_error_frac)
     assert str(caught.value) == (
@@ -49,4 +54,9 @@ def test_the_error_rate_that_is_reached_stops_with_everything_one_needs(max_erro
 
 
 def test_no_failure_never_stops() -> None:
-    assert check_error_rate(_counted([{"f": ["ok", "not_applicable"]}]), [None], 0.0)["reward/f/error_frac"] == 0.0
+    assert (
+        check_error_rate(_counted([{"f": ["ok", "not_applicable"]}]), [None], 0.0)[
+            "reward/f/error_frac"
+        ]
+        == 0.0
+    )

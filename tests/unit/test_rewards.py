@@ -14,24 +14,27 @@ import torch
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.learn.facts import decode_facts, encode_facts
+from grpo_spmd.learn.sampled_step import decode_facts, encode_facts
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
-from grpo_spmd.rewards.logged import logged_in, mean_metrics
 from grpo_spmd.rewards.pool.worker import call_reward
 from grpo_spmd.rewards.protocol import Reward, load_rewards, weighted_sum
-from grpo_spmd.rewards.trl import RewardError, first_names, retried_fracs
+from grpo_spmd.rewards.trl import RewardError, first_names, logged_in, mean_metrics, retried_fracs
 from grpo_spmd.rewards.verifiers import SHIPPED
 
 
 def _call(function: Callable[..., Any], num_completions: int = 1) -> dict[str, Any]:
-    return call_reward(Reward(name="f", weight=1.0, function=function), {"prompts": ["p"] * num_completions})
+    return call_reward(
+        Reward(name="f", weight=1.0, function=function), {"prompts": ["p"] * num_completions}
+    )
 
 
 def _returning(values: Any) -> Callable[..., Any]:
     return lambda **_: values
 
 
-def _load(tmp_path: Path, source: str, name: str = "reward", args: dict[str, Any] | None = None) -> Reward:
+def _load(
+    tmp_path: Path, source: str, name: str = "reward", args: dict[str, Any] | None = None
+) -> Reward:
     (tmp_path / "mine.py").write_text(source, encoding="utf-8")
     (reward,) = load_rewards([RewardConfig(function=f"{tmp_path}/mine.py:{name}", args=args or {})])
     return reward
@@ -67,7 +70,19 @@ class _Strange:
 
 @pytest.mark.parametrize(
     "value",
-    [math.nan, math.inf, -math.inf, "1.0", b"1", [1.0], {}, object(), _Strange(), 10**400, torch.tensor([1.0, 2.0])],
+    [
+        math.nan,
+        math.inf,
+        -math.inf,
+        "1.0",
+        b"1",
+        [1.0],
+        {},
+        object(),
+        _Strange(),
+        10**400,
+        torch.tensor([1.0, 2.0]),
+    ],
 )
 def test_unusable_value_is_said_and_leaves_the_others(value: Any) -> None:
     unusable, usable = _call(_returning([value, 1.0]), 2)["values"]
@@ -88,10 +103,14 @@ def test_number_types_become_floats(values: Any) -> None:
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0] * 3])
 def test_wrong_length_is_said_with_both_numbers(values: list[float]) -> None:
-    assert _call(_returning(values), 2) == {"broken": f"returned {len(values)} values for 2 completions"}
+    assert _call(_returning(values), 2) == {
+        "broken": f"returned {len(values)} values for 2 completions"
+    }
 
 
-@pytest.mark.parametrize("values", [None, 1.0, "ab", b"ab", {"a": 1.0, "b": 2.0}, {1.0, 2.0}, torch.tensor(1.0)])
+@pytest.mark.parametrize(
+    "values", [None, 1.0, "ab", b"ab", {"a": 1.0, "b": 2.0}, {1.0, 2.0}, torch.tensor(1.0)]
+)
 def test_result_that_is_no_list_is_said_with_its_type(values: Any) -> None:
     assert _call(_returning(values), 2)["failed"].startswith(
         f"must return a list of numbers or None; got {type(values).__name__}"
@@ -123,9 +142,12 @@ def test_a_long_error_is_cut() -> None:
 
 def test_function_without_columns_gets_what_it_names(tmp_path: Path) -> None:
     reward = _load(
-        tmp_path, "def reward(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
+        tmp_path,
+        "def reward(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n",
     )
-    assert reward.function(prompts=["p"] * 2, completions=["x", "y"], answer=["y"] * 2, other=[1] * 2) == [0.0, 1.0]
+    assert reward.function(
+        prompts=["p"] * 2, completions=["x", "y"], answer=["y"] * 2, other=[1] * 2
+    ) == [0.0, 1.0]
 
 
 def test_args_reach_the_function(tmp_path: Path) -> None:
@@ -137,7 +159,9 @@ def test_args_reach_the_function(tmp_path: Path) -> None:
     assert reward.function(prompts=["p"], completions=["x"], completion_ids=[[1]]) == [2.5]
 
 
-def test_reward_is_named_after_its_function_unless_the_config_says_otherwise(tmp_path: Path) -> None:
+def test_reward_is_named_after_its_function_unless_the_config_says_otherwise(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mine.py").write_text("def fn(**_):\n    return []\n", encoding="utf-8")
     spec = f"{tmp_path}/mine.py:fn"
     configs = [RewardConfig(function=spec), RewardConfig(function=spec, name="other", weight=0.5)]
@@ -145,23 +169,30 @@ def test_reward_is_named_after_its_function_unless_the_config_says_otherwise(tmp
 
 
 def test_columns_that_a_function_cannot_do_without_are_known(tmp_path: Path) -> None:
-    source = (
-        "def reward(prompts, completions, completion_ids, answer, scale, level=3, *, hint, **columns):\n    return []\n"
-    )
+    source = "def reward(prompts, completions, completion_ids, answer, scale, level=3, *, hint, **columns):\n    return []\n"
     assert _load(tmp_path, source, args={"scale": 1}).needs == ("answer", "hint")
 
 
 @pytest.mark.parametrize(
     ("name", "needs"),
-    [("gsm8k", ("answer",)), ("countdown", ("nums", "target")), ("math", ("answer",)), ("exact", ("answer",))],
+    [
+        ("gsm8k", ("answer",)),
+        ("countdown", ("nums", "target")),
+        ("math", ("answer",)),
+        ("exact", ("answer",)),
+    ],
 )
-def test_columns_that_a_shipped_reward_cannot_do_without_are_known(name: str, needs: tuple[str, ...]) -> None:
+def test_columns_that_a_shipped_reward_cannot_do_without_are_known(
+    name: str, needs: tuple[str, ...]
+) -> None:
     assert load_rewards([RewardConfig(name=name)])[0].needs == needs
 
 
 def test_edited_file_is_loaded_anew(tmp_path: Path) -> None:
     before = _load(tmp_path, "def reward(**_):\n    return [1.0]\n")
-    after = _load(tmp_path, "def reward(**_):\n    return [2.0]\n")  # as many bytes, within the same second
+    after = _load(
+        tmp_path, "def reward(**_):\n    return [2.0]\n"
+    )  # as many bytes, within the same second
     assert (before.function(), after.function()) == ([1.0], [2.0])
 
 
@@ -170,10 +201,15 @@ def test_loading_leaves_no_cache_beside_the_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
-def test_import_error_names_the_line_also_for_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_error_names_the_line_also_for_a_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text("x = 1\n\nimport no_such_module_here\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"rewards\.0\.function: mine\.py:3 cannot be imported: ModuleNotFoundError"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rewards\.0\.function: mine\.py:3 cannot be imported: ModuleNotFoundError",
+    ):
         load_rewards([RewardConfig(function="mine.py:reward")])
 
 
@@ -200,7 +236,11 @@ def _log(log_with: Callable[..., Any], num_completions: int = 2) -> dict[str, An
 @pytest.mark.parametrize(
     ("signature", "takes", "needs"),
     [
-        ("completions, trainer_state, log_metric, log_extra", ("trainer_state", "log_metric", "log_extra"), ()),
+        (
+            "completions, trainer_state, log_metric, log_extra",
+            ("trainer_state", "log_metric", "log_extra"),
+            (),
+        ),
         ("completions, answer, log_metric=None", ("log_metric",), ("answer",)),
         ("completions, **kwargs", ("trainer_state", "log_metric", "log_extra"), ()),
         ("completions, answer", (), ("answer",)),
@@ -223,7 +263,12 @@ class Shaped:
         return [trainer_state.global_step + trainer_state.epoch + trainer_state.max_steps] * len(completions)
 shaped = Shaped()
 """
-    keywords = {"prompts": ["p"], "completions": ["x"], "completion_ids": [[1]], "trainer_state": ["a column"]}
+    keywords = {
+        "prompts": ["p"],
+        "completions": ["x"],
+        "completion_ids": [[1]],
+        "trainer_state": ["a column"],
+    }
     state = {"global_step": 3, "max_steps": 100, "epoch": 0.25}
     assert call_reward(_load(tmp_path, source, "shaped"), keywords, state) == {"values": [103.25]}
 
@@ -240,10 +285,13 @@ class Length:
 length = Length()
 """
     keywords = {"prompts": ["p"], "completions": ["abc"], "completion_ids": [[1]], "other": [1]}
-    assert call_reward(_load(tmp_path, source, "double", {"offset": 0.5}), keywords)["values"] == [6.5]
+    assert call_reward(_load(tmp_path, source, "double", {"offset": 0.5}), keywords)["values"] == [
+        6.5
+    ]
     assert call_reward(_load(tmp_path, source, "length"), keywords)["values"] == [3.0]
     with pytest.raises(
-        ConfigError, match=r"rewards\.0\.function: Length is a class; make an object of it in .*mine\.py"
+        ConfigError,
+        match=r"rewards\.0\.function: Length is a class; make an object of it in .*mine\.py",
     ):
         _load(tmp_path, source, "Length")
 
@@ -254,12 +302,21 @@ length = Length()
         ("scael", r"rewards\.0\.args: reward does not take 'scael'; did you mean 'scale'\?"),
         ("other", r"rewards\.0\.args: reward does not take 'other'$"),
         ("completions", r"rewards\.0\.args: 'completions' is given by the trainer; take it out"),
-        ("trainer_state", r"rewards\.0\.args: 'trainer_state' is given by the trainer; take it out"),
+        (
+            "trainer_state",
+            r"rewards\.0\.args: 'trainer_state' is given by the trainer; take it out",
+        ),
     ],
 )
-def test_an_unknown_argument_is_refused_also_beside_kwargs(tmp_path: Path, name: str, message: str) -> None:
+def test_an_unknown_argument_is_refused_also_beside_kwargs(
+    tmp_path: Path, name: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        _load(tmp_path, "def reward(completions, scale=1.0, **kwargs):\n    return []\n", args={name: 1})
+        _load(
+            tmp_path,
+            "def reward(completions, scale=1.0, **kwargs):\n    return []\n",
+            args={name: 1},
+        )
 
 
 def test_what_is_logged_comes_back_with_the_scores() -> None:
@@ -277,7 +334,9 @@ def test_what_is_logged_comes_back_with_the_scores() -> None:
     }
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, "1.0", None, [1.0, 2.0], torch.ones(2), 10**400, 1e300])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, "1.0", None, [1.0, 2.0], torch.ones(2), 10**400, 1e300]
+)
 def test_a_metric_that_is_no_finite_number_is_left_out_and_said(value: Any) -> None:
     found = _log(lambda metric, extra: [metric("m", value), metric("n", 1.0)])
     assert found["metrics"] == {"n": [1.0, 1]}
@@ -285,7 +344,8 @@ def test_a_metric_that_is_no_finite_number_is_left_out_and_said(value: Any) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["", "a\nb", "\0", "x" * 81, "/etc", "\u202eab", 3, None, "mean", "error_frac", "a" * 10**6]
+    "name",
+    ["", "a\nb", "\0", "x" * 81, "/etc", "\u202eab", 3, None, "mean", "error_frac", "a" * 10**6],
 )
 def test_a_strange_name_is_left_out_and_said(name: Any) -> None:
     found = _log(lambda metric, extra: [metric(name, 1.0), extra("\0", [1, 2])])
@@ -314,7 +374,11 @@ def test_a_metrics_mean_does_not_depend_on_the_order_of_calls() -> None:
     calls = [{"logged": {"f": {"m": [value, 1]}}} for value in (1e16, 1.0, -1e16, 0.1, 3.0)]
     assert _means(calls) == _means(calls[::-1]) == {"reward/f/m": pytest.approx(4.1 / 5, rel=1e-15)}
     assert _means(
-        [{"logged": {"f": {"m": [3.0, 3]}}}, {"retried": {"f": "error"}}, {"logged": {"f": {"m": [0.0, 1]}}}]
+        [
+            {"logged": {"f": {"m": [3.0, 3]}}},
+            {"retried": {"f": "error"}},
+            {"logged": {"f": {"m": [0.0, 1]}}},
+        ]
     ) == {
         "reward/f/m": 0.75  # over calls of log_metric, not over groups
     }
@@ -364,8 +428,14 @@ FINE = ["ok", "ok"]
     [
         ([_facts(FINE, None), _facts(FINE, None)], 0.0),
         ([_facts(FINE, "error"), _facts(FINE, None)], 0.5),
-        ([_facts(FINE, "error"), _facts(["ok", "error"], "error")], 1.0),  # a completion is to blame
-        ([_facts(FINE, "timeout"), _facts(FINE, "timeout")], 1.0),  # slow, as completions may make it
+        (
+            [_facts(FINE, "error"), _facts(["ok", "error"], "error")],
+            1.0,
+        ),  # a completion is to blame
+        (
+            [_facts(FINE, "timeout"), _facts(FINE, "timeout")],
+            1.0,
+        ),  # slow, as completions may make it
         ([_facts(FINE, "error")], 1.0),  # a single group: it may have been bad luck
     ],
 )

@@ -19,7 +19,8 @@ from tests.support.models import write_config
 
 NUM_PROMPTS, GROUP_SIZE = 7, 3
 PROMPTS = [
-    Prompt(position=40 + i, row=i % 5, token_ids=[i + 1, i + 2], text="", columns={}) for i in range(NUM_PROMPTS)
+    Prompt(position=40 + i, row=i % 5, token_ids=[i + 1, i + 2], text="", columns={})
+    for i in range(NUM_PROMPTS)
 ]
 
 
@@ -36,7 +37,12 @@ class Recorder:
     _num_shared_calls: int = 0
 
     def _generate(
-        self, batches: Any, max_in_flight: int, policy_version: int, next_request: NextRequest, *_: Any
+        self,
+        batches: Any,
+        max_in_flight: int,
+        policy_version: int,
+        next_request: NextRequest,
+        *_: Any,
     ) -> dict[Place, list[Completion]]:
         places: list[Place] = [place for batch in batches for place in batch]
         made: dict[Place, list[Completion]] = {}
@@ -56,11 +62,18 @@ class Recorder:
 @pytest.fixture
 def config(tmp_path: Any) -> Config:
     return load_config(
-        write_config(tmp_path, tmp_path / "model", rollout={"group_size": GROUP_SIZE, "schedule": "static"}, seed=5)
+        write_config(
+            tmp_path,
+            tmp_path / "model",
+            rollout={"group_size": GROUP_SIZE, "schedule": "static"},
+            seed=5,
+        )
     )
 
 
-def sample(config: Config, step: int = 3, engines: int = 1, tensor_parallel: int = 1) -> list[RolloutGroup]:
+def sample(
+    config: Config, step: int = 3, engines: int = 1, tensor_parallel: int = 1
+) -> list[RolloutGroup]:
     """The groups of all ranks, in the order of slots."""
     ranks = [
         Recorder(engine, engines, tp_rank, tensor_parallel, config.rollout)
@@ -79,7 +92,10 @@ def seeds(groups: list[RolloutGroup]) -> list[int]:
 
 
 def test_every_completion_has_a_seed_of_its_own(config: Config) -> None:
-    assert len(set(seeds(sample(config)) + seeds(sample(config, step=4)))) == 2 * NUM_PROMPTS * GROUP_SIZE
+    assert (
+        len(set(seeds(sample(config)) + seeds(sample(config, step=4))))
+        == 2 * NUM_PROMPTS * GROUP_SIZE
+    )
 
 
 def test_another_seed_of_the_config_gives_other_seeds(config: Config) -> None:
@@ -93,7 +109,9 @@ def test_a_seed_is_that_of_the_place_in_the_stream_and_not_of_the_row(config: Co
     assert not set(seeds(groups[:1])) & set(seeds(groups[5:6]))
 
 
-@pytest.mark.parametrize(("engines", "tensor_parallel"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (9, 1)])
+@pytest.mark.parametrize(
+    ("engines", "tensor_parallel"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (9, 1)]
+)
 def test_every_prompt_is_sampled_once_and_stays_with_its_completions(
     config: Config, engines: int, tensor_parallel: int
 ) -> None:
@@ -101,12 +119,18 @@ def test_every_prompt_is_sampled_once_and_stays_with_its_completions(
     assert [group.slot for group in groups] == list(range(NUM_PROMPTS))
     for group in groups:
         assert group.prompt is PROMPTS[group.slot]
-        assert [completion.token_ids[:-1] for completion in group.completions] == [group.prompt.token_ids] * GROUP_SIZE
+        assert [completion.token_ids[:-1] for completion in group.completions] == [
+            group.prompt.token_ids
+        ] * GROUP_SIZE
     assert seeds(groups) == seeds(sample(config))
 
 
 def test_the_engine_is_asked_for_the_version_of_the_step(config: Config) -> None:
-    assert {completion.logprobs[0] for group in sample(config, step=4) for completion in group.completions} == {4}
+    assert {
+        completion.logprobs[0]
+        for group in sample(config, step=4)
+        for completion in group.completions
+    } == {4}
 
 
 @pytest.mark.parametrize(
@@ -121,10 +145,14 @@ def test_the_engine_is_asked_for_the_version_of_the_step(config: Config) -> None
         ),  # the second is free at 3 and takes the third, until 6; the first is free at 4 and takes the fourth
     ],
 )
-def test_the_model_of_the_benchmark_by_hand(static: bool, slowness: list[float], expected: list[float]) -> None:
+def test_the_model_of_the_benchmark_by_hand(
+    static: bool, slowness: list[float], expected: list[float]
+) -> None:
     """Groups of one completion, one at a time, on two engines; a step of one request takes 8.05 ms."""
     lengths = [[4], [1], [1], [1]]
-    assert [s / 0.00805 for s in play(lengths, 1, slowness, static).done_s] == pytest.approx(expected)
+    assert [s / 0.00805 for s in play(lengths, 1, slowness, static).done_s] == pytest.approx(
+        expected
+    )
 
 
 def test_the_model_begins_with_the_longest_and_ends_when_enough_are_complete() -> None:
@@ -151,5 +179,7 @@ def test_the_model_of_tail_batching_trains_on_each_prompt_once() -> None:
 
 def test_tail_waste_by_hand() -> None:
     # Two generations on 4 ranks, 1 2 3 4 s and 2 2 2 0 s: 10 + 6 busy seconds of 4 * (4 + 2)
-    assert tail_waste_frac([[1.0, 2.0], [2.0, 2.0], [3.0, 2.0], [4.0, 0.0]]) == pytest.approx(1 - 16 / 24)
+    assert tail_waste_frac([[1.0, 2.0], [2.0, 2.0], [3.0, 2.0], [4.0, 0.0]]) == pytest.approx(
+        1 - 16 / 24
+    )
     assert tail_waste_frac([[], []]) is None

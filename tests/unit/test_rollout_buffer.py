@@ -59,18 +59,31 @@ def written(config: Config, session: Session) -> Path:
 
 
 def read_back(
-    config: Config, session: Session, step: int = 3, prompt: Prompt = PROMPT, weights_id: str = "these"
+    config: Config,
+    session: Session,
+    step: int = 3,
+    prompt: Prompt = PROMPT,
+    weights_id: str = "these",
 ) -> Any:
     buffer = open_buffer(config, session)
-    return {place: buffer.read(kept) for place, kept in buffer.find(step, weights_id, [prompt], 4).items()}
+    return {
+        place: buffer.read(kept)
+        for place, kept in buffer.find(step, weights_id, [prompt], 4).items()
+    }
 
 
-def test_what_is_written_comes_back_bit_by_bit(written: Path, config: Config, session: Session) -> None:
-    assert read_back(config, session) == {(0, sample): completion for sample, completion in enumerate(COMPLETIONS)}
+def test_what_is_written_comes_back_bit_by_bit(
+    written: Path, config: Config, session: Session
+) -> None:
+    assert read_back(config, session) == {
+        (0, sample): completion for sample, completion in enumerate(COMPLETIONS)
+    }
     assert all(type(token) is int for token in read_back(config, session)[0, 0].token_ids)
 
 
-def test_each_of_what_makes_a_completion_must_match(written: Path, config: Config, session: Session) -> None:
+def test_each_of_what_makes_a_completion_must_match(
+    written: Path, config: Config, session: Session
+) -> None:
     def count(config: Config = config, **other: Any) -> int:
         return len(read_back(config, session, **other))
 
@@ -82,9 +95,18 @@ def test_each_of_what_makes_a_completion_must_match(written: Path, config: Confi
     assert count(prompt=dataclasses.replace(PROMPT, token_ids=[1, 2, 4])) == 0
     assert count(step=4) == 0
     # how it was sampled
-    for other in (dataclasses.replace(config, seed=1), rollout(temperature=0.9), rollout(max_completion_tokens=13)):
+    for other in (
+        dataclasses.replace(config, seed=1),
+        rollout(temperature=0.9),
+        rollout(max_completion_tokens=13),
+    ):
         assert count(other) == 0
-    assert count(dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))) == 0
+    assert (
+        count(
+            dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
+        )
+        == 0
+    )
     assert count(weights_id="others") == 0
     # what has no part in it
     faster = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=0.5))
@@ -92,7 +114,11 @@ def test_each_of_what_makes_a_completion_must_match(written: Path, config: Confi
 
 
 def test_damaged_files_are_found_and_left_out(
-    written: Path, config: Config, session: Session, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    written: Path,
+    config: Config,
+    session: Session,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     good = written.read_bytes()
     monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
@@ -100,7 +126,10 @@ def test_damaged_files_are_found_and_left_out(
         "zeros": bytes(len(good)),
         "longer": good + b"\0",
     }
-    damages |= {f"flipped at {n}": good[:n] + bytes([good[n] ^ 1]) + good[n + 1 :] for n in range(0, len(good), 37)}
+    damages |= {
+        f"flipped at {n}": good[:n] + bytes([good[n] ^ 1]) + good[n + 1 :]
+        for n in range(0, len(good), 37)
+    }
     for name, damaged in damages.items():
         caplog.clear()
         written.write_bytes(damaged)
@@ -170,7 +199,9 @@ def test_a_forged_file_is_left_out(
 
 
 @pytest.mark.parametrize("target", [None, "/dev/zero", "/etc/passwd"])
-def test_what_is_no_file_is_left_out(target: str | None, written: Path, config: Config, session: Session) -> None:
+def test_what_is_no_file_is_left_out(
+    target: str | None, written: Path, config: Config, session: Session
+) -> None:
     other = written.with_name(f"{'0' * 64}.safetensors")
     if target is None:
         os.mkfifo(other)

@@ -17,10 +17,15 @@ import pytest
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.observe.rollout_files import dumped_steps, rollouts_file, rollouts_parts
-from grpo_spmd.observe.rollout_reader import read_lines_of
-from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
-from grpo_spmd.observe.rollout_step import read_rollouts
+from grpo_spmd.observe.rollout_reader import (
+    RolloutRecord,
+    dumped_steps,
+    read_lines_of,
+    read_rollouts,
+    rollouts_file,
+    rollouts_parts,
+    to_line,
+)
 from grpo_spmd.observe.rollout_writer import RolloutWriter, _Nodes
 
 LINES = [b'{"a": 1}', '{"b": "häh\u2028"}'.encode(), b'{"c": "\\n"}']
@@ -64,7 +69,9 @@ def test_text_is_the_lines_and_gzip_is_what_others_unpack(tmp_path: Path) -> Non
     packed = path.read_bytes()
     files(tmp_path, "gzip").write_step(12, iter(LINES))
     assert path.read_bytes() == packed  # no time in it
-    files(tmp_path).write_step(12, iter(LINES[:1]))  # the other form of a step that is run again goes
+    files(tmp_path).write_step(
+        12, iter(LINES[:1])
+    )  # the other form of a step that is run again goes
     assert names(tmp_path) == ["eval_held_step_000012.jsonl.gz", "step_000012.jsonl"]
     assert list(read_lines_of(rollouts_file(tmp_path, 12))) == LINES[:1]
     assert dumped_steps(tmp_path) == [12]
@@ -82,10 +89,14 @@ def test_of_two_forms_that_a_kill_left_the_newer_is_read(tmp_path: Path) -> None
     assert rollouts_file(tmp_path, 4).name == "step_000004.jsonl"
     assert dumped_steps(tmp_path) == [3]
     files(tmp_path).write_step(4, LINES)
-    assert rollouts_file(tmp_path, 4).read_bytes() == TEXT  # without the end of what a killed process had begun
+    assert (
+        rollouts_file(tmp_path, 4).read_bytes() == TEXT
+    )  # without the end of what a killed process had begun
 
 
-def test_what_killed_processes_had_begun_goes_but_not_what_another_node_may_be_at(tmp_path: Path) -> None:
+def test_what_killed_processes_had_begun_goes_but_not_what_another_node_may_be_at(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "rollouts"
     folder.mkdir()
     left = [
@@ -134,7 +145,10 @@ def test_the_newest_stay_and_nothing_else_goes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compression", ["none", "gzip"])
 def test_a_full_disk_costs_the_file_alone(
-    compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    compression: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
     written = files(tmp_path, compression, keep=1)
@@ -148,7 +162,9 @@ def test_a_full_disk_costs_the_file_alone(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert names(tmp_path) == []  # neither half of the new one nor the old one, which says something else
+    assert (
+        names(tmp_path) == []
+    )  # neither half of the new one nor the old one, which says something else
     assert "is not written: File too large (on rank 0)" in caplog.text
     written.write_step(3, LINES)
     assert dumped_steps(tmp_path) == [3]
@@ -173,26 +189,52 @@ def test_what_is_in_the_way_is_a_warning_and_nobody_elses_file(
     assert rollouts_file(tmp_path, 3).read_bytes() == TEXT
     (tmp_path / "elsewhere").write_text("no folder")
     files(tmp_path / "elsewhere").write_step(1, LINES)
-    assert "elsewhere/rollouts/step_000001.jsonl is not written: Not a directory (on rank 0)" in caplog.text
+    assert (
+        "elsewhere/rollouts/step_000001.jsonl is not written: Not a directory (on rank 0)"
+        in caplog.text
+    )
 
 
 def _record(rollout_id: int | None, of: int | None = 8) -> bytes:
     number = 9 if rollout_id is None else rollout_id
     row, sample = divmod(number, 2)
     record = RolloutRecord(
-        rollout_id, row, 10 + row, sample, "p", {}, "c", 1.0, {}, {}, 0.5, "stop", [1], [2], [0.5], of
+        rollout_id,
+        row,
+        10 + row,
+        sample,
+        "p",
+        {},
+        "c",
+        1.0,
+        {},
+        {},
+        0.5,
+        "stop",
+        [1],
+        [2],
+        [0.5],
+        of,
     )
     return to_line(record) + b"\n"
 
 
 def test_the_parts_of_nodes_are_one_dump_to_a_reader(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
-    plain, packed = tmp_path / "rollouts/step_000001.jsonl", tmp_path / "rollouts/step_000001.node_10.jsonl.gz"
+    plain, packed = (
+        tmp_path / "rollouts/step_000001.jsonl",
+        tmp_path / "rollouts/step_000001.node_10.jsonl.gz",
+    )
     second = tmp_path / "rollouts/step_000001.node_2.jsonl"
     plain.write_bytes(_record(7) + _record(0))
     packed.write_bytes(gzip.compress(_record(3) + _record(2)) + gzip.compress(_record(1)))
     second.write_bytes(_record(4) + _record(6) + _record(5))
-    for other in ("step_000001.node_0.jsonl", "step_000001.node_02.jsonl", "step_000001.node_.jsonl", "eval_a.jsonl"):
+    for other in (
+        "step_000001.node_0.jsonl",
+        "step_000001.node_02.jsonl",
+        "step_000001.node_.jsonl",
+        "eval_a.jsonl",
+    ):
         (tmp_path / "rollouts" / other).write_bytes(b"of somebody else\n")
     assert list(rollouts_parts(tmp_path, 1).items()) == [(0, plain), (2, second), (10, packed)]
     assert dumped_steps(tmp_path) == [1]
@@ -228,13 +270,21 @@ def test_rollouts_that_are_missing_or_there_twice_are_named_in_a_line(
 
 def test_parts_of_two_steps_and_dumps_of_earlier_versions(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
-    first, second = tmp_path / "rollouts/step_000001.jsonl", tmp_path / "rollouts/step_000001.node_1.jsonl"
+    first, second = (
+        tmp_path / "rollouts/step_000001.jsonl",
+        tmp_path / "rollouts/step_000001.node_1.jsonl",
+    )
     first.write_bytes(_record(0, of=2))
     second.write_bytes(_record(1, of=4))
-    with pytest.raises(ConfigError, match=r"2 rollouts of a step that had 2, 4; is one of these files of another run"):
+    with pytest.raises(
+        ConfigError,
+        match=r"2 rollouts of a step that had 2, 4; is one of these files of another run",
+    ):
         read_rollouts(tmp_path, 1)
     second.unlink()
-    first.write_bytes(_record(0, of=None) + _record(2, of=None) + _record(1, of=None))  # they have only ids
+    first.write_bytes(
+        _record(0, of=None) + _record(2, of=None) + _record(1, of=None)
+    )  # they have only ids
     assert len(read_rollouts(tmp_path, 1)) == 3
     first.write_bytes(_record(0, of=None) + _record(2, of=None))
     with pytest.raises(ConfigError, match="1 rollouts are missing, with the ids 1;"):
@@ -252,7 +302,9 @@ def test_parts_of_two_steps_and_dumps_of_earlier_versions(tmp_path: Path) -> Non
         (lambda data: data[:-8] + b"\0\0\0\0" + data[-4:], "CRC check failed"),
     ],
 )
-def test_a_damaged_gzip_is_one_line(damage: Callable[[bytes], bytes], expected: str, tmp_path: Path) -> None:
+def test_a_damaged_gzip_is_one_line(
+    damage: Callable[[bytes], bytes], expected: str, tmp_path: Path
+) -> None:
     path = tmp_path / "step_000001.jsonl.gz"
     path.write_bytes(damage(gzip.compress(TEXT)))
     with pytest.raises(ConfigError, match=rf"^{path}: not a whole gzip file: {expected}"):

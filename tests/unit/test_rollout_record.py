@@ -16,9 +16,13 @@ import pytest
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.columns import LONGEST_ROW, LONGEST_VALUE, bounded, gold
-from grpo_spmd.observe.metrics_file import cut_metrics, ends_with_evaluation, lines_from_end, read_lines
-from grpo_spmd.observe.rollout_reader import read_rollout
-from grpo_spmd.observe.rollout_record import EvalRecord, RolloutRecord, to_line
+from grpo_spmd.observe.metrics_file import (
+    cut_metrics,
+    ends_with_evaluation,
+    lines_from_end,
+    read_lines,
+)
+from grpo_spmd.observe.rollout_reader import EvalRecord, RolloutRecord, read_rollout, to_line
 
 RECORD = RolloutRecord(
     rollout_id=None,
@@ -42,7 +46,9 @@ RECORD = RolloutRecord(
 
 def test_a_record_is_read_as_it_was_written() -> None:
     line = to_line(RECORD)
-    assert line.startswith(b'{"rollout_id":null,"row":3,"position":7,"sample":1,"prompt":[{"role":"user","content":')
+    assert line.startswith(
+        b'{"rollout_id":null,"row":3,"position":7,"sample":1,"prompt":[{"role":"user","content":'
+    )
     assert "häh?".encode() in line
     # -0.5 is 0xbf000000 and 1.0 is 0x3f800000, the lowest byte first; one of them at a time by hand
     assert b'"rollout_logprobs":"AAAAvwAAgD8=","num_rollouts":16}' in line
@@ -67,18 +73,27 @@ def test_a_line_of_the_version_before_is_read() -> None:
     assert record.num_rollouts is None
     assert repr(record.rollout_logprobs) == "[-0.10000000149011612, nan, -1.401298464324817e-45]"
     assert repr(read_rollout(to_line(record), "f:1")) == repr(record)
-    nine_digits = OLD_LINE.replace("-0.10000000149011612", "-0.100000001").replace("-1.401298464324817e-45", "-0.0")
-    assert repr(read_rollout(nine_digits.encode(), "f:1").rollout_logprobs) == "[-0.10000000149011612, nan, -0.0]"
+    nine_digits = OLD_LINE.replace("-0.10000000149011612", "-0.100000001").replace(
+        "-1.401298464324817e-45", "-0.0"
+    )
+    assert (
+        repr(read_rollout(nine_digits.encode(), "f:1").rollout_logprobs)
+        == "[-0.10000000149011612, nan, -0.0]"
+    )
 
 
 def test_logprobs_come_back_to_the_bit_and_numpy_reads_them() -> None:
     """Of float32, which engines give: all exponents, both zeros and infinities, NaN, and random patterns."""
     bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
-    bits = np.concatenate([bits, np.arange(0, 2**32, 2**23, dtype=np.uint64).astype(np.uint32), [1, 0x7F7FFFFF]])
+    bits = np.concatenate(
+        [bits, np.arange(0, 2**32, 2**23, dtype=np.uint64).astype(np.uint32), [1, 0x7F7FFFFF]]
+    )
     values = bits.astype(np.uint32).view(np.float32)
     values = values[~np.isnan(values)]  # whose payload Python's float does not keep
     values = np.append(values, np.float32("nan"))
-    record = dataclasses.replace(RECORD, completion_ids=[0] * len(values), rollout_logprobs=values.tolist())
+    record = dataclasses.replace(
+        RECORD, completion_ids=[0] * len(values), rollout_logprobs=values.tolist()
+    )
     line = to_line(record)
     read = np.frombuffer(base64.b64decode(json.loads(line)["rollout_logprobs"]), "<f4")
     assert (read.view(np.uint32) == values.view(np.uint32)).all()
@@ -99,7 +114,13 @@ def test_what_the_fast_encoder_does_not_know_is_json_all_the_same() -> None:
         line = to_line(record)
         assert b"\n" not in line
         expected = json.loads(json.dumps(vars(record) | {"rollout_logprobs": "AAAAvwAAgD8="}))
-        not_written: dict[str, Any] = {"extra": {}, "status": None, "turns": [], "messages": [], "environment": {}}
+        not_written: dict[str, Any] = {
+            "extra": {},
+            "status": None,
+            "turns": [],
+            "messages": [],
+            "environment": {},
+        }
         assert {**not_written, **json.loads(line.decode())} == expected
     assert b"a\\ud800b\xe2\x80\xa8" in to_line(dataclasses.replace(RECORD, prompt="a\ud800b\u2028"))
 
@@ -129,10 +150,16 @@ def test_columns_are_bounded_and_become_json() -> None:
     assert many["c0"] == "z" * 3000
     assert many["c99"] == " ... (3000 characters)"
     assert columns["long"] == "x" * (LONGEST_VALUE + 1)  # the reward functions' own
-    record = dataclasses.replace(RECORD, columns=bounded({"bytes": b"\x00\n", "keys": {(1, 2): 3}, "half": "\ud800"}))
+    record = dataclasses.replace(
+        RECORD, columns=bounded({"bytes": b"\x00\n", "keys": {(1, 2): 3}, "half": "\ud800"})
+    )
     line = to_line(record)
     assert b"\n" not in line
-    assert read_rollout(line, "f:1").columns == {"bytes": "b'\\x00\\n'", "keys": "{(1, 2): 3}", "half": "\ud800"}
+    assert read_rollout(line, "f:1").columns == {
+        "bytes": "b'\\x00\\n'",
+        "keys": "{(1, 2): 3}",
+        "half": "\ud800",
+    }
 
 
 @pytest.mark.parametrize(
@@ -141,7 +168,10 @@ def test_columns_are_bounded_and_become_json() -> None:
         ({"id": 7, "answer": "18"}, "answer='18'"),
         ({"nums": [1, 2], "target": 3}, "target='3'"),
         ({"question_id": "q1", "level": 2}, "question_id='q1'"),
-        ({"solution": "ab\n" * 40}, "solution='ab\\nab\\nab\\nab\\nab\\nab\\n ... ab\\nab\\nab\\nab\\nab\\nab\\n'"),
+        (
+            {"solution": "ab\n" * 40},
+            "solution='ab\\nab\\nab\\nab\\nab\\nab\\n ... ab\\nab\\nab\\nab\\nab\\nab\\n'",
+        ),
         ({}, ""),
     ],
 )
@@ -150,27 +180,48 @@ def test_the_gold_answer_is_shown_in_a_line(columns: dict[str, Any], expected: s
 
 
 def test_a_line_of_an_evaluation_tells_the_models_answer_from_the_datas() -> None:
-    record = EvalRecord(3, 0, "6*7=", {"answer": "42"}, r"\boxed{41}", "41", False, 0.0, {"math": 0.0}, "stop")
+    record = EvalRecord(
+        3, 0, "6*7=", {"answer": "42"}, r"\boxed{41}", "41", False, 0.0, {"math": 0.0}, "stop"
+    )
     values = json.loads(to_line(record))
     assert "answer" not in values
-    assert (values["columns"]["answer"], values["final_answer"], values["completion"]) == ("42", "41", r"\boxed{41}")
+    assert (values["columns"]["answer"], values["final_answer"], values["completion"]) == (
+        "42",
+        "41",
+        r"\boxed{41}",
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         ({"columns": 3}, "f:1: columns is 3; this is no rollout dump"),
-        ({"rollout_logprobs": ["x", 1]}, r"f:1: rollout_logprobs are no numbers \(must be real number, not str\); .*"),
+        (
+            {"rollout_logprobs": ["x", 1]},
+            r"f:1: rollout_logprobs are no numbers \(must be real number, not str\); .*",
+        ),
         ({"row": "3"}, "f:1: row is '3'; this is no rollout dump"),
         ({"reward": "no"}, "f:1: reward is 'no'; this is no rollout dump"),
         ({"rewards": []}, r"f:1: rewards is \[\]; this is no rollout dump"),
         ({"rollout_logprobs": [-0.5]}, "f:1: 2 completion_ids, but 1 rollout_logprobs"),
         ({"rollout_logprobs": "AAAAvw=="}, "f:1: 2 completion_ids, but 1 rollout_logprobs"),
         ({"rollout_logprobs": ""}, "f:1: 2 completion_ids, but 0 rollout_logprobs"),
-        ({"rollout_logprobs": "AAAAvwAAgA=="}, r"f:1: rollout_logprobs are no numbers \(unpack requires .*"),
-        ({"rollout_logprobs": "AAAAvwAAgD8"}, r"f:1: rollout_logprobs are no numbers \(Incorrect padding\); .*"),
-        ({"rollout_logprobs": "AAAA\nvwAAgD8="}, r"f:1: rollout_logprobs are no numbers \(Only base64 data .*"),
-        ({"rollout_logprobs": "h\u00e4h"}, r"f:1: rollout_logprobs are no numbers \(string argument should .*"),
+        (
+            {"rollout_logprobs": "AAAAvwAAgA=="},
+            r"f:1: rollout_logprobs are no numbers \(unpack requires .*",
+        ),
+        (
+            {"rollout_logprobs": "AAAAvwAAgD8"},
+            r"f:1: rollout_logprobs are no numbers \(Incorrect padding\); .*",
+        ),
+        (
+            {"rollout_logprobs": "AAAA\nvwAAgD8="},
+            r"f:1: rollout_logprobs are no numbers \(Only base64 data .*",
+        ),
+        (
+            {"rollout_logprobs": "h\u00e4h"},
+            r"f:1: rollout_logprobs are no numbers \(string argument should .*",
+        ),
         ({"rollout_logprobs": 3}, "f:1: rollout_logprobs is 3; this is no rollout dump"),
         ({"num_rollouts": "16"}, "f:1: num_rollouts is '16'; this is no rollout dump"),
     ],
@@ -202,30 +253,57 @@ def test_a_follower_gets_each_line_once_however_it_was_written(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "end", ["", '{"step": 9', "\0" * 9000, "[" * 100_000 + "\n", "\n\n\n", '{"step": true}\n', "x" * 200_000]
+    "end",
+    [
+        "",
+        '{"step": 9',
+        "\0" * 9000,
+        "[" * 100_000 + "\n",
+        "\n\n\n",
+        '{"step": true}\n',
+        "x" * 200_000,
+    ],
 )
 def test_the_last_lines_are_read_from_the_end_and_cut(end: str, tmp_path: Path) -> None:
     """Whatever a kill, or somebody, left behind it; and over the borders of the blocks that are read."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(
-        "".join(json.dumps({"step": step, "text": "x" * (step * 997 % 9000)}) + "\n" for step in range(1, 301)) + end
+        "".join(
+            json.dumps({"step": step, "text": "x" * (step * 997 % 9000)}) + "\n"
+            for step in range(1, 301)
+        )
+        + end
     )
     assert [metrics["step"] for metrics in lines_from_end(path)] == [*range(1, 301)][::-1]
     for num_steps in (300, 299, 1, 0):
         cut_metrics(path, num_steps)
-        assert [metrics["step"] for metrics in lines_from_end(path)] == [*range(1, num_steps + 1)][::-1]
+        assert [metrics["step"] for metrics in lines_from_end(path)] == [*range(1, num_steps + 1)][
+            ::-1
+        ]
         assert len(path.read_bytes().splitlines()) == num_steps
 
 
-@pytest.mark.parametrize("is_plain", [True, False], ids=["as a run leaves it", "with a line of somebody else"])
+@pytest.mark.parametrize(
+    "is_plain", [True, False], ids=["as a run leaves it", "with a line of somebody else"]
+)
 def test_the_evaluation_after_the_last_step_that_is_kept_is_cut(
     is_plain: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run that goes on makes it again; those before it stay, each behind the line of its step."""
     path = tmp_path / "metrics.jsonl"
     of_step = {step: json.dumps({"step": step, "reward/mean": 0.5}) + "\n" for step in range(1, 5)}
-    of_policy = {step: json.dumps({"step": step, "eval/held/mean": 0.5}) + "\n" for step in (0, 2, 4)}
-    lines = [of_policy[0], of_step[1], of_step[2], of_policy[2], of_step[3], of_step[4], of_policy[4]]
+    of_policy = {
+        step: json.dumps({"step": step, "eval/held/mean": 0.5}) + "\n" for step in (0, 2, 4)
+    }
+    lines = [
+        of_policy[0],
+        of_step[1],
+        of_step[2],
+        of_policy[2],
+        of_step[3],
+        of_step[4],
+        of_policy[4],
+    ]
     other = "" if is_plain else "somebody\n"
     for num_steps, num_kept in ((4, 6), (3, 5), (2, 3), (1, 2), (0, 0)):
         path.write_text(other + "".join(lines))
@@ -243,7 +321,11 @@ def test_the_evaluation_after_the_last_step_that_is_kept_is_cut(
 
 def test_metrics_that_are_no_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    for place in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to("nowhere")):
+    for place in (
+        os.mkfifo,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.symlink_to("nowhere"),
+    ):
         place(path)
         for read in (
             lambda path: ends_with_evaluation(path, 3),

@@ -12,15 +12,31 @@ import pytest
 import torch
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.learn.contexts import broken_rule, completion_contexts, contexts_of, shortened, turns_of
-from grpo_spmd.learn.exchange import decode_rollouts, encode_rollouts, rollout_of
-from grpo_spmd.learn.packing import pack_rollouts
-from grpo_spmd.observe.rollout_reader import read_rollout
-from grpo_spmd.observe.rollout_record import to_line
-from grpo_spmd.observe.rollout_turns import episode_fields, read_episode, shown_fields
-from grpo_spmd.proofs.batch_check import _name, _named_rollouts
-from grpo_spmd.proofs.decision_check import NOTHING
-from grpo_spmd.records import EPISODE_STATUSES, FAILED_STATUSES, Completion, Episode, Rollout, Segment, Turn
+from grpo_spmd.learn.assemble import decode_rollouts, encode_rollouts, pack_rollouts, rollout_of
+from grpo_spmd.learn.contexts import (
+    broken_rule,
+    completion_contexts,
+    contexts_of,
+    shortened,
+    turns_of,
+)
+from grpo_spmd.observe.rollout_reader import (
+    episode_fields,
+    read_episode,
+    read_rollout,
+    shown_fields,
+    to_line,
+)
+from grpo_spmd.proofs.batch_check import NOTHING, _name, _named_rollouts
+from grpo_spmd.records import (
+    EPISODE_STATUSES,
+    FAILED_STATUSES,
+    Completion,
+    Episode,
+    Rollout,
+    Segment,
+    Turn,
+)
 from tests.support.episodes import made_up_episode, same_episode, segment
 from tests.unit.test_rollout_record import RECORD
 
@@ -45,7 +61,10 @@ RECORDED_LINE = (
 
 def line_of(completion: Completion) -> bytes:
     assert completion.episode is not None
-    tokens: dict[str, Any] = {"completion_ids": completion.token_ids, "rollout_logprobs": completion.logprobs}
+    tokens: dict[str, Any] = {
+        "completion_ids": completion.token_ids,
+        "rollout_logprobs": completion.logprobs,
+    }
     return to_line(dataclasses.replace(RECORD, **tokens, **shown_fields(completion.episode)))
 
 
@@ -71,13 +90,20 @@ def test_turns_by_hand() -> None:
 
 def test_a_short_look_at_an_episode_by_hand() -> None:
     """Given 2 tokens of a stretch at most, sampled 4 in all and 2 of a stretch."""
-    long = segment([*range(10, 30)], [4, 5, 6, 10, 11, 12, 18])  # 10-13 | 14-16 | 17-19 | 20-22 | 23-27 | 28 | 29
+    long = segment(
+        [*range(10, 30)], [4, 5, 6, 10, 11, 12, 18]
+    )  # 10-13 | 14-16 | 17-19 | 20-22 | 23-27 | 28 | 29
     [short] = shortened([long, EPISODE.segments[1]], 2, 4)
     assert short.token_ids.tolist() == [10, 13, 14, 15, 17, 19, 20, 21]
     assert np.flatnonzero(short.sampled).tolist() == [2, 3, 6, 7]
     first, second = shortened(EPISODE.segments, 16, 12)
-    assert [first.token_ids.tolist(), second.token_ids.tolist()] == [[1, 2, 3, 4, 7, 8, 9], [1, 5, 6]]
-    assert [first.sampled.tolist(), second.sampled.tolist()] == [s.sampled.tolist() for s in EPISODE.segments]
+    assert [first.token_ids.tolist(), second.token_ids.tolist()] == [
+        [1, 2, 3, 4, 7, 8, 9],
+        [1, 5, 6],
+    ]
+    assert [first.sampled.tolist(), second.sampled.tolist()] == [
+        s.sampled.tolist() for s in EPISODE.segments
+    ]
 
 
 def test_a_single_turns_line_is_what_it_was() -> None:
@@ -93,12 +119,22 @@ def test_an_episodes_line_by_hand() -> None:
             {"segment": 0, "sampled": False, "token_ids": [1, 2]},
             {"segment": 0, "sampled": True, "token_ids": [3, 4], "finish_reason": "stop"},
             {"segment": 0, "sampled": False, "token_ids": [7]},
-            {"segment": 0, "sampled": True, "token_ids": [8, 9], "finish_reason": "stop", "reward": 0.5},
+            {
+                "segment": 0,
+                "sampled": True,
+                "token_ids": [8, 9],
+                "finish_reason": "stop",
+                "reward": 0.5,
+            },
             {"segment": 1, "sampled": False, "token_ids": [1, 5]},
             {"segment": 1, "sampled": True, "token_ids": [6], "finish_reason": "length"},
         ],
         "messages": EPISODE.messages,
-        "environment": {"rewards": {"countdown": 1.0, "style": None}, "calls_s": [0.25], "error": None},
+        "environment": {
+            "rewards": {"countdown": 1.0, "style": None},
+            "calls_s": [0.25],
+            "error": None,
+        },
     }
 
 
@@ -113,7 +149,11 @@ def test_thousands_of_episodes_come_back() -> None:
         episode = read_episode(vars(record), record.completion_ids)
         assert same_episode(episode, made.episode), number
         assert (record.completion_ids, record.status) == (made.token_ids, made.episode.status)
-        seen |= {made.episode.status, ("segments", len(made.episode.segments)), ("turns", len(made.episode.turns))}
+        seen |= {
+            made.episode.status,
+            ("segments", len(made.episode.segments)),
+            ("turns", len(made.episode.turns)),
+        }
         seen |= {("empty turn", any(not turn.num_tokens for turn in made.episode.turns))}
     assert seen >= {
         *EPISODE_STATUSES,
@@ -131,7 +171,9 @@ def test_a_token_moved_anywhere_is_seen() -> None:
     for _ in range(300):
         made, sibling = made_up_episode(draw), made_up_episode(draw)
         assert made.episode is not None
-        for number, (own, changed) in enumerate((s, s.sampled.copy()) for s in made.episode.segments):
+        for number, (own, changed) in enumerate(
+            (s, s.sampled.copy()) for s in made.episode.segments
+        ):
             place = draw.randrange(len(changed))
             changed[place] = not changed[place]
             segments = [*made.episode.segments]
@@ -155,12 +197,18 @@ def test_a_mask_that_ends_a_turn_early_or_late_is_seen_by_hand() -> None:
         ([2, 3, 4, 5, 6], "the tokens that its segments have as sampled"),
         ([2, 3, 4, 6], "the tokens that its segments have as sampled"),
     ):
-        episode = dataclasses.replace(EPISODE, segments=(segment(first.token_ids.tolist(), places), fork))
+        episode = dataclasses.replace(
+            EPISODE, segments=(segment(first.token_ids.tolist(), places), fork)
+        )
         assert str(broken_rule(TOKENS, episode)).startswith(expected)
     # The same ids by chance: 7 where 8 was sampled. The turns say it.
-    alike = dataclasses.replace(EPISODE, segments=(segment([1, 2, 3, 4, 8, 8, 9], [2, 3, 4, 6]), fork))
+    alike = dataclasses.replace(
+        EPISODE, segments=(segment([1, 2, 3, 4, 8, 8, 9], [2, 3, 4, 6]), fork)
+    )
     assert broken_rule(TOKENS, alike) == "a turn has tokens before and behind one that was given"
-    longer = dataclasses.replace(EPISODE, turns=(Turn(2, "stop"), Turn(3, "stop"), Turn(1, "length")))
+    longer = dataclasses.replace(
+        EPISODE, turns=(Turn(2, "stop"), Turn(3, "stop"), Turn(1, "length"))
+    )
     assert broken_rule(TOKENS, longer) == "its turns have 6 tokens, and 5 were sampled"
 
 
@@ -178,7 +226,10 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"turns": {}}, "turns is {}"),
     ({"turns": [3]}, r"turns are \[3\]"),
     ({"turns": [SAMPLED]}, "segment 0 begins with no token that was given"),
-    ({"turns": [GIVEN, SAMPLED | {"token_ids": TOKENS[:4]}]}, "the tokens that its segments have as sampled are not"),
+    (
+        {"turns": [GIVEN, SAMPLED | {"token_ids": TOKENS[:4]}]},
+        "the tokens that its segments have as sampled are not",
+    ),
     ({"turns": [GIVEN, SAMPLED | {"token_ids": [*TOKENS[:4], 2**31]}]}, "a turn's token_ids are"),
     ({"turns": [GIVEN, SAMPLED | {"token_ids": [*TOKENS[:4], -1]}]}, "a turn's token_ids are"),
     ({"turns": [GIVEN, SAMPLED | {"token_ids": [*TOKENS[:4], True]}]}, "a turn's token_ids are"),
@@ -190,16 +241,28 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"turns": [GIVEN, SAMPLED | {"segment": 0.0}]}, r"a turn's segment is 0\.0"),
     ({"turns": [GIVEN, SAMPLED | {"finish_reason": "eos"}]}, "a turn's finish_reason is 'eos'"),
     ({"turns": [GIVEN, SAMPLED | {"finish_reason": None}]}, "a turn's finish_reason is None"),
-    ({"turns": [GIVEN | {"reward": 1.0}, SAMPLED]}, r"a turn's finish_reason is None, its reward 1\.0"),
+    (
+        {"turns": [GIVEN | {"reward": 1.0}, SAMPLED]},
+        r"a turn's finish_reason is None, its reward 1\.0",
+    ),
     ({"turns": [GIVEN, SAMPLED | {"reward": "1"}]}, ".*its reward '1'"),
     ({"turns": [GIVEN, SAMPLED | {"reward": 1e999}]}, ".*its reward inf"),
     ({"turns": [GIVEN, SAMPLED | {"reward": True}]}, ".*its reward True"),
     ({"messages": ["hello"]}, r"messages are \['hello'\]"),
     ({"messages": [{"role": "tool", "content": DEEP}]}, "messages are nested more than 64 deep"),
     ({"environment": {}}, "environment.rewards are None"),
-    ({"environment": {"rewards": {"r": [1]}, "calls_s": [], "error": None}}, r"environment.rewards are {'r': \[1\]}"),
-    ({"environment": {"rewards": {"r": 10**400}, "calls_s": [], "error": None}}, "environment.rewards are"),
-    ({"environment": {"rewards": {}, "calls_s": [-1], "error": None}}, r"environment.calls_s are \[-1\]"),
+    (
+        {"environment": {"rewards": {"r": [1]}, "calls_s": [], "error": None}},
+        r"environment.rewards are {'r': \[1\]}",
+    ),
+    (
+        {"environment": {"rewards": {"r": 10**400}, "calls_s": [], "error": None}},
+        "environment.rewards are",
+    ),
+    (
+        {"environment": {"rewards": {}, "calls_s": [-1], "error": None}},
+        r"environment.calls_s are \[-1\]",
+    ),
     ({"environment": {"rewards": {}, "calls_s": [], "error": 3}}, "environment.error is 3"),
 ]
 
@@ -215,8 +278,18 @@ def test_a_hostile_line_is_refused_in_one_line(change: dict[str, Any], expected:
 
 
 def test_what_a_policy_writes_into_a_call_is_dumped_whatever_it_is() -> None:
-    arguments = {"deep": DEEP, "nan": float("nan"), "half": "\ud800", "large": 10**400, "odd": {1: {2}}}
-    said = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "t", "arguments": arguments}}]}
+    arguments = {
+        "deep": DEEP,
+        "nan": float("nan"),
+        "half": "\ud800",
+        "large": 10**400,
+        "odd": {1: {2}},
+    }
+    said = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "t", "arguments": arguments}}],
+    }
     episode = dataclasses.replace(EPISODE, messages=[said], rewards={"r": float("inf")}, error=None)
     record = read_rollout(line_of(Completion(TOKENS, [0.0] * 5, "stop", episode)), "f:1")
     shown = record.messages[0]["tool_calls"][0]["function"]["arguments"]
@@ -229,7 +302,11 @@ def test_a_failed_episode_has_no_token() -> None:
     for status in FAILED_STATUSES:
         failed = Episode(status, (), (), [], {}, [1.5], "it raised")
         record = read_rollout(line_of(Completion([], [], "stop", failed)), "f:1")
-        assert (record.status, record.turns, record.environment["error"]) == (status, [], "it raised")
+        assert (record.status, record.turns, record.environment["error"]) == (
+            status,
+            [],
+            "it raised",
+        )
         assert same_episode(read_episode(vars(record), []), failed)
     assert episode_fields(EPISODE)["messages"] is EPISODE.messages
 
@@ -243,28 +320,40 @@ def test_what_arrives_of_thousands_of_episodes_has_the_name_of_what_was_sampled(
         rollouts, names = list[Rollout](), dict[int, int]()
         for i, completion in enumerate(made, start=first):
             contexts = completion_contexts([1, 2], completion)
-            count, segments = len(completion.token_ids), completion.episode.segments if completion.episode else ()
+            count, segments = (
+                len(completion.token_ids),
+                completion.episode.segments if completion.episode else (),
+            )
             tokens = [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts]
             names[i] = _name(tokens, completion.logprobs, [0.5] * count, [True] * count)
             if segments:
                 rollouts.append(rollout_of(i, 0.5, True, segments, completion.logprobs))
             else:
-                rollouts.append(Rollout(i, 0.5, True, [1, 2], completion.token_ids, completion.logprobs))
+                rollouts.append(
+                    Rollout(i, 0.5, True, [1, 2], completion.token_ids, completion.logprobs)
+                )
         arrived = decode_rollouts(encode_rollouts(rollouts))
         row = pack_rollouts(arrived, torch.device("cpu"))
-        assert dict(_named_rollouts(row)) == {i: name for i, name in names.items() if name != NOTHING}
+        assert dict(_named_rollouts(row)) == {
+            i: name for i, name in names.items() if name != NOTHING
+        }
         assert {i for i, name in names.items() if name == NOTHING} == {
             i for i, completion in enumerate(made, start=first) if not completion.token_ids
         }
         for rollout in arrived:
             for number, segment_ in enumerate(rollout.segments):
-                places, free = np.flatnonzero(segment_.sampled), np.flatnonzero(~segment_.sampled)[1:]
+                places, free = (
+                    np.flatnonzero(segment_.sampled),
+                    np.flatnonzero(~segment_.sampled)[1:],
+                )
                 if len(places) and len(free):
                     mask = segment_.sampled.copy()
                     mask[[draw.choice(places.tolist()), draw.choice(free.tolist())]] = [False, True]
                     parts = [*rollout.segments]
                     parts[number] = Segment(segment_.token_ids, mask)
-                    moved = rollout_of(rollout.rollout_id, 0.5, True, tuple(parts), rollout.rollout_logprobs)
+                    moved = rollout_of(
+                        rollout.rollout_id, 0.5, True, tuple(parts), rollout.rollout_logprobs
+                    )
                     [(_, name)] = _named_rollouts(pack_rollouts([moved], torch.device("cpu")))
                     assert name != names[rollout.rollout_id]
                     num_moved += 1

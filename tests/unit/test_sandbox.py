@@ -30,10 +30,16 @@ def test_code_is_the_last_python_block(text: str, code: str) -> None:
     ("args", "message"),
     [
         ({"time_s": 0}, r"rewards\.0\.args\.time_s must be a positive number; got 0"),
-        ({"memory_mib": "much"}, r"rewards\.0\.args\.memory_mib must be a positive number; got 'much'"),
+        (
+            {"memory_mib": "much"},
+            r"rewards\.0\.args\.memory_mib must be a positive number; got 'much'",
+        ),
         ({"partial_credit": "yes"}, r"rewards\.0\.args\.partial_credit must be a bool; got 'yes'"),
         ({"tests_column": 3}, r"rewards\.0\.args\.tests_column must be a str; got 3"),
-        ({"isolation": "some"}, r"""rewards\.0\.args\.isolation must be "required" or "none"; got 'some'"""),
+        (
+            {"isolation": "some"},
+            r"""rewards\.0\.args\.isolation must be "required" or "none"; got 'some'""",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(args: dict[str, Any], message: str) -> None:
@@ -42,4 +48,6 @@ def test_bad_arguments_are_refused(args: dict[str, Any], message: str) -> None:
 
 
 def test_the_tests_column_is_needed() -> None:
-    assert load_rewards([RewardConfig(name="code", args={"tests_column": "asserts"})])[0].needs == ("asserts",)
+    assert load_rewards([RewardConfig(name="code", args={"tests_column": "asserts"})])[0].needs == (
+        "asserts",
+    )

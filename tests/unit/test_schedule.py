@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 from transformers import get_scheduler
 
-from grpo_spmd.config.dump import flat_config
+from grpo_spmd.config.describe import flat_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, OptimizerConfig, TrainingConfig
@@ -28,7 +28,9 @@ def _plain_optimizer(lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
 
 
-def _of_scheduler(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler) -> list[float]:
+def _of_scheduler(
+    optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
+) -> list[float]:
     rates = []
     for _ in range(_N):
         rates.append(float(optimizer.param_groups[0]["lr"]))
@@ -40,13 +42,17 @@ def _of_scheduler(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_sch
 def test_cosine_with_a_floor_is_torchs() -> None:
     optimizer = _plain_optimizer(3e-4)
     theirs = _of_scheduler(optimizer, CosineAnnealingLR(optimizer, _N, eta_min=1e-5))
-    assert _rates(OptimizerConfig(lr=3e-4, schedule="cosine", min_lr=1e-5)) == pytest.approx(theirs, rel=1e-9)
+    assert _rates(OptimizerConfig(lr=3e-4, schedule="cosine", min_lr=1e-5)) == pytest.approx(
+        theirs, rel=1e-9
+    )
 
 
 def test_linear_with_a_floor_is_torchs() -> None:
     optimizer = _plain_optimizer(1.0)
     theirs = _of_scheduler(optimizer, LinearLR(optimizer, 1.0, 0.25, total_iters=_N))
-    assert _rates(OptimizerConfig(lr=1.0, schedule="linear", min_lr=0.25)) == pytest.approx(theirs, rel=1e-9)
+    assert _rates(OptimizerConfig(lr=1.0, schedule="linear", min_lr=0.25)) == pytest.approx(
+        theirs, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +72,12 @@ def test_after_the_warmup_it_is_transformers(ours: str, theirs: str, floor: floa
 
 def test_a_constant_rate_is_exactly_lr_and_a_long_warmup_never_divides_by_zero() -> None:
     assert _rates(OptimizerConfig(lr=1e-6, warmup_steps=2), 4) == [5e-7, 1e-6, 1e-6, 1e-6]
-    assert _rates(OptimizerConfig(lr=4.0, schedule="linear", warmup_steps=4), 4) == [1.0, 2.0, 3.0, 4.0]
+    assert _rates(OptimizerConfig(lr=4.0, schedule="linear", warmup_steps=4), 4) == [
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+    ]
     assert _rates(OptimizerConfig(lr=0.0, schedule="cosine"), 3) == [0.0, 0.0, 0.0]
     # More steps than the run has would be a mistake of ours, and still never climb again.
     assert lr_share(OptimizerConfig(lr=1.0, schedule="cosine", min_lr=0.5), 99, 10) == 0.5
@@ -81,7 +92,9 @@ def test_the_check_of_the_update_expects_the_same_rates(schedule: str) -> None:
 
 
 def test_the_run_is_all_optimizer_steps_of_all_steps() -> None:
-    assert TrainingConfig(num_steps=7, num_mini_batches=3, num_epochs=2).num_run_optimizer_steps == 42
+    assert (
+        TrainingConfig(num_steps=7, num_mini_batches=3, num_epochs=2).num_run_optimizer_steps == 42
+    )
 
 
 def _config(folder: Path, *overrides: str) -> Config:
@@ -89,16 +102,24 @@ def _config(folder: Path, *overrides: str) -> Config:
 
 
 def test_a_floor_needs_a_schedule_and_lies_below_lr(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"optimizer.min_lr \(1e-07\) needs optimizer.schedule: linear or cosine"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer.min_lr \(1e-07\) needs optimizer.schedule: linear or cosine"
+    ):
         _config(tmp_path, "optimizer.min_lr=1e-7")
-    with pytest.raises(ConfigError, match=r"optimizer.min_lr \(0.1\) must be <= optimizer.lr \(0.01\)"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer.min_lr \(0.1\) must be <= optimizer.lr \(0.01\)"
+    ):
         _config(tmp_path, "optimizer.min_lr=0.1", "optimizer.schedule=linear")
-    assert _config(tmp_path, "optimizer.min_lr=0.01", "optimizer.schedule=cosine").optimizer.min_lr == 0.01
+    assert (
+        _config(tmp_path, "optimizer.min_lr=0.01", "optimizer.schedule=cosine").optimizer.min_lr
+        == 0.01
+    )
 
 
 def test_a_resume_that_asks_for_another_schedule_says_what_it_comes_to(tmp_path: Path) -> None:
     shorter, longer = (
-        flat_config(_config(tmp_path, "optimizer.schedule=linear", f"training.num_steps={n}")) for n in (10, 20)
+        flat_config(_config(tmp_path, "optimizer.schedule=linear", f"training.num_steps={n}"))
+        for n in (10, 20)
     )
     assert changed_schedule(shorter, shorter, 5) is None
     # 5 of 10 steps: half of lr is left; 5 of 20: three quarters.
@@ -107,17 +128,24 @@ def test_a_resume_that_asks_for_another_schedule_says_what_it_comes_to(tmp_path:
     constant = [flat_config(_config(tmp_path, f"training.num_steps={n}")) for n in (10, 20)]
     assert changed_schedule(constant[0], constant[1], 5) is None
     assert (
-        changed_schedule(constant[0], shorter, 5) == "the learning rate goes on at 0.005, where it would have been 0.01"
+        changed_schedule(constant[0], shorter, 5)
+        == "the learning rate goes on at 0.005, where it would have been 0.01"
     )
     # One written before there were schedules was constant.
-    old = {key: value for key, value in constant[0].items() if key not in ("optimizer.schedule", "optimizer.min_lr")}
+    old = {
+        key: value
+        for key, value in constant[0].items()
+        if key not in ("optimizer.schedule", "optimizer.min_lr")
+    }
     assert changed_schedule(old, constant[1], 5) is None
     with pytest.raises(ConfigError, match=r"optimizer.schedule must be one of"):
         changed_schedule({**old, "optimizer.schedule": [1]}, constant[1], 5)
 
 
 def test_explain_says_where_the_rate_ends(tmp_path: Path) -> None:
-    config = _config(tmp_path, "optimizer.schedule=linear", "optimizer.min_lr=0.002", "optimizer.warmup_steps=2")
+    config = _config(
+        tmp_path, "optimizer.schedule=linear", "optimizer.min_lr=0.002", "optimizer.warmup_steps=2"
+    )
     # The last of 10 has p = 7 / 8: 0.002 + 0.008 / 8
     ((_, last, how),) = schedule_rows(config.optimizer, 10)
     assert last == "0.003"

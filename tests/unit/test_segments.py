@@ -12,14 +12,25 @@ import pytest
 import torch
 import transformers
 
-from grpo_spmd.config.schema import AdvantageConfig, LossConfig, ModelConfig, RolloutConfig, TrainingConfig
+from grpo_spmd.config.schema import (
+    AdvantageConfig,
+    LossConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainingConfig,
+)
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.learn.episode_facts import check_environment_errors, episode_metrics
-from grpo_spmd.learn.exchange import decode_rollouts, encode_rollouts, rollout_of
-from grpo_spmd.learn.facts import decode_facts, encode_facts, rollout_tokens
-from grpo_spmd.learn.packing import pack_rollouts
-from grpo_spmd.learn.sampled_step import SampledStep, StepRules
-from grpo_spmd.learn.turn_credit import returns_to_go, turn_advantages
+from grpo_spmd.learn.advantages import returns_to_go, turn_advantages
+from grpo_spmd.learn.assemble import decode_rollouts, encode_rollouts, pack_rollouts, rollout_of
+from grpo_spmd.learn.sampled_step import (
+    SampledStep,
+    StepRules,
+    check_environment_errors,
+    decode_facts,
+    encode_facts,
+    episode_metrics,
+    rollout_tokens,
+)
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import (
     EPISODE_STATUSES,
@@ -56,7 +67,9 @@ FORK = segment(([1, 2, 9, 9], GIVEN), ([8, 8, 8], SAID))
 
 
 def test_segments_are_sequences_of_one_rollout_by_hand() -> None:
-    episode = rollout_of(5, 2.0, True, (FIRST, FORK), np.array([-1, -2, -3, -4, -5, -6], np.float32))
+    episode = rollout_of(
+        5, 2.0, True, (FIRST, FORK), np.array([-1, -2, -3, -4, -5, -6], np.float32)
+    )
     plain = Rollout(6, -1.0, True, [10, 11], [12], [-7.0])
     batch = pack_rollouts([episode, plain], CPU)
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 1, 2, 9, 9, 8, 8, 8, 10, 11, 12]
@@ -84,7 +97,9 @@ def random_episode(rng: random.Random, longest: int = 60) -> tuple[Segment, ...]
         parts = [([rng.randrange(1, 97) for _ in range(rng.randint(1, 12))], GIVEN)]
         for _ in range(rng.randint(1, 4)):
             parts.append(([rng.randrange(1, 97) for _ in range(rng.choice([0, 1, 1, 2, 7]))], SAID))
-            parts.append(([rng.randrange(1, 97) for _ in range(rng.choice([0, 0, 1, 3, 9]))], GIVEN))
+            parts.append(
+                ([rng.randrange(1, 97) for _ in range(rng.choice([0, 0, 1, 3, 9]))], GIVEN)
+            )
         cut = longest - sum(len(tokens) for tokens, _ in parts)
         segments.append(segment(*parts[: cut or None]))
     return tuple(segments)
@@ -100,7 +115,9 @@ def random_rollout(number: int, rng: random.Random) -> Rollout:
         rng.random() if rng.random() < 0.5 else np.array([rng.random() for _ in range(count)])
     )
     mask: bool | np.ndarray = (
-        True if rng.random() < 0.5 else np.array([rng.random() < 0.5 for _ in range(count)], np.bool_)
+        True
+        if rng.random() < 0.5
+        else np.array([rng.random() < 0.5 for _ in range(count)], np.bool_)
     )
     return rollout_of(number, advantages, mask, segments, [rng.gauss(-1, 1) for _ in range(count)])
 
@@ -117,13 +134,15 @@ def test_ten_thousand_episodes_cross_ranks_and_are_packed_with_exact_masks() -> 
                 assert np.array_equal(one.token_ids, other.token_ids)
                 assert np.array_equal(one.sampled, other.sampled)
             for name in ("prompt_ids", "completion_ids", "rollout_logprobs", "advantages"):
-                assert np.array_equal(np.asarray(getattr(ours, name)), np.asarray(getattr(theirs, name))), name
+                assert np.array_equal(
+                    np.asarray(getattr(ours, name)), np.asarray(getattr(theirs, name))
+                ), name
         batch = pack_rollouts(crossed, CPU)
         targets, contexts, owners = [], [], []
         for rollout in rollouts:
-            pairs = [(one.token_ids.tolist(), one.sampled.tolist()) for one in rollout.segments] or [
-                ([*rollout.prompt_ids, *rollout.completion_ids], [False] * 4 + [True] * 5)
-            ]
+            pairs = [
+                (one.token_ids.tolist(), one.sampled.tolist()) for one in rollout.segments
+            ] or [([*rollout.prompt_ids, *rollout.completion_ids], [False] * 4 + [True] * 5)]
             for ids, sampled in pairs:
                 for place, is_sampled in enumerate(sampled):
                     if is_sampled:
@@ -143,7 +162,9 @@ def test_sampled_tokens_are_scored_as_plain_transformers_does_over_the_whole_con
     """In float32, with forks, several turns and given tokens in between: also the gradient of what is sampled alone."""
     folder = make_model(tmp_path, "qwen3", tied=True)
     policy = build_policy(ModelConfig(path=str(folder), dtype="float32"), 1.0, session)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     rng, worst = random.Random(1), 0.0
     for _ in range(12):
         rollouts = [random_rollout(i, rng) for i in range(10)]
@@ -153,11 +174,16 @@ def test_sampled_tokens_are_scored_as_plain_transformers_does_over_the_whole_con
             expected = []
             for rollout in rollouts:
                 pairs = [(one.token_ids.tolist(), one.sampled) for one in rollout.segments] or [
-                    ([*rollout.prompt_ids, *rollout.completion_ids], np.array([False] * 4 + [True] * 5))
+                    (
+                        [*rollout.prompt_ids, *rollout.completion_ids],
+                        np.array([False] * 4 + [True] * 5),
+                    )
                 ]
                 for ids, sampled in pairs:
                     log_p = plain(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-                    expected += [log_p[place - 1, ids[place]].item() for place in np.flatnonzero(sampled)]
+                    expected += [
+                        log_p[place - 1, ids[place]].item() for place in np.flatnonzero(sampled)
+                    ]
         worst = max(worst, (ours.double() - torch.tensor(expected)).abs().max().item())
     assert worst < 1e-5, worst
 
@@ -167,27 +193,42 @@ def episode(status: str, segments: tuple[Segment, ...], num_turns: int = 2) -> C
     turns = tuple(Turn(1, "stop") for _ in range(num_turns))
     error = "environment (row 0, sample 0): raised" if not segments else None
     record = Episode(status, segments, turns, [], {}, [0.1, 0.3], error)
-    return Completion(sampled, [-1.0] * len(sampled), "length" if status == "truncated" else "stop", record)
+    return Completion(
+        sampled, [-1.0] * len(sampled), "length" if status == "truncated" else "stop", record
+    )
 
 
 def step_of(
     completions: list[list[Completion]], rewards: list[float | None]
 ) -> tuple[list[RolloutGroup], ScoredRollouts]:
-    groups = [RolloutGroup(i, Prompt(i, i, [1, 2], "p", {}), of_group) for i, of_group in enumerate(completions)]
-    scored = ScoredRollouts(rewards=rewards, by_name={"r": rewards}, statuses={"r": ["ok"] * len(rewards)})
+    groups = [
+        RolloutGroup(i, Prompt(i, i, [1, 2], "p", {}), of_group)
+        for i, of_group in enumerate(completions)
+    ]
+    scored = ScoredRollouts(
+        rewards=rewards, by_name={"r": rewards}, statuses={"r": ["ok"] * len(rewards)}
+    )
     return groups, scored
 
 
 def test_what_rank0_is_told_of_episodes_by_hand() -> None:
-    failed = Completion([], [], "stop", Episode("env_error", (), (), [], {}, [0.2], "environment (row 1): raised"))
+    failed = Completion(
+        [], [], "stop", Episode("env_error", (), (), [], {}, [0.2], "environment (row 1): raised")
+    )
     groups, scored = step_of(
-        [[episode("ok", (FIRST, FORK)), episode("truncated", (FIRST,), 1)], [failed, episode("ok", (FORK,), 3)]],
+        [
+            [episode("ok", (FIRST, FORK)), episode("truncated", (FIRST,), 1)],
+            [failed, episode("ok", (FORK,), 3)],
+        ],
         [1.0, 0.0, None, 0.5],
     )
     payload = encode_facts(groups, scored, 2)
     facts, of_ranks, names, tally = decode_facts([b"", payload], 2)
     assert (of_ranks, names) == ([0, 2], ["r"])
-    assert rollout_tokens(facts).tolist() == [[14, 7], [2, 7]]  # the failed one has its prompt alone
+    assert rollout_tokens(facts).tolist() == [
+        [14, 7],
+        [2, 7],
+    ]  # the failed one has its prompt alone
     assert facts["completion_tokens"].tolist() == [[6, 3], [0, 3]]
     metrics = episode_metrics(facts, tally.calls_s)
     expected = {
@@ -200,29 +241,48 @@ def test_what_rank0_is_told_of_episodes_by_hand() -> None:
         "environment/call_s_p50": 0.2,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert {name for name in metrics if name.endswith("_frac")} == {f"episode/{name}_frac" for name in EPISODE_STATUSES}
+    assert {name for name in metrics if name.endswith("_frac")} == {
+        f"episode/{name}_frac" for name in EPISODE_STATUSES
+    }
     assert (
-        episode_metrics(decode_facts([encode_facts(*step_of([[Completion([1], [0.0], "stop")]], [1.0]), 1)], 1)[0], [])
+        episode_metrics(
+            decode_facts([encode_facts(*step_of([[Completion([1], [0.0], "stop")]], [1.0]), 1)], 1)[
+                0
+            ],
+            [],
+        )
         == {}
     )
 
 
-def test_environments_that_fail_too_often_stop_the_run_and_are_never_a_reward_of_zero(session: Session) -> None:
-    failed = Completion([], [], "stop", Episode("env_timeout", (), (), [], {}, [], "environment (row 1): hung"))
+def test_environments_that_fail_too_often_stop_the_run_and_are_never_a_reward_of_zero(
+    session: Session,
+) -> None:
+    failed = Completion(
+        [], [], "stop", Episode("env_timeout", (), (), [], {}, [], "environment (row 1): hung")
+    )
     good = [episode("ok", (FIRST,)), episode("ok", (FORK,)), episode("ok", (FIRST,))]
     groups, scored = step_of([[*good, failed]], [1.0, 0.0, 0.5, None])
     facts, *_, tally = decode_facts([encode_facts(groups, ScoredRollouts(**vars(scored)), 4)], 4)
     check_environment_errors(facts, tally.first_errors, 0.3)
     scored.first_error = "environment (row 1): hung"
     facts, *_, tally = decode_facts([encode_facts(groups, scored, 4)], 4)
-    with pytest.raises(RewardError, match=r"failed in 1 of 4 episodes \(0 env_error, 1 env_timeout\).*\n.*hung"):
+    with pytest.raises(
+        RewardError, match=r"failed in 1 of 4 episodes \(0 env_error, 1 env_timeout\).*\n.*hung"
+    ):
         check_environment_errors(facts, tally.first_errors, 0.25)
     sizes = RolloutConfig(num_prompts_per_step=1, group_size=4)
-    step = SampledStep(StepRules(sizes, AdvantageConfig(normalize_std="none"), LossConfig(), TrainingConfig(), 0.3, 1))
+    step = SampledStep(
+        StepRules(
+            sizes, AdvantageConfig(normalize_std="none"), LossConfig(), TrainingConfig(), 0.3, 1
+        )
+    )
     step.add(groups, scored)
     decision = step.decide()
     assert [decision.in_loss[i] for i in range(4)] == [True, True, True, False]
-    assert [decision.advantages[i] for i in range(4)] == pytest.approx([0.5, -0.5, 0.0, 0.0])  # the mean is of three
+    assert [decision.advantages[i] for i in range(4)] == pytest.approx(
+        [0.5, -0.5, 0.0, 0.0]
+    )  # the mean is of three
     assert decision.num_tokens == 7 + 7 + 7 + 2
     assert not math.isnan(decision.metrics["reward/mean"] or math.nan)
 

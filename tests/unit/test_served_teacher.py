@@ -17,22 +17,21 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_spmd.config.dump import flat_config
+from grpo_spmd.checks.explain import explain
+from grpo_spmd.checks.inputs import check_inputs
+from grpo_spmd.config.describe import flat_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.learn.distillation import divergence_loss, taught_advantages
-from grpo_spmd.learn.exchange import rollout_of
-from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.assemble import pack_rollouts, rollout_of
+from grpo_spmd.learn.losses import divergence_loss, taught_advantages
 from grpo_spmd.learn.served_teacher import _contexts, rest_of, said_of
+from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.divergence import LEAST
-from grpo_spmd.preflight.checks import check_inputs
-from grpo_spmd.preflight.explain import explain
-from grpo_spmd.preflight.model_facts import read_model
 from grpo_spmd.records import Lesson, Rollout, Segment
 from grpo_spmd.rewards.pool import call_limits
 from grpo_spmd.rewards.pool.call_limits import CallLimits
-from grpo_spmd.rewards.remote.prompt_logprobs import Place, PromptLogprobs
+from grpo_spmd.rewards.remote.client import Place, PromptLogprobs
 from grpo_spmd.rewards.remote.server_calls import ServerCalls
 from grpo_spmd.rewards.trl import FailedCallError
 from tests.support.models import make_model, write_config
@@ -50,7 +49,10 @@ def said(ids: list[int] = IDS, top_k: int = 0) -> dict[str, Any]:
         top = [(40, -1.0), (41, -2.0)] if token_id != 8 else [(8, -0.25), (40, -2.5)]
         logprobs = {token_id: LOGPROBS[token_id]} | dict(top[:top_k])
         ranks = {token_id: 50} | {i: rank for rank, (i, _) in enumerate(top[:top_k], 1)}
-        said = {i: {"logprob": value, "rank": ranks[i], "decoded_token": "x"} for i, value in logprobs.items()}
+        said = {
+            i: {"logprob": value, "rank": ranks[i], "decoded_token": "x"}
+            for i, value in logprobs.items()
+        }
         places.append({str(i): each for i, each in said.items()})
     return {"choices": [{"prompt_logprobs": places, "prompt_token_ids": ids}]}
 
@@ -64,7 +66,11 @@ def test_what_is_asked_and_what_is_taken() -> None:
     with stub_server(lambda body: said(top_k=body["prompt_logprobs"])) as server:
         assert ask(server) == [Place(-5.6, []), Place(-4.9, []), Place(-0.25, [])]
         top = [(40, -1.0), (41, -2.0)]
-        assert ask(server, 2) == [Place(-5.6, top), Place(-4.9, top), Place(-0.25, [(8, -0.25), (40, -2.5)])]
+        assert ask(server, 2) == [
+            Place(-5.6, top),
+            Place(-4.9, top),
+            Place(-0.25, [(8, -0.25), (40, -2.5)]),
+        ]
         first = server.asked[0].body
     assert first == {
         "model": NAME, "prompt": IDS, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0,
@@ -93,27 +99,47 @@ def _value(value: Any) -> Callable[[Any], Any]:
 OTHERS = said([5, 6, 7, 8])
 OTHERS["choices"][0]["prompt_token_ids"] = [5, 6, 7, 9]
 SPOILT: list[tuple[str, Callable[[Any], Any], str]] = [
-    ("shifted", _places(lambda places: [None, *places[2:], places[1]]), "without the prompt's own token"),
+    (
+        "shifted",
+        _places(lambda places: [None, *places[2:], places[1]]),
+        "without the prompt's own token",
+    ),
     ("another's", lambda body: OTHERS, "for another prompt than it was asked of"),
     ("short", _places(lambda places: places[:-1]), "3 prompt_logprobs for 4 tokens"),
     ("long", _places(lambda places: [*places, places[1]]), "5 prompt_logprobs for 4 tokens"),
     ("none", _places(lambda _: None), "no prompt_logprobs for 4 tokens"),
-    ("a null inside", _places(lambda places: [*places[:2], None, places[3]]), "prompt_logprobs of another form"),
+    (
+        "a null inside",
+        _places(lambda places: [*places[:2], None, places[3]]),
+        "prompt_logprobs of another form",
+    ),
     ("NaN", _value(math.nan), "what is no logprob: NaN"),
     ("infinite", _value(-math.inf), "what is no logprob: -Infinity"),
     ("vLLM's minus infinity", _value(-9999.0), "what is no logprob: -9999.0"),
     ("above 0", _value(0.1), "what is no logprob: 0.1"),
     ("text", _value("-1"), "what is no logprob"),
     ("true", _value(True), "what is no logprob"),
-    ("no token's id", _places(lambda places: [*places[:2], places[2] | {"9" * 5000: {}}, places[3]]), "another form"),
-    ("an id twice", _places(lambda places: [*places[:2], places[2] | {"07": places[2]["7"]}, places[3]]), "form"),
+    (
+        "no token's id",
+        _places(lambda places: [*places[:2], places[2] | {"9" * 5000: {}}, places[3]]),
+        "another form",
+    ),
+    (
+        "an id twice",
+        _places(lambda places: [*places[:2], places[2] | {"07": places[2]["7"]}, places[3]]),
+        "form",
+    ),
     ("a reward", lambda body: {"score": 1}, "no choices[0].prompt_logprobs"),
     ("a list", lambda body: [1, 2], "no choices[0].prompt_logprobs"),
 ]
 
 
-@pytest.mark.parametrize(("answer", "why"), [row[1:] for row in SPOILT], ids=[row[0] for row in SPOILT])
-def test_what_is_no_answer_to_these_tokens_is_refused(answer: Callable[[Any], Any], why: str) -> None:
+@pytest.mark.parametrize(
+    ("answer", "why"), [row[1:] for row in SPOILT], ids=[row[0] for row in SPOILT]
+)
+def test_what_is_no_answer_to_these_tokens_is_refused(
+    answer: Callable[[Any], Any], why: str
+) -> None:
     with stub_server(answer) as server, pytest.raises(FailedCallError) as failed:
         ask(server)
     assert str(failed.value).startswith("answered ")
@@ -125,8 +151,14 @@ def test_what_is_kept_of_a_token_is_8_bytes_for_each_of_the_likeliest() -> None:
     places = [Place(-5.6, [(40, -1.0), (41, -2.0)]), Place(-0.25, [(8, -0.25), (40, -2.5)])]
     ids, logprobs = said_of(places, 2, 96)
     assert ids.tolist() == [[40, 41], [8, 40]]
-    rests = [math.log(1 - math.exp(-1) - math.exp(-2)), math.log(1 - math.exp(-0.25) - math.exp(-2.5))]
-    assert logprobs.tolist() == [pytest.approx([-1.0, -2.0, rests[0]]), pytest.approx([-0.25, -2.5, rests[1]])]
+    rests = [
+        math.log(1 - math.exp(-1) - math.exp(-2)),
+        math.log(1 - math.exp(-0.25) - math.exp(-2.5)),
+    ]
+    assert logprobs.tolist() == [
+        pytest.approx([-1.0, -2.0, rests[0]]),
+        pytest.approx([-0.25, -2.5, rests[1]]),
+    ]
     assert (ids.nbytes, logprobs.nbytes) == (2 * 2 * 4, 2 * 3 * 4)
     ids, logprobs = said_of(places, 0, 96)
     assert (ids.shape, logprobs.tolist()) == ((2, 0), [[pytest.approx(-5.6)], [-0.25]])
@@ -148,16 +180,35 @@ def test_the_likeliest_tokens_are_those(spoilt: str) -> None:
 
     with stub_server(_places(change)) as server, pytest.raises(FailedCallError) as failed:
         ask(server, 2)
-    assert ("add up to more than 1" if spoilt == "more than all" else "tokens at a place") in str(failed.value)
+    assert ("add up to more than 1" if spoilt == "more than all" else "tokens at a place") in str(
+        failed.value
+    )
 
 
-WAYS = ("429", "500", "drop", "half", "text", "404", "redirect", "gzip", "huge", "declared", "deep", "hang", "drip")
+WAYS = (
+    "429",
+    "500",
+    "drop",
+    "half",
+    "text",
+    "404",
+    "redirect",
+    "gzip",
+    "huge",
+    "declared",
+    "deep",
+    "hang",
+    "drip",
+)
 
 
 @pytest.mark.parametrize("how", WAYS)
 def test_whoever_does_not_answer_is_left_after_the_limit_without_a_secret(how: str) -> None:
     headers = {"Authorization": f"Bearer {SECRET}"}
-    with stub_server(lambda body: said(), lambda body: how) as server, pytest.raises(FailedCallError) as failed:
+    with (
+        stub_server(lambda body: said(), lambda body: how) as server,
+        pytest.raises(FailedCallError) as failed,
+    ):
         ask(server, limit_s=0.5, headers=headers)
     assert SECRET not in str(failed.value)
     assert "\n" not in str(failed.value)
@@ -185,14 +236,29 @@ def _of_job(ways: list[str]) -> Iterator[StubServer]:
 
 
 def test_every_way_to_fail_costs_its_own_rollout_alone() -> None:
-    ways = ["429", "ok", "429_after", "500", "503", "slow", "drop", "half", "nan_once", "late", "429_long", "text"]
+    ways = [
+        "429",
+        "ok",
+        "429_after",
+        "500",
+        "503",
+        "slow",
+        "drop",
+        "half",
+        "nan_once",
+        "late",
+        "429_long",
+        "text",
+    ]
     ways += ["404", "hang", "drip", "huge", "gzip", "redirect", "ok"]
     for server in _of_job(ways):
         calls = _made(server, ways)
         gone = {"429_long", "text", "404", "hang", "drip", "huge", "gzip", "redirect"}
         assert {ways[job] for job in calls.failed} == gone
         right = {job: -1.0 - job for job, how in enumerate(ways) if how not in gone}
-        assert {job: place.logprob for job, (place,) in calls.found.items()} == right  # each its own
+        assert {
+            job: place.logprob for job, (place,) in calls.found.items()
+        } == right  # each its own
         assert server.most_at_once <= 4 + 2  # a line that was cut is noticed there a little later
         asked = Counter(ways[each.body["prompt"][0]] for each in server.asked)
         assert asked["404"] == asked["redirect"] == asked["gzip"] == asked["huge"] == 1
@@ -213,7 +279,9 @@ def test_a_thread_that_does_not_come_back_is_not_waited_for() -> None:
     assert calls.found == {1: 5}  # what comes late is nobody's
 
 
-def test_a_server_that_is_gone_is_not_asked_of_every_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_gone_is_not_asked_of_every_rollout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """20 in a row, at the most one that was under way, and one to see."""
     monkeypatch.setattr(call_limits, "_PAUSE_S", 0.2)
     ways = ["404"] * 64
@@ -248,20 +316,31 @@ def test_tokens_without_an_answer_are_taught_nothing_and_are_in_no_mean() -> Non
 
 def test_each_context_of_an_episode_is_asked_of_up_to_its_last_sampled_token() -> None:
     """Rollout 4 has two segments, rollout 9 one turn; what was given behind the last sampled token is nobody's."""
-    of_first = Segment(np.array([1, 2, 3, 4, 5, 6, 7], np.int32), np.array([0, 0, 1, 1, 0, 1, 0], np.bool_))
+    of_first = Segment(
+        np.array([1, 2, 3, 4, 5, 6, 7], np.int32), np.array([0, 0, 1, 1, 0, 1, 0], np.bool_)
+    )
     of_second = Segment(np.array([1, 2, 8, 9], np.int32), np.array([0, 0, 0, 1], np.bool_))
     episode = rollout_of(4, 0.0, True, (of_first, of_second), [0.0] * 4)
-    row = pack_rollouts([episode, Rollout(9, 0.0, True, [11], [12, 13], [0.0] * 2)], torch.device("cpu"))
+    row = pack_rollouts(
+        [episode, Rollout(9, 0.0, True, [11], [12, 13], [0.0] * 2)], torch.device("cpu")
+    )
     found = [
-        (q.rollout_id, q.token_ids.tolist(), q.predicted.tolist(), q.places.tolist()) for q in _contexts(row, None)
+        (q.rollout_id, q.token_ids.tolist(), q.predicted.tolist(), q.places.tolist())
+        for q in _contexts(row, None)
     ]
     assert found == [
         (4, [1, 2, 3, 4, 5, 6], [2, 3, 5], [0, 1, 2]),
         (4, [1, 2, 8, 9], [3], [3]),
         (9, [11, 12, 13], [1, 2], [4, 5]),
     ]
-    assert [q.places.tolist() for q in _contexts(row, np.array([7, 8, 9, 0, 1, 2]))] == [[7, 8, 9], [0], [1, 2]]
-    assert [*_contexts(pack_rollouts([], torch.device("cpu")), None)] == []  # a rank with nothing to train on
+    assert [q.places.tolist() for q in _contexts(row, np.array([7, 8, 9, 0, 1, 2]))] == [
+        [7, 8, 9],
+        [0],
+        [1, 2],
+    ]
+    assert [
+        *_contexts(pack_rollouts([], torch.device("cpu")), None)
+    ] == []  # a rank with nothing to train on
 
 
 def test_what_is_left_of_1_is_known_to_rounding() -> None:
@@ -276,7 +355,10 @@ def test_what_is_left_of_1_is_known_to_rounding() -> None:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("served")
-    return [make_model(folder / "a", "qwen3", tied=True), make_model(folder / "b", "qwen3", tied=True, seed=1)]
+    return [
+        make_model(folder / "a", "qwen3", tied=True),
+        make_model(folder / "b", "qwen3", tied=True, seed=1),
+    ]
 
 
 URL = "http://127.0.0.1:8000/v1/completions"
@@ -285,25 +367,57 @@ URL = "http://127.0.0.1:8000/v1/completions"
 @pytest.mark.parametrize(
     ("overrides", "refused"),
     [
-        (["teacher.path=here", f"teacher.url={URL}"], "teacher has path and url, and is one of them"),
-        (["teacher.path=here", "teacher.model=x"], "teacher.model is of a url; set teacher.url, or take it out"),
-        (["teacher.path=here", "teacher.retries=1"], "teacher.retries is of a url; set teacher.url, or take it out"),
+        (
+            ["teacher.path=here", f"teacher.url={URL}"],
+            "teacher has path and url, and is one of them",
+        ),
+        (
+            ["teacher.path=here", "teacher.model=x"],
+            "teacher.model is of a url; set teacher.url, or take it out",
+        ),
+        (
+            ["teacher.path=here", "teacher.retries=1"],
+            "teacher.retries is of a url; set teacher.url, or take it out",
+        ),
         (["teacher.retries=1"], "teacher.retries is of a url; set teacher.url"),
-        ([f"teacher.url={URL}", "teacher.loss=full"], "teacher.loss: full needs the whole distribution"),
-        ([f"teacher.url={URL}", "rollout.temperature=0.7"], "rollout.temperature (0.7) must be 1 with teacher.url"),
+        (
+            [f"teacher.url={URL}", "teacher.loss=full"],
+            "teacher.loss: full needs the whole distribution",
+        ),
+        (
+            [f"teacher.url={URL}", "rollout.temperature=0.7"],
+            "rollout.temperature (0.7) must be 1 with teacher.url",
+        ),
         (["teacher.url=http://127.0.0.1:8000"], "teacher.url must be the address of completions"),
-        (["teacher.url=http://127.0.0.1:8000/v1/chat/completions"], "teacher.url must be the address of completions"),
+        (
+            ["teacher.url=http://127.0.0.1:8000/v1/chat/completions"],
+            "teacher.url must be the address of completions",
+        ),
         (["teacher.url=127.0.0.1:8000/v1/completions"], "teacher.url must be an address such as"),
         ([f"teacher.url={{a/b: {URL}}}"], "teacher.url.a/b must be the address"),
         (["teacher.url=http://me:s3cret@h/v1/completions"], "teacher.url holds a password"),
-        ([f"teacher.url={URL}", "teacher.headers_env={X-Key: hf_s3cret}"], "teacher.headers_env.X-Key must be"),
-        ([f"teacher.url={URL}", "teacher.headers_env={Authorization: NOT_SET}"], "variable NOT_SET is not set"),
-        ([f"teacher.url={URL}", "teacher.max_concurrent=1"], "teacher.max_concurrent (1) must be >= the number of"),
-        ([f"teacher.url={{a: {URL}, b: {URL}}}"], "the column teacher must name one of teacher.url: a, b"),
+        (
+            [f"teacher.url={URL}", "teacher.headers_env={X-Key: hf_s3cret}"],
+            "teacher.headers_env.X-Key must be",
+        ),
+        (
+            [f"teacher.url={URL}", "teacher.headers_env={Authorization: NOT_SET}"],
+            "variable NOT_SET is not set",
+        ),
+        (
+            [f"teacher.url={URL}", "teacher.max_concurrent=1"],
+            "teacher.max_concurrent (1) must be >= the number of",
+        ),
+        (
+            [f"teacher.url={{a: {URL}, b: {URL}}}"],
+            "the column teacher must name one of teacher.url: a, b",
+        ),
         ([f"teacher.url={URL}", "teacher.max_concurrent=0"], "teacher.max_concurrent must be >= 1"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, folders: list[Path], overrides: list[str], refused: str) -> None:
+def test_what_is_refused(
+    tmp_path: Path, folders: list[Path], overrides: list[str], refused: str
+) -> None:
     path = write_config(tmp_path, folders[0])
 
     def check() -> None:
@@ -324,20 +438,38 @@ def _check(tmp_path: Path, folder: Path, server: StubServer, *overrides: str) ->
     check_inputs(load_config(path, [*more, *overrides]), num_ranks=1)
 
 
-def test_a_server_is_asked_once_before_a_model_is_built(tmp_path: Path, folders: list[Path]) -> None:
+def test_a_server_is_asked_once_before_a_model_is_built(
+    tmp_path: Path, folders: list[Path]
+) -> None:
     with stub_server(answers(folders[1])) as server:
         _check(tmp_path, folders[0], server)
-        _check(tmp_path, folders[0], server, "teacher.loss=topk", "teacher.top_k=20", f"teacher.model={NAME}")
-        assert [each.body and each.body["prompt_logprobs"] for each in server.asked] == [None, 0, None, 20]
+        _check(
+            tmp_path,
+            folders[0],
+            server,
+            "teacher.loss=topk",
+            "teacher.top_k=20",
+            f"teacher.model={NAME}",
+        )
+        assert [each.body and each.body["prompt_logprobs"] for each in server.asked] == [
+            None,
+            0,
+            None,
+            20,
+        ]
         assert server.asked[1].body["model"] == NAME
 
 
 def _limited(folder: Path, most: int) -> tuple[Callable[[Any], Any], Callable[[Any], str]]:
-    return answers(folder), lambda body: "400" if body is not None and body["prompt_logprobs"] > most else "ok"
+    return answers(
+        folder
+    ), lambda body: "400" if body is not None and body["prompt_logprobs"] > most else "ok"
 
 
 def test_what_a_server_is_refused_for(tmp_path: Path, folders: list[Path]) -> None:
-    def refused(answer: Callable[[Any], Any], *overrides: str, behave: Callable[[Any], str] = lambda _: "ok") -> str:
+    def refused(
+        answer: Callable[[Any], Any], *overrides: str, behave: Callable[[Any], str] = lambda _: "ok"
+    ) -> str:
         with stub_server(answer, behave) as server, pytest.raises(ConfigError) as error:
             _check(tmp_path, folders[0], server, *overrides)
         assert "\n" not in str(error.value)
@@ -347,24 +479,36 @@ def test_what_a_server_is_refused_for(tmp_path: Path, folders: list[Path]) -> No
     top = ["teacher.loss=topk", "teacher.top_k=32"]
     several = {"data": [{"id": "x"}, {"id": "y"}]}
     said = refused(right, *top, behave=_limited(folders[1], 20)[1])
-    assert said.startswith("teacher.top_k (32) is more than the server takes; start it with --max-logprobs 32")
-    assert "greater than max allowed: 20" in said
-    assert "teacher.model must be one that the server has (teacher.url has tiny); got big" in refused(
-        right, "teacher.model=big"
+    assert said.startswith(
+        "teacher.top_k (32) is more than the server takes; start it with --max-logprobs 32"
     )
-    assert "is needed where a server has several (teacher.url has x, y)" in refused(lambda body: several)
+    assert "greater than max allowed: 20" in said
+    assert (
+        "teacher.model must be one that the server has (teacher.url has tiny); got big"
+        in refused(right, "teacher.model=big")
+    )
+    assert "is needed where a server has several (teacher.url has x, y)" in refused(
+        lambda body: several
+    )
     # The longest rollout has 16 + 12 tokens.
     assert "start it with --max-model-len 29" in refused(answers(folders[1], max_tokens=28))
-    assert "does not take tokens of" in refused(right, behave=lambda body: "ok" if body is None else "400")
+    assert "does not take tokens of" in refused(
+        right, behave=lambda body: "ok" if body is None else "400"
+    )
     assert "the server answered 404" in refused(right, behave=lambda body: "404")
-    assert "it must be vLLM's" in refused(lambda body: right(None) if body is None else {"choices": []})
+    assert "it must be vLLM's" in refused(
+        lambda body: right(None) if body is None else {"choices": []}
+    )
     other = make_model(tmp_path / "other", "qwen3", tied=True)
     tokens = json.loads((other / "tokenizer.json").read_text())
     vocab = tokens["model"]["vocab"]
     vocab["3"], vocab["4"] = vocab["4"], vocab["3"]
     (other / "tokenizer.json").write_text(json.dumps(tokens))
     number = min(vocab["3"], vocab["4"])
-    assert f"another vocabulary than {folders[0]}: token {number} is '4' there, and '3' in" in refused(answers(other))
+    assert (
+        f"another vocabulary than {folders[0]}: token {number} is '4' there, and '3' in"
+        in refused(answers(other))
+    )
 
 
 def test_a_recipe_that_needs_a_teacher_takes_a_server(tmp_path: Path, folders: list[Path]) -> None:
@@ -377,20 +521,29 @@ def test_a_recipe_that_needs_a_teacher_takes_a_server(tmp_path: Path, folders: l
 def test_nobody_is_there(tmp_path: Path, folders: list[Path]) -> None:
     with stub_server(lambda body: 1) as server:
         pass
-    with pytest.raises(ConfigError, match=r"teacher.url: the server did not answer .*; start it, or correct the"):
+    with pytest.raises(
+        ConfigError, match=r"teacher.url: the server did not answer .*; start it, or correct the"
+    ):
         _check(tmp_path, folders[0], server)
     path = write_config(tmp_path, folders[0])
-    check_inputs(load_config(path, [f"teacher.url={URL}"]), num_ranks=1, to_run=False)  # is not asked
+    check_inputs(
+        load_config(path, [f"teacher.url={URL}"]), num_ranks=1, to_run=False
+    )  # is not asked
 
 
-def test_explain_counts_no_model_and_config_yaml_names_the_variables(tmp_path: Path, folders: list[Path]) -> None:
+def test_explain_counts_no_model_and_config_yaml_names_the_variables(
+    tmp_path: Path, folders: list[Path]
+) -> None:
     path = write_config(tmp_path, folders[0])
     given = [f"teacher.url={URL}", "teacher.headers_env={Authorization: MY_TOKEN}"]
     config, sources = load_config_with_sources(path, given)
     facts = read_model(config.model.path)
     assert facts is not None
     lines = explain(config, sources, facts, 2, 32)
-    assert any("teacher " in line and " 0 B" in line and f"{URL} is asked of 16 rollouts" in line for line in lines)
+    assert any(
+        "teacher " in line and " 0 B" in line and f"{URL} is asked of 16 rollouts" in line
+        for line in lines
+    )
     assert any("extra passes of teachers" in line and " 0 " in line for line in lines)
     flat = flat_config(config)
     assert (flat["teacher.url"], flat["teacher.headers_env.Authorization"]) == (URL, "MY_TOKEN")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.engine.shares import deal, share_out
+from grpo_spmd.engine.requests import deal, share_out
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
-from grpo_spmd.rollout import expected
-from grpo_spmd.rollout.expected import ExpectedLengths
+from grpo_spmd.rollout import sample
+from grpo_spmd.rollout.sample import ExpectedLengths
 
 
 def test_the_longest_go_first_and_evenly_by_hand() -> None:
@@ -37,9 +37,14 @@ def test_every_job_is_there_once_and_none_is_longer_than_those_before_it(seed: i
     dealt, queued = deal(sizes, lengths, num_dealt, engines)
     begun = [job for jobs in dealt for job in jobs]
     assert sorted([*begun, *queued]) == list(range(num_jobs))
-    assert (max(map(len, dealt)) <= num_dealt, len(queued)) == (True, len(deal(sizes, None, num_dealt, engines)[1]))
+    assert (max(map(len, dealt)) <= num_dealt, len(queued)) == (
+        True,
+        len(deal(sizes, None, num_dealt, engines)[1]),
+    )
     for jobs in (*dealt, queued):
-        assert [lengths[job] for job in jobs] == sorted((lengths[job] for job in jobs), reverse=True)
+        assert [lengths[job] for job in jobs] == sorted(
+            (lengths[job] for job in jobs), reverse=True
+        )
     assert not queued or not begun or min(lengths[job] for job in begun) >= lengths[queued[0]]
 
 
@@ -61,9 +66,9 @@ def test_expected_lengths_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
             told.append(mine)
             return []
 
-        monkeypatch.setattr(expected, "on_rank0", of_other)
+        monkeypatch.setattr(sample, "on_rank0", of_other)
         other.of([], {})
-        monkeypatch.setattr(expected, "on_rank0", lambda look_up, mine: look_up([mine, *told]))
+        monkeypatch.setattr(sample, "on_rank0", lambda look_up, mine: look_up([mine, *told]))
         return rank0.of([prompt(row) for row in rows], finished)
 
     assert ask([3, 0], {}) == [0.0, 0.0]  # nothing is known

@@ -12,14 +12,14 @@ import pytest
 import transformers
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.episodes.shipped import catalog, python_tool, search
+from grpo_spmd.episodes.shipped.catalog import shipped_factory
+from grpo_spmd.episodes.shipped.countdown import Countdown
+from grpo_spmd.episodes.shipped.python_tool import PythonTool, SandboxDown
+from grpo_spmd.episodes.shipped.search import Search, index_of, match_of
 from grpo_spmd.rewards.sandbox.cells import Head
 from grpo_spmd.rewards.sandbox.sandbox import Limits, SandboxError
 from grpo_spmd.rewards.sandbox.session import Session
-from grpo_spmd.rollout.environments.shipped import catalog, python_tool, search
-from grpo_spmd.rollout.environments.shipped.catalog import shipped_factory
-from grpo_spmd.rollout.environments.shipped.countdown import Countdown
-from grpo_spmd.rollout.environments.shipped.python_tool import PythonTool, SandboxDown
-from grpo_spmd.rollout.environments.shipped.search import Search, index_of, match_of
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +39,26 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("Syntax", "title NEAR text AND OR NOT"),
     ]
     path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"title": title, "text": text}) + "\n" for title, text in passages))
+    path.write_text(
+        "".join(json.dumps({"title": title, "text": text}) + "\n" for title, text in passages)
+    )
     return path
 
 
 def test_a_name_is_there_for_the_next_call_and_gone_in_the_next_episode(python: PythonTool) -> None:
     python.reset(prompt="x", answer=3)
-    assert python.python("import math\nx = 20\ndef double(n): return 2 * n") == "[nothing was printed]"
+    assert (
+        python.python("import math\nx = 20\ndef double(n): return 2 * n") == "[nothing was printed]"
+    )
     assert python.python("print('x is', x)\ndouble(x) + math.floor(2.5)") == "x is 20\n42\n"
     assert python.python("class A:\n    pass\nA()").startswith("<__main__.A object")
     python.reset()
     assert python.python("x").endswith("NameError: name 'x' is not defined\n")
 
 
-def test_an_error_is_shown_with_its_line_and_none_of_ours_and_state_stays(python: PythonTool) -> None:
+def test_an_error_is_shown_with_its_line_and_none_of_ours_and_state_stays(
+    python: PythonTool,
+) -> None:
     said = python.python("kept = 1\nprint('before')\nkept / 0")
     assert said.startswith("before\nTraceback (most recent call last):\n")
     assert "    kept / 0\n" in said
@@ -135,7 +141,9 @@ def test_what_is_no_code_is_refused_before_it_runs(python: PythonTool) -> None:
     assert "Error" in python.python("\ud800 = 1\x00")
 
 
-def test_a_sandbox_that_fails_is_not_shown_to_the_policy_as_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_fails_is_not_shown_to_the_policy_as_its_own_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fails(*_: object) -> None:
         raise OSError("no more processes")
 
@@ -146,7 +154,9 @@ def test_a_sandbox_that_fails_is_not_shown_to_the_policy_as_its_own_error(monkey
     assert not issubclass(SandboxDown, Exception)
 
 
-def test_a_machine_that_cannot_shut_code_in_is_told_of_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_cannot_shut_code_in_is_told_of_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fails() -> None:
         raise SandboxError("no walls here")
 
@@ -220,15 +230,21 @@ def test_arguments_of_a_search_are_checked(corpus: Path) -> None:
             tool.search(query)  # type: ignore[arg-type]
 
 
-def test_a_search_that_takes_too_long_says_so(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpus.write_text("".join(json.dumps({"title": str(i), "text": f"word {i}"}) + "\n" for i in range(5000)))
+def test_a_search_that_takes_too_long_says_so(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus.write_text(
+        "".join(json.dumps({"title": str(i), "text": f"word {i}"}) + "\n" for i in range(5000))
+    )
     tool = Search(corpus)
     monkeypatch.setattr(search, "_SEARCH_S", -1.0)
     with pytest.raises(ValueError, match="use rarer words"):
         tool.search("word")
 
 
-def test_an_index_is_made_once_and_again_for_another_text(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_is_made_once_and_again_for_another_text(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = index_of(corpus)
     assert first.parent.stat().st_mode & 0o077 == 0
     with monkeypatch.context() as patched:
@@ -242,7 +258,8 @@ def test_an_index_is_made_once_and_again_for_another_text(corpus: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "line", ["[1]", "{}", '{"text": 3}', '{"title": 3, "text": "x"}', "no json", "[" * 100_000, '"text"']
+    "line",
+    ["[1]", "{}", '{"text": 3}', '{"title": 3, "text": "x"}', "no json", "[" * 100_000, '"text"'],
 )
 def test_a_corpus_in_another_form_is_refused_by_its_line(corpus: Path, line: str) -> None:
     corpus.write_text(f'{{"text": "fine"}}\n\n{line}\n')
@@ -250,7 +267,9 @@ def test_a_corpus_in_another_form_is_refused_by_its_line(corpus: Path, line: str
         Search(corpus)
 
 
-def test_a_corpus_that_is_not_there_or_empty_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_that_is_not_there_or_empty_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(ConfigError, match=r"cannot read the corpus .*No such file"):
         Search(tmp_path / "none.jsonl")
@@ -262,7 +281,9 @@ def test_a_corpus_that_is_not_there_or_empty_is_refused(tmp_path: Path, monkeypa
 
 
 def test_a_passage_of_any_length_or_text_is_shown_in_bounds(corpus: Path) -> None:
-    corpus.write_text(json.dumps({"title": "t\ud800" * 3000, "text": "fish " + "x" * 100_000}) + "\n")
+    corpus.write_text(
+        json.dumps({"title": "t\ud800" * 3000, "text": "fish " + "x" * 100_000}) + "\n"
+    )
     found = Search(corpus).search("fish")
     assert len(found) < 4200
     assert found.count("more characters were cut]") == 2
@@ -285,7 +306,18 @@ def test_countdown_is_won_by_the_first_right_submission() -> None:
     assert game.get_reward() == 0.0
 
 
-WRONG = ("24", "3*8*1", "3*8+3-3", "", "3**8", "__import__('os')", "9" * 300, "3/0", "\u0663*\u0668", "(" * 200 + "3*8")
+WRONG = (
+    "24",
+    "3*8*1",
+    "3*8+3-3",
+    "",
+    "3**8",
+    "__import__('os')",
+    "9" * 300,
+    "3/0",
+    "\u0663*\u0668",
+    "(" * 200 + "3*8",
+)
 
 
 def test_countdown_evaluates_no_code_and_cannot_be_won_by_it() -> None:
@@ -299,20 +331,32 @@ def test_countdown_evaluates_no_code_and_cannot_be_won_by_it() -> None:
 
 
 def test_a_row_without_a_task_is_no_episode() -> None:
-    for row in ({}, {"nums": [], "target": 3}, {"nums": ["x"], "target": 3}, {"nums": [1], "target": None}):
+    for row in (
+        {},
+        {"nums": [], "target": 3},
+        {"nums": ["x"], "target": 3},
+        {"nums": [1], "target": None},
+    ):
         with pytest.raises((TypeError, ValueError)):
             Countdown().reset(**row)
 
 
 def test_each_tool_has_a_schema_and_each_name_a_factory(corpus: Path) -> None:
-    expected = {"python": {"python"}, "countdown": {"evaluate", "submit"}, f"search:{corpus}": {"search"}}
+    expected = {
+        "python": {"python"},
+        "countdown": {"evaluate", "submit"},
+        f"search:{corpus}": {"search"},
+    }
     for name, tools in expected.items():
         factory = shipped_factory(name)
         assert factory is not None
         environment = factory()
         for tool in tools:
             schema = transformers.utils.get_json_schema(getattr(environment, tool))
-            assert all(each["description"] for each in schema["function"]["parameters"]["properties"].values())
+            assert all(
+                each["description"]
+                for each in schema["function"]["parameters"]["properties"].values()
+            )
         public = {each for each in vars(type(environment)) if not each.startswith("_")}
         assert public - {"reset", "get_reward"} == tools  # as TRL finds them
     assert shipped_factory("search.py:Engine") is None

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from grpo_spmd.observe.metrics_file import is_evaluation
-from grpo_spmd.report.run import read_run
-from grpo_spmd.show.__main__ import main
-from grpo_spmd.show.dump import Unread, holds, rollouts_of
-from grpo_spmd.show.paper import number
-from grpo_spmd.show.scored import Scored
+from grpo_spmd.tools.report.run import read_run
+from grpo_spmd.tools.show.__main__ import main
+from grpo_spmd.tools.show.dump import Scored, Unread, holds, rollouts_of
+from grpo_spmd.tools.show.paper import number
 from tests.support.processes import ROOT, environment
 from tests.support.shown_run import metrics_of, rollout_of, write_lines, write_run, write_scored_run
 
@@ -73,15 +72,27 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 def test_figures_of_the_curves_are_those_of_the_file(run: Path, shown: Shown) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = shown(run)
-    labels = {"reward": "reward/mean", "spread": "reward/std", "groups alike": "reward/zero_std_groups_frac"}
-    labels |= {"tokens": "completion/tokens_mean", "truncated": "completion/truncated_frac", "entropy": "loss/entropy"}
+    labels = {
+        "reward": "reward/mean",
+        "spread": "reward/std",
+        "groups alike": "reward/zero_std_groups_frac",
+    }
+    labels |= {
+        "tokens": "completion/tokens_mean",
+        "truncated": "completion/truncated_frac",
+        "entropy": "loss/entropy",
+    }
     labels |= {"grad norm": "optim/grad_norm", "mismatch KL": "weight_sync/mismatch_kl"}
     labels |= {"tokens/s": "rollout/tokens_per_s", "step time (s)": "time/step_s"}
     for label, name in labels.items():
-        row = re.search(rf"^{re.escape(label)} +([▁-█]+) +(\S+) +(\S+) +(\S+) +(\S+)$", found, re.MULTILINE)
+        row = re.search(
+            rf"^{re.escape(label)} +([▁-█]+) +(\S+) +(\S+) +(\S+) +(\S+)$", found, re.MULTILINE
+        )
         assert row, (label, found)
         values = [line[name] for line in lines]
-        assert row.groups()[1:] == tuple(map(number, (values[0], values[-1], min(values), max(values)))), label
+        assert row.groups()[1:] == tuple(
+            map(number, (values[0], values[-1], min(values), max(values)))
+        ), label
         assert len(row[1]) == len(lines)
     assert "KL " not in found.replace("mismatch KL", "")  # always 0: not trained with
     assert re.search(r"^rollout +█+ +50% +2 s$", found, re.MULTILINE)  # 2 of 4 s
@@ -94,7 +105,9 @@ def test_components_and_evaluations_have_curves_of_their_own(tmp_path: Path, sho
     lines = []
     for step in range(1, 5):
         lines += [metrics_of(step, **{"reward/form/mean": 0.5 * step})]
-        lines += [{"step": step, "eval/held/mean": step / 8, "eval/held/pass_at_4": 1.0}] * (step % 2 == 0)
+        lines += [{"step": step, "eval/held/mean": step / 8, "eval/held/pass_at_4": 1.0}] * (
+            step % 2 == 0
+        )
     assert is_evaluation(lines[2])
     found = shown(write_run(tmp_path / "run", lines))
     assert re.search(r"^  form +▁▃▆█ +0\.5 +2 +0\.5 +2$", found, re.MULTILINE)
@@ -107,9 +120,17 @@ def test_every_metric_of_a_step_is_on_its_page(run: Path, shown: Shown) -> None:
     found = shown(run, "--step", "8")
     for name, value in line.items():
         if name not in ("step", "time/unix_s", "time/step_s"):
-            label = re.escape(name.split("/")[-1].removesuffix("_s" if name.startswith("time/") else "_gib"))
-            label = r"  update" if name.startswith("memory/") else label.replace("mean", "(?:right/)?mean")
-            assert re.search(rf"{label}\b[^\n]*? {re.escape(number(value))}( |$)", found, re.MULTILINE), (name, found)
+            label = re.escape(
+                name.split("/")[-1].removesuffix("_s" if name.startswith("time/") else "_gib")
+            )
+            label = (
+                r"  update"
+                if name.startswith("memory/")
+                else label.replace("mean", "(?:right/)?mean")
+            )
+            assert re.search(
+                rf"{label}\b[^\n]*? {re.escape(number(value))}( |$)", found, re.MULTILINE
+            ), (name, found)
     assert "where the time goes: 4 s a step" in found
 
 
@@ -117,8 +138,12 @@ def test_groups_of_a_step_by_hand(run: Path, shown: Shown) -> None:
     found = shown(run, "--step", "8")
     assert "2 groups, 4 completions; rewards from 0 to 1" in found
     # 0 and 1: a mean of 0.5, a spread of 0.7071 (of n - 1); 1 and one that is not known, half of them cut
-    assert re.search(r"^ +10 +2  █      █     0\.5  0\.7071    0%  question 0$", found, re.MULTILINE), found
-    assert re.search(r"^ +11 +2         █       1       -   50%  question 1$", found, re.MULTILINE), found
+    assert re.search(
+        r"^ +10 +2  █      █     0\.5  0\.7071    0%  question 0$", found, re.MULTILINE
+    ), found
+    assert re.search(
+        r"^ +11 +2         █       1       -   50%  question 1$", found, re.MULTILINE
+    ), found
     assert "1 completions have no reward" in found
 
 
@@ -129,8 +154,18 @@ def test_the_best_and_the_worst_in_their_order(run: Path, shown: Shown) -> None:
         tuple(map(str, order[place]))
         for place in (0, 2, 1, 3)  # equal ones by sample; the unscored one last
     ]
-    assert re.findall(r"^best .* row (\d+), sample (\d)$", best, re.MULTILINE) == [("11", "0"), ("10", "1")]
-    for text in ("no, it is not", "question 0", "answer = yes", "right - (error)", "cut off", "advantage -0.5"):
+    assert re.findall(r"^best .* row (\d+), sample (\d)$", best, re.MULTILINE) == [
+        ("11", "0"),
+        ("10", "1"),
+    ]
+    for text in (
+        "no, it is not",
+        "question 0",
+        "answer = yes",
+        "right - (error)",
+        "cut off",
+        "advantage -0.5",
+    ):
         assert text in worst
     assert "step 4, row" in shown(run, "--best", "1", "--step", "4")
 
@@ -138,7 +173,10 @@ def test_the_best_and_the_worst_in_their_order(run: Path, shown: Shown) -> None:
 def test_a_prompt_over_the_steps(run: Path, shown: Shown) -> None:
     found = shown(run, "--prompt", "10")
     assert "row 10: sampled at 2 of 2 steps with completions" in found
-    assert re.findall(r"^ +(\d) +2     0\.5  0\.7071    0%  █      █$", found, re.MULTILINE) == ["4", "8"]
+    assert re.findall(r"^ +(\d) +2     0\.5  0\.7071    0%  █      █$", found, re.MULTILINE) == [
+        "4",
+        "8",
+    ]
     assert "step 8, row 10, sample 0" in found
     assert "step 8, row 11" not in found
     assert shown(run, "--prompt", "QUESTION 0") == found  # by a text in it, in any case
@@ -160,27 +198,48 @@ def test_a_text_is_found_marked_and_counted(run: Path, shown: Shown) -> None:
     assert ">>Yes<< it is" in found
     assert "3 completions of 2 of 2 steps; first step 4, last 8" in found
     assert "2 completions of step 8" in shown(run, "--grep", "yes", "--step", "8")
-    assert "no completion of 2 steps contains 'answer'" in shown(run, "--grep", "answer")  # a column's name
+    assert "no completion of 2 steps contains 'answer'" in shown(
+        run, "--grep", "answer"
+    )  # a column's name
     assert "no completion of 2 steps contains 'question'" in shown(run, "--grep", "question")
 
 
 @pytest.mark.parametrize(
-    "text", ['say "hi"', "back\\slash", "two\nlines", "\x1b[31m", "caf\u00e9", "\u4f60\u597d", "a.b", "tab\t"]
+    "text",
+    [
+        'say "hi"',
+        "back\\slash",
+        "two\nlines",
+        "\x1b[31m",
+        "caf\u00e9",
+        "\u4f60\u597d",
+        "a.b",
+        "tab\t",
+    ],
 )
 def test_a_text_is_found_however_json_writes_it(tmp_path: Path, shown: Shown, text: str) -> None:
     lines = [rollout_of(0, 0, 1.0, f"before {text} after"), rollout_of(0, 1, 1.0, "aXb and others")]
     run = write_run(tmp_path / "run", METRICS, {1: lines})
     path = run / "rollouts" / "step_000002.jsonl"
-    path.write_text("".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines))
+    path.write_text(
+        "".join(
+            json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines
+        )
+    )
     with gzip.open(run / "rollouts" / "step_000003.jsonl.gz", "wb") as file:
         file.write(path.read_bytes())
-    assert "3 completions of 3 of 3 steps" in shown(run, "--grep", text.upper() if text.isascii() else text)
+    assert "3 completions of 3 of 3 steps" in shown(
+        run, "--grep", text.upper() if text.isascii() else text
+    )
 
 
 def test_an_episode_is_a_conversation(tmp_path: Path, shown: Shown) -> None:
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "b"}}}
     messages: list[Any] = [{"role": "assistant", "content": "hm", "tool_calls": [call]}]
-    messages += [{"role": "tool", "name": "look", "content": "5 of them"}, {"role": "assistant", "content": "5"}]
+    messages += [
+        {"role": "tool", "name": "look", "content": "5 of them"},
+        {"role": "assistant", "content": "5"},
+    ]
     turns: list[Any] = [{"segment": 0, "sampled": False, "token_ids": [1, 2]}]
     turns += [{"segment": 0, "sampled": True, "token_ids": [3, 4, 0], "finish_reason": "stop"}]
     episode: dict[str, Any] = {"status": "max_turns", "turns": turns, "messages": messages}
@@ -189,20 +248,35 @@ def test_an_episode_is_a_conversation(tmp_path: Path, shown: Shown) -> None:
     line = rollout_of(0, 0, 1.0, "hm5", prompt=prompt, **episode)
     run = write_run(tmp_path / "run", METRICS, {1: [line]})
     found = shown(run, "--best", "1")
-    said = ["system", "be brief", "user", "count b", "assistant", "hm", 'calls look({"at": "b"})', "tool look"]
+    said = [
+        "system",
+        "be brief",
+        "user",
+        "count b",
+        "assistant",
+        "hm",
+        'calls look({"at": "b"})',
+        "tool look",
+    ]
     said += ["5 of them", "assistant", "    5", "failed: it broke"]
     places = [found.index(text) for text in said[:4]]
     assert places == sorted(places)
     assert all(text in found for text in [*said, "1 turns, max_turns"])
     assert "tool look" in found
-    assert "1 completions of 1 of 1 steps" not in shown(run, "--grep", "5 of them")  # of one step there is no list
-    assert "1 completions of step 1" in shown(run, "--grep", "5 OF THEM")  # what a tool answered is found too
+    assert "1 completions of 1 of 1 steps" not in shown(
+        run, "--grep", "5 of them"
+    )  # of one step there is no list
+    assert "1 completions of step 1" in shown(
+        run, "--grep", "5 OF THEM"
+    )  # what a tool answered is found too
 
 
 def test_steps_that_are_not_there(run: Path, shown: Shown) -> None:
     assert "it has steps 1 to 10" in shown(run, "--step", "11", code=2)
     assert "there are those of steps 4, 8" in shown(run, "--worst", "1", "--step", "5", code=2)
-    assert "no completions of step 5 are there; there are those of steps 4, 8" in shown(run, "--step", "5")
+    assert "no completions of step 5 are there; there are those of steps 4, 8" in shown(
+        run, "--step", "5"
+    )
     write_lines(run / "rollouts" / "step_000006.jsonl", ROLLOUTS)
     write_lines(run / "rollouts" / "step_000010.jsonl", ROLLOUTS)
     assert "steps 4 to 10, every 2" in shown(run, "--grep", "x", "--step", "5", code=2)
@@ -237,14 +311,18 @@ def test_runs_that_did_not_end_well(tmp_path: Path, shown: Shown) -> None:
     assert "killed" in shown(empty)
     assert "no step is through yet" in shown(empty, "--step", "1", code=2)
     assert "there are none of any step" in shown(empty, "--worst", "1", code=2)
-    crashed = write_run(tmp_path / "crashed", METRICS, launch={"outcome": "failed", "why": "rank 1: ValueError: no"})
+    crashed = write_run(
+        tmp_path / "crashed", METRICS, launch={"outcome": "failed", "why": "rank 1: ValueError: no"}
+    )
     (crashed / "logs").mkdir()
     (crashed / "logs" / "failure.txt").write_text("=== 2026-01-02 rank 1 failed\nValueError: no\n")
     found = shown(crashed)
     assert "rank 1: ValueError: no" in found
     assert "logs/failure.txt" in found
     assert "=== 2026-01-02 rank 1 failed" in found
-    early = tmp_path / "early"  # no launches, no config, fewer metrics, as an earlier version left it
+    early = (
+        tmp_path / "early"
+    )  # no launches, no config, fewer metrics, as an earlier version left it
     write_lines(early / "metrics.jsonl", [{"step": step, "reward/mean": 0.5} for step in (1, 2)])
     assert re.search(r"^reward +▅▅ +0\.5", shown(early), re.MULTILINE)
     assert "mean" in shown(early, "--step", "2")
@@ -275,7 +353,10 @@ def test_a_dump_of_millions_of_lines_is_given_up(run: Path) -> None:
     (run / "rollouts/step_000004.node_1.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * (1 << 19)))
     unread = Unread()
     assert len([*rollouts_of(run, 4, unread, holds("it is"))]) == 2
-    assert (unread.num, "more than 262,144 lines or 4 GiB; this is no rollout dump" in unread.first) == (1, True)
+    assert (
+        unread.num,
+        "more than 262,144 lines or 4 GiB; this is no rollout dump" in unread.first,
+    ) == (1, True)
 
 
 def test_nothing_is_written_into_a_run(run: Path, shown: Shown) -> None:
@@ -287,10 +368,15 @@ def test_nothing_is_written_into_a_run(run: Path, shown: Shown) -> None:
 
 def test_a_page_needs_no_torch(run: Path) -> None:
     """And nothing of what takes long to import."""
-    code = "import sys; from grpo_spmd.show.__main__ import main; main(); "
+    code = "import sys; from grpo_spmd.tools.show.__main__ import main; main(); "
     code += "print({'torch', 'vllm', 'transformers', 'tokenizers', 'yaml'} & {*sys.modules})"
     done = subprocess.run(
-        [sys.executable, "-c", code, str(run)], capture_output=True, text=True, env=environment(), cwd=ROOT, check=True
+        [sys.executable, "-c", code, str(run)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
+        check=True,
     )
     assert done.stdout.splitlines()[-1] in ("set()", "{'yaml'}")
 
@@ -323,7 +409,10 @@ def test_tokens_are_coloured_by_their_difference(scored: Path) -> None:
 
 def test_tokens_of_an_episode_are_coloured_turn_by_turn(scored: Path) -> None:
     [record, _] = rollouts_of(scored, 8, Unread())
-    turns: list[dict[str, Any]] = [{"sampled": True, "token_ids": [3]}, {"sampled": False, "token_ids": [9, 9]}]
+    turns: list[dict[str, Any]] = [
+        {"sampled": True, "token_ids": [3]},
+        {"sampled": False, "token_ids": [9, 9]},
+    ]
     turns += [{"sampled": True, "token_ids": [4, 0]}]
     episode = replace(record, status="ok", turns=turns)
     text, styles = Scored(read_run(scored), 8, [episode], Unread()).coloured(episode)

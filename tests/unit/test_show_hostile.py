@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.show.__main__ import main
+from grpo_spmd.tools.show.__main__ import main
 from tests.support.shown_run import LAUNCH, metrics_of, rollout_of, write_lines, write_run
 
 JUNK: list[Any] = [
@@ -23,12 +23,31 @@ JUNK: list[Any] = [
     "x" * 3000, [], {}, [[]], [1, "a", None], {"a": {"b": [1]}}, json.loads("[" * 300 + "]" * 300), "12", 2**63,
     "ok", [3, 4, 0], {"role": "x"},
 ]  # fmt: skip
-PAGES = [[], ["--step", "2"], ["--worst", "9"], ["--best", "9", "--full"], ["--prompt", "10"], ["--prompt", "question"]]
+PAGES = [
+    [],
+    ["--step", "2"],
+    ["--worst", "9"],
+    ["--best", "9", "--full"],
+    ["--prompt", "10"],
+    ["--prompt", "question"],
+]
 PAGES += [["--grep", "yes"], ["--step", "1"], ["--grep", "\u00e9", "--step", "2"]]
-CONFIGS = ["model: {dtype: float32}\n", "[1, 2]", "model: [1]\n", "\x00", "training:\n  num_steps: -5\n"]
+CONFIGS = [
+    "model: {dtype: float32}\n",
+    "[1, 2]",
+    "model: [1]\n",
+    "\x00",
+    "training:\n  num_steps: -5\n",
+]
 TURNS = [{"segment": 0, "sampled": False, "token_ids": [1, 2]}]
 TURNS += [{"segment": 0, "sampled": True, "token_ids": [3, 4, 0], "finish_reason": "stop"}]
-MESSAGES = [{"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}]
+MESSAGES = [
+    {
+        "role": "assistant",
+        "content": "a",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}],
+    }
+]
 EPISODE: dict[str, Any] = {
     "status": "ok",
     "turns": TURNS,
@@ -36,7 +55,11 @@ EPISODE: dict[str, Any] = {
     "prompt": [{"role": "user", "content": "question"}],
 }
 EPISODE |= {"environment": {"rewards": {"r": 1.0}, "calls_s": [0.1], "error": None}}
-TOKENIZER = {"model": {"vocab": {"a": 3, "b": 4}}, "decoder": {"type": "Fuse"}, "added_tokens": [{"id": 0}]}
+TOKENIZER = {
+    "model": {"vocab": {"a": 3, "b": 4}},
+    "decoder": {"type": "Fuse"},
+    "added_tokens": [{"id": 0}],
+}
 
 
 def _changed(value: Any, rng: random.Random) -> Any:
@@ -51,11 +74,20 @@ def _write(folder: Path, rng: random.Random) -> Path:
     metrics = [_changed(metrics_of(step), rng) for step in (1, 2, 3)]
     metrics += [_changed({"step": 2, "eval/held/mean": 0.5}, rng)]
     of_kinds = [(p, s, EPISODE if p == 1 else {}) for p in range(3) for s in range(3)]
-    rollouts = [_changed(rollout_of(p, s, s / 3, "yes it is", **others), rng) for p, s, others in of_kinds]
+    rollouts = [
+        _changed(rollout_of(p, s, s / 3, "yes it is", **others), rng) for p, s, others in of_kinds
+    ]
     write_run(folder, metrics, {1: rollouts[:2], 2: rollouts}, config=rng.choice(CONFIGS))
-    write_lines(folder / "launches.jsonl", [_changed(LAUNCH | {"outcome": rng.choice([None, "done"])}, rng)])
+    write_lines(
+        folder / "launches.jsonl", [_changed(LAUNCH | {"outcome": rng.choice([None, "done"])}, rng)]
+    )
     differences = base64.b64encode(struct.pack("<3e", 0, -3, float("nan"))).decode()
-    scores = {"difference": differences, "entropy": differences, "difference_mean": None, "difference_max": 3.0}
+    scores = {
+        "difference": differences,
+        "entropy": differences,
+        "difference_mean": None,
+        "difference_max": 3.0,
+    }
     lines = [{"rollout_id": number, **scores} for number in range(8)]
     lines = lines if rng.random() < 0.7 else [_changed(line, rng) for line in lines]
     write_lines(folder / "token_scores" / "step_000002.jsonl", lines)
@@ -74,15 +106,29 @@ def test_any_value_in_the_place_of_any_other(
 EXTREMES = [10**400, -(10**30), 1e308, -1e308, 1e200, 5e-324, float("nan"), float("inf")]
 
 
-@pytest.mark.parametrize("value", EXTREMES, ids=lambda value: f"{value:.3}" if isinstance(value, float) else "whole")
+@pytest.mark.parametrize(
+    "value", EXTREMES, ids=lambda value: f"{value:.3}" if isinstance(value, float) else "whole"
+)
 def test_figures_beyond_all_bounds(
     value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the place of each figure, beside ordinary ones."""
     plain = metrics_of(1)
-    metrics = [metrics_of(1, **{"time/step_s": value}), {name: value if name != "step" else 2 for name in plain}]
-    metrics += [metrics_of(number, **{name: value}) for number, name in enumerate(plain, start=3) if name != "step"]
-    rollouts = [rollout_of(0, 0, 0.5), rollout_of(0, 1, value), rollout_of(1, 0, value), rollout_of(1, 1, value)]
+    metrics = [
+        metrics_of(1, **{"time/step_s": value}),
+        {name: value if name != "step" else 2 for name in plain},
+    ]
+    metrics += [
+        metrics_of(number, **{name: value})
+        for number, name in enumerate(plain, start=3)
+        if name != "step"
+    ]
+    rollouts = [
+        rollout_of(0, 0, 0.5),
+        rollout_of(0, 1, value),
+        rollout_of(1, 0, value),
+        rollout_of(1, 1, value),
+    ]
     run = write_run(tmp_path / "run", metrics, {2: rollouts})
     _see_all_pages(run, 80, monkeypatch, capsys)
 
@@ -94,7 +140,9 @@ def _see_all_pages(
     for words in PAGES:
         monkeypatch.setattr(sys, "argv", ["show", str(run), *words])
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of numpy, on a terminal: two lines that nobody can read
+            warnings.simplefilter(
+                "error"
+            )  # of numpy, on a terminal: two lines that nobody can read
             try:
                 main()
                 code = 0
@@ -103,4 +151,6 @@ def _see_all_pages(
         out, err = capsys.readouterr()
         assert (code, err.count("\n")) in ((0, 0), (2, 1)), (words, err)
         for line in out.splitlines():
-            assert sum(1 + (unicodedata.east_asian_width(char) in "WF") for char in line) <= columns, (words, line)
+            assert (
+                sum(1 + (unicodedata.east_asian_width(char) in "WF") for char in line) <= columns
+            ), (words, line)

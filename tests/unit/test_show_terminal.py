@@ -21,13 +21,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from grpo_spmd.show.__main__ import main
+from grpo_spmd.tools.show.__main__ import main
 from tests.support.processes import ROOT, environment
 from tests.support.shown_run import metrics_of, rollout_of, write_lines, write_run, write_scored_run
 
-HOSTILE = (
-    "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x9b5m\r over \x08\x7f\x00 \u202etxt.exe\u2066 \ud800 \u200b\u2028 \x85 \x0c end"
-)
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x9b5m\r over \x08\x7f\x00 \u202etxt.exe\u2066 \ud800 \u200b\u2028 \x85 \x0c end"
 LONG = "x" * 100_000
 WIDE = "\u4f60\u597d \U0001f468\u200d\U0001f469\u200d\U0001f467 e\u0301 \u2764\ufe0f " * 40
 COLOUR = re.compile(rb"\x1b\[[0-9;]*m")
@@ -36,9 +34,15 @@ COLOUR = re.compile(rb"\x1b\[[0-9;]*m")
 class TerminalOf:
     """The command on a terminal of its own; `is_fork`: as a copy of this process, which need not import it again."""
 
-    def __init__(self, words: list[str], columns: int = 80, rows: int = 24, is_fork: bool = False, **env: str) -> None:
+    def __init__(
+        self, words: list[str], columns: int = 80, rows: int = 24, is_fork: bool = False, **env: str
+    ) -> None:
         self.written = b""
-        own = {name: value for name, value in environment().items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        own = {
+            name: value
+            for name, value in environment().items()
+            if name not in ("COLUMNS", "LINES", "NO_COLOR")
+        }
         own = {name: value for name, value in own.items() if not name.startswith(("LC_", "LANG"))}
         own |= {"PYTHONPATH": str(ROOT), "TERM": "xterm", "LANG": "C.UTF-8"} | env
         self.pid, self._terminal = pty.fork()
@@ -103,7 +107,9 @@ def on_terminal(*words: str, columns: int = 80, **env: str) -> bytes:
 def columns_of(line: str) -> int:
     """As a terminal that joins nothing draws it, by the tables of Unicode."""
     return sum(
-        0 if unicodedata.category(char) in ("Mn", "Me", "Cf") else 1 + (unicodedata.east_asian_width(char) in "WF")
+        0
+        if unicodedata.category(char) in ("Mn", "Me", "Cf")
+        else 1 + (unicodedata.east_asian_width(char) in "WF")
         for char in line
     )
 
@@ -113,7 +119,12 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Whatever of a folder is text says what a terminal must not do."""
     name = HOSTILE.replace("\x00", "").replace("\ud800", "").replace("/", "")
     messages: list[Any] = [
-        {"role": HOSTILE, "name": HOSTILE, "content": HOSTILE, "tool_calls": [{"function": {"name": HOSTILE}}]}
+        {
+            "role": HOSTILE,
+            "name": HOSTILE,
+            "content": HOSTILE,
+            "tool_calls": [{"function": {"name": HOSTILE}}],
+        }
     ]
     messages += [
         {"role": "tool", "content": [{"type": "text", "text": HOSTILE}]},
@@ -128,11 +139,19 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "statuses": {HOSTILE: HOSTILE},
         "columns": {HOSTILE: HOSTILE, "wide": WIDE},
     }
-    named |= {"extra": {HOSTILE: {HOSTILE: HOSTILE}}, "finish_reason": HOSTILE, "prompt": HOSTILE + LONG}
+    named |= {
+        "extra": {HOSTILE: {HOSTILE: HOSTILE}},
+        "finish_reason": HOSTILE,
+        "prompt": HOSTILE + LONG,
+    }
     rollouts = [
         rollout_of(0, 0, 0.0, HOSTILE, **named),
         rollout_of(
-            0, 1, 0.1, LONG + HOSTILE, prompt=[{"role": deep, "content": deep, "tool_calls": [deep, 7]}, 7, HOSTILE]
+            0,
+            1,
+            0.1,
+            LONG + HOSTILE,
+            prompt=[{"role": deep, "content": deep, "tool_calls": [deep, 7]}, 7, HOSTILE],
         ),
         rollout_of(1, 0, 0.2, HOSTILE, prompt=WIDE, **of_episode),
         rollout_of(1, 1, 0.3, WIDE + LONG + HOSTILE, prompt=WIDE),
@@ -142,11 +161,20 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rollout_of(2, 1, None, "\n" * 5_000, advantage=1e308),
     ]
     metrics = [
-        metrics_of(step, **{f"reward/{HOSTILE}/mean": 0.1, f"{HOSTILE}/x": 1, f"memory/{HOSTILE}/peak_gib": 1})
+        metrics_of(
+            step,
+            **{f"reward/{HOSTILE}/mean": 0.1, f"{HOSTILE}/x": 1, f"memory/{HOSTILE}/peak_gib": 1},
+        )
         for step in (1, 2)
     ]
     metrics += [{"step": 2, f"eval/{HOSTILE}/mean": 0.5}]
-    launch = {"outcome": "failed", "why": HOSTILE, "start": HOSTILE, "world_size": 10**30, "devices": {HOSTILE: 1}}
+    launch = {
+        "outcome": "failed",
+        "why": HOSTILE,
+        "start": HOSTILE,
+        "world_size": 10**30,
+        "devices": {HOSTILE: 1},
+    }
     config = "model:\n  path: " + json.dumps(HOSTILE.replace("\ud800", "")) + "\n"
     run = write_run(tmp_path_factory.mktemp("show") / name, metrics, {2: rollouts}, launch, config)
     (run / "logs").mkdir()
@@ -168,13 +196,19 @@ PAGES = [
 
 @pytest.mark.parametrize("words", PAGES)
 @pytest.mark.parametrize("columns", [60, 80])
-def test_nothing_of_a_text_reaches_a_terminal_raw(hostile: Path, words: tuple[str, ...], columns: int) -> None:
+def test_nothing_of_a_text_reaches_a_terminal_raw(
+    hostile: Path, words: tuple[str, ...], columns: int
+) -> None:
     written = on_terminal(str(hostile), *words, columns=columns)
     plain = COLOUR.sub(b"", written)
     assert plain != written  # it has colours
     text = plain.decode("utf-8")  # whole characters
     for line in text.split("\r\n"):
-        found = {char for char in line if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")}
+        found = {
+            char
+            for char in line
+            if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+        }
         assert found <= {"\u200d"}, ascii(line)
         assert columns_of(line) <= columns, ascii(line)
     if words[:1] != ("--prompt",):
@@ -198,7 +232,10 @@ def test_tokens_have_the_colour_of_their_difference(tmp_path: Path) -> None:
     run = write_scored_run(tmp_path / "run")
     written = on_terminal(str(run), "--worst", "1")
     assert b"    a\x1b[1;37;41mb\x1b[0m\x1b[1;31m<end>\x1b[0m\r\n" in written
-    assert b"tokens in yellow: policy and engine 1.0e-4 nats apart or more; in red: 0.001" in COLOUR.sub(b"", written)
+    assert (
+        b"tokens in yellow: policy and engine 1.0e-4 nats apart or more; in red: 0.001"
+        in COLOUR.sub(b"", written)
+    )
     written = COLOUR.sub(b"", on_terminal(str(run), "--best", "1"))
     assert b"    ab<end>\r\n" in written
     assert b"policy and engine are nowhere 1.0e-4 nats apart" in written
@@ -225,7 +262,9 @@ def test_a_reader_that_has_seen_enough_is_no_error(hostile: Path, words: tuple[s
     os.close(read)
     env = environment() | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "grpo_spmd.show", str(hostile), *words]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=env, timeout=60, check=False)
+    done = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, env=env, timeout=60, check=False
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -234,7 +273,9 @@ def test_a_full_disk_is_one_line(hostile: Path) -> None:
     with open("/dev/full", "wb") as full:
         env = environment() | {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "grpo_spmd.show", str(hostile)]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=env, timeout=60, check=False)
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, env=env, timeout=60, check=False
+        )
     assert done.returncode == 2
     assert done.stderr == b"error: stdout: No space left on device\n"
 
@@ -243,7 +284,11 @@ def test_a_full_disk_is_one_line(hostile: Path) -> None:
 def going(tmp_path: Path) -> Path:
     launch = {"outcome": None, "end": None, "host": "another"}
     now = time.time()
-    return write_run(tmp_path / "run", [metrics_of(step, **{"time/unix_s": now}) for step in (1, 2)], launch=launch)
+    return write_run(
+        tmp_path / "run",
+        [metrics_of(step, **{"time/unix_s": now}) for step in (1, 2)],
+        launch=launch,
+    )
 
 
 def _append(run: Path, step: int) -> None:
@@ -260,7 +305,9 @@ def test_following_draws_again_and_ends_with_the_run(going: Path) -> None:
     terminal.resize(100, 12)
     terminal.read_until(b"lines more on a higher terminal")
     launch = json.loads((going / "launches.jsonl").read_text())
-    write_lines(going / "launches.jsonl", [launch | {"outcome": "done", "end": "2026-01-02T03:14:05.000Z"}])
+    write_lines(
+        going / "launches.jsonl", [launch | {"outcome": "done", "end": "2026-01-02T03:14:05.000Z"}]
+    )
     _append(going, 4)
     assert terminal.wait() == 0
     last = terminal.written.rpartition(b"\x1b[H\x1b[J")[2]
@@ -307,7 +354,12 @@ def _wait_for(path: Path, text: str) -> None:
 def test_the_console_script_knows_it() -> None:
     command = [sys.executable, "-m", "grpo_spmd.cli", "show", "--help"]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment() | {"COLUMNS": "80"}, check=True, cwd=ROOT
+        command,
+        capture_output=True,
+        text=True,
+        env=environment() | {"COLUMNS": "80"},
+        check=True,
+        cwd=ROOT,
     )
     assert "--grep TEXT" in done.stdout
     assert "--worst K" in done.stdout

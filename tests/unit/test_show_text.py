@@ -7,8 +7,7 @@ import unicodedata
 
 import pytest
 
-from grpo_spmd.show.paper import Paper, Span, Wrapped, number
-from grpo_spmd.show.text import glyphs
+from grpo_spmd.tools.show.paper import Paper, Span, Wrapped, glyphs, number
 
 WIDE = Paper(80, "utf-8")
 # Each: the text, what of it a terminal is given, and its columns by the tables of Unicode.
@@ -20,7 +19,11 @@ SHOWN = [
     ("e\u0301", "e\u0301", 1),  # a mark on its letter
     ("\u0301e", "\\u0301e", 7),  # one without: it would stand on what is before
     ("\U0001f600", "\U0001f600", 2),
-    ("\U0001f468\u200d\U0001f469", "\U0001f468\u200d\U0001f469", 4),  # at most, where a terminal does not join them
+    (
+        "\U0001f468\u200d\U0001f469",
+        "\U0001f468\u200d\U0001f469",
+        4,
+    ),  # at most, where a terminal does not join them
     ("\u2764\ufe0f", "\u2764\ufe0f", 2),  # the emoji form of a narrow sign
     ("\u2764", "\u2764", 1),
     ("\U0001fae8", "\U0001fae8", 2),  # newer than Python 3.11's tables
@@ -47,7 +50,11 @@ def test_what_is_shown_and_how_wide(text: str, shown: str, width: int) -> None:
 
 def test_no_character_of_unicode_acts() -> None:
     """Each by itself: nothing that a terminal takes for a command, that hides or that turns text round."""
-    for code in (*range(0x20000), *range(0xE0000, 0xE1100), *range(0x10FF00, 0x110000)):  # between them: CJK, nothing
+    for code in (
+        *range(0x20000),
+        *range(0xE0000, 0xE1100),
+        *range(0x10FF00, 0x110000),
+    ):  # between them: CJK, nothing
         for glyph in glyphs(chr(code), "utf-8"):
             kinds = {unicodedata.category(char) for char in glyph.shown}
             assert not kinds & {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}, hex(code)
@@ -77,7 +84,9 @@ def test_cells_have_their_width_whatever_is_in_them() -> None:
     assert WIDE.fitted("abcdef", 4).shown == "abc\u2026"
     assert WIDE.fitted("abcd", 4).shown == "abcd"
     assert WIDE.padded("ab", 4).shown == "ab  "
-    assert WIDE.padded("\u4f60\u597d\u4f60", 4).shown == "\u4f60\u2026 "  # a wide one is not cut in half
+    assert (
+        WIDE.padded("\u4f60\u597d\u4f60", 4).shown == "\u4f60\u2026 "
+    )  # a wide one is not cut in half
     assert WIDE.fitted("\x1b\x1b", 5).shown == "\\x1b\u2026"  # nor is an escape
     assert Paper(80, "ascii").fitted("abcdef", 5).shown == "ab..."
     assert WIDE.fitted("abc", 0).shown == ""
@@ -89,10 +98,17 @@ def _texts(lines: list[Wrapped]) -> list[str]:
 
 def test_lines_break_at_spaces_and_no_character_is_lost() -> None:
     paper = Paper(12, "utf-8")
-    assert _texts(list(paper.wrapped("one two three\nfour", 2))) == ["  one two ", "  three", "  four"]
+    assert _texts(list(paper.wrapped("one two three\nfour", 2))) == [
+        "  one two ",
+        "  three",
+        "  four",
+    ]
     assert _texts(list(paper.wrapped("a" * 25))) == ["a" * 12, "a" * 12, "a"]
     assert _texts(list(paper.wrapped("\u4f60" * 7))) == ["\u4f60" * 6, "\u4f60"]
-    assert _texts(list(paper.wrapped("e\u0301" * 13))) == ["e\u0301" * 12, "e\u0301"]  # a mark stays with its letter
+    assert _texts(list(paper.wrapped("e\u0301" * 13))) == [
+        "e\u0301" * 12,
+        "e\u0301",
+    ]  # a mark stays with its letter
     assert _texts(list(paper.wrapped("\u2764\ufe0f" * 7))) == ["\u2764\ufe0f" * 6, "\u2764\ufe0f"]
     assert _texts(list(paper.wrapped("\n\n"))) == ["", "", ""]
     text = "word \x1b \u4f60\u597d " * 500 + "\n" * 7 + "x" * 300
@@ -100,9 +116,14 @@ def test_lines_break_at_spaces_and_no_character_is_lost() -> None:
 
 
 def test_an_excerpt_says_how_much_it_leaves_out() -> None:
-    lines = ["".join(span.shown for span in line) for line in Paper(60, "utf-8").excerpt("x" * 100_000, 2, 1)]
+    lines = [
+        "".join(span.shown for span in line)
+        for line in Paper(60, "utf-8").excerpt("x" * 100_000, 2, 1)
+    ]
     assert lines == ["x" * 60, "x" * 60, "\u2026 99,820 of 100,000 characters left out", "x" * 60]
-    assert len(list(WIDE.excerpt("a\n" * 3, 4, 0))) == 4  # three lines, and the empty one behind the last newline
+    assert (
+        len(list(WIDE.excerpt("a\n" * 3, 4, 0))) == 4
+    )  # three lines, and the empty one behind the last newline
     numbered = "\n".join(f"line {n}" for n in range(100))
     lines = ["".join(span.shown for span in line) for line in WIDE.excerpt(numbered, 2, 2)]
     left_out = len("\n".join(f"line {n}" for n in range(2, 98))) + 1

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_spmd.config.schema import AdvantageConfig, RolloutConfig
-from grpo_spmd.learn.facts import Records, record_type
-from grpo_spmd.learn.judged_groups import group_metrics, judge
+from grpo_spmd.learn.sampled_step import Records, group_metrics, judge, record_type
 
 ROLLOUT = RolloutConfig(num_prompts_per_step=2, group_size=4, max_completion_tokens=100)
 
@@ -19,7 +18,9 @@ Groups = tuple[Records, list[str]]
 
 
 def facts(position: int, lengths: list[int], by_name: dict[str, list[float | None]]) -> Groups:
-    total: list[Any] = [None if None in row else sum(map(float, row)) for row in zip(*by_name.values(), strict=True)]
+    total: list[Any] = [
+        None if None in row else sum(map(float, row)) for row in zip(*by_name.values(), strict=True)
+    ]
     record = np.zeros(1, record_type(len(by_name), 4))
     record["position"], record["prompt_tokens"], record["completion_tokens"] = position, 3, lengths
     record["truncated"], record["rewards"] = [n == 100 for n in lengths], np.array(total, float)
@@ -35,7 +36,11 @@ def metrics_of(*groups: Groups) -> dict[str, float | None]:
 
 def test_spread_of_each_reward_and_percentiles_of_lengths() -> None:
     found = metrics_of(
-        facts(0, [3, 100, 7, 20], {"math": [1.0, 0.0, 0.0, 1.0], "format": [0.5, None, float("nan"), 0.25]}),
+        facts(
+            0,
+            [3, 100, 7, 20],
+            {"math": [1.0, 0.0, 0.0, 1.0], "format": [0.5, None, float("nan"), 0.25]},
+        ),
         facts(1, [1, 2, 50, 60], {"math": [1.0, 1.0, 1.0, 1.0], "format": [0.5, 0.5, 0.5, 0.5]}),
     )
     assert found["reward/math/mean"] == 6 / 8
@@ -53,11 +58,16 @@ def test_spread_of_each_reward_and_percentiles_of_lengths() -> None:
 
 def test_percentiles_are_numpys_over_all_groups_in_any_order() -> None:
     lengths = np.random.default_rng(3).integers(0, 101, (50, 4))
-    groups = [facts(position, row.tolist(), {"r": [0.0, 1.0, 0.0, 1.0]}) for position, row in enumerate(lengths)]
+    groups = [
+        facts(position, row.tolist(), {"r": [0.0, 1.0, 0.0, 1.0]})
+        for position, row in enumerate(lengths)
+    ]
     for order in (groups, groups[::-1]):
         found = metrics_of(*order)
         for percent in (50, 95):
-            assert found[f"completion/tokens_p{percent}"] == np.percentile(lengths.flatten(), percent)
+            assert found[f"completion/tokens_p{percent}"] == np.percentile(
+                lengths.flatten(), percent
+            )
         assert found["completion/tokens_max"] == lengths.max()
 
 

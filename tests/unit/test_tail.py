@@ -13,26 +13,35 @@ from grpo_spmd.checkpoint.run_dir import Start
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import RolloutConfig
-from grpo_spmd.data.prompts import PromptStream
-from grpo_spmd.data.tail import TailStream, check_enough_to_launch
+from grpo_spmd.data.prompts import PromptStream, TailStream, check_enough_to_launch
+from grpo_spmd.files import TRAINER
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
-from grpo_spmd.rollout import expected, tail
-from grpo_spmd.rollout.expected import ExpectedLengths
-from grpo_spmd.rollout.tail import TailBatching, TailRace, open_tail
-from grpo_spmd.untrusted import TRAINER
+from grpo_spmd.rollout import sample
+from grpo_spmd.rollout.sample import ExpectedLengths, TailBatching, TailRace, open_tail
 from tests.support.models import write_config
 
 
-def stream_of(num_rows: int, num_launched: int, position: int = 0, waiting: list[int] | None = None) -> TailStream:
+def stream_of(
+    num_rows: int, num_launched: int, position: int = 0, waiting: list[int] | None = None
+) -> TailStream:
     prompts = [Prompt(row, row, [row + 1], "", {}) for row in range(num_rows)]
-    return TailStream(PromptStream(prompts, 3, True, position), num_rows, num_launched, waiting or [])
+    return TailStream(
+        PromptStream(prompts, 3, True, position), num_rows, num_launched, waiting or []
+    )
 
 
 class Runs:
     """The steps of a run in which chance says who is slow, and which may be stopped and started again at any time."""
 
-    def __init__(self, rng: random.Random, num_rows: int, num_prompts: int, num_launched: int) -> None:
-        self.rng, self.num_rows, self.num_prompts, self.num_launched = rng, num_rows, num_prompts, num_launched
+    def __init__(
+        self, rng: random.Random, num_rows: int, num_prompts: int, num_launched: int
+    ) -> None:
+        self.rng, self.num_rows, self.num_prompts, self.num_launched = (
+            rng,
+            num_rows,
+            num_prompts,
+            num_launched,
+        )
         self.stream = stream_of(num_rows, num_launched)
         self.trained: list[list[Prompt]] = []
 
@@ -44,7 +53,9 @@ class Runs:
         if len(dealt) > self.num_prompts:
             taken = self.rng.sample(dealt, self.num_prompts)
             self.stream.leave([prompt for prompt in dealt if prompt not in taken], {})
-        if self.rng.random() < 0.3:  # preempted, or killed: the checkpoint is of the step's start, or of its end
+        if (
+            self.rng.random() < 0.3
+        ):  # preempted, or killed: the checkpoint is of the step's start, or of its end
             if self.rng.random() < 0.5:
                 self.start(*begun)
                 assert self.stream.take(self.num_prompts) == dealt
@@ -71,7 +82,7 @@ def test_a_dropped_prompt_is_expected_to_be_as_long_as_the_longest_that_it_ran_b
 
     other = ExpectedLengths(), [group(4, 1, 3)], [prompt(3)]  # of a rank whose one group was short
     told = list[Any]()
-    monkeypatch.setattr(expected, "on_rank0", lambda fn, value: fn([*told, value]))
+    monkeypatch.setattr(sample, "on_rank0", lambda fn, value: fn([*told, value]))
     prompts, lengths = [prompt(row) for row in range(6)], ExpectedLengths()
     other[0].note(*other[1:])
     told.append((other[0]._to_note, other[0]._to_guess))
@@ -96,20 +107,30 @@ def test_each_prompt_once_an_epoch_whoever_is_slow(seed: int) -> None:
         done = len(run.trained) * num_prompts
         assert run.stream.epoch == pytest.approx(done / run.num_rows)
         assert (
-            run.stream.metrics()["rollout/waiting_prompts"] == run.stream.position - done < num_prompts + num_launched
+            run.stream.metrics()["rollout/waiting_prompts"]
+            == run.stream.position - done
+            < num_prompts + num_launched
         )
     positions = [prompt.position for step in run.trained for prompt in step]
     assert len(set(positions)) == len(positions)
     # As without tail batching: all of three epochs, and of the fourth what fills the last step.
     assert sorted(positions) == list(range(len(positions)))
     for epoch in range(3):
-        of_epoch = [p.row for step in run.trained for p in step if p.position // run.num_rows == epoch]
+        of_epoch = [
+            p.row for step in run.trained for p in step if p.position // run.num_rows == epoch
+        ]
         assert sorted(of_epoch) == list(range(run.num_rows))
     # The prompt at a place is the one that the plain stream has there.
-    plain = PromptStream([Prompt(row, row, [row + 1], "", {}) for row in range(run.num_rows)], 3, True)
-    assert sorted((p for step in run.trained for p in step), key=lambda p: p.position) == plain.take(len(positions))
+    plain = PromptStream(
+        [Prompt(row, row, [row + 1], "", {}) for row in range(run.num_rows)], 3, True
+    )
+    assert sorted(
+        (p for step in run.trained for p in step), key=lambda p: p.position
+    ) == plain.take(len(positions))
     if num_launched > num_prompts and run.num_rows > 4 * num_launched:
-        assert num_rounds[num_launched] > num_rounds[num_prompts] / 4  # that there were short rounds at all
+        assert (
+            num_rounds[num_launched] > num_rounds[num_prompts] / 4
+        )  # that there were short rounds at all
 
 
 def test_rounds_by_hand() -> None:
@@ -123,7 +144,11 @@ def test_rounds_by_hand() -> None:
     # Two wait after two rounds, and have one of their own; 6 7 8 leave one row, which 8 joins; then the second epoch.
     assert rounds == [[0, 1, 2], [3, 4, 5], [2, 5], [6, 7, 8], [8, 9], [10, 11, 12]]
     assert (stream.position, stream.state(), stream.epoch) == (13, {"waiting": [12]}, 1.2)
-    shown = {"rollout/waiting_prompts": 1, "rollout/tail_long_round": 0, "rollout/tail_dropped_tokens_frac": 0.25}
+    shown = {
+        "rollout/waiting_prompts": 1,
+        "rollout/tail_long_round": 0,
+        "rollout/tail_dropped_tokens_frac": 0.25,
+    }
     assert stream.metrics() == shown
 
 
@@ -134,7 +159,12 @@ def test_without_it_a_stream_has_nothing_to_tell() -> None:
 
 def test_what_waits_is_dealt_first_where_tail_batching_was_turned_off() -> None:
     stream = stream_of(10, 2, position=7, waiting=[1, 3, 6])
-    assert [[p.position for p in stream.take(2)] for _ in range(4)] == [[1, 3], [6, 7], [8, 9], [10, 11]]
+    assert [[p.position for p in stream.take(2)] for _ in range(4)] == [
+        [1, 3],
+        [6, 7],
+        [8, 9],
+        [10, 11],
+    ]
 
 
 def test_the_state_of_a_steps_beginning_is_not_changed_by_the_step() -> None:
@@ -165,9 +195,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         found[counter] = found.get(counter, 0) + by
         return found[counter]
 
-    monkeypatch.setattr(tail, "count_up", count_up)
-    monkeypatch.setattr(tail, "forget", lambda counter: found.pop(counter, None))
-    monkeypatch.setattr(tail, "on_rank0", lambda judge, told: judge([told]))
+    monkeypatch.setattr(sample, "count_up", count_up)
+    monkeypatch.setattr(sample, "forget", lambda counter: found.pop(counter, None))
+    monkeypatch.setattr(sample, "on_rank0", lambda judge, told: judge([told]))
     return found
 
 
@@ -176,7 +206,9 @@ def test_a_race_of_two_engines_by_hand(counts: dict[str, int]) -> None:
     # and one completion of slot 4.
     missing = {0: [0, 1], 1: [], 2: [0, 1], 3: [0, 1], 4: [1], 5: [0, 1]}
     batching = TailBatching(stream_of(9, 6), 3)
-    races = [batching.begin(missing, [(1, 5), (1, 7), (4, 2)], is_first) for is_first in (True, False)]
+    races = [
+        batching.begin(missing, [(1, 5), (1, 7), (4, 2)], is_first) for is_first in (True, False)
+    ]
     assert all(isinstance(race, TailRace) for race in races)
     first, same_engine = races
     other = TailBatching(stream_of(9, 6), 3).begin(missing, [(1, 5), (1, 7), (4, 2)], True)
@@ -224,16 +256,31 @@ def test_a_race_that_was_over_before_it_began(counts: dict[str, int]) -> None:
 
 
 def test_how_many_are_launched() -> None:
-    for prompts, factor, launched in ((100, 1.1, 110), (64, 1.25, 80), (3, 1.5, 5), (4, 1.0, 4), (10, 1.0001, 11)):
-        assert RolloutConfig(num_prompts_per_step=prompts, tail_batching=factor).num_launched_prompts == launched
+    for prompts, factor, launched in (
+        (100, 1.1, 110),
+        (64, 1.25, 80),
+        (3, 1.5, 5),
+        (4, 1.0, 4),
+        (10, 1.0001, 11),
+    ):
+        assert (
+            RolloutConfig(num_prompts_per_step=prompts, tail_batching=factor).num_launched_prompts
+            == launched
+        )
 
 
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     rollout: dict[str, Any] = {"num_prompts_per_step": 4, "tail_batching": 1.5}
-    assert load_config(write_config(tmp_path, tmp_path, rollout=rollout)).rollout.num_launched_prompts == 6
+    assert (
+        load_config(write_config(tmp_path, tmp_path, rollout=rollout)).rollout.num_launched_prompts
+        == 6
+    )
     for wrong, what in (
         ({"tail_batching": 0.5}, r"rollout\.tail_batching must be >= 1"),
-        ({"dynamic_sampling": True}, r"rollout\.tail_batching and rollout\.dynamic_sampling do not go together"),
+        (
+            {"dynamic_sampling": True},
+            r"rollout\.tail_batching and rollout\.dynamic_sampling do not go together",
+        ),
     ):
         with pytest.raises(ConfigError, match=what):
             load_config(write_config(tmp_path, tmp_path, rollout=rollout | wrong))

@@ -17,21 +17,27 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd import signal_parts
+from grpo_spmd.checks.explain import explain
+from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
-from grpo_spmd.config.schema import LoraConfig, LossConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from grpo_spmd.config.teacher import TeacherConfig
+from grpo_spmd.config.schema import (
+    LoraConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TeacherConfig,
+    TrainingConfig,
+)
 from grpo_spmd.distributed.reductions import Mean
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.learn.distillation import taught_advantages
-from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.assemble import pack_rollouts
+from grpo_spmd.learn.losses import taught_advantages
 from grpo_spmd.learn.teacher import Ask, Teacher, TeacherModel, taught_row
 from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.divergence import Divergence, TopTeacher, WholeTeacher, top_outcomes
 from grpo_spmd.model.policy import Policy, build_policy
-from grpo_spmd.preflight.checks import check_inputs
-from grpo_spmd.preflight.explain import explain
-from grpo_spmd.preflight.model_facts import read_model
 from grpo_spmd.records import Decision, Lesson, MicroBatch, Rollout, RolloutBatch
 from tests.support import trl_distillation
 from tests.support.models import make_model, write_config
@@ -51,10 +57,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Of two models with one vocabulary; the second is wider."""
     folder = tmp_path_factory.mktemp("teacher")
     wide = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}
-    return [make_model(folder / "a", "qwen3", tied=True), make_model(folder / "b", "qwen3", tied=False, seed=1, **wide)]
+    return [
+        make_model(folder / "a", "qwen3", tied=True),
+        make_model(folder / "b", "qwen3", tied=False, seed=1, **wide),
+    ]
 
 
-def build(path: Path, session: Session, dtype: Any = "float32", *, trainable: bool = True, **changes: Any) -> Policy:
+def build(
+    path: Path, session: Session, dtype: Any = "float32", *, trainable: bool = True, **changes: Any
+) -> Policy:
     config = ModelConfig(path=str(path), dtype=dtype, **changes)
     return build_policy(config, trl_distillation.TEMPERATURE, session, trainable=trainable)
 
@@ -70,12 +81,17 @@ def updater_of(policy: Policy) -> PolicyUpdater:
 
 def rollouts() -> list[Rollout]:
     return [
-        Rollout(i, 0.0, True, prompt, said, [0.0] * len(said)) for i, (prompt, said) in enumerate(trl_distillation.ROWS)
+        Rollout(i, 0.0, True, prompt, said, [0.0] * len(said))
+        for i, (prompt, said) in enumerate(trl_distillation.ROWS)
     ]
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
-    return {name: cast(DTensor, p.grad).full_tensor() for name, p in policy.model.named_parameters() if p.requires_grad}
+    return {
+        name: cast(DTensor, p.grad).full_tensor()
+        for name, p in policy.model.named_parameters()
+        if p.requires_grad
+    }
 
 
 @pytest.mark.parametrize("beta", trl_distillation.BETAS)
@@ -84,7 +100,9 @@ def test_loss_and_gradients_of_the_whole_divergence_are_trls(
     tmp_path: Path, session: Session, family: str, beta: float
 ) -> None:
     """Untied, and tied with capped logits; the teacher is wider. In chunks of less than a row."""
-    for name, model in zip(("student", "teacher"), trl_distillation.made_models(family), strict=True):
+    for name, model in zip(
+        ("student", "teacher"), trl_distillation.made_models(family), strict=True
+    ):
         model.save_pretrained(tmp_path / name)
     policy = build(tmp_path / "student", session, logprob_chunk_tokens=16)
     model = TeacherModel(build(tmp_path / "teacher", session, trainable=False))
@@ -100,16 +118,22 @@ def test_loss_and_gradients_of_the_whole_divergence_are_trls(
         own_norm, *own = trl_distillation.sketch(found[name])
         assert own_norm == pytest.approx(norm, rel=1e-5), name
         # A product with a wave adds up terms of both signs, of which there are as many as the gradient has.
-        assert own == pytest.approx(products, abs=1e-5 * norm * math.sqrt(found[name].numel())), name
+        assert own == pytest.approx(products, abs=1e-5 * norm * math.sqrt(found[name].numel())), (
+            name
+        )
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-def test_the_divergence_over_the_top_tokens_is_plain_autograds(beta: float, softcap: float | None) -> None:
+def test_the_divergence_over_the_top_tokens_is_plain_autograds(
+    beta: float, softcap: float | None
+) -> None:
     """Of the K likeliest and a bucket of all others; with all but one token by itself it is the whole one."""
     draw = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, 8, generator=draw, requires_grad=True) for n in (11, 13))
-    own, theirs, upstream = (torch.randn(*shape, generator=draw) for shape in ((11, 6), (13, 6), (11,)))
+    own, theirs, upstream = (
+        torch.randn(*shape, generator=draw) for shape in ((11, 6), (13, 6), (11,))
+    )
 
     def logprobs(x: Tensor, w: Tensor) -> Tensor:
         logits = x.double() @ w.double().T
@@ -143,7 +167,10 @@ def test_the_divergence_over_the_top_tokens_is_plain_autograds(beta: float, soft
 def test_advantages_worked_by_hand() -> None:
     """coef 0.5: each nat by which the policy finds the token likelier than the teacher does takes off half of one."""
     mask = torch.tensor([True, True, False, True])
-    old, teachers = torch.tensor([-1.0, -2.0, -1.0, -0.5]), torch.tensor([-3.0, -1.5, math.nan, -0.5])
+    old, teachers = (
+        torch.tensor([-1.0, -2.0, -1.0, -0.5]),
+        torch.tensor([-3.0, -1.5, math.nan, -0.5]),
+    )
     lesson = Lesson(0.5, teachers, by_name={"x": torch.tensor([True, False, True, True])})
     advantages, metrics = taught_advantages(lesson, torch.tensor([1.0, 0.0, 2.0, -1.0]), old, mask)
     assert advantages.tolist() == [0.0, 0.25, 2.0, -1.0]
@@ -162,7 +189,9 @@ def test_a_teacher_that_is_the_policy_gives_no_gradient_at_all(
         policy, is_base = build(folders[0], session, dtype, lora=LoraConfig(rank=rank)), rank > 0
         model = policy if is_base else build(folders[0], session, dtype, trainable=False)
         teacher = Teacher(
-            TeacherConfig(path="x", loss=loss, beta=beta), {"": TeacherModel(model, is_base=is_base)}, policy
+            TeacherConfig(path="x", loss=loss, beta=beta),
+            {"": TeacherModel(model, is_base=is_base)},
+            policy,
         )
         (row,) = attached(teacher, pack_rollouts(rollouts(), CPU))
         sums, _ = updater_of(policy).backward(row, 11, 3, True)
@@ -172,7 +201,9 @@ def test_a_teacher_that_is_the_policy_gives_no_gradient_at_all(
 
 
 def plain_logprobs(folder: Path, prompt: list[int], said: list[int]) -> Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     ids = torch.tensor([prompt + said])
     with torch.no_grad():
         logits = model(ids).logits[0, len(prompt) - 1 : -1]
@@ -185,14 +216,17 @@ def test_each_rollout_is_scored_by_its_own_teacher_with_the_prompt_that_it_is_sh
 ) -> None:
     policy = build(folders[0], session)
     models = {
-        name: TeacherModel(build(path, session, trainable=False)) for name, path in zip("ab", folders, strict=True)
+        name: TeacherModel(build(path, session, trainable=False))
+        for name, path in zip("ab", folders, strict=True)
     }
     asks = {0: Ask("b"), 1: Ask("a", [4, 4, 9, 1, 2]), 2: Ask("b", [6, 30])}
     teacher = Teacher(TeacherConfig(path={"a": "x", "b": "y"}, loss=loss, top_k=5), models, policy)
     monkeypatch.setattr(teacher, "asked", lambda _: asks)
     empty = Rollout(7, 0.0, True, [3, 3], [], [])
     (row, nothing) = attached(
-        teacher, pack_rollouts([*rollouts()[:1], empty, *rollouts()[1:]], CPU), pack_rollouts([], CPU)
+        teacher,
+        pack_rollouts([*rollouts()[:1], empty, *rollouts()[1:]], CPU),
+        pack_rollouts([], CPU),
     )
     sums, _ = updater_of(policy).backward(row, 11, 3, True)
     updater_of(policy).backward(nothing, 11, 3, True)
@@ -200,7 +234,9 @@ def test_each_rollout_is_scored_by_its_own_teacher_with_the_prompt_that_it_is_sh
     for rollout in rollouts():
         ask, said = asks[rollout.rollout_id], cast(list[int], rollout.completion_ids)
         plain = plain_logprobs(
-            folders["ab".index(ask.name)], ask.prompt_ids or cast(list[int], rollout.prompt_ids), said
+            folders["ab".index(ask.name)],
+            ask.prompt_ids or cast(list[int], rollout.prompt_ids),
+            said,
         )
         policys = plain_logprobs(folders[0], cast(list[int], rollout.prompt_ids), said)
         at, targets = torch.arange(len(said)), torch.tensor(said)
@@ -215,7 +251,9 @@ def test_each_rollout_is_scored_by_its_own_teacher_with_the_prompt_that_it_is_sh
         torch.testing.assert_close(row.lesson.logprobs, torch.cat(found), atol=1e-5, rtol=0)
     for name, values in expected.items():
         if values:
-            assert float(sums[f"teacher/{name}/kl"].value) == pytest.approx(sum(values) / len(values), abs=1e-5)
+            assert float(sums[f"teacher/{name}/kl"].value) == pytest.approx(
+                sum(values) / len(values), abs=1e-5
+            )
     assert float(sums["teacher/kl"].value) > 0 or loss == "sampled"
 
 
@@ -259,7 +297,10 @@ def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path])
         ([on, "teacher.beta=1.5"], "teacher.beta must be >= 0 and <= 1; got 1.5"),
         ([on, "teacher.loss=jsd"], "teacher.loss must be one of sampled, topk, full; got 'jsd'"),
         ([on, "rewards=[]", "rollout.dynamic_sampling=true"], "set dynamic_sampling: false"),
-        ([on, "teacher.loss=topk", "teacher.top_k=98"], "teacher.top_k (98) is more than the tokens that"),
+        (
+            [on, "teacher.loss=topk", "teacher.top_k=98"],
+            "teacher.top_k (98) is more than the tokens that",
+        ),
         (
             [on, "rewards.0.weight=0", *penalised, "environment.tools=[python]"],
             "a teacher alone: without a reward that",
@@ -267,9 +308,15 @@ def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path])
         (["rewards=[]", "environment.tools=[python]"], "rewards must name at least one reward"),
         ([on, "teacher.prompt_key=hint"], "no column 'hint' (teacher.prompt_key)"),
         ([on, "teacher.prompt_key=prompt"], "teacher.prompt_key is data.prompt_key itself"),
-        ([on, "teacher.prompt_key=answer", "environment.tools=[python]"], "teacher.prompt_key with an environment"),
+        (
+            [on, "teacher.prompt_key=answer", "environment.tools=[python]"],
+            "teacher.prompt_key with an environment",
+        ),
         (["teacher.path=/not/there"], "teacher.path: there is no folder /not/there"),
-        ([f"teacher.path={{a: {folders[1]}, b: {folders[0]}}}"], "train.jsonl:1: the column teacher must name one of"),
+        (
+            [f"teacher.path={{a: {folders[1]}, b: {folders[0]}}}"],
+            "train.jsonl:1: the column teacher must name one of",
+        ),
         ([f"teacher.path={{a/b: {folders[1]}}}"], "a name without a slash"),
     ):
         assert said in refusal(path, *overrides), overrides
@@ -297,18 +344,27 @@ def test_top_k_is_of_the_tokens_that_both_have(tmp_path: Path, folders: list[Pat
     ],
 )  # fmt: skip
 def test_what_an_environment_gives_is_held_against_what_needs_rewards(
-    given: dict[str, float], overrides: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, float],
+    overrides: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On the first rank of an engine, before anything is started; its others have started no environment."""
     rewards = [{"name": "exact", "weight": 0.0}]
     sections = {"environment": {"factory": "a.py:B"}, "teacher": {"path": "t"}, "rewards": rewards}
-    config = load_config(write_config(tmp_path, Path("p"), **sections), [*overrides, "rollout.tensor_parallel_size=2"])
+    config = load_config(
+        write_config(tmp_path, Path("p"), **sections),
+        [*overrides, "rollout.tensor_parallel_size=2"],
+    )
     monkeypatch.setattr(signal_parts, "RewardPool", lambda *_, **__: SimpleNamespace(score=print))
     preemption = SimpleNamespace(check_scoring=None, guard=lambda score: score)
 
     def open_on(rank: int) -> dict[str, float]:
         weights = {reward.shown_name: reward.weight for reward in config.rewards} | given
-        known: Any = SimpleNamespace(other_rewards=[], weights=weights if rank == 0 else {}, scores=lambda score: score)
+        known: Any = SimpleNamespace(
+            other_rewards=[], weights=weights if rank == 0 else {}, scores=lambda score: score
+        )
         session, inputs = SimpleNamespace(rank=rank, world_size=2), SimpleNamespace(columns=())
         parts: tuple[Any, ...] = config, inputs, None, session, preemption, known
         return signal_parts.open_rewards(*parts)[2]
@@ -331,9 +387,14 @@ def test_another_vocabulary_is_refused_by_name(tmp_path: Path, folders: list[Pat
     path = write_config(tmp_path, folders[0])
     said = refusal(path, f"teacher.path={other}")
     number = min(vocab["3"], vocab["4"])
-    assert f"teacher.path: {other} has another vocabulary than {folders[0]}: token {number} is '4' there" in said
+    assert (
+        f"teacher.path: {other} has another vocabulary than {folders[0]}: token {number} is '4' there"
+        in said
+    )
     small = make_model(tmp_path / "small", "qwen3", tied=True, vocab_size=64)
-    assert f"{small} knows 64 tokens, and {folders[0]} 97; take a teacher" in refusal(path, f"teacher.path={small}")
+    assert f"{small} knows 64 tokens, and {folders[0]} 97; take a teacher" in refusal(
+        path, f"teacher.path={small}"
+    )
 
 
 def test_explain_counts_the_teachers_bytes_and_passes(tmp_path: Path, folders: list[Path]) -> None:

@@ -64,7 +64,9 @@ def test_a_line_says_what_each_rank_told(tmp_path: Path) -> None:
         "ranks": [0, 1],
         "spans": [[list(span) for span in AS_READ], [list(AS_READ[0])]],
     }
-    assert read_timeline(tmp_path) == {1: Timeline(1, 1795400628.744, 2, [0, 1], [AS_READ, AS_READ[:1]])}
+    assert read_timeline(tmp_path) == {
+        1: Timeline(1, 1795400628.744, 2, [0, 1], [AS_READ, AS_READ[:1]])
+    }
 
 
 def test_a_ranks_part_is_small_and_what_comes_behind_it_stays_whole() -> None:
@@ -75,9 +77,17 @@ def test_a_ranks_part_is_small_and_what_comes_behind_it_stays_whole() -> None:
     assert len(unpack_spans(unpacked)) == len(SPANS)
     assert merge_bytes([unpacked.rest()]) == largest
     assert len(told([], [])) == 0
-    many = [Span("rollout", n, n + 1, 1.0, None) for n in range(1000)]  # a step that was refilled without end
+    many = [
+        Span("rollout", n, n + 1, 1.0, None) for n in range(1000)
+    ]  # a step that was refilled without end
     assert told(many, [])[:, 1].tolist() == [1000 * n for n in (*range(32), *range(968, 1000))]
-    assert told(SPANS, [2.25, 0.0]).tolist()[1] == [2, 122, 2500, -1, 2250]  # numbers that no 16 bits would hold
+    assert told(SPANS, [2.25, 0.0]).tolist()[1] == [
+        2,
+        122,
+        2500,
+        -1,
+        2250,
+    ]  # numbers that no 16 bits would hold
     assert told([Span("update", 86_400.0, 864_000.0, 1000.0, None)], []).tolist() == [
         [5, 86_400_000, 864_000_000, 1_024_000, -1]
     ]
@@ -122,11 +132,15 @@ def test_the_timer_notes_each_time_in_a_phase(tmp_path: Path) -> None:
     assert ends == sorted(ends)
     assert ends[0] >= 0
     metrics = timer.metrics()
-    assert metrics["time/rollout_s"] == pytest.approx(sum(s.end_s - s.start_s for s in timer.spans[::2]), abs=1e-9)
+    assert metrics["time/rollout_s"] == pytest.approx(
+        sum(s.end_s - s.start_s for s in timer.spans[::2]), abs=1e-9
+    )
     assert metrics["time/step_s"] >= ends[-1]
     peaks = [span.peak_gib or 0.0 for span in timer.spans]
     assert metrics["memory/update/peak_gib"] == peaks[1]
-    assert peaks[1] > peaks[2] + 0.2  # of each time in the phase; of the two rollouts the ledger keeps the larger
+    assert (
+        peaks[1] > peaks[2] + 0.2
+    )  # of each time in the phase; of the two rollouts the ledger keeps the larger
     assert metrics["memory/rollout/peak_gib"] == max(peaks[0], peaks[2])
     with pytest.raises(KeyError), timer("update"):
         raise KeyError
@@ -137,7 +151,9 @@ def test_the_timer_notes_each_time_in_a_phase(tmp_path: Path) -> None:
     assert timer.spans[0].start_s < 1.0  # since this step began, not the one before
 
 
-def test_of_a_step_made_twice_the_last_line_counts_and_half_a_line_costs_only_itself(tmp_path: Path) -> None:
+def test_of_a_step_made_twice_the_last_line_counts_and_half_a_line_costs_only_itself(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "timeline.jsonl"
     first = TimelineFile(tmp_path)
     for step in (1, 2, 3):
@@ -155,12 +171,19 @@ def test_of_a_step_made_twice_the_last_line_counts_and_half_a_line_costs_only_it
     assert read_timeline(tmp_path / "nowhere") == {}
 
 
-def test_what_a_full_disk_refuses_waits_for_the_next_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    limit, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+def test_what_a_full_disk_refuses_waits_for_the_next_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit, ignored = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     try:
         file = TimelineFile(tmp_path)
         file.write(1, 1.0, 1, [told(SPANS, [])])
-        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "timeline.jsonl").stat().st_size + 50, limit[1]))
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, ((tmp_path / "timeline.jsonl").stat().st_size + 50, limit[1])
+        )
         file.write(2, 2.0, 1, [told(SPANS, [])])
         assert list(read_timeline(tmp_path)) == [1]
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -192,7 +215,13 @@ def test_what_is_no_file_is_neither_written_nor_read_nor_waited_for(
     assert kind != "link" or elsewhere.read_text() == "mine"
 
 
-GOOD = {"step": 4, "unix_s": 1.0, "world_size": 2, "ranks": [0], "spans": [[["rollout", 0.0, 1.0, None, None]]]}
+GOOD = {
+    "step": 4,
+    "unix_s": 1.0,
+    "world_size": 2,
+    "ranks": [0],
+    "spans": [[["rollout", 0.0, 1.0, None, None]]],
+}
 BAD: list[Any] = [
     {**GOOD, "step": True},
     {**GOOD, "step": -1},
@@ -234,7 +263,9 @@ def test_what_is_no_line_of_a_timeline_is_passed_over(tmp_path: Path, line: byte
     (tmp_path / "timeline.jsonl").write_bytes(line + b"\n" + good + b"\n" + line)
     assert list(read_timeline(tmp_path)) == [5]
     (tmp_path / "timeline.jsonl").write_bytes(json.dumps(GOOD).encode())
-    assert list(read_timeline(tmp_path)) == [4]  # so that it is the fault, and nothing else, that is passed over
+    assert list(read_timeline(tmp_path)) == [
+        4
+    ]  # so that it is the fault, and nothing else, that is passed over
 
 
 def test_a_line_without_end_is_not_held(tmp_path: Path) -> None:

@@ -29,14 +29,18 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedTokenizerFast
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import LoggingConfig, LossConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from grpo_spmd.config.schema import (
+    LoggingConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
 from grpo_spmd.distributed.reductions import Max, Reductions
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.learn.exchange import rollout_of
-from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.assemble import pack_rollouts, rollout_of
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
-from grpo_spmd.model.fill import load_weights
-from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
+from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
 from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.observe.token_scores import KeptScores, read_token_scores
@@ -68,9 +72,13 @@ class Scored:
 
 def scored(rollout_id: int, size: int, advantages: Any = 0.5, loss_mask: Any = True) -> Scored:
     rng = random.Random(rollout_id)
-    logprobs, engine, entropy = ([rng.uniform(low, 2.0 * (low == 0)) for _ in range(size)] for low in (-5, -5, 0))
+    logprobs, engine, entropy = (
+        [rng.uniform(low, 2.0 * (low == 0)) for _ in range(size)] for low in (-5, -5, 0)
+    )
     ids = [rng.randrange(90) for _ in range(size)]
-    return Scored(Rollout(rollout_id, advantages, loss_mask, [7, 8], ids, engine), logprobs, entropy)
+    return Scored(
+        Rollout(rollout_id, advantages, loss_mask, [7, 8], ids, engine), logprobs, entropy
+    )
 
 
 def of_segments(rollout_id: int, *sampled: list[int]) -> Scored:
@@ -91,7 +99,9 @@ def row_of(*rows: Scored) -> tuple[MicroBatch, Tensor, Tensor]:
     micro_batch = pack_rollouts([one.rollout for one in rows], _CPU)
     if not micro_batch.rollout_ids:  # a row that only keeps step
         return micro_batch, torch.tensor([-1.0]), torch.tensor([1.0])
-    logprobs, entropy = ([value for one in rows for value in getattr(one, name)] for name in ("logprobs", "entropy"))
+    logprobs, entropy = (
+        [value for one in rows for value in getattr(one, name)] for name in ("logprobs", "entropy")
+    )
     return micro_batch, torch.tensor(logprobs), torch.tensor(entropy)
 
 
@@ -114,15 +124,27 @@ def kept(*rows: tuple[MicroBatch, Tensor, Tensor]) -> KeptScores:
 
 def test_a_line_a_rollout_in_the_order_of_ids_with_each_tokens_values() -> None:
     lines = read(kept(row_of(ROWS[0], ROWS[1]), row_of(), row_of(*ROWS[2:])).lines())
-    assert [line["rollout_id"] for line in lines] == [0, 2, 3, 4, 9]  # 5 has no token, and the empty row no rollout
+    assert [line["rollout_id"] for line in lines] == [
+        0,
+        2,
+        3,
+        4,
+        9,
+    ]  # 5 has no token, and the empty row no rollout
     by_id = {one.rollout.rollout_id: one for one in ROWS}
     for line in lines:
         one = by_id[line["rollout_id"]]
-        expected = [mine - its for mine, its in zip(one.logprobs, one.rollout.rollout_logprobs, strict=True)]
-        assert line["difference"] == pytest.approx(expected, rel=1e-3, abs=1e-6)  # float16 has eleven bits
+        expected = [
+            mine - its for mine, its in zip(one.logprobs, one.rollout.rollout_logprobs, strict=True)
+        ]
+        assert line["difference"] == pytest.approx(
+            expected, rel=1e-3, abs=1e-6
+        )  # float16 has eleven bits
         assert line["entropy"] == pytest.approx(one.entropy, rel=1e-3)
         sizes = [abs(value) for value in expected]
-        assert line["difference_mean"] == pytest.approx(sum(sizes) / len(sizes), rel=1e-5)  # of float32
+        assert line["difference_mean"] == pytest.approx(
+            sum(sizes) / len(sizes), rel=1e-5
+        )  # of float32
         assert line["difference_max"] == pytest.approx(max(sizes), rel=1e-5)
     told = {line["rollout_id"]: (line.get("advantages"), line.get("loss_mask")) for line in lines}
     assert told == {
@@ -151,7 +173,18 @@ class Waits(TorchFunctionMode):
         self.names: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        waiting = "cpu", "to", "item", "tolist", "nonzero", "unique", "__bool__", "__float__", "__int__", "__index__"
+        waiting = (
+            "cpu",
+            "to",
+            "item",
+            "tolist",
+            "nonzero",
+            "unique",
+            "__bool__",
+            "__float__",
+            "__int__",
+            "__index__",
+        )
         if (name := getattr(func, "__name__", "")) in waiting:
             self.names.append(name)
         return func(*args, **kwargs or {})
@@ -171,7 +204,9 @@ def test_to_keep_scores_waits_for_nothing_and_to_write_them_once() -> None:
     row = row_of(ROWS[0])
     with_graph = row[1].requires_grad_()
     scores = kept((row[0], with_graph * 1, row[2]))
-    assert not any(values.requires_grad for values in next(iter(scores._kept.values()))[1:])  # nor what made them
+    assert not any(
+        values.requires_grad for values in next(iter(scores._kept.values()))[1:]
+    )  # nor what made them
 
 
 def test_what_is_not_finite_is_written_and_read() -> None:
@@ -185,9 +220,14 @@ def test_what_is_not_finite_is_written_and_read() -> None:
     assert line["entropy"][2] == float("inf")  # beyond float16
 
 
-def dump_of(run_dir: Path, every_steps: int = 1, **options: Any) -> tuple[RolloutDump, RolloutWriter]:
+def dump_of(
+    run_dir: Path, every_steps: int = 1, **options: Any
+) -> tuple[RolloutDump, RolloutWriter]:
     logging_options = LoggingConfig(**options)
-    writers = [RolloutWriter(run_dir, logging_options, _SESSION[0], name) for name in ("rollouts", "token_scores")]
+    writers = [
+        RolloutWriter(run_dir, logging_options, _SESSION[0], name)
+        for name in ("rollouts", "token_scores")
+    ]
     return RolloutDump(writers[0], every_steps, writers[1]), writers[0]
 
 
@@ -220,7 +260,9 @@ def test_what_was_written_is_read(tmp_path: Path, compression: str) -> None:
         for name in ("difference", "entropy", "advantages", "loss_mask"):
             values = getattr(scores, name)
             assert (None if values is None else values.tolist()) == line.get(name), name
-            assert values is None or values.dtype == (np.bool_ if name == "loss_mask" else np.float32)
+            assert values is None or values.dtype == (
+                np.bool_ if name == "loss_mask" else np.float32
+            )
         assert scores.difference_mean == line["difference_mean"]
         assert scores.difference_max == line["difference_max"]
     assert read_token_scores(tmp_path, 13) == {}
@@ -249,7 +291,10 @@ def test_nothing_is_kept_of_a_step_that_is_not_dumped(tmp_path: Path) -> None:
     assert [step for step in range(1, 12) if dump.keep_scores_if_due(step) is not None] == [5, 10]
     for every_steps, writers in ((0, 2), (1, 1)):
         writer = RolloutWriter(tmp_path, LoggingConfig(), _SESSION[0])
-        assert RolloutDump(writer, every_steps, *[writer] * (writers - 1)).keep_scores_if_due(5) is None
+        assert (
+            RolloutDump(writer, every_steps, *[writer] * (writers - 1)).keep_scores_if_due(5)
+            is None
+        )
     dump.write_updated(3, _NOT_NEEDED, _NOT_NEEDED, _NONE_SKIPPED, None)
     assert not (tmp_path / "token_scores").exists()
 
@@ -259,25 +304,39 @@ def test_a_full_disk_and_a_folder_that_is_none_cost_a_warning(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
     dump = dump_of(tmp_path)
-    limit, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit, ignored = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
     try:
         write(dump, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert f"{tmp_path}/token_scores/step_000001.jsonl is not written: File too large (on rank 0)" in caplog.text
+    assert (
+        f"{tmp_path}/token_scores/step_000001.jsonl is not written: File too large (on rank 0)"
+        in caplog.text
+    )
     assert names(tmp_path) == []
     (tmp_path / "token_scores").rmdir()
     os.mkfifo(tmp_path / "token_scores")
     write(dump, 2)
-    assert f"{tmp_path}/token_scores/step_000002.jsonl is not written: File exists (on rank 0)" in caplog.text
+    assert (
+        f"{tmp_path}/token_scores/step_000002.jsonl is not written: File exists (on rank 0)"
+        in caplog.text
+    )
     assert names(tmp_path, "rollouts") == ["step_000001.jsonl", "step_000002.jsonl"]
 
 
 def _replaced(**changes: Any) -> bytes:
     good = json.loads(kept(row_of(ROWS[1])).lines()[0])
-    return json.dumps({name: value for name, value in (good | changes).items() if value is not ...}).encode() + b"\n"
+    return (
+        json.dumps(
+            {name: value for name, value in (good | changes).items() if value is not ...}
+        ).encode()
+        + b"\n"
+    )
 
 
 BAD: list[tuple[Callable[[], bytes], str]] = [
@@ -304,7 +363,9 @@ BAD: list[tuple[Callable[[], bytes], str]] = [
 
 
 @pytest.mark.parametrize(("make", "why"), BAD, ids=range(len(BAD)))
-def test_what_is_broken_is_refused_in_one_line(tmp_path: Path, make: Callable[[], bytes], why: str) -> None:
+def test_what_is_broken_is_refused_in_one_line(
+    tmp_path: Path, make: Callable[[], bytes], why: str
+) -> None:
     (tmp_path / "token_scores").mkdir()
     path = tmp_path / "token_scores/step_000001.jsonl"
     path.write_bytes(_replaced(rollout_id=7) + make())
@@ -321,7 +382,11 @@ def test_what_is_broken_is_refused_in_one_line(tmp_path: Path, make: Callable[[]
 
 def test_what_is_no_file_or_larger_than_any_is_refused_and_not_held(tmp_path: Path) -> None:
     (tmp_path / "token_scores").mkdir()
-    for step, make in ((1, os.mkfifo), (2, lambda path: path.symlink_to("/dev/zero")), (3, os.mkdir)):
+    for step, make in (
+        (1, os.mkfifo),
+        (2, lambda path: path.symlink_to("/dev/zero")),
+        (3, os.mkdir),
+    ):
         make(tmp_path / f"token_scores/step_00000{step}.jsonl")
     for step in (1, 2, 3):
         with pytest.raises(ConfigError, match=r"not a regular file|cannot be read"):
@@ -346,7 +411,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return build_policy(ModelConfig(path=str(folder), dtype="float32"), 1.0, _SESSION[0])
 
 
-def trained(policy: Policy, loss: LossConfig, num_mini_batches: int, num_epochs: int = 1) -> dict[int, dict[str, Any]]:
+def trained(
+    policy: Policy, loss: LossConfig, num_mini_batches: int, num_epochs: int = 1
+) -> dict[int, dict[str, Any]]:
     """What is kept of an update of four rollouts, a row each, that moves the policy by far more than rounding."""
     rows = [[scored(2 * number, 5), scored(2 * number + 1, 3)] for number in range(2)]
     batches = [[pack_rollouts([one.rollout], _CPU) for one in row] for row in rows]
@@ -361,7 +428,9 @@ def trained(policy: Policy, loss: LossConfig, num_mini_batches: int, num_epochs:
     attach_logprobs(policy, None, batch, loss, num_updates, keep=scores)
     sums = updater.update(batch, keep=scores)
     assert updater._keep is None
-    updater.backward(batch.micro_batches[0], tokens[0], 2, True)  # the update check's own passes are not kept
+    updater.backward(
+        batch.micro_batches[0], tokens[0], 2, True
+    )  # the update check's own passes are not kept
     updater.optimizer.zero_grad()
     assert sums["optim/updates"].value == num_updates
     load_weights(hf_named_parameters(policy), Path(policy.model.config._name_or_path))
@@ -464,6 +533,10 @@ def test_readers_import_no_torch(tmp_path: Path) -> None:
         "print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.stdout == "5\n[]\n", done.stderr

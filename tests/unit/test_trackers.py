@@ -15,12 +15,18 @@ import numpy as np
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.logging_keys import LoggingConfig, check_logging
+from grpo_spmd.config.schema import LoggingConfig, check_logging
 from grpo_spmd.observe import followers as module
 from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.metrics_file import LineFile
-from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
-from grpo_spmd.observe.trackers.completions import LONGEST_TEXT, ShownRollout, as_table, evenly, shown_rollouts
+from grpo_spmd.observe.rollout_reader import RolloutRecord, to_line
+from grpo_spmd.observe.trackers.completions import (
+    LONGEST_TEXT,
+    ShownRollout,
+    as_table,
+    evenly,
+    shown_rollouts,
+)
 from grpo_spmd.observe.trackers.feed import Tracker, TrackerFeed
 from grpo_spmd.observe.trackers.tensorboard_run import TensorboardRun
 from grpo_spmd.observe.trackers.wandb_run import WandbRun
@@ -45,14 +51,35 @@ HOSTILE = {
 
 
 def record(position: int, sample: int = 0, **other: Any) -> RolloutRecord:
-    fields: dict[str, Any] = {"prompt": f"prompt {position}", "completion": f"text {position}/{sample}"}
-    fields |= {"rollout_id": None, "row": position, "position": position, "sample": sample, "reward": position / 8}
-    fields |= {"columns": {"answer": 72}, "rewards": {"right": 1.0}, "statuses": {"right": "ok"}, "advantage": None}
-    fields |= {"finish_reason": "stop", "prompt_ids": [1], "completion_ids": [2, 3], "rollout_logprobs": [-0.5, -1.0]}
+    fields: dict[str, Any] = {
+        "prompt": f"prompt {position}",
+        "completion": f"text {position}/{sample}",
+    }
+    fields |= {
+        "rollout_id": None,
+        "row": position,
+        "position": position,
+        "sample": sample,
+        "reward": position / 8,
+    }
+    fields |= {
+        "columns": {"answer": 72},
+        "rewards": {"right": 1.0},
+        "statuses": {"right": "ok"},
+        "advantage": None,
+    }
+    fields |= {
+        "finish_reason": "stop",
+        "prompt_ids": [1],
+        "completion_ids": [2, 3],
+        "rollout_logprobs": [-0.5, -1.0],
+    }
     return RolloutRecord(**(fields | other))
 
 
-def dump(run_dir: Path, step: int, records: Sequence[RolloutRecord], name: str = "{}.jsonl") -> Path:
+def dump(
+    run_dir: Path, step: int, records: Sequence[RolloutRecord], name: str = "{}.jsonl"
+) -> Path:
     folder = run_dir / "rollouts"
     folder.mkdir(exist_ok=True, parents=True)
     content = b"".join(to_line(each) + b"\n" for each in records)
@@ -66,7 +93,9 @@ def test_rollouts_are_taken_evenly_and_all_of_them_where_they_are_few(number: in
     chosen = [int(line) for line in evenly((str(i).encode() for i in range(number)), 64)]
     assert len(chosen) == min(number, 64)
     gaps = np.diff([*chosen, number])
-    assert number <= 64 or (chosen[0] == 0 and gaps.max() <= 2 * number / 64 + 1 and gaps.min() >= 1)
+    assert number <= 64 or (
+        chosen[0] == 0 and gaps.max() <= 2 * number / 64 + 1 and gaps.min() >= 1
+    )
 
 
 @pytest.mark.parametrize("name", ["{}.jsonl", "{}.jsonl.gz"])
@@ -76,30 +105,62 @@ def test_rollouts_of_all_nodes_are_shown_as_they_were_dumped(name: str, tmp_path
     dump(tmp_path, 7, [record(1, prompt=chat, advantage=-0.5)], name.replace("{}", "{}.node_1"))
     first, second, third = shown_rollouts(tmp_path, 7)
     assert (first.position, first.sample, first.completion, first.reward) == (0, 0, "text 0/0", 0.0)
-    assert first.messages == [{"role": "user", "content": "prompt 0"}, {"role": "assistant", "content": "text 0/0"}]
-    assert (second.sample, second.reward, second.rewards, second.answer) == (1, None, {"right": None}, "answer='72'")
+    assert first.messages == [
+        {"role": "user", "content": "prompt 0"},
+        {"role": "assistant", "content": "text 0/0"},
+    ]
+    assert (second.sample, second.reward, second.rewards, second.answer) == (
+        1,
+        None,
+        {"right": None},
+        "answer='72'",
+    )
     assert third.prompt == "system: be brief\n\nuser: 2 + 2"
     assert third.messages == [*chat, {"role": "assistant", "content": "text 1/0"}]
     assert third.advantage == -0.5
     columns, rows = as_table([first, second, third])
     assert columns[:4] == ["prompt", "completion", "reward", "reward/right"]
-    assert [row[:4] for row in rows][:2] == [["prompt 0", "text 0/0", 0.0, 1.0], ["prompt 0", "text 0/1", None, None]]
+    assert [row[:4] for row in rows][:2] == [
+        ["prompt 0", "text 0/0", 0.0, 1.0],
+        ["prompt 0", "text 0/1", None, None],
+    ]
 
 
 def test_an_episode_is_shown_as_its_conversation(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "python"}}]}
-    messages = [call, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4."}, "no message"]
+    messages = [
+        call,
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "It is 4."},
+        "no message",
+    ]
     line = json.loads(to_line(record(0))) | {"status": "ok", "messages": messages}
     dump(tmp_path, 1, []).write_text(json.dumps(line) + "\n")
     (shown,) = shown_rollouts(tmp_path, 1)
-    assert [message["role"] for message in shown.messages] == ["user", "assistant", "tool", "assistant", "unknown"]
+    assert [message["role"] for message in shown.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "unknown",
+    ]
     assert '"python"' in shown.messages[1]["content"]
     assert shown.status == "ok"
 
 
-def test_what_is_no_rollout_is_passed_over_and_what_cannot_be_read_costs_the_table(tmp_path: Path) -> None:
+def test_what_is_no_rollout_is_passed_over_and_what_cannot_be_read_costs_the_table(
+    tmp_path: Path,
+) -> None:
     path = dump(tmp_path, 1, [record(0)])
-    odd = [b"{", b"[1]", b"{}", b'{"position": "a"}', b"\xff\xfe", b"[" * 100_000, b'{"position":1e99}']
+    odd = [
+        b"{",
+        b"[1]",
+        b"{}",
+        b'{"position": "a"}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"position":1e99}',
+    ]
     path.write_bytes(b"".join(line + b"\n" for line in odd) + path.read_bytes() + b'{"position": 3')
     assert [each.position for each in shown_rollouts(tmp_path, 1)] == [0]
     assert shown_rollouts(tmp_path, 2) == []  # removed by logging.rollouts_keep
@@ -110,7 +171,12 @@ def test_what_is_no_rollout_is_passed_over_and_what_cannot_be_read_costs_the_tab
     with (tmp_path / "metrics.jsonl").open("w") as file:
         file.writelines(json.dumps({"step": step, "x": 1}) + "\n" for step in (1, 2, 3, 4))
     feed.finish(20)
-    assert [(metrics["step"], len(rollouts)) for metrics, rollouts in tracker.lines] == [(1, 1), (2, 0), (3, 0), (4, 0)]
+    assert [(metrics["step"], len(rollouts)) for metrics, rollouts in tracker.lines] == [
+        (1, 1),
+        (2, 0),
+        (3, 0),
+        (4, 0),
+    ]
 
 
 class Kept(Tracker):
@@ -134,7 +200,8 @@ def test_rollouts_come_with_each_nth_step_alone(tmp_path: Path) -> None:
         dump(tmp_path, step, [record(step)])
     (tmp_path / "metrics.jsonl").write_text(
         "".join(
-            json.dumps(line) + "\n" for line in ({"step": 2, "x": 1}, {"step": 2, "eval/a": 1}, {"step": 3, "x": 1})
+            json.dumps(line) + "\n"
+            for line in ({"step": 2, "x": 1}, {"step": 2, "eval/a": 1}, {"step": 3, "x": 1})
         )
     )
     tracker = Kept()
@@ -160,9 +227,25 @@ def test_hostile_text_is_text_in_tensorboard(name: str, tmp_path: Path) -> None:
     array = make_ndarray(events.Tensors("rollouts")[0].tensor_proto)
     assert array.shape == (2, 10)
     html = text_array_to_html(array, enable_markdown=True)
-    for tag in ("<script", "<img", "<a ", "<b>", "<h1", "<!--", "<table>\n<thead", "\x1b", "\x00", "\u202e"):
+    for tag in (
+        "<script",
+        "<img",
+        "<a ",
+        "<b>",
+        "<h1",
+        "<!--",
+        "<table>\n<thead",
+        "\x1b",
+        "\x00",
+        "\u202e",
+    ):
         assert tag not in html
-    shown = {"ansi": "\\u001b[31mred", "rtl": "\\u202egnp.exe", "surrogate": "half \\ud83d of", "nothing": "text"}
+    shown = {
+        "ansi": "\\u001b[31mred",
+        "rtl": "\\u202egnp.exe",
+        "surrogate": "half \\ud83d of",
+        "nothing": "text",
+    }
     kept = {
         "link": "[click](javascript",
         "image": "![x](http",
@@ -176,9 +259,15 @@ def test_hostile_text_is_text_in_tensorboard(name: str, tmp_path: Path) -> None:
 
 def test_the_table_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
-    dump(tmp_path, 1, [record(position, completion=text) for position, text in enumerate(HOSTILE.values())])
+    dump(
+        tmp_path,
+        1,
+        [record(position, completion=text) for position, text in enumerate(HOSTILE.values())],
+    )
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
-    TrackerFeed(tmp_path, WandbRun(tmp_path, LoggingConfig(wandb="offline"), {}), rollouts_every_steps=1).finish(60)
+    TrackerFeed(
+        tmp_path, WandbRun(tmp_path, LoggingConfig(wandb="offline"), {}), rollouts_every_steps=1
+    ).finish(60)
     (path,) = tmp_path.glob("wandb/offline-run-*/files/media/table/rollouts_*.json")
     table = json.loads(path.read_text())
     assert table["columns"][:2] == ["prompt", "completion"]
@@ -194,18 +283,26 @@ def test_the_traces_of_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     from tests.support.processes import run_command
 
-    dump(tmp_path, 1, [record(position, completion=text) for position, text in enumerate(HOSTILE.values())])
+    dump(
+        tmp_path,
+        1,
+        [record(position, completion=text) for position, text in enumerate(HOSTILE.values())],
+    )
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "loss/kl": null}\n')
     code = (
         "import pathlib, sys; from grpo_spmd.observe.trackers.feed import TrackerFeed\n"
         "from grpo_spmd.observe.trackers.trackio_run import TrackioRun\n"
         "run = pathlib.Path(sys.argv[1]); TrackerFeed(run, TrackioRun(run, 'p', {'a': {'b': 1}}), 1).finish(60)"
     )
-    done = run_command([sys.executable, "-c", code, str(tmp_path)], env={"TRACKIO_DIR": str(tmp_path / "trackio")})
+    done = run_command(
+        [sys.executable, "-c", code, str(tmp_path)], env={"TRACKIO_DIR": str(tmp_path / "trackio")}
+    )
     assert done.returncode == 0, done.stderr
     with sqlite3.connect(tmp_path / "trackio/p.db") as connection:
         rows = connection.execute("SELECT step, metrics FROM metrics").fetchall()
-        traces = connection.execute("SELECT messages, metadata FROM traces ORDER BY trace_index").fetchall()
+        traces = connection.execute(
+            "SELECT messages, metadata FROM traces ORDER BY trace_index"
+        ).fetchall()
     assert [(step, json.loads(text)) for step, text in rows] == [(1, {"reward/mean": 0.5})]
     assert len(traces) == len(HOSTILE)
     messages, facts = (json.loads(part) for part in traces[0])
@@ -229,14 +326,19 @@ def test_a_tracker_that_hangs_holds_up_no_other(
         file.write(json.dumps({"step": step, "x": step}))
         followers.line_written(step, False)
     state, until = tmp_path / "tensorboard.json", time.monotonic() + 60
-    while '"next_step": 51' not in (state.read_text() if state.exists() else "") and time.monotonic() < until:
+    while (
+        '"next_step": 51' not in (state.read_text() if state.exists() else "")
+        and time.monotonic() < until
+    ):
         time.sleep(0.02)
     followers.finish(has_ended=True)
     file.close()
     assert "W&B did not finish within" in caplog.text
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("x")] == [(step, step) for step in range(1, 51)]
+    assert [(e.step, e.value) for e in events.Scalars("x")] == [
+        (step, step) for step in range(1, 51)
+    ]
     assert not [thread for thread in threading.enumerate() if thread.name == "tensorboard"]
 
 
@@ -246,21 +348,37 @@ def test_nobody_is_followed_by_default_and_nothing_is_imported(tmp_path: Path) -
 
 def test_trackers_are_those_that_are_named_and_wandb_where_its_own_key_is_set() -> None:
     assert LoggingConfig().tracker_names == []
-    assert LoggingConfig(trackers=("trackio", "wandb", "trackio")).tracker_names == ["wandb", "trackio"]
-    assert LoggingConfig(trackers=("tensorboard",), wandb="offline").tracker_names == ["wandb", "tensorboard"]
+    assert LoggingConfig(trackers=("trackio", "wandb", "trackio")).tracker_names == [
+        "wandb",
+        "trackio",
+    ]
+    assert LoggingConfig(trackers=("tensorboard",), wandb="offline").tracker_names == [
+        "wandb",
+        "tensorboard",
+    ]
     assert LoggingConfig(wandb=True).tracker_names == ["wandb"]
 
 
 def test_rollouts_are_shown_of_steps_that_are_dumped() -> None:
-    check_logging(LoggingConfig(trackers=("trackio",), rollouts_every_steps=2, trackers_rollouts_every_steps=4))
+    check_logging(
+        LoggingConfig(
+            trackers=("trackio",), rollouts_every_steps=2, trackers_rollouts_every_steps=4
+        )
+    )
     for dumped in (0, 3):
         rule = rf"trackers_rollouts_every_steps \(4\) must be a multiple of logging.rollouts_every_steps \({dumped}\)"
         with pytest.raises(ConfigError, match=rule):
-            check_logging(LoggingConfig(wandb=True, rollouts_every_steps=dumped, trackers_rollouts_every_steps=4))
+            check_logging(
+                LoggingConfig(
+                    wandb=True, rollouts_every_steps=dumped, trackers_rollouts_every_steps=4
+                )
+            )
 
 
 def test_a_run_that_failed_in_somebodys_process_leaves_no_follower(tmp_path: Path) -> None:
-    followers = open_followers(tmp_path, LoggingConfig(trackers=("tensorboard",), report_every_steps=1), {})
+    followers = open_followers(
+        tmp_path, LoggingConfig(trackers=("tensorboard",), report_every_steps=1), {}
+    )
     assert {"tensorboard", "report"} <= {thread.name for thread in threading.enumerate()}
     module.finish_all()
     assert not {"tensorboard", "report"} & {thread.name for thread in threading.enumerate()}

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.agreement.trl_loss import TOLERANCE, Result, compare, gradient_difference, probe, run_ours
+from benchmarks.agreement.trl_loss import (
+    TOLERANCE,
+    Result,
+    compare,
+    gradient_difference,
+    probe,
+    run_ours,
+)
 from benchmarks.agreement.trl_loss_batch import make
 from benchmarks.agreement.trl_loss_variants import Variant, variants
 
@@ -22,13 +29,18 @@ Changed = tuple[Variant, str, Variant]
 def with_one_number_doubled(variant: Variant) -> list[Changed]:
     """The variant with one number of its loss twice as large, for each number that should matter to it."""
     config = variant.loss_config
-    names = ["kl_coef"] * bool(config.kl_coef and config.kl_in == "loss") + ["entropy_coef"] * bool(config.entropy_coef)
+    names = ["kl_coef"] * bool(config.kl_coef and config.kl_in == "loss") + ["entropy_coef"] * bool(
+        config.entropy_coef
+    )
     names += ["dual_clip"] * (config.dual_clip is not None) + ["rollout_correction_cap"] * (
         config.rollout_correction != "none"
     )
     if not variant.on_policy:
         names += ["clip_ratio_high"] + ["clip_ratio_low"] * (config.policy != "cispo")
-    return [(variant, name, replace(variant, loss={**variant.loss, name: 2 * getattr(config, name)})) for name in names]
+    return [
+        (variant, name, replace(variant, loss={**variant.loss, name: 2 * getattr(config, name)}))
+        for name in names
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -39,25 +51,39 @@ def measured(
     batch = make(folder)
     claims = {variant.name: variant for variant in variants(batch) if not variant.reason}
     changed = [
-        each for variant in claims.values() if "loss" in variant.compares for each in with_one_number_doubled(variant)
+        each
+        for variant in claims.values()
+        if "loss" in variant.compares
+        for each in with_one_number_doubled(variant)
     ]
     results = run_ours(folder, batch, [*claims.values(), *(after for _, _, after in changed)])
-    return claims, dict(zip(claims, results, strict=False)), list(zip(changed, results[len(claims) :], strict=True))
+    return (
+        claims,
+        dict(zip(claims, results, strict=False)),
+        list(zip(changed, results[len(claims) :], strict=True)),
+    )
 
 
 def test_losses_and_gradients_are_those_that_trl_gave(measured: Any) -> None:
     claims, results, _ = measured
     rows = {
-        row["variant"]: row for row in map(json.loads, RECORD.read_text().splitlines()) if row["verdict"] != "differs"
+        row["variant"]: row
+        for row in map(json.loads, RECORD.read_text().splitlines())
+        if row["verdict"] != "differs"
     }
     assert rows.keys() == claims.keys(), (
         f"{RECORD.name} is of other variants: run benchmarks/run.sh trl_loss --json again"
     )
     for name, row in rows.items():
         if "loss" in claims[name].compares:
-            assert results[name].loss == pytest.approx(row["loss TRL"], rel=TOLERANCE, abs=TOLERANCE), name
+            assert results[name].loss == pytest.approx(
+                row["loss TRL"], rel=TOLERANCE, abs=TOLERANCE
+            ), name
         if "gradients" in claims[name].compares:
-            assert abs(probe(results[name]) - row["gradient probe TRL"]) <= TOLERANCE * row["gradient norm TRL"], name
+            assert (
+                abs(probe(results[name]) - row["gradient probe TRL"])
+                <= TOLERANCE * row["gradient norm TRL"]
+            ), name
 
 
 def test_no_number_of_a_claim_is_idle(measured: Any) -> None:
@@ -65,7 +91,10 @@ def test_no_number_of_a_claim_is_idle(measured: Any) -> None:
     _, results, changed = measured
     assert len(changed) > 50
     for (before, name, _), result in changed:
-        assert gradient_difference(result, results[before.name])[0] > 10 * TOLERANCE, (before.name, name)
+        assert gradient_difference(result, results[before.name])[0] > 10 * TOLERANCE, (
+            before.name,
+            name,
+        )
 
 
 def test_a_claim_fails_by_its_worst_parameter() -> None:
@@ -74,12 +103,20 @@ def test_a_claim_fails_by_its_worst_parameter() -> None:
     theirs = Result(
         0.5,
         torch.zeros(4),
-        {"big": 1e3 * torch.randn(8, 8, generator=generator), "small": torch.randn(2, generator=generator)},
+        {
+            "big": 1e3 * torch.randn(8, 8, generator=generator),
+            "small": torch.randn(2, generator=generator),
+        },
     )
 
     def verdict(variant: Variant, loss: float = 0.5, **gradients: torch.Tensor) -> str:
         return str(
-            compare(variant, Result(loss, torch.zeros(4), theirs.gradients | gradients), theirs, [theirs])["verdict"]
+            compare(
+                variant,
+                Result(loss, torch.zeros(4), theirs.gradients | gradients),
+                theirs,
+                [theirs],
+            )["verdict"]
         )
 
     claim = Variant("claim", {})

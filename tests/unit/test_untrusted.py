@@ -51,10 +51,15 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     config = {"model_type": "evil", "auto_map": auto_map}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    settings = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"]}}
+    settings = {
+        "tokenizer_class": "Tokenizer",
+        "auto_map": {"AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"]},
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 99))
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     return folder
 
 
@@ -84,7 +89,9 @@ def _checkpoint(folder: Path) -> Path:
     (checkpoint / "model").mkdir()
     (checkpoint / "model" / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
     tensors = {"policy.a.weight": torch.zeros(4, 3), "exp_avg.a.weight": torch.zeros(4, 3)}
-    write_shard(checkpoint / "state" / "shard_00001.safetensors", tensors, dict.fromkeys(tensors, 0))
+    write_shard(
+        checkpoint / "state" / "shard_00001.safetensors", tensors, dict.fromkeys(tensors, 0)
+    )
     write_trainer(checkpoint, trainer_of(3) | {"world_size": 1})
     return checkpoint
 
@@ -101,7 +108,24 @@ def write_manifest_anew(checkpoint: Path) -> None:
 
 
 ODD: list[Any] = [
-    *(None, True, False, -1, -5, 1.5, 1e308, float("nan"), float("inf"), 10**30, "", "x", "3", "\ud800", [], [1]),
+    *(
+        None,
+        True,
+        False,
+        -1,
+        -5,
+        1.5,
+        1e308,
+        float("nan"),
+        float("inf"),
+        10**30,
+        "",
+        "x",
+        "3",
+        "\ud800",
+        [],
+        [1],
+    ),
     *(["x", "y"], {}, {"a": 1}, [[[[[[[1]]]]]]], "../../etc/passwd", "a\nb"),
 ]
 
@@ -129,7 +153,9 @@ FITS: dict[str, Callable[[Any], bool]] = {
     "format": lambda value: value in (0, 1) and type(value) is int,
     "config": lambda value: value == {} or value == {"a": 1},
     "mismatch_scale": lambda value: value is None,
-    "model_path": lambda value: value in ("x", "3", "../../etc/passwd", "a\nb", "\ud800"),  # noted, never opened
+    "model_path": lambda value: (
+        value in ("x", "3", "../../etc/passwd", "a\nb", "\ud800")
+    ),  # noted, never opened
 }
 
 
@@ -142,7 +168,9 @@ def test_an_odd_value_of_any_field_of_trainer_json_is_refused_in_one_line(
     for odd in ODD:
         write_trainer(checkpoint, good | {field: odd})
         said = _start(checkpoint, tmp_path, session)
-        assert (said is None) == FITS.get(field, lambda value: False)(odd) or (field == "config" and said), (odd, said)
+        assert (said is None) == FITS.get(field, lambda value: False)(odd) or (
+            field == "config" and said
+        ), (odd, said)
     del good[field]
     write_trainer(checkpoint, good)
     said = _start(checkpoint, tmp_path, session)
@@ -173,12 +201,15 @@ def test_an_odd_value_of_any_field_of_the_manifest_is_refused_in_one_line(
             (checkpoint / "manifest.json").write_text(json.dumps(good | {"files": files}))
             assert _start(checkpoint, tmp_path, session)
         entry = good["files"]["trainer.json"] | {field: odd}
-        (checkpoint / "manifest.json").write_text(json.dumps(good | {"files": good["files"] | {"trainer.json": entry}}))
+        (checkpoint / "manifest.json").write_text(
+            json.dumps(good | {"files": good["files"] | {"trainer.json": entry}})
+        )
         assert _start(checkpoint, tmp_path, session), odd
 
 
 @pytest.mark.parametrize(
-    "content", ["[" * 100_000, '{"a":' * 100_000, "\ufeff[]", '{"format": 1, "format": 1}', "NaN", ""]
+    "content",
+    ["[" * 100_000, '{"a":' * 100_000, "\ufeff[]", '{"format": 1, "format": 1}', "NaN", ""],
 )
 def test_json_that_is_none(content: str, tmp_path: Path, session: Session) -> None:
     for name in ("trainer.json", "manifest.json"):
@@ -208,7 +239,9 @@ def test_odd_sharding_info_is_damage(tmp_path: Path, session: Session) -> None:
         assert _start(checkpoint, tmp_path, session), odd
     for odd in [*ODD, [-1, 0], [True, 0], ["0", 0], [0, 0, 0], [0], [0.0, 0]]:
         for name in ("policy.a.weight", "exp_avg.a.weight"):
-            offsets = {key: {"saved_offsets": [0, 0]} for key in ("policy.a.weight", "exp_avg.a.weight")}
+            offsets = {
+                key: {"saved_offsets": [0, 0]} for key in ("policy.a.weight", "exp_avg.a.weight")
+            }
             _rewrite_offsets(checkpoint, json.dumps(offsets | {name: {"saved_offsets": odd}}))
             assert _start(checkpoint, tmp_path, session), odd
             _rewrite_offsets(checkpoint, json.dumps(offsets | {name: odd}))
@@ -238,12 +271,17 @@ def test_what_is_no_file_of_a_checkpoint_is_not_read(
     checkpoint = _checkpoint(tmp_path)
     (checkpoint / name).unlink(missing_ok=True)
     place(checkpoint / name)
-    assert re.search(r"is a (link|fifo)|not a regular file|cannot read", str(_start(checkpoint, tmp_path, session)))
+    assert re.search(
+        r"is a (link|fifo)|not a regular file|cannot read",
+        str(_start(checkpoint, tmp_path, session)),
+    )
 
 
 def test_a_shard_by_another_name_is_none(tmp_path: Path, session: Session) -> None:
     """torch's reader takes every file of the folder; ours, which checks them, those with the names of shards."""
     checkpoint = _checkpoint(tmp_path)
-    shutil.copyfile(checkpoint / "state" / "shard_00001.safetensors", checkpoint / "state" / "other.safetensors")
+    shutil.copyfile(
+        checkpoint / "state" / "shard_00001.safetensors", checkpoint / "state" / "other.safetensors"
+    )
     write_manifest_anew(checkpoint)
     assert "is not the name of a shard" in str(_start(checkpoint, tmp_path, session))

@@ -19,7 +19,9 @@ from grpo_spmd.rewards.sandbox.sandbox import each_within
 from grpo_spmd.rewards.verifiers import SHIPPED, last_number, python_code
 
 
-def _shipped(name: str, completion: str, args: dict[str, Any] | None = None, **columns: Any) -> float | None:
+def _shipped(
+    name: str, completion: str, args: dict[str, Any] | None = None, **columns: Any
+) -> float | None:
     """What the shipped reward gives one completion, once as text and once as a chat message: both must agree."""
     (reward,) = load_rewards([RewardConfig(name=name, args=args or {})])
     lists = {column: [value] for column, value in columns.items()}
@@ -59,7 +61,10 @@ def test_exact(completion: str, answer: Any, score: float | None) -> None:
     ],
 )
 def test_format_matches_the_whole_completion(completion: str, score: float) -> None:
-    assert _shipped("format", completion, args={"pattern": "<think>.*</think><answer>.*</answer>"}) == score
+    assert (
+        _shipped("format", completion, args={"pattern": "<think>.*</think><answer>.*</answer>"})
+        == score
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +154,10 @@ def test_gsm8k(completion: str, answer: Any, score: float | None) -> None:
     ],
 )
 def test_countdown(equation: str, nums: list[int], target: int, score: float) -> None:
-    assert _shipped("countdown", equation, args={"answer_tag": None}, nums=nums, target=target) == score
+    assert (
+        _shipped("countdown", equation, args={"answer_tag": None}, nums=nums, target=target)
+        == score
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,12 +182,20 @@ def test_countdown(equation: str, nums: list[int], target: int, score: float) ->
     ],
 )
 def test_countdown_scores_hostile_strings_zero(hostile: str) -> None:
-    assert _shipped("countdown", hostile, args={"answer_tag": None}, nums=[9, 9, 9], target=27) == 0.0
+    assert (
+        _shipped("countdown", hostile, args={"answer_tag": None}, nums=[9, 9, 9], target=27) == 0.0
+    )
 
 
 def test_countdown_reads_nested_brackets() -> None:
     assert (
-        _shipped("countdown", "(" * 30 + "3" + ")" * 30 + "*8", args={"answer_tag": None}, nums=[3, 8], target=24)
+        _shipped(
+            "countdown",
+            "(" * 30 + "3" + ")" * 30 + "*8",
+            args={"answer_tag": None},
+            nums=[3, 8],
+            target=24,
+        )
         == 1.0
     )
 
@@ -202,10 +218,15 @@ def test_countdown_reads_the_last_answer_tag(completion: str, score: float) -> N
 
 
 def test_countdown_answer_tag_is_no_regular_expression() -> None:
-    assert _shipped("countdown", "<a+>3*8</a+>", args={"answer_tag": "a+"}, nums=[3, 8], target=24) == 1.0
+    assert (
+        _shipped("countdown", "<a+>3*8</a+>", args={"answer_tag": "a+"}, nums=[3, 8], target=24)
+        == 1.0
+    )
 
 
-@pytest.mark.parametrize("columns", [{"nums": None, "target": 24}, {"nums": [3, 8], "target": None}])
+@pytest.mark.parametrize(
+    "columns", [{"nums": None, "target": 24}, {"nums": [3, 8], "target": None}]
+)
 def test_countdown_without_a_task_does_not_apply(columns: dict[str, Any]) -> None:
     assert _shipped("countdown", "<answer>3*8</answer>", **columns) is None
 
@@ -290,7 +311,10 @@ HOSTILE = {
 }
 VERIFIERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "exact": ({}, {"answer": "42"}),
-    "format": ({"pattern": "(a+|a?)*(b|`|1| )*c|<answer>.*</answer>"}, {}),  # a pattern that many texts keep busy
+    "format": (
+        {"pattern": "(a+|a?)*(b|`|1| )*c|<answer>.*</answer>"},
+        {},
+    ),  # a pattern that many texts keep busy
     "gsm8k": ({}, {"answer": "#### 42"}),
     "countdown": ({}, {"nums": [3, 8], "target": 24}),
     "math": ({}, {"answer": "42"}),
@@ -298,17 +322,21 @@ VERIFIERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_hostile_text_is_worth_nothing_and_takes_no_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_text_is_worth_nothing_and_takes_no_time(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("grpo_spmd.rewards.verifiers._TEXT_S", 0.2)
     args, columns = VERIFIERS[name]
     (reward,) = load_rewards([RewardConfig(name=name, args=args)])
     lists = {column: [value] * len(HOSTILE) for column, value in columns.items()}
     before, texts = time.process_time(), list(HOSTILE.values())
-    found = reward.function(prompts=[""] * len(texts), completions=texts, completion_ids=[[]] * len(texts), **lists)
-    right = ["answers"] if name == "format" else []
-    assert {text: value for text, value in zip(HOSTILE, found, strict=True) if value != 0.0} == dict.fromkeys(
-        right, 1.0
+    found = reward.function(
+        prompts=[""] * len(texts), completions=texts, completion_ids=[[]] * len(texts), **lists
     )
+    right = ["answers"] if name == "format" else []
+    assert {
+        text: value for text, value in zip(HOSTILE, found, strict=True) if value != 0.0
+    } == dict.fromkeys(right, 1.0)
     assert time.process_time() - before < 5  # not this process's: what it does itself is linear
 
 
@@ -321,7 +349,9 @@ def test_the_code_of_hostile_text_is_found_at_once() -> None:
 
 def test_the_last_code_block_is_what_the_regular_expression_found() -> None:
     """The scan by lines against the expression that it replaces, on texts small enough for both."""
-    fence = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+    fence = re.compile(
+        r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
+    )
     pieces = [
         "```",
         "```python",
@@ -364,12 +394,20 @@ def test_a_text_that_ends_its_process_costs_itself_alone() -> None:
 @pytest.mark.parametrize(
     ("completion", "answer", "score"),
     [
-        ("\\boxed{9^{9^{9}}}", "9^{9^{9}}", 1.0),  # refused unread, but for the gold answer's own text
+        (
+            "\\boxed{9^{9^{9}}}",
+            "9^{9^{9}}",
+            1.0,
+        ),  # refused unread, but for the gold answer's own text
         ("\\boxed{2^{3^{2}}}", "512", 1.0),
         ("\\boxed{2^{10}}", "1024", 1.0),
         ("\\boxed{5!}", "120", 1.0),
         ("\\boxed{41} or \\boxed{42}", "42", 0.0),  # as math-verify has it
-        ("$x = " + "(" * 3 + "3" + ")" * 3 + "$", "3", 1.0),  # 0.3 s of its 1 s; each level takes half as long again
+        (
+            "$x = " + "(" * 3 + "3" + ")" * 3 + "$",
+            "3",
+            1.0,
+        ),  # 0.3 s of its 1 s; each level takes half as long again
     ],
 )
 def test_what_is_only_large_or_nested_is_judged(completion: str, answer: str, score: float) -> None:

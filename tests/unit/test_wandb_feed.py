@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.config.dump import config_to_dict
+from grpo_spmd.config.describe import config_to_dict
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.observe.metrics_file import LineFile
@@ -58,10 +58,14 @@ def test_every_line_arrives_once_and_in_order(config: Config, fake: Path) -> Non
     assert told(fake, "finish") == [True]
 
 
-def test_a_run_that_goes_on_has_the_same_id_and_repeated_steps_are_sent_again(config: Config, fake: Path) -> None:
+def test_a_run_that_goes_on_has_the_same_id_and_repeated_steps_are_sent_again(
+    config: Config, fake: Path
+) -> None:
     run(config, range(10))
     metrics = Path(config.run_dir, "metrics.jsonl")
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:6]))  # as resuming at step 6 cuts it
+    metrics.write_text(
+        "".join(metrics.read_text().splitlines(keepends=True)[:6])
+    )  # as resuming at step 6 cuts it
     run(config, range(6, 12))
     assert [line["step"] for line in told(fake, "log")] == [*range(10), *range(6, 12)]
     first, second = told(fake, "init")
@@ -69,9 +73,15 @@ def test_a_run_that_goes_on_has_the_same_id_and_repeated_steps_are_sent_again(co
     assert first["resume"] == "allow"
 
 
-@pytest.mark.parametrize("how", ["init hangs", "log hangs", "finish hangs", "init raises", "init exits", "log raises"])
+@pytest.mark.parametrize(
+    "how", ["init hangs", "log hangs", "finish hangs", "init raises", "init exits", "log raises"]
+)
 def test_a_tracker_that_fails_costs_no_line_and_no_time(
-    how: str, config: Config, fake: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    how: str,
+    config: Config,
+    fake: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("FAKE_WANDB", how)
     assert run(config, range(100), finish_s=1.5) < 10  # 0.01 s on an idle core
@@ -88,7 +98,9 @@ def test_a_tracker_that_fails_costs_no_line_and_no_time(
     assert [line["step"] for line in told(fake, "log")[len(before) :]] == list(range(102))
 
 
-def test_what_has_settled_is_not_sent_again(config: Config, fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_settled_is_not_sent_again(
+    config: Config, fake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAKE_WANDB", "finish hangs")
     monkeypatch.setattr(WandbRun, "settles_s", 0.0)
     run(config, range(100), finish_s=1.5)

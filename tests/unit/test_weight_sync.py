@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_spmd.engine import gather, weight_sync
-from grpo_spmd.engine.gather import gather_full_tensors, gather_pieces, of_entries
-from grpo_spmd.engine.weight_digest import WeightDigest
+from grpo_spmd.engine.gather import WeightDigest, gather_full_tensors, gather_pieces, of_entries
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.records import SyncStats
 
@@ -33,7 +32,9 @@ class Engine:
 
     def load_weights(self, weights: Any, step: int, direct: Any, pieces: Any) -> None:
         self.way = "loader" if direct is None else "direct"
-        self.copied = [(entry[0], piece.clone()) for entry, _, piece in pieces] if direct is not None else []
+        self.copied = (
+            [(entry[0], piece.clone()) for entry, _, piece in pieces] if direct is not None else []
+        )
         self.loaded = dict(weights)
 
 
@@ -88,7 +89,9 @@ def synced(monkeypatch: pytest.MonkeyPatch, ranks: SimpleNamespace) -> SimpleNam
     monkeypatch.setattr(weight_sync, "on_rank0", on_rank0)
     monkeypatch.setattr(WeightSync, "_proved_direct_load", direct_load)
     monkeypatch.setattr(
-        weight_sync, "hf_named_shards", lambda _: (entry(name, tensor, ranks.size) for name, tensor in tensors.items())
+        weight_sync,
+        "hf_named_shards",
+        lambda _: (entry(name, tensor, ranks.size) for name, tensor in tensors.items()),
     )
     found.policy = SimpleNamespace(model=nn.Linear(1, 1))
     return found
@@ -107,13 +110,15 @@ def syncs(synced: SimpleNamespace, num_steps: int, every: int) -> str:
     return ways
 
 
-def test_adapters_on_another_base_have_another_name(synced: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_on_another_base_have_another_name(
+    synced: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The base is sent, and named, once; what is named later is the same base with its adapters."""
     adapters = [entry("x.lora_A.weight", torch.randn(4, 4))]
     monkeypatch.setattr(weight_sync, "adapter_shards", lambda *_: adapters)
     monkeypatch.setattr(weight_sync, "gather_adapters", lambda shards, dtype: {})
-    monkeypatch.setattr("grpo_spmd.engine.weight_digest.is_first_replica", lambda parameter: True)
-    monkeypatch.setattr("grpo_spmd.engine.weight_digest.first_row", lambda parameter: 0)
+    monkeypatch.setattr("grpo_spmd.engine.gather.is_first_replica", lambda parameter: True)
+    monkeypatch.setattr("grpo_spmd.engine.gather.first_row", lambda parameter: 0)
     synced.policy.lora = None
     engine = synced.engine
     engine.takes_adapters, engine.load_adapters = True, lambda adapters, step: None
@@ -134,7 +139,9 @@ def test_adapters_on_another_base_have_another_name(synced: SimpleNamespace, mon
     assert names()[0] != first[0]
 
 
-def test_the_proofs_see_both_ways_in_turn_and_direct_copies_also_after_many_of_them(synced: SimpleNamespace) -> None:
+def test_the_proofs_see_both_ways_in_turn_and_direct_copies_also_after_many_of_them(
+    synced: SimpleNamespace,
+) -> None:
     assert syncs(synced, 5, 0) == "LDddd"
     assert syncs(synced, 6, 1) == "LDLDLD"
     # Due at 4, 8, 12, 16: copied for the third time, brought by the loader (and at 9 by the map that was made anew),
@@ -147,7 +154,10 @@ def test_weights_are_named_where_that_is_asked_for_alone(
     synced: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of = WeightSync(synced.policy, cast(Any, synced.engine), 64, is_named=True)
-    first, second = of.sync(1).weights_id, of.sync(2).weights_id  # by the loader, and partly directly
+    first, second = (
+        of.sync(1).weights_id,
+        of.sync(2).weights_id,
+    )  # by the loader, and partly directly
     assert first == second
     assert len(first) == 16
     synced.tensors["b"][0, 0] += 1
@@ -182,7 +192,9 @@ def test_the_next_bucket_is_under_way_while_one_is_copied(ranks: SimpleNamespace
     """So on a GPU, where the copies are issued on the stream of the host and an all-gather runs on one of its own."""
     ranks.size = 2
     entries = [entry("a", torch.randn(8, 4), 2), entry("b", torch.randn(6, 4), 2)]
-    for _ in gather_pieces(entries, torch.float32, 64, SyncStats()):  # 8 columns of each rank: 4 buckets
+    for _ in gather_pieces(
+        entries, torch.float32, 64, SyncStats()
+    ):  # 8 columns of each rank: 4 buckets
         ranks.events.append("copy")
     # tensor "a" ends with the second bucket, so that each bucket is one piece
     assert ranks.events == ["start", *["wait", "start", "copy"] * 3, "wait", "copy"]
@@ -194,13 +206,19 @@ def test_one_rank_needs_no_bucket(ranks: SimpleNamespace) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         stats = SyncStats()
         pieces = list(gather_pieces(entries, dtype, 64, stats))
-        assert [piece.data_ptr() for *_, piece in pieces] == [tensor.data_ptr() for _, tensor, _ in entries]
+        assert [piece.data_ptr() for *_, piece in pieces] == [
+            tensor.data_ptr() for _, tensor, _ in entries
+        ]
         assert (stats.bytes, stats.num_collectives) == ((2**20 + 12) * dtype.itemsize, 0)
         digest, other = WeightDigest(torch.device("cpu")), WeightDigest(torch.device("cpu"))
         places = set[int]()
-        for (name, tensor, _), first, piece in gather_pieces(entries, dtype, 64, SyncStats(), digest=digest):
+        for (name, tensor, _), first, piece in gather_pieces(
+            entries, dtype, 64, SyncStats(), digest=digest
+        ):
             assert piece.dtype == dtype
-            assert torch.equal(piece[0], tensor.view(-1)[first : first + piece.shape[1]].to(dtype)), name
+            assert torch.equal(
+                piece[0], tensor.view(-1)[first : first + piece.shape[1]].to(dtype)
+            ), name
             places.add(piece.data_ptr())
         # 4 MiB in float32, named where they are, and "b"; in bfloat16 one MiB at a time, rounded
         assert len(places) == (5 if dtype == torch.float32 else 1)
@@ -211,7 +229,11 @@ def test_one_rank_needs_no_bucket(ranks: SimpleNamespace) -> None:
 
 
 def test_pieces_that_come_first_leave_the_others_to_be_drawn(ranks: SimpleNamespace) -> None:
-    entries = [entry("a", torch.randn(8, 4)), entry("b", torch.randn(0, 4)), entry("c", torch.randn(5, 4))]
+    entries = [
+        entry("a", torch.randn(8, 4)),
+        entry("b", torch.randn(0, 4)),
+        entry("c", torch.randn(5, 4)),
+    ]
     pieces: Iterator[Any] = gather_pieces(entries, torch.float32, 64, SyncStats())
     assert [of[0] for of, *_ in of_entries(pieces, entries[:2])] == ["a"]
     assert [of[0] for of, *_ in pieces] == ["c"]

@@ -24,7 +24,12 @@ _TIMED = {
 
 
 def note(what: str) -> None:
-    seen = {"what": what, "t": time.monotonic(), "cpu": time.process_time(), "rank": os.environ.get("RANK", "0")}
+    seen = {
+        "what": what,
+        "t": time.monotonic(),
+        "cpu": time.process_time(),
+        "rank": os.environ.get("RANK", "0"),
+    }
     line = json.dumps(seen | {"pid": os.getpid()}) + "\n"
     descriptor = os.open(os.environ[FILE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.write(descriptor, line.encode())
@@ -44,12 +49,20 @@ def _timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Finder:
     @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in _TIMED or (spec := PathFinder.find_spec(name, path, target)) is None or spec.loader is None:
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if (
+            name not in _TIMED
+            or (spec := PathFinder.find_spec(name, path, target)) is None
+            or spec.loader is None
+        ):
             return None
         execute = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:  # not above: others look for a module that they do not import
+        def exec_module(
+            module: ModuleType,
+        ) -> None:  # not above: others look for a module that they do not import
             note(f"{name} begins")
             execute(module)
             for timed in _TIMED[name]:

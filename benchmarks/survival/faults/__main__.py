@@ -33,13 +33,20 @@ def main() -> None:
     parser = arguments_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=tuple(PARTS), help="parts to run")
     parser.add_argument("--num", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of whole_trees and odd_stops (default: 0)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the moments of whole_trees and odd_stops (default: 0)",
+    )
     args = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
     lost = 0
     try:
-        with tempfile.TemporaryDirectory(prefix="grpo_spmd_faults_", ignore_cleanup_errors=True) as root:
+        with tempfile.TemporaryDirectory(
+            prefix="grpo_spmd_faults_", ignore_cleanup_errors=True
+        ) as root:
             lab = Lab(Path(root), seed=args.seed)
             for part in args.only or PARTS:
                 for row in PARTS[part](lab, args.num):

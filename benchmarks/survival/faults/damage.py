@@ -59,7 +59,9 @@ def _add(path: Path, rng: random.Random) -> None:
 def _later_format(path: Path, rng: random.Random) -> None:
     """As a later version would write it: with a manifest that fits."""
     folder = path.parent
-    trainer, manifest = (json.loads((folder / name).read_text()) for name in ("trainer.json", "manifest.json"))
+    trainer, manifest = (
+        json.loads((folder / name).read_text()) for name in ("trainer.json", "manifest.json")
+    )
     manifest["format"] = trainer["format"] = rng.randint(2, 10**6)
     (folder / "trainer.json").write_text(json.dumps(trainer))
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -110,7 +112,9 @@ def _corruption_through_a_start(lab: Lab) -> Iterator[Row]:
     Launch(stopped, 2).wait()
     shard, rng = "state/shard_00002.safetensors", random.Random(0)
 
-    def go_on(case: str, damage: Callable[[Path], None], which: int, *overrides: str) -> tuple[Run, Launch]:
+    def go_on(
+        case: str, damage: Callable[[Path], None], which: int, *overrides: str
+    ) -> tuple[Run, Launch]:
         run = stopped.copy("damaged_" + re.sub("[^a-z]+", "_", case))
         for checkpoint in list_checkpoints(run.run_dir)[which:]:
             damage(checkpoint)
@@ -151,7 +155,9 @@ def _corruption_through_a_start(lab: Lab) -> Iterator[Row]:
     }
     with ThreadPoolExecutor(AT_ONCE) as pool:
         fell = list(pool.map(lambda case: falls_back(case, fall_backs[case]), fall_backs))
-        refused = list(pool.map(lambda case: refuses(case, *refusals[case][:2], *refusals[case][2]), refusals))
+        refused = list(
+            pool.map(lambda case: refuses(case, *refusals[case][:2], *refusals[case][2]), refusals)
+        )
     for fault, outcomes, expected, cases in (
         ("newest checkpoint damaged, real start", fell, "fell back to the one before", fall_backs),
         ("no usable checkpoint, real start", refused, "one line and exit code 2", refusals),
@@ -168,7 +174,9 @@ def disk(lab: Lab, num: int) -> Iterator[Row]:
     save."""
     probe = lab.root / "probe"
     probe.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(probe)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(probe)], capture_output=True
+    ).returncode:
         yield row("disk full or read-only", 0, [], "-", "skipped: mounting a small disk needs root")
         return
     subprocess.run(["umount", str(probe)], check=True)
@@ -177,7 +185,12 @@ def disk(lab: Lab, num: int) -> Iterator[Row]:
     fill = "dd if=/dev/zero of={disk}/filler bs=1k 2>/dev/null; truncate -s -{left}K {disk}/filler"
     for fault, whole, command, last_code in (
         ("disk full before a save", False, fill.format(disk="{disk}", left=64), 1),
-        ("disk full in the middle of a save", False, fill.format(disk="{disk}", left=state_kib + 16), 1),
+        (
+            "disk full in the middle of a save",
+            False,
+            fill.format(disk="{disk}", left=state_kib + 16),
+            1,
+        ),
         (
             "disk full, free again after a second",
             False,

@@ -80,7 +80,9 @@ def sigkill_random(lab: Lab, num: int) -> Iterator[Row]:
 _MANNERS = ("while starting", "while training", "aimed at a save")
 
 
-def _kill_at_random(run: Run, rng: random.Random, budget: _Budget, everything: bool) -> list[Strike]:
+def _kill_at_random(
+    run: Run, rng: random.Random, budget: _Budget, everything: bool
+) -> list[Strike]:
     """One run from its start to its end."""
     strikes: list[Strike] = []
     launch, before = Launch(run, 2, max_restarts=1000), set[int]()
@@ -153,11 +155,15 @@ def sigkill_phase(lab: Lab, num: int) -> Iterator[Row]:
     sizes = [min(_KILLS_A_RUN, count - first) for first in range(0, count, _KILLS_A_RUN)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         jobs = {
-            where: [pool.submit(_kill_at, lab, where, number, size) for number, size in enumerate(sizes)]
+            where: [
+                pool.submit(_kill_at, lab, where, number, size) for number, size in enumerate(sizes)
+            ]
             for where in (START, *PHASES, *WRITE_POINTS)
         }
         for where, runs in jobs.items():
-            yield row_of_strikes(f"SIGKILL of a rank, {where}", [strike for run in runs for strike in run.result()])
+            yield row_of_strikes(
+                f"SIGKILL of a rank, {where}", [strike for run in runs for strike in run.result()]
+            )
 
 
 def _kill_at(lab: Lab, where: str, number: int, count: int) -> list[Strike]:

@@ -25,7 +25,11 @@ from tests.support.processes import torchrun
 
 ROOT = Path(__file__).resolve().parents[3]
 AT_ONCE = 2  # runs side by side: half of a start waits for something
-EVERY, NUM_STEPS, NUM_PROMPTS = 3, 36, 32  # interval of checkpoints, steps of a run, rows of the data
+EVERY, NUM_STEPS, NUM_PROMPTS = (
+    3,
+    36,
+    32,
+)  # interval of checkpoints, steps of a run, rows of the data
 LIMIT_S = 600.0  # for one launch to end in
 _MARK = "GRPO_SPMD_FAULTS_ID"
 _OF_A_GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -51,7 +55,12 @@ class Launch:
             raise RuntimeError("the campaign is over")
         number = len(list(run.folder.glob("launch_*.log")))
         self.mark, self.log = uuid.uuid4().hex, run.folder / f"launch_{number:03d}.log"
-        options = ["--max-restarts", str(max_restarts), "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+        options = [
+            "--max-restarts",
+            str(max_restarts),
+            "--signals-to-handle",
+            "SIGTERM,SIGINT,SIGUSR1",
+        ]
         train = [
             "-m",
             "benchmarks.survival.faults.worker",
@@ -61,7 +70,12 @@ class Launch:
             *overrides,
         ]
         env = {name: value for name, value in os.environ.items() if name not in _OF_A_GROUP}
-        env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FAULTS": str(run.folder), _MARK: self.mark}
+        env |= {
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "FAULTS": str(run.folder),
+            _MARK: self.mark,
+        }
         env |= {"TMPDIR": str(run.folder / "tmp")}
         with self.log.open("wb") as file:
             self.process = subprocess.Popen(
@@ -122,7 +136,10 @@ def kill_all_launches() -> None:
 def wait_until_gone(pids: set[int], limit_s: float = 60.0) -> float:
     """Seconds until none of the processes is there."""
     start = time.monotonic()
-    while any(_read(Path(f"/proc/{pid}/cmdline")) for pid in pids) and time.monotonic() < start + limit_s:
+    while (
+        any(_read(Path(f"/proc/{pid}/cmdline")) for pid in pids)
+        and time.monotonic() < start + limit_s
+    ):
         time.sleep(0.02)
     return time.monotonic() - start
 
@@ -142,7 +159,9 @@ def _kill(pid: int) -> None:
 class Lab:
     """Model, data and config of all runs of a campaign, and the run that nobody touches, made once."""
 
-    def __init__(self, root: Path, *, num_steps: int = NUM_STEPS, seed: int = 0, **sections: Any) -> None:
+    def __init__(
+        self, root: Path, *, num_steps: int = NUM_STEPS, seed: int = 0, **sections: Any
+    ) -> None:
         """`seed`: of the moments that are drawn; `sections`: of the config, over those that all have."""
         self.root, self.seed = root, seed
         model = make_model(root / "model", "qwen3", tied=True)
@@ -155,8 +174,17 @@ class Lab:
             eval={"every_steps": 1, "num_samples": 1},
             optimizer={"lr": 1e-3},
             # Two mini-batches: the policy's logprobs are taken before the update, in a phase of their own.
-            training={"num_steps": num_steps, "num_mini_batches": 2, "max_tokens_per_micro_batch": 256},
-            checkpoint={"every_steps": EVERY, "keep": 2, "best_metric": "eval/held/mean", "resume": "never"},
+            training={
+                "num_steps": num_steps,
+                "num_mini_batches": 2,
+                "max_tokens_per_micro_batch": 256,
+            },
+            checkpoint={
+                "every_steps": EVERY,
+                "keep": 2,
+                "best_metric": "eval/held/mean",
+                "resume": "never",
+            },
             **sections,
         )
         self.start_s = 10.0  # from a process's first line to its first step
@@ -176,7 +204,10 @@ class Lab:
             launch = Launch(run, 2)
             if launch.wait():
                 raise RuntimeError(f"the run without any fault fails:\n{launch.output}")
-            starts, ends = ([e["time"] for e in run.events() if e["event"] == name] for name in ("start", "resumed"))
+            starts, ends = (
+                [e["time"] for e in run.events() if e["event"] == name]
+                for name in ("start", "resumed")
+            )
             self.start_s, self._reference = ends[0] - starts[0], run
         return self._reference
 
@@ -202,7 +233,9 @@ class Run:
     def temporary(self) -> list[str]:
         """What is left in the folder for temporary files, but for what torchrun itself, killed, leaves in it."""
         return sorted(
-            path.name for path in (self.folder / "tmp").iterdir() if not path.name.startswith("torchelastic_")
+            path.name
+            for path in (self.folder / "tmp").iterdir()
+            if not path.name.startswith("torchelastic_")
         )
 
     @property
@@ -218,7 +251,9 @@ class Run:
     def strikes(self) -> list[Strike]:
         """Of the plan, those that happened."""
         done = sorted((self.folder / "plan").glob("*.struck"))
-        return [Strike(path.stat().st_mtime, json.loads(path.read_text())["where"]) for path in done]
+        return [
+            Strike(path.stat().st_mtime, json.loads(path.read_text())["where"]) for path in done
+        ]
 
     def events(self) -> list[dict[str, Any]]:
         path = self.folder / "events.jsonl"
@@ -251,8 +286,14 @@ class Run:
             if strike.lost_steps > most:
                 strike.problems.append(f"{strike.lost_steps} steps lost")
             went_on = events[after[0] + 1 : after[0] + 2]
-            if went_on and went_on[0]["event"] == "resumed" and went_on[0]["step"] != (found["newest"] or 0):
-                strike.problems.append(f"went on from step {went_on[0]['step']}, newest was {found['newest']}")
+            if (
+                went_on
+                and went_on[0]["event"] == "resumed"
+                and went_on[0]["step"] != (found["newest"] or 0)
+            ):
+                strike.problems.append(
+                    f"went on from step {went_on[0]['step']}, newest was {found['newest']}"
+                )
         problems = [f"exit code {code}: {launch.output[-300:]}"] if code else self.differences()
         if left := launch.pids():
             problems.append(f"{len(left)} processes left")
@@ -268,7 +309,9 @@ class Run:
             mine = self.run_dir / "rollouts" / path.name
             if not mine.exists() or _sorted_lines(mine) != _sorted_lines(path):
                 found.append(f"rollouts/{path.name} differs")
-        if len(list(Path(self.run_dir, "rollouts").iterdir())) != len(list(Path(reference, "rollouts").iterdir())):
+        if len(list(Path(self.run_dir, "rollouts").iterdir())) != len(
+            list(Path(reference, "rollouts").iterdir())
+        ):
             found.append("other files of rollouts")
         if metrics_of(self.run_dir) != metrics_of(reference):
             found.append("metrics.jsonl differs")
@@ -285,14 +328,22 @@ def _sorted_lines(dump: Path) -> list[bytes]:
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl without what is measured with a clock."""
     lines = read_lines(run_dir / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if not name.startswith(_MEASURED)} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(_MEASURED)}
+        for line in lines
+    ]
 
 
 def state_of(run_dir: Path) -> dict[str, Any]:
     """Digests of the final checkpoint's shards, and where it says that the run was."""
     newest = list_checkpoints(run_dir)[-1]
     trainer = json.loads((newest / "trainer.json").read_text())
-    shards = {name: facts["sha256"] for name, facts in read_manifest(newest).items() if name.startswith("state/")}
+    shards = {
+        name: facts["sha256"]
+        for name, facts in read_manifest(newest).items()
+        if name.startswith("state/")
+    }
     return shards | {
-        name: trainer[name] for name in ("step", "position", "num_updates", "skipped_in_a_row", "mismatch_scale")
+        name: trainer[name]
+        for name in ("step", "position", "num_updates", "skipped_in_a_row", "mismatch_scale")
     }

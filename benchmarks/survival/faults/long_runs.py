@@ -31,10 +31,19 @@ def world_size(lab: Lab, num: int) -> Iterator[Row]:
         launch = Launch(run, num_ranks, *(going if i else overrides))
         launch.wait()
         if i in (2, 4):
-            step = next(event["step"] for event in run.events()[resumed:] if event["event"] == "resumed")
+            step = next(
+                event["step"] for event in run.events()[resumed:] if event["event"] == "resumed"
+            )
             mine, theirs = (_by_step(r)[step + 1] for r in (run, other))
-            first_losses += [abs(mine[name] - theirs[name]) for name in ("loss/total", "loss/policy", "loss/entropy")]
-            problems += ["other rewards at the first step"] if mine["reward/mean"] != theirs["reward/mean"] else []
+            first_losses += [
+                abs(mine[name] - theirs[name])
+                for name in ("loss/total", "loss/policy", "loss/entropy")
+            ]
+            problems += (
+                ["other rewards at the first step"]
+                if mine["reward/mean"] != theirs["reward/mean"]
+                else []
+            )
     strikes = run.strikes()
     if len(strikes) != 5 or launch.wait():
         problems.append(f"{len(strikes)} kills, exit code {launch.wait()}: {launch.output[-200:]}")
@@ -44,7 +53,9 @@ def world_size(lab: Lab, num: int) -> Iterator[Row]:
             lines = read_lines(run.run_dir / "rollouts" / f"step_{step:06d}.jsonl")
             rows += [record["row"] for record in lines if record["sample"] == 0]
         if sorted(rows) != list(range(NUM_PROMPTS)):
-            problems.append(f"epoch {epoch}: {len(set(rows))} of {NUM_PROMPTS} prompts, {len(rows)} groups")
+            problems.append(
+                f"epoch {epoch}: {len(set(rows))} of {NUM_PROMPTS} prompts, {len(rows)} groups"
+            )
     worst = max(first_losses, default=float("inf"))
     if worst > 1e-6:
         problems.append(f"losses of the first step differ by {worst:.1e}")
@@ -60,14 +71,20 @@ def world_size(lab: Lab, num: int) -> Iterator[Row]:
 
 
 def _by_step(run: Run) -> dict[int, dict[str, Any]]:
-    return {line["step"]: line for line in read_lines(run.run_dir / "metrics.jsonl") if "reward/mean" in line}
+    return {
+        line["step"]: line
+        for line in read_lines(run.run_dir / "metrics.jsonl")
+        if "reward/mean" in line
+    }
 
 
 def soak(lab: Lab, num: int) -> Iterator[Row]:
     """Ten times as many steps as --num says, a checkpoint each 50."""
     num_steps, run = 10 * num, lab.run("soak")
     every = f"checkpoint.every_steps={min(50, num_steps // 4)}"
-    launch = Launch(run, 2, f"training.num_steps={num_steps}", every, "eval.every_steps=50", "optimizer.lr=1e-4")
+    launch = Launch(
+        run, 2, f"training.num_steps={num_steps}", every, "eval.every_steps=50", "optimizer.lr=1e-4"
+    )
     samples: list[tuple[int, int, dict[str, int]]] = []  # step, rank, figures
     metrics = run.run_dir / "metrics.jsonl"
     while launch.process.poll() is None:
@@ -83,16 +100,29 @@ def soak(lab: Lab, num: int) -> Iterator[Row]:
         growths = []
         for rank in (0, 1):
             early, late = (
-                [figures[figure] for step, of, figures in samples if of == rank and first <= step < last]
-                for first, last in ((settled, 1.5 * settled), (num_steps - 0.5 * settled, num_steps))
+                [
+                    figures[figure]
+                    for step, of, figures in samples
+                    if of == rank and first <= step < last
+                ]
+                for first, last in (
+                    (settled, 1.5 * settled),
+                    (num_steps - 0.5 * settled, num_steps),
+                )
             )
-            growths.append(statistics.median(late) / statistics.median(early) - 1 if early and late else float("inf"))
+            growths.append(
+                statistics.median(late) / statistics.median(early) - 1
+                if early and late
+                else float("inf")
+            )
         worst.append(f"{figure} {max(growths, key=abs):+.2%}")
         if max(growths) > (0.01 if figure == "resident KiB" else 0):
             problems.append(f"{figure} grew by {max(growths):.2%}")
     last = {rank: figures for _, rank, figures in samples}
     said = ["; ".join(problems)] if problems else []
-    yield row(f"{num_steps} steps", 1, said, ", ".join(worst), f"after step {settled}; at the end {last}")
+    yield row(
+        f"{num_steps} steps", 1, said, ", ".join(worst), f"after step {settled}; at the end {last}"
+    )
 
 
 def _figures_of(pid: int) -> dict[str, int]:
@@ -101,7 +131,9 @@ def _figures_of(pid: int) -> dict[str, int]:
         open_files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
     except OSError:
         return {}
-    found = {name: re.search(rf"^{name}:\s+(\d+)", status, re.MULTILINE) for name in ("VmRSS", "Threads")}
+    found = {
+        name: re.search(rf"^{name}:\s+(\d+)", status, re.MULTILINE) for name in ("VmRSS", "Threads")
+    }
     if not all(found.values()):
         return {}
     resident, threads = (int(match[1]) for match in found.values() if match)

@@ -26,14 +26,18 @@ def save_time(lab: Lab, num: int) -> Iterator[Row]:
     repeats = max(3, num // 10)
     for size, sizes in _SIZES.items():
         folder = lab.root / f"save_{size.split()[0]}"
-        model = make_model(folder / "model", "qwen3", tied=True, num_attention_heads=8, head_dim=64, **sizes)
+        model = make_model(
+            folder / "model", "qwen3", tied=True, num_attention_heads=8, head_dim=64, **sizes
+        )
         config = write_config(folder, model)
         for num_ranks in (1, 2):
             run_dir = folder / f"run_{num_ranks}"
             fault = f"save of {size} parameters, {num_ranks} ranks"
             arguments, env = (str(config), str(run_dir), str(repeats)), {"OMP_NUM_THREADS": "1"}
             try:
-                (facts,) = measure(num_ranks, "benchmarks.survival.faults.save_time_worker", *arguments, env=env)
+                (facts,) = measure(
+                    num_ranks, "benchmarks.survival.faults.save_time_worker", *arguments, env=env
+                )
             except RuntimeError as error:
                 yield row(fault, 1, [str(error)[-300:]], "-")
                 continue

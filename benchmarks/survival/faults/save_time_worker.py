@@ -49,9 +49,13 @@ def main() -> None:
         checkpoints.wait()
         saves.append(on_rank0(max, time.perf_counter() - start))
     if session.is_rank0:
-        num_bytes = sum(path.stat().st_size for path in Path(run_dir, "checkpoints").glob("*/state/*"))
+        num_bytes = sum(
+            path.stat().st_size for path in Path(run_dir, "checkpoints").glob("*/state/*")
+        )
         # The first copy gets its memory from the system, once a run.
-        tell({"bytes": num_bytes, "first_s": copies[0], "copies_s": copies[1:], "saves_s": saves[1:]})
+        tell(
+            {"bytes": num_bytes, "first_s": copies[0], "copies_s": copies[1:], "saves_s": saves[1:]}
+        )
     end_session()
 
 

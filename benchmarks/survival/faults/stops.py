@@ -22,8 +22,13 @@ def raises(lab: Lab, num: int) -> Iterator[Row]:
     """On either rank in each phase: all ranks out within 10 s, not as a success, and the first traceback is there."""
 
     def is_named(output: str, rank: int, phase: str) -> bool:
-        headline = rf"^rank {rank} \([^)]*\) failed first, in phase {phase}, [^\n]*PlannedError: planned"
-        return re.search(headline, output, re.MULTILINE) is not None and 'raise PlannedError("planned")' in output
+        headline = (
+            rf"^rank {rank} \([^)]*\) failed first, in phase {phase}, [^\n]*PlannedError: planned"
+        )
+        return (
+            re.search(headline, output, re.MULTILINE) is not None
+            and 'raise PlannedError("planned")' in output
+        )
 
     yield from _stop_in_each_phase(lab, num, "a raise", "raise", 10.0, is_named)
 
@@ -33,14 +38,25 @@ def hang(lab: Lab, num: int) -> Iterator[Row]:
     phase."""
 
     def is_named(output: str, rank: int, phase: str) -> bool:
-        return re.search(rf"^rank {rank} \([^)]*\) hangs in phase {phase}, ", output, re.MULTILINE) is not None
+        return (
+            re.search(rf"^rank {rank} \([^)]*\) hangs in phase {phase}, ", output, re.MULTILINE)
+            is not None
+        )
 
     limits = [f"watchdog.timeout_s={_TIMEOUT_S}", "watchdog.phase_timeouts_s={start: 300}"]
-    yield from _stop_in_each_phase(lab, num, "a rank asleep", "sleep", _TIMEOUT_S + 5, is_named, *limits)
+    yield from _stop_in_each_phase(
+        lab, num, "a rank asleep", "sleep", _TIMEOUT_S + 5, is_named, *limits
+    )
 
 
 def _stop_in_each_phase(
-    lab: Lab, num: int, fault: str, do: str, limit_s: float, says: Callable[[str, int, str], bool], *overrides: str
+    lab: Lab,
+    num: int,
+    fault: str,
+    do: str,
+    limit_s: float,
+    says: Callable[[str, int, str], bool],
+    *overrides: str,
 ) -> Iterator[Row]:
     assert lab.reference
 
@@ -53,7 +69,9 @@ def _stop_in_each_phase(
         struck = run.strikes()
         took = time.time() - struck[0].time if struck else float("inf")
         left = launch.pids()
-        good = code > 0 and struck and took < limit_s and not left and says(launch.output, rank, phase)
+        good = (
+            code > 0 and struck and took < limit_s and not left and says(launch.output, rank, phase)
+        )
         return (
             took,
             ""
@@ -67,7 +85,10 @@ def _stop_in_each_phase(
         outcomes = list(pool.map(stop, cases))
     problems = [problem for _, problem in outcomes if problem]
     yield row(
-        f"{fault}, each rank in each phase", len(cases), problems, f"all out after {max(t for t, _ in outcomes):.1f} s"
+        f"{fault}, each rank in each phase",
+        len(cases),
+        problems,
+        f"all out after {max(t for t, _ in outcomes):.1f} s",
     )
 
 
@@ -99,5 +120,9 @@ def signals(lab: Lab, num: int) -> Iterator[Row]:
         problems = [problem for _, problem in outcomes if problem]
         worst = f"out after {max(t for t, _ in outcomes):.1f} s"
         yield row(
-            f"{number.name} to torchrun", len(outcomes), problems, worst, "marker, no orphans, went on to the bit"
+            f"{number.name} to torchrun",
+            len(outcomes),
+            problems,
+            worst,
+            "marker, no orphans, went on to the bit",
         )

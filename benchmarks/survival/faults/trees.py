@@ -63,13 +63,19 @@ def whole_trees(lab: Lab, num: int) -> Iterator[Row]:
 
 def _kill_trees(lab: Lab, number: int, count: int) -> tuple[list[Strike], Counter[str]]:
     """One run from its start to its end, killed `count` times; and of what kinds the processes were."""
-    run, rng, kinds = lab.run(f"tree_{number}"), random.Random(f"tree {lab.seed} {number}"), Counter[str]()
+    run, rng, kinds = (
+        lab.run(f"tree_{number}"),
+        random.Random(f"tree {lab.seed} {number}"),
+        Counter[str](),
+    )
     strikes: list[Strike] = []
     launch, num_starts = Launch(run, 2), 0
     while len(strikes) < count:
         while _num_starts(run) <= num_starts and launch.process.poll() is None:
             time.sleep(0.05)
-        wait_for_the_moment(run, launch, rng, rng.choices(("while starting", "while training"), (1, 3))[0])
+        wait_for_the_moment(
+            run, launch, rng, rng.choices(("while starting", "while training"), (1, 3))[0]
+        )
         if launch.process.poll() is not None:  # it came to its end before
             run.judge([strike for strike in strikes if run.began <= strike.time], launch)
             run = lab.run(f"tree_{number}_{len(strikes)}_more")
@@ -84,7 +90,9 @@ def _kill_trees(lab: Lab, number: int, count: int) -> tuple[list[Strike], Counte
         launch, num_starts = Launch(run, 2, "checkpoint.resume=auto"), _num_starts(run)
     of_run = [strike for strike in strikes if run.began <= strike.time]
     run.judge(of_run, launch)
-    for folder in run.temporary():  # of starts that were killed, too: what nobody could remove may not stay either
+    for folder in (
+        run.temporary()
+    ):  # of starts that were killed, too: what nobody could remove may not stay either
         (of_run or strikes)[0].problems.append(f"left: {folder}")
     return strikes, kinds
 
@@ -145,10 +153,14 @@ def odd_stops(lab: Lab, num: int) -> Iterator[Row]:
     (lab.root / "odd").mkdir()
     lab = Lab(lab.root / "odd", num_steps=12, seed=lab.seed)
     assert lab.reference
-    runs = 2 * max(1, num // 4 // len(_ODD_PLACES))  # each second place in one run, the others in the next
+    runs = 2 * max(
+        1, num // 4 // len(_ODD_PLACES)
+    )  # each second place in one run, the others in the next
     with ThreadPoolExecutor(AT_ONCE) as pool:
         outcomes = [
-            outcome for found in pool.map(lambda n: _stop_in_odd_places(lab, n), range(runs)) for outcome in found
+            outcome
+            for found in pool.map(lambda n: _stop_in_odd_places(lab, n), range(runs))
+            for outcome in found
         ]
     for group, places in enumerate(_ODD_PLACES):
         of_group = [(took, problem) for of, took, problem in outcomes if of == group]
@@ -161,7 +173,10 @@ def _stop_in_odd_places(lab: Lab, number: int) -> list[tuple[int, float, str]]:
     """Of each place: which, seconds from the limit until all were gone and the next start began, what was wrong."""
     run, rng = lab.run(f"odd_{number}"), random.Random(f"odd {lab.seed} {number}")
     start_limit_s, outcomes = 15.0 + 1.5 * lab.start_s, list[tuple[int, float, str]]()
-    limits = [f"watchdog.timeout_s={_TIMEOUT_S}", f"watchdog.phase_timeouts_s={{start: {start_limit_s}}}"]
+    limits = [
+        f"watchdog.timeout_s={_TIMEOUT_S}",
+        f"watchdog.phase_timeouts_s={{start: {start_limit_s}}}",
+    ]
     plans = []
     for group in range(number % 2, len(_ODD_PLACES), 2):
         where = rng.choice(_ODD_PLACES[group])
@@ -170,19 +185,28 @@ def _stop_in_odd_places(lab: Lab, number: int) -> list[tuple[int, float, str]]:
         plans.append((group, where, rank))
     launch = Launch(run, 2, *limits, max_restarts=len(plans))
     code, strikes = launch.wait(), run.strikes()
-    ended, starts = time.time(), [event["time"] for event in run.events() if event["event"] == "start"]
+    ended, starts = (
+        time.time(),
+        [event["time"] for event in run.events() if event["event"] == "start"],
+    )
     said = re.findall(r"^rank \d \([^)]*\) [^\n]*", launch.output, re.MULTILINE)
     for i, (group, where, rank) in enumerate(plans):
         if i >= len(strikes):
-            outcomes.append((group, 0.0, f"{where}: never came to it, exit code {code}: {launch.output[-300:]}"))
+            outcomes.append(
+                (group, 0.0, f"{where}: never came to it, exit code {code}: {launch.output[-300:]}")
+            )
             continue
         over = min([t for t in starts if t > strikes[i].time], default=ended) - strikes[i].time
         over -= start_limit_s if where in ("engine start", "model build") else _TIMEOUT_S
         headline = said[i] if i < len(said) else ""
         is_named = headline.startswith(f"rank {rank} ") and "its process is stopped" in headline
         # At the end all have met, and the doctor has gone: the kernel kills the one that is stopped, torchrun says so.
-        is_good = over < (90 if where.startswith("end") else 30) and (is_named or where.startswith("end"))
-        outcomes.append((group, over, "" if is_good else f"{where}, rank {rank}, {over:.0f} s over: {headline}"))
+        is_good = over < (90 if where.startswith("end") else 30) and (
+            is_named or where.startswith("end")
+        )
+        outcomes.append(
+            (group, over, "" if is_good else f"{where}, rank {rank}, {over:.0f} s over: {headline}")
+        )
     problems = [f"exit code {code}: {launch.output[-300:]}"] if code else run.differences()
     problems += [f"{len(launch.pids())} processes left"] if launch.pids() else []
     problems += [f"left: {folder}" for folder in run.temporary()]

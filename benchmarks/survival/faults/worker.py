@@ -98,7 +98,9 @@ class Trap:
             return
         assert self._path is not None
         what, self._fault = self._fault["do"], {}
-        self._path.rename(self._path.with_suffix(".struck"))  # another thread that comes here too finds nothing
+        self._path.rename(
+            self._path.with_suffix(".struck")
+        )  # another thread that comes here too finds nothing
         os.utime(self._path.with_suffix(".struck"))
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -271,7 +273,9 @@ def _in_the_shard(trap: Trap) -> None:
 
     def write_shard(path: Path, tensors: dict[str, Any], rows: dict[str, int]) -> dict[str, Any]:
         if trap.is_due("write: in the shard"):
-            pieces_left[0] = 1 + int(trap.moment * (len(tensors) + 1))  # its length and its header come first
+            pieces_left[0] = 1 + int(
+                trap.moment * (len(tensors) + 1)
+            )  # its length and its header come first
         return original(path, tensors, rows)
 
     state.hashlib = Hashlib  # type: ignore[assignment]

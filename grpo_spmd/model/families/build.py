@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model.hf_files import load_config
 
 _log = logging.getLogger("grpo_spmd")
 # What code for a model that it was not made for raises. Not OSError: that is the machine's.
-_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 _LONGEST = 300  # characters of its first line
-_OF_THE_MACHINE = re.compile("out of memory|not enough memory|CUDA|NCCL|[Gg]loo|[Ss]ocket|shm|timed out|driver")
+_OF_THE_MACHINE = re.compile(
+    "out of memory|not enough memory|CUDA|NCCL|[Gg]loo|[Ss]ocket|shm|timed out|driver"
+)
 
 
 @contextmanager
@@ -36,11 +50,19 @@ def one_line_for(path: str, what: str, *kinds: type[Exception]) -> Iterator[None
         if isinstance(error, torch.OutOfMemoryError) or _OF_THE_MACHINE.search(text):
             raise
         _log.debug("model.path: %s %s", path, what, exc_info=True)
-        lines = [line.strip() for line in text.splitlines() if not re.match(r"\s*$|\d+ validation error", line)]
-        raise ConfigError(f"model.path: {path} {what}: {type(error).__name__}: {lines[0][:_LONGEST]}") from error
+        lines = [
+            line.strip()
+            for line in text.splitlines()
+            if not re.match(r"\s*$|\d+ validation error", line)
+        ]
+        raise ConfigError(
+            f"model.path: {path} {what}: {type(error).__name__}: {lines[0][:_LONGEST]}"
+        ) from error
 
 
-def build_hf_model(hf_config: Any, path: str, kind: Any = transformers.AutoModelForCausalLM, /, **options: Any) -> Any:
+def build_hf_model(
+    hf_config: Any, path: str, kind: Any = transformers.AutoModelForCausalLM, /, **options: Any
+) -> Any:
     """The causal LM of a config, or what another auto class makes of it, on the device that is set. Raises ConfigError
     where transformers cannot build it."""
     with one_line_for(path, "cannot be built by transformers"):
@@ -49,8 +71,12 @@ def build_hf_model(hf_config: Any, path: str, kind: Any = transformers.AutoModel
         except KeyError as error:  # looked up among classes, one for each kind of attention
             if error.args != (options.get("attn_implementation"),):
                 raise
-            attention = "attention in code of its own, not through transformers' attention interface"
-            raise ConfigError(f"model.path: {path} has its {attention}, which packed rows need") from None
+            attention = (
+                "attention in code of its own, not through transformers' attention interface"
+            )
+            raise ConfigError(
+                f"model.path: {path} has its {attention}, which packed rows need"
+            ) from None
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -61,7 +87,9 @@ def decoder_layers(model: Any) -> nn.ModuleList:
             lists.append(child)
     if len(lists) != 1:
         where = f"{type(model).__name__}'s decoder has {len(lists)} lists of {depth} layers"
-        raise ConfigError(f"model.path: {where}; only a causal decoder with one list of layers trains")
+        raise ConfigError(
+            f"model.path: {where}; only a causal decoder with one list of layers trains"
+        )
     return lists[0]
 
 
@@ -76,4 +104,83 @@ def initialise_buffers(model: Any) -> None:
             model._init_weights(module)
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and buffer.isnan().any():
-            raise ConfigError(f"model.path: do not know how to fill buffer {name} of {type(model).__name__}")
+            raise ConfigError(
+                f"model.path: do not know how to fill buffer {name} of {type(model).__name__}"
+            )
+
+
+# Transformers' classes of models, kept as they are where an engine would change them.
+
+
+def keep_hf_classes(path: str) -> Callable[[nn.Module], None]:
+    """To be called before vLLM builds its model, the returned function with that model afterwards. Where vLLM has no
+    class of its own for a model (its Transformers backend) it puts its compiler into HF's class, of which nobody else
+    can make or call a model from then on (0.26 to 0.33: "Current vLLM config is not set"). The class is put back as it
+    was, and the engine's modules get one derived from it with what vLLM had added."""
+    AutoModelForCausalLM._model_mapping.get(type(load_config(path)), None)  # imports them
+    before: dict[type[Any], tuple[Any, dict[str, Any]]] = {
+        of: (of.__bases__, dict(vars(of))) for of in _derived_from(PreTrainedModel)
+    }
+
+    def put_back(model: nn.Module) -> None:
+        for hf_class, (bases, members) in before.items():
+            if hf_class.__bases__ == bases:
+                continue
+            added = {
+                name: member
+                for name, member in vars(hf_class).items()
+                if members.get(name) is not member
+            }
+            added_bases = tuple(base for base in hf_class.__bases__ if base not in bases)
+            for name in added:
+                if name in members:
+                    setattr(hf_class, name, members[name])
+                else:
+                    delattr(hf_class, name)
+            hf_class.__bases__ = bases
+            of_engine = type(hf_class.__name__, (hf_class, *added_bases), added)
+            for module in model.modules():
+                if type(module) is hf_class:
+                    module.__class__ = of_engine
+
+    return put_back
+
+
+def _derived_from(base: type[Any]) -> Iterator[type[Any]]:
+    for derived in base.__subclasses__():
+        yield derived
+        yield from _derived_from(derived)
+
+
+# What tensors are called in an engine, and what in HF: vLLM's classes rename some, and fuse or split others.
+
+
+def hf_names_by_engine_name(model: Any, hf_names: Collection[str]) -> dict[str, str]:
+    """By what the engine's model calls a tensor, or its part in a fused one, what HF does."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for name in (
+        "get_rename_mapper",
+        "get_unstacked_mapper",
+    ):  # from 0.30 on; 0.28; before, no mapper stacks
+        mapper = getattr(mapper, name)() if hasattr(mapper, name) else mapper
+    return {
+        renamed: name
+        for name in hf_names
+        for renamed in (mapper.apply_list([name]) if mapper else [name])
+    }
+
+
+def as_in_hf(
+    engine_name: str, parts: tuple[Any, ...], hf_names: Mapping[str, str]
+) -> tuple[Any, ...]:
+    """The parts (`engine.weight_map.TensorPart`) of an engine's tensor under HF's names: those of the fused tensor
+    where HF has that in their place (GLM4's gate_up_proj)."""
+    fused = hf_names.get(engine_name)
+    if fused is None or any(part.name in hf_names for part in parts):
+        return tuple(replace(part, name=hf_names.get(part.name, part.name)) for part in parts)
+    above = list(accumulate((part.num_hf_rows for part in parts), initial=0))
+    places = zip(parts, above, strict=False)
+    return tuple(
+        replace(part, name=fused, num_hf_rows=above[-1], hf_start=top + part.hf_start)
+        for part, top in places
+    )

@@ -14,15 +14,20 @@ from typing import Any
 import msgspec
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.files import open_regular
 from grpo_spmd.observe.columns import gold
-from grpo_spmd.observe.rollout_files import rollouts_parts
-from grpo_spmd.untrusted import open_regular
+from grpo_spmd.observe.rollout_reader import rollouts_parts
 
 MOST_ROLLOUTS, MOST_MESSAGES, MOST_REWARDS = 64, 32, 16
 LONGEST_TEXT = 4_000  # characters of a prompt, a completion or a message
-_LONGEST_LINE, _MOST_BYTES = 1 << 24, 1 << 32  # of a dump: what is longer is passed over, what is beyond not read
+_LONGEST_LINE, _MOST_BYTES = (
+    1 << 24,
+    1 << 32,
+)  # of a dump: what is longer is passed over, what is beyond not read
 # What a browser obeys instead of showing it: control characters, directions of writing, halves of surrogate pairs.
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,9 @@ def _lines(paths: Iterable[Path]) -> Iterator[bytes]:
                     if line.endswith(b"\n"):  # else a part of one that is too long
                         yield line
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise ConfigError(f"{path}: not a whole gzip file: {error}; other steps may have one") from None
+                raise ConfigError(
+                    f"{path}: not a whole gzip file: {error}; other steps may have one"
+                ) from None
 
 
 def _parsed(text: bytes) -> _Line | None:
@@ -102,17 +109,25 @@ def _parsed(text: bytes) -> _Line | None:
 
 
 def _shown(line: _Line) -> ShownRollout:
-    prompt = line.prompt if isinstance(line.prompt, list) else [{"role": "user", "content": line.prompt}]
+    prompt = (
+        line.prompt if isinstance(line.prompt, list) else [{"role": "user", "content": line.prompt}]
+    )
     behind = line.messages or [{"role": "assistant", "content": line.completion}]
     messages = [_message(message) for message in (prompt + behind)[:MOST_MESSAGES]]
-    as_text = line.prompt if isinstance(line.prompt, str) else "\n\n".join(_prompt_texts(messages[: len(prompt)]))
+    as_text = (
+        line.prompt
+        if isinstance(line.prompt, str)
+        else "\n\n".join(_prompt_texts(messages[: len(prompt)]))
+    )
     return ShownRollout(
         position=line.position,
         sample=line.sample,
         prompt=shown_text(as_text),
         completion=shown_text(line.completion),
         messages=messages,
-        rewards={shown_text(name)[:100]: line.rewards[name] for name in [*line.rewards][:MOST_REWARDS]},
+        rewards={
+            shown_text(name)[:100]: line.rewards[name] for name in [*line.rewards][:MOST_REWARDS]
+        },
         reward=line.reward,
         advantage=line.advantage,
         finish_reason=shown_text(line.finish_reason),
@@ -131,7 +146,9 @@ def _message(message: Any) -> dict[str, str]:
         return {"role": "unknown", "content": shown_text(json.dumps(message))}
     content, role = message.get("content"), message.get("role")
     parts = [content if isinstance(content, str) else json.dumps(content)] if content else []
-    if rest := {name: value for name, value in message.items() if name not in ("role", "content") and value}:
+    if rest := {
+        name: value for name, value in message.items() if name not in ("role", "content") and value
+    }:
         parts.append(json.dumps(rest, ensure_ascii=False))
     who = shown_text(role)[:40] if isinstance(role, str) else "unknown"
     return {"role": who, "content": shown_text("\n".join(parts))}
@@ -151,8 +168,20 @@ def as_table(rollouts: Sequence[ShownRollout]) -> tuple[list[str], list[list[Any
     columns += ["advantage", "finish_reason", "status", "answer", "position", "sample"]
     rows = [
         [
-            *(each.prompt, each.completion, each.reward, *(each.rewards.get(name) for name in names)),
-            *(each.advantage, each.finish_reason, each.status, each.answer, each.position, each.sample),
+            *(
+                each.prompt,
+                each.completion,
+                each.reward,
+                *(each.rewards.get(name) for name in names),
+            ),
+            *(
+                each.advantage,
+                each.finish_reason,
+                each.status,
+                each.answer,
+                each.position,
+                each.sample,
+            ),
         ]
         for each in rollouts
     ]

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.files import UntrustedError, check_fields, read_json, text, whole
 from grpo_spmd.observe.metrics_file import is_evaluation, lines_from_end, read_lines
 from grpo_spmd.observe.trackers.completions import ShownRollout, shown_rollouts
-from grpo_spmd.untrusted import UntrustedError, check_fields, read_json, text, whole
 
 _log = logging.getLogger("grpo_spmd")
 ANSWER_S = 60.0  # a call that takes longer is said to hang
@@ -55,14 +55,22 @@ class TrackerFeed:
     are read here too, from the step's dump."""
 
     def __init__(self, run_dir: Path, tracker: Tracker, rollouts_every_steps: int = 0) -> None:
-        self._run_dir, self._tracker, self._rollouts_every_steps = run_dir, tracker, rollouts_every_steps
+        self._run_dir, self._tracker, self._rollouts_every_steps = (
+            run_dir,
+            tracker,
+            rollouts_every_steps,
+        )
         self._metrics, self._state = run_dir / "metrics.jsonl", run_dir / f"{tracker.name}.json"
         self._id, next_step = _read_state(self._state)
         # What lies before this is of an earlier process, and the tracker may know it.
         self._known_bytes = self._metrics.stat().st_size if self._metrics.exists() else 0
         last_step = next((metrics["step"] for metrics in lines_from_end(self._metrics)), -1)
-        self._next_step = min(next_step, last_step + 1)  # the file was cut back to where the run goes on
-        self._given = deque[tuple[float, int]]()  # when, and which step would be the next: what has not settled
+        self._next_step = min(
+            next_step, last_step + 1
+        )  # the file was cut back to where the run goes on
+        self._given = deque[
+            tuple[float, int]
+        ]()  # when, and which step would be the next: what has not settled
         self._taken = self._written = 0
         self._called_at: float | None = None  # since when the tracker has been busy with a call
         self._said = False
@@ -90,8 +98,13 @@ class TrackerFeed:
         self.end()
         self._thread.join(max(timeout_s, 0))
         if self._thread.is_alive():
-            behind, said = self._written - self._taken, "%s did not finish within %.3g s, %d lines short; %s"
-            _log.warning(said, self._tracker.title, max(timeout_s, 0), behind, "metrics.jsonl is complete")
+            behind, said = (
+                self._written - self._taken,
+                "%s did not finish within %.3g s, %d lines short; %s",
+            )
+            _log.warning(
+                said, self._tracker.title, max(timeout_s, 0), behind, "metrics.jsonl is complete"
+            )
 
     def _run(self) -> None:
         try:
@@ -106,8 +119,12 @@ class TrackerFeed:
                 self._note_taken(int(metrics["step"]) + 1)
             with self._call():
                 self._tracker.finish()
-            self._note_taken(self._given[-1][1] if self._given else self._next_step, is_settled=True)
-        except BaseException as error:  # whatever a tracker raises, SystemExit too, the training goes on
+            self._note_taken(
+                self._given[-1][1] if self._given else self._next_step, is_settled=True
+            )
+        except (
+            BaseException
+        ) as error:  # whatever a tracker raises, SystemExit too, the training goes on
             what = f"{type(error).__name__}: {error}"
             said = "%s is off from here on (%s); metrics.jsonl is complete without it"
             _log.warning(said, self._tracker.title, what)
@@ -125,7 +142,9 @@ class TrackerFeed:
         place, next_step = 0, self._next_step
         while True:
             self._news.clear()  # before the question: news that come after it must not be taken for old ones
-            ended = self._ended.is_set()  # before the reading: what was written until then must still be sent
+            ended = (
+                self._ended.is_set()
+            )  # before the reading: what was written until then must still be sent
             for line in read_lines(self._metrics, place):
                 of_line = line.metrics["step"], is_evaluation(line.metrics)
                 if line.end > self._known_bytes or self._tracker.lacks(*of_line, next_step):
@@ -155,15 +174,24 @@ class TrackerFeed:
 
     def _save_state(self) -> None:
         temporary = self._state.with_name(self._state.name + ".tmp")
-        with suppress(OSError):  # a full disk: lines would be sent twice, which is better than not at all
-            temporary.write_text(json.dumps({"id": self._id, "next_step": self._next_step}), encoding="utf-8")
+        with suppress(
+            OSError
+        ):  # a full disk: lines would be sent twice, which is better than not at all
+            temporary.write_text(
+                json.dumps({"id": self._id, "next_step": self._next_step}), encoding="utf-8"
+            )
             temporary.replace(self._state)
 
 
 def _read_state(path: Path) -> tuple[str, int]:
     try:
         state = read_json(path)
-        check_fields(state, {"id": text(r"[\w-]{1,64}", "an id"), "next_step": whole(0)}, path, ("id", "next_step"))
+        check_fields(
+            state,
+            {"id": text(r"[\w-]{1,64}", "an id"), "next_step": whole(0)},
+            path,
+            ("id", "next_step"),
+        )
         return state["id"], state["next_step"]
     except (OSError, UntrustedError):
         return secrets.token_hex(8), 0

@@ -35,8 +35,12 @@ class TensorboardRun(Tracker):
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._folder.mkdir(exist_ok=True)
-        there = [int(found[1]) for path in self._folder.iterdir() if (found := _NAME.match(path.name))]
-        moment = max([int(time.time()), *(1 + each for each in there)])  # clocks may go back, the order must not
+        there = [
+            int(found[1]) for path in self._folder.iterdir() if (found := _NAME.match(path.name))
+        ]
+        moment = max(
+            [int(time.time()), *(1 + each for each in there)]
+        )  # clocks may go back, the order must not
         self._file = RecordWriter(
             (self._folder / f"events.out.tfevents.{moment:010d}.{socket.gethostname()}").open("xb")
         )
@@ -44,7 +48,11 @@ class TensorboardRun(Tracker):
         first, start = max(next_step - 1, 0), SessionLog(status=SessionLog.START)
         self._write(Event(wall_time=time.time(), step=first, session_log=start))
         config = yaml.safe_dump(self._config, sort_keys=False, allow_unicode=True)
-        self._write(Event(wall_time=time.time(), step=first, summary={"value": [_text("config", [[config]])]}))
+        self._write(
+            Event(
+                wall_time=time.time(), step=first, summary={"value": [_text("config", [[config]])]}
+            )
+        )
         _log.info("TensorBoard: %s", self._folder)
 
     def lacks(self, step: int, is_evaluation: bool, next_step: int) -> bool:
@@ -54,8 +62,14 @@ class TensorboardRun(Tracker):
     def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        numbers = {name: value for name, value in metrics.items() if type(value) in (int, float) and name != "step"}
-        values: list[Any] = [{"tag": name, "simple_value": value} for name, value in numbers.items()]
+        numbers = {
+            name: value
+            for name, value in metrics.items()
+            if type(value) in (int, float) and name != "step"
+        }
+        values: list[Any] = [
+            {"tag": name, "simple_value": value} for name, value in numbers.items()
+        ]
         if rollouts:
             columns, rows = as_table(rollouts)
             values.append(_text("rollouts", [columns, *rows]))

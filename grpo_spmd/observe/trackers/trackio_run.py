@@ -26,14 +26,18 @@ class TrackioRun(Tracker):
     def __init__(self, run_dir: Path, project: str, config: dict[str, Any]) -> None:
         """`config`: what trackio shows as the run's."""
         self._run_dir, self._project, self._config = run_dir, project, config
-        self._there: set[tuple[int, bool]] | None = None  # lines that trackio has: step, and whether of an evaluation
+        self._there: set[tuple[int, bool]] | None = (
+            None  # lines that trackio has: step, and whether of an evaluation
+        )
 
     def start(self, run_id: str, next_step: int) -> None:
         import trackio
 
         name = f"{self._run_dir.name}-{run_id[:6]}"  # by which it finds a run again: folders may have one name
         quiet: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        self._run = trackio.init(project=self._project, name=name, config=self._config, resume="allow", **quiet)
+        self._run = trackio.init(
+            project=self._project, name=name, config=self._config, resume="allow", **quiet
+        )
         if not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")):
             self._there = _stored(self._project, self._run.id)
 
@@ -45,9 +49,13 @@ class TrackioRun(Tracker):
     def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
         import trackio
 
-        values = {name: value for name, value in metrics.items() if name != "step" and value is not None}
+        values = {
+            name: value for name, value in metrics.items() if name != "step" and value is not None
+        }
         if rollouts:
-            values["rollouts"] = [trackio.Trace(each.messages, metadata=_facts(each)) for each in rollouts]
+            values["rollouts"] = [
+                trackio.Trace(each.messages, metadata=_facts(each)) for each in rollouts
+            ]
         self._run.log(values, step=metrics["step"])
 
     def finish(self) -> None:
@@ -75,7 +83,9 @@ def _stored(project: str, run_id: str) -> set[tuple[int, bool]] | None:
 
     path = SQLiteStorage.get_project_db_path(project)
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)) as connection:
+        with closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)
+        ) as connection:
             query = "SELECT step, substr(metrics, 1, 7) FROM metrics WHERE run_id = ?"
             found = connection.execute(query, (run_id,))
             return {(step, start in (b'{"eval/', '{"eval/')) for step, start in found}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.config.logging_keys import LoggingConfig
+from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.observe.trackers.completions import ShownRollout, as_table
 from grpo_spmd.observe.trackers.feed import Tracker
 
@@ -33,9 +33,17 @@ class WandbRun(Tracker):
         # A captured console would stand between the training and its terminal; logs/rank_0.log has all of it. Of W&B's
         # own lines one is of use, the address. Without a key it may ask for one at a terminal, but not for ever.
         settings = wandb.Settings(init_timeout=120, login_timeout=30, console="off", silent=True)
-        mode = self._options.wandb if isinstance(self._options.wandb, str) else None  # None: WANDB_MODE, else online
+        mode = (
+            self._options.wandb if isinstance(self._options.wandb, str) else None
+        )  # None: WANDB_MODE, else online
         project, name, folder = self._options.wandb_project, self._run_dir.name, str(self._run_dir)
-        of_run: dict[str, Any] = {"project": project, "name": name, "dir": folder, "id": run_id, "resume": "allow"}
+        of_run: dict[str, Any] = {
+            "project": project,
+            "name": name,
+            "dir": folder,
+            "id": run_id,
+            "resume": "allow",
+        }
         self._run = wandb.init(**of_run, mode=mode, config=self._config, settings=settings)
         _log.info("W&B: %s", self._run.url or self._run.dir)
         self._run.define_metric("step")

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 _FAILURES_IN_A_ROW, _PAUSE_S = 20, 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _MOST_WAIT_S = 0.5
-Outcome = Literal["ok", "failed", "put_off"]  # the last: its server is there, and asks for a later call
+Outcome = Literal[
+    "ok", "failed", "put_off"
+]  # the last: its server is there, and asks for a later call
 
 
 @dataclass
@@ -52,16 +54,21 @@ class _Limit:
 
 
 class CallLimits:
-    def __init__(self, rewards: Sequence[RewardConfig], timeout_s: float, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self, rewards: Sequence[RewardConfig], timeout_s: float, rank: int, num_ranks: int
+    ) -> None:
         """`rewards` as the pool's calls number them; `timeout_s` is of those without their own."""
         self._limits = []
         for reward in rewards:
             most, a_minute = (
-                share_of(limit, rank, num_ranks) for limit in (reward.max_concurrent, reward.max_per_minute)
+                share_of(limit, rank, num_ranks)
+                for limit in (reward.max_concurrent, reward.max_per_minute)
             )
             own = reward.timeout_s, reward.url is not None
             seconds = timeout_s if own[0] is None else own[0]
-            self._limits.append(_Limit(seconds, own[0] is not None, own[1], reward.retries, most, 60.0 / a_minute))
+            self._limits.append(
+                _Limit(seconds, own[0] is not None, own[1], reward.retries, most, 60.0 / a_minute)
+            )
         self._is_watched = [reward.is_watched for reward in rewards]
         self._due: list[float] = []  # when calls that wait may be made again, as a heap
         self._jitter = random.Random()
@@ -75,7 +82,12 @@ class CallLimits:
         self._is_waited_for = False
         for limit in self._limits:
             limit.paused_until = -math.inf
-            limit.num_failed, limit.is_trying, limit.tried, limit.has_given_up = 0, False, None, False
+            limit.num_failed, limit.is_trying, limit.tried, limit.has_given_up = (
+                0,
+                False,
+                None,
+                False,
+            )
             limit.num_under_way = 0
         self._due.clear()
 
@@ -94,7 +106,10 @@ class CallLimits:
         for place, call in enumerate(calls):
             if can_begin[call.reward] and call.not_before <= now:
                 del calls[place]
-                limit, begun = self._limits[call.reward], replace(call, num_made=call.num_made + 1, began=now)
+                limit, begun = (
+                    self._limits[call.reward],
+                    replace(call, num_made=call.num_made + 1, began=now),
+                )
                 limit.num_under_way += 1
                 limit.next_s = now + limit.distance_s
                 if limit.is_trying:
@@ -130,7 +145,9 @@ class CallLimits:
             limit.num_failed, limit.is_trying, limit.tried = 0, False, None
         elif outcome == "failed":
             limit.num_failed += 1
-            is_enough = limit.num_failed >= _FAILURES_IN_A_ROW and not limit.is_trying and limit.has_server
+            is_enough = (
+                limit.num_failed >= _FAILURES_IN_A_ROW and not limit.is_trying and limit.has_server
+            )
             if call is limit.tried and self._is_waited_for:
                 limit.has_given_up = True
             elif call is limit.tried or is_enough:
@@ -150,7 +167,9 @@ class CallLimits:
         spent_s = call.spent_s + (now - call.began) + pause_s
         if spent_s >= limit.timeout_s:
             asks = "" if wait_s is None else f"; it asks for {wait_s:.3g} s"
-            return f"{why} ({times}{asks}; timeout_s={limit.timeout_s:g} leaves no time for another)"
+            return (
+                f"{why} ({times}{asks}; timeout_s={limit.timeout_s:g} leaves no time for another)"
+            )
         heapq.heappush(self._due, now + pause_s)
         return replace(call, spent_s=spent_s, not_before=now + pause_s)
 
@@ -175,7 +194,11 @@ class CallLimits:
         statuses: dict[str, list[float]] = {
             f".http_{status}": [number, 0] for status, number in Counter(call.statuses).items()
         }
-        return {".s": [time.monotonic() - call.began, 1], ".requests": [call.num_made, 1], **statuses}
+        return {
+            ".s": [time.monotonic() - call.began, 1],
+            ".requests": [call.num_made, 1],
+            **statuses,
+        }
 
 
 def _next_s(limit: _Limit) -> float:

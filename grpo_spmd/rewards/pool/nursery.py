@@ -44,7 +44,10 @@ _BEYOND_JSON: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
     datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
-    datetime.timedelta: (datetime.timedelta.total_seconds, lambda seconds: datetime.timedelta(seconds=seconds)),
+    datetime.timedelta: (
+        datetime.timedelta.total_seconds,
+        lambda seconds: datetime.timedelta(seconds=seconds),
+    ),
 }
 _DECODERS = {kind.__name__: decode for kind, (_, decode) in _BEYOND_JSON.items()}
 _TAG = "__grpo_spmd_type__"
@@ -56,7 +59,9 @@ def encode_frame(message: dict[str, Any], to: str = "a reward worker") -> bytes:
     def encode(value: Any) -> Any:
         kind = type(value).__name__
         if type(value) not in _BEYOND_JSON:
-            raise TypeError(f"a value of type {kind} cannot be sent to {to}; make it JSON in the data")
+            raise TypeError(
+                f"a value of type {kind} cannot be sent to {to}; make it JSON in the data"
+            )
         return {_TAG: kind, "value": _BEYOND_JSON[type(value)][0](value)}
 
     payload = json.dumps(message, default=encode).encode()
@@ -73,7 +78,10 @@ def decode_frame(buffer: bytearray, most_bytes: int = MAX_FRAME_BYTES) -> dict[s
     if len(buffer) < end:
         return None
     message = json.loads(
-        buffer[4:end], object_hook=lambda found: _DECODERS[found[_TAG]](found["value"]) if _TAG in found else found
+        buffer[4:end],
+        object_hook=lambda found: (
+            _DECODERS[found[_TAG]](found["value"]) if _TAG in found else found
+        ),
     )
     del buffer[:end]
     if not isinstance(message, dict):
@@ -101,7 +109,9 @@ class Worker:
     def serve(self, answer: Answer) -> None:
         while (message := self._receive()) is not None:
             reply = answer(message)
-            if os.getpid() != self._pid:  # a child that the user's code forked is back too: only its parent answers
+            if (
+                os.getpid() != self._pid
+            ):  # a child that the user's code forked is back too: only its parent answers
                 os._exit(0)
             with suppress(Exception):  # the user's code may have closed or replaced them
                 sys.stdout.flush()
@@ -135,7 +145,9 @@ class Worker:
             self._log_fds = os.dup(0), os.dup(1)
             for fd, terminal in enumerate(self._terminal):
                 os.dup2(terminal, fd)
-            if self._stdin is None:  # the same one ever after: it may hold piped commands for a later breakpoint
+            if (
+                self._stdin is None
+            ):  # the same one ever after: it may hold piped commands for a later breakpoint
                 self._stdin = open(0, closefd=False)  # noqa: SIM115
             sys.stdin = self._stdin
         _Debugger().set_trace(sys._getframe(1))
@@ -186,7 +198,11 @@ class _Nursery:
         try:
             facts, make = self._load(setup)
         except BaseException as error:
-            text = str(error) if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
+            text = (
+                str(error)
+                if isinstance(error, ConfigError)
+                else "".join(traceback.format_exception(error))
+            )
             self._tell({"error": text[-MAX_ERROR_CHARS:]})
             os._exit(1)
         self._tell({"ready": facts})
@@ -206,10 +222,14 @@ class _Nursery:
                 if "spawn" in message:
                     self._spawn(make, message["spawn"], *fds)
                 else:
-                    for pid in [pid for pid, number in self._workers.items() if number == message["kill"]]:
+                    for pid in [
+                        pid for pid, number in self._workers.items() if number == message["kill"]
+                    ]:
                         _kill_group(pid)
 
-    def _spawn(self, make: Callable[[Worker], Answer], number: int, sock_fd: int, log_fd: int) -> None:
+    def _spawn(
+        self, make: Callable[[Worker], Answer], number: int, sock_fd: int, log_fd: int
+    ) -> None:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
@@ -243,7 +263,9 @@ class _Nursery:
             os.setpgid(pid, pid)
         os.close(sock_fd)
         os.close(log_fd)
-        self._workers[pid] = number  # this thread also reaps, so that it cannot have died unnoticed before this line
+        self._workers[pid] = (
+            number  # this thread also reaps, so that it cannot have died unnoticed before this line
+        )
 
     def _reap(self) -> None:
         """Collect the dead. With a worker go its group, before its pid is free again, and helpers beside it."""
@@ -252,7 +274,11 @@ class _Nursery:
                 _kill_group(ended.si_pid)
                 os.waitpid(ended.si_pid, 0)
                 code, has_exited = ended.si_status, ended.si_code == os.CLD_EXITED
-                how = f"exited with code {code}" if has_exited else f"died of {_SIGNALS.get(code, f'signal {code}')}"
+                how = (
+                    f"exited with code {code}"
+                    if has_exited
+                    else f"died of {_SIGNALS.get(code, f'signal {code}')}"
+                )
                 self._kill_adopted()
                 self._tell({"died": self._workers.pop(ended.si_pid), "how": how})
             else:
@@ -267,7 +293,9 @@ class _Nursery:
                     os.kill(pid, signal.SIGKILL)
                 with suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
-            if time.monotonic() > deadline:  # in an uninterruptible wait, say for a dead file server
+            if (
+                time.monotonic() > deadline
+            ):  # in an uninterruptible wait, say for a dead file server
                 return
             time.sleep(0.002)
 
@@ -294,7 +322,9 @@ def _first_dead_child() -> Any:
 
 def _children() -> list[int]:
     with suppress(OSError):  # a kernel without CONFIG_PROC_CHILDREN
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        return [
+            int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        ]
     return []
 
 

@@ -17,12 +17,12 @@ from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.records import RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.nursery import encode_frame
 from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerProcess, allow_workers
-from grpo_spmd.rewards.pool.slow_rewards import SlowRewards, waits_for_others
 from grpo_spmd.rewards.protocol import RewardError, RewardFacts, check_error_rate, weighted_sum
 from grpo_spmd.rewards.trl import TrainerState
 
-if TYPE_CHECKING:  # off by default, and then not even imported
+if TYPE_CHECKING:
     from grpo_spmd.rewards.pool.call_limits import CallLimits, Outcome
+
 
 _log = logging.getLogger("grpo_spmd")
 
@@ -107,7 +107,11 @@ class RewardPool(ProcessPool):
                 self._early_error = error
 
     def score(
-        self, groups: Sequence[RolloutGroup], tokenizer: Any, *, num_step_completions: int | None = None
+        self,
+        groups: Sequence[RolloutGroup],
+        tokenizer: Any,
+        *,
+        num_step_completions: int | None = None,
     ) -> ScoredRollouts:
         """Score every completion of `groups`, this rank's share of the step, perhaps none. Raises RewardError where the
         rewards cannot be imported in the nursery, the nursery was killed, or the user left the debugger; and, since a
@@ -121,7 +125,9 @@ class RewardPool(ProcessPool):
             step = self._begin()
             if self._limits is not None:
                 self._limits.wait_for_all()
-            order = [sample for group in groups for sample in self._queue_rest(step, group, tokenizer)]
+            order = [
+                sample for group in groups for sample in self._queue_rest(step, group, tokenizer)
+            ]
             self._run(step, num_step_completions)
         finally:
             for worker in list(self._workers.values()):
@@ -134,13 +140,22 @@ class RewardPool(ProcessPool):
         scored = ScoredRollouts(texts=step.texts)
         for reward, statuses, values in zip(self._rewards, step.statuses, step.values, strict=True):
             scored.statuses[reward.name], scored.by_name[reward.name] = statuses, values
-        weights, by_sample = [reward.weight for reward in self._rewards], zip(*step.values, strict=True)
-        scored.rewards = [weighted_sum(list(zip(weights, values, strict=True))) for values in by_sample]
+        weights, by_sample = (
+            [reward.weight for reward in self._rewards],
+            zip(*step.values, strict=True),
+        )
+        scored.rewards = [
+            weighted_sum(list(zip(weights, values, strict=True))) for values in by_sample
+        ]
         if not self._rewards:  # a teacher teaches alone
             scored.rewards = [0.0] * len(step.texts)
         scored.first_error, scored.given = step.first_error(), step.given
-        for number, note in sorted(step.notes.items()):  # in an order that does not tell which worker was first
-            scored.notes[number] = {kind: dict(sorted(found.items())) for kind, found in sorted(note.items())}
+        for number, note in sorted(
+            step.notes.items()
+        ):  # in an order that does not tell which worker was first
+            scored.notes[number] = {
+                kind: dict(sorted(found.items())) for kind, found in sorted(note.items())
+            }
         return scored
 
     def _begin(self) -> _Step:
@@ -177,20 +192,31 @@ class RewardPool(ProcessPool):
             self._listen(0.5 if self._limits is None else self._limits.wait_s())
 
     def _dispatch(self, step: _Step) -> None:
-        free = [worker for worker in self._workers.values() if worker.call is None and not worker.has_hung_up]
+        free = [
+            worker
+            for worker in self._workers.values()
+            if worker.call is None and not worker.has_hung_up
+        ]
         limits = self._limits
         if limits is not None:
             for left in limits.given_up(step.calls):
                 for sample in left.samples:
                     step.fail(replace(left, samples=[sample]), "error", limits.why_given_up)
         while step.calls and (free or len(self._workers) < self._pool.num_workers):
-            if (call := step.calls.popleft() if limits is None else limits.next_of(step.calls)) is None:
+            if (
+                call := step.calls.popleft() if limits is None else limits.next_of(step.calls)
+            ) is None:
                 return
             worker = free.pop() if free else self._spawn()
             state = {"state": asdict(self._state)} if self._rewards[call.reward].takes else {}
             frame = encode_frame({"reward": call.reward, "keywords": step.keywords(call), **state})
             try:
-                self._give(worker, call, frame, self._pool.timeout_s if limits is None else limits.seconds_for(call))
+                self._give(
+                    worker,
+                    call,
+                    frame,
+                    self._pool.timeout_s if limits is None else limits.seconds_for(call),
+                )
             except OSError:  # it died, or was stopped, between two calls: not this call's fault
                 step.calls.appendleft(call if limits is None else limits.not_begun(call))
                 self._discard(worker)
@@ -199,7 +225,9 @@ class RewardPool(ProcessPool):
         call: Call = worker.call
         self._slow.took(call.reward, reply.get("seconds", 0.0), len(call.samples))
         if "quit" in reply:
-            raise RewardError(f"the debugger was left in reward {self._rewards[call.reward].name!r}")
+            raise RewardError(
+                f"the debugger was left in reward {self._rewards[call.reward].name!r}"
+            )
         if "broken" in reply:
             raise RewardError(f"reward {self._rewards[call.reward].name!r} {reply['broken']}")
         if "values" in reply:
@@ -222,14 +250,20 @@ class RewardPool(ProcessPool):
                 self._slow.took(call.reward, self._pool.timeout_s, len(call.samples))
 
     def _leave(
-        self, call: Call, outcome: Outcome, reply: Mapping[str, Any] | None = None, seconds: float | None = None
+        self,
+        call: Call,
+        outcome: Outcome,
+        reply: Mapping[str, Any] | None = None,
+        seconds: float | None = None,
     ) -> None:
         """A call has ended; where a server's `reply` says that it failed, it is made again, or it is a failure.
         `seconds`: what it took by its worker's clock."""
         if (limits := self._limits) is None:
             return
         limits.ended(call, outcome)
-        if seconds is not None:  # nobody listens while the engine makes a step, which is not the call's time
+        if (
+            seconds is not None
+        ):  # nobody listens while the engine makes a step, which is not the call's time
             call = replace(call, began=max(call.began, time.monotonic() - seconds))
         if reply is not None:
             status = reply["status"]
@@ -259,16 +293,26 @@ class RewardPool(ProcessPool):
         for reward, known in zip(self._rewards, step.statuses, strict=True):
             num_failed = known.count("timeout")
             statuses = {"timeout": num_failed, "ok": num_step_completions - num_failed}
-            check_error_rate([{reward.name: statuses}], [step.first_error()], self._pool.max_error_frac)
+            check_error_rate(
+                [{reward.name: statuses}], [step.first_error()], self._pool.max_error_frac
+            )
 
     def _warn(self, step: _Step) -> None:
         for index, reward in enumerate(self._rewards):
-            counts, errors, repeated = Counter(step.statuses[index]), step.errors[index], step.repeated[index]
+            counts, errors, repeated = (
+                Counter(step.statuses[index]),
+                step.errors[index],
+                step.repeated[index],
+            )
             if left_out := list(step.left_out[index]):
                 more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-                _log.warning("reward %r: not logged: %s%s", reward.name, "; ".join(left_out[:3]), more)
+                _log.warning(
+                    "reward %r: not logged: %s%s", reward.name, "; ".join(left_out[:3]), more
+                )
             if failed := counts["timeout"] + counts["error"]:
-                kinds = ", ".join(f"{counts[kind]} {kind}" for kind in ("timeout", "error") if counts[kind])
+                kinds = ", ".join(
+                    f"{counts[kind]} {kind}" for kind in ("timeout", "error") if counts[kind]
+                )
                 found = f"{failed} of {len(step.texts)} completions failed ({kinds})"
                 first = errors.get(min(errors, default=-1), "")
             elif repeated:
@@ -288,11 +332,15 @@ class _Step:
         self.texts: list[str] = []
         self.calls: deque[Call] = deque()  # still to be made
         self.given: list[dict[str, Any]] = []
-        self._absent = dict.fromkeys([*columns, *(name for reward in rewards for name in reward.needs)])
+        self._absent = dict.fromkeys(
+            [*columns, *(name for reward in rewards for name in reward.needs)]
+        )
         self.values: list[list[float | None]] = [[] for _ in rewards]
         self.statuses: list[list[str]] = [[] for _ in rewards]
         self.errors: list[dict[int, str]] = [{} for _ in rewards]
-        self.repeated: list[dict[int, str]] = [{} for _ in rewards]  # why, by the first sample of the group
+        self.repeated: list[dict[int, str]] = [
+            {} for _ in rewards
+        ]  # why, by the first sample of the group
         self.left_out: list[dict[str, None]] = [{} for _ in rewards]
         self.notes: dict[int, dict[str, Any]] = {}  # as in ScoredRollouts
         self.has_new_timeout = False
@@ -300,7 +348,10 @@ class _Step:
     def add(self, group: RolloutGroup, tokenizer: Any) -> range:
         """Its samples, for which no call is queued yet."""
         token_ids = [completion.token_ids for completion in group.completions]
-        texts, prompt = tokenizer.batch_decode(token_ids, skip_special_tokens=True), group.prompt.text
+        texts, prompt = (
+            tokenizer.batch_decode(token_ids, skip_special_tokens=True),
+            group.prompt.text,
+        )
         samples = range(len(self.texts), len(self.texts) + len(texts))
         self._groups[id(group)] = group, samples
         self.texts += texts
@@ -332,7 +383,9 @@ class _Step:
         self.values = [[values[i] for i in order] for values in self.values]
         self.statuses = [[statuses[i] for i in order] for statuses in self.statuses]
         self.errors = [{place[i]: error for i, error in errors.items()} for errors in self.errors]
-        self.repeated = [{place[i]: why for i, why in repeated.items()} for repeated in self.repeated]
+        self.repeated = [
+            {place[i]: why for i, why in repeated.items()} for repeated in self.repeated
+        ]
         self.notes = {place[i]: note for i, note in self.notes.items()}
 
     def keywords(self, call: Call) -> dict[str, list[Any]]:
@@ -355,19 +408,32 @@ class _Step:
             self._add_note(call.samples[0], "logged", call, metrics)
         if extra := reply.get("extra"):
             for place, i in enumerate(call.samples):
-                self._add_note(i, "extra", call, {column: values[place] for column, values in extra.items()})
+                self._add_note(
+                    i, "extra", call, {column: values[place] for column, values in extra.items()}
+                )
 
     def measure(self, call: Call, metrics: Mapping[str, list[float]]) -> None:
         """Keep what was measured of a call, beside what it logged; of a group's first the group's requests count too,
         whose seconds are then not the last ones."""
         if metrics:
-            logged = self.notes.get(call.samples[0], {}).get("logged", {}).get(self._rewards[call.reward].name, {})
-            before = {name: pair for name, pair in logged.items() if name in metrics and name != ".s"}
-            sums = {n: [metrics[n][0] + total, metrics[n][1] + number] for n, (total, number) in before.items()}
+            logged = (
+                self.notes.get(call.samples[0], {})
+                .get("logged", {})
+                .get(self._rewards[call.reward].name, {})
+            )
+            before = {
+                name: pair for name, pair in logged.items() if name in metrics and name != ".s"
+            }
+            sums = {
+                n: [metrics[n][0] + total, metrics[n][1] + number]
+                for n, (total, number) in before.items()
+            }
             self._add_note(call.samples[0], "logged", call, {**logged, **metrics, **sums})
 
     def _add_note(self, sample: int, kind: str, call: Call, value: Any) -> None:
-        self.notes.setdefault(sample, {}).setdefault(kind, {})[self._rewards[call.reward].name] = value
+        self.notes.setdefault(sample, {}).setdefault(kind, {})[self._rewards[call.reward].name] = (
+            value
+        )
 
     def fail(self, call: Call, status: HowItFailed, why: str, *, by_function: bool = True) -> None:
         """Note a failure, or queue the calls that show whose it was, where that is not known yet. A server that could
@@ -380,9 +446,58 @@ class _Step:
             self.calls.extend(Call(call.reward, [i]) for i in call.samples)
             return
         (i,) = call.samples
-        self.values[call.reward][i], self.statuses[call.reward][i], self.errors[call.reward][i] = math.nan, status, why
+        self.values[call.reward][i], self.statuses[call.reward][i], self.errors[call.reward][i] = (
+            math.nan,
+            status,
+            why,
+        )
         self.has_new_timeout |= status == "timeout"
 
     def first_error(self) -> str | None:
         found = max(self.errors, key=len, default={}) or next(filter(None, self.repeated), {})
         return found[min(found)] if found else None
+
+
+# Which rewards are called while the engine still samples: those for which that saves more than it takes.
+#
+# What mostly waits for others (servers, functions under limits of calls) always. Any other function only if it kept a
+# worker busy for long when it was last called: the engine needs the CPU too, and what is cheap is quickly done behind it.
+# So in a run's first step such functions are called behind the engine, unless an evaluation has shown what they take.
+# What a reward gives does not depend on when it is called.
+
+
+_SLOW_S = 0.003  # of a worker's time, for a completion
+
+
+class SlowRewards:
+    def __init__(self, always: Sequence[bool]) -> None:
+        """By the index of a reward, whether it is slow without having been called."""
+        self._always = frozenset(reward for reward, is_slow in enumerate(always) if is_slow)
+        self._took = [
+            (0.0, 0) for _ in always
+        ]  # since the last scoring: seconds, for so many completions
+        self.early = self._always
+
+    def took(self, reward: int, seconds: float, num_completions: int) -> None:
+        """A call of it has ended."""
+        before_s, before = self._took[reward]
+        self._took[reward] = before_s + seconds, before + num_completions
+
+    def end_scoring(self) -> None:
+        """From now on those are called early that were slow in this scoring; of the others nothing new is known."""
+        known = [(took_s > _SLOW_S * number) if number else None for took_s, number in self._took]
+        slow = {
+            reward
+            for reward, is_slow in enumerate(known)
+            if is_slow or (is_slow is None and reward in self.early)
+        }
+        self.early = self._always | slow
+        self._took = [(0.0, 0) for _ in known]
+
+
+def waits_for_others(reward: RewardConfig) -> bool:
+    return (
+        reward.url is not None
+        or reward.max_concurrent is not None
+        or reward.max_per_minute is not None
+    )

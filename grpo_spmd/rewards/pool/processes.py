@@ -28,7 +28,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.files import hold_standard_streams
-from grpo_spmd.rewards.callables import packed
+from grpo_spmd.rewards.named import packed
 from grpo_spmd.rewards.pool.nursery import MAX_FRAME_BYTES, decode_frame, encode_frame
 
 _START_S = 600.0  # a user's file may load a model when it is imported
@@ -58,7 +58,9 @@ def allow_workers(num_workers: int, key: str) -> None:
     needed, (soft, hard) = num_workers + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
     if needed > hard != resource.RLIM_INFINITY:
         most = f"the limit of open files (ulimit -Hn) is {hard}: {max(hard - _OTHER_FILES, 1)} workers would do"
-        raise ConfigError(f"{key} ({num_workers}) needs {needed} open files on each rank, and {most}")
+        raise ConfigError(
+            f"{key} ({num_workers}) needs {needed} open files on each rank, and {most}"
+        )
     if needed > soft != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
@@ -154,8 +156,12 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
 
     def _listen(self, most_s: float) -> None:
         """One look at all that workers and the nursery have said by now, or say within `most_s`, then at the clock."""
-        next_deadline = min((worker.deadline for worker in self._workers.values()), default=math.inf)
-        for key, _ in self._selector.select(min(max(next_deadline - time.monotonic(), 0.0), most_s)):
+        next_deadline = min(
+            (worker.deadline for worker in self._workers.values()), default=math.inf
+        )
+        for key, _ in self._selector.select(
+            min(max(next_deadline - time.monotonic(), 0.0), most_s)
+        ):
             if isinstance(key.data, WorkerProcess) and key.data.number in self._workers:
                 self._hear(key.data)
         # All of it, for it may be long until the next look.
@@ -196,9 +202,14 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
                 reply = None
             if reply is not None:
                 self._take(worker, reply)
-            elif not chunk:  # most likely it is dead, and the nursery will say in a moment how it died
+            elif (
+                not chunk
+            ):  # most likely it is dead, and the nursery will say in a moment how it died
                 self._selector.unregister(worker.sock)
-                worker.has_hung_up, worker.deadline = True, min(worker.deadline, time.monotonic() + _GONE_GRACE_S)
+                worker.has_hung_up, worker.deadline = (
+                    True,
+                    min(worker.deadline, time.monotonic() + _GONE_GRACE_S),
+                )
                 return
 
     def _take(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
@@ -210,7 +221,9 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         else:
             self._answered(worker, reply)
 
-    def _fail(self, worker: WorkerProcess, how: HowItFailed, why: str, *, keep: bool = False) -> None:
+    def _fail(
+        self, worker: WorkerProcess, how: HowItFailed, why: str, *, keep: bool = False
+    ) -> None:
         call = worker.call
         if keep:
             self._release(worker)
@@ -227,7 +240,9 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
     def _open_log(self) -> None:
         if self._log is None:
             self._log_file.parent.mkdir(parents=True, exist_ok=True)
-            self._log = os.open(self._log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._log = os.open(
+                self._log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+            )
 
     def _spawn(self) -> WorkerProcess:
         self._open_log()
@@ -303,7 +318,9 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         code = self._process.wait(10)
         self._nursery_says.seek(0)
         said = self._nursery_says.read().decode(errors="replace")[-4000:]
-        return self._ended(f"the process that starts the {self._what} workers ended with code {code} {said}".strip())
+        return self._ended(
+            f"the process that starts the {self._what} workers ended with code {code} {said}".strip()
+        )
 
     def _bound_log(self) -> None:
         if self._log is not None and os.fstat(self._log).st_size > _MAX_LOG_BYTES:
@@ -314,7 +331,9 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
 
 def _give_terminal_to(process_group: int) -> None:
     """Make it the foreground group of our terminal, if we have one, so that it may read and gets Ctrl-C."""
-    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # its default action stops who is in the background
+    before = signal.signal(
+        signal.SIGTTOU, signal.SIG_IGN
+    )  # its default action stops who is in the background
     try:
         with suppress(OSError):
             os.tcsetpgrp(0, process_group)

@@ -16,13 +16,22 @@ from dataclasses import fields
 from typing import Any
 
 from grpo_spmd.config.schema import RewardConfig
-from grpo_spmd.rewards.callables import unpack
+from grpo_spmd.rewards.named import unpack
 from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, Answer, Worker, run_nursery
 from grpo_spmd.rewards.protocol import Reward, RewardFacts, load_rewards
-from grpo_spmd.rewards.trl import BrokenContractError, CallLog, FailedCallError, TrainerState, as_number, values_of
+from grpo_spmd.rewards.trl import (
+    BrokenContractError,
+    CallLog,
+    FailedCallError,
+    TrainerState,
+    as_number,
+    values_of,
+)
 from grpo_spmd.rewards.verifiers import load_math_verify
 
-_WARM = {"math": load_math_verify}  # a shipped reward's import at its first call: 2 s, which would count as the call's
+_WARM = {
+    "math": load_math_verify
+}  # a shipped reward's import at its first call: 2 s, which would count as the call's
 
 
 def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker], Answer]]:
@@ -44,14 +53,18 @@ def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker]
     return [{name: getattr(reward, name) for name in names} for reward in rewards], lambda _: answer
 
 
-def call_reward(reward: Reward, keywords: dict[str, Any], state: dict[str, Any] | None = None) -> dict[str, Any]:
+def call_reward(
+    reward: Reward, keywords: dict[str, Any], state: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """{"values": one a completion: a finite number, None (does not apply), or a string that says why it is unusable},
     with what the function logged (trl.CallLog.reply); or {"failed": what the function did, with the traceback},
     {"broken": what is wrong whatever the completions are}, {"quit": True} where the user left the debugger. With
     "again", "wait_s" and "status" what failed was a FailedCallError."""
     expected, log = len(keywords["prompts"]), CallLog(len(keywords["prompts"]))
     try:
-        values = reward.function(**keywords | values_of(reward.takes, TrainerState(**state or {}), log))
+        values = reward.function(
+            **keywords | values_of(reward.takes, TrainerState(**state or {}), log)
+        )
         if inspect.isawaitable(values):
             values = asyncio.run(_finish(values))
         wrong = f"must return a list of numbers or None; got {type(values).__name__}"
@@ -66,16 +79,25 @@ def call_reward(reward: Reward, keywords: dict[str, Any], state: dict[str, Any] 
             return {"broken": f"returned {len(values)} values for {expected} completions"}
         return {"values": [_as_reward(value) for value in values], **log.reply()}
     except FailedCallError as error:
-        return {"failed": str(error), "again": error.may_retry, "wait_s": error.wait_s, "status": error.status}
+        return {
+            "failed": str(error),
+            "again": error.may_retry,
+            "wait_s": error.wait_s,
+            "status": error.status,
+        }
     except BrokenContractError as error:
         return {"broken": str(error)}
     except bdb.BdbQuit:
         return {"quit": True}
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too: the function fails, not the worker
+    except (
+        BaseException
+    ) as error:  # SystemExit and KeyboardInterrupt too: the function fails, not the worker
         if error.__traceback__ is not None:
             error.__traceback__ = error.__traceback__.tb_next  # this frame says nothing
         what = traceback.format_exception_only(error)[-1].strip()[:500]
-        return {"failed": f"raised {what}\n{''.join(traceback.format_exception(error))[-MAX_ERROR_CHARS:]}"}
+        return {
+            "failed": f"raised {what}\n{''.join(traceback.format_exception(error))[-MAX_ERROR_CHARS:]}"
+        }
 
 
 async def _finish(values: Awaitable[Any]) -> Any:
@@ -84,7 +106,11 @@ async def _finish(values: Awaitable[Any]) -> Any:
 
 def _as_reward(value: Any) -> float | str | None:
     number = None if value is None else as_number(value)
-    return number if number is None or (isinstance(number, float) and math.isfinite(number)) else f"returned {number}"
+    return (
+        number
+        if number is None or (isinstance(number, float) and math.isfinite(number))
+        else f"returned {number}"
+    )
 
 
 if __name__ == "__main__":

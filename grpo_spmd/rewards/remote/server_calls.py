@@ -26,7 +26,9 @@ class ServerCalls:
         limits.wait_for_all()
         self._limits, self._jobs = limits, list(jobs)
         self._waiting = deque(Call(number, [job]) for job, (number, _) in enumerate(jobs))
-        self._under_way: dict[int, tuple[Call, float]] = {}  # by job, with the deadline on the monotonic clock
+        self._under_way: dict[
+            int, tuple[Call, float]
+        ] = {}  # by job, with the deadline on the monotonic clock
         self._replies: queue.SimpleQueue[tuple[Call, Any]] = queue.SimpleQueue()
         self.found: dict[int, Any] = {}  # by job
         self.failed: dict[int, str] = {}
@@ -42,7 +44,9 @@ class ServerCalls:
                 return True
             due = min((deadline for _, deadline in self._under_way.values()), default=until)
             try:
-                reply = self._replies.get(timeout=max(min(self._limits.wait_s(), until - now, due - now), 0.001))
+                reply = self._replies.get(
+                    timeout=max(min(self._limits.wait_s(), until - now, due - now), 0.001)
+                )
                 self._take(*reply)
             except queue.Empty:
                 pass
@@ -56,7 +60,9 @@ class ServerCalls:
             (job,) = call.samples
             limit_s = self._limits.seconds_for(call)
             self._under_way[job] = call, time.monotonic() + limit_s + _GRACE_S
-            threading.Thread(target=self._ask, args=(call, self._jobs[job][1], limit_s), daemon=True).start()
+            threading.Thread(
+                target=self._ask, args=(call, self._jobs[job][1], limit_s), daemon=True
+            ).start()
 
     def _ask(self, call: Call, ask: Callable[[float], Any], limit_s: float) -> None:
         try:
@@ -70,7 +76,9 @@ class ServerCalls:
         for call, deadline in [*self._under_way.values()]:
             if deadline <= now:
                 self._end(call, "failed")
-                self.failed[call.samples[0]] = f"did not answer within timeout_s={self._limits.timeout_s(call):g}"
+                self.failed[call.samples[0]] = (
+                    f"did not answer within timeout_s={self._limits.timeout_s(call):g}"
+                )
 
     def _take(self, call: Call, reply: Any) -> None:
         (job,) = call.samples

@@ -48,14 +48,26 @@ def run_cells(read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         limit = job["limit"] // 2
         cut = len(error) - limit  # the end of an error says which one it is
         error = f"... [{cut:,} characters left out]\n{error[-limit:]}" if cut > 0 else error
-        write({"number": job["number"], "printed": out.getvalue(), "num_cut": out.num_cut, "error": error})
+        write(
+            {
+                "number": job["number"],
+                "printed": out.getvalue(),
+                "num_cut": out.num_cut,
+                "error": error,
+            }
+        )
 
 
 def _run(code: str, name: str, scope: dict[str, Any]) -> str:
     """The error as Python would print it; "" of none."""
     try:
         body = ast.parse(code, name).body
-        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)  # lines for the traceback
+        linecache.cache[name] = (
+            len(code),
+            None,
+            code.splitlines(keepends=True),
+            name,
+        )  # lines for the traceback
         last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
         # FunctionType runs a code object in a given scope, as exec does, and gives back an expression's value.
         types.FunctionType(compile(ast.Module(body, []), name, "exec"), scope)()

@@ -58,7 +58,13 @@ _REFUSED = """
     removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, inotify_add_watch 254 27, fanotify_init 300 262
 """
 _CLONE, _CLONE3, _KILL, _TGKILL = (56, 220), (435, 435), (62, 129), (234, 131)
-_PRLIMIT, _SOCKETPAIR, _FCNTL, _IOCTL, _PRCTL = (302, 261), (53, 199), (72, 25), (16, 29), (157, 167)
+_PRLIMIT, _SOCKETPAIR, _FCNTL, _IOCTL, _PRCTL = (
+    (302, 261),
+    (53, 199),
+    (72, 25),
+    (16, 29),
+    (157, 167),
+)
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_READ_FILE, _LANDLOCK_READ_DIR = 1 << 2, 1 << 3
 # write, remove, make folder, file and link, truncate
@@ -69,7 +75,9 @@ class Refused(Exception):
     """Isolation cannot be had here."""
 
 
-def put_up_walls(readable: Sequence[str], scratch: str, *, memory_bytes: int, cpu_s: int) -> list[str]:
+def put_up_walls(
+    readable: Sequence[str], scratch: str, *, memory_bytes: int, cpu_s: int
+) -> list[str]:
     """Shut this process in for good; returns the walls by name. Refused where the files or the network stay open.
     `readable`: absolute paths, with all below; `scratch`: an empty folder for the new root, then the working folder."""
     _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -99,7 +107,13 @@ def put_up_walls(readable: Sequence[str], scratch: str, *, memory_bytes: int, cp
 
 def set_limits(memory_bytes: int, cpu_s: int) -> None:
     """Bounds that need no kernel feature. A write beyond the file size is an error in the code, and does not end it."""
-    limits = {"AS": memory_bytes, "CPU": cpu_s, "FSIZE": _FILE_BYTES, "NOFILE": _OPEN_FILES, "CORE": 0}
+    limits = {
+        "AS": memory_bytes,
+        "CPU": cpu_s,
+        "FSIZE": _FILE_BYTES,
+        "NOFILE": _OPEN_FILES,
+        "CORE": 0,
+    }
     for name, limit in (limits | {"NPROC": _THREADS, "MEMLOCK": 0}).items():
         what = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(what)[1]
@@ -114,7 +128,11 @@ def _enter_namespaces(readable: Sequence[str], scratch: str) -> bool:
         if uid != 0 or _libc.unshare(flags):  # without the privilege, a user namespace gives it
             if _libc.unshare(flags | _NEWUSER):
                 return False
-            for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            for name, text in (
+                ("setgroups", "deny"),
+                ("uid_map", f"{uid} {uid} 1"),
+                ("gid_map", f"{gid} {gid} 1"),
+            ):
                 with open(f"/proc/self/{name}", "w") as file:
                     file.write(text)
         _mount(None, "/", None, _REC | _PRIVATE, None)
@@ -152,13 +170,18 @@ def _become(uid: int) -> bool:
 
 
 def _landlock(abi: int, readable: Sequence[str], scratch: str | None) -> None:
-    handled = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1  # of files; then TCP, abstract sockets and signals
+    handled = (
+        1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]
+    ) - 1  # of files; then TCP, abstract sockets and signals
     attributes = struct.pack("QQQ", handled, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     size = 8 if abi < 4 else 16 if abi < 6 else 24
     ruleset = _syscall(_LANDLOCK_CREATE, attributes, size, 0)
     if ruleset < 0:
         raise Refused(f"cannot make a Landlock ruleset: {_error()}")
-    rules = [(path, _LANDLOCK_READ_FILE | (_LANDLOCK_READ_DIR if os.path.isdir(path) else 0)) for path in readable]
+    rules = [
+        (path, _LANDLOCK_READ_FILE | (_LANDLOCK_READ_DIR if os.path.isdir(path) else 0))
+        for path in readable
+    ]
     if scratch is not None:
         rules.append((scratch, _LANDLOCK_READ_FILE | _LANDLOCK_READ_DIR | _LANDLOCK_WRITE))
     for path, access in rules:
@@ -175,19 +198,27 @@ def _seccomp(*, allow_threads: bool) -> None:
     if platform.machine() not in _ARCHITECTURES or sys.byteorder != "little":
         raise Refused(f"no system call filter is written for {platform.machine()}")
     column, architecture = _ARCHITECTURES[platform.machine()]
-    allow, refuse, unknown = ((0x06, 0, 0, answer) for answer in (0x7FFF0000, 0x00050001, 0x00050026))  # EPERM, ENOSYS
+    allow, refuse, unknown = (
+        (0x06, 0, 0, answer) for answer in (0x7FFF0000, 0x00050001, 0x00050026)
+    )  # EPERM, ENOSYS
     arg0, arg1 = 16, 24  # the low halves
 
     def load(offset: int) -> tuple[int, int, int, int]:
         return 0x20, 0, 0, offset
 
-    def only_if(call: tuple[int, int], *tests: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
+    def only_if(
+        call: tuple[int, int], *tests: tuple[int, int, int, int]
+    ) -> list[tuple[int, int, int, int]]:
         """Allow `call` if the tests fall through; each jumps one further when it does not hold."""
         return [(0x15, 0, len(tests) + 2, call[column]), *tests, allow, refuse]
 
     def not_with(call: tuple[int, int], *commands: int) -> list[tuple[int, int, int, int]]:
         """Refuse `call` with one of these as its second argument."""
-        return only_if(call, load(arg1), *((0x15, len(commands) - i, 0, command) for i, command in enumerate(commands)))
+        return only_if(
+            call,
+            load(arg1),
+            *((0x15, len(commands) - i, 0, command) for i, command in enumerate(commands)),
+        )
 
     pid = os.getpid()
     threads = only_if(_CLONE, load(arg0), (0x45, 0, 1, 0x10000))
@@ -210,8 +241,12 @@ def _seccomp(*, allow_threads: bool) -> None:
         number = int(call.split()[1 + column])
         program += [(0x15, 0, 1, number), refuse] if number >= 0 else []
     program.append(allow)
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
-    header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code)))
+    code = ctypes.create_string_buffer(
+        b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    )
+    header = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code))
+    )
     if _prctl(22, 2, ctypes.addressof(header)):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
         raise Refused(f"cannot filter system calls: {_error()}")
 
@@ -223,7 +258,9 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 
 def _syscall(number: int, *arguments: Any) -> int:
-    wide = (ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments)
+    wide = (
+        ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments
+    )
     return int(_libc.syscall(ctypes.c_long(number), *wide))
 
 
@@ -283,7 +320,9 @@ def _run_statements(code: str, read: Callable[[], Any], write: Callable[[Any], N
     statements = read()
     # Where a statement judges by itself, what the code made of `abs` or `all` has no say.
     is_judged_here = any("value" not in statement for statement in statements)
-    scope = {name: item for name, item in names.items() if not (is_judged_here and name in pristine)}
+    scope = {
+        name: item for name, item in names.items() if not (is_judged_here and name in pristine)
+    }
     scope |= {"__builtins__": pristine, "__name__": "tests"}
     for number, statement in enumerate(statements):
         try:
@@ -315,7 +354,12 @@ def _main(fd: int) -> None:
             set_limits(job["memory_bytes"], job["cpu_s"])
             walls: list[str] = []
         else:
-            walls = put_up_walls(job["readable"], job["scratch"], memory_bytes=job["memory_bytes"], cpu_s=job["cpu_s"])
+            walls = put_up_walls(
+                job["readable"],
+                job["scratch"],
+                memory_bytes=job["memory_bytes"],
+                cpu_s=job["cpu_s"],
+            )
     except (Refused, OSError, ValueError) as error:
         write({"refused": str(error)})
         os._exit(1)
@@ -325,7 +369,9 @@ def _main(fd: int) -> None:
     os.environ.update({f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")})
     sys.path += job["site"]
     sys.argv = ["solution.py"]
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # what site.py, left out for speed, would have put there
+    vars(builtins).update(
+        exit=sys.exit, quit=sys.exit
+    )  # what site.py, left out for speed, would have put there
     sys.dont_write_bytecode = True
     if job["mode"] == "statements":
         _run_statements(job["code"], read, write)

@@ -54,7 +54,9 @@ class Limits:
     time_s: float  # of one process, wall time and CPU time; start-up is not counted
     memory_mib: int
     isolation: str  # "required" or "none"
-    tell_time: Callable[[float], Any] = lambda seconds: None  # gets what each process used of its time
+    tell_time: Callable[[float], Any] = lambda seconds: (
+        None
+    )  # gets what each process used of its time
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ def passes_program_test(code: str, stdin: str, expected: str, limits: Limits) ->
     with Jail(code, "program", limits, stdin) as jail:
         output = jail.output()
     said, end = (output or b"").decode(errors="replace").rstrip(), expected.rstrip()
-    return output is not None and said.count("\n") == end.count("\n") and _lines(said) == _lines(end)
+    return (
+        output is not None and said.count("\n") == end.count("\n") and _lines(said) == _lines(end)
+    )
 
 
 def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[bool]:
@@ -87,16 +91,25 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
     verdicts = [False] * len(flat)
     with Jail(code, "statements", limits, stdin="") as jail:
         if jail.read() == {"loaded": True}:
-            jail.write([{"value": s.source} if s.is_compared_here else {"run": s.source, "secret": x} for s, x in flat])
+            jail.write(
+                [
+                    {"value": s.source} if s.is_compared_here else {"run": s.source, "secret": x}
+                    for s, x in flat
+                ]
+            )
             for number, (statement, secret) in enumerate(flat):
                 answer = jail.read()
                 if not isinstance(answer, dict) or answer.get("statement") != number:
                     break  # it ended, ran out of time, or forges answers
                 if statement.is_compared_here:
-                    verdicts[number] = "value" in answer and _equals(answer["value"], statement.expected)
+                    verdicts[number] = "value" in answer and _equals(
+                        answer["value"], statement.expected
+                    )
                 else:
                     verdicts[number] = answer.get("secret") == secret
-    results = iter(verdicts)  # each test takes its list: `all` alone would leave some for the next one
+    results = iter(
+        verdicts
+    )  # each test takes its list: `all` alone would leave some for the next one
     return [all(list(islice(results, len(statements)))) for statements in parsed]
 
 
@@ -108,7 +121,10 @@ def each_within(cpu_s: float, function: Callable[[int], float], count: int) -> l
         read_fd, write_fd = os.pipe()
         if (pid := os.fork()) == 0:
             try:
-                pages, hard = int(Path("/proc/self/statm").read_text().split()[0]), resource.getrlimit(_AS)[1]
+                pages, hard = (
+                    int(Path("/proc/self/statm").read_text().split()[0]),
+                    resource.getrlimit(_AS)[1],
+                )
                 most = pages * resource.getpagesize() + (1 << 30)
                 resource.setrlimit(_AS, (min(most, hard % 2**64), hard))  # infinity is -1
                 signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -155,7 +171,9 @@ def _statement(node: ast.stmt) -> _Statement:
 
 def _equals(encoded: Any, expected: Any) -> bool:
     try:
-        is_long = len(json.dumps(encoded)) > 1000 + 40 * len(repr(expected))  # perhaps of keys that all collide
+        is_long = len(json.dumps(encoded)) > 1000 + 40 * len(
+            repr(expected)
+        )  # perhaps of keys that all collide
         return not is_long and bool(_decode(encoded) == expected)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError):
         return False  # nothing that encode_value would write
@@ -199,21 +217,39 @@ class Jail(AbstractContextManager["Jail"]):
         self._stdin.write(stdin.encode(errors="surrogatepass"))
         self._stdin.seek(0)
         self._connection, pair = socket.socketpair()
-        with pair, socket.socket(fileno=fcntl.fcntl(pair, fcntl.F_DUPFD_CLOEXEC, 3)) as theirs:  # 0 to 2 may be closed
+        with (
+            pair,
+            socket.socket(fileno=fcntl.fcntl(pair, fcntl.F_DUPFD_CLOEXEC, 3)) as theirs,
+        ):  # 0 to 2 may be closed
             fd, out = theirs.fileno(), self._stdout if mode == "program" else subprocess.DEVNULL
             command = [sys.executable, "-I", "-S", "-X", "utf8", str(_JAIL), str(fd)]
-            own: dict[str, Any] = {"cwd": self._scratch, "env": {}, "pass_fds": [fd], "start_new_session": True}
-            self._process = subprocess.Popen(command, stdin=self._stdin, stdout=out, stderr=subprocess.DEVNULL, **own)
+            own: dict[str, Any] = {
+                "cwd": self._scratch,
+                "env": {},
+                "pass_fds": [fd],
+                "start_new_session": True,
+            }
+            self._process = subprocess.Popen(
+                command, stdin=self._stdin, stdout=out, stderr=subprocess.DEVNULL, **own
+            )
         try:
             self._tell_time, self._began = limits.tell_time, time.monotonic()
             self._deadline = self._began + _START_S
             bounds = {"memory_bytes": limits.memory_mib << 20, "cpu_s": int(limits.time_s) + 1}
             folders = {"readable": _readable(), "scratch": self._scratch, "site": _site()}
-            self.write({"code": code, "mode": mode, "isolation": limits.isolation, **folders, **bounds})
+            self.write(
+                {"code": code, "mode": mode, "isolation": limits.isolation, **folders, **bounds}
+            )
             answer = self.read()
             if not isinstance(answer, dict) or "walls" not in answer:
-                reason = answer.get("refused") if isinstance(answer, dict) else "its process did not start"
-                raise SandboxError(f"model-written code cannot be isolated on this machine, and is not run: {reason}")
+                reason = (
+                    answer.get("refused")
+                    if isinstance(answer, dict)
+                    else "its process did not start"
+                )
+                raise SandboxError(
+                    f"model-written code cannot be isolated on this machine, and is not run: {reason}"
+                )
             self.walls: list[str] = answer["walls"]
             self._began = time.monotonic()
             self._deadline = self._began + limits.time_s

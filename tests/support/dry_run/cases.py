@@ -25,26 +25,31 @@ from grpo_spmd import loop
 from grpo_spmd.checkpoint.restore import load_state
 from grpo_spmd.checkpoint.run_dir import checkpoint_path
 from grpo_spmd.checkpoint.save import Checkpoints
+from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
-from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, policy_mesh
 from grpo_spmd.distributed.store import open_store
 from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.engine.weight_map import EngineTensor, TensorPart
 from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
-from grpo_spmd.model.offload import HostOffload
-from grpo_spmd.model.parked import optimizer_state
+from grpo_spmd.model.offload import HostOffload, optimizer_state
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
 from grpo_spmd.observe.token_scores import read_token_scores
-from grpo_spmd.preflight.checks import check_inputs
 from grpo_spmd.records import RolloutBatch, SyncStats
 from tests.support.checkpoints import checkpoints_of
 from tests.support.dry_run import runtime
 from tests.support.dry_run.device import FakeCuda
 from tests.support.dry_run.engine import StandInLLM, install_vllm
-from tests.support.dry_run.figures import BUCKET_BYTES, VARIANTS, micro_batch, update_figures, with_model
+from tests.support.dry_run.figures import (
+    BUCKET_BYTES,
+    VARIANTS,
+    micro_batch,
+    update_figures,
+    with_model,
+)
 from tests.support.dry_run.kernels import install_flash_attn
 from tests.support.learn import updater_of
 from tests.support.weights import name_of_weights
@@ -72,7 +77,9 @@ class Trials:
         install_flash_attn()
         install_vllm()
 
-    def session(self, num_ranks: int = 1, num_replicas: int = 1, device: torch.device | None = None) -> Session:
+    def session(
+        self, num_ranks: int = 1, num_replicas: int = 1, device: torch.device | None = None
+    ) -> Session:
         """Of rank 0, in a new process group."""
         device = device or self.cuda.device
         if dist.is_initialized():
@@ -84,17 +91,24 @@ class Trials:
     def attention(self, backend: str) -> Iterator[Config]:
         """The config, in bfloat16, where `backend` is what is chosen."""
         found = patch(
-            "grpo_spmd.model.attention._found", lambda module, _: backend.startswith(module[:5]) or "varlen" in module
+            "grpo_spmd.model.attention._found",
+            lambda module, _: backend.startswith(module[:5]) or "varlen" in module,
         )
         with found:
-            yield with_model(self.config, dtype="bfloat16", attention={"varlen": "auto"}.get(backend, backend))
+            yield with_model(
+                self.config, dtype="bfloat16", attention={"varlen": "auto"}.get(backend, backend)
+            )
 
     def updated(
         self, config: Config, session: Session, steps: int = 1
     ) -> tuple[Policy, PolicyUpdater, dict[str, Tensor]]:
         """A policy after some updates on one micro-batch, and its logprobs, gradients and parameters, by name."""
         policy = build_policy(config.model, config.rollout.temperature, session)
-        updater, batch, found = updater_of(policy, config), micro_batch(session.device), dict[str, Tensor]()
+        updater, batch, found = (
+            updater_of(policy, config),
+            micro_batch(session.device),
+            dict[str, Tensor](),
+        )
         if policy.lora.rank:  # B starts at 0, where A has no gradient
             with torch.no_grad():
                 for name, parameter in policy.named_parameters():
@@ -106,12 +120,20 @@ class Trials:
         for step in range(steps):
             updater.backward(batch, 24, 4, True)
             if not step:
-                grads = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
-                found |= {f"gradient of {name}": self.cuda.values(_local(grad)) for name, grad in grads.items()}
+                grads = {
+                    name: p.grad for name, p in policy.named_parameters() if p.grad is not None
+                }
+                found |= {
+                    f"gradient of {name}": self.cuda.values(_local(grad))
+                    for name, grad in grads.items()
+                }
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             updater.optimizer.step()
             updater.optimizer.zero_grad(set_to_none=True)
-        found |= {name: self.cuda.values(_local(parameter)) for name, parameter in policy.named_parameters()}
+        found |= {
+            name: self.cuda.values(_local(parameter))
+            for name, parameter in policy.named_parameters()
+        }
         return policy, updater, found
 
     # Cases
@@ -121,12 +143,16 @@ class Trials:
         found = {}
         for variant, changes in VARIANTS.items():
             config = with_model(self.config, **changes)
-            found[variant] = update_figures(config, self.session(2, config.model.num_replicas), self.cuda)
+            found[variant] = update_figures(
+                config, self.session(2, config.model.num_replicas), self.cuda
+            )
         return found
 
     def many_ranks(self) -> Any:
         """A rank of 64, in 4 replicas: more ranks than some tensors have rows."""
-        return update_figures(with_model(self.config, num_replicas=4), self.session(64, 4), self.cuda)
+        return update_figures(
+            with_model(self.config, num_replicas=4), self.session(64, 4), self.cuda
+        )
 
     def values(self) -> Any:
         """Updates in float32, and with adapters: distances from those on the CPU."""
@@ -140,7 +166,9 @@ class Trials:
     def back_ends(self) -> Any:
         """Each way of attention in bfloat16: distances from a CPU's, and whether recomputation changes a bit."""
         found: dict[str, Any] = {}
-        on_cpu = self.updated(with_model(self.config, dtype="bfloat16"), self.session(device=CPU))[2]
+        on_cpu = self.updated(with_model(self.config, dtype="bfloat16"), self.session(device=CPU))[
+            2
+        ]
         for backend, operator in ATTENTION.items():
             with self.attention(backend) as config:
                 found[backend] = of = dict[str, Any]()
@@ -152,7 +180,9 @@ class Trials:
                     assert policy.attention == backend, policy.attention
                     of[f"calls, {recomputed}"] = self.cuda.operators[start:].count(operator)
                     plain = plain or values
-                    of[f"equal, {recomputed}"] = all(torch.equal(value, plain[n]) for n, value in values.items())
+                    of[f"equal, {recomputed}"] = all(
+                        torch.equal(value, plain[n]) for n, value in values.items()
+                    )
                 of |= _distances(on_cpu, plain)
         return found
 
@@ -162,7 +192,11 @@ class Trials:
         policy, updater, _ = self.updated(self.config, session)
         reference = build_reference(policy, self.config.model, 1.0, 0.1, session)
         offload = HostOffload(True, policy, reference, updater.optimizer)
-        tensors = [*policy.parameters(), *cast(Policy, reference).parameters(), *optimizer_state(updater.optimizer)]
+        tensors = [
+            *policy.parameters(),
+            *cast(Policy, reference).parameters(),
+            *optimizer_state(updater.optimizer),
+        ]
         before = [self.cuda.values(_local(tensor)) for tensor in tensors]
         held, live = offload.held_bytes, self.cuda.ledger.live
         offload.before_sync()
@@ -170,11 +204,20 @@ class Trials:
         offload.after_sync()
         freed = live - self.cuda.ledger.live
         moved = offload.to_device()["memory/host/offloaded_gib"] * 2**30
-        assert all(torch.equal(b, self.cuda.values(_local(a))) for a, b in zip(tensors, before, strict=True))
+        assert all(
+            torch.equal(b, self.cuda.values(_local(a)))
+            for a, b in zip(tensors, before, strict=True)
+        )
         updater.backward(micro_batch(session.device), 24, 4, True)
         updater.optimizer.step()
         buffers = list(self.cuda.host.pinned.values())[pinned:]
-        found = {"held": held, "freed": freed, "moved": moved, "pinned": sum(buffers), "buffers": len(buffers)}
+        found = {
+            "held": held,
+            "freed": freed,
+            "moved": moved,
+            "pinned": sum(buffers),
+            "buffers": len(buffers),
+        }
         unpinned = self.cuda.host.unpinned
         del offload, policy, reference, updater, tensors  # whose hooks hold it
         gc.collect()
@@ -195,7 +238,10 @@ class Trials:
         policy, updater, session = self.trained()
         open_store(dist.HashStore())
         config = dataclasses.replace(self.config, run_dir=str(self.folder / "checkpointed"))
-        checkpoints, pinned = checkpoints_of(config, session, policy, updater), len(self.cuda.host.pinned)
+        checkpoints, pinned = (
+            checkpoints_of(config, session, policy, updater),
+            len(self.cuda.host.pinned),
+        )
         checkpoints.stage(1, 0, {})
         self.cuda.host.check_idle()  # the thread that writes cannot know
         return checkpoints, list(self.cuda.host.pinned.values())[pinned:]
@@ -226,9 +272,14 @@ class Trials:
         """Gathered, named and proved; rows that no number of ranks divides, replicas, adapters."""
         found = {}
         for name, (ranks, replicas, lora) in {"3": (3, 1, 0), "2 x 2, adapters": (4, 2, 4)}.items():
-            config, session = with_model(self.config, lora={"rank": lora}), self.session(ranks, replicas)
+            config, session = (
+                with_model(self.config, lora={"rank": lora}),
+                self.session(ranks, replicas),
+            )
             policy = build_policy(config.model, 1.0, session)
-            engine = _Holder(dict(gather_full_tensors(policy, torch.bfloat16, BUCKET_BYTES, SyncStats())))
+            engine = _Holder(
+                dict(gather_full_tensors(policy, torch.bfloat16, BUCKET_BYTES, SyncStats()))
+            )
             prove_weights(policy, cast(Any, engine), 0, is_first=True)
             found[name] = name_of_weights(policy)
             self.sees_a_flipped_bit(policy, engine)
@@ -245,7 +296,12 @@ class Trials:
 
     def logprobs(self) -> Any:
         """Old and reference logprobs of a batch, on the device, and equal to a CPU's."""
-        config, seen = dataclasses.replace(self.config, loss=dataclasses.replace(self.config.loss, kl_coef=0.1)), []
+        config, seen = (
+            dataclasses.replace(
+                self.config, loss=dataclasses.replace(self.config.loss, kl_coef=0.1)
+            ),
+            [],
+        )
         for device in (CPU, self.cuda.device):
             session = self.session(2, device=device)
             policy = build_policy(config.model, 0.7, session)
@@ -256,7 +312,10 @@ class Trials:
             assert batch.ref_logprobs is not None
             assert batch.old_logprobs.device.type == batch.ref_logprobs.device.type == device.type
             seen += [self.cuda.values(batch.old_logprobs), self.cuda.values(batch.ref_logprobs)]
-        return {"old": float((seen[0] - seen[2]).abs().max()), "reference": float((seen[1] - seen[3]).abs().max())}
+        return {
+            "old": float((seen[0] - seen[2]).abs().max()),
+            "reference": float((seen[1] - seen[3]).abs().max()),
+        }
 
     def signals(self) -> Any:
         """A whole run by a reward model, two teachers with prompts of their own, and a critic."""
@@ -269,14 +328,22 @@ class Trials:
     def value_head(self) -> Any:
         """A whole run with a critic on the policy's layers, which in its first step trains alone."""
         rewards = f"rewards=[{{model: {self.folder / 'scores'}, name: scores}}]"
-        of = "advantage={estimator: gae, normalize_std: batch}", "critic={path: policy, warmup_steps: 1}"
+        of = (
+            "advantage={estimator: gae, normalize_std: batch}",
+            "critic={path: policy, warmup_steps: 1}",
+        )
         return self.whole_run(rewards, *of, "model.dtype=bfloat16", name="value_head")
 
     def whole_run(self, *overrides: str, name: str = "run") -> Any:
         """Two steps of `grpo_spmd.train` with offload, a reference, evaluation, proofs and checkpoints; the metrics of
         each step, and what the engine was told."""
         run_dir = self.folder / name
-        more = ["model.offload=true", "loss.kl_coef=0.1", "eval.every_steps=1", "eval.num_samples=1"]
+        more = [
+            "model.offload=true",
+            "loss.kl_coef=0.1",
+            "eval.every_steps=1",
+            "eval.num_samples=1",
+        ]
         more += [
             "checkpoint.every_steps=1",
             f"run_dir={run_dir}",
@@ -284,7 +351,11 @@ class Trials:
             *overrides,
         ]
         more += ["proofs.max_mismatch=1000", "reward_pool.num_workers=1"]
-        more += ["rollout.num_prompts_per_step=2", "rollout.group_size=2", "rollout.max_completion_tokens=6"]
+        more += [
+            "rollout.num_prompts_per_step=2",
+            "rollout.group_size=2",
+            "rollout.max_completion_tokens=6",
+        ]
         config = load_config(self.config_path, [*more, "training.num_steps=2"])
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -304,7 +375,10 @@ class _Holder:
         self.held = held
 
     def tensors(self, _: Any) -> list[EngineTensor]:
-        return [EngineTensor(name, (TensorPart(name, len(t), 0, 0, len(t)),), t) for name, t in self.held.items()]
+        return [
+            EngineTensor(name, (TensorPart(name, len(t), 0, 0, len(t)),), t)
+            for name, t in self.held.items()
+        ]
 
 
 def _fake_group(backend: str, **options: Any) -> None:
@@ -326,8 +400,18 @@ def _distances(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[st
     largest = dict.fromkeys(("logprobs", "gradient", "parameter"), 0.0)
     for name, value in expected.items():
         off = (found[name] - value).double()
-        kind = name if name == "logprobs" else "gradient" if name.startswith("gradient of") else "parameter"
-        size = float(off.abs().max()) if kind == "logprobs" else float(off.norm() / (value.double().norm() + 1e-12))
+        kind = (
+            name
+            if name == "logprobs"
+            else "gradient"
+            if name.startswith("gradient of")
+            else "parameter"
+        )
+        size = (
+            float(off.abs().max())
+            if kind == "logprobs"
+            else float(off.norm() / (value.double().norm() + 1e-12))
+        )
         largest[kind] = max(largest[kind], size)
     return largest
 

@@ -33,9 +33,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tests.support.dry_run.kernels import KERNELS
 from tests.support.dry_run.refusals import HostMemory, refuse
 
-_NO_MESSAGES = (torch.ops._c10d_functional.wait_tensor, torch.ops._c10d_functional._wrap_tensor_autograd)
+_NO_MESSAGES = (
+    torch.ops._c10d_functional.wait_tensor,
+    torch.ops._c10d_functional._wrap_tensor_autograd,
+)
 _SETTLED_S = 0.1  # so long nothing was freed
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # any other, such as DTensor, makes other operators of its own first
+_PLAIN = (
+    Tensor,
+    torch.nn.Parameter,
+    FakeTensor,
+)  # any other, such as DTensor, makes other operators of its own first
 
 
 class Ledger:
@@ -109,11 +116,18 @@ class Meter(TorchDispatchMode):
         """Nothing is freed by another thread here."""
 
     def note_collective(self, func: Any, args: Any) -> None:
-        if func.namespace not in ("c10d", "_c10d_functional") or func.overloadpacket in _NO_MESSAGES:
+        if (
+            func.namespace not in ("c10d", "_c10d_functional")
+            or func.overloadpacket in _NO_MESSAGES
+        ):
             return
         tensors = [tensor for tensor in tree_flatten(args)[0] if isinstance(tensor, Tensor)]
-        if not all(tensor.dtype in (torch.uint8, torch.int64) and not tensor.is_cuda for tensor in tensors):  # plans
-            self.collectives.append((str(func.overloadpacket), [tensor.nbytes for tensor in tensors]))
+        if not all(
+            tensor.dtype in (torch.uint8, torch.int64) and not tensor.is_cuda for tensor in tensors
+        ):  # plans
+            self.collectives.append(
+                (str(func.overloadpacket), [tensor.nbytes for tensor in tensors])
+            )
 
 
 class Recorder(Meter):
@@ -139,7 +153,9 @@ class Recorder(Meter):
             if self.ledger.live != live:
                 live, since = self.ledger.live, time.monotonic()
 
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         if not all(each in _PLAIN for each in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
@@ -175,9 +191,15 @@ class FakeCuda(Meter):
 
     def values(self, tensor: Tensor) -> Tensor:
         """A copy of the values of a tensor of the device."""
-        return self._shadow(tensor).clone() if isinstance(tensor, FakeTensor) else tensor.detach().clone()
+        return (
+            self._shadow(tensor).clone()
+            if isinstance(tensor, FakeTensor)
+            else tensor.detach().clone()
+        )
 
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         if not all(each in _PLAIN for each in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -196,8 +218,14 @@ class FakeCuda(Meter):
         if func.namespace == "c10d":
             return self._collective(func, given, spec)
         freed = [each for each in given if isinstance(each, FakeTensor) and self._is_freed(each)]
-        if freed and not func.is_view and func._schema.name not in ("aten::detach", "aten::set_", "aten::alias"):
-            raise RuntimeError(f"{name} reads a tensor {list(freed[0].shape)} whose memory was given back")
+        if (
+            freed
+            and not func.is_view
+            and func._schema.name not in ("aten::detach", "aten::set_", "aten::alias")
+        ):
+            raise RuntimeError(
+                f"{name} reads a tensor {list(freed[0].shape)} whose memory was given back"
+            )
         self.note_collective(func, args)
         out = self._by_fake(func, args, kwargs)
         if freed:
@@ -241,7 +269,9 @@ class FakeCuda(Meter):
     def _by_shadows(self, name: str, func: Any, given: list[Any], spec: Any) -> Any:
         args, kwargs = tree_unflatten([self._on_host(each) for each in given], spec)
         out = KERNELS.get(name, func)(*args, **kwargs)
-        if func.namespace == "_c10d_functional":  # by the shadow's own storage, which is not the one that is kept
+        if (
+            func.namespace == "_c10d_functional"
+        ):  # by the shadow's own storage, which is not the one that is kept
             out = tree_map_only(Tensor, torch.ops._c10d_functional.wait_tensor, out)
         return out
 
@@ -264,17 +294,25 @@ class FakeCuda(Meter):
         """What the caller gets: fake tensors where they are the device's, the real ones where they are the host's."""
         values, spec = tree_flatten(real)
         fakes = [None] * len(values) if out is None else tree_flatten(out)[0]
-        return tree_unflatten([self._placed(f, v) for f, v in zip(fakes, values, strict=True)], spec)
+        return tree_unflatten(
+            [self._placed(f, v) for f, v in zip(fakes, values, strict=True)], spec
+        )
 
     def _placed(self, fake: Any, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if fake is None:
             with self._fake:
-                fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device)
+                fake = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=self.device
+                )
         if fake.device.type != "cuda":
             return value
-        assert (fake.shape, fake.dtype) == (value.shape, value.dtype), (fake, value.shape, value.dtype)
+        assert (fake.shape, fake.dtype) == (value.shape, value.dtype), (
+            fake,
+            value.shape,
+            value.dtype,
+        )
         storage = fake.untyped_storage()
         if (block := self.blocks.get(storage)) is None:
             block = self.blocks.add(storage)
@@ -317,7 +355,11 @@ class FakeCuda(Meter):
             return out
 
         def device(storage: torch.UntypedStorage) -> torch.device:
-            return plain_device.__get__(storage) if blocks.get(storage) is None else torch.device("cuda", 0)
+            return (
+                plain_device.__get__(storage)
+                if blocks.get(storage) is None
+                else torch.device("cuda", 0)
+            )
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         torch.UntypedStorage.device = property(device)  # type: ignore[assignment]

@@ -54,13 +54,23 @@ class StandInLLM:
         self._asleep = dict[str, list[tuple[torch.UntypedStorage, int]]]()
         self._kept = list[Tensor]()  # weights in host memory, where it sleeps at level 1
         self._requests = dict[str, Any]()
-        scheduler = SimpleNamespace(get_request_counts=lambda: (0, 0), has_requests=lambda: bool(self._requests))
-        config = SimpleNamespace(
-            model_config=self.model_config, scheduler_config=SimpleNamespace(max_num_seqs=4), use_v2_model_runner=True
+        scheduler = SimpleNamespace(
+            get_request_counts=lambda: (0, 0), has_requests=lambda: bool(self._requests)
         )
-        core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler), shutdown=lambda: None)
+        config = SimpleNamespace(
+            model_config=self.model_config,
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
+            use_v2_model_runner=True,
+        )
+        core = SimpleNamespace(
+            engine_core=SimpleNamespace(scheduler=scheduler), shutdown=lambda: None
+        )
         self.llm_engine = _LLMEngine(
-            vllm_config=config, engine_core=core, add_request=self._add, step=self._step, abort_request=self._abort
+            vllm_config=config,
+            engine_core=core,
+            add_request=self._add,
+            step=self._step,
+            abort_request=self._abort,
         )
 
     @property
@@ -80,10 +90,20 @@ class StandInLLM:
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")
         if not self._asleep:
-            weights = {storage._cdata: storage for storage in (p.untyped_storage() for p in self.model.parameters())}
-            storages = {"weights": list(weights.values()), "kv_cache": [self.cache.untyped_storage()]}
-            self._asleep = {tag: [(storage, storage.nbytes()) for storage in of] for tag, of in storages.items()}
-            self._kept = [_bytes_of(storage).cpu() for storage in storages["weights"]] if level == 1 else []
+            weights = {
+                storage._cdata: storage
+                for storage in (p.untyped_storage() for p in self.model.parameters())
+            }
+            storages = {
+                "weights": list(weights.values()),
+                "kv_cache": [self.cache.untyped_storage()],
+            }
+            self._asleep = {
+                tag: [(storage, storage.nbytes()) for storage in of] for tag, of in storages.items()
+            }
+            self._kept = (
+                [_bytes_of(storage).cpu() for storage in storages["weights"]] if level == 1 else []
+            )
             for storage, _ in (pair for of in self._asleep.values() for pair in of):
                 storage.resize_(0)
             StandInLLM.unmapped_bytes = self.pool_bytes
@@ -119,7 +139,9 @@ class StandInLLM:
         if self._asleep:
             raise _SleepingError(f"sampled while {sorted(self._asleep)} are not mapped")
         self.cache.add_(1)
-        assert all(p.isfinite().all() for p in self.model.parameters()), "sampled from weights that were never loaded"
+        assert all(p.isfinite().all() for p in self.model.parameters()), (
+            "sampled from weights that were never loaded"
+        )
         outputs = []
         for name, (prompt, params) in self._requests.items():
             number = (params.seed or 0) % 997
@@ -140,8 +162,15 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 def install_vllm() -> None:
     """Modules of these names, with what `engine/` imports from them."""
-    executor = type("ExecutorWithExternalLauncher", (), {"_distributed_args": lambda self: ("env://", 0, 0)})
-    layers = ("LinearBase", "QKVParallelLinear", "MergedColumnParallelLinear", "ColumnParallelLinear")
+    executor = type(
+        "ExecutorWithExternalLauncher", (), {"_distributed_args": lambda self: ("env://", 0, 0)}
+    )
+    layers = (
+        "LinearBase",
+        "QKVParallelLinear",
+        "MergedColumnParallelLinear",
+        "ColumnParallelLinear",
+    )
     allocator = SimpleNamespace(
         get_instance=lambda: SimpleNamespace(get_current_usage=lambda: StandInLLM.last.pool_bytes)
     )
@@ -161,7 +190,13 @@ def install_vllm() -> None:
             path = ".".join(parts[:depth])
             if path not in sys.modules:
                 sys.modules[path] = ModuleType(path)
-                sys.modules[path].__spec__ = ModuleSpec(path, None)  # what asks where vLLM lies learns: nowhere
+                sys.modules[path].__spec__ = ModuleSpec(
+                    path, None
+                )  # what asks where vLLM lies learns: nowhere
                 if depth > 1:
-                    setattr(sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], sys.modules[path])
+                    setattr(
+                        sys.modules[".".join(parts[: depth - 1])],
+                        parts[depth - 1],
+                        sys.modules[path],
+                    )
         vars(sys.modules[name]).update(members)

@@ -15,19 +15,16 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from grpo_spmd.checkpoint import save
-from grpo_spmd.config.reward_keys import RewardConfig
+from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.engine import gather
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import gather_full_tensors
-from grpo_spmd.engine.weight_digest import WeightDigest
+from grpo_spmd.engine.gather import WeightDigest, gather_full_tensors
 from grpo_spmd.learn import teacher
 from grpo_spmd.learn.critic import Critic
 from grpo_spmd.model import attention
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
-from grpo_spmd.model.host_memory import host_buffer
-from grpo_spmd.model.offload import HostOffload
-from grpo_spmd.model.parked import ParkedModel
+from grpo_spmd.model.offload import HostOffload, ParkedModel, host_buffer
 from grpo_spmd.model.policy import Policy, build_policy
 from grpo_spmd.model.reward_model import RewardModel, build_reward_model
 from grpo_spmd.model.reward_model_files import read_reward_model
@@ -36,7 +33,14 @@ from grpo_spmd.records import RolloutBatch, SyncStats
 from tests.support import weights
 from tests.support.dry_run.cases import Trials
 from tests.support.dry_run.engine import StandInLLM
-from tests.support.dry_run.figures import BUCKET_BYTES, check_step, check_sync, micro_batch, step_figures, sync_figures
+from tests.support.dry_run.figures import (
+    BUCKET_BYTES,
+    check_step,
+    check_sync,
+    micro_batch,
+    step_figures,
+    sync_figures,
+)
 from tests.support.learn import updater_of
 
 
@@ -55,7 +59,9 @@ def tensor_on_the_cpu(trials: Trials) -> None:
 
 def wrong_dtype_into_varlen(trials: Trials) -> None:
     plain = attention._varlen
-    with patch.object(attention, "_varlen", lambda q, k, v, *more: plain(q.float(), k.float(), v.float(), *more)):
+    with patch.object(
+        attention, "_varlen", lambda q, k, v, *more: plain(q.float(), k.float(), v.float(), *more)
+    ):
         _scores(trials)
 
 
@@ -129,7 +135,9 @@ def _staged_into(trials: Trials, buffer: Callable[[int, torch.device], Tensor]) 
 
 
 def staging_buffer_of_a_power_of_two(trials: Trials) -> None:
-    _staged_into(trials, lambda size, device: host_buffer(1 << (size - 1).bit_length(), device)[:size])
+    _staged_into(
+        trials, lambda size, device: host_buffer(1 << (size - 1).bit_length(), device)[:size]
+    )
 
 
 def staging_buffer_that_is_too_small(trials: Trials) -> None:
@@ -174,7 +182,9 @@ def _asleep_again(trials: Trials) -> tuple[RolloutEngine, Policy]:
     engine.load_weights(gather_full_tensors(policy, engine.dtype, BUCKET_BYTES, SyncStats()), 0)
     engine.wake_kv_cache()
     engine.sleep()
-    assert StandInLLM.last.calls == ["sleep 2", "wake weights", "wake kv_cache", "sleep 2"], StandInLLM.last.calls
+    assert StandInLLM.last.calls == ["sleep 2", "wake weights", "wake kv_cache", "sleep 2"], (
+        StandInLLM.last.calls
+    )
     return engine, policy
 
 
@@ -235,7 +245,10 @@ def teachers_places_on_the_cpu(trials: Trials) -> None:
         return own, trials.cuda.values(places)
 
     asks = {i: teacher.Ask("") for i in row.rollout_ids}
-    with patch.object(teacher, "taught_row", on_the_cpu), patch.object(one, "asked", lambda _: asks):
+    with (
+        patch.object(teacher, "taught_row", on_the_cpu),
+        patch.object(one, "asked", lambda _: asks),
+    ):
         one.attach(RolloutBatch([[row]], [24], [4]), cast(Any, None), lambda _: None)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.gather import gather_full_tensors
-from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.model.policy import Policy, build_policy
 from grpo_spmd.records import MicroBatch, Rollout, SyncStats
 from tests.support.dry_run.device import Meter
@@ -25,7 +25,10 @@ LENGTHS = ((3, 9), (5, 4), (5, 4), (2, 7))  # tokens of prompt and completion
 VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16, recomputed": {"dtype": "bfloat16", "activation_checkpointing": True},
-    "adapters, recomputed but for products": {"lora": {"rank": 4}, "activation_checkpointing": "selective"},
+    "adapters, recomputed but for products": {
+        "lora": {"rank": 4},
+        "activation_checkpointing": "selective",
+    },
     "replicas": {"num_replicas": 2},
 }
 
@@ -34,7 +37,10 @@ def micro_batch(device: torch.device, longest: int = 99) -> MicroBatch:
     rollouts = []
     for number, (prompt, completion) in enumerate(LENGTHS):
         ids = [(7 * number + place) % 90 + 1 for place in range(prompt + min(completion, longest))]
-        advantage, logprobs = (-1.0) ** number, [-1.0 - 0.1 * place for place in range(len(ids) - prompt)]
+        advantage, logprobs = (
+            (-1.0) ** number,
+            [-1.0 - 0.1 * place for place in range(len(ids) - prompt)],
+        )
         rollouts.append(Rollout(number, advantage, True, ids[:prompt], ids[prompt:], logprobs))
     return pack_rollouts(rollouts, device)
 

@@ -13,10 +13,15 @@ from torch import Tensor
 from torch.nn.attention import varlen  # noqa: F401 - it registers its operators
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None, window: int) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None, window: int
+) -> Tensor:
     """Causal attention [T, heads, size] within sequences from one of `starts` to the next, over `window` keys before
     each query; -1: over all. In float32, rounded at the end."""
-    parts = [(shares @ value).transpose(0, 1) for _, _, value, shares, _ in _sequences(q, k, v, starts, scale, window)]
+    parts = [
+        (shares @ value).transpose(0, 1)
+        for _, _, value, shares, _ in _sequences(q, k, v, starts, scale, window)
+    ]
     return torch.cat(parts).to(q.dtype)
 
 
@@ -28,10 +33,17 @@ def attention_gradients(
     for query, key, value, shares, (start, end) in _sequences(q, k, v, starts, scale, window):
         out = grad[start:end].transpose(0, 1).float()
         of_shares = out @ value.transpose(1, 2)
-        of_logits = shares * (of_shares - (of_shares * shares).sum(-1, keepdim=True)) * _scale(q, scale)
+        of_logits = (
+            shares * (of_shares - (of_shares * shares).sum(-1, keepdim=True)) * _scale(q, scale)
+        )
         of_q[start:end] = (of_logits @ key).transpose(0, 1)
-        for total, of_heads in ((of_k, of_logits.transpose(1, 2) @ query), (of_v, shares.transpose(1, 2) @ out)):
-            groups = of_heads.unflatten(0, (k.shape[1], -1)).sum(1)  # query heads share one of keys and values
+        for total, of_heads in (
+            (of_k, of_logits.transpose(1, 2) @ query),
+            (of_v, shares.transpose(1, 2) @ out),
+        ):
+            groups = of_heads.unflatten(0, (k.shape[1], -1)).sum(
+                1
+            )  # query heads share one of keys and values
             total[start:end] = groups.transpose(0, 1)
     return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
 
@@ -55,13 +67,19 @@ def _scale(q: Tensor, scale: float | None) -> float:
     return float(q.shape[-1] ** -0.5 if scale is None else scale)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *more: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     _, _, _, _, scale, window, *_ = more  # starts of keys, longest of both, is_causal
     return attention(q, k, v, starts, scale, window[0]), torch.zeros(q.shape[1], len(q)), _state()
 
 
-def _varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, ...]:
-    _, _, starts, _, _, _, _, _, scale, window = more  # out, its statistics; starts of keys, longest, is_causal, state
+def _varlen_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any
+) -> tuple[Tensor, ...]:
+    _, _, starts, _, _, _, _, _, scale, window = (
+        more  # out, its statistics; starts of keys, longest, is_causal, state
+    )
     return attention_gradients(grad, q, k, v, starts, scale, window[0])
 
 
@@ -69,7 +87,9 @@ def _state() -> Tensor:
     return torch.zeros(2, dtype=torch.uint64)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+def _add_product(
+    total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor
+) -> Tensor:
     # The product is rounded as on a CPU, where ours adds it up by another branch: values stay comparable to the bit.
     return out.copy_(total + left @ right)
 
@@ -84,7 +104,9 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "torch_attn._varlen_attn": _varlen,
     "torch_attn._varlen_attn_backward": _varlen_backward,
     "aten.addmm": _add_any_product,
-    "aten._fused_sdp_choice": lambda *_, **__: 0,  # attention written out: the way that has values without CUDA
+    "aten._fused_sdp_choice": lambda *_, **__: (
+        0
+    ),  # attention written out: the way that has values without CUDA
 }
 
 
@@ -106,7 +128,9 @@ def install_flash_attn() -> None:
         return of_q, of_k, of_v
 
     forward.register_fake(lambda q, *_: torch.empty_like(q))
-    backward.register_fake(lambda _, q, k, v, *__: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
+    backward.register_fake(
+        lambda _, q, k, v, *__: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    )
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:4])

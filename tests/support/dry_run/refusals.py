@@ -28,11 +28,20 @@ def refuse(name: str, args: Any, kwargs: Any) -> None:
         if len(devices) > 1:
             raise RefusedError(f"{name} is given tensors of {sorted(devices)}")
         if name.startswith("c10d.") and not all(tensor.is_contiguous() for tensor in tensors):
-            raise RefusedError(f"{name} is given a tensor that is not contiguous, which NCCL takes for one that is")
+            raise RefusedError(
+                f"{name} is given a tensor that is not contiguous, which NCCL takes for one that is"
+            )
 
 
 def _refuse_attention(
-    name: str, q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    longest_q: int,
+    longest_k: int,
 ) -> None:
     """As flash-attn's kernels check their inputs."""
     if q.dtype not in _HALF or {k.dtype, v.dtype} != {q.dtype}:
@@ -44,7 +53,9 @@ def _refuse_attention(
     if len({each.device for each in (q, k, v, starts_q, starts_k)}) > 1:
         raise RefusedError(f"{name} is given tensors of several devices")
     if q.shape[-1] > 256 or q.shape[-1] % 8 or q.shape[1] % k.shape[1] or k.shape != v.shape:
-        raise RefusedError(f"{name} does not take heads of shape {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
+        raise RefusedError(
+            f"{name} does not take heads of shape {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
     if any(each.stride(-1) != 1 for each in (q, k, v)):
         raise RefusedError(f"{name} wants the last dimension contiguous")
     if longest_q <= 0 or longest_k <= 0:
@@ -73,7 +84,9 @@ class HostMemory:
     def unregister(self, address: int) -> int:
         """cudaHostUnregister; not 0 is an error."""
         num_bytes = self.pinned.pop(address)
-        bounds = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        bounds = (
+            line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+        )
         if not any(int(start, 16) <= address < int(end, 16) for start, end in bounds):
             self.unpinned_too_late += 1  # whoever lets memory go cannot be told by an exception
         self.unpinned += 1
@@ -87,14 +100,18 @@ class HostMemory:
     def note_copy(self, func: Any, args: Any, kwargs: Any) -> None:
         """Of a copy to the host that does not wait. The memory must be pinned, and that all of it and no more: torch's
         own comes in powers of two."""
-        if func._schema.name != "aten::copy_" or not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
+        if func._schema.name != "aten::copy_" or not (
+            args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        ):
             return
         to, of = args[:2]
         if to.device.type != "cpu" or of.device.type != "cuda":
             return
         storage = to.untyped_storage()
         if self.pinned.get(storage.data_ptr()) != storage.nbytes():
-            raise RefusedError(f"an asynchronous copy into host memory of {storage.nbytes()} bytes that is not pinned")
+            raise RefusedError(
+                f"an asynchronous copy into host memory of {storage.nbytes()} bytes that is not pinned"
+            )
         if storage.nbytes() != of.nbytes:
             raise RefusedError(f"a staging buffer of {storage.nbytes()} bytes for {of.nbytes}")
         self._reading.add(of.untyped_storage()._cdata)
@@ -105,12 +122,18 @@ class HostMemory:
             return
         of_host = [each for each in given if isinstance(each, Tensor) and each.device.type == "cpu"]
         if any(each.untyped_storage().data_ptr() in self._writing for each in of_host):
-            raise RefusedError("host memory is read while the device still writes it; synchronize first")
+            raise RefusedError(
+                "host memory is read while the device still writes it; synchronize first"
+            )
 
     def check_idle(self) -> None:
         if self._writing:
-            raise RefusedError("the host goes on while the device still writes its memory; synchronize first")
+            raise RefusedError(
+                "the host goes on while the device still writes its memory; synchronize first"
+            )
 
     def check_free(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._reading:
-            raise RefusedError("device memory is given back while a copy still reads it; synchronize first")
+            raise RefusedError(
+                "device memory is given back while a copy still reads it; synchronize first"
+            )

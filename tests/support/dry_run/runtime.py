@@ -19,7 +19,12 @@ CAPABILITY = (9, 0)
 
 class Stream:
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.device, self.device_index, self.device_type, self.stream_id = torch.device("cuda", 0), 0, 1, 0
+        self.device, self.device_index, self.device_type, self.stream_id = (
+            torch.device("cuda", 0),
+            0,
+            1,
+            0,
+        )
 
     def wait_stream(self, _: Any) -> None: ...
     def wait_event(self, _: Any) -> None: ...
@@ -47,7 +52,10 @@ def install(cuda: FakeCuda) -> None:
 
     def memory_stats(_: Any = None) -> dict[str, int]:
         # Torch goes on counting a pool that vLLM has unmapped.
-        live, peak = (num_bytes + StandInLLM.unmapped_bytes for num_bytes in (cuda.ledger.live, cuda.ledger.peak))
+        live, peak = (
+            num_bytes + StandInLLM.unmapped_bytes
+            for num_bytes in (cuda.ledger.live, cuda.ledger.peak)
+        )
         names = {f"{name}_bytes.all.current": live for name in ("allocated", "reserved")}
         return names | {f"{name}_bytes.all.peak": peak for name in ("allocated", "reserved")}
 
@@ -74,7 +82,9 @@ def install(cuda: FakeCuda) -> None:
         "mem_get_info": lambda *_: (DEVICE_BYTES - cuda.ledger.live, DEVICE_BYTES),
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *_: None,
-        "cudart": lambda: SimpleNamespace(cudaHostRegister=cuda.host.register, cudaHostUnregister=cuda.host.unregister),
+        "cudart": lambda: SimpleNamespace(
+            cudaHostRegister=cuda.host.register, cudaHostUnregister=cuda.host.unregister
+        ),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)

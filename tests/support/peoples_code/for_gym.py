@@ -77,7 +77,9 @@ class SwiftEnv:
         return f"swift {len(text)}", worth(self.turn - 1, text), self.turn == 3, {}
 
 
-_num_made = multiprocessing.Value("i", 0)  # by all workers, which are forked from where this is imported
+_num_made = multiprocessing.Value(
+    "i", 0
+)  # by all workers, which are forked from where this is imported
 
 
 def any_of_four() -> Any:

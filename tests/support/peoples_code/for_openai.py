@@ -26,13 +26,17 @@ TOOLS: Any = [
 ]
 
 
-async def rollout(task: dict[str, Any], base_url: str, api_key: str, model: str) -> float | dict[str, float] | None:
+async def rollout(
+    task: dict[str, Any], base_url: str, api_key: str, model: str
+) -> float | dict[str, float] | None:
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
     messages: list[Any] = [*task["prompt"]]
     seen = []
 
     async def turn(said: list[Any], **more: Any) -> Any:
-        found = await client.chat.completions.create(model=model, messages=said, temperature=0.5, **more)
+        found = await client.chat.completions.create(
+            model=model, messages=said, temperature=0.5, **more
+        )
         seen.append([found.choices[0].message.content, found.usage.completion_tokens])
         return found.choices[0].message
 
@@ -50,7 +54,9 @@ async def rollout(task: dict[str, Any], base_url: str, api_key: str, model: str)
     sync = openai.OpenAI(base_url=base_url, api_key=api_key)
 
     def ask() -> Any:
-        return sync.chat.completions.create(model=model, messages=[{"role": "user", "content": "z"}], max_tokens=3)
+        return sync.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "z"}], max_tokens=3
+        )
 
     last = await asyncio.to_thread(ask)
     seen.append([last.choices[0].message.content, last.usage.completion_tokens])

@@ -16,23 +16,43 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 
 def _client(opened: dict[str, str], kind: Any = openai.OpenAI, **options: Any) -> Any:
-    return kind(base_url=opened["base_url"], api_key=opened["api_key"], **{"timeout": 60, "max_retries": 0} | options)
+    return kind(
+        base_url=opened["base_url"],
+        api_key=opened["api_key"],
+        **{"timeout": 60, "max_retries": 0} | options,
+    )
 
 
 def sync(opened: dict[str, str]) -> dict[str, Any]:
     client, model = _client(opened), opened["model"]
     said = client.chat.completions.create(model=model, messages=HI, tools=TOOLS, max_tokens=5)
     (call,) = said.choices[0].message.tool_calls
-    history = [*HI, said.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
-    second = client.chat.completions.create(model=model, messages=history, tools=TOOLS, temperature=0.3, user="me")
+    history = [
+        *HI,
+        said.choices[0].message,
+        {"role": "tool", "tool_call_id": call.id, "content": "3"},
+    ]
+    second = client.chat.completions.create(
+        model=model, messages=history, tools=TOOLS, temperature=0.3, user="me"
+    )
     chunks = list(
         client.chat.completions.create(
-            model=model, messages=HI, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+            model=model,
+            messages=HI,
+            tools=TOOLS,
+            stream=True,
+            stream_options={"include_usage": True},
         )
     )
     return {
-        "first": [said.choices[0].finish_reason, call.function.name, json.loads(call.function.arguments)],
-        "usage": said.usage.model_dump(include={"prompt_tokens", "completion_tokens", "total_tokens"}),
+        "first": [
+            said.choices[0].finish_reason,
+            call.function.name,
+            json.loads(call.function.arguments),
+        ],
+        "usage": said.usage.model_dump(
+            include={"prompt_tokens", "completion_tokens", "total_tokens"}
+        ),
         "second": [second.choices[0].message.content, second.choices[0].finish_reason],
         "models": [model.id for model in client.models.list()],
         "streamed": [chunk.choices[0].delta.tool_calls[0].function.name for chunk in chunks[:1]],
@@ -43,7 +63,9 @@ def sync(opened: dict[str, str]) -> dict[str, Any]:
         .message.content,
         "errors": [_error(client, **options) for options in ERRORS],
         "token": _error(_client({**opened, "api_key": "wrong"})),
-        "session": _error(_client({**opened, "base_url": opened["base_url"].replace("sessions/", "sessions/0")})),
+        "session": _error(
+            _client({**opened, "base_url": opened["base_url"].replace("sessions/", "sessions/0")})
+        ),
     }
 
 

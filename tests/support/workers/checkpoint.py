@@ -20,6 +20,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.policy import build_policy
 from tests.support.checkpoints import checkpoints_of
 from tests.support.learn import updater_of
@@ -27,8 +28,15 @@ from tests.support.weights import name_of_weights
 
 
 def main() -> None:
-    what, folder, config_file, num_replicas = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4]
-    config = load_config(config_file, [f"model.num_replicas={num_replicas}", "optimizer.warmup_steps=5"])
+    what, folder, config_file, num_replicas = (
+        sys.argv[1],
+        Path(sys.argv[2]),
+        sys.argv[3],
+        sys.argv[4],
+    )
+    config = load_config(
+        config_file, [f"model.num_replicas={num_replicas}", "optimizer.warmup_steps=5"]
+    )
     session = start_session(config.model.num_replicas)
     # Other random numbers than the saved ones came from: what is not loaded differs.
     policy = build_policy(config.model, 1.0, session, seed=0 if what == "save" else 1)
@@ -37,7 +45,11 @@ def main() -> None:
         for step in range(2):
             for number, parameter in enumerate(p for p in policy.parameters() if p.requires_grad):
                 assert isinstance(parameter, DTensor)
-                rows = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape).sin() + number + step
+                rows = (
+                    torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape).sin()
+                    + number
+                    + step
+                )
                 # the same on all ranks: replicated
                 full = DTensor.from_local(rows, parameter.device_mesh, run_check=False)
                 parameter.grad = full.redistribute(parameter.device_mesh, parameter.placements)
@@ -58,18 +70,25 @@ def main() -> None:
         load_state(policy, updater, folder, read_trainer(folder))
         before = digests(policy, updater) | {"policy.*": name_of_weights(policy)}
     if session.is_rank0:
-        print("lr", updater._schedule.get_last_lr(), [group["lr"] for group in updater.optimizer.param_groups])
+        print(
+            "lr",
+            updater._schedule.get_last_lr(),
+            [group["lr"] for group in updater.optimizer.param_groups],
+        )
         for name, digest in before.items():
             print(name, digest)
     end_session()
 
 
-def digests(policy: torch.nn.Module, updater: PolicyUpdater) -> dict[str, str]:
-    tensors = {name: tensor.full_tensor().detach() for name, tensor in state_tensors(policy, updater).items()}  # type: ignore[arg-type]
-    steps = {float(state["step"]) for state in updater.optimizer.state.values()}
-    return {name: hashlib.sha256(t.numpy().tobytes()).hexdigest()[:16] for name, t in tensors.items()} | {
-        "steps": str(steps)
+def digests(policy: Policy, updater: PolicyUpdater) -> dict[str, str]:
+    tensors = {
+        name: tensor.full_tensor().detach()
+        for name, tensor in state_tensors(policy, updater).items()
     }
+    steps = {float(state["step"]) for state in updater.optimizer.state.values()}
+    return {
+        name: hashlib.sha256(t.numpy().tobytes()).hexdigest()[:16] for name, t in tensors.items()
+    } | {"steps": str(steps)}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from grpo_spmd.distributed.collectives import on_rank0
-from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.engine.conversations import ANSWERS_S
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import LATER, EngineStateError, Later, Place, Request
@@ -21,7 +21,9 @@ BLOCK = 32  # tokens of a block of the prefix cache on a CPU
 _GROWS_BY = 22  # tokens of the longest conversation: room of its last turn, and what was said and given before
 
 
-def request_of(engine: RolloutEngine, job: int, number: int, turns: Sequence[Completion]) -> Request | None:
+def request_of(
+    engine: RolloutEngine, job: int, number: int, turns: Sequence[Completion]
+) -> Request | None:
     """Conversations of one to four turns: each holds what was said and given before it. The last turn may be as long as
     the config says, one of them because it asks for too much; those before it of 3 tokens."""
     num_turns = (job + number) % 4 + 1
@@ -29,7 +31,9 @@ def request_of(engine: RolloutEngine, job: int, number: int, turns: Sequence[Com
         return None
     room = engine._engine.vllm_config.model_config.max_model_len
     prompt = [job + 1, number + 5, *range(20, room - _GROWS_BY + 18)]
-    given = [token for turn in turns for token in (*turn.token_ids, *[7] * (len(turn.token_ids) % 3))]
+    given = [
+        token for turn in turns for token in (*turn.token_ids, *[7] * (len(turn.token_ids) % 3))
+    ]
     longest = 3 if len(turns) < num_turns - 1 else [None, 1000][job % 2]
     return Request(prompt + given, 100 * job + 10 * number + len(turns), max_tokens=longest)
 
@@ -57,7 +61,9 @@ class World:
         if self._how == "idle" and not timeout_s:
             return []
         come = [(place, request) for place, (left, request) in self._waiting.items() if not left]
-        self._waiting = {place: (left - 1, request) for place, (left, request) in self._waiting.items() if left}
+        self._waiting = {
+            place: (left - 1, request) for place, (left, request) in self._waiting.items() if left
+        }
         self._random.shuffle(come)
         self.came += [timeout_s] * bool(come)
         return come
@@ -70,8 +76,13 @@ def converse_later(engine: RolloutEngine, version: int = 0) -> list[Any]:
     with uneven(engine):
         for how in ("random", "idle"):
             made = converse(engine, how, version)
-            mine = [[job, [[astuple(turn) for turn in turns] for turns in talks]] for job, talks in made.items()]
-            of_orders.append(on_rank0(lambda parts: sorted(each for part in parts for each in part), mine))
+            mine = [
+                [job, [[astuple(turn) for turn in turns] for turns in talks]]
+                for job, talks in made.items()
+            ]
+            of_orders.append(
+                on_rank0(lambda parts: sorted(each for part in parts for each in part), mine)
+            )
         assert of_orders[0] == of_orders[1]
         assert [job for job, _ in of_orders[0]][:: engine.tp_size] == list(range(len(JOBS)))
         for job, talks in made.items():
@@ -84,7 +95,9 @@ def converse(engine: RolloutEngine, how: str, version: int) -> dict[int, list[li
     told: list[tuple[int, int, Completion]] = []
     world = World(engine, how)
     with watched(engine) as outputs:
-        made = engine.generate_shared(JOBS, world.next_request, version, lambda *f: told.append(f), answers=world)
+        made = engine.generate_shared(
+            JOBS, world.next_request, version, lambda *f: told.append(f), answers=world
+        )
     for job, talks in made.items():
         for number, turns in enumerate(talks):
             assert [c for j, n, c in told if (j, n) == (job, number)] == turns
@@ -134,8 +147,12 @@ def check_cached(outputs: Sequence[Any]) -> None:
     for output in outputs:
         talk = tuple(output.prompt_token_ids[:2])
         first[talk] = min(first.get(talk, 1 << 30), len(output.prompt_token_ids))
-    again = [o for o in outputs if len(o.prompt_token_ids) > first[tuple(o.prompt_token_ids[:2])] > BLOCK]
-    assert all(output.num_cached_tokens >= BLOCK for output in again), [o.num_cached_tokens for o in again]
+    again = [
+        o for o in outputs if len(o.prompt_token_ids) > first[tuple(o.prompt_token_ids[:2])] > BLOCK
+    ]
+    assert all(output.num_cached_tokens >= BLOCK for output in again), [
+        o.num_cached_tokens for o in again
+    ]
     if outputs and max(first.values()) > BLOCK:
         assert len(again) >= 8, len(again)
 
@@ -171,11 +188,21 @@ def fail_while_all_wait(engine: RolloutEngine, version: int) -> None:
         engine.generate_shared([2] * 4, next_request, version, answers=world)
 
     world.ready = failing(ValueError("the world ends"))  # type: ignore[method-assign, assignment]
-    raises(lambda: say(world.next_request), Rank0Error if engine.tp_size > 1 else ValueError, "the world ends")
+    raises(
+        lambda: say(world.next_request),
+        Rank0Error if engine.tp_size > 1 else ValueError,
+        "the world ends",
+    )
     world.ready = lambda timeout_s: [((7, 7), None)]  # type: ignore[method-assign]
-    raises(lambda: say(world.next_request), EngineStateError, "conversation (7, 7), which does not wait")
+    raises(
+        lambda: say(world.next_request),
+        EngineStateError,
+        "conversation (7, 7), which does not wait",
+    )
     if engine.tp_size > 1:
-        raises(lambda: say(lambda *_: LATER if engine.tp_rank else None), EngineStateError, "ranks [1]")
+        raises(
+            lambda: say(lambda *_: LATER if engine.tp_rank else None), EngineStateError, "ranks [1]"
+        )
     assert not engine._engine.has_unfinished_requests()
     assert len(engine.generate([Request([1], 0)], version)) == 1
 
@@ -184,11 +211,20 @@ def race_while_some_wait(engine: RolloutEngine, version: int) -> None:
     """One engine of one rank. What runs and waits is dropped, each with all of its tokens; what is over is kept."""
     told: list[tuple[int, int, Completion]] = []
     dropped: list[int] = []
-    race: Any = type("Race", (), {"is_over": lambda self: len(told) > 20, "drop": lambda self, n: dropped.extend(n)})()
+    race: Any = type(
+        "Race",
+        (),
+        {"is_over": lambda self: len(told) > 20, "drop": lambda self, n: dropped.extend(n)},
+    )()
     world = World(engine, "random")
     with uneven(engine):
         made = engine.generate_shared(
-            [1] * 12, world.next_request, version, lambda *f: told.append(f), race=race, answers=world
+            [1] * 12,
+            world.next_request,
+            version,
+            lambda *f: told.append(f),
+            race=race,
+            answers=world,
         )
         assert made == {job: [alone(engine, version, job, 0)] for job in made}
     assert 0 < len(made) < 12
@@ -197,7 +233,9 @@ def race_while_some_wait(engine: RolloutEngine, version: int) -> None:
     assert not engine._engine.has_unfinished_requests()
 
 
-def stale_cache_shows(engine: RolloutEngine, sync: Callable[[int], Any], disturb: Callable[[], None]) -> None:
+def stale_cache_shows(
+    engine: RolloutEngine, sync: Callable[[int], Any], disturb: Callable[[], None]
+) -> None:
     """A conversation that goes on after new weights came has nothing of the old ones in its logprobs; where the cache
     is kept, which is planted here, that shows. `sync(version)`."""
     sync(0)
@@ -214,7 +252,10 @@ def stale_cache_shows(engine: RolloutEngine, sync: Callable[[int], Any], disturb
         [fresh] = engine.generate(goes_on, 2)
         assert engine.generate(goes_on, 2) == [fresh]  # from its own cache: to the bit
     assert [output.num_cached_tokens for output in outputs] == [0, BLOCK]
-    assert abs(stale.logprobs[0] - fresh.logprobs[0]) > 1e-4 or stale.token_ids[0] != fresh.token_ids[0]
+    assert (
+        abs(stale.logprobs[0] - fresh.logprobs[0]) > 1e-4
+        or stale.token_ids[0] != fresh.token_ids[0]
+    )
 
 
 def raises(call: Callable[[], Any], kind: type[Exception], expected: str) -> None:

@@ -24,18 +24,18 @@ from grpo_spmd.checkpoint.restore import load_state
 from grpo_spmd.checkpoint.run_dir import checkpoint_path
 from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import run_facts, state_tensors
-from grpo_spmd.config.dump import flat_config
+from grpo_spmd.config.describe import flat_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, policy_mesh, start_session
-from grpo_spmd.learn import assemble, sampled_step, turn_credit
+from grpo_spmd.learn import advantages, assemble, sampled_step
 from grpo_spmd.learn import critic as learn_critic
+from grpo_spmd.learn.advantages import advantages_of_tokens
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.critic import Critic
-from grpo_spmd.learn.gae import advantages_of_tokens
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model import values as model_values
@@ -54,7 +54,10 @@ from tests.support.workers.update_check import as_episode
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "as configured": {},
-    "several steps": {"critic": {"clip_value": 0.02, "lr": 1e-3}, "training": {"num_epochs": 2, "num_mini_batches": 2}},
+    "several steps": {
+        "critic": {"clip_value": 0.02, "lr": 1e-3},
+        "training": {"num_epochs": 2, "num_mini_batches": 2},
+    },
     "kl, length, not whitened": {
         "critic": {"lam_policy": "length", "length_alpha": 0.3, "gamma": 0.97, "clip_value": None},
         "advantage": {"normalize_std": "none"},
@@ -72,24 +75,32 @@ class Trials:
         self.config, self.session = load_config(path), start_session()
         self.policy = build_policy(self.config.model, self.config.rollout.temperature, self.session)
         other = dataclasses.replace(self.config.model, path=reference)
-        self.reference = build_reference(self.policy, other, self.config.rollout.temperature, 1.0, self.session)
+        self.reference = build_reference(
+            self.policy, other, self.config.rollout.temperature, 1.0, self.session
+        )
 
     def critic(self, config: Config, session: Session | None = None) -> Critic:
         critic = open_critic(config, self.policy, session or self.session)
         assert critic is not None
         return critic
 
-    def step(self, config: Config, critic: Critic, how: str = "in turn", *, packed: bool = True) -> Step:
+    def step(
+        self, config: Config, critic: Critic, how: str = "in turn", *, packed: bool = True
+    ) -> Step:
         """A step's rollouts with what the critic says of them."""
         sections = config.rollout, config.advantage, config.loss, config.training
         of_turns = config.environment.discount
         sampled = SampledStep(StepRules(*sections, 0.9, self.session.world_size, discount=of_turns))
         groups = deal(fixed_groups(), how, self.session)
         scored = score(groups)
-        sampled.add(groups if of_turns is None else [as_episodes(group) for group in groups], scored)
+        sampled.add(
+            groups if of_turns is None else [as_episodes(group) for group in groups], scored
+        )
         with patch.object(sampled_step, "plan_batch", plan_batch if packed else plan_unpacked):
             batch, decision = assemble.assemble_batch(sampled, self.session)
-        attach_logprobs(self.policy, self.reference, batch, config.loss, config.training.num_optimizer_steps)
+        attach_logprobs(
+            self.policy, self.reference, batch, config.loss, config.training.num_optimizer_steps
+        )
         decision = assemble.penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
         return sampled, batch, critic.attach(batch, decision, lambda _: None)
 
@@ -97,8 +108,12 @@ class Trials:
         sampled, batch, decision = step
         of_batch = BatchCheck(config.rollout, config.advantage, config.loss, [1.0], {0}, False)
         sections = config.critic, config.advantage.normalize_std, config.loss, config.model.dtype
-        found = CriticCheck(critic.model, *sections)(sampled, batch, decision, of_batch.rewards_of(sampled, decision))
-        wrong: list[str] = on_rank0(lambda of_ranks: [text for texts in of_ranks for text in texts], found.wrong)
+        found = CriticCheck(critic.model, *sections)(
+            sampled, batch, decision, of_batch.rewards_of(sampled, decision)
+        )
+        wrong: list[str] = on_rank0(
+            lambda of_ranks: [text for texts in of_ranks for text in texts], found.wrong
+        )
         return wrong
 
 
@@ -108,8 +123,13 @@ def as_episodes(group: RolloutGroup) -> RolloutGroup:
     for kind, completion in enumerate(group.completions):
         made = as_episode(group.prompt.token_ids, completion, kind)
         assert made.episode is not None
-        turns = [dataclasses.replace(turn, reward=0.25 * (n == 0)) for n, turn in enumerate(made.episode.turns)]
-        found.append(dataclasses.replace(made, episode=dataclasses.replace(made.episode, turns=tuple(turns))))
+        turns = [
+            dataclasses.replace(turn, reward=0.25 * (n == 0))
+            for n, turn in enumerate(made.episode.turns)
+        ]
+        found.append(
+            dataclasses.replace(made, episode=dataclasses.replace(made.episode, turns=tuple(turns)))
+        )
     return dataclasses.replace(group, completions=found)
 
 
@@ -127,8 +147,14 @@ def result_of(critic: Critic, step: Step) -> dict[str, Any]:
     sums = merged_on_all(critic.update(batch))
     return {
         **{name: gathered(values) for name, values in before.items()},
-        "decision": dict(on_rank0(lambda parts: [p for part in parts for p in part], [*decision.advantages.items()])),
-        "metrics": on_rank0(lambda parts: parts[0], {k: v for k, v in decision.metrics.items() if "critic/" in k}),
+        "decision": dict(
+            on_rank0(
+                lambda parts: [p for part in parts for p in part], [*decision.advantages.items()]
+            )
+        ),
+        "metrics": on_rank0(
+            lambda parts: parts[0], {k: v for k, v in decision.metrics.items() if "critic/" in k}
+        ),
         "sums": {name: reduction.value for name, reduction in sums.items()},
         "parameters": full(critic),
         "rows": len(batch.micro_batches),
@@ -140,16 +166,24 @@ def by_rollout(batch: RolloutBatch) -> dict[str, dict[int, list[float]]]:
     for row in batch.micro_batches:
         for name, of_rollouts in found.items():
             column = getattr(row, name)
-            of_rollouts |= {i: column[row.sequence_index == place].tolist() for place, i in enumerate(row.rollout_ids)}
+            of_rollouts |= {
+                i: column[row.sequence_index == place].tolist()
+                for place, i in enumerate(row.rollout_ids)
+            }
     return found
 
 
 def gathered(values: dict[int, list[float]]) -> dict[int, list[float]]:
-    return dict(sorted(on_rank0(lambda parts: [pair for part in parts for pair in part], [*values.items()])))
+    return dict(
+        sorted(on_rank0(lambda parts: [pair for part in parts for pair in part], [*values.items()]))
+    )
 
 
 def full(critic: Critic) -> dict[str, Tensor]:
-    return {name: parameter.full_tensor().detach().clone() for name, parameter in critic.trained_parameters().items()}
+    return {
+        name: parameter.full_tensor().detach().clone()
+        for name, parameter in critic.trained_parameters().items()
+    }
 
 
 def main() -> None:
@@ -164,7 +198,9 @@ def main() -> None:
             results[setting, split] = result_of(critic, step)
     if session.world_size == 2:
         config = changed(trials.config, "several steps")
-        critic = trials.critic(config, dataclasses.replace(session, mesh=policy_mesh(session.device, 2)))
+        critic = trials.critic(
+            config, dataclasses.replace(session, mesh=policy_mesh(session.device, 2))
+        )
         results["several steps", REPLICATED] = result_of(critic, trials.step(config, critic))
         results["several steps", WAITED] = waits(trials, config)
     goes_on(trials)
@@ -179,7 +215,9 @@ def waits(trials: Trials, config: Config) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     for is_moved in (True, False):
         critic = trials.critic(config)
-        offload = HostOffload(False, trials.policy, None, updater_of(trials.policy, config).optimizer, critic.beside)
+        offload = HostOffload(
+            False, trials.policy, None, updater_of(trials.policy, config).optimizer, critic.beside
+        )
         for _ in range(2):
             if is_moved:
                 offload.before_sync()
@@ -200,10 +238,20 @@ def refuses(call: Callable[[], Any]) -> None:
         raise AssertionError("a critic that is away has said something")
 
 
-def saved(trials: Trials, config: Config, folder: Path, updater: PolicyUpdater, critic: Critic | None) -> Path:
+def saved(
+    trials: Trials, config: Config, folder: Path, updater: PolicyUpdater, critic: Critic | None
+) -> Path:
     """Collective. A checkpoint of the first step in this run folder."""
     facts = run_facts(flat_config(config), [], trials.session, {})
-    of_run = folder, config.checkpoint, config.training.num_steps, trials.session, trials.policy, updater, facts
+    of_run = (
+        folder,
+        config.checkpoint,
+        config.training.num_steps,
+        trials.session,
+        trials.policy,
+        updater,
+        facts,
+    )
     checkpoints = Checkpoints(*of_run, critic)
     checkpoints.stage(1, position=0, log_state={})
     checkpoints.write_staged()
@@ -227,11 +275,17 @@ def goes_on(trials: Trials) -> None:
     assert again.state() == critic.state() == {"num_updates": 4, "skipped_in_a_row": 0}
     held, loaded = (state_tensors(trials.policy, updater, each) for each in (critic, again))
     assert held.keys() == loaded.keys()
-    assert len([name for name in held if name.startswith("critic_exp_avg.")]) == len(critic.trained_parameters())
-    assert all(torch.equal(tensor.to_local(), loaded[name].to_local()) for name, tensor in held.items())
+    assert len([name for name in held if name.startswith("critic_exp_avg.")]) == len(
+        critic.trained_parameters()
+    )
+    assert all(
+        torch.equal(tensor.to_local(), loaded[name].to_local()) for name, tensor in held.items()
+    )
     for each in (critic, again):
         each.update(step[1])
-    assert all(torch.equal(a, b) for a, b in zip(full(critic).values(), full(again).values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(full(critic).values(), full(again).values(), strict=True)
+    )
     other = checkpoint_path(Path(config.run_dir, "of_2"), 1)
     if session.world_size == 1 and other.is_dir():  # loaded into another number of ranks
         load_state(trials.policy, updater, other, read_trainer(other), again)
@@ -239,7 +293,9 @@ def goes_on(trials: Trials) -> None:
         load_state(trials.policy, updater, path, read_trainer(path), critic)
         for a, b in zip(full(critic).values(), full(again).values(), strict=True):
             assert float((a - b).norm()) <= 1e-5 * float(a.norm())
-    path = saved(trials, config, Path(config.run_dir, f"without_{session.world_size}"), updater, None)
+    path = saved(
+        trials, config, Path(config.run_dir, f"without_{session.world_size}"), updater, None
+    )
     try:
         load_state(trials.policy, updater, path, read_trainer(path), critic)
     except ConfigError as error:
@@ -254,9 +310,13 @@ def faults(trials: Trials) -> int:
     plain, episodes = changed(trials.config, "as configured"), changed(trials.config, "episodes")
     forward, decode, done = ValueModel.forward, assemble.decode_rollouts, 0
     assert plain.critic.lam_policy != "length"
-    swapped = dataclasses.replace(plain.critic, lam=plain.critic.lam_policy, lam_policy=plain.critic.lam)
+    swapped = dataclasses.replace(
+        plain.critic, lam=plain.critic.lam_policy, lam_policy=plain.critic.lam
+    )
 
-    def sees(expected: str, config: Config = plain, within: Any = None, trained: Config | None = None) -> None:
+    def sees(
+        expected: str, config: Config = plain, within: Any = None, trained: Config | None = None
+    ) -> None:
         nonlocal done
         with within or nullcontext():
             critic = trials.critic(trained or config)
@@ -294,28 +354,43 @@ def faults(trials: Trials) -> int:
             found.append(dataclasses.replace(rollout, advantages=rewards))
         return found
 
-    sees("the returns of rollout", within=patch.object(learn_critic, "advantages_of_tokens", bootstraps))
-    sees("a value beside that of a plain forward pass", within=patch.object(ValueModel, "forward", shifted))
-    neighbours = patch.object(model_values, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest))
+    sees(
+        "the returns of rollout",
+        within=patch.object(learn_critic, "advantages_of_tokens", bootstraps),
+    )
+    sees(
+        "a value beside that of a plain forward pass",
+        within=patch.object(ValueModel, "forward", shifted),
+    )
+    neighbours = patch.object(
+        model_values, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest)
+    )
     sees("a value beside that of a plain forward pass", within=neighbours)
     sees("the returns of rollout", within=patch.object(assemble, "decode_rollouts", mixed))
     sees("and gae gives", trained=dataclasses.replace(plain, critic=swapped))
     sees("and gae gives", within=patch.object(learn_critic, "whitening", lambda *_: (0.0, 1.0)))
     own = patch.object(
-        learn_critic, "length_lambda", lambda lengths, alpha: 1.0 - 1.0 / (alpha * lengths.max() + lengths)
+        learn_critic,
+        "length_lambda",
+        lambda lengths, alpha: 1.0 - 1.0 / (alpha * lengths.max() + lengths),
     )
     sees("and gae gives", changed(trials.config, "kl, length, not whitened"), within=own)
     no_kl = patch.object(learn_critic, "kl_estimate", lambda p, ref, name: torch.zeros_like(p))
     sees("the returns of rollout", changed(trials.config, "kl, length, not whitened"), within=no_kl)
-    tokens = turn_credit.token_rewards
+    tokens = advantages.token_rewards
     at_end = patch.object(
-        turn_credit, "token_rewards", lambda reward, completion, by_turn: tokens(reward, completion, False)
+        advantages,
+        "token_rewards",
+        lambda reward, completion, by_turn: tokens(reward, completion, False),
     )
     sees("the returns of rollout", episodes, within=at_end)
     critic = trials.critic(plain)
     with patch.object(critic, "attach", stale(critic)):
         step = trials.step(plain, critic)
-    assert any("a value that the advantages are made of" in text for text in trials.check(plain, critic, step))
+    assert any(
+        "a value that the advantages are made of" in text
+        for text in trials.check(plain, critic, step)
+    )
     return done + 1
 
 

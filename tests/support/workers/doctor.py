@@ -32,7 +32,12 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import PHASES, WatchdogConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import any_rank, barrier, exchange_bytes, on_rank0
-from grpo_spmd.distributed.session import Session, end_session, set_collective_timeouts, start_session
+from grpo_spmd.distributed.session import (
+    Session,
+    end_session,
+    set_collective_timeouts,
+    start_session,
+)
 from tests.support.processes import full_pipe
 
 
@@ -113,9 +118,13 @@ class Loop:
             self.model(torch.ones(4, 8)).sum().backward()
             handle.remove()
         elif phase == "reward":
-            on_rank0(lambda _: self.misbehave(phase), None)  # rank 0: while the others wait for what it computes
+            on_rank0(
+                lambda _: self.misbehave(phase), None
+            )  # rank 0: while the others wait for what it computes
             self.misbehave(phase)
-        elif self.order["do"] == "work" and phase == self.order["phase"]:  # as a generation: no collective ends it
+        elif (
+            self.order["do"] == "work" and phase == self.order["phase"]
+        ):  # as a generation: no collective ends it
             self.misbehave(phase)
             doctor.enter_phase(f"after {phase}", self.step)
             return
@@ -163,11 +172,15 @@ def run_as_torchrun(order: dict[str, str]) -> dict[str, object]:
     port_out, port_in = os.pipe()
     store_pid = os.fork()
     if store_pid == 0:
-        store = torch.distributed.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        store = torch.distributed.TCPStore(
+            "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
+        )
         os.write(port_in, str(store.port).encode())
         time.sleep(600)
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=os.read(port_out, 100).decode(), TORCHELASTIC_USE_AGENT_STORE="True"
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=os.read(port_out, 100).decode(),
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )
     os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     ranks = {}
@@ -175,7 +188,9 @@ def run_as_torchrun(order: dict[str, str]) -> dict[str, object]:
         pid = os.fork()
         if pid == 0:
             os.environ.update(
-                RANK=str(rank), LOCAL_RANK=str(rank), TORCHELASTIC_ERROR_FILE=str(folder / f"error_{rank}.json")
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                TORCHELASTIC_ERROR_FILE=str(folder / f"error_{rank}.json"),
             )
             if order.get("reader") == "closed":
                 os.closerange(0, 3)
@@ -208,7 +223,11 @@ def run_many(orders: list[dict[str, str]], at_once: int = 10) -> None:
             running.add(pid)
         else:
             running.remove(os.wait()[0])
-    print(json.dumps([json.loads(Path(order["folder"], "found.json").read_text()) for order in orders]))
+    print(
+        json.dumps(
+            [json.loads(Path(order["folder"], "found.json").read_text()) for order in orders]
+        )
+    )
 
 
 if __name__ == "__main__":

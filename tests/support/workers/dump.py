@@ -19,24 +19,36 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from grpo_spmd.config.schema import AdvantageConfig, LoggingConfig, LossConfig, RolloutConfig, TrainingConfig
+from grpo_spmd.config.schema import (
+    AdvantageConfig,
+    LoggingConfig,
+    LossConfig,
+    RolloutConfig,
+    TrainingConfig,
+)
 from grpo_spmd.distributed.collectives import barrier
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.reductions import Max, Reductions
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.records import Completion, Decision, Prompt, Rollout, RolloutGroup, ScoredRollouts
 
 NUM_GROUPS, GROUP_SIZE = 6, 2
-TEXTS = ["why?", "h\u00e4h \u2028 \ud800?", "line\nbreak\t\\"]  # what a line of JSON must hold, half a pair among it
+TEXTS = [
+    "why?",
+    "h\u00e4h \u2028 \ud800?",
+    "line\nbreak\t\\",
+]  # what a line of JSON must hold, half a pair among it
 
 
 def main() -> None:
     folder, session = Path(sys.argv[1]), start_session()
-    alone = dataclasses.replace(session, local_rank=0)  # as torchrun says on the first rank of a host
+    alone = dataclasses.replace(
+        session, local_rank=0
+    )  # as torchrun says on the first rank of a host
     for name, of_node in (("one", session), ("two", alone)):
         dump(folder / name, of_node, [1])
         dump(folder / f"{name}_gzip", of_node, [1], compression="gzip")
@@ -72,7 +84,9 @@ def dump(
             (run_dir / f"rollouts/step_{step:06d}.jsonl").write_text("of an earlier process\n")
         barrier()
         is_full = step == full_at and session.rank == 1
-        counted = messages(partial(limited, 100 if is_full else None, dump, step, sampled, decision))
+        counted = messages(
+            partial(limited, 100 if is_full else None, dump, step, sampled, decision)
+        )
         # of sizes, of errors, and at first of hosts: one number a rank, and nothing else
         assert counted == [("all_gather", 8)] * (2 + (step == steps[0])), counted
     assert len(os.listdir("/proc/self/fd")) == num_open
@@ -83,17 +97,34 @@ def scored(run_dir: Path, session: Session, steps: list[int], **options: Any) ->
     """Collective. Dump steps, and the scores of their tokens, whatever rank they were trained on: rollout i has 1 + i
     tokens, whose difference is i / 8 and whose entropy is the step."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    files = {"rollouts_compression": options.get("compression", "none"), "rollouts_keep": options.get("keep")}
-    writers = [RolloutWriter(run_dir, LoggingConfig(**files), session, name) for name in ("rollouts", "token_scores")]
+    files = {
+        "rollouts_compression": options.get("compression", "none"),
+        "rollouts_keep": options.get("keep"),
+    }
+    writers = [
+        RolloutWriter(run_dir, LoggingConfig(**files), session, name)
+        for name in ("rollouts", "token_scores")
+    ]
     dump = RolloutDump(writers[0], 1, writers[1])
     sampled, decision = sample(session)
     for step in steps:
         dump.write_if_due(step, sampled, decision)
         keep = dump.keep_scores_if_due(step)
         assert keep is not None
-        ids = [i for i in range(NUM_GROUPS * GROUP_SIZE)[::-1] if i * 7 % 5 % session.world_size == session.rank]
-        row = pack_rollouts([Rollout(i, 1.0, True, [1], [2] * (i + 1), [-1.0] * (i + 1)) for i in ids], session.device)
-        keep(row, torch.tensor(row.rollout_ids)[row.sequence_index] / 8 - 1, torch.full([len(row.target_ids)], step))
+        ids = [
+            i
+            for i in range(NUM_GROUPS * GROUP_SIZE)[::-1]
+            if i * 7 % 5 % session.world_size == session.rank
+        ]
+        row = pack_rollouts(
+            [Rollout(i, 1.0, True, [1], [2] * (i + 1), [-1.0] * (i + 1)) for i in ids],
+            session.device,
+        )
+        keep(
+            row,
+            torch.tensor(row.rollout_ids)[row.sequence_index] / 8 - 1,
+            torch.full([len(row.target_ids)], step),
+        )
         sums: Reductions = {"optim/skipped_updates": Max(0.0)}
         counted = messages(partial(dump.write_updated, step, sampled, decision, sums, keep))
         assert counted == [("all_gather", 8)] * (2 + (step == steps[0])), counted
@@ -115,7 +146,8 @@ def sample(session: Session) -> tuple[SampledStep, Decision]:
             continue
         prompt = Prompt(100 + slot, slot, [slot, 7], TEXTS[slot % 3], {"answer": "\u00fc" * slot})
         completions = [
-            Completion([slot, sample, 9], [-0.1 * slot, -1 / 3, float("nan")], "stop") for sample in range(GROUP_SIZE)
+            Completion([slot, sample, 9], [-0.1 * slot, -1 / 3, float("nan")], "stop")
+            for sample in range(GROUP_SIZE)
         ]
         groups.append(RolloutGroup(slot, prompt, completions))
         for sample in range(GROUP_SIZE):
@@ -128,7 +160,9 @@ def sample(session: Session) -> tuple[SampledStep, Decision]:
     return sampled, sampled.decide()
 
 
-def limited(size: int | None, dump: RolloutDump, step: int, sampled: SampledStep, decision: Decision) -> None:
+def limited(
+    size: int | None, dump: RolloutDump, step: int, sampled: SampledStep, decision: Decision
+) -> None:
     """A dump where files may grow to `size`: the kernel refuses more, as it does on a full disk."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -143,7 +177,16 @@ def limited(size: int | None, dump: RolloutDump, step: int, sampled: SampledStep
 def messages(act: Callable[[], object]) -> list[tuple[str, int]]:
     """The collectives that `act` enters, with the bytes that this rank gives each."""
     found = []
-    names = ("all_gather", "gather", "broadcast", "all_to_all_single", "all_reduce", "scatter", "send", "isend")
+    names = (
+        "all_gather",
+        "gather",
+        "broadcast",
+        "all_to_all_single",
+        "all_reduce",
+        "scatter",
+        "send",
+        "isend",
+    )
     originals = {name: getattr(dist, name) for name in names}
 
     def counting(name: str) -> Callable[..., Any]:

@@ -40,7 +40,9 @@ def main() -> None:
     torch.set_num_threads(1)
     core = engine._llm.llm_engine.engine_core.engine_core
     assert (core.batch_queue is not None) == (how == "async"), core.batch_queue
-    weight_sync = WeightSync(build_policy(config.model, config.rollout.temperature, session), engine, 1 << 20)
+    weight_sync = WeightSync(
+        build_policy(config.model, config.rollout.temperature, session), engine, 1 << 20
+    )
     found: dict[str, Any] = {"states": [state(engine)]}
     for level in (2, 1):
         with patch.object(engine, "_sleep_level", level), told(engine) as calls:
@@ -73,7 +75,9 @@ def rest_between(engine: RolloutEngine, version: int, made: list[Any]) -> list[l
     engine.rest()
     engine.rest()  # as where two sets of rewards are models
     states = [state(engine)]
-    assert [[c.token_ids, c.logprobs] for c in engine.generate(REQUESTS, version)] == made, "a rest changed something"
+    assert [[c.token_ids, c.logprobs] for c in engine.generate(REQUESTS, version)] == made, (
+        "a rest changed something"
+    )
     states.append(state(engine))
     engine.rest()
     return states
@@ -141,7 +145,9 @@ def abort(engine: RolloutEngine, version: int) -> None:
 def after_sleep(engine: RolloutEngine, level: int) -> None:
     refuses(lambda: engine.generate(REQUESTS, level), "generate: the engine is asleep")
     refuses(lambda: engine.load_weights(iter([]), level), "load_weights: the engine is asleep")
-    with patch.object(engine, "_refuse_unless_ready", lambda version: None):  # a loop that forgot to ask
+    with patch.object(
+        engine, "_refuse_unless_ready", lambda version: None
+    ):  # a loop that forgot to ask
         engine._add_request("forgotten", REQUESTS[0])
         made = [engine._engine.step() for _ in range(3)]
     assert not any(made), "vLLM sampled in its sleep"

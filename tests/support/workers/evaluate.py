@@ -46,17 +46,25 @@ def main() -> None:
         return pool.score(groups, tokenizer, num_step_completions=num_step_completions)
 
     session = start_session(tensor_parallel_size=config.rollout.tensor_parallel_size)
-    pool = RewardPool(config.rewards, config.reward_pool, Path(config.run_dir, f"rewards_{session.rank}.log"))
+    pool = RewardPool(
+        config.rewards, config.reward_pool, Path(config.run_dir, f"rewards_{session.rank}.log")
+    )
     Path(config.run_dir).mkdir(exist_ok=True)
     engine = RolloutEngine(
-        config.model, config.rollout, config.max_rollout_tokens, session, stop_token_ids(config.model.path, tokenizer)
+        config.model,
+        config.rollout,
+        config.max_rollout_tokens,
+        session,
+        stop_token_ids(config.model.path, tokenizer),
     )
     policy = build_policy(config.model, config.rollout.temperature, session)
     weight_sync = WeightSync(policy, engine, config.rollout.sync_bucket_bytes(session.device.type))
 
     def evaluator(held_out: HeldOut, section: EvalConfig) -> Evaluator:
         writer = RolloutWriter(Path(config.run_dir), config.logging, session)
-        return Evaluator(held_out, engine, score, section, config.seed, config.reward_pool.max_error_frac, writer)
+        return Evaluator(
+            held_out, engine, score, section, config.seed, config.reward_pool.max_error_frac, writer
+        )
 
     sampled = evaluator(held_out, config.eval)
     weight_sync.sync(1)
@@ -67,7 +75,9 @@ def main() -> None:
     greedy_metrics = evaluator(held_out, greedy).evaluate(1)
     # One prompt, one sample: somewhere a rank has nothing to score, and takes part all the same.
     alone = {"e1": held_out["e1"]}
-    assert evaluator(alone, greedy).evaluate(1) == {k: v for k, v in greedy_metrics.items() if k.startswith("eval/e1/")}
+    assert evaluator(alone, greedy).evaluate(1) == {
+        k: v for k, v in greedy_metrics.items() if k.startswith("eval/e1/")
+    }
     # Nothing is left behind: a prompt of the evaluation is computed anew. (Its second time it is not, so this would
     # show.)
     cached = count_cached_tokens()
@@ -75,7 +85,9 @@ def main() -> None:
         engine.generate([Request(held_out["e1"][0].token_ids, 0)], 2)
     assert cached[0] == 0 < cached[1], cached
     if session.is_rank0:
-        Path(config.run_dir, "metrics.json").write_text(json.dumps([sampled_metrics, greedy_metrics]))
+        Path(config.run_dir, "metrics.json").write_text(
+            json.dumps([sampled_metrics, greedy_metrics])
+        )
     print(f"rank {session.rank} scored {scored_here}", flush=True)
     pool.close()
     engine.shutdown()

@@ -11,42 +11,57 @@ import sys
 import torch
 from torch.distributed.tensor import DTensor
 
+from grpo_spmd.checks import memory
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.gather import gather_full_tensors
-from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.assemble import pack_rollouts
+from grpo_spmd.model import config_json
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
-from grpo_spmd.preflight import arithmetic, model_facts
 from grpo_spmd.records import Rollout, SyncStats
 
 
 def main() -> None:
     config = load_config(sys.argv[1])
     session = start_session()
-    facts = model_facts.read_model(config.model.path)
+    facts = config_json.read_model(config.model.path)
     assert facts is not None
     policy = build_policy(config.model, 1.0, session)
-    reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
+    reference = build_reference(
+        policy, config.model, config.rollout.temperature, config.loss.kl_coef, session
+    )
     assert isinstance(reference, Policy)
     assert policy.num_parameters == facts.num_parameters
 
     optimizer, _ = build_optimizer(policy, config.optimizer)
-    logprobs, _ = policy(pack_rollouts([Rollout(0, 1.0, True, [1] * 9, [2] * 9, [0.0] * 9)], session.device))
+    logprobs, _ = policy(
+        pack_rollouts([Rollout(0, 1.0, True, [1] * 9, [2] * 9, [0.0] * 9)], session.device)
+    )
     logprobs.sum().backward()
     optimizer.step()
-    moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    moments = [
+        value
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    ]
     held = {
         "master": shard_bytes(list(policy.parameters())),
         "gradients": shard_bytes([p.grad for p in policy.parameters()]),
         "moments": shard_bytes(moments),
         "reference": shard_bytes(list(reference.parameters())),
     }
-    full = arithmetic.shard_numel(facts.shapes, session.world_size)
+    full = memory.shard_numel(facts.shapes, session.world_size)
     if session.is_rank0:  # the first rank always has full shards; the last may have fewer rows
-        assert held == {"master": 4 * full, "gradients": 4 * full, "moments": 8 * full, "reference": 2 * full}, (
+        assert held == {
+            "master": 4 * full,
+            "gradients": 4 * full,
+            "moments": 8 * full,
+            "reference": 2 * full,
+        }, (
             held,
             full,
         )
@@ -58,7 +73,9 @@ def main() -> None:
             stats = SyncStats()
             for _ in gather_full_tensors(policy, dtype, bucket_bytes, stats):
                 pass
-            expected = arithmetic.sync_size(facts.shapes, session.world_size, dtype.itemsize, bucket_bytes)
+            expected = memory.sync_size(
+                facts.shapes, session.world_size, dtype.itemsize, bucket_bytes
+            )
             assert (stats.bytes, stats.num_collectives) == expected, (stats, expected)
 
     print(f"rank {session.rank} agrees", flush=True)

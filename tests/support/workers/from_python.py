@@ -41,11 +41,18 @@ def surroundings() -> Found:
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGURG)
     log = logging.getLogger("grpo_spmd")
     return {
-        "signals": [getattr(signal.getsignal(number), "func", signal.getsignal(number)) for number in signals],
-        "environment": {name: value for name, value in os.environ.items() if name in ("RANK", "MASTER_PORT")},
+        "signals": [
+            getattr(signal.getsignal(number), "func", signal.getsignal(number))
+            for number in signals
+        ],
+        "environment": {
+            name: value for name, value in os.environ.items() if name in ("RANK", "MASTER_PORT")
+        },
         "log": [str(log.handlers), log.level, log.propagate],
         "streams": [type(sys.stdout).__name__, type(sys.stderr).__name__],
-        "threads": [thread.name for thread in threading.enumerate() if thread.name in ("doctor", "terminal")],
+        "threads": [
+            thread.name for thread in threading.enumerate() if thread.name in ("doctor", "terminal")
+        ],
     }
 
 
@@ -58,7 +65,11 @@ def children() -> int:
 
 def resident_mib() -> float:
     gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    return (
+        int(Path("/proc/self/statm").read_text().split()[1])
+        * os.sysconf("SC_PAGE_SIZE")
+        / (1 << 20)
+    )
 
 
 def raised(kind: type[BaseException], *args: Any, **kwargs: Any) -> str:
@@ -94,7 +105,11 @@ async def main(snippet: str) -> Found:
     found["refused"] = [
         raised(grpo_spmd.ConfigError, "config.yaml", [unusable], run_dir="refused"),
         raised(
-            grpo_spmd.ConfigError, "config.yaml", [of_completion], run_dir="refused", optimizer={"learning_rate": 1}
+            grpo_spmd.ConfigError,
+            "config.yaml",
+            [of_completion],
+            run_dir="refused",
+            optimizer={"learning_rate": 1},
         ),
         raised(grpo_spmd.ConfigError, "config.yaml", [len.__self__], run_dir="refused"),  # type: ignore[attr-defined]
     ]
@@ -124,14 +139,18 @@ async def main(snippet: str) -> Found:
 
     long: Found = {"run_dir": "interrupted", "checkpoint": {"resume": "auto", "every_steps": 0}}
     interrupt_at(Path("interrupted/metrics.jsonl"), times=1)
-    found["interrupted"] = result_of(grpo_spmd.run("config.yaml", [of_completion], **long, training={"num_steps": 500}))
+    found["interrupted"] = result_of(
+        grpo_spmd.run("config.yaml", [of_completion], **long, training={"num_steps": 500})
+    )
     done = found["interrupted"]["num_steps"]
     again = grpo_spmd.run("config.yaml", [of_completion], **long, training={"num_steps": done + 1})
     found["gone_on"] = result_of(again)
 
     interrupt_at(Path("twice/metrics.jsonl"), times=2)
     training = {"num_steps": 500}
-    found["twice"] = raised(KeyboardInterrupt, "config.yaml", [of_completion], run_dir="twice", training=training)
+    found["twice"] = raised(
+        KeyboardInterrupt, "config.yaml", [of_completion], run_dir="twice", training=training
+    )
     found["rss_mib"].append(resident_mib())
     found["after"], found["children"] = surroundings(), children()
     return found

@@ -28,7 +28,7 @@ from grpo_spmd.distributed.collectives import (
     shares_of_rank0,
 )
 from grpo_spmd.distributed.doctor import exit_with_outcome
-from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, hf_named_shards
@@ -43,7 +43,9 @@ def main() -> None:
     expected = {name: parameter.full_tensor() for name, parameter in hf_named_parameters(policy)}
     numel = sum(t.numel() for t in expected.values())
     ranks = session.world_size // config.model.num_replicas
-    assert {torch.distributed.get_world_size(shard_group(p)) for _, p in hf_named_parameters(policy)} == {ranks}
+    assert {
+        torch.distributed.get_world_size(shard_group(p)) for _, p in hf_named_parameters(policy)
+    } == {ranks}
     for dtype in (torch.float32, torch.bfloat16):
         for bucket_bytes in (6000, 100_000, 1 << 30):
             stats = SyncStats()
@@ -53,15 +55,28 @@ def main() -> None:
             for name, tensor in kept:
                 assert torch.equal(tensor, expected[name].to(dtype)), (name, bucket_bytes)
             piece = bucket_bytes // (ranks * dtype.itemsize) * ranks * dtype.itemsize
-            assert stats.num_collectives == (math.ceil(stats.bytes / piece) if ranks > 1 else 0), stats
+            assert stats.num_collectives == (math.ceil(stats.bytes / piece) if ranks > 1 else 0), (
+                stats
+            )
             padding = ranks * sum(t[:1].numel() for t in expected.values())
-            assert numel <= stats.bytes / dtype.itemsize <= numel + (padding if ranks > 1 else 0), stats
-            for _, tensor in kept:  # the receiver's own, not the policy's, and not a bucket of the next gather
+            assert numel <= stats.bytes / dtype.itemsize <= numel + (padding if ranks > 1 else 0), (
+                stats
+            )
+            for (
+                _,
+                tensor,
+            ) in kept:  # the receiver's own, not the policy's, and not a bucket of the next gather
                 tensor.zero_()
     a_receiver_that_fails_leaves_the_group_usable(policy, expected)
     one_shard_is_made_at_a_time(policy, expected)
-    cast = dict(gather_full_tensors(policy, torch.float32, 6000, SyncStats(), lambda name, shard: shard.bfloat16()))
-    assert all(torch.equal(cast[name], tensor.bfloat16().float()) for name, tensor in expected.items())
+    cast = dict(
+        gather_full_tensors(
+            policy, torch.float32, 6000, SyncStats(), lambda name, shard: shard.bfloat16()
+        )
+    )
+    assert all(
+        torch.equal(cast[name], tensor.bfloat16().float()) for name, tensor in expected.items()
+    )
     ranks_of_an_engine_compare(session)
 
     # of uneven length, some empty
@@ -86,7 +101,9 @@ def main() -> None:
 def each_rank_gets_its_own_share(session: Session) -> None:
     """Of uneven length, some empty; rank 0's errors reach all, with the whole text on rank 0 alone."""
     world_size = session.world_size
-    share = shares_of_rank0(lambda payloads: [payloads[r] * r for r in range(world_size)], b"%d|" % session.rank)
+    share = shares_of_rank0(
+        lambda payloads: [payloads[r] * r for r in range(world_size)], b"%d|" % session.rank
+    )
     assert share == b"%d|" % session.rank * session.rank
     told = on_rank0_of_bytes(
         lambda payloads: [len(payload) for payload in payloads], b"\0" * (session.rank % 2) * 70_000
@@ -99,17 +116,26 @@ def each_rank_gets_its_own_share(session: Session) -> None:
 
         return decide
 
-    for error, kind in ((RuntimeError("why\ntrace"), Rank0Error), (ConfigError("key: what"), ConfigError)):
+    for error, kind in (
+        (RuntimeError("why\ntrace"), Rank0Error),
+        (ConfigError("key: what"), ConfigError),
+    ):
         try:
             shares_of_rank0(refuses(error), b"")
         except kind as caught:
-            expected = "key: what" if kind is ConfigError else "RuntimeError: why" + "\ntrace" * session.is_rank0
+            expected = (
+                "key: what"
+                if kind is ConfigError
+                else "RuntimeError: why" + "\ntrace" * session.is_rank0
+            )
             assert str(caught) == expected, caught  # noqa: PT017
         else:
             raise AssertionError("rank 0's exception did not reach this rank")
 
 
-def a_receiver_that_fails_leaves_the_group_usable(policy: Policy, expected: dict[str, Tensor]) -> None:
+def a_receiver_that_fails_leaves_the_group_usable(
+    policy: Policy, expected: dict[str, Tensor]
+) -> None:
     """On all ranks alike, with the next bucket on its way: what comes next must not get that bucket for its own."""
     for number_taken in (1, 4):
         with closing(gather_full_tensors(policy, torch.float32, 6000, SyncStats())) as tensors:
@@ -147,7 +173,9 @@ def ranks_of_an_engine_compare(session: Session) -> None:
         return
     engine, rank = divmod(session.rank, torch.distributed.get_world_size(session.engine_group))
     assert ranks_that_differ(b"%d" % engine, session.engine_group) == []
-    assert ranks_that_differ(b"same" if engine else b"%d" % rank, session.engine_group) == ([] if engine else [1])
+    assert ranks_that_differ(b"same" if engine else b"%d" % rank, session.engine_group) == (
+        [] if engine else [1]
+    )
 
 
 if __name__ == "__main__":

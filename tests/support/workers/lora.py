@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
-from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.engine.weight_sync import WeightSync
-from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.model.lora import adapter_shards, gather_adapters, named_adapters
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import build_policy, build_reference, hf_named_parameters
@@ -54,7 +54,11 @@ class Trials:
         self.config, self.out = load_config(path, overrides), out
         self.session = start_session(tensor_parallel_size=self.config.rollout.tensor_parallel_size)
         self.engine = RolloutEngine(
-            self.config.model, self.config.rollout, self.config.max_rollout_tokens, self.session, [0]
+            self.config.model,
+            self.config.rollout,
+            self.config.max_rollout_tokens,
+            self.session,
+            [0],
         )
         random_state = torch.get_rng_state()
         self.policy = build_policy(
@@ -69,7 +73,8 @@ class Trials:
     def base_bytes(self) -> dict[str, str]:
         """A digest of this rank's shard of every base tensor."""
         shards = {
-            name: parameter.to_local().detach().contiguous() for name, parameter in hf_named_parameters(self.policy)
+            name: parameter.to_local().detach().contiguous()
+            for name, parameter in hf_named_parameters(self.policy)
         }
         return {
             name: hashlib.sha256(shard.view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -78,7 +83,10 @@ class Trials:
 
     def adapters(self) -> dict[str, Tensor]:
         """By torch's own full_tensor(), not by the code under test."""
-        return {name: parameter.full_tensor().detach().clone() for name, parameter in named_adapters(self.policy.model)}
+        return {
+            name: parameter.full_tensor().detach().clone()
+            for name, parameter in named_adapters(self.policy.model)
+        }
 
     def backward(self) -> float:
         """The gradient of the mean negative logprob over all ranks' rollouts."""
@@ -108,16 +116,21 @@ class Trials:
         """transformers and peft, from the base on disk and the adapters as saved."""
         folder = self.out.with_name(f"{self.out.stem}_adapters_{self.step}")
         export_policy(self.policy, Path(self.config.model.path), folder, self.session)
-        base = transformers.AutoModelForCausalLM.from_pretrained(self.config.model.path, dtype=torch.float32)
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            self.config.model.path, dtype=torch.float32
+        )
         return peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
 
     def engine_against(self, model: torch.nn.Module) -> float:
         prompts = [[5] * 40, [5] * 40, [7, 8, 9], [3]]
-        requests = [Request(prompt, 1000 * self.engine.engine_rank + i) for i, prompt in enumerate(prompts)]
+        requests = [
+            Request(prompt, 1000 * self.engine.engine_rank + i) for i, prompt in enumerate(prompts)
+        ]
         done = self.engine.generate(requests, self.step)
         temperature = self.config.rollout.temperature
         return max(
-            difference(model, request.prompt_ids, c, temperature) for request, c in zip(requests, done, strict=True)
+            difference(model, request.prompt_ids, c, temperature)
+            for request, c in zip(requests, done, strict=True)
         )
 
     def proof_names(self, *names: str) -> None:
@@ -147,13 +160,16 @@ class Trials:
         self.proof_names(*left_out)
         nowhere = {f"model.nowhere.lora_{which}.weight": new[gate] for which in "AB"}
         refuses(
-            lambda: self.load({**new, **nowhere}), "2 adapters have no place in the engine, first model.nowhere.lora_A"
+            lambda: self.load({**new, **nowhere}),
+            "2 adapters have no place in the engine, first model.nowhere.lora_A",
         )
         refuses(lambda: self.engine.generate([Request([1], 0)], self.step), "policy_version")
         self.sync()
 
     def sent_adapters(self) -> dict[str, Tensor]:
-        return gather_adapters(list(adapter_shards(self.policy.model, self.policy.lora)), self.engine.dtype)
+        return gather_adapters(
+            list(adapter_shards(self.policy.model, self.policy.lora)), self.engine.dtype
+        )
 
     def load(self, adapters: dict[str, Tensor]) -> None:
         self.engine.load_adapters(adapters, self.step)
@@ -162,7 +178,11 @@ class Trials:
         """Every adapted layer, and no other tensor, differs after an optimizer step; then one of them stale."""
         old = dict(gather_full_tensors(self.policy, self.engine.dtype, 1 << 20, SyncStats()))
         self.update()
-        adapted = [name.replace("lora_A.", "") for name, _ in named_adapters(self.policy.model) if "lora_A" in name]
+        adapted = [
+            name.replace("lora_A.", "")
+            for name, _ in named_adapters(self.policy.model)
+            if "lora_A" in name
+        ]
         self.proof_names(*adapted)
         new = dict(gather_full_tensors(self.policy, self.engine.dtype, 1 << 20, SyncStats()))
         assert {name for name in new if not torch.equal(new[name], old[name])} == set(adapted)
@@ -179,13 +199,16 @@ def main() -> None:
     trials.update()  # B is no longer zero
     results["loss"] = trials.backward()
     results["gradients"] = {
-        name: cast(DTensor, parameter.grad).full_tensor().clone() for name, parameter in named_adapters(policy.model)
+        name: cast(DTensor, parameter.grad).full_tensor().clone()
+        for name, parameter in named_adapters(policy.model)
     }
     assert all(parameter.grad is None for _, parameter in hf_named_parameters(policy))
     trials.optimizer.zero_grad()
     results["adapters"] = trials.adapters()
 
-    reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, trials.session)
+    reference = build_reference(
+        policy, config.model, config.rollout.temperature, config.loss.kl_coef, trials.session
+    )
     assert reference is not None
     batch = pack_rollouts(rollouts(), trials.session.device)
     with torch.no_grad():
@@ -223,7 +246,8 @@ def with_file(trials: Trials) -> None:
 
     plain, engine = trials.plain(), trials.engine
     engine.load_adapters(
-        {name: torch.randn_like(tensor) for name, tensor in trials.sent_adapters().items()}, trials.step
+        {name: torch.randn_like(tensor) for name, tensor in trials.sent_adapters().items()},
+        trials.step,
     )
     assert trials.engine_against(plain) > 0.1
     assert engine._adapters is not None

@@ -22,8 +22,7 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
-from grpo_spmd.model.fill import load_weights
-from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
+from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
 from grpo_spmd.records import Completion, RolloutBatch, RolloutGroup
 from tests.support.learn import sampled_step_of, updater_of
 from tests.support.workers.update import UNSCORED, fixed_groups, score
@@ -37,7 +36,9 @@ def main() -> None:
     policy = build_policy(config.model, config.rollout.temperature, session)
 
     def two_steps(config: Config) -> Config:
-        return dataclasses.replace(config, training=dataclasses.replace(config.training, num_mini_batches=2))
+        return dataclasses.replace(
+            config, training=dataclasses.replace(config.training, num_mini_batches=2)
+        )
 
     clean, poisoned, masked, huge = (
         make_batch(config, session, kind) for kind in ("clean", "nan", "masked nan", "huge reward")
@@ -91,13 +92,21 @@ def give_up(config: Config, policy: Policy, batch: RolloutBatch) -> dict[str, An
     asked: list[bool] = []
     updater.update(batch, check=asked.append)
     sizes = [len(mini_batch) for mini_batch in batch.mini_batches]
-    return {"moved": moved, "num_stopped": num_stopped, "same_counts": same_counts, "asked": asked, "sizes": sizes}
+    return {
+        "moved": moved,
+        "num_stopped": num_stopped,
+        "same_counts": same_counts,
+        "asked": asked,
+        "sizes": sizes,
+    }
 
 
 def make_batch(config: Config, session: Session, kind: str) -> RolloutBatch:
     groups = [_poison(group, kind) for group in fixed_groups()][session.rank :: session.world_size]
     scored = score(groups)
-    if kind == "huge reward":  # the loss stays below float32's largest number, the gradient's sums do not
+    if (
+        kind == "huge reward"
+    ):  # the loss stays below float32's largest number, the gradient's sums do not
         scored.rewards = [None if reward is None else reward * 3e38 for reward in scored.rewards]
     sampled = sampled_step_of(config, session)
     sampled.add(groups, scored)
@@ -111,11 +120,15 @@ def _poison(group: RolloutGroup, kind: str) -> RolloutGroup:
         return group
     completions = list(group.completions)
     good = completions[sample]
-    completions[sample] = Completion(good.token_ids, [math.nan] * len(good.token_ids), good.finish_reason)
+    completions[sample] = Completion(
+        good.token_ids, [math.nan] * len(good.token_ids), good.finish_reason
+    )
     return dataclasses.replace(group, completions=completions)
 
 
-def run(config: Config, policy: Policy, batches: list[RolloutBatch], spoil: bool = False) -> dict[str, Any]:
+def run(
+    config: Config, policy: Policy, batches: list[RolloutBatch], spoil: bool = False
+) -> dict[str, Any]:
     """Several updates by one updater: what each returned on each rank, and what each moved."""
     load_weights(hf_named_parameters(policy), Path(config.model.path))
     if spoil:  # the shard of one rank
@@ -132,7 +145,13 @@ def run(config: Config, policy: Policy, batches: list[RolloutBatch], spoil: bool
         sums = updater.update(batch)
         returned.append(on_rank0(list, {name: reduction.value for name, reduction in sums.items()}))
         after = _state(policy, updater)
-        moved.append(sorted(name for name in after if name not in before or not torch.equal(after[name], before[name])))
+        moved.append(
+            sorted(
+                name
+                for name in after
+                if name not in before or not torch.equal(after[name], before[name])
+            )
+        )
         learning_rates.append(updater._schedule.get_last_lr()[0])
         assert all(parameter.grad is None for parameter in policy.parameters())
     return {
@@ -150,7 +169,9 @@ def _state(policy: Policy, updater: PolicyUpdater) -> dict[str, torch.Tensor]:
     for name, parameter in hf_named_parameters(policy):
         found[name] = parameter.full_tensor().detach().clone()
         for key, value in updater.optimizer.state.get(parameter, {}).items():
-            found[f"{name}/{key}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+            found[f"{name}/{key}"] = (
+                value.full_tensor() if hasattr(value, "full_tensor") else value
+            ).clone()
     return found
 
 

@@ -22,8 +22,7 @@ from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
-from grpo_spmd.model.offload import HostOffload
-from grpo_spmd.model.parked import storage_of
+from grpo_spmd.model.offload import HostOffload, storage_of
 from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters
 from grpo_spmd.records import SyncStats
 from tests.support.learn import sampled_step_of, updater_of
@@ -45,7 +44,9 @@ def main() -> None:
 
 def three_steps(config: Config, session: Session, what: Any) -> dict[str, Tensor]:
     policy = build_policy(config.model, config.rollout.temperature, session)
-    reference = build_reference(policy, config.model, config.rollout.temperature, config.loss.kl_coef, session)
+    reference = build_reference(
+        policy, config.model, config.rollout.temperature, config.loss.kl_coef, session
+    )
     assert isinstance(reference, Policy)
     updater = updater_of(policy, config)
     offload = HostOffload(what, policy, reference, updater.optimizer)
@@ -60,10 +61,15 @@ def three_steps(config: Config, session: Session, what: Any) -> dict[str, Tensor
         offload.before_sync()
         offload.before_sync()  # again: nothing more happens
         seen |= {
-            f"{step} {name}": tensor for name, tensor in gather_full_tensors(policy, torch.float32, 4096, SyncStats())
+            f"{step} {name}": tensor
+            for name, tensor in gather_full_tensors(policy, torch.float32, 4096, SyncStats())
         }
         offload.after_sync()
-        gone = {owner for owner, size in on_device(policy, reference, updater).items() if not size and held[owner]}
+        gone = {
+            owner
+            for owner, size in on_device(policy, reference, updater).items()
+            if not size and held[owner]
+        }
         expected = {"policy", "reference"} if what is True else set()
         if what and step:  # AdamW makes its moments in the first step
             expected.add("optimizer")
@@ -80,17 +86,31 @@ def three_steps(config: Config, session: Session, what: Any) -> dict[str, Tensor
 
         attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
         sums = updater.update(batch)
-        seen |= {f"{step} {n}": torch.tensor(s.value) for n, s in sums.items() if isinstance(s.value, float)}
+        seen |= {
+            f"{step} {n}": torch.tensor(s.value)
+            for n, s in sums.items()
+            if isinstance(s.value, float)
+        }
         for number, tensor in enumerate(moments_of(updater)):
             seen[f"{step} moment {number}"] = tensor.to_local().clone()  # type: ignore[attr-defined]
-    seen |= {f"3 {name}": tensor for name, tensor in gather_full_tensors(policy, torch.float32, 4096, SyncStats())}
-    first, last = (next(tensor for name, tensor in seen.items() if name.startswith(f"{step} model")) for step in (0, 3))
+    seen |= {
+        f"3 {name}": tensor
+        for name, tensor in gather_full_tensors(policy, torch.float32, 4096, SyncStats())
+    }
+    first, last = (
+        next(tensor for name, tensor in seen.items() if name.startswith(f"{step} model"))
+        for step in (0, 3)
+    )
     assert not torch.equal(first, last)
     return seen
 
 
 def moments_of(updater: PolicyUpdater) -> list[Tensor]:
-    return [state[name] for state in updater.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return [
+        state[name]
+        for state in updater.optimizer.state.values()
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
 
 
 def on_device(policy: Policy, reference: Policy, updater: PolicyUpdater) -> dict[str, int]:
@@ -99,7 +119,10 @@ def on_device(policy: Policy, reference: Policy, updater: PolicyUpdater) -> dict
         "reference": list(reference.parameters()),
         "optimizer": moments_of(updater),
     }
-    return {owner: sum(storage_of(tensor).nbytes() for tensor in group) for owner, group in tensors.items()}
+    return {
+        owner: sum(storage_of(tensor).nbytes() for tensor in group)
+        for owner, group in tensors.items()
+    }
 
 
 def refuses(call: Callable[[], Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import grpo_spmd.engine.engine
 from grpo_spmd.distributed.reductions import Reductions
-from grpo_spmd.engine.sleep_check import SleepCheck
+from grpo_spmd.engine.start import SleepCheck
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.train import main
 

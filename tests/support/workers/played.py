@@ -9,18 +9,22 @@ from __future__ import annotations
 import dataclasses
 import sys
 
+from grpo_spmd.checks.inputs import Inputs, check_inputs
 from grpo_spmd.config.command_line import number_of_ranks
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.loop import _train_step
 from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.parts import Run, open_environments, open_run
-from grpo_spmd.preflight.checks import Inputs, check_inputs
 from grpo_spmd.rollout import buffer
 from grpo_spmd.rollout.sample import Sampler
 from grpo_spmd.signal_parts import open_rewards
 
-GYM = ("environment.factory={}", "environment.gym=tests/support/played.py:Quiz", "environment.discount=0.5")
+GYM = (
+    "environment.factory={}",
+    "environment.gym=tests/support/played.py:Quiz",
+    "environment.discount=0.5",
+)
 GYM_STEP = 3
 
 
@@ -48,7 +52,9 @@ def with_gym(run: Run, inputs: Inputs) -> Run:
     pool, score, _ = open_rewards(config, inputs, tokenizer, session, run.preemption, environments)
     sampler = Sampler(run.engine, config.rollout.group_size, config.seed, environments=environments)
     rules = dataclasses.replace(run.step_rules, discount=config.environment.discount)
-    made = dataclasses.replace(run, config=config, environments=environments, rewards=pool, score=score)
+    made = dataclasses.replace(
+        run, config=config, environments=environments, rewards=pool, score=score
+    )
     return dataclasses.replace(made, sampler=sampler, step_rules=rules)
 
 

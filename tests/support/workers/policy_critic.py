@@ -30,12 +30,11 @@ from grpo_spmd.distributed.session import end_session, policy_mesh
 from grpo_spmd.learn.critic import Critic
 from grpo_spmd.learn.policy_critic import PolicyCritic
 from grpo_spmd.learn.update import PolicyUpdater
-from grpo_spmd.model.fill import load_weights
 from grpo_spmd.model.lora import initialise_adapters
 from grpo_spmd.model.offload import HostOffload
-from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
-from grpo_spmd.model.policy_values import PolicyValues
+from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
 from grpo_spmd.model.sharding import first_row
+from grpo_spmd.model.values import PolicyValues
 from grpo_spmd.proofs.gradient_check import GradientCheck
 from grpo_spmd.proofs.made_up_values import MadeUpValues
 from grpo_spmd.records import Lesson, MicroBatch
@@ -59,7 +58,10 @@ def changed(config: Config, setting: str, tokens: int = 100_000) -> Config:
 def full_head() -> dict[str, Tensor]:
     """That of all trials: one of zeros would give the policy no gradient."""
     draw = torch.Generator().manual_seed(3)
-    return {"weight": torch.randn(1, 64, generator=draw) / 8, "bias": torch.randn(1, generator=draw)}
+    return {
+        "weight": torch.randn(1, 64, generator=draw) / 8,
+        "bias": torch.randn(1, generator=draw),
+    }
 
 
 class PolicyTrials(Trials):
@@ -76,12 +78,19 @@ class PolicyTrials(Trials):
         assert isinstance(critic, PolicyCritic)
         with torch.no_grad():
             for name, parameter in critic.model.head.named_parameters():
-                local, first = cast(DTensor, parameter).to_local(), first_row(cast(DTensor, parameter))
+                local, first = (
+                    cast(DTensor, parameter).to_local(),
+                    first_row(cast(DTensor, parameter)),
+                )
                 local.copy_(full_head()[name][first : first + len(local)])
         longest = config.rollout.max_completion_tokens
-        return critic, PolicyUpdater(policy, config.optimizer, config.loss, config.training, longest, critic)
+        return critic, PolicyUpdater(
+            policy, config.optimizer, config.loss, config.training, longest, critic
+        )
 
-    def checked(self, config: Config, critic: PolicyCritic, updater: PolicyUpdater, step: Step) -> list[str]:
+    def checked(
+        self, config: Config, critic: PolicyCritic, updater: PolicyUpdater, step: Step
+    ) -> list[str]:
         """What the running checks find wrong, on all ranks."""
         temperature, longest, dtype = (
             config.rollout.temperature,
@@ -89,10 +98,14 @@ class PolicyTrials(Trials):
             config.model.dtype,
         )
         of_values = MadeUpValues(critic, config.critic, dtype)
-        check = GradientCheck(self.policy, updater, config.loss, temperature, longest, dtype, None, of_values)
+        check = GradientCheck(
+            self.policy, updater, config.loss, temperature, longest, dtype, None, of_values
+        )
         groups = deal(fixed_groups(), "in turn", self.session)
         wrong = check.run(groups, self.session.device, accumulates=True).wrong
-        found: list[str] = on_rank0(lambda of_ranks: [text for texts in of_ranks for text in texts], wrong)
+        found: list[str] = on_rank0(
+            lambda of_ranks: [text for texts in of_ranks for text in texts], wrong
+        )
         assert all(p.grad is None for p in (*self.policy.parameters(), *critic.model.parameters()))
         return found + self.check(config, critic, step)
 
@@ -110,7 +123,9 @@ class PolicyTrials(Trials):
             )
         )
         of_head = critic.optimizer.register_step_pre_hook(
-            lambda *_: gradients.append({name: _full(p.grad) for name, p in named.items() if name.startswith("head.")})
+            lambda *_: gradients.append(
+                {name: _full(p.grad) for name, p in named.items() if name.startswith("head.")}
+            )
         )
         before = by_rollout(batch)
         update = updater.measure if is_held else updater.update
@@ -119,8 +134,15 @@ class PolicyTrials(Trials):
         of_head.remove()
         return {
             **{name: gathered(values) for name, values in before.items()},
-            "metrics": on_rank0(lambda parts: parts[0], {k: v for k, v in decision.metrics.items() if "critic/" in k}),
-            "sums": {name: sums[name].value for name in sorted(sums) if name.startswith(("critic/", "optim/"))},
+            "metrics": on_rank0(
+                lambda parts: parts[0],
+                {k: v for k, v in decision.metrics.items() if "critic/" in k},
+            ),
+            "sums": {
+                name: sums[name].value
+                for name in sorted(sums)
+                if name.startswith(("critic/", "optim/"))
+            },
             "value": sums["value"].value if "value" in sums else 0.0,
             "loss": sums["loss"].value,
             "teacher": sums["teacher"].value if "teacher" in sums else 0.0,
@@ -144,7 +166,11 @@ def main() -> None:
             config = changed(trials.config, setting, tokens)
             critic, updater = trials.parts(config)
             step = trials.step(config, critic, how, packed=packed)
-            assert not (wrong := trials.checked(config, critic, updater, step)), (setting, split, wrong[:3])
+            assert not (wrong := trials.checked(config, critic, updater, step)), (
+                setting,
+                split,
+                wrong[:3],
+            )
             results[setting, split] = trials.result(critic, updater, step)
     config = changed(trials.config, "several steps")
     critic, updater = trials.parts(config)
@@ -154,7 +180,9 @@ def main() -> None:
     if session.world_size == 2:
         mesh = policy_mesh(session.device, 2)
         temperature = config.rollout.temperature
-        replicated = build_policy(config.model, temperature, dataclasses.replace(session, mesh=mesh))
+        replicated = build_policy(
+            config.model, temperature, dataclasses.replace(session, mesh=mesh)
+        )
         critic, updater = trials.parts(config, replicated, mesh)
         step = trials.step(config, critic)
         assert not (wrong := trials.checked(config, critic, updater, step)), wrong[:3]
@@ -204,7 +232,9 @@ def skips(trials: PolicyTrials, config: Config) -> None:
         assert row.returns is not None
         row.returns[int(row.loss_mask.nonzero()[0])] = torch.nan
     found = trials.result(critic, updater, step)
-    assert found["sums"]["critic/skipped_updates"] == found["sums"]["optim/skipped_updates"] == 2.0  # of 2 epochs
+    assert (
+        found["sums"]["critic/skipped_updates"] == found["sums"]["optim/skipped_updates"] == 2.0
+    )  # of 2 epochs
     assert plain["sums"]["critic/skipped_updates"] == 0.0
     assert critic.state() == {"num_updates": 2, "skipped_in_a_row": 0} == updater.state()
     assert len(found["gradients"]) == 4
@@ -243,14 +273,19 @@ def goes_on(trials: PolicyTrials, config: Config) -> None:
     load_state(trials.policy, of_again, path, read_trainer(path), again)
     assert again.state() == {"num_updates": 4, "skipped_in_a_row": 0}
     names = [
-        name for name in state_tensors(trials.policy, of_again, again) if name.startswith(("critic", "policy.head"))
+        name
+        for name in state_tensors(trials.policy, of_again, again)
+        if name.startswith(("critic", "policy.head"))
     ]
     assert sorted(names) == sorted(
         f"{kind}head.{name}"
         for kind in ("critic.", "critic_exp_avg.", "critic_exp_avg_sq.")
         for name in ("bias", "weight")
     )
-    same(after["parameters"], trials.result(again, of_again, trials.step(config, again))["parameters"])
+    same(
+        after["parameters"],
+        trials.result(again, of_again, trials.step(config, again))["parameters"],
+    )
 
 
 def faults(trials: PolicyTrials) -> int:
@@ -258,7 +293,9 @@ def faults(trials: PolicyTrials) -> int:
     config, done = changed(trials.config, "as configured"), 0
     term, share = PolicyValues.term, Critic.share
 
-    def sees(expected: str, within: Any = None, spoil: Callable[[PolicyCritic], None] = lambda _: None) -> None:
+    def sees(
+        expected: str, within: Any = None, spoil: Callable[[PolicyCritic], None] = lambda _: None
+    ) -> None:
         nonlocal done
         critic, updater = trials.parts(config)
         with within or nullcontext():
@@ -284,7 +321,12 @@ def faults(trials: PolicyTrials) -> int:
         return share(critic, values, row, int(row.loss_mask.sum()) or 1)
 
     def of_masked(critic: Critic, values: Tensor, row: MicroBatch, num_tokens: int) -> Tensor:
-        return share(critic, values, dataclasses.replace(row, loss_mask=torch.ones_like(row.loss_mask)), num_tokens)
+        return share(
+            critic,
+            values,
+            dataclasses.replace(row, loss_mask=torch.ones_like(row.loss_mask)),
+            num_tokens,
+        )
 
     def averaged(critic: PolicyCritic) -> None:
         cast(FSDPModule, critic.model.head).set_gradient_divide_factor(2.0)

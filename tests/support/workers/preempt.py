@@ -37,7 +37,10 @@ from grpo_spmd.rollout.sample import Sampler
 
 CUTS = {"first round": signal.SIGTERM, "second round": signal.SIGUSR1}
 STEP, ROUNDS = 3, (8, 5)  # prompts of the two rounds of the step, as with dynamic sampling
-PROMPTS = [Prompt(40 + i, i, [i % 90 + 1, 5, *[i % 7 + 20] * (35 * (i % 2))], "", {}) for i in range(sum(ROUNDS))]
+PROMPTS = [
+    Prompt(40 + i, i, [i % 90 + 1, 5, *[i % 7 + 20] * (35 * (i % 2))], "", {})
+    for i in range(sum(ROUNDS))
+]
 
 
 class Engine:
@@ -52,7 +55,9 @@ class Engine:
             lambda: self.preemption.should_abort(),
         )  # fmt: skip
         policy = build_policy(config.model, config.rollout.temperature, self.session)
-        self.weights_id = WeightSync(policy, self.engine, 1 << 20, is_named=True).sync(STEP).weights_id
+        self.weights_id = (
+            WeightSync(policy, self.engine, 1 << 20, is_named=True).sync(STEP).weights_id
+        )
         self.num_sent = self.num_aborted = self.round = self.num_done = 0
         add_request = self.engine._engine.add_request
 
@@ -71,7 +76,9 @@ class Engine:
         self.preemption = Preemption(self.config.training.max_time_s)
         self.preemption.begin_step()
         self.num_sent = self.num_aborted = 0
-        return RolloutBuffer(run_dir, self.config.seed, self.config.model, self.config.rollout, self.session)
+        return RolloutBuffer(
+            run_dir, self.config.seed, self.config.model, self.config.rollout, self.session
+        )
 
     def step(self, buffer: RolloutBuffer | None) -> dict[str, Any]:
         """All rounds of the step, as the trainer runs them."""
@@ -82,9 +89,13 @@ class Engine:
         try:
             for self.round, num_prompts in enumerate(ROUNDS):
                 self.num_done = 0
-                groups, _ = sampler.sample(PROMPTS[start : start + num_prompts], STEP, self.weights_id)
+                groups, _ = sampler.sample(
+                    PROMPTS[start : start + num_prompts], STEP, self.weights_id
+                )
                 score(groups)
-                made += on_rank0(lambda parts: [item for part in parts for item in part], self.told(groups))
+                made += on_rank0(
+                    lambda parts: [item for part in parts for item in part], self.told(groups)
+                )
                 start += num_prompts
         except Preempted as preempted:
             reason = str(preempted)
@@ -97,7 +108,10 @@ class Engine:
         }
 
     def told(self, groups: list[RolloutGroup]) -> list[Any]:
-        return [[self.session.rank, g.prompt.position, [dataclasses.astuple(c) for c in g.completions]] for g in groups]
+        return [
+            [self.session.rank, g.prompt.position, [dataclasses.astuple(c) for c in g.completions]]
+            for g in groups
+        ]
 
     @contextmanager
     def signalled(self, in_round: int, number: signal.Signals) -> Iterator[list[float]]:
@@ -109,7 +123,10 @@ class Engine:
 
         def stepping() -> Any:
             outputs = step()
-            before, self.num_done = self.num_done, self.num_done + sum(output.finished for output in outputs)
+            before, self.num_done = (
+                self.num_done,
+                self.num_done + sum(output.finished for output in outputs),
+            )
             time.sleep(0.02)  # so that the others are not done before they can notice
             if is_target and self.round == in_round and before == 0 < self.num_done:
                 sent_at[0] = time.perf_counter()

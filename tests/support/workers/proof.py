@@ -21,7 +21,7 @@ from grpo_spmd.checkpoint.run_dir import Start
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
-from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.direct_load import _Matrix
@@ -30,8 +30,8 @@ from grpo_spmd.engine.gather import gather_full_tensors
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.engine.weight_sync import WeightSync
+from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.losses import mismatch_sums
-from grpo_spmd.learn.packing import pack_rollouts
 from grpo_spmd.learn.update import no_update
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import build_policy, hf_named_parameters
@@ -56,18 +56,26 @@ class Trials:
         self.config = load_config(path, overrides)
         self.session = start_session(tensor_parallel_size=self.config.rollout.tensor_parallel_size)
         self.engine = RolloutEngine(
-            self.config.model, self.config.rollout, self.config.max_rollout_tokens, self.session, [0]
+            self.config.model,
+            self.config.rollout,
+            self.config.max_rollout_tokens,
+            self.session,
+            [0],
         )
         self.policy = build_policy(self.config.model, self.config.rollout.temperature, self.session)
         self.weight_sync = WeightSync(self.policy, self.engine, BUCKET_MIB << 20)
         self.optimizer, _ = build_optimizer(self.policy, self.config.optimizer)
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in hf_named_parameters(self.policy)}
+        self.shapes = {
+            name: tuple(parameter.shape) for name, parameter in hf_named_parameters(self.policy)
+        }
         self.tied = HEAD not in self.shapes
         self.step = self.num_faults = 0
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's tensors as the sync sends them."""
-        return dict(gather_full_tensors(self.policy, self.engine.dtype, BUCKET_MIB << 20, SyncStats()))
+        return dict(
+            gather_full_tensors(self.policy, self.engine.dtype, BUCKET_MIB << 20, SyncStats())
+        )
 
     def update(self, lr: float) -> None:
         """The first step of a fresh Adam, which moves every weight by about `lr`."""
@@ -97,7 +105,9 @@ class Trials:
             text = str(error)
         else:
             raise AssertionError(f"was not seen: {names}")
-        seen = f"step {self.step}: the engine does not hold the policy's weights in {len(names)} of "
+        seen = (
+            f"step {self.step}: the engine does not hold the policy's weights in {len(names)} of "
+        )
         for part in (seen, *(f"{name} (rank" for name in names), *expected):
             assert part in text, (part, text)
         self.num_faults += 1
@@ -133,7 +143,9 @@ class Trials:
         for name in names:
             if name in self.shapes:
                 self.load({**new, name: old[name]})
-                self.fails(self.of_loaded(name), "the sync left them stale, or put something else there")
+                self.fails(
+                    self.of_loaded(name), "the sync left them stale, or put something else there"
+                )
         self.load(new)
         self.passes()
 
@@ -141,7 +153,9 @@ class Trials:
         try:
             self.passes()
         except Rank0Error as error:
-            likely = "likely because the last update did not reach it: model.embed_tokens.weight (rank"
+            likely = (
+                "likely because the last update did not reach it: model.embed_tokens.weight (rank"
+            )
             assert likely in str(error), error  # noqa: PT017
         else:
             raise AssertionError("a skipped sync was not seen")
@@ -149,15 +163,21 @@ class Trials:
     def misplaced_tensors(self) -> None:
         """Right values in a wrong place."""
         new = self.weights()
-        query, gate, up = (LAYER + name + ".weight" for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"))
+        query, gate, up = (
+            LAYER + name + ".weight"
+            for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj")
+        )
         down, key, norm = (
-            LAYER + name + ".weight" for name in ("mlp.down_proj", "self_attn.k_proj", "input_layernorm")
+            LAYER + name + ".weight"
+            for name in ("mlp.down_proj", "self_attn.k_proj", "input_layernorm")
         )
         assert new[query].shape[0] == new[query].shape[1]
         self.load({**new, query: new[query].T.contiguous()})
         self.fails({query})
         self.load({**new, gate: new[up], up: new[gate]})
-        self.fails({gate, up}, f"differ, there are those of {gate}", f"differ, there are those of {up}")
+        self.fails(
+            {gate, up}, f"differ, there are those of {gate}", f"differ, there are those of {up}"
+        )
         self.load({**new, down: new[down].roll(1, 0)})
         self.fails({down}, "they are there in another order")
         self.load({**new, key: torch.cat([new[key][:-1], new[key][:1]])})
@@ -187,12 +207,21 @@ class Trials:
         assert direct is not None
         assert direct.names == set(self.shapes), direct.names ^ set(self.shapes)
         key, value, down = (
-            LAYER + name for name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "mlp.down_proj.weight")
+            LAYER + name
+            for name in (
+                "self_attn.k_proj.weight",
+                "self_attn.v_proj.weight",
+                "mlp.down_proj.weight",
+            )
         )
         copy, end, targets = _Matrix.copy, _Matrix.end, direct._targets
 
-        def a_row_off(matrix: Any, part: Any, piece: Tensor, first: int, shape: tuple[int, int]) -> None:
-            copy(matrix, part, piece.roll(shape[1], 1) if part.name == down else piece, first, shape)
+        def a_row_off(
+            matrix: Any, part: Any, piece: Tensor, first: int, shape: tuple[int, int]
+        ) -> None:
+            copy(
+                matrix, part, piece.roll(shape[1], 1) if part.name == down else piece, first, shape
+            )
 
         def not_packed(matrix: Any) -> None:
             if matrix.is_copied:
@@ -223,7 +252,9 @@ class Trials:
             if values is None:
                 layer: Any = tensor.layer
                 columns = getattr(layer, "input_size_per_partition", 0) or layer.embedding_dim
-                values = layer.quant_method.apply(layer, torch.eye(columns, dtype=self.engine.dtype), None)
+                values = layer.quant_method.apply(
+                    layer, torch.eye(columns, dtype=self.engine.dtype), None
+                )
             found[f"{tensor.engine_name} {number}"] = values.detach().clone()
         return found
 
@@ -238,7 +269,9 @@ class Trials:
         ranks = self.config.rollout.tensor_parallel_size
 
         def check(of_ranks: list[list[list[int | str]]]) -> None:
-            held = Counter((name, row, part, parts) for held in of_ranks for name, row, part, parts in held)
+            held = Counter(
+                (name, row, part, parts) for held in of_ranks for name, row, part, parts in held
+            )
             for name, shape in self.shapes.items():
                 slices = ranks if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
                 for row in range(shape[0]):
@@ -254,12 +287,15 @@ class Trials:
         requests = [Request(prompt, i) for i, prompt in enumerate(PROMPTS)]
         done = self.engine.generate(requests, self.step)
         rollouts = [
-            Rollout(0, 1.0, True, r.prompt_ids, c.token_ids, c.logprobs) for r, c in zip(requests, done, strict=True)
+            Rollout(0, 1.0, True, r.prompt_ids, c.token_ids, c.logprobs)
+            for r, c in zip(requests, done, strict=True)
         ]
         batch = pack_rollouts(rollouts, self.session.device)
         with torch.no_grad():
             logprobs, _ = self.policy(batch)
-        cast(FSDPModule, self.policy).reshard()  # without a backward pass the embedding stays gathered
+        cast(
+            FSDPModule, self.policy
+        ).reshard()  # without a backward pass the embedding stays gathered
         found = mismatch_sums(logprobs, batch.rollout_logprobs, batch.loss_mask)
         return merged_on_all({name: reduction.on_host() for name, reduction in found.items()})
 
@@ -300,13 +336,19 @@ class Trials:
         _, log = open_log(self.config, self.session, time.monotonic(), 0, check)
         nothing = no_update(self.config.loss)
         none: Any = np.zeros(0)
-        step = StepDecision(none, none, none, none, Plan(none, []), none, none, [], [], 0, 0, {"reward/mean": 0.0})
-        decision = Decision({}, {}, {}, {}, [], 0, [], [], 0, 0, step if self.session.is_rank0 else None)
+        step = StepDecision(
+            none, none, none, none, Plan(none, []), none, none, [], [], 0, 0, {"reward/mean": 0.0}
+        )
+        decision = Decision(
+            {}, {}, {}, {}, [], 0, [], [], 0, 0, step if self.session.is_rank0 else None
+        )
         local = nothing | sums if self.session.is_rank0 else nothing
         try:
             log.check_step(self.step, decision, SyncStats(), local, [])
         except Rank0Error as error:
-            assert f"MismatchError: step {self.step}: engine and policy differ by" in str(error), error  # noqa: PT017
+            assert f"MismatchError: step {self.step}: engine and policy differ by" in str(error), (
+                error
+            )  # noqa: PT017
         else:
             raise AssertionError("check_step did not stop this rank")
 

@@ -13,26 +13,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.config.reward_keys import RewardConfig
-from grpo_spmd.config.schema import ModelConfig
+from grpo_spmd.config.schema import ModelConfig, RewardConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
-from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.model.reward_model import RewardModel, build_reward_model
 from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.proofs.reward_model_check import RewardModelCheck
 from grpo_spmd.records import RolloutGroup
-from grpo_spmd.rollout import reward_models, reward_rows
-from grpo_spmd.rollout.reward_models import ModelReward
-from grpo_spmd.rollout.reward_texts import RewardTexts
+from grpo_spmd.rollout import reward_models
+from grpo_spmd.rollout.reward_models import ModelReward, RewardTexts
 from tests.support.reward_texts import GROUP_SIZE, groups_of
 
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "gemma2")
 BUDGETS = (96, 150, 4096)
 # case: family, kind of prompts, settings of the entry
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {family: (family, "text", {}) for family in FAMILIES} | {
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    family: (family, "text", {}) for family in FAMILIES
+} | {
     "chat": ("qwen3-chat", "chat", {}),
     "episodes": ("qwen3-chat", "episodes", {}),
     "template": ("qwen3-chat", "chat", {"template": "other.jinja"}),
@@ -50,12 +50,19 @@ def main() -> None:
     built: dict[str, RewardModel] = {}
     found: dict[str, Any] = {}
 
-    def scorer(case: str, budget: int, dtype: Any = "float32") -> tuple[Callable[..., Any], list[RolloutGroup]]:
+    def scorer(
+        case: str, budget: int, dtype: Any = "float32"
+    ) -> tuple[Callable[..., Any], list[RolloutGroup]]:
         family, kind, settings = CASES[case]
-        settings = {key: str(folder / value) if key == "template" else value for key, value in settings.items()}
+        settings = {
+            key: str(folder / value) if key == "template" else value
+            for key, value in settings.items()
+        }
         entry = RewardConfig(model=str(folder / family), **settings)
         files = read_reward_model(0, entry, folder / family, budget)
-        model = build_reward_model(files, ModelConfig(path=str(folder / "policy"), dtype=dtype), session)
+        model = build_reward_model(
+            files, ModelConfig(path=str(folder / "policy"), dtype=dtype), session
+        )
         built[case] = model
         reward = ModelReward(case, model, RewardTexts(files, tokenizer), budget)
         check = RewardModelCheck(files, model, tokenizer, dtype)
@@ -68,10 +75,16 @@ def main() -> None:
             ids = [c.token_ids for group in dealt for c in group.completions]
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
             scored = reward.score(dealt, texts, check if is_checked else None)
-            numbers = [group.slot * GROUP_SIZE + n for group in dealt for n in range(len(group.completions))]
+            numbers = [
+                group.slot * GROUP_SIZE + n
+                for group in dealt
+                for n in range(len(group.completions))
+            ]
             each = zip(numbers, scored.statuses[case], scored.by_name[case], strict=True)
             mine = {number: [status, value] for number, status, value in each}
-            of_all: dict[str, Any] = on_rank0(lambda parts: {n: v for part in parts for n, v in part.items()}, mine)
+            of_all: dict[str, Any] = on_rank0(
+                lambda parts: {n: v for part in parts for n, v in part.items()}, mine
+            )
             return {int(number): value for number, value in of_all.items()}
 
         return score, dealt
@@ -81,7 +94,9 @@ def main() -> None:
             score, _ = scorer(case, budget)
             found[f"{case}/{budget}" if budget != BUDGETS[-1] else case] = score()
     found["seen"] = {fault: _said(plant, scorer, "float32") for fault, plant in FAULTS.items()}
-    found["seen in bfloat16"] = {fault: _said(plant, scorer, "bfloat16") for fault, plant in FAULTS.items()}
+    found["seen in bfloat16"] = {
+        fault: _said(plant, scorer, "bfloat16") for fault, plant in FAULTS.items()
+    }
     for family in FAMILIES:
         found[f"{family} in bfloat16"] = scorer(family, BUDGETS[-1], "bfloat16")[0]()
     found["not parked"] = _forward_while_parked(built["episodes"])
@@ -90,7 +105,9 @@ def main() -> None:
     end_session()
 
 
-def _said(plant: Callable[[], tuple[str, Callable[[], None]]], scorer: Callable[..., Any], dtype: str) -> str:
+def _said(
+    plant: Callable[[], tuple[str, Callable[[], None]]], scorer: Callable[..., Any], dtype: str
+) -> str:
     case, undo = plant()
     try:
         scorer(case, BUDGETS[-1], dtype)[0]()
@@ -125,7 +142,7 @@ def _own_template_kept() -> tuple[str, Callable[[], None]]:
 
 def _swapped() -> tuple[str, Callable[[], None]]:
     """A rank's scores come back for others of its texts."""
-    real = reward_rows.score_over_ranks
+    real = reward_models.score_over_ranks
 
     def swapped(*of: Any) -> list[float]:
         scores = real(*of)
@@ -194,7 +211,10 @@ def plain_scores(folder: Path, ids: Sequence[Sequence[int]], label: int) -> list
     import torch
     import transformers
 
-    how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}  # its sdpa forgets Gemma 2's cap
+    how: dict[str, Any] = {
+        "dtype": torch.float32,
+        "attn_implementation": "eager",
+    }  # its sdpa forgets Gemma 2's cap
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, **how).eval()
     with torch.no_grad():
         return [float(model(input_ids=torch.tensor([list(of)])).logits[0, label]) for of in ids]

@@ -24,9 +24,15 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.update import attach_logprobs
-from grpo_spmd.model.fill import load_weights
-from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
-from grpo_spmd.records import Completion, Prompt, RolloutBatch, RolloutGroup, ScoredRollouts, StepDecision
+from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
+from grpo_spmd.records import (
+    Completion,
+    Prompt,
+    RolloutBatch,
+    RolloutGroup,
+    ScoredRollouts,
+    StepDecision,
+)
 from tests.support.learn import merged_on_all, sampled_step_of, updater_of
 
 GROUP_SIZE, NUM_ROWS = 2, 11
@@ -53,7 +59,9 @@ SCENARIOS = {
     "three rounds": Scenario(wanted=4, differ=(0, 4, 9), max_rounds=3),
     "no dynamic sampling": Scenario(wanted=4, differ=(2,), dynamic=False),
     "partly filled": Scenario(wanted=4, differ=(1, 3, 6), max_rounds=2),
-    "partly filled, four mini-batches": Scenario(wanted=4, differ=(1, 6), max_rounds=2, num_mini_batches=4),
+    "partly filled, four mini-batches": Scenario(
+        wanted=4, differ=(1, 6), max_rounds=2, num_mini_batches=4
+    ),
     "empty": Scenario(wanted=4, differ=(), max_rounds=2),
     "empty, two mini-batches": Scenario(wanted=4, differ=(), max_rounds=1, num_mini_batches=2),
     "as many as stayed": Scenario(wanted=3, differ=(1, 3, 6), dynamic=False, only=(1, 3, 6)),
@@ -94,19 +102,27 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
     load_weights(hf_named_parameters(policy), Path(config.model.path))
     before = _parameters(policy)
     updater = updater_of(policy, config)
-    stream = PromptStream([Prompt(row, row, [row + 1, 5], "", {}) for row in range(NUM_ROWS)], seed=0, shuffle=False)
+    stream = PromptStream(
+        [Prompt(row, row, [row + 1, 5], "", {}) for row in range(NUM_ROWS)], seed=0, shuffle=False
+    )
     sampled = sampled_step_of(config, session)
     announced: list[int] = []
     drawn, missing = [], [sampled.num_missing]
     while sampled.num_missing:
         prompts = (
-            [p for p in stream.take(max(scenario.only) + 1) if p.position in scenario.only] if scenario.only else None
+            [p for p in stream.take(max(scenario.only) + 1) if p.position in scenario.only]
+            if scenario.only
+            else None
         )
         prompts = prompts or stream.take(sampled.num_missing)
         announced.append(sampled.num_completions)
         drawn.append([prompt.position for prompt in prompts])
         # the last prompts first, and more of them on the last rank: neither order nor rank may decide what stays
-        mine = [p for p in reversed(prompts) if min(p.position % 3, session.world_size - 1) == session.rank]
+        mine = [
+            p
+            for p in reversed(prompts)
+            if min(p.position % 3, session.world_size - 1) == session.rank
+        ]
         groups = [made_up_group(prompt, prompts.index(prompt)) for prompt in mine]
         scored = ScoredRollouts()
         for group in groups:
@@ -125,18 +141,32 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
         "stream_position": stream.position,
         "decision": _whole(decision.of_all) if session.is_rank0 else None,
         "advantages_trained": _trained(batch),
-        "sums": {name: sums[name].value for name in ("loss_tokens", "optim/updates", "optim/skipped_updates")},
+        "sums": {
+            name: sums[name].value
+            for name in ("loss_tokens", "optim/updates", "optim/skipped_updates")
+        },
         "optimizer_state": len(updater.optimizer.state),
         "lr_steps": updater._schedule.last_epoch,
-        "moved": [name for name, value in _parameters(policy).items() if not torch.equal(value, before[name])],
+        "moved": [
+            name
+            for name, value in _parameters(policy).items()
+            if not torch.equal(value, before[name])
+        ],
         "parameters": _parameters(policy),
     }
 
 
 def _whole(step: StepDecision | None) -> dict[str, Any]:
     assert step is not None
-    values = {name: getattr(step, name) for name in vars(step) if name not in ("plan", "num_groups", "slots")}
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+    values = {
+        name: getattr(step, name)
+        for name in vars(step)
+        if name not in ("plan", "num_groups", "slots")
+    }
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in values.items()
+    }
 
 
 def _trained(batch: RolloutBatch) -> list[list[Any]]:
@@ -146,12 +176,21 @@ def _trained(batch: RolloutBatch) -> list[list[Any]]:
         for row in mini_batch:
             for place, rollout_id in enumerate(row.rollout_ids):
                 at = (row.sequence_index == place) & row.loss_mask
-                own.append([number, rollout_id, row.target_ids[at].tolist(), row.advantages[at].unique().tolist()])
+                own.append(
+                    [
+                        number,
+                        rollout_id,
+                        row.target_ids[at].tolist(),
+                        row.advantages[at].unique().tolist(),
+                    ]
+                )
     return on_rank0(lambda parts: sorted(item for part in parts for item in part), own)
 
 
 def _parameters(policy: Policy) -> dict[str, torch.Tensor]:
-    return {name: parameter.full_tensor().clone() for name, parameter in hf_named_parameters(policy)}
+    return {
+        name: parameter.full_tensor().clone() for name, parameter in hf_named_parameters(policy)
+    }
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from typing import Any
 
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
-from grpo_spmd.data.prompts import PromptStream
-from grpo_spmd.data.tail import TailStream
+from grpo_spmd.data.prompts import PromptStream, TailStream
 from grpo_spmd.distributed import store
 from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
@@ -30,9 +29,7 @@ from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
-from grpo_spmd.rollout.expected import ExpectedLengths
-from grpo_spmd.rollout.sample import Sampler
-from grpo_spmd.rollout.tail import TailBatching
+from grpo_spmd.rollout.sample import ExpectedLengths, Sampler, TailBatching
 from tests.support.workers.conversations import converse_later, end_while_all_wait
 
 # for 2 engines: one of them gets nothing, one more than the other, a long queue
@@ -65,7 +62,10 @@ def main() -> None:
             found[f"{name}/{schedule}"] = gather(sample(num_prompts), session)
     # One rank of the engine: two would wait for each other's sleep, and sleep longer for it.
     with slowed(
-        engine, engine.engine_rank > 0 and engine.engine_rank == engine.num_engines - 1 and engine.tp_rank == 0
+        engine,
+        engine.engine_rank > 0
+        and engine.engine_rank == engine.num_engines - 1
+        and engine.tp_rank == 0,
     ):
         found["slow/shared_queue"] = gather(sample(len(PROMPTS)), session)
         # With nothing between the two calls the fast engine is in the second while the slow one claims in the first.
@@ -75,7 +75,10 @@ def main() -> None:
             gather(second, session),
         )
     in_turn, again, order = longest_first(engine, config)
-    found["uneven/in turn"], found["uneven/again"] = gather(in_turn, session), gather(again, session)
+    found["uneven/in turn"], found["uneven/again"] = (
+        gather(in_turn, session),
+        gather(again, session),
+    )
     found["order"] = on_rank0(list, order)
     found["early"] = gather(started_early(engine, config), session)
     found["race"] = race(engine, config, session)
@@ -116,8 +119,15 @@ def converse(engine: RolloutEngine) -> list[list[int]]:
         for number, turns in enumerate(conversations):
             assert [c for j, n, c in told if (j, n) == (job, number)] == turns
             requests = [turn(job, number, turns[:i]) for i in range(len(turns) + 1)]
-            assert engine.generate([request for request in requests if request is not None], 0) == turns
-    mine = [[job, *map(len, conversations)] for job, conversations in made.items() if engine.tp_rank == 0]
+            assert (
+                engine.generate([request for request in requests if request is not None], 0)
+                == turns
+            )
+    mine = [
+        [job, *map(len, conversations)]
+        for job, conversations in made.items()
+        if engine.tp_rank == 0
+    ]
     return on_rank0(lambda parts: sorted(counts for part in parts for counts in part), mine)
 
 
@@ -125,7 +135,9 @@ def end_conversations_early(engine: RolloutEngine) -> None:
     """In the middle of conversations: nothing comes of them, and the engine can be used at once."""
     told: list[int] = []
     engine._should_abort = lambda: len(told) >= 2
-    made = engine.generate_shared([4] * 8, lambda job, number, turns: turn(2, 0, turns), 0, lambda *_: told.append(0))
+    made = engine.generate_shared(
+        [4] * 8, lambda job, number, turns: turn(2, 0, turns), 0, lambda *_: told.append(0)
+    )
     engine._should_abort = lambda: False
     assert made == {} or len(told) < 2
     assert not engine._engine.has_unfinished_requests()
@@ -143,7 +155,13 @@ def longest_first(
     orders: list[tuple[list[int], list[float]]] = []
 
     def watched(
-        sizes: Any, next_request: Any, version: int, finished: Any, expected: Any, *rest: Any, **named: Any
+        sizes: Any,
+        next_request: Any,
+        version: int,
+        finished: Any,
+        expected: Any,
+        *rest: Any,
+        **named: Any,
     ) -> Any:
         begun: list[int] = []
 
@@ -179,7 +197,9 @@ class Started:
         self.num_looks += 1
 
 
-def started_early(engine: RolloutEngine, config: Config, tail: TailBatching | None = None) -> list[RolloutGroup]:
+def started_early(
+    engine: RolloutEngine, config: Config, tail: TailBatching | None = None
+) -> list[RolloutGroup]:
     """A generation whose groups are scored as they get complete. Fails unless those of this rank, and no others, were
     begun early, each as the object that is scored; in a race where an engine is several ranks, at most those."""
     early, rows = Started(), PROMPTS
@@ -276,7 +296,10 @@ def slowed(engine: RolloutEngine, is_slow: bool) -> Iterator[None]:
 
 
 def gather(groups: list[RolloutGroup], session: Session) -> list[Any]:
-    mine = [[session.rank, g.slot, g.prompt.position, [dataclasses.astuple(c) for c in g.completions]] for g in groups]
+    mine = [
+        [session.rank, g.slot, g.prompt.position, [dataclasses.astuple(c) for c in g.completions]]
+        for g in groups
+    ]
     return on_rank0(lambda parts: [item for part in parts for item in part], mine)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_spmd import train
 from grpo_spmd.records import RolloutGroup
-from grpo_spmd.rewards.pool import slow_rewards
+from grpo_spmd.rewards.pool import pool
 from grpo_spmd.rewards.pool.pool import RewardPool
 
 _start = RewardPool.start_early
@@ -29,14 +29,19 @@ def _counted(pool: RewardPool, group: RolloutGroup, tokenizer: Any) -> None:
     step = pool._state.global_step
     _steps[step] = _steps.get(step, 0) + 1
     is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-    if (name := sys.argv[0]) in signal.Signals.__members__ and is_last and len(_steps) == 2 and _steps[step] == 2:
+    if (
+        (name := sys.argv[0]) in signal.Signals.__members__
+        and is_last
+        and len(_steps) == 2
+        and _steps[step] == 2
+    ):
         os.kill(os.getpid(), signal.Signals[name])
 
 
 def main() -> None:
     when, config, *overrides = sys.argv[1:]
     if when == "late":
-        slow_rewards._SLOW_S = float("inf")
+        pool._SLOW_S = float("inf")
     RewardPool.start_early = _counted  # type: ignore[method-assign, assignment]
     sys.argv[:] = [when, "--config", config, *overrides]
     train.main()

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from grpo_spmd.config.teacher import TeacherConfig
+from grpo_spmd.config.schema import TeacherConfig
 from grpo_spmd.distributed.collectives import any_rank
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session
@@ -29,7 +29,7 @@ from grpo_spmd.model.policy import Policy
 from grpo_spmd.proofs.server_check import ServerCheck
 from grpo_spmd.proofs.teacher_check import TeacherCheck
 from grpo_spmd.records import RolloutBatch
-from grpo_spmd.rewards.remote.prompt_logprobs import PromptLogprobs
+from grpo_spmd.rewards.remote.client import PromptLogprobs
 from tests.support.workers.teacher import Trials, ask_of, changed, other_samples
 from tests.support.workers.update import GROUP_SIZE, SPLITS, fixed_groups
 
@@ -37,7 +37,9 @@ LIMITS: dict[str, Any] = {"timeout_s": 30.0, "max_concurrent": 5, "retries": 1}
 KINDS: dict[str, TeacherConfig] = {
     "sampled": TeacherConfig(url="x", coef=0.7, **LIMITS),
     "topk": TeacherConfig(url="x", loss="topk", beta=0.3, top_k=7, **LIMITS),
-    "two, prompts of their own": TeacherConfig(url={"a": "x", "b": "y"}, loss="topk", top_k=7, **LIMITS),
+    "two, prompts of their own": TeacherConfig(
+        url={"a": "x", "b": "y"}, loss="topk", top_k=7, **LIMITS
+    ),
 }
 SEVERAL = "two, prompts of their own"
 UNANSWERED = (1, 6, 13)  # rollouts that the server of "some unanswered" never says anything of
@@ -65,7 +67,9 @@ class ServedTrials(Trials):
             here = {name: TeacherModel(self.models[model]) for name, model in names.items()}
             return Teacher(config, here, policy, *asks)
         names = {"": "silent"} if kind.endswith(SOME) else names
-        servers = {name: PromptLogprobs(self.urls[model], {}, "tiny") for name, model in names.items()}
+        servers = {
+            name: PromptLogprobs(self.urls[model], {}, "tiny") for name, model in names.items()
+        }
         ranks = self.session.rank, self.session.world_size
         return ServedTeacher(config, servers, policy, *asks, ranks=ranks, max_error_frac=0.5)
 
@@ -74,7 +78,10 @@ class ServedTrials(Trials):
 
 
 def clean_updates(trials: ServedTrials, *, plain: bool) -> dict[tuple[str, str], Any]:
-    found, kinds = {}, ["sampled", "topk"] if plain else [*KINDS, f"sampled, {SOME}", f"topk, {SOME}"]
+    found, kinds = (
+        {},
+        ["sampled", "topk"] if plain else [*KINDS, f"sampled, {SOME}", f"topk, {SOME}"],
+    )
     for kind in kinds:
         splits = [*SPLITS][:1] if plain else [*SPLITS][1:2] if kind.endswith(SOME) else [*SPLITS]
         for split in splits:
@@ -117,7 +124,10 @@ def faults(trials: ServedTrials) -> int:
     def unheard(row: Any, lesson: Any) -> Any:
         return dataclasses.replace(lesson, answered=torch.zeros_like(row.loss_mask))
 
-    off, who = "a teacher's logprob of a token that the update is given", "a rollout without an answer of its teacher"
+    off, who = (
+        "a teacher's logprob of a token that the update is given",
+        "a rollout without an answer of its teacher",
+    )
     for kind in ("sampled", "topk"):
         sees(kind, "lacks what its teacher says", lambda *_: None)
         sees(kind, off, lambda _, lesson: changed(lesson, lambda x: x.roll(1, 0)))
@@ -129,7 +139,12 @@ def faults(trials: ServedTrials) -> int:
 
     def earlier(*args: Any) -> Any:  # what is said of the token before
         for question in contexts(*args):
-            yield Question(question.rollout_id, question.token_ids, question.predicted.clip(2) - 1, question.places)
+            yield Question(
+                question.rollout_id,
+                question.token_ids,
+                question.predicted.clip(2) - 1,
+                question.places,
+            )
 
     with patch.object(served_teacher, "_contexts", earlier):
         sees("sampled", off, lambda _, lesson: lesson)
@@ -150,7 +165,10 @@ def stops(trials: ServedTrials) -> None:
             raise _StopError
 
     trials.look = look
-    with patch.object(PromptLogprobs, "ask", lambda *_: threading.Event().wait(20.0)), suppress(_StopError):
+    with (
+        patch.object(PromptLogprobs, "ask", lambda *_: threading.Event().wait(20.0)),
+        suppress(_StopError),
+    ):
         trials.update("sampled", next(iter(SPLITS)))
     assert looks == [False] * 3, looks
 

@@ -45,7 +45,11 @@ for each in (signal.SIGTERM, signal.SIGUSR1):
 run_dir = Path(config["run_dir"])
 is_rank0 = os.environ["RANK"] == "0"
 done = sorted((run_dir / "checkpoints").glob("step_*"))
-start = int(done[-1].name.removeprefix("step_")) if done and config["checkpoint.resume"] == "auto" else 0
+start = (
+    int(done[-1].name.removeprefix("step_"))
+    if done and config["checkpoint.resume"] == "auto"
+    else 0
+)
 
 
 def save(step: int) -> None:
@@ -62,7 +66,10 @@ for step in range(start, config["num_steps"]):
     if step == config["crash_at"]:
         sys.exit("crashed")
     if is_rank0:
-        facts = {"start": os.environ.get("SLURM_RESTART_COUNT", "0"), "end": os.environ.get("SLURM_JOB_END_TIME")}
+        facts = {
+            "start": os.environ.get("SLURM_RESTART_COUNT", "0"),
+            "end": os.environ.get("SLURM_JOB_END_TIME"),
+        }
         with (run_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step + 1, "seed": config["seed"], **facts}) + "\n")
         if (step + 1) % 5 == 0:
@@ -70,5 +77,7 @@ for step in range(start, config["num_steps"]):
     if told:
         if is_rank0:
             save(step + 1)
-            (run_dir / "preempted.json").write_text(json.dumps({"step": step + 1, "reason": told[0]}))
+            (run_dir / "preempted.json").write_text(
+                json.dumps({"step": step + 1, "reason": told[0]})
+            )
         break

@@ -15,14 +15,18 @@ from pathlib import Path
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed import interrupt
 from grpo_spmd.distributed.doctor import exit_with_outcome
-from grpo_spmd.distributed.ending import Terminal
+from grpo_spmd.distributed.exit import Terminal
 from grpo_spmd.distributed.preemption import Preempted, Preemption, leave_marker, remove_marker
 from grpo_spmd.distributed.session import end_session, start_session
 
 
 def main() -> None:
     interrupt.hear()
-    config, step_s, set_up_s = load_config(sys.argv[1]), float(sys.argv[2]), float((sys.argv[3:] or "0")[0])
+    config, step_s, set_up_s = (
+        load_config(sys.argv[1]),
+        float(sys.argv[2]),
+        float((sys.argv[3:] or "0")[0]),
+    )
     interrupt.tell_of(config.run_dir)
     session, log = start_session(), logging.getLogger("grpo_spmd")
     log.setLevel(logging.INFO)

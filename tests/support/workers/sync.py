@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from grpo_spmd.checks.memory import kv_bytes_per_token
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.doctor import exit_with_outcome
@@ -21,11 +22,10 @@ from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import EngineStateError, Request
 from grpo_spmd.engine.weight_sync import WeightSync
-from grpo_spmd.learn.packing import pack_rollouts
+from grpo_spmd.learn.assemble import pack_rollouts
+from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
-from grpo_spmd.preflight.arithmetic import kv_bytes_per_token
-from grpo_spmd.preflight.model_facts import read_model
 from grpo_spmd.records import Completion, Rollout
 from tests.support.workers.conversations import (
     converse_later,
@@ -45,27 +45,39 @@ def main() -> None:
     policy = build_policy(config.model, config.rollout.temperature, session)
     optimizer, _ = build_optimizer(policy, config.optimizer)
     weight_sync = WeightSync(policy, engine, config.rollout.sync_bucket_bytes(session.device.type))
-    plain = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=torch.float32
+    )
 
     worst = 0.0
     for step in range(num_steps):
         disturb(policy, optimizer, step)
         weight_sync.sync(step)
-        refuses(lambda version=step: engine.generate([Request([1], 0)], version + 1), "policy_version")
+        refuses(
+            lambda version=step: engine.generate([Request([1], 0)], version + 1), "policy_version"
+        )
         if config.rollout.tensor_parallel_size > 1:
             refuses(
-                lambda version=step: engine.generate([Request([1], engine.tp_rank)], version), "ranks [1] of engine"
+                lambda version=step: engine.generate([Request([1], engine.tp_rank)], version),
+                "ranks [1] of engine",
             )
         with torch.no_grad():  # by torch's own full_tensor(), not by the code under test
-            full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in hf_named_parameters(policy)}
+            full = {
+                name: p.full_tensor() if isinstance(p, DTensor) else p
+                for name, p in hf_named_parameters(policy)
+            }
             plain.load_state_dict(full, strict=False)
             plain.tie_weights()
         # One prompt long enough that its prefix is cached, again at each step: a cache that survived the sync would
         # show.
         prompts = [[5] * 40, [5] * 40, [7, 8, 9], [3]]
-        requests = [Request(prompt, 1000 * engine.engine_rank + i) for i, prompt in enumerate(prompts)]
+        requests = [
+            Request(prompt, 1000 * engine.engine_rank + i) for i, prompt in enumerate(prompts)
+        ]
         for request, completion in zip(requests, engine.generate(requests, step), strict=True):
-            worst = max(worst, difference(plain, request.prompt_ids, completion, config.rollout.temperature))
+            worst = max(
+                worst, difference(plain, request.prompt_ids, completion, config.rollout.temperature)
+            )
         engine.sleep()
     stale_cache_shows(engine, weight_sync.sync, lambda: disturb(policy, optimizer, num_steps))
     converse_later(engine, 2)
@@ -94,14 +106,18 @@ def disturb(policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> None
     """An optimizer step that moves every parameter."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(1, 90, (40,), generator=generator).tolist()
-    batch = pack_rollouts([Rollout(0, 1.0, True, ids[:20], ids[20:], [0.0] * 20)], torch.device("cpu"))
+    batch = pack_rollouts(
+        [Rollout(0, 1.0, True, ids[:20], ids[20:], [0.0] * 20)], torch.device("cpu")
+    )
     logprobs, _ = policy(batch)
     (-logprobs.mean()).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def difference(plain: torch.nn.Module, prompt: list[int], completion: Completion, temperature: float) -> float:
+def difference(
+    plain: torch.nn.Module, prompt: list[int], completion: Completion, temperature: float
+) -> float:
     ids = torch.tensor([prompt + completion.token_ids])
     with torch.no_grad():
         logits = plain(ids).logits[0, len(prompt) - 1 : -1].double() / temperature

@@ -22,20 +22,18 @@ from torch.distributed.tensor import DTensor
 
 import grpo_spmd.learn.sampled_step
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import LoraConfig, LossConfig
-from grpo_spmd.config.teacher import TeacherConfig
+from grpo_spmd.config.schema import LoraConfig, LossConfig, TeacherConfig
 from grpo_spmd.distributed.collectives import any_rank
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, policy_mesh, start_session
-from grpo_spmd.learn import distillation
+from grpo_spmd.learn import losses
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.losses import LossInputs, policy_loss
 from grpo_spmd.learn.teacher import Ask, Teacher, TeacherModel
 from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model.divergence import TaughtBy, TopTeacher, WholeTeacher
-from grpo_spmd.model.fill import load_weights
-from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
+from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
 from grpo_spmd.proofs import teacher_check
 from grpo_spmd.proofs.gradient_check import GradientCheck
 from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
@@ -58,11 +56,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def ask_of(prompt: Prompt) -> Ask:
-    return Ask("ab"[prompt.position % 2], [1 + prompt.position, 2, 3] if prompt.position < 4 else None)
+    return Ask(
+        "ab"[prompt.position % 2], [1 + prompt.position, 2, 3] if prompt.position < 4 else None
+    )
 
 
 class Trials:
-    look: Callable[[bool], None] = staticmethod(lambda _: None)  # what is called while teachers are asked
+    look: Callable[[bool], None] = staticmethod(
+        lambda _: None
+    )  # what is called while teachers are asked
 
     def __init__(self, path: str, teacher: str) -> None:
         self.config, self.session = load_config(path), start_session()
@@ -74,7 +76,10 @@ class Trials:
 
     def build(self, path: str, **changes: Any) -> Policy:
         session = dataclasses.replace(self.session, mesh=changes.pop("mesh", self.session.mesh))
-        trainable, config = changes.pop("trainable", True), dataclasses.replace(self.config.model, path=path, **changes)
+        trainable, config = (
+            changes.pop("trainable", True),
+            dataclasses.replace(self.config.model, path=path, **changes),
+        )
         return build_policy(config, self.config.rollout.temperature, session, trainable=trainable)
 
     def teacher(self, kind: str, policy: Policy) -> Teacher:
@@ -89,9 +94,15 @@ class Trials:
         return TeacherCheck(teacher, self.config.rollout.temperature, self.config.model.dtype)
 
     def of_gradients(self, updater: Any, teacher: Teacher, policy: Policy) -> GradientCheck:
-        temperature, longest, dtype = self.config.rollout.temperature, LONGEST, self.config.model.dtype
+        temperature, longest, dtype = (
+            self.config.rollout.temperature,
+            LONGEST,
+            self.config.model.dtype,
+        )
         made_up = partial(MadeUpTeacher, teacher.config, policy, temperature, dtype)
-        return GradientCheck(policy, updater, self.config.loss, temperature, longest, dtype, made_up)
+        return GradientCheck(
+            policy, updater, self.config.loss, temperature, longest, dtype, made_up
+        )
 
     def update(
         self,
@@ -109,8 +120,13 @@ class Trials:
             load_weights(hf_named_parameters(policy), Path(config.model.path))
         updater, teacher = updater_of(policy, config), self.teacher(kind, policy)
         gradients: list[dict[str, Tensor]] = []
-        updater.optimizer.register_step_pre_hook(lambda *_: gradients.append(whole_gradients(policy)))
-        groups, sampled = deal(fixed_groups(), how, self.session), sampled_step_of(config, self.session)
+        updater.optimizer.register_step_pre_hook(
+            lambda *_: gradients.append(whole_gradients(policy))
+        )
+        groups, sampled = (
+            deal(fixed_groups(), how, self.session),
+            sampled_step_of(config, self.session),
+        )
         sampled.add(groups, score(groups))
         grpo_spmd.learn.sampled_step.plan_batch = plan_batch if packed else plan_unpacked
         batch, decision = assemble_batch(sampled, self.session)
@@ -118,14 +134,24 @@ class Trials:
         teacher.attach(batch, decision, self.look)
         spoil(teacher, batch)
         wrong = self.check(teacher)(sampled, batch, decision).wrong
-        wrong += self.of_gradients(updater, teacher, policy).run(groups, self.session.device, accumulates=True).wrong
+        wrong += (
+            self.of_gradients(updater, teacher, policy)
+            .run(groups, self.session.device, accumulates=True)
+            .wrong
+        )
         if any_rank(bool(wrong)):
             return {}, wrong
         sums = merged_on_all(updater.update(batch))
-        found = {name: sums[name].value for name in ("loss", "policy", "teacher/kl", "optim/grad_norm")}
-        found |= {name: reduction.value for name, reduction in sums.items() if name.startswith("teacher")}
+        found = {
+            name: sums[name].value for name in ("loss", "policy", "teacher/kl", "optim/grad_norm")
+        }
+        found |= {
+            name: reduction.value for name, reduction in sums.items() if name.startswith("teacher")
+        }
         found |= {"gradients": gradients, "rows": len(batch.micro_batches)}
-        return found | {"parameters": {n: p.full_tensor().clone() for n, p in hf_named_parameters(policy)}}, wrong
+        return found | {
+            "parameters": {n: p.full_tensor().clone() for n, p in hf_named_parameters(policy)}
+        }, wrong
 
 
 def whole_gradients(policy: Policy) -> dict[str, Tensor]:
@@ -142,13 +168,20 @@ def clean_updates(trials: Trials) -> dict[tuple[str, str], Any]:
     for variant, changes in VARIANTS.items():
         if variant == "two replicas" and trials.session.world_size == 1:
             continue
-        more = {"mesh": policy_mesh(trials.session.device, 2)} if variant == "two replicas" else changes
+        more = (
+            {"mesh": policy_mesh(trials.session.device, 2)}
+            if variant == "two replicas"
+            else changes
+        )
         policy = trials.build(trials.config.model.path, **more)
         for kind in ("sampled", "full"):
             found[kind, variant], wrong = trials.update(kind, next(iter(SPLITS)), policy)
             assert not wrong, (kind, variant, wrong)
     adapted = trials.build(trials.config.model.path, lora=LoraConfig(rank=4))
-    for kind in ("sampled", "full"):  # its own base, from which it starts, and which the first update leaves
+    for kind in (
+        "sampled",
+        "full",
+    ):  # its own base, from which it starts, and which the first update leaves
         result, wrong = trials.update(kind, next(iter(SPLITS)), adapted)
         assert not wrong, wrong
         assert (result["teacher/kl"] == 0.0) == (kind == "sampled")
@@ -175,7 +208,10 @@ def faults(trials: Trials) -> int:
     seen, split = 0, list(SPLITS)[1]
 
     def sees(
-        kind: str, said: str, spoil: Callable[[Teacher, RolloutBatch], None] = lambda *_: None, within: Any = None
+        kind: str,
+        said: str,
+        spoil: Callable[[Teacher, RolloutBatch], None] = lambda *_: None,
+        within: Any = None,
     ) -> None:
         nonlocal seen
         with within or nullcontext():
@@ -186,7 +222,9 @@ def faults(trials: Trials) -> int:
     def dropped(_: Teacher, batch: RolloutBatch) -> None:
         batch.micro_batches[-1].lesson = None
 
-    def of_rows(change: Callable[[MicroBatch, Lesson], Lesson]) -> Callable[[Teacher, RolloutBatch], None]:
+    def of_rows(
+        change: Callable[[MicroBatch, Lesson], Lesson],
+    ) -> Callable[[Teacher, RolloutBatch], None]:
         def spoil(_: Teacher, batch: RolloutBatch) -> None:
             for row in batch.micro_batches:
                 assert row.lesson is not None
@@ -200,9 +238,15 @@ def faults(trials: Trials) -> int:
         sees(kind, "lacks what its teacher says", dropped)
         for spoil in (shifted, another):
             sees(kind, "a teacher's logprob of a token that the update is given", spoil)
-    sees("sampled", "in another form", of_rows(lambda _, lesson: dataclasses.replace(lesson, coef=0.1)))
+    sees(
+        "sampled",
+        "in another form",
+        of_rows(lambda _, lesson: dataclasses.replace(lesson, coef=0.1)),
+    )
 
-    def mixed(teacher: Teacher, batch: RolloutBatch) -> None:  # the places of the stream of another step
+    def mixed(
+        teacher: Teacher, batch: RolloutBatch
+    ) -> None:  # the places of the stream of another step
         teacher._prompt_at = lambda position: fixed_groups()[(position + 1) % 6].prompt
 
     sees(SEVERAL, "go to another teacher, or with another prompt, than their rows say", mixed)
@@ -215,12 +259,16 @@ def faults(trials: Trials) -> int:
     def unheard(inputs: LossInputs, options: LossConfig, *_: Any) -> Any:
         return policy_loss(inputs, options)
 
-    of_divergence = distillation.divergence_loss
+    of_divergence = losses.divergence_loss
     twice = patch.object(
-        distillation, "divergence_loss", lambda lesson, apart, *of: of_divergence(lesson, 2 * apart, *of)
+        losses, "divergence_loss", lambda lesson, apart, *of: of_divergence(lesson, 2 * apart, *of)
     )
-    sees("sampled", "the term 'policy' of the loss", within=patch.object(distillation, "taught_loss", unheard))
-    sees("full", "the term 'loss' of the loss", within=patch.object(distillation, "taught_loss", unheard))
+    sees(
+        "sampled",
+        "the term 'policy' of the loss",
+        within=patch.object(losses, "taught_loss", unheard),
+    )
+    sees("full", "the term 'loss' of the loss", within=patch.object(losses, "taught_loss", unheard))
     sees("topk", "the term 'teacher' of the loss", within=twice)
     return seen
 

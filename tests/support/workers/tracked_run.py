@@ -11,17 +11,24 @@ import sys
 import time
 from pathlib import Path
 
-from grpo_spmd.config.logging_keys import LoggingConfig
+from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.metrics_file import LineFile, cut_metrics
 
 
 def main() -> None:
-    run_dir, tracker, (first, last, launch) = Path(sys.argv[1]), sys.argv[2], map(int, sys.argv[3:6])
+    run_dir, tracker, (first, last, launch) = (
+        Path(sys.argv[1]),
+        sys.argv[2],
+        map(int, sys.argv[3:6]),
+    )
     run_dir.mkdir(exist_ok=True)
     cut_metrics(run_dir / "metrics.jsonl", first - 1)
     options = LoggingConfig(trackers=(tracker,), wandb="offline" if tracker == "wandb" else False)
-    followers, file = open_followers(run_dir, options, {"seed": 1}), LineFile(run_dir / "metrics.jsonl")
+    followers, file = (
+        open_followers(run_dir, options, {"seed": 1}),
+        LineFile(run_dir / "metrics.jsonl"),
+    )
     assert followers is not None
     for step in range(first, last + 1):
         if step % 5 == 1:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 
+from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.loop import train
-from grpo_spmd.preflight.checks import check_inputs
 
 
 def main() -> None:

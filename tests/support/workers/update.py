@@ -27,8 +27,13 @@ from grpo_spmd.distributed.session import Session, end_session, policy_mesh, sta
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.update import attach_logprobs
-from grpo_spmd.model.fill import load_weights
-from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters
+from grpo_spmd.model.policy import (
+    Policy,
+    build_policy,
+    build_reference,
+    hf_named_parameters,
+    load_weights,
+)
 from grpo_spmd.observe.token_scores import KeptScores
 from grpo_spmd.records import Completion, Plan, Prompt, RolloutGroup, ScoredRollouts
 from tests.support.learn import merged_on_all, sampled_step_of, updater_of
@@ -44,7 +49,9 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "clip": {"loss": {**_ENGINE_RATIO, "dual_clip": 1.5}},
     "gspo, sequence": {"loss": {**_ENGINE_RATIO, "policy": "gspo", "aggregation": "sequence"}},
     "cispo, constant": {"loss": {**_ENGINE_RATIO, "policy": "cispo", "aggregation": "constant"}},
-    "sequence_tis": {"loss": {"rollout_correction": "sequence_tis", "rollout_correction_cap": 1.01}},
+    "sequence_tis": {
+        "loss": {"rollout_correction": "sequence_tis", "rollout_correction_cap": 1.01}
+    },
     "icepop": {
         "loss": {"rollout_correction": "icepop", "rollout_correction_cap": 3.0},
         "advantage": {"normalize_std": "batch"},
@@ -72,13 +79,19 @@ def fixed_groups() -> list[RolloutGroup]:
     rng = random.Random(7)
     groups = []
     for slot in range(NUM_GROUPS):
-        prompt = Prompt(slot, slot, [rng.randrange(1, 90) for _ in range(rng.randint(1, 9))], "", {})
+        prompt = Prompt(
+            slot, slot, [rng.randrange(1, 90) for _ in range(rng.randint(1, 9))], "", {}
+        )
         completions = []
         for _ in range(GROUP_SIZE):
             length = LONGEST if slot == 2 else rng.choice([1, 2, 3, 5, 8, 13, 21, LONGEST])
             token_ids = [rng.randrange(1, 90) for _ in range(length)]
             completions.append(
-                Completion(token_ids, [-rng.random() * 10 for _ in token_ids], "length" if slot == 2 else "stop")
+                Completion(
+                    token_ids,
+                    [-rng.random() * 10 for _ in token_ids],
+                    "length" if slot == 2 else "stop",
+                )
             )
         groups.append(RolloutGroup(slot, prompt, completions))
     return groups
@@ -100,7 +113,9 @@ def score(groups: list[RolloutGroup]) -> ScoredRollouts:
 
 def with_setting(config: Config, setting: str) -> Config:
     for section, values in SETTINGS[setting].items():
-        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+        config = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **values)}
+        )
     return config
 
 
@@ -113,7 +128,10 @@ SPLITS = {
 # What of the model's config differs in one more update each; compiling takes a while, so that it is done at one world
 # size only.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "activations recomputed, small logit chunks": {"activation_checkpointing": True, "logprob_chunk_tokens": 5},
+    "activations recomputed, small logit chunks": {
+        "activation_checkpointing": True,
+        "logprob_chunk_tokens": 5,
+    },
     "activations recomputed but for products": {"activation_checkpointing": "selective"},
     "compiled": {"compile": True},
 }
@@ -136,9 +154,15 @@ def deal(groups: list[RolloutGroup], how: str, session: Session) -> list[Rollout
 
 def plan_unpacked(*args: Any, **kwargs: Any) -> Plan:
     """The plan with every rollout in a row of its own."""
-    plan = [[[[i] for row in rank for i in row] for rank in mini_batch] for mini_batch in plan_batch(*args, **kwargs)]
+    plan = [
+        [[[i] for row in rank for i in row] for rank in mini_batch]
+        for mini_batch in plan_batch(*args, **kwargs)
+    ]
     return plan_of(
-        [[rank + [[]] * (max(map(len, mini_batch)) - len(rank)) for rank in mini_batch] for mini_batch in plan]
+        [
+            [rank + [[]] * (max(map(len, mini_batch)) - len(rank)) for rank in mini_batch]
+            for mini_batch in plan
+        ]
     )
 
 
@@ -147,7 +171,9 @@ def main() -> None:
     session = start_session()
     policy = build_policy(config.model, config.rollout.temperature, session)
     of_reference = dataclasses.replace(config.model, path=reference_model)
-    reference = build_reference(policy, of_reference, config.rollout.temperature, config.loss.kl_coef, session)
+    reference = build_reference(
+        policy, of_reference, config.rollout.temperature, config.loss.kl_coef, session
+    )
     assert isinstance(reference, Policy)
 
     results = {}
@@ -157,7 +183,8 @@ def main() -> None:
                 continue
             changed = with_setting(config, setting)
             changed = dataclasses.replace(
-                changed, training=dataclasses.replace(changed.training, max_tokens_per_micro_batch=tokens)
+                changed,
+                training=dataclasses.replace(changed.training, max_tokens_per_micro_batch=tokens),
             )
             results[setting, split] = one_update(
                 changed, policy, reference, deal(fixed_groups(), how, session), packed, session
@@ -165,18 +192,31 @@ def main() -> None:
     for variant, changes in VARIANTS.items():
         if variant == "compiled" and session.world_size != COMPILED_AT:
             continue
-        changed_policy = build_policy(dataclasses.replace(config.model, **changes), config.rollout.temperature, session)
+        changed_policy = build_policy(
+            dataclasses.replace(config.model, **changes), config.rollout.temperature, session
+        )
         groups = deal(fixed_groups(), "in turn", session)
-        results["as configured", variant] = one_update(config, changed_policy, reference, groups, True, session)
-        results["as configured", variant]["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        results["as configured", variant] = one_update(
+            config, changed_policy, reference, groups, True, session
+        )
+        results["as configured", variant]["graphs"] = torch._dynamo.utils.counters["stats"][
+            "unique_graphs"
+        ]
     if session.world_size % 2 == 0:
         replicated = build_policy(
-            config.model, config.rollout.temperature, dataclasses.replace(session, mesh=policy_mesh(session.device, 2))
+            config.model,
+            config.rollout.temperature,
+            dataclasses.replace(session, mesh=policy_mesh(session.device, 2)),
         )
         for setting in ("as configured", "two epochs, two mini-batches"):
-            result = one_update(with_setting(config, setting), replicated, reference, groups, True, session)
+            result = one_update(
+                with_setting(config, setting), replicated, reference, groups, True, session
+            )
             results[setting, REPLICATED] = result
-            digests = on_rank0(list, [float(parameter.double().sum()) for parameter in result["parameters"].values()])
+            digests = on_rank0(
+                list,
+                [float(parameter.double().sum()) for parameter in result["parameters"].values()],
+            )
             assert all(digest == digests[0] for digest in digests), "replicas differ"
     if session.is_rank0:
         torch.save(results, out)
@@ -184,7 +224,12 @@ def main() -> None:
 
 
 def one_update(
-    config: Config, policy: Policy, reference: Policy, groups: list[RolloutGroup], packed: bool, session: Session
+    config: Config,
+    policy: Policy,
+    reference: Policy,
+    groups: list[RolloutGroup],
+    packed: bool,
+    session: Session,
 ) -> dict[str, Any]:
     load_weights(hf_named_parameters(policy), Path(config.model.path))
     updater = updater_of(policy, config)
@@ -196,7 +241,9 @@ def one_update(
     grpo_spmd.learn.sampled_step.plan_batch = plan_batch if packed else plan_unpacked
     batch, decision = assemble_batch(sampled, session)
     kept = KeptScores()
-    attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps, keep=kept)
+    attach_logprobs(
+        policy, reference, batch, config.loss, config.training.num_optimizer_steps, keep=kept
+    )
     decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
     sums = merged_on_all(updater.update(batch, keep=kept))
     policy_term, kl, entropy, tokens, updates = (
@@ -216,15 +263,24 @@ def one_update(
         "mismatch_tokens": mismatch.count,
         "mismatch_kl": mismatch.value,
         "mismatch_histogram": sums["mismatch_ratios"].value,
-        "metrics": {name: value for name, value in decision.metrics.items() if not name.startswith("batching/")},
+        "metrics": {
+            name: value
+            for name, value in decision.metrics.items()
+            if not name.startswith("batching/")
+        },
         "advantages": on_rank0(
             lambda parts: [value for _, value in sorted(pair for part in parts for pair in part)],
             list(decision.advantages.items()),
         ),
-        "scores": on_rank0(lambda parts: [line for part in parts for line in part], [*map(bytes.decode, kept.lines())]),
+        "scores": on_rank0(
+            lambda parts: [line for part in parts for line in part],
+            [*map(bytes.decode, kept.lines())],
+        ),
         "rows": len(batch.mini_batches[0]),
         "gradients": gradients,
-        "parameters": {name: parameter.full_tensor().clone() for name, parameter in hf_named_parameters(policy)},
+        "parameters": {
+            name: parameter.full_tensor().clone() for name, parameter in hf_named_parameters(policy)
+        },
     }
 
 

@@ -23,22 +23,41 @@ from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.data.rows import read_rows
 from grpo_spmd.data.tokens import build_prompts
 from grpo_spmd.distributed.doctor import exit_with_outcome
-from grpo_spmd.distributed.errors import Rank0Error
+from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import end_session, policy_mesh, start_session
 from grpo_spmd.learn import assemble, losses, sampled_step
 from grpo_spmd.learn import update as learn_update
-from grpo_spmd.learn.exchange import rollout_of
+from grpo_spmd.learn.assemble import rollout_of
 from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
-from grpo_spmd.model.fill import load_weights
 from grpo_spmd.model.hf_files import load_tokenizer
-from grpo_spmd.model.policy import Policy, build_policy, build_reference, hf_named_parameters
+from grpo_spmd.model.policy import (
+    Policy,
+    build_policy,
+    build_reference,
+    hf_named_parameters,
+    load_weights,
+)
 from grpo_spmd.proofs.gradient_check import GradientCheck
 from grpo_spmd.proofs.update_check import UpdateCheck
-from grpo_spmd.records import Completion, Episode, Rollout, RolloutGroup, ScoredRollouts, Segment, Turn
+from grpo_spmd.records import (
+    Completion,
+    Episode,
+    Rollout,
+    RolloutGroup,
+    ScoredRollouts,
+    Segment,
+    Turn,
+)
 from tests.support.learn import sampled_step_of, updater_of
-from tests.support.workers.update import GROUP_SIZE, SETTINGS, fixed_groups, fixed_reward, with_setting
+from tests.support.workers.update import (
+    GROUP_SIZE,
+    SETTINGS,
+    fixed_groups,
+    fixed_reward,
+    with_setting,
+)
 
 STOP_ID = 0
 NUM_STEPS = 2
@@ -48,7 +67,9 @@ class Trials:
     def __init__(self, path: str) -> None:
         self.config, self.session = load_config(path), start_session()
         self.tokenizer = load_tokenizer(self.config.model.path)
-        self.prompts = build_prompts(read_rows(self.config.data), self.tokenizer, self.config.data, 1)
+        self.prompts = build_prompts(
+            read_rows(self.config.data), self.tokenizer, self.config.data, 1
+        )
         self.policy = self.build(self.config)
         self.are_episodes = False
         self.reference = build_reference(
@@ -58,7 +79,9 @@ class Trials:
     def build(self, config: Config, **changes: Any) -> Policy:
         """A policy whose model section has these changes; "mesh" is the session's."""
         session = dataclasses.replace(self.session, mesh=changes.pop("mesh", self.session.mesh))
-        return build_policy(dataclasses.replace(config.model, **changes), config.rollout.temperature, session)
+        return build_policy(
+            dataclasses.replace(config.model, **changes), config.rollout.temperature, session
+        )
 
     def groups(self) -> list[RolloutGroup]:
         """This rank's. Of made-up tokens after prompts of the data set; who stopped ends with the stop token."""
@@ -67,11 +90,17 @@ class Trials:
             prompt = dataclasses.replace(self.prompts[group.slot], position=group.slot)
             completions = []
             for c in group.completions:
-                ids = c.token_ids if c.finish_reason == "length" else [*c.token_ids[: 27 - 1], STOP_ID]
+                ids = (
+                    c.token_ids
+                    if c.finish_reason == "length"
+                    else [*c.token_ids[: 27 - 1], STOP_ID]
+                )
                 logprobs = [-0.3 * t for t in range(len(ids))]
                 completions.append(Completion(ids, logprobs, c.finish_reason))
             if self.are_episodes:
-                completions = [as_episode(prompt.token_ids, c, kind) for kind, c in enumerate(completions)]
+                completions = [
+                    as_episode(prompt.token_ids, c, kind) for kind, c in enumerate(completions)
+                ]
             groups.append(RolloutGroup(group.slot, prompt, completions))
         return groups
 
@@ -84,7 +113,11 @@ class Trials:
                 scored.rewards.append(None if has_failed else fixed_reward(group.slot, sample))
                 text: Any = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
                 said = text if episode is None else episode.messages
-                given = {"prompts": group.prompt.text, "completions": said, "completion_ids": completion.token_ids}
+                given = {
+                    "prompts": group.prompt.text,
+                    "completions": said,
+                    "completion_ids": completion.token_ids,
+                }
                 if has_failed:
                     given = {}
                 scored.given.append({**group.prompt.columns, **given})
@@ -113,7 +146,9 @@ class Trials:
             reference = (
                 self.reference
                 if not policy.lora.rank
-                else build_reference(policy, config.model, config.rollout.temperature, 1.0, self.session)
+                else build_reference(
+                    policy, config.model, config.rollout.temperature, 1.0, self.session
+                )
             )
         updater = updater_of(policy, trained or config)
         change_updater(updater)
@@ -130,8 +165,12 @@ class Trials:
             sampled.add(change_groups(groups), scored, num_groups=6)
             batch, decision = assemble.assemble_batch(sampled, self.session)
             batch = change_batch(batch)
-            attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
-            decision = assemble.penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
+            attach_logprobs(
+                policy, reference, batch, config.loss, config.training.num_optimizer_steps
+            )
+            decision = assemble.penalise_rewards_by_kl(
+                batch, decision, config.loss, config.advantage
+            )
             if is_checked:
                 check.run_if_due(step, sampled, batch, decision)
             updater.update(batch, check if is_checked else None)
@@ -139,7 +178,9 @@ class Trials:
             assert check.metrics()["proofs/update_check_s"] > 0
         return {name: p.detach().to_local().clone() for name, p in policy.named_parameters()}  # type: ignore[attr-defined]
 
-    def sees(self, expected: str, config: Config | None = None, within: Any = None, **changes: Any) -> None:
+    def sees(
+        self, expected: str, config: Config | None = None, within: Any = None, **changes: Any
+    ) -> None:
         try:
             with within or nullcontext():
                 self.run(config or self.config, **changes)
@@ -155,16 +196,24 @@ def as_episode(prompt_ids: list[int], completion: Completion, kind: int) -> Comp
     segment of its own; or in one turn alone. One of a group failed."""
     token_ids = completion.token_ids
     if kind == 3:
-        return Completion([], [], "stop", Episode("env_error", (), (), [], {}, [0.5], "environment: it raised"))
+        return Completion(
+            [], [], "stop", Episode("env_error", (), (), [], {}, [0.5], "environment: it raised")
+        )
     first, given = [*token_ids[: len(token_ids) // 2], STOP_ID], [7, 8, 9]
     second = token_ids[len(first) :] if len(token_ids) > len(first) else []
     if kind % 3 == 2 or not second:
         parts, said = [[(prompt_ids, False), (token_ids, True)]], [token_ids]
     elif kind % 3 == 0:
-        parts, said = [[(prompt_ids, False), (first, True), (given, False), (second, True)]], [first, second]
+        parts, said = (
+            [[(prompt_ids, False), (first, True), (given, False), (second, True)]],
+            [first, second],
+        )
     else:
         again = [*prompt_ids, *first[:2], *given]
-        parts, said = [[(prompt_ids, False), (first, True)], [(again, False), (second, True)]], [first, second]
+        parts, said = (
+            [[(prompt_ids, False), (first, True)], [(again, False), (second, True)]],
+            [first, second],
+        )
     segments = tuple(
         Segment(
             np.array([token for ids, _ in segment for token in ids], np.int32),
@@ -173,11 +222,19 @@ def as_episode(prompt_ids: list[int], completion: Completion, kind: int) -> Comp
         for segment in parts
     )
     *stopped, last = said
-    turns = (*(Turn(len(ids), "stop") for ids in stopped), Turn(len(last), completion.finish_reason))
+    turns = (
+        *(Turn(len(ids), "stop") for ids in stopped),
+        Turn(len(last), completion.finish_reason),
+    )
     messages = [{"role": "assistant", "content": str(kind)} for _ in turns]
     all_said = [token for ids in said for token in ids]
     logprobs = [-0.3 * t for t in range(len(all_said))]
-    return Completion(all_said, logprobs, completion.finish_reason, Episode("ok", segments, turns, messages, {}, [0.5]))
+    return Completion(
+        all_said,
+        logprobs,
+        completion.finish_reason,
+        Episode("ok", segments, turns, messages, {}, [0.5]),
+    )
 
 
 def clean_updates(trials: Trials) -> int:
@@ -186,13 +243,20 @@ def clean_updates(trials: Trials) -> int:
     config, done = trials.config, 0
     for setting in SETTINGS:
         changed = with_setting(config, setting)
-        checked, plain = (trials.run(changed, is_checked=is_checked) for is_checked in (True, False))
+        checked, plain = (
+            trials.run(changed, is_checked=is_checked) for is_checked in (True, False)
+        )
         assert all(torch.equal(value, plain[name]) for name, value in checked.items()), setting
         done += 1
     for estimator in ("k1", "k3"):
-        trials.run(_with(config, "loss", kl_estimator=estimator, policy="gspo", clip_ratio_low=3e-4))
+        trials.run(
+            _with(config, "loss", kl_estimator=estimator, policy="gspo", clip_ratio_low=3e-4)
+        )
     half = _with(config, "model", dtype="bfloat16")
-    for of_half in (half, _with(half, "loss", kl_coef=0.0, policy="gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4)):
+    for of_half in (
+        half,
+        _with(half, "loss", kl_coef=0.0, policy="gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4),
+    ):
         temperature, kl_coef = half.rollout.temperature, of_half.loss.kl_coef
         reference = build_reference(trials.policy, half.model, temperature, kl_coef, trials.session)
         trials.run(of_half, trials.build(half), reference=reference)
@@ -204,7 +268,9 @@ def clean_updates(trials: Trials) -> int:
         few_rollouts(trials, of_few, number)
     trials.are_episodes = True
     for of_episodes in (config, _with(config, "loss", policy="gspo", aggregation="sequence")):
-        checked, plain = (trials.run(of_episodes, is_checked=is_checked) for is_checked in (True, False))
+        checked, plain = (
+            trials.run(of_episodes, is_checked=is_checked) for is_checked in (True, False)
+        )
         assert all(torch.equal(value, plain[name]) for name, value in checked.items())
     for number in range(2):
         few_rollouts(trials, config, number)
@@ -214,7 +280,9 @@ def clean_updates(trials: Trials) -> int:
 
 def few_rollouts(trials: Trials, config: Config, number: int) -> None:
     """A rank has one rollout more than `number`, maybe none in its second row."""
-    groups = [dataclasses.replace(g, completions=g.completions[: number + 1]) for g in trials.groups()[:1]]
+    groups = [
+        dataclasses.replace(g, completions=g.completions[: number + 1]) for g in trials.groups()[:1]
+    ]
     updater, temperature = updater_of(trials.policy, config), config.rollout.temperature
     check = GradientCheck(trials.policy, updater, config.loss, temperature, 28, config.model.dtype)
     found = check.run(groups, trials.session.device, accumulates=number % 2 == 0)
@@ -223,7 +291,9 @@ def few_rollouts(trials: Trials, config: Config, number: int) -> None:
 
 
 def _with(config: Config, section: str, **values: Any) -> Config:
-    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+    return dataclasses.replace(
+        config, **{section: dataclasses.replace(getattr(config, section), **values)}
+    )
 
 
 def faults(trials: Trials) -> int:
@@ -238,7 +308,10 @@ def faults(trials: Trials) -> int:
     terms, kl, tokens = losses._policy_terms, losses.kl_estimate, losses.aggregation_weights
 
     def swapped(p: Tensor, ratio: Tensor, advantages: Tensor, options: Any) -> Any:
-        sides = {"clip_ratio_low": options.clip_ratio_high, "clip_ratio_high": options.clip_ratio_low}
+        sides = {
+            "clip_ratio_low": options.clip_ratio_high,
+            "clip_ratio_high": options.clip_ratio_low,
+        }
         return terms(p, ratio, advantages, dataclasses.replace(options, **sides))
 
     sees("the term 'policy' of the loss", within=patch.object(losses, "_policy_terms", swapped))
@@ -246,7 +319,9 @@ def faults(trials: Trials) -> int:
     sees("the term 'kl' of the loss", within=flipped)
     unweighted = patch.object(learn_update, "aggregation_weights", lambda *a: 2 * tokens(*a))
     sees("the term 'loss' of the loss", within=unweighted)
-    neighbours = patch.object(model_policy, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest))
+    neighbours = patch.object(
+        model_policy, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest)
+    )
     sees("the logprob of a token", within=neighbours)
     averaged = trials.build(config)
     for module in averaged.modules():
@@ -272,17 +347,28 @@ def faults(trials: Trials) -> int:
     sees("a gradient was left from the last update", change_updater=keeps)
     trials.policy.zero_grad(set_to_none=True)
     halved = patch.object(
-        sampled_step, "advantages_of", lambda rewards, _: np.nan_to_num(rewards - 0.5).ravel().astype(np.float32)
+        sampled_step,
+        "advantages_of",
+        lambda rewards, _: np.nan_to_num(rewards - 0.5).ravel().astype(np.float32),
     )
     sees("has the advantage", within=halved)
-    sees("is to divide by", change_batch=lambda b: dataclasses.replace(b, num_loss_tokens=[b.num_loss_tokens[0] + 1]))
+    sees(
+        "is to divide by",
+        change_batch=lambda b: dataclasses.replace(b, num_loss_tokens=[b.num_loss_tokens[0] + 1]),
+    )
     decode = assemble.decode_rollouts
 
     def mixed(payload: bytes) -> list[Rollout]:
         rollouts = decode(payload)
-        return [dataclasses.replace(r, advantages=s.advantages) for r, s in zip(rollouts, rollouts[::-1], strict=True)]
+        return [
+            dataclasses.replace(r, advantages=s.advantages)
+            for r, s in zip(rollouts, rollouts[::-1], strict=True)
+        ]
 
-    sees("with other tokens, logprobs or advantages", within=patch.object(assemble, "decode_rollouts", mixed))
+    sees(
+        "with other tokens, logprobs or advantages",
+        within=patch.object(assemble, "decode_rollouts", mixed),
+    )
 
     def shifted(batch: Any) -> Any:
         for row in batch.micro_batches:
@@ -291,7 +377,9 @@ def faults(trials: Trials) -> int:
 
     sees("with other tokens, logprobs or advantages", change_batch=shifted)
     sees("the reference is not a model of its own", reference=trials.policy)
-    moved = build_reference(trials.policy, config.model, config.rollout.temperature, 1.0, trials.session)
+    moved = build_reference(
+        trials.policy, config.model, config.rollout.temperature, 1.0, trials.session
+    )
     assert isinstance(moved, Policy)
     with torch.no_grad():
         next(moved.parameters()).mul_(1.01)
@@ -299,13 +387,21 @@ def faults(trials: Trials) -> int:
 
     attach = attach_logprobs
     by_policy = patch.object(
-        sys.modules[__name__], "attach_logprobs", lambda policy, _, *rest: attach(policy, policy, *rest)
+        sys.modules[__name__],
+        "attach_logprobs",
+        lambda policy, _, *rest: attach(policy, policy, *rest),
     )
-    sees("the reference logprob that the loss is given", _with(config, "optimizer", lr=1e-2), within=by_policy)
+    sees(
+        "the reference logprob that the loss is given",
+        _with(config, "optimizer", lr=1e-2),
+        within=by_policy,
+    )
     adapted = trials.build(config, lora=LoraConfig(rank=4))
     kept_on = patch.object(model_policy.lora, "adapters_off", lambda model: nullcontext())
     moves = _with(_with(config, "model", lora=LoraConfig(rank=4)), "optimizer", lr=1e-2)
-    sees("the reference's logprob of a token", moves, policy=adapted, within=kept_on)  # at the second check
+    sees(
+        "the reference's logprob of a token", moves, policy=adapted, within=kept_on
+    )  # at the second check
 
     def with_columns(scored: ScoredRollouts) -> None:
         scored.given = scored.given[GROUP_SIZE:] + scored.given[:GROUP_SIZE]
@@ -317,14 +413,19 @@ def faults(trials: Trials) -> int:
     sees("the reward functions were given another 'completions'", change_scored=with_prompt)
 
     def other_row(groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        return [dataclasses.replace(g, prompt=dataclasses.replace(g.prompt, row=g.prompt.row + 1)) for g in groups]
+        return [
+            dataclasses.replace(g, prompt=dataclasses.replace(g.prompt, row=g.prompt.row + 1))
+            for g in groups
+        ]
 
     sees("is not what stands there", change_groups=other_row)
     sees("and the engine ends them at [0, 5]", stop_ids=frozenset({STOP_ID, 5}))
 
     def runs_on(groups: list[RolloutGroup]) -> list[RolloutGroup]:
         first, *rest = groups[0].completions
-        longer = Completion([STOP_ID, *first.token_ids], [0.0, *first.logprobs], first.finish_reason)
+        longer = Completion(
+            [STOP_ID, *first.token_ids], [0.0, *first.logprobs], first.finish_reason
+        )
         return [dataclasses.replace(groups[0], completions=[longer, *rest]), *groups[1:]]
 
     sees("a completion goes on after a token that ends it", change_groups=runs_on)
@@ -351,7 +452,9 @@ def faults_of_episodes(trials: Trials) -> int:
         def changed(payload: bytes) -> list[Rollout]:
             rollouts = [(r, change(r)) for r in decode(payload)]
             return [
-                rollout_of(r.rollout_id, r.advantages, r.loss_mask, segments, r.rollout_logprobs) if segments else r
+                rollout_of(r.rollout_id, r.advantages, r.loss_mask, segments, r.rollout_logprobs)
+                if segments
+                else r
                 for r, segments in rollouts
             ]
 
@@ -361,7 +464,10 @@ def faults_of_episodes(trials: Trials) -> int:
         """A turn without its first token, with one that was given behind it."""
         found = []
         for segment in rollout.segments:
-            sampled, ends = segment.sampled.copy(), np.flatnonzero(segment.sampled[:-1] & ~segment.sampled[1:])
+            sampled, ends = (
+                segment.sampled.copy(),
+                np.flatnonzero(segment.sampled[:-1] & ~segment.sampled[1:]),
+            )
             for end in ends[:1]:
                 sampled[[int(sampled.argmax()), end + 1]] = [False, True]
             found.append(Segment(segment.token_ids, sampled))
@@ -389,10 +495,14 @@ def faults_of_episodes(trials: Trials) -> int:
         ]  # fmt: skip
 
     sees(other, within=patch.object(assemble, "decode_rollouts", swapped))
-    neighbours = patch.object(model_policy, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest))
+    neighbours = patch.object(
+        model_policy, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest)
+    )
     sees("the logprob of a token", within=neighbours)
 
-    def turned(change: Callable[[Episode], Episode]) -> Callable[[list[RolloutGroup]], list[RolloutGroup]]:
+    def turned(
+        change: Callable[[Episode], Episode],
+    ) -> Callable[[list[RolloutGroup]], list[RolloutGroup]]:
         def of_groups(groups: list[RolloutGroup]) -> list[RolloutGroup]:
             return [
                 dataclasses.replace(g, completions=[
@@ -409,11 +519,17 @@ def faults_of_episodes(trials: Trials) -> int:
 
     def longer(episode: Episode) -> Episode:
         first, second = episode.turns
-        turns = Turn(first.num_tokens + 1, "stop"), Turn(second.num_tokens - 1, second.finish_reason)
+        turns = (
+            Turn(first.num_tokens + 1, "stop"),
+            Turn(second.num_tokens - 1, second.finish_reason),
+        )
         return dataclasses.replace(episode, turns=turns)
 
     sees("an episode goes on after a turn that was cut off", change_groups=turned(cut))
-    sees("an episode is none: a turn has tokens before and behind one that was given", change_groups=turned(longer))
+    sees(
+        "an episode is none: a turn has tokens before and behind one that was given",
+        change_groups=turned(longer),
+    )
 
     def as_text(scored: ScoredRollouts) -> None:
         scored.given = [given | {"completions": "4"} if given else given for given in scored.given]
@@ -425,7 +541,10 @@ def faults_of_episodes(trials: Trials) -> int:
 def main() -> None:
     trials = Trials(sys.argv[1])
     num_clean, num_seen = clean_updates(trials), faults(trials) + faults_of_episodes(trials)
-    print(f"rank {trials.session.rank}: {num_clean} clean updates pass, {num_seen} faults seen", flush=True)
+    print(
+        f"rank {trials.session.rank}: {num_clean} clean updates pass, {num_seen} faults seen",
+        flush=True,
+    )
     end_session()
 
 

@@ -1,0 +1,158 @@
+"""What a run's episodes are made with: the processes of its environments, the chat format, the limits."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import EnvironmentConfig, ModelConfig, RewardConfig, RolloutConfig
+from grpo_spmd.distributed import doctor
+from grpo_spmd.distributed.session import Session
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.requests import Finished, Place, Task
+from grpo_spmd.episodes.agent_episodes import AgentEpisodes
+from grpo_spmd.episodes.chat_format import ChatFormat
+from grpo_spmd.episodes.endpoint import Endpoint
+from grpo_spmd.episodes.episodes import Episodes, Silent
+from grpo_spmd.episodes.open_episode import Limits
+from grpo_spmd.episodes.pool import EnvironmentPool
+from grpo_spmd.episodes.scores import EpisodeScores
+from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
+from grpo_spmd.rewards.protocol import Reward
+from grpo_spmd.rollout.buffer import EpisodeBuffer, RolloutBuffer
+
+_log = logging.getLogger("grpo_spmd")
+
+
+class Environments(AbstractContextManager["Environments"]):
+    """Of one rank. On the ranks of an engine that are not its first, nothing is started: they sample what they are
+    told."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        rewards: Sequence[RewardConfig],
+        loaded: Sequence[Reward],
+        tokenizer: Any,
+        limits: Limits,
+        log_file: Path | None,
+        check: Callable[[], None],
+    ) -> None:
+        """`rewards` of the config, and `loaded` what they are; `log_file` gets what environments print; None: nothing
+        is started here. `check` as in ProcessPool. Raises ConfigError: a file that cannot be imported, a chat template
+        that cannot do what is asked."""
+        self._config, self._limits = config, limits
+        pairs = list(zip(rewards, loaded, strict=True))
+        self.other_rewards = [reward for reward, of in pairs if not of.looks_at_environments]
+        self._weights = {
+            of.name: of.weight for of in loaded
+        }  # as the config lists them, then the environments' own
+        self._looking = [reward for reward, of in pairs if of.looks_at_environments]
+        self._given: list[str] = []
+        self._pool: EnvironmentPool | None = None
+        self._endpoint: Endpoint | None = None
+        if log_file is None:
+            return
+        self._pool = EnvironmentPool(config, self._looking, log_file, check=check)
+        try:
+            facts = self._pool.facts
+            own = {of.name for of in loaded if not of.looks_at_environments}
+            if twice := sorted(set(facts.reward_names) & own):
+                what = f"its reward is called {twice[0]!r}, as one of `rewards` is"
+                raise ConfigError(f"environment: {what}; give that one another name")
+            self._chat = ChatFormat(
+                tokenizer, config.history, facts.tools,
+                has_user_turns=facts.kind == "gym", has_tool_results=facts.kind == "tools",
+            )  # fmt: skip
+        except BaseException:
+            self._pool.close()
+            raise
+        if note := self._chat.note:
+            _log.info("chat template: %s", note)
+        self._given = facts.reward_names
+        self._weights |= zip(facts.reward_names, facts.weights, strict=True)
+        doctor.note_waiting(self._pool.where)
+        if facts.kind == "agent":
+            self._endpoint = Endpoint()
+            self._pool.add_file(self._endpoint.fileno())
+            self._pool.excuse(self._endpoint.engine_s)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        if self._endpoint is not None:
+            self._endpoint.stop()
+
+    def buffer(
+        self, run_dir: str, seed: int, model: ModelConfig, rollout: RolloutConfig, session: Session
+    ) -> RolloutBuffer:
+        """Collective. RolloutBuffer of episodes."""
+        return EpisodeBuffer(run_dir, seed, model, rollout, session, self._config, self._looking)
+
+    def scores(self, score: Callable[..., ScoredRollouts]) -> EpisodeScores:
+        """`score`, of all other rewards, with what environments give."""
+        return EpisodeScores(score, self._weights, self._given)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of all rewards by name, in the order in which `scores` has them."""
+        return self._weights
+
+    def statuses(self, groups: Sequence[RolloutGroup]) -> dict[str, Counter[str]]:
+        """How environments did, counted as those of rewards are: an evaluation ends where too many failed."""
+        episodes = [
+            completion.episode
+            for group in groups
+            for completion in group.completions
+            if completion.episode
+        ]
+        kinds = {"env_error": "error", "env_timeout": "timeout"}
+        return {"(environment)": Counter(kinds.get(one.status, "ok") for one in episodes)}
+
+    def generate(
+        self,
+        engine: RolloutEngine,
+        job_sizes: Sequence[int],
+        task: Callable[[Place], Task],
+        policy_version: int,
+        *,
+        temperature: float | None = None,
+        finished: Finished | None = None,
+        expected: Sequence[float] | None = None,
+    ) -> dict[int, list[list[Completion]]]:
+        """Collective. An episode for each place, as RolloutEngine.generate_shared makes completions: by job, a list of
+        one for each. The first rank of an engine has all of its jobs, the others have none."""
+        talks = self._episodes(task, temperature, finished)
+        try:
+            done = engine.generate_shared(
+                job_sizes, talks.next_request, policy_version, expected=expected, answers=talks
+            )
+        finally:
+            talks.close()
+        if self._pool is None:
+            return {}
+        return {
+            job: [[talks.completions[job, number]] for number in range(len(of_job))]
+            for job, of_job in done.items()
+        }
+
+    def _episodes(
+        self, task: Callable[[Place], Task], temperature: float | None, finished: Finished | None
+    ) -> Silent:
+        if self._pool is None:
+            return Silent()
+        if self._endpoint is not None:
+            parts = self._endpoint, self._pool, self._chat, self._limits
+            return AgentEpisodes(*parts, task, temperature=temperature, finished=finished)
+        common, discount = (self._pool, self._chat, self._limits), self._config.discount
+        return Episodes(
+            *common, task, temperature=temperature, discount=discount, finished=finished
+        )

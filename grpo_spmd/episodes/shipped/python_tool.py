@@ -1,0 +1,68 @@
+"""Python as a tool: what the policy writes runs in the sandbox, and what one call defines is there for the next."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from grpo_spmd.rewards.sandbox.sandbox import Limits, SandboxError, check_isolation
+from grpo_spmd.rewards.sandbox.session import Session
+
+_CALL_S, _EPISODE_CPU_S, _MEMORY_MIB = 8.0, 120.0, 1024
+_MAX_CHARS, _MAX_CODE_CHARS = 8000, 100_000
+
+
+class SandboxDown(BaseException):
+    """The sandbox itself failed. No Exception, which would be shown to the policy as if its code had failed."""
+
+
+class PythonTool:
+    """One interpreter for each episode, started at its first call."""
+
+    def __init__(self, isolation: str = "required") -> None:
+        """Raises SandboxError where this machine cannot shut code in."""
+        if isolation == "required":
+            check_sandbox()
+        self._limits = Limits(_EPISODE_CPU_S, _MEMORY_MIB, isolation)
+        self._session: Session | None = None
+
+    def reset(self, **columns: Any) -> None:
+        """Another episode: nothing is left of the last one's names."""
+        self._end()
+
+    def python(self, code: str) -> str:
+        """
+        Run Python code and return what it prints, and the value of its last line. Variables are kept between calls.
+
+        Args:
+            code: The code to run.
+
+        Returns:
+            What was printed, with the error if there was one.
+        """
+        if not isinstance(code, str):
+            raise TypeError(f"code is text, and not {type(code).__name__}")
+        if len(code) > _MAX_CODE_CHARS:
+            raise ValueError(
+                f"the code has {len(code):,} characters, and {_MAX_CODE_CHARS:,} are the most"
+            )
+        try:
+            session = self._session = self._session or Session(self._limits)
+        except (SandboxError, OSError) as error:
+            raise SandboxDown(str(error)) from error
+        said = session.run(code, _CALL_S, _MAX_CHARS)
+        if said is None:
+            self._end()
+            return f"[ended: over {_CALL_S:g} s or too much memory, or it ended Python; all variables are gone]"
+        return said or "[nothing was printed]"
+
+    def _end(self) -> None:
+        if self._session is not None:
+            self._session.__exit__()
+            self._session = None
+
+
+@functools.cache
+def check_sandbox() -> None:
+    """Once a process, and what it forks. Raises SandboxError where this machine cannot shut code in."""
+    check_isolation()

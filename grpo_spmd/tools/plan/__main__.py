@@ -1,0 +1,143 @@
+"""The command: python -m grpo_spmd.plan --config x.yaml --gpu H100-80GB --ranks 8 [section.key=value ...]"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_spmd.checks.inputs import check_world_size
+from grpo_spmd.checks.model_folder import check_model_sizes
+from grpo_spmd.config.command_line import OverridesParser
+from grpo_spmd.config.errors import ConfigError, refuse, say
+from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import Config
+from grpo_spmd.files import UntrustedError, hold_standard_streams, read_model_config, show
+from grpo_spmd.model.config_json import (
+    ModelFacts,
+    local_folder,
+    refuse_by_config,
+    shapes_from_config,
+)
+from grpo_spmd.observe.cards import Card, find_card
+
+_MOST_RANKS = 65_536
+
+
+def main() -> None:
+    hold_standard_streams()
+    # Nothing is fetched, whatever the config names; before huggingface_hub, which reads it when it is imported.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    args = _parser().parse()
+    try:
+        if not 1 <= args.ranks <= _MOST_RANKS:
+            raise ConfigError(f"--ranks is a number from 1 to {_MOST_RANKS:,}; got {args.ranks:,}")
+        card = find_card(args.gpu)
+        config = load_config(args.config, args.overrides)
+        folder = _checked(config, args.ranks)
+        if args.json is not None:
+            _refuse_unwritable(args.json)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        logging.getLogger("torch").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", module="torch")
+        _plan(args, config, folder, card)
+    except ConfigError as error:
+        refuse(error)
+
+
+def _plan(args: argparse.Namespace, config: Config, folder: Path, card: Card) -> None:
+    from grpo_spmd.tools.plan.dry_run import parameter_shapes
+    from grpo_spmd.tools.plan.phases import Plan, make_plan
+    from grpo_spmd.tools.plan.report import as_json, as_text
+    from grpo_spmd.tools.plan.suggest import suggestions
+
+    def replan(overrides: Sequence[str]) -> Plan | None:
+        try:
+            changed = load_config(args.config, [*args.overrides, *overrides])
+            _checked(changed, args.ranks)
+            return make_plan(changed, facts, folder, card, args.ranks)
+        except ConfigError:  # a combination that the rules refuse is no suggestion
+            return None
+
+    # Not by files that lie beside it: they may be some of the weights, or of something else.
+    model = read_model_config(folder)
+    facts = ModelFacts(shapes_from_config(model) or parameter_shapes(folder), model, "config.json")
+    plan = make_plan(config, facts, folder, card, args.ranks)
+    found = suggestions(plan, replan)
+    if args.json is not None:
+        args.json.write_text(json.dumps(as_json(plan, found), indent=1) + "\n", encoding="utf-8")
+    if not args.suggest:
+        show(as_text(plan, found))
+    elif plan.fits:
+        say(f"it fits as it is, with a margin of {plan.margin_gib:.1f} GiB")
+    elif not found or not found[0].plan.fits:
+        say(
+            "nothing that was tried makes it fit: more ranks, a larger card, shorter rollouts or model.lora would"
+        )
+    else:
+        show("\n".join(found[0].overrides))
+        return
+    if not plan.fits:
+        raise SystemExit(1)
+
+
+def _checked(config: Config, num_ranks: int) -> Path:
+    """The model's folder. Raises ConfigError for what cannot run on so many ranks, or cannot train."""
+    check_world_size(config, num_ranks, None)
+    path = config.model.path
+    if (folder := local_folder(path)) is None or not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path: there is no config.json of {path} here; hf download {path} config.json"
+        )
+    try:
+        model = read_model_config(folder)
+    except (UntrustedError, OSError) as error:
+        raise ConfigError(f"model.path: {error}") from None
+    refuse_by_config(model, path)
+    check_model_sizes(config, model)
+    return folder
+
+
+def _refuse_unwritable(path: Path) -> None:
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--json: cannot write {path}: {error.strerror}") from None
+    if is_new:
+        path.unlink()
+
+
+def _parser() -> OverridesParser:
+    parser = OverridesParser(
+        allow_abbrev=False,
+        prog="python -m grpo_spmd.plan",
+        description="Predict a rank's memory by phase, whether a config fits a GPU, and the time of a step. Needs no "
+        "GPU, and of the model only config.json. Exit code 1: it does not fit.",
+    )
+    add: Any = parser.add_argument
+    add("--config", required=True, help="a YAML file; configs/ has examples")
+    add(
+        "--gpu",
+        required=True,
+        metavar="CARD",
+        help="by name (H100-80GB), or by figures: 80GiB,989TFLOPS,3350GB/s",
+    )
+    add("--ranks", type=int, required=True, metavar="N", help="of the whole run")
+    add("--json", type=Path, metavar="FILE", help="write the plan there as JSON")
+    add(
+        "--suggest",
+        action="store_true",
+        help="print only overrides that make it fit, one a line; none if it does",
+    )
+    add("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
