@@ -26,13 +26,20 @@ def test_the_benchmarks_run_no_code_of_others() -> None:
 
 
 def test_the_readmes_map_is_the_tree() -> None:
-    assert (
-        list(house.map_differences(PACKAGE, (ROOT / "README.md").read_text(encoding="utf-8"))) == []
-    )
+    assert list(house.map_differences(PACKAGE, _map())) == []
+
+
+def _map() -> str:
+    return (PACKAGE / "README.md").read_text(encoding="utf-8")
 
 
 _IN_A_FUNCTION = "def f(x):\n    "
 _SILENT = 'def f(x):\n    """Sums x."""\n    dist.all_reduce(x)'
+_IMPORTS_UPDATE = "from grpo_spmd.learn.update import PolicyUpdater"
+_IMPORTS_LATE = _IN_A_FUNCTION + _IMPORTS_UPDATE
+_VAGUE = "def f(own, said):\n    what = own\n    of_them = said\n    return what, of_them"
+_PACKED = "def f(x, y):\n    rest = x, y\n    return f(*rest)"
+_PACKED_BESIDE = "def f(x, y):\n    z, rest = x, (x, y)\n    return f(*rest)"
 BREACHES: list[tuple[Check, str, str, str]] = [
     (
         house.upward_imports,
@@ -105,12 +112,13 @@ BREACHES: list[tuple[Check, str, str, str]] = [
         "torch.load without weights_only=True",
     ),
     (house.code_of_others, "model/policy.py", "import pickle", "imports pickle"),
-    (house.oversize, "learn/advantages.py", "def f():\n" + "    x = 1\n" * 70, "f has 71 lines"),
-    (house.oversize, "learn/advantages.py", "x = 1\n" * 450, "no file may have more than 450"),
-    (house.oversize, "learn/advantages.py", "# " + "x" * 119, "121 columns"),
-    (house.oversize, "cellar.py", "x = 1", "in no budget"),
-    (house.oversize, "tools/export.py", "x = 1\n" * 100, "export: "),
-    (house.oversize, "learn/extra.py", "x = 1\n" * 6000, "trainer: "),
+    (house.oversize, "learn/advantages.py", "x = 1\n" * 10_000, "learn: "),
+    (house.oversize, "cellar.py", "x = 1", "the room cellar has no number of tokens"),
+    (house.import_circles, "learn/losses.py", _IMPORTS_UPDATE, "learn.losses: stands in a circle"),
+    (house.import_circles, "learn/losses.py", _IMPORTS_LATE, "learn.losses: stands in a circle"),
+    (house.vague_names, "loop.py", _VAGUE, "loop.py:"),
+    (house.packed_tuples, "loop.py", _PACKED, "*rest is a packed tuple"),
+    (house.packed_tuples, "loop.py", _PACKED_BESIDE, "*rest is a packed tuple"),
     (house.undescribed_rooms, "learn/__init__.py", "x = 1", "must be three lines"),
 ]
 
@@ -135,10 +143,22 @@ def test_a_planted_breach_is_found(
     assert [line for line in found if said in line], found
 
 
+def test_too_many_late_imports_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(house, "MOST_LATE_IMPORTS", 0)
+    assert any(line.startswith("api.py:") for line in house.late_imports(PACKAGE))
+
+
+def test_too_many_files_and_names_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(house, "MOST_FILES", 10)
+    monkeypatch.setattr(house, "MOST_NAMES_AT_TOP", 5)
+    breaches = "\n".join(house.oversize(PACKAGE))
+    assert "files, and 10 are the most" in breaches
+    assert "names at the top, and 5 are the most" in breaches
+
+
 def test_a_room_that_the_map_does_not_name_is_found() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    torn = readme.replace("| `grpo_spmd/engine/` |", "| `grpo_spmd/motor/` |")
+    torn = _map().replace("| `engine/` |", "| `motor/` |")
     assert list(house.map_differences(PACKAGE, torn)) == [
-        "README.md: names grpo_spmd/motor/, which is not there",
-        "README.md: does not name grpo_spmd/engine/",
+        "README.md: names motor/, which is not there",
+        "README.md: does not name engine/",
     ]

@@ -21,17 +21,6 @@ CODE = {
 }
 
 
-def test_the_map_names_every_module_and_nothing_else() -> None:
-    named = set(re.findall(r"^\| `(grpo_spmd/[\w/.]+)` \|", README, re.MULTILINE))
-    top = (ROOT / "grpo_spmd").iterdir()
-    there = {
-        f"grpo_spmd/{p.name}" + "/" * p.is_dir()
-        for p in top
-        if p.suffix == ".py" or (p / "__init__.py").exists()
-    }
-    assert named == there - {"grpo_spmd/__init__.py"}
-
-
 def test_every_file_that_the_readme_names_exists() -> None:
     for name in re.findall(
         r"(?:launch|tests|configs|benchmarks|grpo_spmd)/[\w./-]+\.(?:sh|py|yaml|sbatch)", README
@@ -67,7 +56,9 @@ def test_every_config_key_is_read_outside_config_py() -> None:
                 missing.append(prefix + field.name)
         return missing
 
-    assert unread(Config, "") == []
+    # A recipe is put below the config's values while it is loaded: nothing else reads its name.
+    assert 'tree.get("algorithm")' in CODE[ROOT / "grpo_spmd/config/load.py"]
+    assert unread(Config, "") == ["algorithm"]
 
 
 def test_only_rollout_imports_vllm_and_config_imports_no_torch() -> None:
@@ -80,7 +71,7 @@ def test_only_rollout_imports_vllm_and_config_imports_no_torch() -> None:
                 imported.add(node.module.split(".")[0])
         if path.parent.name != "engine":
             assert "vllm" not in imported, path
-        if path.parent.name in ("config", "preflight", "data"):
+        if path.parent.name in ("config", "checks", "data"):
             assert "torch" not in imported, path
 
 
