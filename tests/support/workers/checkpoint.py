@@ -20,8 +20,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.learn.update import PolicyUpdater
-from grpo_spmd.model.policy import Policy
-from grpo_spmd.model.policy import build_policy
+from grpo_spmd.model.policy import Policy, build_policy
 from tests.support.checkpoints import checkpoints_of
 from tests.support.learn import updater_of
 from tests.support.weights import name_of_weights
