@@ -1,4 +1,4 @@
-"""What a user typed and cannot be used: one line and exit code 2."""
+"""Errors in what a user typed (one line, exit code 2), and the last words of a process."""
 
 from __future__ import annotations
 
@@ -8,50 +8,75 @@ import sys
 import threading
 import time
 import typing
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 
+T = typing.TypeVar("T")
 _SAY_S = 2.0
-# What moves a terminal's cursor, colours it or turns its text round: a message may quote a folder or a completion.
-_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+_REFUSE_DELAY_S = 10.0
+# Control characters that move the cursor, change colours or reverse the direction of text. A
+# message may quote a folder's name or a completion, which can hold them.
+_INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
+    """Returns `text` with every invisible control character written as an escape such as \\x1b."""
+    return _INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class ConfigError(ValueError):
-    """Config, command line or data cannot be used. One line, also where it quotes a message or value of several."""
+    """The config, the command line or the data cannot be used. Its text is always one line."""
 
     def __str__(self) -> str:
         return " ".join(printable(super().__str__()).split("\n"))
 
 
 def refuse(error: ConfigError) -> typing.NoReturn:
-    """End this rank with one line and exit code 2. Under torchrun all ranks see the same mistake: the first of a node
-    says so, and torchrun then ends the others, who wait for that; one that is left was alone with its mistake (a file
-    that only its node lacks), and says it itself."""
+    """End this rank with one line and exit code 2.
+
+    Under torchrun all ranks meet the same error. The first rank of each node prints it, and
+    torchrun then ends the others while they wait. A rank that survives the wait was alone with its
+    error (for example, a file is missing on its node only), so it prints the error itself.
+    """
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)
+        time.sleep(_REFUSE_DELAY_S)
     say(f"error: {error}")
     raise SystemExit(2)
 
 
 def say(text: str) -> None:
-    """Show the last words of a process on its stderr, or give up after 2 s: their reader may stall (Ctrl-S) or be gone.
-
-    Not through sys.stderr: another thread may be stuck in a write to it, and then holds its lock.
-    """
-    shown = printable(text)
+    """Print the last words of a process on stderr; give up after 2 s, because the reader may be
+    stalled (Ctrl-S)."""
+    line = printable(text)
 
     def write() -> None:
-        left = f"{shown}\n".encode(errors="backslashreplace")
-        with suppress(OSError):
-            if sys.stderr is not sys.__stderr__:  # somebody who calls main() has put it elsewhere
-                print(shown, file=sys.stderr, flush=True)
-                return
-            while left:
-                left = left[os.write(2, left) :]
+        # A caller of main() may have replaced sys.stderr (a notebook, a test).
+        if sys.stderr is not sys.__stderr__:
+            print(line, file=sys.stderr, flush=True)
+            return
+        # Not through sys.stderr: another thread may be stuck in a write to it and hold its lock.
+        rest = f"{line}\n".encode(errors="backslashreplace")
+        while rest:
+            rest = rest[os.write(2, rest) :]
 
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    writer.join(_SAY_S)
+    with suppress(OSError, ValueError):  # nobody can be told any more
+        within(_SAY_S, write)
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """Returns what `work` returns, or raises what it raises; raises TimeoutError after `seconds`.
+
+    `work` runs in a daemon thread. If it is late, its thread is left behind and its result is
+    dropped.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(seconds)
