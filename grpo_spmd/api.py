@@ -54,7 +54,7 @@ def run(
     Ctrl-C, once: the run saves, and returns; twice: KeyboardInterrupt. Raises ConfigError for what cannot be used, and
     RuntimeError, with the run's report, for anything else.
     """
-    from grpo_spmd.config.load import config_of, trains_on_cpu
+    from grpo_spmd.config.load import build_config, trains_on_cpu
     from grpo_spmd.rewards.named import given
 
     tree = _tree_of(config)
@@ -71,13 +71,13 @@ def run(
             f"rewards must be a list, as in rewards=[fn]; got {type(rewards).__name__}"
         )
     with given(functions):
-        return _train(config_of(tree, on_cpu=trains_on_cpu()))
+        return _train(build_config(tree, on_cpu=trains_on_cpu()))
 
 
 def _train(config: Config) -> RunResult:
     from grpo_spmd.checkpoint.run_dir import let_go
     from grpo_spmd.checks.inputs import check_inputs
-    from grpo_spmd.distributed.embedded_run import as_guest
+    from grpo_spmd.distributed.embedded_run import embedded_run
     from grpo_spmd.rewards.named import packed
     from grpo_spmd.train import prepare_torch
 
@@ -88,7 +88,7 @@ def _train(config: Config) -> RunResult:
         os.close(functions)
     run_dir = Path(config.run_dir)
     try:
-        with as_guest(_release):
+        with embedded_run(_release):
             prepare_torch()
             from grpo_spmd.loop import train
 

@@ -126,7 +126,7 @@ def _about(program: str, described: str) -> str:
 
 
 def _train(arguments: list[str]) -> None:
-    interrupt.hear()
+    interrupt.listen()
     parser = _TrainParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc")
     for name in _PASSED_ON:

@@ -156,7 +156,7 @@ def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
 
 def parse_object(content: bytes, path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=each_once)
+        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=reject_duplicates)
     except (
         ValueError,
         RecursionError,
@@ -167,7 +167,7 @@ def parse_object(content: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
-def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value := dict(pairs)) < len(pairs):
         raise ValueError("a name is given twice")
     return value

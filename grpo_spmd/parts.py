@@ -16,13 +16,13 @@ from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import run_facts
 from grpo_spmd.checks.inputs import Inputs
 from grpo_spmd.checks.memory import engine_tokens
-from grpo_spmd.config.describe import config_to_dict, flat_config
+from grpo_spmd.config.describe import config_to_dict, flatten_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import PromptStream
 from grpo_spmd.data.tokens import build_prompts
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import barrier, on_rank0
-from grpo_spmd.distributed.exit import orderly_end
+from grpo_spmd.distributed.exit import bounded_teardown
 from grpo_spmd.distributed.preemption import Preemption
 from grpo_spmd.distributed.session import (
     Session,
@@ -152,7 +152,7 @@ class Run:
         if self.environments is not None:
             self.environments.close()
         barrier()  # all is saved
-        with orderly_end():
+        with bounded_teardown():
             self.engine.shutdown()
             end_session()
 
@@ -178,7 +178,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         ):
             _log.info(line)
     run_dir, num_steps = Path(config.run_dir), config.training.num_steps
-    facts = run_facts(flat_config(config), prompts, session, held_out)
+    facts = run_facts(flatten_config(config), prompts, session, held_out)
     start = find_start(
         run_dir, config.checkpoint.resume, session, facts, num_steps, bool(config.eval.every_steps)
     )
@@ -296,7 +296,7 @@ def open_step_rules(
     config: Config, num_ranks: int, cost_ratio: float, weights: Sequence[float]
 ) -> StepRules:
     """`cost_ratio`: as balance.py has it. `weights` of the rewards: where all are 0, these are only watched."""
-    sections, is_watched = (
+    sections, is_measured = (
         (config.rollout, config.advantage, config.loss, config.training),
         not any(weights),
     )
@@ -306,8 +306,8 @@ def open_step_rules(
         max_error_frac,
         num_ranks,
         cost_ratio,
-        None if is_watched else discount,
-        is_watched,
+        None if is_measured else discount,
+        is_measured,
     )
 
 
@@ -338,7 +338,7 @@ def open_environments(
     )
     log_file = Path(config.run_dir, "logs", f"environments_rank_{session.rank}.log")
     is_first = session.rank % config.rollout.tensor_parallel_size == 0
-    sources = config.environment, config.called_rewards, rewards, tokenizer, limits
+    sources = config.environment, config.pool_rewards, rewards, tokenizer, limits
     return Environments(*sources, log_file if is_first else None, check)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_spmd.checks.inputs import Inputs
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.rules import check_given_rewards
+from grpo_spmd.config.rules import check_known_rewards
 from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.preemption import Preemption
@@ -43,9 +43,9 @@ def open_rewards(
     ConfigError where rewards are needed, and neither config nor environment gives one."""
     # An engine's other ranks have started no environment.
     if environments is not None and session.rank % config.rollout.tensor_parallel_size == 0:
-        check_given_rewards(config, environments.weights)
+        check_known_rewards(config, environments.weights)
     log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
-    called = config.called_rewards
+    called = config.pool_rewards
     own = called if environments is None else environments.other_rewards
     check = preemption.check_scoring
     ranks = session.rank, session.world_size
@@ -54,7 +54,7 @@ def open_rewards(
     )
     score = functools.partial(pool.score, tokenizer=tokenizer)
     if environments is None:
-        return pool, preemption.guard(score), {reward.shown_name: reward.weight for reward in own}
+        return pool, preemption.guard(score), {reward.metric_name: reward.weight for reward in own}
     return pool, preemption.guard(environments.scores(score)), environments.weights
 
 
@@ -237,7 +237,7 @@ def open_reward_models(
     if not any(reward.model is not None for reward in config.rewards):
         return score, [*weights.values()]
     if twice := [
-        r.shown_name for r in config.rewards if r.model is not None and r.shown_name in weights
+        r.metric_name for r in config.rewards if r.model is not None and r.metric_name in weights
     ]:
         what = f"the environment's own reward is called {twice[0]!r}, as a reward model is"
         raise ConfigError(f"rewards: {what}; give the model another name")
@@ -265,7 +265,7 @@ def open_reward_models(
 
 def _in_order(rewards: Sequence[RewardConfig], weights: dict[str, float]) -> dict[str, float]:
     """As the config lists them, then the environments' own."""
-    of_config = {reward.shown_name: reward.weight for reward in rewards}
+    of_config = {reward.metric_name: reward.weight for reward in rewards}
     return of_config | {name: weight for name, weight in weights.items() if name not in of_config}
 
 
@@ -279,7 +279,7 @@ def open_engine_judges(
     preemption: Preemption,
 ) -> tuple[Callable[..., ScoredRollouts], dict[str, float]]:
     """`score` with the judges that are the run's own engine behind it, and the weights of all but models."""
-    if not any(reward.by_engine for reward in config.rewards):
+    if not any(reward.is_engine_judge for reward in config.rewards):
         return score, weights
     from grpo_spmd.checks.reward_models import prompt_tokens_of_judges
     from grpo_spmd.rollout.engine_judge import EngineJudge, EngineJudges
@@ -287,8 +287,8 @@ def open_engine_judges(
     judges = []
     for index, longest in prompt_tokens_of_judges(config).items():
         reward, where = config.rewards[index], f"rewards.{index}"
-        if reward.shown_name in weights:
-            what = f"the environment's own reward is called {reward.shown_name!r} too; give the judge another name"
+        if reward.metric_name in weights:
+            what = f"the environment's own reward is called {reward.metric_name!r} too; give the judge another name"
             raise ConfigError(f"{where}.name: {what}")
         judges.append(EngineJudge(where, reward, tokenizer, longest))
     of_all = _in_order([reward for reward in config.rewards if reward.model is None], weights)

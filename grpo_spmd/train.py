@@ -19,14 +19,14 @@ from grpo_spmd.config.describe import config_to_dict, describe_keys
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.load import load_config_with_sources, trains_on_cpu
 from grpo_spmd.distributed import interrupt, startup
-from grpo_spmd.distributed.startup import collector_off
+from grpo_spmd.distributed.startup import garbage_collector_off
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.model.config_json import read_model
 
 
 def main() -> None:
     hold_standard_streams()
-    interrupt.hear()
+    interrupt.listen()
     parser = _parser()
     args = parser.parse()
     args.explain |= args.all
@@ -37,7 +37,7 @@ def main() -> None:
         config, sources = load_config_with_sources(
             args.config, args.overrides, on_cpu=trains_on_cpu()
         )
-        interrupt.tell_of(config.run_dir)
+        interrupt.set_run_dir(config.run_dir)
         inputs = check_inputs(config, num_ranks=num_ranks, to_run=not args.explain, sources=sources)
     except ConfigError as error:
         refuse(error)
@@ -58,7 +58,7 @@ def main() -> None:
 
     startup.begin("importing torch and vLLM")
     with exit_with_outcome():
-        with collector_off():
+        with garbage_collector_off():
             from torch.distributed.elastic.multiprocessing.errors import record
 
             from grpo_spmd.loop import train

@@ -34,7 +34,7 @@ from grpo_spmd.config.schema import CheckpointConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.preemption import leave_marker, remove_marker
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.distributed.store import own_store
+from grpo_spmd.distributed.store import clone_store
 from grpo_spmd.files import sync_path
 from grpo_spmd.learn.signals import Trained
 from grpo_spmd.learn.update import PolicyUpdater
@@ -90,7 +90,7 @@ class Checkpoints:
         self._staged: _Staged | None = None
         self._writer: threading.Thread | None = None
         self._failure: str | None = None  # of the last save; on rank 0 that of any rank
-        self._store, self._num_saves = own_store(), 0
+        self._store, self._num_saves = clone_store(), 0
         self._saved_step = -1  # staged last, or what this folder's run started from
         self._longest_s = 0.0  # that a save took, from the copy to the folder's name
         self._metric_by_step: dict[int, float] = {}

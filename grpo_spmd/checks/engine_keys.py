@@ -129,7 +129,7 @@ def check_idle_keys(config: Config, sources: Mapping[str, str] | None = None) ->
         raise ConfigError(
             f"{what}; set it to the folder or hub id of a model, or take the other out"
         )
-    teaches = config.teacher.is_on or config.environment.may_reward
+    teaches = config.teacher.is_on or config.environment.can_reward
     if config.rewards and not any(reward.weight for reward in config.rewards) and not teaches:
         raise ConfigError(
             "rewards: all weights are 0, so that every reward is 0; set one rewards.N.weight"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from grpo_spmd.checks import memory
 from grpo_spmd.checks.engine_keys import idle_keys
 from grpo_spmd.checks.memory import Row, advice, engine_rows, size_text, training_rows
-from grpo_spmd.config.describe import flat_config
+from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.config_json import ModelFacts
 from grpo_spmd.model.schedule import schedule_rows
@@ -204,7 +204,7 @@ def _section(title: str, rows: Iterator[Row]) -> list[str]:
 
 
 def _provenance(config: Config, sources: Mapping[str, str], with_defaults: bool) -> Iterator[str]:
-    values = flat_config(config)
+    values = flatten_config(config)
     shown = [name for name in values if with_defaults or sources[name] != "default"]
     for name, value in ((name, values[name]) for name in shown):
         text = json.dumps(value, ensure_ascii=False)
@@ -222,7 +222,7 @@ def model_sections(config: Config, num_ranks: int) -> Iterator[tuple[str, Iterat
         from grpo_spmd.checks.reward_models import reward_model_rows
 
         yield "memory of a rank: reward models", reward_model_rows(config, num_ranks)
-    if any(reward.by_engine for reward in config.rewards):
+    if any(reward.is_engine_judge for reward in config.rewards):
         from grpo_spmd.checks.reward_models import engine_judge_rows
 
         yield "the engine as judge", engine_judge_rows(config)

@@ -25,8 +25,8 @@ from grpo_spmd.checks.data import check_prompts_early, inputs_of
 from grpo_spmd.checks.engine_keys import check_engine_keys, check_idle_keys
 from grpo_spmd.checks.memory import check_engine_room
 from grpo_spmd.checks.model_folder import check_disk, check_model, check_packages, num_embeddings
-from grpo_spmd.config.coerce import of_others
-from grpo_spmd.config.describe import flat_config
+from grpo_spmd.config.coerce import foreign_parameter_hint
+from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError, say
 from grpo_spmd.config.load import looked_for
 from grpo_spmd.config.schema import Config
@@ -100,7 +100,7 @@ def check_inputs(
     inputs = Inputs(
         rows, {name: _read_and_check(config, rewards, folder, name) for name in eval_sets}, rewards
     )
-    if any(reward.is_watched for reward in config.rewards):
+    if any(reward.is_measured for reward in config.rewards):
         from grpo_spmd.rewards.remote.servers import check_calls, check_pace, check_sent
 
         check_calls(config.rewards, num_ranks)
@@ -193,7 +193,7 @@ def _check_reward_columns(
                 what = f"{reward.name!r} needs the column {name!r}, which {source} does not have"
                 there = ", ".join(sorted(columns)) or "none"
                 raise ConfigError(
-                    f"rewards.{index}: {what}; besides the prompt it has {there}{of_others(name)}"
+                    f"rewards.{index}: {what}; besides the prompt it has {there}{foreign_parameter_hint(name)}"
                 )
 
 
@@ -259,7 +259,7 @@ def _check_newest(checkpoints: list[Path], config: Config) -> None:
     """What can be said before torch is there. A damaged one is passed over later, when all ranks have seen it."""
     for checkpoint in checkpoints:
         try:
-            check_same_run(checkpoint, read_trainer(checkpoint), flat_config(config))
+            check_same_run(checkpoint, read_trainer(checkpoint), flatten_config(config))
         except NewerFormatError as error:
             raise ConfigError(f"checkpoint.resume: {error}") from None
         except (CheckpointError, KeyError, TypeError):

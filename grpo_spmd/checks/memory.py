@@ -193,7 +193,7 @@ def size_text(num_bytes: int) -> str:
 def engine_tokens(config: Config) -> int:
     """The longest rollout, or what a judge that is the engine reads and says, in tokens. Raises ConfigError for a
     rubric that cannot be read."""
-    if not any(reward.by_engine for reward in config.rewards):
+    if not any(reward.is_engine_judge for reward in config.rewards):
         return config.max_rollout_tokens
     from grpo_spmd.checks.reward_models import room_of_judges
 
@@ -204,7 +204,7 @@ def check_engine_room(
     config: Config, folder: Path | None, row_sets: Sequence[Sequence[PromptRow]]
 ) -> None:
     """As check_engine_judges, where there are any."""
-    if any(reward.by_engine for reward in config.rewards):
+    if any(reward.is_engine_judge for reward in config.rewards):
         from grpo_spmd.checks.reward_models import check_engine_judges
 
         check_engine_judges(config, folder, row_sets)

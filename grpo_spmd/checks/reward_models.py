@@ -9,7 +9,7 @@ from pathlib import Path
 from grpo_spmd.checks.data import load_tokenizer_file, renderer, template_of, tokenizer_settings
 from grpo_spmd.checks.memory import ITEMSIZE, Row, shard_numel, size_text
 from grpo_spmd.checks.model_folder import folder_of
-from grpo_spmd.config.coerce import of_others
+from grpo_spmd.config.coerce import foreign_parameter_hint
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.data.rows import PromptRow, overview_of
@@ -107,7 +107,7 @@ def reward_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
             continue
         folder = local_folder(reward.model, reward.revision)
         if folder is None:
-            yield f"reward model {reward.shown_name}", "unknown", f"{reward.model} is not here"
+            yield f"reward model {reward.metric_name}", "unknown", f"{reward.model} is not here"
             continue
         files = read_reward_model(index, reward, folder, config.training.max_tokens_per_micro_batch)
         shard, numel = shard_numel(files.shapes, ranks), sum(map(math.prod, files.shapes.values()))
@@ -142,7 +142,7 @@ def prompt_tokens_of_judges(config: Config) -> dict[int, int]:
     of_prompt, found = config.data.max_prompt_tokens, dict[int, int]()
     of_completion = config.max_rollout_tokens - of_prompt
     for index, reward in enumerate(config.rewards):
-        if not reward.by_engine:
+        if not reward.is_engine_judge:
             continue
         rubric = read_rubric(str(reward.judge), f"rewards.{index}.judge")
         shown = sum(
@@ -174,7 +174,7 @@ def check_engine_judges(
                 what = f"{reward.judge} says {{{lacking[0]}}}, and the data has no such column"
                 there = ", ".join(sorted(columns)) or "none"
                 raise ConfigError(
-                    f"{where}.judge: {what}; besides the prompt it has {there}{of_others(lacking[0])}"
+                    f"{where}.judge: {what}; besides the prompt it has {there}{foreign_parameter_hint(lacking[0])}"
                 )
         if folder is None:
             continue
@@ -232,9 +232,9 @@ def engine_judge_rows(config: Config) -> Iterator[Row]:
             if reward.max_tokens
             else "the rubric's bytes, and 9/8 of the longest of what is put into it"
         )
-        yield f"longest prompt of {reward.shown_name}, tokens", f"{tokens:,}", how
+        yield f"longest prompt of {reward.metric_name}, tokens", f"{tokens:,}", how
         yield (
-            f"longest reply of {reward.shown_name}, tokens",
+            f"longest reply of {reward.metric_name}, tokens",
             f"{reward.judge_tokens:,}",
             "judge_tokens",
         )

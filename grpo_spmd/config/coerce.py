@@ -352,7 +352,7 @@ _OF_OTHERS = (  # parameters of rewards elsewhere, which no column of a row is n
 )  # fmt: skip
 
 
-def of_others(parameter: str) -> str:
+def foreign_parameter_hint(parameter: str) -> str:
     """What is added where a reward function asks for a column of that name."""
     if parameter not in _OF_OTHERS:
         return ""

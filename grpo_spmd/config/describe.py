@@ -101,7 +101,7 @@ def _keys(cls: type, where: str) -> Iterator[_KeyText]:
 # The resolved config as plain values, with secrets replaced.
 
 
-def flat_config(config: Config) -> dict[str, Any]:
+def flatten_config(config: Config) -> dict[str, Any]:
     """`config_to_dict` as {dotted key: value}, list items by their number: "optimizer.betas.0", "rewards.0.name"."""
     return flat(config_to_dict(config))
 
@@ -178,7 +178,7 @@ _VALUE = re.compile(
 )  # of a mapping or a list all that follows
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """Without values under names like api_key, unless they are declared keys that only sound so (data.prompt_key), and
     without all that follows a secret that is known by its form."""
     parts, place = list[str](), 0
@@ -191,7 +191,7 @@ def redacted(text: str) -> str:
     return f"{shown[: found.start()]}<redacted>" if (found := SECRET.search(shown)) else shown
 
 
-def redacted_arguments(arguments: Sequence[str]) -> list[str]:
+def redact_arguments(arguments: Sequence[str]) -> list[str]:
     """A command line, over-long ones cut; the secret of `--api-key VALUE` is an argument of its own."""
     shown, before = list[str](), ""
     for argument in arguments[:_MOST]:
@@ -199,7 +199,7 @@ def redacted_arguments(arguments: Sequence[str]) -> list[str]:
         shown.append(
             "<redacted>"
             if is_value and _is_secret(before, argument)
-            else redacted(argument[:_LONGEST])
+            else redact(argument[:_LONGEST])
         )
         before = argument
     return shown

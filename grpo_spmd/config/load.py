@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from grpo_spmd.config.coerce import CONTROL, build
-from grpo_spmd.config.describe import flat, flat_config, join_key
+from grpo_spmd.config.describe import flat, flatten_config, join_key
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.recipes import RECIPES
 from grpo_spmd.config.rules import check_rules
@@ -32,7 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_config_with_sources(
     path: str | Path, overrides: Sequence[str] = (), *, on_cpu: bool = False
 ) -> tuple[Config, dict[str, str]]:
-    """The config, and for each key of `flat_config`, in order: "default", "FILE:LINE", "command line" or "from
+    """The config, and for each key of `flatten_config`, in order: "default", "FILE:LINE", "command line" or "from
     algorithm: NAME"; and behind the first two what of the algorithm's they stand in for."""
     tree, given = read_tree(Path(path).expanduser())
     for override in overrides:
@@ -44,14 +44,14 @@ def load_config_with_sources(
             if known != name and not known.startswith(f"{name}.")
         }
         given |= {join_key(name, inner) if inner else name: "command line" for inner in flat(value)}
-    config = config_of(tree, on_cpu=on_cpu)
-    values = flat_config(config).items()
+    config = build_config(tree, on_cpu=on_cpu)
+    values = flatten_config(config).items()
     return config, {
         name: source_of(name, value, given.get(name, "default"), tree) for name, value in values
     }
 
 
-def config_of(tree: dict[str, Any], *, on_cpu: bool = False) -> Config:
+def build_config(tree: dict[str, Any], *, on_cpu: bool = False) -> Config:
     """Coerced by declared type and cross-checked; `on_cpu`: with a CPU's defaults. Raises ConfigError."""
     recipe = recipe_of(tree)
     config: Config = build(Config, with_recipe(tree, recipe), "")

@@ -54,7 +54,7 @@ def check_rules(config: Config) -> None:
     _check_evaluation(config)
     _check_schedule(config.optimizer)
     check_logging(config.logging)
-    has_rewards = config.environment.may_reward or any(reward.weight for reward in config.rewards)
+    has_rewards = config.environment.can_reward or any(reward.weight for reward in config.rewards)
     check_signals(config, has_rewards)
     overlong, is_gae = config.advantage.overlong_buffer_tokens, config.advantage.estimator == "gae"
     kl_in = "loss" if is_gae else config.loss.kl_in  # gae's KL is the tokens'
@@ -77,7 +77,7 @@ def check_rules(config: Config) -> None:
             raise ConfigError(
                 f"watchdog.phase_timeouts_s.{name}: no such phase; there are {', '.join(phases)}"
             )
-    if not (config.rewards or config.environment.may_reward or config.teacher.is_on):
+    if not (config.rewards or config.environment.can_reward or config.teacher.is_on):
         raise ConfigError("rewards must name at least one reward, e.g. `rewards: [{name: gsm8k}]`")
     for index, reward in enumerate(config.rewards):
         check_reward(f"rewards.{index}", reward)
@@ -205,7 +205,7 @@ def check_reward(where: str, reward: RewardConfig) -> None:
         )
     if reward.model is None:
         of_model = tuple(
-            name for name in _OF_A_MODEL if not (reward.by_engine and name == "max_tokens")
+            name for name in _OF_A_MODEL if not (reward.is_engine_judge and name == "max_tokens")
         )
         _refuse_set(where, reward, of_model, "is of a reward model")
     elif reward.args:
@@ -216,11 +216,11 @@ def check_reward(where: str, reward: RewardConfig) -> None:
         _refuse_set(where, reward, _OF_A_URL, "is of a url")
     if reward.judge is None:
         _refuse_set(where, reward, _OF_A_JUDGE, "is of a judge; set judge, a rubric's file")
-    if reward.model is not None and reward.shown_name in ("", ".."):
+    if reward.model is not None and reward.metric_name in ("", ".."):
         raise ConfigError(
             f"{where}.name: {reward.model!r} ends with no name, which its metrics bear; set name"
         )
-    if reward.by_engine:
+    if reward.is_engine_judge:
         _check_engine_judge(where, reward)
     else:
         _refuse_set(
@@ -229,7 +229,7 @@ def check_reward(where: str, reward: RewardConfig) -> None:
             ("judge_tokens",),
             "is of url: engine; a judge's server takes args: {max_tokens: N}",
         )
-    if reward.url is not None and not reward.by_engine:
+    if reward.url is not None and not reward.is_engine_judge:
         check_url(f"{where}.url", reward.url)
         check_headers(f"{where}.headers_env", reward.headers_env)
     if reward.judge is not None:
@@ -295,7 +295,7 @@ def _check_engine_judge(where: str, reward: RewardConfig) -> None:
 
 
 def _check_judge(where: str, reward: RewardConfig) -> None:
-    if reward.judge_model is None and not reward.by_engine:
+    if reward.judge_model is None and not reward.is_engine_judge:
         raise ConfigError(
             f"{where}.judge needs judge_model, the name that the server at url has for it"
         )
@@ -330,7 +330,7 @@ def check_signals(config: Config, has_rewards: bool) -> None:
     check_teacher_url(config.teacher, config.rollout.temperature)
 
 
-def check_given_rewards(config: Config, weights: dict[str, float]) -> None:
+def check_known_rewards(config: Config, weights: dict[str, float]) -> None:
     """Once it is known what an environment gives: `weights` of all rewards but models. Raises ConfigError."""
     has_rewards = any(weights.values()) or any(reward.weight for reward in config.rewards)
     if not (has_rewards or config.teacher.is_on):

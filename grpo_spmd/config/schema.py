@@ -138,7 +138,7 @@ class EnvironmentConfig:
         return bool(self.tools or self.factory or self.gym or self.agent)
 
     @property
-    def may_reward(self) -> bool:
+    def can_reward(self) -> bool:
         """Whether rewards of its own are to be expected; bare tools give none."""
         return bool(self.factory or self.gym or self.agent)
 
@@ -272,27 +272,27 @@ class RewardConfig:
         return self.function is None and self.url is None and self.model is None
 
     @property
-    def by_engine(self) -> bool:
+    def is_engine_judge(self) -> bool:
         """Whether the run's own engine judges."""
         return self.url == "engine"
 
     @property
-    def is_called(self) -> bool:
+    def uses_pool(self) -> bool:
         """Whether the reward pool calls it."""
-        return self.model is None and not self.by_engine
+        return self.model is None and not self.is_engine_judge
 
     @property
-    def shown_name(self) -> str:
+    def metric_name(self) -> str:
         """Its metric's."""
         of_url = "judge" if self.judge is not None else "server"
         of_file = (self.function or "").rpartition(":")[2] or PurePath(self.model or "").name
         return self.name or (of_url if self.url is not None else of_file)
 
     @property
-    def is_watched(self) -> bool:
+    def is_measured(self) -> bool:
         """Whether calls of it are measured and held to limits of their own."""
         limits = self.timeout_s, self.max_concurrent, self.max_per_minute
-        return (self.url is not None and not self.by_engine) or any(limit is not None for limit in limits)
+        return (self.url is not None and not self.is_engine_judge) or any(limit is not None for limit in limits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -620,9 +620,9 @@ class Config:
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
 
     @property
-    def called_rewards(self) -> tuple[RewardConfig, ...]:
+    def pool_rewards(self) -> tuple[RewardConfig, ...]:
         """Those that are functions, and no models."""
-        return tuple(reward for reward in self.rewards if reward.is_called)
+        return tuple(reward for reward in self.rewards if reward.uses_pool)
 
     @property
     def max_rollout_tokens(self) -> int:

@@ -20,7 +20,7 @@ from grpo_spmd.config.load import looked_for
 from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.data.cache import Entry, Maker, digest_of, obtain, stamp, versions_of
 from grpo_spmd.data.hub import check_reachable, is_offline, need_datasets
-from grpo_spmd.files import each_once
+from grpo_spmd.files import reject_duplicates
 
 
 def key_and_source(config: DataConfig, eval_set: str | None) -> tuple[str, str]:
@@ -155,7 +155,7 @@ def _read_jsonl(path: Path) -> Iterator[Found]:
                 text = line.decode(
                     "utf-8-sig" if number == 1 else "utf-8"
                 )  # some editors mark its start
-                record = json.loads(text, object_pairs_hook=each_once)
+                record = json.loads(text, object_pairs_hook=reject_duplicates)
             except UnicodeDecodeError as error:
                 raise ConfigError(
                     f"{where}: not UTF-8 ({error.reason} at byte {error.start})"

@@ -50,11 +50,11 @@ def main() -> None:
     out = args.out or _FOLDERS[args.name]
 
     def quit_cleanly(_: int) -> None:
-        interrupt.tell("demo: stopped by Ctrl-C; the demo's model is not made")
+        interrupt.print_notice("demo: stopped by Ctrl-C; the demo's model is not made")
         shutil.rmtree(temporary_folder(out), ignore_errors=True)
         os._exit(1)
 
-    interrupt.hear(quit_cleanly)
+    interrupt.listen(quit_cleanly)
     os.environ["OMP_NUM_THREADS"] = (
         "1"  # torch reads it; on a busy machine a second thread makes it many times slower
     )

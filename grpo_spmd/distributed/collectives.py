@@ -24,10 +24,10 @@ _ALL_GATHER = getattr(
 def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
     """Collective. Give every rank the result of `fn(values in rank order)` on rank 0; all must survive JSON, floats do
     exactly, NaN too. What `fn` raises becomes a Rank0Error on every rank; a ConfigError stays one."""
-    return on_rank0_of_bytes(lambda parts: fn([json.loads(part) for part in parts]), _encode(value))
+    return on_rank0_bytes(lambda parts: fn([json.loads(part) for part in parts]), _encode(value))
 
 
-def on_rank0_of_bytes(fn: Callable[[list[bytes]], T], payload: bytes) -> T:
+def on_rank0_bytes(fn: Callable[[list[bytes]], T], payload: bytes) -> T:
     """Collective. `on_rank0` of what ranks have made bytes of themselves; the result must survive JSON."""
     payloads = gather_bytes(payload)
     said = _answer(
@@ -36,7 +36,7 @@ def on_rank0_of_bytes(fn: Callable[[list[bytes]], T], payload: bytes) -> T:
     return cast(T, json.loads(said))
 
 
-def shares_of_rank0(fn: Callable[[list[bytes]], list[bytes]], payload: bytes) -> bytes:
+def scatter_from_rank0(fn: Callable[[list[bytes]], list[bytes]], payload: bytes) -> bytes:
     """Collective. Give each rank its own of what `fn(payloads in rank order)` returns on rank 0, in rank order. Errors
     as by `on_rank0`."""
     return _answer(fn, gather_bytes(payload), _scatter_bytes)
@@ -137,7 +137,7 @@ def wait_for(works: list[dist.Work]) -> None:
         works.pop(0).wait()
 
 
-def ranks_that_differ(payload: bytes, group: dist.ProcessGroup) -> list[int]:
+def find_differing_ranks(payload: bytes, group: dist.ProcessGroup) -> list[int]:
     """Collective. The ranks of `group`, from 0, whose `payload` is not that of its first; the same list on all."""
     mine = _as_tensor(hashlib.sha256(payload).digest())
     digests = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -165,7 +165,7 @@ def sum_in_place(values: Tensor, group: dist.ProcessGroup | None = None) -> None
     dist.all_reduce(values, group=group)
 
 
-def of_first_in_group(make: Callable[[], T], group: dist.ProcessGroup) -> T:
+def on_first_in_group(make: Callable[[], T], group: dist.ProcessGroup) -> T:
     """Collective over `group`. What `make` returns on its first rank; it must survive JSON. Errors as by `on_rank0`."""
     payloads = [b""] if dist.get_rank(group) == 0 else None
     said = _answer(

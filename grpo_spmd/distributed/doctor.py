@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.schema import WatchdogConfig
 from grpo_spmd.distributed import exit, interrupt, processes
-from grpo_spmd.distributed.exit import Rank0Error, leave
+from grpo_spmd.distributed.exit import Rank0Error, exit_process
 from grpo_spmd.distributed.processes import MAX_TEXT, RankProcess, waits_for
 from grpo_spmd.files import hold_standard_streams
 
@@ -57,7 +57,7 @@ def start(store: Store, rank: int, world_size: int, config: WatchdogConfig) -> N
 def stop() -> None:
     """Watch no more; for the orderly end, when all is saved."""
     global _doctor
-    interrupt.is_over(0)
+    interrupt.leave_on_second_press(0)
     if _doctor is not None:
         _doctor.stop()
     _doctor = None
@@ -84,13 +84,13 @@ def count_collective() -> None:
         _doctor.sequence += 1
 
 
-def note_debugger(is_open: bool) -> None:
+def count_debugger(is_open: bool) -> None:
     """A debugger opens in a reward worker, or closes: no rank has limits meanwhile."""
     global _num_debuggers
     _num_debuggers += 1 if is_open else -1
 
 
-def note_waiting(where: Callable[[], str]) -> None:
+def describe_waiting_with(where: Callable[[], str]) -> None:
     """From here on a report has what `where` says of the processes that this rank waits for; any thread asks it."""
     global _waits_at
     _waits_at = where
@@ -102,9 +102,9 @@ def exit_with_outcome() -> Iterator[None]:
     hold_standard_streams()
     try:
         yield
-        leave(0)
+        exit_process(0)
     except BaseException as error:
-        interrupt.is_over(1)
+        interrupt.leave_on_second_press(1)
         if _doctor is not None:
             _doctor.fail(error)
         elif isinstance(
@@ -112,8 +112,8 @@ def exit_with_outcome() -> Iterator[None]:
         ):  # seen only now: it took the tokenizer or the model to see it
             with suppress(SystemExit):
                 refuse(error)
-            leave(2)
-        leave(
+            exit_process(2)
+        exit_process(
             1,
             ""
             if isinstance(error, KeyboardInterrupt)
@@ -121,7 +121,7 @@ def exit_with_outcome() -> Iterator[None]:
         )
 
 
-def report(error: BaseException) -> None:
+def report_failure(error: BaseException) -> None:
     """Have the doctor, if there is one, report a failure of this rank and end the process, or tell its host."""
     if _doctor is not None:
         _doctor.fail(error)
@@ -200,10 +200,10 @@ class Doctor:
                 time.sleep(
                     0.1
                 )  # not join(), after which an interrupted Python 3.11 takes the thread for ended
-        leave(1, f"rank {self._rank}: {self._fault.headline}\n{self._fault.traceback}")
+        exit_process(1, f"rank {self._rank}: {self._fault.headline}\n{self._fault.traceback}")
 
-    def _place(self) -> Place:
-        return Place(self._phase, self._step, self.sequence)
+    def _place(self) -> Position:
+        return Position(self._phase, self._step, self.sequence)
 
     def _now(self) -> float:
         return time.monotonic() - self._paused_s
@@ -342,7 +342,7 @@ class Doctor:
             ):
                 with suppress(OSError):
                     os.kill(peer.pid, signal.SIGKILL)
-        self._leave(report, report.text if alarm.by == self._rank else "")
+        self._exit_process(report, report.text if alarm.by == self._rank else "")
 
     def _say(self, rank: int, answer: Answer) -> None:
         self._watch_store.set(f"answer/{rank}", json.dumps(asdict(answer)))
@@ -378,7 +378,7 @@ class Doctor:
                 silent[rank] = peer
         return silent
 
-    def _last_place(self, rank: int) -> Place:
+    def _last_place(self, rank: int) -> Position:
         return _later(self._read(f"at/{rank}"), self._read(f"beat/{rank}"))
 
     def _waited_for(self, key: str, until: float) -> bool:
@@ -411,7 +411,7 @@ class Doctor:
         if self.tell is not None:
             self.tell(report.headline)
 
-    def _leave(self, report: Report, last_words: str) -> NoReturn:
+    def _exit_process(self, report: Report, last_words: str) -> NoReturn:
         """Via the error file for torchrun, to which the earliest one, the culprit's, is the root cause."""
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             is_other = self._rank != report.culprit
@@ -421,7 +421,7 @@ class Doctor:
                 Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": info}}))
         if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             time.sleep(1.0)  # the store is in this process: the others read the report from it
-        leave(report.code, last_words)
+        exit_process(report.code, last_words)
 
     def _leave_alone(self, error: Exception) -> NoReturn:
         why, fault = f"{type(error).__name__}: {error}", self._fault
@@ -429,13 +429,13 @@ class Doctor:
         text += f"\n{fault.traceback or fault.headline}" if fault is not None else ""
         if self.tell is not None and self._rank == 0:
             self.tell(text)
-        leave(2 if fault is not None and fault.kind == "config" else 1, text)
+        exit_process(2 if fault is not None and fault.kind == "config" else 1, text)
 
 
-def _later(at: dict[str, Any], beat: dict[str, Any]) -> Place:
+def _later(at: dict[str, Any], beat: dict[str, Any]) -> Position:
     """Of the places that a rank published, as it entered the phase and with its last beat."""
     last = max(at, beat, key=lambda place: place["sequence"])
-    return Place(last["phase"], last["step"], last["sequence"])
+    return Position(last["phase"], last["step"], last["sequence"])
 
 
 def _interrupt(number: int, _: FrameType | None) -> None:
@@ -449,7 +449,7 @@ _LOST_PEER = re.compile(r"onnection|gloo|NCCL|[Tt]imed out|Broken pipe|reset by 
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     phase: str
     step: int
     sequence: int  # phases and collectives that it has entered; all ranks count alike, so that a laggard has fewer
@@ -481,7 +481,7 @@ class Alarm:
 class Answer:
     """What a rank says of itself after an alarm, or what another of its host says of it."""
 
-    place: Place
+    place: Position
     answers: bool = True  # False: its Python does not run
     fault: Fault | None = None
     waits: Literal["collective", "device", ""] = ""  # what its main thread waits for
@@ -528,7 +528,10 @@ def answer_from(tree: dict[str, Any]) -> Answer:  # of dataclasses.asdict
     return Answer(
         **(
             tree
-            | {"place": Place(**tree["place"]), "fault": None if fault is None else Fault(**fault)}
+            | {
+                "place": Position(**tree["place"]),
+                "fault": None if fault is None else Fault(**fault),
+            }
         )
     )
 

@@ -29,7 +29,7 @@ class _StoppedError(Exception):
 
 
 @contextmanager
-def as_guest(release: Callable[[], None]) -> Iterator[None]:
+def embedded_run(release: Callable[[], None]) -> Iterator[None]:
     """Around a run. One of several ranks ends as the command does where it fails, all ranks together and with their
     processes, since nobody could take the others out of a collective. Alone, a failure is raised when the run is taken
     down: ConfigError and KeyboardInterrupt as they are, all else as RuntimeError with the report; `release` then ends
@@ -43,11 +43,11 @@ def as_guest(release: Callable[[], None]) -> Iterator[None]:
     of_log = list(log.handlers), log.level, log.propagate
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            interrupt.hear()
+            interrupt.listen()
             try:
                 yield
             except BaseException as error:
-                doctor.report(error)  # from the start of the session on it does not return
+                doctor.report_failure(error)  # from the start of the session on it does not return
                 raise
         else:
             with _alone(release):
@@ -81,7 +81,7 @@ def _alone(release: Callable[[], None]) -> Iterator[None]:
             raise _StoppedError
 
     failure: BaseException | None = None
-    with exit.hosted_by(tell):
+    with exit.embedded_in(tell):
         signal.signal(_STOPPED, stop)
         try:
             yield
@@ -89,7 +89,7 @@ def _alone(release: Callable[[], None]) -> Iterator[None]:
             is_running.clear()
             if not isinstance(error, ConfigError | _StoppedError):
                 with suppress(SystemExit):
-                    doctor.report(error)
+                    doctor.report_failure(error)
             is_callers = isinstance(error, ConfigError | KeyboardInterrupt)
             failure = error if is_callers else _failure_of(error, reports)
             _forget_frames(error)

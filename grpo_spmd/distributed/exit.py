@@ -74,7 +74,7 @@ class Terminal(QueueHandler):
 
 
 @contextmanager
-def hosted_by(tell: Callable[[str], None]) -> Iterator[None]:
+def embedded_in(tell: Callable[[str], None]) -> Iterator[None]:
     """Within it this process is not ours to end: whoever would leave it gives `tell` the last words, and its
     thread ends."""
     global _host
@@ -85,7 +85,7 @@ def hosted_by(tell: Callable[[str], None]) -> Iterator[None]:
         _host = None
 
 
-def is_hosted() -> bool:
+def is_embedded() -> bool:
     return _host is not None
 
 
@@ -115,13 +115,13 @@ def killed_after(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def orderly_end() -> Iterator[None]:
+def bounded_teardown() -> Iterator[None]:
     """Around what is taken down when all is saved and every rank knows it. Whoever hangs in it for a minute has come to
     its end all the same, and whoever is stopped is killed: torchrun waits for it, and the nodes would be held."""
     if _host is not None:
         yield
         return
-    timer = threading.Timer(_END_S, leave, (0,))
+    timer = threading.Timer(_END_S, exit_process, (0,))
     timer.daemon = True
     timer.start()
     try:
@@ -132,7 +132,7 @@ def orderly_end() -> Iterator[None]:
 
 
 @killed_after(3 * _FLUSH_S)
-def leave(code: int, last_words: str = "") -> NoReturn:
+def exit_process(code: int, last_words: str = "") -> NoReturn:
     """Exit without finalizers: vLLM's and the process group's wait for peers. The interpreter's own exit now and then
     aborts in threads that gloo left ("terminate called without an active exception"), to torchrun a failed run."""
     if _host is not None:

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from grpo_spmd.config.errors import say
-from grpo_spmd.distributed.exit import leave
+from grpo_spmd.distributed.exit import exit_process
 from grpo_spmd.distributed.processes import in_debugger
 
 Answer = Callable[[int], None]  # to the first press, the second, ...
@@ -28,7 +28,7 @@ _listener: _Listener | None = None
 _run_dir: Path | None = None
 
 
-def hear(answer: Answer | None = None) -> None:
+def listen(answer: Answer | None = None) -> None:
     """From here on a press is answered by `answer`; by default it ends this process, which has not trained yet. Does
     nothing where Ctrl-C is ignored (a shell's background job), or outside the main thread."""
     global _listener
@@ -64,29 +64,31 @@ def stop_with(stop: Callable[[], bool]) -> None:
                 f"{newest} stands (checkpoint.resume=auto)" if newest else "no checkpoint was saved"
             )
             _quit(f"Ctrl-C: out at once; {what}")
-        tell(f"Ctrl-C: {'finishing the update, then ' if stop() else ''}saving; again to quit now")
+        print_notice(
+            f"Ctrl-C: {'finishing the update, then ' if stop() else ''}saving; again to quit now"
+        )
 
     answer_with(answer)
 
 
-def take_again() -> None:
+def restore_handler() -> None:
     """In the main thread, where something else may have set a handler of its own."""
     if _listener is not None:
         _listener.take()
 
 
-def is_over(code: int) -> None:
+def leave_on_second_press(code: int) -> None:
     """All is saved, or the run has failed: it ends by itself, at the second press at once, with this exit code."""
-    answer_with(lambda number: leave(code) if number > 1 else None)
+    answer_with(lambda number: exit_process(code) if number > 1 else None)
 
 
-def tell_of(run_dir: str | os.PathLike[str]) -> None:
+def set_run_dir(run_dir: str | os.PathLike[str]) -> None:
     """The last words name the newest checkpoint of this folder."""
     global _run_dir
     _run_dir = Path(run_dir)
 
 
-def tell(text: str) -> None:
+def print_notice(text: str) -> None:
     """Show one sentence of the first rank of each node, on a line of its own: the terminal has shown ^C."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         say(("\n" if sys.stderr.isatty() else "") + text)
@@ -100,10 +102,10 @@ def quit_before_training(_: int) -> None:
 
 
 def _quit(text: str) -> NoReturn:
-    tell(text)
+    print_notice(text)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_FIRST_SAYS_S)  # torchrun ends the others as soon as one is gone
-    leave(1)
+    exit_process(1)
 
 
 def _newest_checkpoint() -> Path | None:

@@ -20,8 +20,8 @@ from typing import Any
 
 from grpo_spmd.config.errors import say
 from grpo_spmd.distributed import interrupt, startup
-from grpo_spmd.distributed.exit import leave
-from grpo_spmd.distributed.startup import collector_off
+from grpo_spmd.distributed.exit import exit_process
+from grpo_spmd.distributed.startup import garbage_collector_off
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -34,7 +34,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         interrupt.quit_before_training(number)
 
-    interrupt.hear(quit_alone)
+    interrupt.listen(quit_alone)
     startup.begin("starting the ranks")
     code = 1
     try:
@@ -48,7 +48,7 @@ def _run(arguments: list[str], folder: str) -> int:
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # torchrun sets the same, with a banner of six lines
-    with collector_off():
+    with garbage_collector_off():
         from torch.distributed import run
         from torch.distributed.elastic.agent.server import local_elastic_agent
         from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -64,7 +64,7 @@ def _run(arguments: list[str], folder: str) -> int:
             try:
                 started = super()._start_workers(*args, **options)
             finally:
-                interrupt.hear(self._on_press)
+                interrupt.listen(self._on_press)
             for number in _FORWARDED:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                     signal.signal(number, self._on_signal)
@@ -75,7 +75,7 @@ def _run(arguments: list[str], folder: str) -> int:
             num_there = self._forward(signal.SIGINT if number < 3 else signal.SIGKILL)
             if number > 1 and not num_there:  # it waits for the other nodes
                 shutil.rmtree(folder, ignore_errors=True)
-                leave(1)
+                exit_process(1)
 
         def _on_signal(self, number: int, _: FrameType | None) -> None:
             if not self._forward(number):

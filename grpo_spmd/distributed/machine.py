@@ -23,7 +23,7 @@ _log = logging.getLogger("grpo_spmd")
 _START_S_A_RANK = 10.0
 
 
-def own_device(local_rank: int) -> torch.device:
+def rank_device(local_rank: int) -> torch.device:
     """The GPU of this rank, or the CPU where the machine has none, or where they are hidden (CUDA_VISIBLE_DEVICES= ).
     Raises ConfigError: there are GPUs, and torch cannot use them, or there are fewer than ranks."""
     with warnings.catch_warnings():
@@ -88,13 +88,13 @@ def refuse_unreachable(store: Store, rank: int, world_size: int) -> None:
     ranks wait for each other until their limits are over."""
     if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
         return
-    store.set(f"host/{rank}", own_host())
+    store.set(f"host/{rank}", host_identity())
     address = None if os.environ.get("GLOO_SOCKET_IFNAME") else gloo_address()
     if address is None or not ip_address(address).is_loopback:
         return
     # One from the far end: rank 0's host, or for those on it the last rank's. Two launchers on one host are let be.
     others = {store.get(f"host/{other}").decode() for other in (0, world_size - 1)}
-    if others != {own_host()}:
+    if others != {host_identity()}:
         names = [name for _, name in socket.if_nameindex() if name != "lo"]
         there = f" (this host has {', '.join(names)})" if names else ""
         where = f"the name of host {socket.gethostname()!r} leads to {address}, where ranks of other hosts cannot reach it"
@@ -116,7 +116,7 @@ def gloo_address() -> str:
     return "127.0.0.1"
 
 
-def own_host() -> str:
+def host_identity() -> str:
     """Of this boot of the kernel and this network: the same for all processes that a loopback address joins."""
     boot, network = "", ""
     with suppress(OSError):
@@ -132,7 +132,7 @@ def check_setup() -> None:
             raise ConfigError(
                 f"pip installed torch {torch.__version__}, a build for the CPU: look at pip's indexes"
             )
-        own_device(0)
+        rank_device(0)
     except ConfigError as error:
         refuse(error)
 

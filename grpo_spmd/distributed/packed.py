@@ -18,7 +18,7 @@ def pack(header: Any, arrays: Iterable[Array] = ()) -> bytes:
     return b"".join([len(text).to_bytes(4, "little"), text, *(array.tobytes() for array in arrays)])
 
 
-class Unpacked:
+class PackedReader:
     """What `pack` made, read from its beginning."""
 
     def __init__(self, payload: bytes) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 
 from grpo_spmd.distributed import interrupt
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
-from grpo_spmd.distributed.exit import is_hosted
+from grpo_spmd.distributed.exit import is_embedded
 from grpo_spmd.distributed.processes import seconds_left
-from grpo_spmd.distributed.store import post, posted
+from grpo_spmd.distributed.store import post_notice, read_notice
 from grpo_spmd.files import write_durably
 from grpo_spmd.records import ScoredRollouts
 
@@ -75,7 +75,7 @@ class Preemption:
         """Collective. At the start of each step, and before an evaluation that follows the last: raises Preempted after
         a signal, or where less time is left than a step and a save take (0: none was made yet, so nobody knows)."""
         self._take_signals()  # vLLM, or a user's reward, may have set handlers of its own
-        if is_hosted():
+        if is_embedded():
             signal.signal(signal.SIGINT, self._on_interrupt)
         now = time.monotonic()
         if self._deadline is None:
@@ -113,19 +113,19 @@ class Preemption:
             self._aborting = self._why_give_up()
             now = time.monotonic()
             if self._aborting is not None:
-                post(_NOTICE, self._aborting)
+                post_notice(_NOTICE, self._aborting)
             elif now >= self._next_poll:
                 self._next_poll = now + _NOTICE_POLL_S
-                self._aborting = posted(_NOTICE)
+                self._aborting = read_notice(_NOTICE)
         return self._aborting is not None
 
     def check_scoring(self) -> None:
         """Raises what `guard` takes for the end of scoring, where some rank was signalled; waits for nobody."""
         if self._signal is not None:
-            post(_NOTICE, self._signal)
+            post_notice(_NOTICE, self._signal)
         elif (now := time.monotonic()) >= self._next_poll:
             self._next_poll = now + _NOTICE_POLL_S
-            self._aborting = self._aborting or posted(_NOTICE)
+            self._aborting = self._aborting or read_notice(_NOTICE)
         if self._signal is not None or self._aborting is not None:
             raise _GivenUpError
 
@@ -186,7 +186,7 @@ class Preemption:
                 signal.SIG_IGN,
             ):  # nohup
                 signal.signal(number, self._on_signal)
-        interrupt.take_again()
+        interrupt.restore_handler()
 
     def _on_press(self) -> bool:
         """Ctrl-C, heard in a thread of its own while this rank is anywhere. Whether an update must be finished."""

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from torch import Tensor
 
-from grpo_spmd.distributed.packed import Array, Unpacked, pack
+from grpo_spmd.distributed.packed import Array, PackedReader, pack
 
 Number = float | Tensor
 Fields = tuple[Any, ...]  # of one part
@@ -137,9 +137,9 @@ def _kind_of(value: Any) -> str | int | None:
 def merge_bytes(parts: Iterable[bytes]) -> Reductions:
     """What the ranks sent by `to_bytes`, in rank order, merged. Ranks with one header, mostly all, are read as one
     table: thousands of them, field by field, took rank 0 four times as long."""
-    alike: dict[bytes, list[tuple[int, Unpacked]]] = {}
+    alike: dict[bytes, list[tuple[int, PackedReader]]] = {}
     for rank, part in enumerate(parts):
-        packed = Unpacked(part)
+        packed = PackedReader(part)
         alike.setdefault(packed.header_text, []).append((rank, packed))
     found: dict[str, tuple[str, list[tuple[int, Fields]]]] = {}
     for of_ranks in alike.values():
@@ -175,7 +175,7 @@ def _width(kind: str | int | None) -> int:
     return kind if isinstance(kind, int) else int(kind is not None)
 
 
-def _bins(parts: Sequence[Unpacked], number: int) -> list[Any]:
+def _bins(parts: Sequence[PackedReader], number: int) -> list[Any]:
     """A histogram of many ranks."""
     bits = b"".join(packed.array(np.uint8, -(-number // 8)).tobytes() for packed in parts)
     there = np.unpackbits(

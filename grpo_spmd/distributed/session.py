@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from grpo_spmd.config.schema import WatchdogConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import barrier
-from grpo_spmd.distributed.machine import own_device, refuse_unreachable, with_time_to_start
+from grpo_spmd.distributed.machine import rank_device, refuse_unreachable, with_time_to_start
 from grpo_spmd.distributed.store import open_store
 
 _LIMITS = WatchdogConfig()
@@ -64,7 +64,7 @@ def start_session(
     )  # the flight recorder, for the doctor's report of a hang
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device, watchdog = own_device(local_rank), with_time_to_start(watchdog, world_size)
+    device, watchdog = rank_device(local_rank), with_time_to_start(watchdog, world_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = collective_timeout(watchdog)

@@ -74,7 +74,7 @@ class _Beat:
 
 
 @contextmanager
-def collector_off() -> Iterator[None]:
+def garbage_collector_off() -> Iterator[None]:
     """Collect no garbage within, and never look again at what there is at its end.
 
     torch, transformers and vLLM make a million objects that stay. Collections that go through all of them again and

@@ -27,23 +27,23 @@ def count_up(counter: str, by: int = 1) -> int:
     return int(_run_store().add(counter, by))
 
 
-def forget(counter: str) -> None:
+def delete_counter(counter: str) -> None:
     """Remove a counter that nobody asks for any more, or the store would grow."""
     _run_store().delete_key(counter)
 
 
-def own_store() -> dist.Store:
+def clone_store() -> dist.Store:
     """Over a connection of its own, for a thread: a call that waits would make the main thread wait too."""
     return _run_store().clone()  # type: ignore[attr-defined, no-any-return]
 
 
-def post(notice: str, text: str) -> None:
+def post_notice(notice: str, text: str) -> None:
     """Show `text` to all ranks under the name `notice`."""
     _run_store().set(notice, text)
 
 
-def posted(notice: str) -> str | None:
-    """What some rank has posted under this name, or None."""
+def read_notice(notice: str) -> str | None:
+    """What some rank has read_notice under this name, or None."""
     return _run_store().get(notice).decode() if _run_store().check([notice]) else None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from grpo_spmd.distributed.collectives import of_first_in_group, ranks_that_differ
+from grpo_spmd.distributed.collectives import find_differing_ranks, on_first_in_group
 from grpo_spmd.engine.requests import Answers, EngineStateError, Later, NextRequest, Place, Request
 from grpo_spmd.records import Completion
 
@@ -51,7 +51,7 @@ class Conversations:
         ]
         said = [request for _, request in asked if request is not None or self._answers is not None]
         unlike = (
-            ranks_that_differ(repr(said).encode(), self._group)
+            find_differing_ranks(repr(said).encode(), self._group)
             if said and self._group is not None
             else []
         )
@@ -78,7 +78,7 @@ class Conversations:
         if self._group is None:
             came = answers.ready(timeout_s)
         else:
-            said = of_first_in_group(
+            said = on_first_in_group(
                 lambda: [_packed(answer) for answer in answers.ready(timeout_s)], self._group
             )
             came = [_unpacked(answer) for answer in said]

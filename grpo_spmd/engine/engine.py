@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from grpo_spmd.config.schema import ModelConfig, RolloutConfig
 from grpo_spmd.distributed import doctor
-from grpo_spmd.distributed.collectives import any_rank, barrier, of_first_in_group
+from grpo_spmd.distributed.collectives import any_rank, barrier, on_first_in_group
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.conversations import Conversations
@@ -329,7 +329,7 @@ class RolloutEngine:
         """Collective over the engine's ranks, which schedule alike and so ask together: what the first one claims."""
         group = self._session.engine_group
         claimed = partial(claim, queue, num_jobs, self.num_engines)
-        return claimed() if group is None else of_first_in_group(claimed, group)
+        return claimed() if group is None else on_first_in_group(claimed, group)
 
     def _must_abort(self, num_steps: int) -> bool:
         """Collective over the engine's ranks: whether one of them should abort. They run, and stop, in lockstep."""

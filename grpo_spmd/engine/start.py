@@ -21,7 +21,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import ADAPTER_RANKS, LoraConfig, ModelConfig, RolloutConfig
 from grpo_spmd.data.cache import is_of_this_host, is_own_folder
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.distributed.startup import collector_off
+from grpo_spmd.distributed.startup import garbage_collector_off
 from grpo_spmd.engine.cache_room import cpu_cache_bytes, no_room_for_cache, refused_keys
 from grpo_spmd.model.config_json import head_dim
 from grpo_spmd.model.hf_files import load_config
@@ -36,7 +36,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
-@collector_off()  # half of its imports are made as it starts
+@garbage_collector_off()  # half of its imports are made as it starts
 def start_vllm(
     model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, session: Session
 ) -> Any:

@@ -298,7 +298,7 @@ class ChatFormat:
         messages: Sequence[Message],
         tools: Tools,
         num_first: int,
-        is_watched: Callable[[str], bool],
+        is_measured: Callable[[str], bool],
     ) -> tuple[str, list[Span]]:
         """The text of a conversation, and where in it the strings stand that are watched, of messages behind the first
         ones. Found by rendering with a word in the place of each, then with one of them as it is: what is then between
@@ -310,7 +310,7 @@ class ChatFormat:
         text, watched = self._render(clean, tools), list[str]()
 
         def is_slot(string: str) -> bool:
-            return is_watched(string) or _SLOT.search(string) is not None
+            return is_measured(string) or _SLOT.search(string) is not None
 
         def noted(string: str) -> str:
             if is_slot(string):

@@ -262,7 +262,7 @@ class _Session:
         None,
     )  # seconds before, and since when somebody waits now
 
-    def note_waiting(self) -> None:
+    def describe_waiting_with(self) -> None:
         before, since = self.waited
         if self.waiting and since is None:
             self.waited = before, time.monotonic()
@@ -517,7 +517,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             self._loop.create_future(),
         )
         session.waiting[call] = None
-        session.note_waiting()
+        session.describe_waiting_with()
         self._calls.append(call)
         with suppress(BlockingIOError):  # full: it is readable
             os.write(self._wakeup_write, b"\0")
@@ -533,7 +533,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         finally:
             call.reply.cancel()
             del session.waiting[call]
-            session.note_waiting()
+            session.describe_waiting_with()
 
     def _refuse_waiting(self, session: _Session) -> None:
         for call in session.waiting:

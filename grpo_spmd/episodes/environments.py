@@ -76,7 +76,7 @@ class Environments(AbstractContextManager["Environments"]):
             _log.info("chat template: %s", note)
         self._given = facts.reward_names
         self._weights |= zip(facts.reward_names, facts.weights, strict=True)
-        doctor.note_waiting(self._pool.where)
+        doctor.describe_waiting_with(self._pool.where)
         if facts.kind == "agent":
             self._endpoint = Endpoint()
             self._pool.add_file(self._endpoint.fileno())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig
-from grpo_spmd.distributed.collectives import exchange_bytes, shares_of_rank0
+from grpo_spmd.distributed.collectives import exchange_bytes, scatter_from_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import Credit, credited_tokens
 from grpo_spmd.learn.losses import kl_estimate
@@ -120,7 +120,7 @@ def penalise_rewards_by_kl(
         of_ranks = cut(*of_sampled(of_all, advantages)), cut(advantages[ids], num_trained)
         return [sampled + trained for sampled, trained in zip(*of_ranks, strict=True)]
 
-    values = np.frombuffer(shares_of_rank0(decide, local_kl.tobytes()), np.float32).tolist()
+    values = np.frombuffer(scatter_from_rank0(decide, local_kl.tobytes()), np.float32).tolist()
     own = dict(zip(decision.advantages, values, strict=False))
     of_rows = dict(zip(trained, values[len(own) :], strict=True))
     for micro_batch in batch.micro_batches:

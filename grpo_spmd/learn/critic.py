@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import CriticConfig, LossConfig, OptimizerConfig, TrainingConfig
-from grpo_spmd.distributed.collectives import any_rank, shares_of_rank0
+from grpo_spmd.distributed.collectives import any_rank, scatter_from_rank0
 from grpo_spmd.distributed.reductions import Max, Mean, Reductions, merge
 from grpo_spmd.learn.advantages import (
     advantages_of_tokens,
@@ -179,7 +179,7 @@ class Critic:
             header = np.array([mean, factor]).tobytes()
             return [header + part for part in cut(*of_sampled(of_all, advantages))]
 
-        share = shares_of_rank0(decide, np.concatenate([sums, own]).tobytes())
+        share = scatter_from_rank0(decide, np.concatenate([sums, own]).tobytes())
         mean, factor = np.frombuffer(share, np.float64, 2).tolist()
         values = np.frombuffer(share, np.float32, offset=16).tolist()
         advantages = dict(zip(decision.advantages, values, strict=True))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, TrainingConfig
-from grpo_spmd.distributed.collectives import on_rank0_of_bytes, shares_of_rank0
-from grpo_spmd.distributed.packed import Array, Unpacked, pack
+from grpo_spmd.distributed.collectives import on_rank0_bytes, scatter_from_rank0
+from grpo_spmd.distributed.packed import Array, PackedReader, pack
 from grpo_spmd.learn.advantages import batch_std, compute_advantages, overlong_penalties
 from grpo_spmd.learn.balance import plan_batch, plan_metrics, split_groups
 from grpo_spmd.records import (
@@ -46,7 +46,7 @@ class StepRules:
     num_ranks: int
     attention_cost_ratio: float = 0.0  # what a rollout costs beside its tokens, see balance.py
     discount: float | None = None  # environment.discount, see turn_credit.py
-    is_watched: bool = False  # rewards are there to be looked at: all advantages are 0
+    is_measured: bool = False  # rewards are there to be looked at: all advantages are 0
 
 
 class SampledStep:
@@ -81,13 +81,13 @@ class SampledStep:
         self.groups += groups
         self.scored.extend(scored)
         self._num_groups += expected
-        self.num_missing = on_rank0_of_bytes(
+        self.num_missing = on_rank0_bytes(
             lambda parts: self._rank0.add_round(parts, expected), facts
         )
 
     def decide(self) -> Decision:
         """Collective. Rank 0's decision about the step, as much of it as this rank needs."""
-        share = shares_of_rank0(lambda _: encode_shares(self._rank0.decide()), b"")
+        share = scatter_from_rank0(lambda _: encode_shares(self._rank0.decide()), b"")
         return decode_share(share, self.groups, self._group_size, self._rank0.decided)
 
 
@@ -197,7 +197,7 @@ class _Decider:
         self.decided = StepDecision(
             positions=positions,
             rewards=rewards.ravel(),
-            advantages=advantages_of(rewards, rules.advantage) * np.float32(not rules.is_watched),
+            advantages=advantages_of(rewards, rules.advantage) * np.float32(not rules.is_measured),
             in_loss=in_loss.ravel(),
             plan=plan,
             num_groups=self._num_groups,
@@ -459,7 +459,7 @@ def decode_facts(
     for rank, payload in enumerate(payloads):
         if not payload:
             continue
-        packed = Unpacked(payload)
+        packed = PackedReader(payload)
         num_groups[rank], own_names, statuses, retried, metrics, first_error, num_calls = (
             packed.header
         )
@@ -520,7 +520,7 @@ def decode_share(
     payload: bytes, groups: Sequence[RolloutGroup], group_size: int, of_all: StepDecision | None
 ) -> Decision:
     """This rank's, of `encode_shares`. `groups`: those that it sampled."""
-    share = Unpacked(payload)
+    share = PackedReader(payload)
     num_rollouts, num_tokens, num_sampled_tokens, num_loss_tokens, num_loss_sequences, num_rows = (
         share.header
     )

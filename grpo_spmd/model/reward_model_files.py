@@ -81,7 +81,7 @@ def read_reward_model(
         else None
     )
     return RewardModelFiles(
-        reward.shown_name, where, folder, _label(config, reward.label, f"{where}.label"), reward.max_tokens or most,
+        reward.metric_name, where, folder, _label(config, reward.label, f"{where}.label"), reward.max_tokens or most,
         reward.on_long == "drop_start", template, shapes,
     )  # fmt: skip
 

@@ -64,7 +64,7 @@ def banner(
         f", LoRA of rank {model.lora.rank}" if model.lora.rank else ""
     )
     yield f"data: {data.train}"
-    named = [(reward.shown_name, reward.weight) for reward in rewards]
+    named = [(reward.metric_name, reward.weight) for reward in rewards]
     if named:  # an environment may give the only one
         said = ", ".join(name if weight == 1 else f"{name} x {weight:g}" for name, weight in named)
         yield (

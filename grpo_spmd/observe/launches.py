@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpo_spmd
-from grpo_spmd.config.describe import redacted, redacted_arguments
+from grpo_spmd.config.describe import redact, redact_arguments
 from grpo_spmd.files import UntrustedError, open_regular, write_durably
 from grpo_spmd.observe.metrics_file import is_evaluation, lines_from_end
 
@@ -51,8 +51,8 @@ def begin_launch(
         "why": None,
         "first_step": first_step,
         "last_step": None,
-        "command": redacted_arguments(sys.argv),
-        "launcher": redacted_arguments(_command_of(os.getppid()))
+        "command": redact_arguments(sys.argv),
+        "launcher": redact_arguments(_command_of(os.getppid()))
         if under_torchrun
         else None,  # torchrun's own line
         "restart": is_restart,
@@ -101,7 +101,7 @@ class Launch:
 
     def fail(self, why: str) -> None:
         """By whichever rank says so, which waits for the disk for seconds and no longer."""
-        line = redacted(why.partition("\n")[0][:_LONGEST_LINE])
+        line = redact(why.partition("\n")[0][:_LONGEST_LINE])
         _within(_PATIENCE_S, lambda: self._complete("failed", line))
 
     def _complete(self, outcome: str, why: str | None) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from grpo_spmd.config.schema import LossConfig, TrainingConfig
-from grpo_spmd.distributed.collectives import on_rank0_of_bytes
-from grpo_spmd.distributed.packed import Unpacked, pack
+from grpo_spmd.distributed.collectives import on_rank0_bytes
+from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.distributed.reductions import Max, Reductions, merge_bytes, metric_values, to_bytes
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.losses import TILT_SUMS
@@ -99,7 +99,7 @@ class MetricsLog:
         written all the same: its figures are what one wants to see then."""
 
         def judge(parts: list[bytes]) -> None:
-            told = [Unpacked(part) for part in parts]
+            told = [PackedReader(part) for part in parts]
             sums = merge_bytes(of_rank.rest() for of_rank in told)
             waste = {
                 "rollout/tail_waste_frac": tail_waste_frac([of_rank.header for of_rank in told])
@@ -130,11 +130,11 @@ class MetricsLog:
                 raise
 
         self._generation_s = local_generation_s
-        on_rank0_of_bytes(judge, pack(local_generation_s) + to_bytes(local_sums))
+        on_rank0_bytes(judge, pack(local_generation_s) + to_bytes(local_sums))
 
     def end_step(self, step: int, decision: Decision) -> None:
         """Collective. Bring the ranks' times together and write the step."""
-        on_rank0_of_bytes(lambda parts: self._write_step(step, decision, parts), self._of_rank())
+        on_rank0_bytes(lambda parts: self._write_step(step, decision, parts), self._of_rank())
         self._largest.clear()
         self._timer.end_step()
 
@@ -182,7 +182,7 @@ class MetricsLog:
         return pack_spans(self._timer.spans, self._generation_s) + to_bytes(largest)
 
     def _write_step(self, step: int, decision: Decision, parts: list[bytes]) -> None:
-        told, world_size = [Unpacked(part) for part in parts], self._session.world_size
+        told, world_size = [PackedReader(part) for part in parts], self._session.world_size
         spans = [unpack_spans(of_rank) for of_rank in told]
         largest = metric_values(merge_bytes(of_rank.rest() for of_rank in told))
         metrics = {

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import PHASES
-from grpo_spmd.distributed.packed import Unpacked, pack
+from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.files import UntrustedError, open_regular, parse_object
 from grpo_spmd.observe.metrics_file import LineFile
 
@@ -68,7 +68,7 @@ def pack_spans(spans: Sequence[Span], generation_s: Sequence[float]) -> bytes:
     return pack(len(rows), [np.array(rows, np.float64).round().astype(np.int32)])
 
 
-def unpack_spans(part: Unpacked) -> _Numbers:
+def unpack_spans(part: PackedReader) -> _Numbers:
     """What `pack_spans` made; `part` goes on behind it."""
     return part.array(np.int32, 5 * part.header).reshape(-1, 5)
 

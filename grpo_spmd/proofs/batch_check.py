@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig
-from grpo_spmd.distributed.collectives import on_rank0, on_rank0_of_bytes, shares_of_rank0
-from grpo_spmd.distributed.packed import Unpacked, pack
+from grpo_spmd.distributed.collectives import on_rank0, on_rank0_bytes, scatter_from_rank0
+from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.learn.advantages import Credit, turn_advantages
 from grpo_spmd.learn.contexts import broken_rule, completion_contexts, turns_of
 from grpo_spmd.learn.sampled_step import SampledStep
@@ -78,7 +78,7 @@ class BatchCheck:
                 )
         penalised = {i: reward - kl.get(i, 0.0) for i, reward in shorter.items()}
         known = np.array([r for r in penalised.values() if not math.isnan(r)], np.float64)
-        whole = on_rank0_of_bytes(moments_of_all, known.tobytes())
+        whole = on_rank0_bytes(moments_of_all, known.tobytes())
         mine: list[tuple[int, int, float]] = []
         discount = sampled.rules.discount
         for group in sampled.groups:
@@ -87,7 +87,7 @@ class BatchCheck:
                 self._line([penalised[i] for i in ids], *whole),
                 [penalised[i] for i in ids],
             )
-            divisor = math.inf if sampled.rules.is_watched else divisor
+            divisor = math.inf if sampled.rules.is_measured else divisor
             advantages = [
                 0.0 if math.isnan(r) or math.isinf(divisor) else (r - center) / divisor
                 for r in of_group
@@ -142,7 +142,7 @@ class BatchCheck:
         # With so many groups in the step those of later positions are surplus.
         wanted = self._rollout.num_prompts_per_step if self._rollout.dynamic_sampling else math.inf
         judge = partial(misplaced, of_all=decision.of_all, wanted=wanted)
-        found.wrong.extend(on_rank0_of_bytes(judge, told(mine, trained, dropped)))
+        found.wrong.extend(on_rank0_bytes(judge, told(mine, trained, dropped)))
         self._check_denominators(found, batch)
         return found
 
@@ -288,7 +288,7 @@ def _kl_penalties(
         np.array([*own.values()], np.float64),
         np.array(sampled, np.int32),
     )
-    share = shares_of_rank0(kl_shares, pack([len(own), len(sampled)], arrays))
+    share = scatter_from_rank0(kl_shares, pack([len(own), len(sampled)], arrays))
     return dict(zip(sampled, np.frombuffer(share).tolist(), strict=True))
 
 
@@ -399,7 +399,7 @@ def misplaced(of_ranks: list[bytes], of_all: StepDecision | None, wanted: float)
             packed.array(kind, number).tolist()
             for kind, number in zip(_KINDS, packed.header, strict=True)
         ]
-        for packed in map(Unpacked, of_ranks)
+        for packed in map(PackedReader, of_ranks)
     ]
     sampled, trained, dropped = (
         [each for part in parts for each in part[which]] for which in (0, 1, 2)
@@ -438,7 +438,7 @@ def kl_shares(of_ranks: Sequence[bytes]) -> list[bytes]:
     """On rank 0, of each rank's trained ids (int32), what is taken off their rewards (float64) and sampled ids (int32):
     for each what is taken off those that it sampled, wherever they are trained on."""
     taken, sampled = dict[int, float](), list[list[int]]()
-    for packed in map(Unpacked, of_ranks):
+    for packed in map(PackedReader, of_ranks):
         num_trained, num_sampled = packed.header
         ids, values = (
             packed.array(np.int32, num_trained).tolist(),

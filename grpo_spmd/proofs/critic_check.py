@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_spmd.config.schema import CriticConfig, LossConfig
-from grpo_spmd.distributed.collectives import on_rank0, shares_of_rank0
-from grpo_spmd.distributed.packed import Unpacked, pack
+from grpo_spmd.distributed.collectives import on_rank0, scatter_from_rank0
+from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.model.values import PolicyValues, ValueModel
 from grpo_spmd.proofs.gradient_check import Found, plain_layers
@@ -198,7 +198,7 @@ class CriticCheck:
                 given[i] = _given(completion, reward, sampled.rules.discount is not None)
         trained = [i for row in batch.micro_batches for i in row.rollout_ids]
         payload = pack([len(trained)], [np.array(trained, np.int32)]) + _packed(given)
-        return _unpacked(Unpacked(shares_of_rank0(_dealt, payload)))
+        return _unpacked(PackedReader(scatter_from_rank0(_dealt, payload)))
 
 
 def lambda_returns(rewards: Numbers, values: Numbers, gamma: float, lam: Numbers) -> Numbers:
@@ -240,7 +240,7 @@ def _packed(given: Mapping[int, _Given]) -> bytes:
     )
 
 
-def _unpacked(packed: Unpacked) -> dict[int, _Given]:
+def _unpacked(packed: PackedReader) -> dict[int, _Given]:
     counts = packed.array(np.int32, 3 * packed.header[0]).reshape(-1, 3).tolist()
     return {
         i: _Given(n, packed.array(np.int32, k), packed.array(np.float64, k)) for i, n, k in counts
@@ -250,9 +250,9 @@ def _unpacked(packed: Unpacked) -> dict[int, _Given]:
 def _dealt(of_ranks: Sequence[bytes]) -> list[bytes]:
     """On rank 0: to each rank what it trains on."""
     known, wanted = dict[int, _Given](), list[list[int]]()
-    for packed in map(Unpacked, of_ranks):
+    for packed in map(PackedReader, of_ranks):
         wanted.append(packed.array(np.int32, packed.header[0]).tolist())
-        known |= _unpacked(Unpacked(packed.rest()))  # a rank may have none
+        known |= _unpacked(PackedReader(packed.rest()))  # a rank may have none
     return [_packed({i: known[i] for i in ids}) for ids in wanted]
 
 

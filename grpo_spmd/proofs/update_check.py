@@ -218,11 +218,15 @@ class UpdateCheck:
     @torch.no_grad()
     def _check_attached(self, batch: RolloutBatch) -> Found:
         """Collective. The old and reference logprobs that the loss is given are those of policy and reference."""
-        found, row, by_engine = Found(), batch.micro_batches[0], self._loss.old_logprobs == "engine"
-        lacks_old = row.old_logprobs is None and (by_engine or len(batch.mini_batches) > 1)
+        found, row, is_engine_judge = (
+            Found(),
+            batch.micro_batches[0],
+            self._loss.old_logprobs == "engine",
+        )
+        lacks_old = row.old_logprobs is None and (is_engine_judge or len(batch.mini_batches) > 1)
         if lacks_old or (row.ref_logprobs is None) != (self._reference is None):
             found.wrong.append("the loss is not given the old or reference logprobs that it needs")
-        old = ("old", row.old_logprobs, None if by_engine else self._policy)
+        old = ("old", row.old_logprobs, None if is_engine_judge else self._policy)
         for what, held, score in (old, ("reference", row.ref_logprobs, self._reference)):
             if held is not None and score is not None:
                 off = float((score(row)[0] - held).abs().nan_to_num().mean())

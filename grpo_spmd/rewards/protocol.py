@@ -65,14 +65,14 @@ def load_rewards(
     rewards: list[Reward] = []
     names: set[str] = set()
     for index, config in enumerate(configs):
-        where, name = f"rewards.{index}", config.shown_name
+        where, name = f"rewards.{index}", config.metric_name
         if name in names:
             raise ConfigError(
                 f"{where}.name: {name!r} is given twice; its metrics would overwrite each other"
             )
         names.add(name)
         if (
-            not config.is_called
+            not config.uses_pool
         ):  # rollout/reward_models.py or rollout/engine_judge.py scores with it
             continue
         if config.url is not None:
@@ -188,7 +188,7 @@ def _with_args(
     # Each run of model-written code may take its whole time: a call for the group would need the sum of them.
     alone = function is run_tests
     looks = "environments" in parameters
-    if looks and config.is_watched:
+    if looks and config.is_measured:
         why = "takes environments, and is called where they are, beside limits of calls"
         raise ConfigError(f"{where}: {callable_name(function)} {why}; take timeout_s and max_* out")
     alone |= (

@@ -15,7 +15,7 @@ import numpy as np
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.distributed.collectives import exchange_bytes
-from grpo_spmd.distributed.packed import Unpacked, pack
+from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.episodes.plain_text import PlainText, TemplateError, without_surrogates
@@ -39,7 +39,7 @@ class EngineJudge:
         if not getattr(tokenizer, "is_fast", False):
             what = "is not a fast one, which alone says where in a text a token stands; save it as tokenizer.json"
             raise ConfigError(f"{where}: the tokenizer of model.path {what}")
-        self.name, self.reply_tokens = config.shown_name, config.judge_tokens
+        self.name, self.reply_tokens = config.metric_name, config.judge_tokens
         self._judge, self._tokenizer, self._longest = (
             Judge(config, f"{where}.judge"),
             tokenizer,
@@ -176,7 +176,7 @@ class EngineJudges:
         )
         of_all: dict[Key, tuple[int, list[int]]] = {}
         for rank, payload in enumerate(exchange_bytes([packed] * self._num_ranks)):
-            unpacked = Unpacked(payload)
+            unpacked = PackedReader(payload)
             for slot, number, length in unpacked.header:
                 of_all[slot, number] = rank, unpacked.array(np.int32, length).tolist()
         jobs = [list(keys) for _, keys in groupby(sorted(of_all), key=lambda key: key[0])]

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_spmd.distributed.collectives import exchange_bytes, shares_of_rank0
-from grpo_spmd.distributed.packed import Unpacked, pack
+from grpo_spmd.distributed.collectives import exchange_bytes, scatter_from_rank0
+from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.learn.balance import fill_rows
 from grpo_spmd.model.hf_files import load_tokenizer
@@ -149,7 +149,7 @@ def score_over_ranks(
     equally often on all ranks."""
     arrays = np.array(keys, np.int64), np.array([len(text) for text in texts], np.int64)
     share = json.loads(
-        shares_of_rank0(lambda parts: _deal(parts, max_tokens), pack(len(texts), arrays))
+        scatter_from_rank0(lambda parts: _deal(parts, max_tokens), pack(len(texts), arrays))
     )
     sent = [_packed([texts[i] for i in numbers]) for numbers in share["give"]]
     received = [_unpacked(payload) for payload in exchange_bytes(sent)]
@@ -172,7 +172,7 @@ def score_over_ranks(
 def _deal(parts: list[bytes], max_tokens: int) -> list[bytes]:
     """On rank 0. Each rank's: `give`, of its texts the numbers of those for each rank, in the order in which they are
     sent; `rows`, of the texts that it forwards (rank that sent it, number in what that one sent)."""
-    found = [(unpacked := Unpacked(part), int(unpacked.header)) for part in parts]
+    found = [(unpacked := PackedReader(part), int(unpacked.header)) for part in parts]
     columns = [
         (unpacked.array(np.int64, number), unpacked.array(np.int64, number))
         for unpacked, number in found
@@ -207,7 +207,7 @@ def _packed(texts: Texts) -> bytes:
 
 
 def _unpacked(payload: bytes) -> list[list[int]]:
-    packed = Unpacked(payload)
+    packed = PackedReader(payload)
     return [packed.array(np.int32, length).tolist() for length in packed.header]
 
 

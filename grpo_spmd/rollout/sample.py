@@ -14,7 +14,7 @@ import numpy as np
 from grpo_spmd.config.schema import RolloutConfig
 from grpo_spmd.data.prompts import PromptStream, TailStream, check_enough_to_launch
 from grpo_spmd.distributed.collectives import on_rank0
-from grpo_spmd.distributed.store import count_up, forget
+from grpo_spmd.distributed.store import count_up, delete_counter
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Place, Request, Task
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, rollout_seed
@@ -324,7 +324,7 @@ class TailRace:
 
     def judge(self, parts: Sequence[dict[str, Any]]) -> tuple[list[int], dict[str, float]]:
         """On rank 0: the slots that the step is made of, and the round's metrics."""
-        forget(self.counter)  # all ranks have stopped asking
+        delete_counter(self.counter)  # all ranks have stopped asking
         places = sorted(tuple(place) for part in parts for place in part["places"])
         taken = {*self.complete, *(slot for _, slot in places[: self._num_to_come])}
         finished = [*self.kept, *(tuple(tokens) for part in parts for tokens in part["tokens"])]

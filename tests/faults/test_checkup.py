@@ -200,12 +200,12 @@ def test_ranks_of_srun_speak_once(tmp_path: Path) -> None:
 SLEEPER = """import sys, time
 from grpo_spmd.tools.checkup.exchange import Exchange, launched
 from grpo_spmd.tools.checkup.reduce import open_store
-from grpo_spmd.distributed.machine import own_host
+from grpo_spmd.distributed.machine import host_identity
 from torch.distributed import PrefixStore
 import os
 store = open_store(os.environ, 60.0, serves=False)
 exchange = Exchange(PrefixStore("checkup//0", store), 1, 2)
-exchange.post("found", {"host": "h", "node": own_host(), "local_rank": 1, "lines": []})
+exchange.post("found", {"host": "h", "node": host_identity(), "local_rank": 1, "lines": []})
 time.sleep(600)
 """
 

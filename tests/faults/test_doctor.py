@@ -218,11 +218,11 @@ def test_without_a_fault_nothing_is_said(found: dict[Any, Any]) -> None:
 
 ENDS = {
     "stopped at the end, killed": (
-        "with ending.orderly_end(): os.kill(os.getpid(), signal.SIGSTOP)",
+        "with ending.bounded_teardown(): os.kill(os.getpid(), signal.SIGSTOP)",
         -9,
     ),
-    "hangs at the end, a success": ("with ending.orderly_end(): time.sleep(600)", 0),
-    "fails at the end": ("with ending.orderly_end(): raise SystemExit(3)", 3),
+    "hangs at the end, a success": ("with ending.bounded_teardown(): time.sleep(600)", 0),
+    "fails at the end": ("with ending.bounded_teardown(): raise SystemExit(3)", 3),
     "in time": ("with ending.killed_after(1): pass\ntime.sleep(1.5)", 0),
 }
 

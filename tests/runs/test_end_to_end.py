@@ -21,7 +21,7 @@ import pytest
 import transformers
 import yaml
 
-from grpo_spmd.config.describe import flat_config
+from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.recipes import RECIPES, Algorithm
 from grpo_spmd.demo.countdown import make_demo
@@ -327,7 +327,7 @@ def test_a_named_recipe_trains(demo: Path, name: Algorithm) -> None:
     run = train(demo, demo.parent / name, f"algorithm={name}", *needs, *sizes)
     config = load_config(run.folder / "config.yaml")
     assert config.algorithm == name
-    assert RECIPES[name].values.items() <= flat_config(config).items()
+    assert RECIPES[name].values.items() <= flatten_config(config).items()
     assert [m["step"] for m in run.metrics] == [1, 2]
     assert all(
         math.isfinite(m["loss/policy"]) and m["optim/grad_norm"] > 0 and brings in m

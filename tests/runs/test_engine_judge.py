@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config_of(folder: Path, name: str, **sections: Any) -> Path:
+def build_config(folder: Path, name: str, **sections: Any) -> Path:
     (folder / name).mkdir()
     judge = {
         "url": "engine",
@@ -87,7 +87,7 @@ def config_of(folder: Path, name: str, **sections: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def run_dir(folder: Path) -> Path:
-    train(2, config_of(folder, "whole"))
+    train(2, build_config(folder, "whole"))
     return folder / "whole" / "run"
 
 
@@ -146,7 +146,7 @@ def test_metrics_count_what_became_of_replies(run_dir: Path) -> None:
 
 
 def test_a_resumed_run_has_the_same_replies_to_the_bit(run_dir: Path, folder: Path) -> None:
-    config = config_of(
+    config = build_config(
         folder, "resumed", checkpoint={"resume": str(run_dir / "checkpoints" / "step_000001")}
     )
     train(2, config)
@@ -192,7 +192,7 @@ class Game:
 def test_episodes_are_judged_whole_and_failed_ones_not_at_all(folder: Path) -> None:
     """On two ranks of one engine, of which the first alone has episodes."""
     (folder / "game.py").write_text(GAME)
-    config = config_of(
+    config = build_config(
         folder,
         "episodes",
         environment={"gym": f"{folder}/game.py:Game", "max_tokens": 60},

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from grpo_spmd.config.describe import flat_config
+from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.load import load_config
 from tests.support.models import make_model, write_config
 from tests.support.processes import run_command
@@ -37,7 +37,7 @@ def test_the_command_imports_no_torch_and_plans_a_run_that_is_under_way(tmp_path
         line.split()[0]: line for line in lines[lines.index("where each value came from") + 1 : -1]
     }
     config = load_config(path, ["optimizer.lr=3e-3"])
-    assert list(table) == list(flat_config(config))
+    assert list(table) == list(flatten_config(config))
     assert table["optimizer.lr"].split() == ["optimizer.lr", "0.003", "command", "line"]
     number = path.read_text().splitlines().index("  max_prompt_tokens: 16") + 1
     assert table["data.max_prompt_tokens"].split() == [

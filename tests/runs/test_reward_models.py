@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config_of(folder: Path, name: str, **sections: Any) -> Path:
+def build_config(folder: Path, name: str, **sections: Any) -> Path:
     (folder / name).mkdir()
     return write_config(
         folder / name,
@@ -71,7 +71,7 @@ def config_of(folder: Path, name: str, **sections: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def run_dir(folder: Path) -> Path:
-    config = config_of(
+    config = build_config(
         folder, "whole", model={"path": str(folder / "model"), "dtype": "float32", "offload": True}
     )
     output = train(2, config)
@@ -118,7 +118,7 @@ def test_metrics_and_evaluation_have_the_models_scores(run_dir: Path) -> None:
 
 
 def test_a_resumed_run_has_the_same_scores_to_the_bit(run_dir: Path, folder: Path) -> None:
-    config = config_of(
+    config = build_config(
         folder, "resumed", checkpoint={"resume": str(run_dir / "checkpoints" / "step_000002")}
     )
     train(2, config)

@@ -8,7 +8,7 @@ from grpo_spmd.checkpoint.export import export_checkpoint
 from grpo_spmd.checkpoint.run_dir import checkpoint_path
 from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import run_facts
-from grpo_spmd.config.describe import flat_config
+from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.collectives import barrier
@@ -24,7 +24,7 @@ def checkpoints_of(
 ) -> Checkpoints:
     """As a run over no prompts would have them."""
     run_dir, num_steps = Path(config.run_dir), config.training.num_steps
-    facts = run_facts(flat_config(config), [], session, {})
+    facts = run_facts(flatten_config(config), [], session, {})
     return Checkpoints(run_dir, config.checkpoint, num_steps, session, policy, updater, facts)
 
 

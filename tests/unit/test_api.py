@@ -26,7 +26,7 @@ from grpo_spmd import api
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RewardConfig, RewardPoolConfig, WatchdogConfig
-from grpo_spmd.distributed.embedded_run import as_guest
+from grpo_spmd.distributed.embedded_run import embedded_run
 from grpo_spmd.distributed.session import start_session
 from grpo_spmd.files import hold_standard_streams
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
@@ -275,7 +275,10 @@ def _as_guest_of_this_process(block: Callable[[], None]) -> tuple[str, str]:
         released.append("group" if dist.is_initialized() else "no group")
         api._release()
 
-    with pytest.raises((RuntimeError, ConfigError, KeyboardInterrupt)) as caught, as_guest(release):
+    with (
+        pytest.raises((RuntimeError, ConfigError, KeyboardInterrupt)) as caught,
+        embedded_run(release),
+    ):
         block()
     assert [signal.getsignal(number) for number in numbers] == before
     assert not dist.is_initialized()
@@ -339,7 +342,7 @@ def test_only_the_main_thread_may_run(tmp_path: Path) -> None:
 
     def call() -> None:
         try:
-            with as_guest(lambda: None):
+            with embedded_run(lambda: None):
                 pass
         except ConfigError as error:
             found.append(error)

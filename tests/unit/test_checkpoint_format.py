@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from grpo_spmd.checkpoint.manifest import write_manifest
 from grpo_spmd.checkpoint.restore import find_start, load_state
 from grpo_spmd.checkpoint.state import RunFacts, run_facts
-from grpo_spmd.config.describe import flat_config
+from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
@@ -60,7 +60,7 @@ def write_by_hand(run: Path, config: Config, state: dict[str, torch.Tensor]) -> 
         tokens.update(number.to_bytes(8, "little"))
     trainer = {
         "format": 1, "step": 3, "position": 21, "num_updates": 6, "skipped_in_a_row": 1, "mismatch_scale": [1e-7, 2e-6],
-        "model_fingerprint": model.hexdigest(), "data_fingerprint": tokens.hexdigest(), "config": flat_config(config),
+        "model_fingerprint": model.hexdigest(), "data_fingerprint": tokens.hexdigest(), "config": flatten_config(config),
         "model_path": config.model.path, "dtype": "float32", "world_size": 2,
     }  # fmt: skip
     (folder / "trainer.json").write_text(json.dumps(trainer))
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_an_earlier_version_loads(
     state |= {f"exp_avg_sq.{name}": tensor.square() for name, tensor in weights.items()}
     write_by_hand(run, config, state)
 
-    facts = run_facts(flat_config(config), PROMPTS, session, {})
+    facts = run_facts(flatten_config(config), PROMPTS, session, {})
     start = find_start(run, "auto", session, facts, 3, False)
     assert (start.step, start.position, start.goes_on, start.is_over) == (3, 21, True, True)
     assert not find_start(run, "auto", session, facts, 4, False).is_over
@@ -141,19 +141,19 @@ def test_a_checkpoint_of_an_earlier_version_loads(
     reward.write_text("1")
     tokenizer = (model / "tokenizer.json").read_bytes()
     (model / "tokenizer.json").write_bytes(tokenizer + b" ")
-    edited = run_facts(flat_config(config), PROMPTS, session, {})
+    edited = run_facts(flatten_config(config), PROMPTS, session, {})
     assert "was written: tokenizer.json of model.path edited; ranks 2 -> 1" in said(edited)
     why = "(tokenizer.json of model.path edited; ranks 2 -> 1); restore it"
     assert why in str(refusal(replace(edited, data_fingerprint="")))
     (model / "tokenizer.json").write_bytes(tokenizer)
-    edited = run_facts(flat_config(config), data, session, {})
+    edited = run_facts(flatten_config(config), data, session, {})
     assert "was written: answers and other columns of data.train edited" in said(
         replace(edited, world_size=2)
     )
     spec = {"rewards.0.function": f"{reward}:f"}
-    first = run_facts(flat_config(config) | spec, PROMPTS, session, {"held": PROMPTS})
+    first = run_facts(flatten_config(config) | spec, PROMPTS, session, {"held": PROMPTS})
     reward.write_text("2")
-    again = run_facts(flat_config(config) | spec, PROMPTS, session, {"held": data})
+    again = run_facts(flatten_config(config) | spec, PROMPTS, session, {"held": data})
     names = {name for name in first.contents if first.contents[name] != again.contents[name]}
     assert names == {f"rewards.0.function ({reward}:f)", "data.eval.held"}
 

@@ -26,7 +26,7 @@ rewards: [{{name: format, args: {{pattern: x}}}}]
 @pytest.fixture(autouse=True)
 def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What it changes of its process: it execs another one, or ends, and never comes back."""
-    monkeypatch.setattr(interrupt, "hear", lambda *_: None)
+    monkeypatch.setattr(interrupt, "listen", lambda *_: None)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["grpo-spmd"])
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):

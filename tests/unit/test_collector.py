@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from grpo_spmd.distributed.startup import collector_off
+from grpo_spmd.distributed.startup import garbage_collector_off
 from tests.support.processes import run_command
 
 
 def test_it_is_as_it_was_afterwards() -> None:
     def fails() -> None:
-        with collector_off():
+        with garbage_collector_off():
             assert not gc.isenabled()
             raise ValueError("gone")
 
@@ -24,7 +24,7 @@ def test_it_is_as_it_was_afterwards() -> None:
     assert gc.isenabled()
     gc.disable()
     try:
-        with collector_off():
+        with garbage_collector_off():
             pass
         assert not gc.isenabled()
     finally:
@@ -34,10 +34,10 @@ def test_it_is_as_it_was_afterwards() -> None:
 
 COUNTS = """
 import gc, json, sys
-from grpo_spmd.distributed.startup import collector_off
+from grpo_spmd.distributed.startup import garbage_collector_off
 collections = []
 gc.callbacks.append(lambda phase, info: phase == "start" and collections.append(info["generation"]))
-with collector_off():
+with garbage_collector_off():
     import torch
 within, left = len(collections), len(gc.get_objects())
 gc.unfreeze()

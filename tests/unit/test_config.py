@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from grpo_spmd.config import load
-from grpo_spmd.config.describe import config_to_dict, describe_keys, flat_config
+from grpo_spmd.config.describe import config_to_dict, describe_keys, flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import Config
@@ -531,7 +531,7 @@ def test_help_fits_the_terminal_and_names_each_key_at_the_start_of_a_line(column
 def test_what_can_mean_one_thing_alone_is_taken_for_it(
     override: str, key: str, value: Any, tmp_path: Path
 ) -> None:
-    found = flat_config(_load(tmp_path, None, override))[key]
+    found = flatten_config(_load(tmp_path, None, override))[key]
     assert (found, type(found)) == (value, type(value))
 
 

@@ -24,7 +24,7 @@ from grpo_spmd.checks.memory import extra_passes, size_text
 from grpo_spmd.checks.signals import check_critic_model, critic_rows
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
-from grpo_spmd.distributed.packed import Unpacked, pack
+from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import (
     advantages_of_tokens,
@@ -281,7 +281,7 @@ def test_a_rank_without_a_group_takes_part_in_the_check() -> None:
     parts = [(given, [5]), ({}, [4, 6])]
     payloads = [pack([len(ids)], [np.array(ids, np.int32)]) + _packed(own) for own, ids in parts]
     assert len(payloads[0]) < 24 * 3 + 12 + 30
-    shares = [_unpacked(Unpacked(share)) for share in _dealt(payloads)]
+    shares = [_unpacked(PackedReader(share)) for share in _dealt(payloads)]
     found = [
         {i: (n, p.tolist(), r.tolist()) for i, (n, p, r) in share.items()}
         for share in [

@@ -8,7 +8,7 @@ from grpo_spmd.distributed.doctor import (
     Alarm,
     Answer,
     Fault,
-    Place,
+    Position,
     fault_of,
     find_culprit,
     write_report,
@@ -18,7 +18,7 @@ from grpo_spmd.proofs.logprob_check import MismatchError
 
 
 def answer(sequence: int = 9, phase: str = "update", **facts: Any) -> Answer:
-    return Answer(Place(phase, 3, sequence), **facts)
+    return Answer(Position(phase, 3, sequence), **facts)
 
 
 def test_the_culprit_of_a_hang() -> None:

@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config_of(
+def build_config(
     folder: Path, models: Path, model: str = "chat", rubric: str = RUBRIC, **entry: Any
 ) -> Path:
     (folder / "rubric.md").write_text(rubric)
@@ -51,7 +51,7 @@ def config_of(
 
 
 def loaded(*of: Any, **more: Any) -> Config:
-    return load_config(config_of(*of, **more))
+    return load_config(build_config(*of, **more))
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_what_means_nothing_for_it_is_refused(
 
 def test_it_is_no_function_and_has_no_limits_of_calls(models: Path, tmp_path: Path) -> None:
     config = loaded(tmp_path, models)
-    assert config.rewards[0].shown_name == "judge"
-    assert (config.called_rewards, config.rewards[0].is_watched) == ((), False)
+    assert config.rewards[0].metric_name == "judge"
+    assert (config.pool_rewards, config.rewards[0].is_measured) == ((), False)
     assert load_rewards(config.rewards) == []
     check_calls(config.rewards, 8)
     with pytest.raises(ConfigError, match=r"rewards\.1\.name: 'judge' is given twice"):
@@ -196,7 +196,7 @@ def test_a_model_whose_rotary_factors_follow_the_engines_longest_text_is_refused
 
 
 def test_explain_says_how_long_the_engines_texts_are(models: Path, tmp_path: Path) -> None:
-    config, sources = load_config_with_sources(config_of(tmp_path, models))
+    config, sources = load_config_with_sources(build_config(tmp_path, models))
     rows = [line.split("  ") for line in explain(config, sources, None, 32, 1)]
     shown = {row[1]: next(part for part in row[2:] if part).strip() for row in rows if len(row) > 2}
     assert shown["longest prompt of judge, tokens"] == "615"

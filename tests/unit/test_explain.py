@@ -20,7 +20,7 @@ import yaml
 from torch.profiler import ProfilerActivity, profile
 
 from grpo_spmd.checks import explain, memory
-from grpo_spmd.config.describe import flat_config
+from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import Config, LoraConfig
@@ -36,7 +36,7 @@ def sources_of(tmp_path: Path, text: str, *overrides: str) -> dict[str, str]:
     path.write_text(text)
     config, sources = load_config_with_sources(path, overrides)
     assert config == load_config(path, overrides)
-    assert list(sources) == list(flat_config(config))
+    assert list(sources) == list(flatten_config(config))
     return {name: source.replace(f"{path}:", "x.yaml:") for name, source in sources.items()}
 
 
@@ -238,14 +238,14 @@ def test_the_end_says_what_is_set_and_the_defaults_only_when_asked(
     with_defaults: bool, tmp_path: Path
 ) -> None:
     config = a_config(tmp_path, "optimizer.lr=3e-3")
-    sources = dict.fromkeys(flat_config(config), "default") | {
+    sources = dict.fromkeys(flatten_config(config), "default") | {
         "optimizer.lr": "command line",
         "run_dir": "x:1",
     }
     lines = explain.explain(config, sources, None, 60, 1, with_defaults=with_defaults)
     last = lines[lines.index("where each value came from") + 1 :]
     if with_defaults:
-        assert [line.split()[0] for line in last] == list(flat_config(config))
+        assert [line.split()[0] for line in last] == list(flatten_config(config))
     else:
         assert [line.split()[0] for line in last[:-1]] == ["run_dir", "optimizer.lr"]
         assert (
@@ -260,7 +260,7 @@ def rows_of(
     """{name: [value, how, ...]} of the derived part, a name of two sections with both."""
     lines = explain.explain(
         config,
-        dict.fromkeys(flat_config(config), "default"),
+        dict.fromkeys(flatten_config(config), "default"),
         model,
         num_rows=num_rows,
         num_ranks=num_ranks,
@@ -346,7 +346,7 @@ def test_without_the_model_the_rest_is_still_said(tmp_path: Path) -> None:
         "loss.rollout_correction=none",
     )
     lines = explain.explain(
-        config, dict.fromkeys(flat_config(config), "default"), None, num_rows=60, num_ranks=1
+        config, dict.fromkeys(flatten_config(config), "default"), None, num_rows=60, num_ranks=1
     )
     assert any("of some/model are not known here" in line for line in lines)
     rows = rows_of(config, None)

@@ -20,8 +20,8 @@ PROGRAM = """
 import ctypes, signal, sys, time
 from grpo_spmd.distributed import interrupt
 {before}
-interrupt.hear()
-interrupt.tell_of(sys.argv[1])
+interrupt.listen()
+interrupt.set_run_dir(sys.argv[1])
 {body}
 print("ready", flush=True)
 while True:
@@ -106,7 +106,7 @@ def test_while_it_trains_the_first_stops_the_run_and_the_second_ends_it(
 
 
 def test_when_all_is_saved_only_the_second_ends_it_and_well(tmp_path: Path) -> None:
-    process = ready(start(tmp_path, "interrupt.is_over(0)"))
+    process = ready(start(tmp_path, "interrupt.leave_on_second_press(0)"))
     process.send_signal(signal.SIGINT)
     time.sleep(1.2)
     assert process.poll() is None
@@ -152,11 +152,11 @@ def test_the_demos_model_half_made_leaves_nothing_behind(tmp_path: Path) -> None
 DEBUGGED = """
 import time
 from grpo_spmd.distributed import interrupt
-interrupt.hear()
+interrupt.listen()
 interrupt.stop_with(lambda: print("stops", flush=True))
 breakpoint()
 while True:
-    interrupt.take_again()  # as each step does
+    interrupt.restore_handler()  # as each step does
     print("works", flush=True)
     time.sleep(0.1)
 """

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 import grpo_spmd
-from grpo_spmd.config.describe import redacted
+from grpo_spmd.config.describe import redact
 from grpo_spmd.observe import launches
 from grpo_spmd.observe.launches import Launch, begin_launch, other_versions, read_launches
 
@@ -209,7 +209,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(
     ],
 )
 def test_secrets_are_masked_and_what_sounds_like_one_is_not(text: str, expected: str) -> None:
-    assert redacted(text) == expected
+    assert redact(text) == expected
 
 
 def test_a_secret_may_be_an_argument_of_its_own(

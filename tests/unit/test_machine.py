@@ -47,7 +47,7 @@ def eight_unusable_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("eight_unusable_gpus")
 def test_gpus_that_torch_cannot_use_are_no_cpu_run() -> None:
     with pytest.raises(ConfigError) as said:
-        machine.own_device(0)
+        machine.rank_device(0)
     assert str(said.value) == (
         f"this machine has 8 GPUs with driver 535.104.05, and torch {torch.__version__} (CUDA 13.0) cannot use them: "
         "The NVIDIA driver on your system is too old (found version 12020); update the driver, or install a torch for "
@@ -59,7 +59,7 @@ def test_gpus_that_torch_cannot_use_are_no_cpu_run() -> None:
 @pytest.mark.parametrize("hidden", ["", "-1", "-1,0", "NoDevFiles", "none"])
 def test_gpus_that_are_hidden_are_meant_to_be(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    assert machine.own_device(0) == torch.device("cpu")
+    assert machine.rank_device(0) == torch.device("cpu")
 
 
 @pytest.mark.usefixtures("eight_unusable_gpus")
@@ -68,7 +68,7 @@ def test_gpus_that_are_named_and_not_there_are_no_cpu_run(monkeypatch: pytest.Mo
     with pytest.raises(
         ConfigError, match="look whether CUDA_VISIBLE_DEVICES=9 names GPUs that are there, update"
     ):
-        machine.own_device(0)
+        machine.rank_device(0)
 
 
 def test_a_device_that_may_not_be_opened_is_none(
@@ -109,7 +109,7 @@ def test_a_build_for_the_cpu_beside_gpus_says_so(
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(logging.getLogger("grpo_spmd"), "propagate", True)
-    assert machine.own_device(0) == machine.own_device(1) == torch.device("cpu")
+    assert machine.rank_device(0) == machine.rank_device(1) == torch.device("cpu")
     assert [record.getMessage() for record in caplog.records] == [
         f"this machine has 8 GPUs, and torch {torch.__version__} is a build for the CPU: training there"
     ]
@@ -118,11 +118,11 @@ def test_a_build_for_the_cpu_beside_gpus_says_so(
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert machine.own_device(3) == torch.device("cuda", 3)
+    assert machine.rank_device(3) == torch.device("cuda", 3)
     with pytest.raises(
         ConfigError, match=r"rank 4 of this node .* has no GPU: torch sees 4; start as many ranks"
     ):
-        machine.own_device(4)
+        machine.rank_device(4)
 
 
 # E11: where other hosts find this one
@@ -156,7 +156,7 @@ def as_two_hosts(monkeypatch: pytest.MonkeyPatch, address: str, other: str) -> H
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(machine, "gloo_address", lambda: address)
-    monkeypatch.setattr(machine, "own_host", lambda: "here")
+    monkeypatch.setattr(machine, "host_identity", lambda: "here")
     store = HashStore()
     store.set_timeout(timedelta(seconds=1))
     store.set("host/15", other)
@@ -192,7 +192,7 @@ def test_who_can_be_reached_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_host_is_its_name_its_boot_and_its_network() -> None:
     """Equal for all its processes, and for no other host, nor a container of the same name."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert machine.own_host().split() == [
+    assert machine.host_identity().split() == [
         socket.gethostname(),
         boot,
         os.readlink(f"/proc/{os.getppid()}/ns/net"),

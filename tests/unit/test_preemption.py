@@ -270,7 +270,7 @@ def test_a_signal_ends_an_update_between_its_micro_batches(session: None) -> Non
 
 
 def test_a_signal_ends_scoring_and_the_ranks_agree_on_it(session: None) -> None:
-    """Of this rank, or of another one: it has posted a notice."""
+    """Of this rank, or of another one: it has read_notice a notice."""
     for is_own in (True, False):
         preemption = Preemption(None)
         preemption.begin_step()
@@ -280,12 +280,12 @@ def test_a_signal_ends_scoring_and_the_ranks_agree_on_it(session: None) -> None:
             if is_own:
                 os.kill(os.getpid(), signal.SIGTERM)
             else:
-                store.post("preempted", "SIGUSR1")
+                store.post_notice("preempted", "SIGUSR1")
                 preemption._next_poll = 0.0
             preemption.check_scoring()
             raise AssertionError("it scores on")
 
         with pytest.raises(Preempted, match=r"^SIGTERM$" if is_own else r"^SIGUSR1$"):
             preemption.guard(score)()
-        assert store.posted("preempted") is not None
+        assert store.read_notice("preempted") is not None
         store._run_store().delete_key("preempted")

@@ -15,9 +15,9 @@ from grpo_spmd.checks.engine_keys import idle_keys
 from grpo_spmd.checks.explain import explain
 from grpo_spmd.checks.memory import advice
 from grpo_spmd.config.coerce import key_names
-from grpo_spmd.config.describe import config_to_dict, flat_config
+from grpo_spmd.config.describe import config_to_dict, flatten_config
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.load import config_of, load_config, load_config_with_sources
+from grpo_spmd.config.load import build_config, load_config, load_config_with_sources
 from grpo_spmd.config.recipes import RECIPES, Algorithm, recipes_as_markdown
 from grpo_spmd.config.schema import Config
 from grpo_spmd.tools.report.overview import config_rows
@@ -56,7 +56,7 @@ def test_a_recipe_stands_by_itself(name: Algorithm) -> None:
     what --explain advises against."""
     values = RECIPES[name].values
     config, sources = load_config_with_sources(DEMO, named(name))
-    found, plain = flat_config(config), flat_config(load_config(DEMO))
+    found, plain = flatten_config(config), flatten_config(load_config(DEMO))
     assert {key: found[key] for key in values} == values
     assert {key for key in found if found[key] != plain[key]} <= {
         "algorithm",
@@ -96,7 +96,7 @@ def test_any_key_overrides_it_from_file_command_line_and_python(tmp_path: Path) 
         sources["rollout.dynamic_sampling"] == "command line, in place of true from algorithm: dapo"
     )
     assert sources["loss.clip_ratio_low"] == "from algorithm: dapo"
-    python = config_of(tree | {"rollout": {**tree["rollout"], "dynamic_sampling": False}})
+    python = build_config(tree | {"rollout": {**tree["rollout"], "dynamic_sampling": False}})
     assert python == config
 
 
@@ -108,7 +108,7 @@ def test_a_value_of_the_recipes_own_is_shown_as_whose_it_is(tmp_path: Path) -> N
 @pytest.mark.parametrize("empty", [None, "None", {}])
 def test_an_empty_section_takes_the_whole_recipe(empty: Any) -> None:
     tree = yaml.safe_load(DEMO.read_text()) | {"algorithm": "rloo", "loss": empty}
-    assert config_of(tree) == load_config(DEMO, ["algorithm=rloo"])
+    assert build_config(tree) == load_config(DEMO, ["algorithm=rloo"])
     assert tree["loss"] is empty or tree["loss"] == empty  # what was handed in is as it was
 
 
@@ -208,7 +208,7 @@ def test_a_rule_that_the_user_broke_does_not() -> None:
 
 
 def test_the_report_says_which_values_the_algorithm_gave() -> None:
-    config = flat_config(load_config(DEMO, ["algorithm=dapo", "loss.clip_ratio_high=0.3"]))
+    config = flatten_config(load_config(DEMO, ["algorithm=dapo", "loss.clip_ratio_high=0.3"]))
     made: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(RecordedRun))
     run = RecordedRun(**made | {"config": config, "launches": []})
     sources = {key: source for key, _, source in config_rows(run)}

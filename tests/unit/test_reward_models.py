@@ -50,7 +50,7 @@ def folder(models: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config_of(folder: Path, models: Path, *rewards: dict[str, Any], **sections: Any) -> Path:
+def build_config(folder: Path, models: Path, *rewards: dict[str, Any], **sections: Any) -> Path:
     return write_config(folder, models / "policy", rewards=list(rewards), **sections)
 
 
@@ -87,13 +87,13 @@ def test_an_entry_names_one_thing_that_scores(
     models: Path, tmp_path: Path, entry: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        load_config(config_of(tmp_path, models, entry))
+        load_config(build_config(tmp_path, models, entry))
     assert str(error.value).startswith(said)
 
 
 def test_models_have_names_of_their_own_and_are_no_functions() -> None:
     taught = RewardConfig(model="org/taught-rm")
-    assert taught.shown_name == "taught-rm"
+    assert taught.metric_name == "taught-rm"
     assert load_rewards([taught, RewardConfig(name="math")])[0].name == "math"
     with pytest.raises(ConfigError, match=r"rewards\.1\.name: 'math' is given twice"):
         load_rewards([RewardConfig(name="math"), RewardConfig(model="some/math")])
@@ -189,7 +189,7 @@ def test_the_longest_text_is_within_positions_and_micro_batch(models: Path) -> N
 
 def test_check_reads_the_models_folder(folder: Path, models: Path) -> None:
     inputs = check_inputs(
-        load_config(config_of(folder, models, {"model": str(folder / "rm")})), num_ranks=1
+        load_config(build_config(folder, models, {"model": str(folder / "rm")})), num_ranks=1
     )
     assert inputs.rewards == []
     for entry, said in (
@@ -224,13 +224,13 @@ def test_check_reads_the_models_folder(folder: Path, models: Path) -> None:
         ),
     ):
         with pytest.raises(ConfigError, match=said):
-            check_inputs(load_config(config_of(folder, models, entry)), num_ranks=1)
+            check_inputs(load_config(build_config(folder, models, entry)), num_ranks=1)
 
 
 def test_chat_prompts_need_a_template_of_the_model(folder: Path, models: Path) -> None:
     (models / "policy" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     try:
-        config = config_of(
+        config = build_config(
             folder,
             models,
             {"model": str(folder / "rm")},
@@ -296,7 +296,7 @@ def test_a_template_is_tried_before_anything_starts(
                 entry["template"] = str(folder / "other.jinja")
             (folder / "rm" / name if is_own else folder / "other.jinja").write_text(text)
             config = load_config(
-                config_of(folder, models, entry, data={"as_chat": True, "max_prompt_tokens": 16})
+                build_config(folder, models, entry, data={"as_chat": True, "max_prompt_tokens": 16})
             )
             if said:
                 with pytest.raises(ConfigError, match=said) as error:
@@ -334,7 +334,7 @@ def test_when_scores_are_checked() -> None:
 
 def test_explain_counts_the_models_bytes(folder: Path, models: Path) -> None:
     config, sources = load_config_with_sources(
-        config_of(folder, models, {"model": str(folder / "rm")})
+        build_config(folder, models, {"model": str(folder / "rm")})
     )
     lines = explain(config, sources, None, 32, 1)
     row = next(line for line in lines if "reward model rm" in line)
@@ -352,7 +352,7 @@ def test_another_reward_model_is_another_fingerprint(folder: Path, models: Path)
 
 
 def test_a_run_without_reward_models_imports_nothing_of_them(models: Path, tmp_path: Path) -> None:
-    config = config_of(tmp_path, models, {"name": "format", "args": {"pattern": "1.*"}})
+    config = build_config(tmp_path, models, {"name": "format", "args": {"pattern": "1.*"}})
     code = (
         "import sys; import grpo_spmd.loop; from grpo_spmd.train import main; "
         f"sys.argv = ['train', '--config', {str(config)!r}, '--check']; main(); "

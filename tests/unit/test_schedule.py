@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 from transformers import get_scheduler
 
-from grpo_spmd.config.describe import flat_config
+from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, OptimizerConfig, TrainingConfig
@@ -118,14 +118,14 @@ def test_a_floor_needs_a_schedule_and_lies_below_lr(tmp_path: Path) -> None:
 
 def test_a_resume_that_asks_for_another_schedule_says_what_it_comes_to(tmp_path: Path) -> None:
     shorter, longer = (
-        flat_config(_config(tmp_path, "optimizer.schedule=linear", f"training.num_steps={n}"))
+        flatten_config(_config(tmp_path, "optimizer.schedule=linear", f"training.num_steps={n}"))
         for n in (10, 20)
     )
     assert changed_schedule(shorter, shorter, 5) is None
     # 5 of 10 steps: half of lr is left; 5 of 20: three quarters.
     expected = "the learning rate goes on at 0.0075, where it would have been 0.005 (the schedule now runs over 20"
     assert (changed_schedule(shorter, longer, 5) or "").startswith(expected)
-    constant = [flat_config(_config(tmp_path, f"training.num_steps={n}")) for n in (10, 20)]
+    constant = [flatten_config(_config(tmp_path, f"training.num_steps={n}")) for n in (10, 20)]
     assert changed_schedule(constant[0], constant[1], 5) is None
     assert (
         changed_schedule(constant[0], shorter, 5)

@@ -19,7 +19,7 @@ import torch
 
 from grpo_spmd.checks.explain import explain
 from grpo_spmd.checks.inputs import check_inputs
-from grpo_spmd.config.describe import flat_config
+from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import RewardConfig
@@ -545,7 +545,7 @@ def test_explain_counts_no_model_and_config_yaml_names_the_variables(
         for line in lines
     )
     assert any("extra passes of teachers" in line and " 0 " in line for line in lines)
-    flat = flat_config(config)
+    flat = flatten_config(config)
     assert (flat["teacher.url"], flat["teacher.headers_env.Authorization"]) == (URL, "MY_TOKEN")
     named = copy.deepcopy(load_config(path, [f"teacher.url={{token_a: {URL}}}"]))
-    assert flat_config(named)["teacher.url.token_a"] == URL
+    assert flatten_config(named)["teacher.url.token_a"] == URL

@@ -196,7 +196,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return found[counter]
 
     monkeypatch.setattr(sample, "count_up", count_up)
-    monkeypatch.setattr(sample, "forget", lambda counter: found.pop(counter, None))
+    monkeypatch.setattr(sample, "delete_counter", lambda counter: found.pop(counter, None))
     monkeypatch.setattr(sample, "on_rank0", lambda judge, told: judge([told]))
     return found
 

@@ -361,7 +361,7 @@ def test_what_an_environment_gives_is_held_against_what_needs_rewards(
     preemption = SimpleNamespace(check_scoring=None, guard=lambda score: score)
 
     def open_on(rank: int) -> dict[str, float]:
-        weights = {reward.shown_name: reward.weight for reward in config.rewards} | given
+        weights = {reward.metric_name: reward.weight for reward in config.rewards} | given
         known: Any = SimpleNamespace(
             other_rewards=[], weights=weights if rank == 0 else {}, scores=lambda score: score
         )

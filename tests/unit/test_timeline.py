@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.distributed.packed import Unpacked
+from grpo_spmd.distributed.packed import PackedReader
 from grpo_spmd.distributed.reductions import Max, Reductions, merge_bytes, to_bytes
 from grpo_spmd.observe.memory import MemoryLedger
 from grpo_spmd.observe.phase_timer import PhaseTimer
@@ -49,7 +49,7 @@ AS_READ = [
 
 
 def told(spans: list[Span], generation_s: list[float]) -> Any:
-    return unpack_spans(Unpacked(pack_spans(spans, generation_s)))
+    return unpack_spans(PackedReader(pack_spans(spans, generation_s)))
 
 
 def test_a_line_says_what_each_rank_told(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_ranks_part_is_small_and_what_comes_behind_it_stays_whole() -> None:
     largest: Reductions = {"time/step_s": Max(1.5), "none": Max()}
     part = pack_spans(SPANS, [2.25, 0.0]) + to_bytes(largest)
     assert len(part) - len(to_bytes(largest)) <= 20 * len(SPANS) + 8
-    unpacked = Unpacked(part)
+    unpacked = PackedReader(part)
     assert len(unpack_spans(unpacked)) == len(SPANS)
     assert merge_bytes([unpacked.rest()]) == largest
     assert len(told([], [])) == 0

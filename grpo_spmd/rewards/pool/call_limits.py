@@ -69,7 +69,7 @@ class CallLimits:
             self._limits.append(
                 _Limit(seconds, own[0] is not None, own[1], reward.retries, most, 60.0 / a_minute)
             )
-        self._is_watched = [reward.is_watched for reward in rewards]
+        self._is_watched = [reward.is_measured for reward in rewards]
         self._due: list[float] = []  # when calls that wait may be made again, as a heap
         self._jitter = random.Random()
         self._is_waited_for = True

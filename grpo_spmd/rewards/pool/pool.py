@@ -70,7 +70,7 @@ class RewardPool(ProcessPool):
         self._slow = SlowRewards([waits_for_others(reward) for reward in rewards])
         self._early_error: Exception | None = None
         self._limits: CallLimits | None = None
-        if any(reward.is_watched for reward in rewards):
+        if any(reward.is_measured for reward in rewards):
             from grpo_spmd.rewards.pool.call_limits import CallLimits
 
             self._limits = CallLimits(rewards, pool.timeout_s, *ranks)

@@ -276,7 +276,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         worker.call, worker.deadline, worker.wants_terminal = None, math.inf, False
         if worker is self._debugged:
             self._debugged = None
-            doctor.note_debugger(is_open=False)
+            doctor.count_debugger(is_open=False)
             _give_terminal_to(os.getpgrp())
             self._lend_terminal()
 
@@ -285,7 +285,7 @@ class ProcessPool(AbstractContextManager["ProcessPool"]):
         waiting = [worker for worker in self._workers.values() if worker.wants_terminal]
         if self._debugged is None and waiting:
             self._debugged, waiting[0].wants_terminal = waiting[0], False
-            doctor.note_debugger(is_open=True)
+            doctor.count_debugger(is_open=True)
             _give_terminal_to(waiting[0].pid)
             with suppress(OSError):  # it is dead, and the nursery says so
                 waiting[0].sock.sendall(encode_frame({"go": True}))

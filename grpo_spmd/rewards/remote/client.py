@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_spmd.config.describe import redacted
+from grpo_spmd.config.describe import redact
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.rewards.trl import FailedCallError
 
@@ -166,7 +166,7 @@ class JsonClient:
     def _shown(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "<redacted>")
-        return redacted(text)[:_MOST_SHOWN]
+        return redact(text)[:_MOST_SHOWN]
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def server_reward(config: RewardConfig, where: str) -> Reward:
         raise ConfigError(f"{where}.args: {own[0]!r} is given by the trainer; take it out")
     asks = _Asks(config, form, f"{where}.headers_env")
     return Reward(
-        name=config.shown_name,
+        name=config.metric_name,
         weight=config.weight,
         needs=form.needs,
         one_at_a_time=form.one_at_a_time,

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from grpo_spmd.config.command_line import OverridesParser, number_of_ranks
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import gpus_are_hidden, load_config_with_sources, num_gpus, trains_on_cpu
-from grpo_spmd.distributed.exit import leave
+from grpo_spmd.distributed.exit import exit_process
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.tools.checkup.checks import CHECKS
 from grpo_spmd.tools.checkup.disk import remove_scratch
@@ -60,7 +60,7 @@ def main() -> None:
             say("checkup: stopped by a signal")
     finally:
         remove_scratch()
-    leave(code)  # a check that hangs may hold a thread
+    exit_process(code)  # a check that hangs may hold a thread
 
 
 def _stop(_: int, __: FrameType | None) -> NoReturn:
@@ -176,12 +176,17 @@ def _follow(
     ranks: Ranks,
     found: Sequence[tuple[str, Result]],
 ) -> int:
-    from grpo_spmd.distributed.machine import own_host
+    from grpo_spmd.distributed.machine import host_identity
 
     lines = [[group, asdict(line)] for group, line in found]
     exchange.post(
         "found",
-        {"host": gethostname(), "node": own_host(), "local_rank": ranks.local_rank, "lines": lines},
+        {
+            "host": gethostname(),
+            "node": host_identity(),
+            "local_rank": ranks.local_rank,
+            "lines": lines,
+        },
     )
     patience = args.deadline + _SLOW_S
     plan = exchange.hear("plan", patience)
@@ -208,11 +213,16 @@ def _lead(
     page: Page,
     began: float,
 ) -> int:
-    from grpo_spmd.distributed.machine import own_host
+    from grpo_spmd.distributed.machine import host_identity
 
     exchange.post(
         "found",
-        {"host": gethostname(), "node": own_host(), "local_rank": ranks.local_rank, "lines": []},
+        {
+            "host": gethostname(),
+            "node": host_identity(),
+            "local_rank": ranks.local_rank,
+            "lines": [],
+        },
     )
     came = exchange.gather("found", args.deadline)
     of = {

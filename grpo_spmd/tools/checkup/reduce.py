@@ -41,13 +41,13 @@ def measure(
     import torch.distributed as dist
 
     from grpo_spmd.config.errors import ConfigError
-    from grpo_spmd.distributed.machine import own_device
+    from grpo_spmd.distributed.machine import rank_device
 
     ranks = sorted(rank for node in nodes for rank in node)
     report["at"] = "its device"
     kind = ""
     try:
-        device = own_device(local_rank)
+        device = rank_device(local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
             report |= {
@@ -219,7 +219,7 @@ def open_store(environ: Mapping[str, str], deadline_s: float, *, serves: bool) -
 
 def main() -> None:
     """One child of `Children`."""
-    from grpo_spmd.distributed.exit import leave
+    from grpo_spmd.distributed.exit import exit_process
 
     deadline_s, rank, size = (
         float(sys.argv[1]),
@@ -233,7 +233,7 @@ def main() -> None:
     for other in range(size) if rank == 0 else ():  # it keeps the store
         with suppress(RuntimeError):
             store.get(f"reported/{other}")
-    leave(0)
+    exit_process(0)
 
 
 if __name__ == "__main__":

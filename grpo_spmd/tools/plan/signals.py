@@ -68,7 +68,7 @@ def extras_of(config: Config) -> list[Extra]:
         found.append(_extra("critic", "critic", config.critic.path, "critic.path"))
     for index, reward in enumerate(config.rewards):
         if reward.model is not None:
-            name, key = f"reward model {reward.shown_name}", f"rewards.{index}.model"
+            name, key = f"reward model {reward.metric_name}", f"rewards.{index}.model"
             found.append(_extra(name, "reward model", reward.model, key, reward.revision))
     return found
 

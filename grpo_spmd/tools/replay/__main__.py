@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo_spmd.checkpoint.manifest import CheckpointError
 from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.errors import ConfigError, refuse
-from grpo_spmd.distributed.doctor import leave
+from grpo_spmd.distributed.doctor import exit_process
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.rewards.protocol import RewardError
 from grpo_spmd.tools.replay.read import read_step
@@ -57,7 +57,7 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    leave(code)
+    exit_process(code)
 
 
 if __name__ == "__main__":

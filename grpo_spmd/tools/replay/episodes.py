@@ -24,7 +24,7 @@ def completion_of(record: RolloutRecord) -> Completion:
 
 def weights_of(recorded: RecordedStep) -> dict[str, float]:
     """Of each reward, by the config; of one that is the environment's alone 1, as in a run."""
-    own = {reward.shown_name: reward.weight for reward in recorded.config.rewards}
+    own = {reward.metric_name: reward.weight for reward in recorded.config.rewards}
     return own | {name: 1.0 for name in given_rewards(recorded) if name not in own}
 
 
@@ -32,7 +32,7 @@ def own_rewards(recorded: RecordedStep) -> list[RewardConfig]:
     """Those that can be called again: environments have given theirs, and are not here; nor are servers asked."""
     given, rewards = (
         given_rewards(recorded) + unasked_rewards(recorded),
-        recorded.config.called_rewards,
+        recorded.config.pool_rewards,
     )
     return [
         config

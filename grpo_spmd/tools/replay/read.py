@@ -46,7 +46,7 @@ def notes_of(recorded: RecordedStep) -> list[str]:
 def without_rubrics(rewards: Iterable[RewardConfig]) -> tuple[RewardConfig, ...]:
     """As they are where nobody is asked: a judge's rubric may be gone, and what else it is sent does not matter."""
     return tuple(
-        dataclasses.replace(reward, name=reward.shown_name, judge=None, args={})
+        dataclasses.replace(reward, name=reward.metric_name, judge=None, args={})
         if reward.url is not None
         else reward
         for reward in rewards
@@ -56,16 +56,18 @@ def without_rubrics(rewards: Iterable[RewardConfig]) -> tuple[RewardConfig, ...]
 def _servers(recorded: RecordedStep) -> list[str]:
     rewards = () if recorded.asks_servers else recorded.config.rewards
     return [
-        reward.shown_name for reward in rewards if reward.url is not None and not reward.by_engine
+        reward.metric_name
+        for reward in rewards
+        if reward.url is not None and not reward.is_engine_judge
     ]
 
 
 def _models(recorded: RecordedStep) -> list[str]:
-    return [reward.shown_name for reward in recorded.config.rewards if reward.model is not None]
+    return [reward.metric_name for reward in recorded.config.rewards if reward.model is not None]
 
 
 def _judges(recorded: RecordedStep) -> list[str]:
-    return [reward.shown_name for reward in recorded.config.rewards if reward.by_engine]
+    return [reward.metric_name for reward in recorded.config.rewards if reward.is_engine_judge]
 
 
 # What a run left behind of a step, read and checked. Imports no torch.

@@ -68,10 +68,10 @@ def _replay(
     )  # its caller's list stays as it is
     config, notes = recorded.config, recorded.notes
     sections = config.rollout, config.advantage, config.loss, config.training
-    is_watched = not any(weights_of(recorded).values())
-    discount = None if is_watched else config.environment.discount
+    is_measured = not any(weights_of(recorded).values())
+    discount = None if is_measured else config.environment.discount
     rules = StepRules(
-        *sections, config.reward_pool.max_error_frac, 1, discount=discount, is_watched=is_watched
+        *sections, config.reward_pool.max_error_frac, 1, discount=discount, is_measured=is_measured
     )
     sampled = SampledStep(rules)
     pool.begin_step(TrainerState(recorded.step - 1, config.training.num_steps, recorded.epoch))

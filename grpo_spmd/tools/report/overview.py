@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_spmd.config.describe import flat_config
+from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.load import FROM_RECIPE, config_of, recipe_of
+from grpo_spmd.config.load import FROM_RECIPE, build_config, recipe_of
 from grpo_spmd.observe.timeline import read_timeline
 from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.report.verdict import checks, findings
@@ -200,7 +200,7 @@ def _defaults() -> Mapping[str, Any]:
         "data": {"train": "-d"},
         "rewards": [{"name": "exact"}],
     }
-    found = flat_config(config_of(needed))
+    found = flatten_config(build_config(needed))
     return {key: value for key, value in found.items() if value not in ("-r", "-m", "-d", "exact")}
 
 

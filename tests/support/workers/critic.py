@@ -24,7 +24,7 @@ from grpo_spmd.checkpoint.restore import load_state
 from grpo_spmd.checkpoint.run_dir import checkpoint_path
 from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import run_facts, state_tensors
-from grpo_spmd.config.describe import flat_config
+from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
@@ -242,7 +242,7 @@ def saved(
     trials: Trials, config: Config, folder: Path, updater: PolicyUpdater, critic: Critic | None
 ) -> Path:
     """Collective. A checkpoint of the first step in this run folder."""
-    facts = run_facts(flat_config(config), [], trials.session, {})
+    facts = run_facts(flatten_config(config), [], trials.session, {})
     of_run = (
         folder,
         config.checkpoint,

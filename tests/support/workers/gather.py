@@ -21,11 +21,11 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.collectives import (
     exchange_bytes,
+    find_differing_ranks,
     gather_bytes,
     on_rank0,
-    on_rank0_of_bytes,
-    ranks_that_differ,
-    shares_of_rank0,
+    on_rank0_bytes,
+    scatter_from_rank0,
 )
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.exit import Rank0Error
@@ -101,11 +101,11 @@ def main() -> None:
 def each_rank_gets_its_own_share(session: Session) -> None:
     """Of uneven length, some empty; rank 0's errors reach all, with the whole text on rank 0 alone."""
     world_size = session.world_size
-    share = shares_of_rank0(
+    share = scatter_from_rank0(
         lambda payloads: [payloads[r] * r for r in range(world_size)], b"%d|" % session.rank
     )
     assert share == b"%d|" % session.rank * session.rank
-    told = on_rank0_of_bytes(
+    told = on_rank0_bytes(
         lambda payloads: [len(payload) for payload in payloads], b"\0" * (session.rank % 2) * 70_000
     )
     assert told == [rank % 2 * 70_000 for rank in range(world_size)]
@@ -121,7 +121,7 @@ def each_rank_gets_its_own_share(session: Session) -> None:
         (ConfigError("key: what"), ConfigError),
     ):
         try:
-            shares_of_rank0(refuses(error), b"")
+            scatter_from_rank0(refuses(error), b"")
         except kind as caught:
             expected = (
                 "key: what"
@@ -172,8 +172,8 @@ def ranks_of_an_engine_compare(session: Session) -> None:
     if session.engine_group is None:
         return
     engine, rank = divmod(session.rank, torch.distributed.get_world_size(session.engine_group))
-    assert ranks_that_differ(b"%d" % engine, session.engine_group) == []
-    assert ranks_that_differ(b"same" if engine else b"%d" % rank, session.engine_group) == (
+    assert find_differing_ranks(b"%d" % engine, session.engine_group) == []
+    assert find_differing_ranks(b"same" if engine else b"%d" % rank, session.engine_group) == (
         [] if engine else [1]
     )
 

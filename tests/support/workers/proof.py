@@ -348,7 +348,7 @@ class Trials:
         except Rank0Error as error:
             assert f"MismatchError: step {self.step}: engine and policy differ by" in str(error), (
                 error
-            )  # noqa: PT017
+            )
         else:
             raise AssertionError("check_step did not stop this rank")
 

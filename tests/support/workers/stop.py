@@ -21,13 +21,13 @@ from grpo_spmd.distributed.session import end_session, start_session
 
 
 def main() -> None:
-    interrupt.hear()
+    interrupt.listen()
     config, step_s, set_up_s = (
         load_config(sys.argv[1]),
         float(sys.argv[2]),
         float((sys.argv[3:] or "0")[0]),
     )
-    interrupt.tell_of(config.run_dir)
+    interrupt.set_run_dir(config.run_dir)
     session, log = start_session(), logging.getLogger("grpo_spmd")
     log.setLevel(logging.INFO)
     log.addHandler(Terminal(sys.stdout))
