@@ -1,4 +1,4 @@
-"""What was measured, from the rows: writes the tables of the papers out of benchmarks/results/.
+"""Writes the tables of the papers and the plots out of the rows in benchmarks/results/.
 
     python -m benchmarks.measured             after rows were added
     python -m benchmarks.measured --check     writes nothing; exit code 1 where a paper is not what the rows say
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.support import measured_speed, measured_trials
+from benchmarks.support.plots import drawings
 from benchmarks.support.record import (
     CHANGES,
     NOT_IN_HISTORY,
@@ -144,6 +145,10 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
         for name in PAPERS:
             text = (root / name).read_text(encoding="utf-8")
             texts[root / name] = text, filled(name, text, record)
+        for name, drawing in drawings(record).items():
+            path = root / "benchmarks/results" / name
+            old = path.read_text(encoding="utf-8") if path.is_file() else ""
+            texts[path] = old, drawing
     except RecordError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -19,6 +19,7 @@ sheet. configs/README.md has this table.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -82,7 +83,7 @@ _RUNS: list[tuple[str, int, str]] = [
 
 def main() -> None:
     parser = arguments_parser(__doc__)
-    parser.add_argument("--part", default="cpu,published,predictions")
+    parser.add_argument("--part", default="cpu,published,predictions,phases")
     parser.add_argument("--sizes", default="0.1b,0.5b", help="of the part cpu")
     parser.add_argument(
         "--variants", default="", help="of the part cpu: those in whose overrides one of these is"
@@ -101,6 +102,8 @@ def main() -> None:
             report("plan_published", plan_published.rows(Path(folder)), args.json)
         if "predictions" in args.part:
             report("plan_predictions", list(_predictions(Path(folder))), args.json)
+        if "phases" in args.part:
+            report("plan_phases", list(_phases(Path(folder))), args.json)
     sys.exit(int(any(each > _WITHIN for each in off)))
 
 
@@ -253,6 +256,33 @@ def _predictions(folder: Path) -> Iterator[Row]:
             "step_s": plan.time.total,
             "took_s": time.perf_counter() - start,
         }
+
+
+def _phases(folder: Path) -> Iterator[Row]:
+    """What fills one rank in each phase, as the command predicts it for Qwen3-8B on 8 H100."""
+    case = next(case for case in CASES if case.name == "Qwen3-8B")
+    assert isinstance(case.config, dict)
+    model = folder / "phases_model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(case.model))
+    needed = {"run_dir": "none", "rewards": [{"name": "gsm8k"}]}
+    sections = case.config | {"model": {**case.config["model"], "path": str(model)}}
+    config, result = folder / "phases.yaml", folder / "phases.json"
+    config.write_text(yaml.safe_dump(needed | sections))
+    command = [sys.executable, "-m", "grpo_spmd.plan", "--config", str(config)]
+    command += ["--gpu", case.card, "--ranks", str(case.ranks), "--json", str(result)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    plan = json.loads(result.read_text(encoding="utf-8"))
+    for phase, memory in plan["phases"].items():
+        for name, gib in memory["live_gib"].items():
+            yield {
+                "config": case.name,
+                "on": f"{case.ranks} x {case.card}",
+                "gpu_gib": plan["gpu"]["gib"],
+                "phase": phase,
+                "holds": name,
+                "gib": gib,
+            }
 
 
 if __name__ == "__main__":
