@@ -292,7 +292,9 @@ def drawings(record: Record) -> dict[str, str]:
             plot = make(record)
         except (TypeError, ValueError, AttributeError) as error:
             problem = f"{type(error).__name__}: {error}"
-            raise RecordError(f"{name}: its rows cannot be drawn ({problem}); take them again") from error
+            raise RecordError(
+                f"{name}: its rows cannot be drawn ({problem}); take them again"
+            ) from error
         if plot is not None:
             texts[f"{name}.svg"] = draw(plot)
     return texts
