@@ -65,7 +65,7 @@ def _train_step(run: Run, step: int) -> None:
     run.preemption.check_before_update()
     with phase("update"):
         run.update_check.run_if_due(step, sampled, batch, decision)
-        update = run.updater.measure if run.signals.hold_policy(step) else run.updater.update
+        update = run.updater.measure if run.signals.freezes_policy(step) else run.updater.update
         sums = update(batch, run.update_check, check, keep) | run.signals.update(batch)
     log.record_largest(run.update_check.metrics())
     run.dump.write_updated(step, sampled, decision, sums, keep)

@@ -35,7 +35,6 @@ from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.files import write_durably
 from grpo_spmd.learn.balance import attention_cost_ratio
 from grpo_spmd.learn.sampled_step import StepRules
-from grpo_spmd.learn.signals import Signals
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.families.refusals import refuse_untrainable
 from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
@@ -53,7 +52,7 @@ from grpo_spmd.observe.rollout_dump import RolloutDump
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.observe.tokenizer_file import save_tokenizer
 from grpo_spmd.proofs.logprob_check import LogprobCheck
-from grpo_spmd.proofs.update_check import UpdateCheck
+from grpo_spmd.proofs.update_check import UpdateCheck, UpdateCheckSettings
 from grpo_spmd.records import MicroBatch, Prompt, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.protocol import Reward
@@ -61,14 +60,8 @@ from grpo_spmd.rewards.trl import TrainerState
 from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
 from grpo_spmd.rollout.sample import EarlyScoring, ExpectedLengths, Sampler
-from grpo_spmd.signal_parts import (
-    checks_of,
-    made_up_of,
-    made_up_values_of,
-    open_reward_models,
-    open_rewards,
-    open_signals,
-)
+from grpo_spmd.signals.opening import Signals, open_signals
+from grpo_spmd.signals.rewards import open_reward_models, open_rewards
 
 if TYPE_CHECKING:  # off by default, and then not even imported
     from grpo_spmd.data.prompts import TailStream
@@ -210,34 +203,38 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         config.rollout.max_completion_tokens,
         config.reward_pool.max_error_frac,
     )
-    of_model, of_loss = (config.model.path, config.model.dtype), (config.advantage, config.loss)
-    sources = tokenizer, of_model, stops, data, config.rollout, weights, *of_loss, config.optimizer
-    every_steps, is_agent = config.proofs.every_steps, bool(config.environment.agent)
     prompt_at = PromptStream(prompts, config.seed, data.shuffle).at
     signals = open_signals(config, policy, session, reference, prompt_at, tokenizer)
     updater = PolicyUpdater(
-        policy, config.optimizer, config.loss, config.training, max_completion, signals.head
+        policy, config.optimizer, config.loss, config.training, max_completion, signals.value_head
     )
-    checks: dict[str, Any] = {
-        "more": checks_of(config, signals),
-        "made_up": made_up_of(config, policy),
-    }
-    checks["values"] = made_up_values_of(config, signals)
+    check_settings = UpdateCheckSettings(
+        every_steps=config.proofs.every_steps,
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        stop_ids=frozenset(stops),
+        data=data,
+        rollout=config.rollout,
+        advantage=config.advantage,
+        loss=config.loss,
+        optimizer=config.optimizer,
+        training=config.training,
+        reward_weights=weights,
+        is_agent=bool(config.environment.agent),
+    )
     update_check = UpdateCheck(
-        every_steps,
-        session,
-        policy,
-        reference,
-        updater,
-        *sources,
-        config.training,
-        is_agent=is_agent,
-        **checks,
+        check_settings,
+        session=session,
+        policy=policy,
+        reference=reference,
+        updater=updater,
+        tokenizer=tokenizer,
+        signals=signals.proofs(check_settings),
     )
     cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
     step_rules = open_step_rules(config, session.world_size, cost_ratio, weights)
     offload = HostOffload(
-        config.model.offload, policy, reference, updater.optimizer, signals.beside
+        config.model.offload, policy, reference, updater.optimizer, signals.offloadable_models
     )
     bucket_bytes, keeps = (
         config.rollout.sync_bucket_bytes(session.device.type),

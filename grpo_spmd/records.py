@@ -1,7 +1,8 @@
-"""The records that travel between phases.
+"""The records that the phases of a step hand to each other.
 
-Dimensions: P prompts of a step, G `group_size`, B = P*G rollouts; of a micro-batch S sequences, T tokens (prompts and
-completions), C completion tokens; V vocabulary."""
+Dimensions: P prompts in a step, G = `group_size`, B = P*G rollouts. In one micro-batch: S sequences, T tokens (prompts
+and completions together), C completion tokens. V is the size of the vocabulary, D the width of hidden states.
+"""
 
 from __future__ import annotations
 
@@ -12,196 +13,243 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+# Commands that start without torch read these records too.
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     from torch import Tensor
 
-# How an episode ended: by itself; after `environment.max_turns`; a result had no room in `environment.max_tokens`; its
-# context none in the engine; its last turn was cut off; the environment failed or hung, twice; only invalid calls came.
+# How an episode ended: by itself; after `environment.max_turns`; a result had no room in
+# `environment.max_tokens`; the context had no room in the engine; the last turn was cut off; the
+# environment raised, or hung, at both tries; the policy made invalid tool calls only.
 EPISODE_STATUSES = (
     "ok", "max_turns", "max_tokens", "context_overflow", "truncated", "env_error", "env_timeout", "invalid_calls",
 )  # fmt: skip
-FAILED_STATUSES = ("env_error", "env_timeout")  # left out of group and loss
+# Episodes that ended so are left out of their group and of the loss.
+FAILED_STATUSES = ("env_error", "env_timeout")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt at a place of the shuffled stream: of a set of 64, `position` 69 is some `row` of the second epoch."""
+    """One prompt of the shuffled prompt stream."""
 
-    position: int  # place in the stream, counted from 0 over the whole run
-    row: int  # row of the data set
+    position: int
+    """Index in the stream, counted from 0 over the whole run. In a data set of 64 rows, position 69 is some row of the
+    second epoch."""
+    row: int
+    """Row of the data set."""
     token_ids: list[int]
-    text: (
-        str | list[dict[str, Any]]
-    )  # what a reward function gets as the prompt: a string or chat messages
-    columns: dict[str, Any]  # the row's other columns, for the reward functions
+    """The prompt as the engine gets it."""
+    text: str | list[dict[str, Any]]
+    """The prompt as reward functions get it: a string or chat messages."""
+    columns: dict[str, Any]
+    """The other columns of the row, for the reward functions."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What the engine sampled for one request, or in all turns of an episode; `logprobs[i]` scores `token_ids[i]` at
-    the sampling temperature."""
+    """The tokens that the engine sampled for one request, or in all turns of one episode."""
 
     token_ids: list[int]
+    """The sampled tokens."""
     logprobs: list[float]
-    finish_reason: str  # "stop" or "length"; "length" too for an episode that had no room to go on
+    """`logprobs[i]` is the engine's logprob of `token_ids[i]` at the sampling temperature."""
+    finish_reason: str
+    """"stop" or "length". An episode that had no room for another turn has "length" too."""
     episode: Episode | None = None
+    """The episode, if the policy talked to an environment."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Turns of an episode that share a prefix: what the policy has before it when it samples their tokens."""
+    """Consecutive turns of an episode that share one prefix: one sequence of the policy's forward pass."""
 
     token_ids: npt.NDArray[np.int32]
-    """From the prompt on."""
+    """All tokens of the sequence, the prompt included."""
     sampled: npt.NDArray[np.bool_]
-    """Of each token, whether the policy sampled it; what is False was given to it."""
+    """For each token: True if the policy sampled it, False if the prompt or the environment gave it."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy sampled at one time, and what the environment thought of it."""
+    """One request to the engine within an episode."""
 
     num_tokens: int
+    """Number of sampled tokens."""
     finish_reason: str
+    """"stop" or "length"."""
     reward: float | None = None
+    """The environment's reward for this turn, if it gave one."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """A rollout of several turns. The sampled tokens of its segments, one behind the other, are its completion's."""
+    """A rollout of several turns. The sampled tokens of its segments, concatenated, are its completion's tokens."""
 
-    status: str  # one of EPISODE_STATUSES
-    segments: tuple[Segment, ...]  # none where the environment failed
+    status: str
+    """One of EPISODE_STATUSES."""
+    segments: tuple[Segment, ...]
+    """The sequences to train on. Empty if the environment failed."""
     turns: tuple[Turn, ...]
-    messages: list[dict[str, Any]]  # behind the prompt: what reward functions get as the completion
+    """The turns in the order in which they were sampled."""
+    messages: list[dict[str, Any]]
+    """The chat messages after the prompt. Reward functions get them as the completion."""
     rewards: dict[str, float | str | None]
-    """What the environment gave, by name; None: does not apply, a string says why it is unusable."""
-    calls_s: list[float]  # seconds of each call of the environment
-    error: str | None = None  # of one that failed
+    """The environment's rewards by name. None: does not apply. A string: unusable, and why."""
+    calls_s: list[float]
+    """Seconds of each call to the environment."""
+    error: str | None = None
+    """The error of an environment that failed."""
 
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """A prompt and its G completions, sampled with seeds that are a function of (seed, step, prompt, sample)."""
+    """A prompt and its G completions. Their seeds are a function of (seed, step, prompt, sample)."""
 
-    slot: int  # place of the prompt within the step, 0 .. P-1
+    slot: int
+    """Index of the prompt within the step, 0 .. P-1."""
     prompt: Prompt
+    """The prompt of all completions."""
     completions: list[Completion]
+    """The G completions, in the order of their samples."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sequence to train on, in numbers and no text, since it crosses ranks. Token ids and logprobs are the engine's
-    lists, and arrays once they have crossed: a list of a step's tokens takes long to make."""
+    """One rollout as numbers, without text, so that it can be sent from the rank that sampled it to the rank that
+    trains on it.
+
+    Token ids and logprobs are the engine's lists on the sending rank and arrays on the receiving one: to make lists of
+    all tokens of a step would take long.
+    """
 
     rollout_id: int
     """slot * G + sample."""
     advantages: float | npt.NDArray[np.float64]
-    """Of each completion token; one number where it is the same for all."""
+    """One number for all completion tokens, or one for each."""
     loss_mask: bool | npt.NDArray[np.bool_]
-    """True where a completion token enters the loss; one where it is the same for all. False for a rollout whose reward
-    is unknown, or that was cut off with loss.mask_truncated on."""
+    """True where a completion token counts in the loss; one value for all tokens, or one for each. False if the reward
+    is unknown, or if the completion was cut off and `loss.mask_truncated` is on."""
     prompt_ids: list[int] | npt.NDArray[np.int32]
+    """Tokens of the prompt."""
     completion_ids: list[int] | npt.NDArray[np.int32]
+    """Sampled tokens."""
     rollout_logprobs: list[float] | npt.NDArray[np.float32 | np.float64]
+    """The engine's logprobs of `completion_ids`."""
     segments: tuple[Segment, ...] = ()
-    """Of an episode. Its `completion_ids` are the tokens sampled in all of them, and `prompt_ids` say nothing more."""
+    """The segments of an episode. They contain all of `prompt_ids` and `completion_ids`."""
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens that the policy's forward pass reads."""
         if self.segments:
             return sum(len(segment.token_ids) for segment in self.segments)
         return len(self.prompt_ids) + len(self.completion_ids)
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What a teacher says of a micro-batch's completion tokens, in one of two ways."""
+class TeacherSignal:
+    """What the teachers say about the completion tokens of one micro-batch: either logprobs or a divergence."""
 
     coef: float
-    logprobs: Tensor | None = None  # float32 [C], of the sampled tokens
-    terms: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()
-    """One: (hidden states [C, D] and head [V, D] of the policy) -> float32 [C], how far it is from the teacher."""
-    by_name: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # bool [C], whose tokens; nothing where there is one
-    answered: Tensor | None = (
-        None  # bool [C], of which tokens its server has said something; None: of all
-    )
+    """Weight of the teacher's term, from `teacher.coef`."""
+    logprobs: Tensor | None = None
+    """float32 [C]: the teacher's logprob of each sampled token."""
+    divergence: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Maps hidden states [C, D] and head [V, D] of the policy to float32 [C]: the divergence from the teacher's
+    distribution at each token."""
+    masks_by_teacher: dict[str, Tensor] = field(default_factory=dict)
+    """bool [C] for each teacher: the tokens that it scored. Empty if there is only one teacher."""
+    answered_mask: Tensor | None = None
+    """bool [C]: tokens for which the teacher's server sent an answer. None: all of them."""
 
 
 @dataclass
 class MicroBatch:
-    """Sequences of one forward-backward on one rank, packed into one row without padding; [C] fields are aligned."""
+    """The sequences of one forward and backward pass on one rank, packed into one row without padding.
 
-    input_ids: Tensor  # int64 [T]
-    position_ids: Tensor  # int64 [T], starts at 0 in each sequence
-    sequence_lengths: list[int]  # S lengths that add up to T
-    predict_index: (
-        Tensor  # int64 [C], the place in the row whose hidden state predicts target_ids[c]
-    )
-    target_ids: Tensor  # int64 [C]
-    rollout_logprobs: Tensor  # float32 [C]
-    advantages: Tensor  # float32 [C]
-    loss_mask: Tensor  # bool [C], True where a token counts
-    sequence_index: (
-        Tensor  # int64 [C], the place in rollout_ids of the rollout that the token belongs to
-    )
-    rollout_ids: list[int]  # without those that have no completion token
-    old_logprobs: Tensor | None = None  # float32 [C]; None where the loss does not need them
-    ref_logprobs: Tensor | None = None  # the same
-    lesson: Lesson | None = None  # of a teacher, if there is one
-    old_values: Tensor | None = (
-        None  # float32 [C], by the critic before this step's updates; None: there is no critic
-    )
-    returns: Tensor | None = None  # float32 [C], what the critic's values are taught
+    All [C] fields are aligned with each other.
+    """
+
+    input_ids: Tensor
+    """int64 [T]"""
+    position_ids: Tensor
+    """int64 [T]. Starts at 0 in each sequence."""
+    sequence_lengths: list[int]
+    """S lengths whose sum is T."""
+    predict_index: Tensor
+    """int64 [C]. The hidden state at this position of the row predicts `target_ids[c]`."""
+    target_ids: Tensor
+    """int64 [C]. The sampled tokens."""
+    rollout_logprobs: Tensor
+    """float32 [C]. The engine's logprobs."""
+    advantages: Tensor
+    """float32 [C]"""
+    loss_mask: Tensor
+    """bool [C]. True where a token counts in the loss."""
+    sequence_index: Tensor
+    """int64 [C]. Index in `rollout_ids` of the token's rollout."""
+    rollout_ids: list[int]
+    """The rollouts of the row that have at least one completion token."""
+    old_logprobs: Tensor | None = None
+    """float32 [C]. The policy's logprobs before the update. None: the loss does not need them."""
+    ref_logprobs: Tensor | None = None
+    """float32 [C]. The reference model's logprobs. None: the loss does not need them."""
+    teacher_signal: TeacherSignal | None = None
+    """The teachers' signal. None: the run has no teacher."""
+    old_values: Tensor | None = None
+    """float32 [C]. The critic's values before the update. None: the run has no critic."""
+    returns: Tensor | None = None
+    """float32 [C]. The regression targets of the critic's values."""
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """This rank's share of a step's rollouts, in the order of training: mini-batches of micro-batches, the same number
-    of each on every rank."""
+    """The rollouts of a step that this rank trains on, in the order of training.
+
+    Every rank has the same number of mini-batches, and the same number of micro-batches in each.
+    """
 
     mini_batches: list[list[MicroBatch]]
-    num_loss_tokens: list[
-        int
-    ]  # over all ranks, one for each mini-batch: the denominator of its token mean
-    num_loss_sequences: list[int]  # the same, of sequences with a token that counts
+    """One list of micro-batches for each optimizer step of an epoch."""
+    num_loss_tokens: list[int]
+    """For each mini-batch the tokens that count in the loss, over all ranks: the denominator of its token mean."""
+    num_loss_sequences: list[int]
+    """For each mini-batch the rollouts with at least one such token, over all ranks."""
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
+        """The micro-batches of all mini-batches."""
         return [micro_batch for mini_batch in self.mini_batches for micro_batch in mini_batch]
 
 
 @dataclass
 class ScoredRollouts:
-    """What one rank scored: lists with one entry a completion, in the order of its groups and their completions."""
+    """The rewards that one rank computed: lists with one entry per completion, in the order of its groups."""
 
-    rewards: list[float | None] = field(
-        default_factory=list
-    )  # the weighted sum; None: no reward is known
-    by_name: dict[str, list[float | None]] = field(
-        default_factory=dict
-    )  # None: does not apply; NaN: unusable
-    # by name: "ok", "not_applicable", "error" or "timeout"
+    rewards: list[float | None] = field(default_factory=list)
+    """The weighted sum over the reward functions. None: no reward is known."""
+    by_name: dict[str, list[float | None]] = field(default_factory=dict)
+    """The reward of each function. None: does not apply. NaN: unusable."""
     statuses: dict[str, list[str]] = field(default_factory=dict)
-    first_error: str | None = (
-        None  # the first failure of the function that failed most, with its traceback
-    )
+    """For each function "ok", "not_applicable", "error" or "timeout"."""
+    first_error: str | None = None
+    """The first failure of the function that failed most, with its traceback."""
     texts: list[str] = field(default_factory=list)
-    given: list[dict[str, Any]] = field(default_factory=list)  # what the functions were called with
-    # "extra" {reward: {column: value}}; at a call's first completion "logged" {reward: {metric: [sum, number]}}, at a
-    # group's "retried" {reward: how the call with it failed}
+    """The decoded completions."""
+    reward_inputs: list[dict[str, Any]] = field(default_factory=list)
+    """The arguments that the functions were called with."""
     notes: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Notes by the index of a completion: "extra" {reward: {column: value}}; at the first completion of a call "logged"
+    {reward: {metric: [sum, count]}}; at the first completion of a group "retried" {reward: how the first call
+    failed}."""
 
     def extend(self, other: ScoredRollouts) -> None:
-        """Add what a further round scored."""
+        """Append the completions of another round."""
         self.notes |= {len(self.rewards) + number: note for number, note in other.notes.items()}
         self.rewards += other.rewards
         self.texts += other.texts
-        self.given += other.given
+        self.reward_inputs += other.reward_inputs
         self.first_error = self.first_error or other.first_error
         for name, statuses in other.statuses.items():
             self.statuses.setdefault(name, []).extend(statuses)
@@ -209,37 +257,42 @@ class ScoredRollouts:
             self.by_name.setdefault(name, []).extend(values)
 
     def num_statuses(self) -> dict[str, Counter[str]]:
-        """How often each function gave each."""
+        """Number of completions with each status, by function."""
         return {name: Counter(statuses) for name, statuses in self.statuses.items()}
 
     def finite_by_name(self, number: int) -> dict[str, float | None]:
-        """Each function's reward of one rollout, None where it is unusable too: NaN is not JSON."""
-        mine = {name: values[number] for name, values in self.by_name.items()}
+        """The reward of each function for one completion. Unusable rewards are None, because NaN is not JSON."""
+        values = {name: column[number] for name, column in self.by_name.items()}
         return {
             name: None if value is None or math.isnan(value) else value
-            for name, value in mine.items()
+            for name, value in values.items()
         }
 
 
 def rollout_seed(
     seed: int, step: int | str, position: int, sample: int, turn: int | str = 0
 ) -> int:
-    """Sampling seed of one turn, in [0, 2**63): a function of its place in the run, never of ranks or batches. An
-    evaluation has text in the place of `step`, alike at all steps, and the row in the place of `position`."""
-    place = f"{seed}/{step}/{position}/{sample}" + (f"/{turn}" if turn else "")
-    digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
+    """Returns the sampling seed of one turn, in [0, 2**63).
+
+    It depends only on the turn's coordinates in the run, never on ranks or batches. An evaluation passes a text as
+    `step`, the same at all steps, and the row as `position`.
+    """
+    coordinates = f"{seed}/{step}/{position}/{sample}" + (f"/{turn}" if turn else "")
+    digest = hashlib.blake2b(coordinates.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Who trains on which rollouts, and in which forward passes: plan[mini_batch][rank][micro_batch] is a list of their
-    ids. Held in 4 bytes a rollout and 4 a row."""
+class BatchPlan:
+    """Which rank trains on which rollouts, and in which forward passes.
+
+    `plan[mini_batch][rank][micro_batch]` is a list of rollout ids. It takes 4 bytes per rollout and 4 per row.
+    """
 
     ids: npt.NDArray[np.int32]
-    """[B] Row behind row, of each mini-batch the first rank's rows first."""
+    """[B] Rollout ids row after row. In each mini-batch the rows of rank 0 come first, then those of rank 1."""
     lengths: list[npt.NDArray[np.int32]]
-    """Of each mini-batch [ranks, rows of a rank], the rollouts of each row."""
+    """For each mini-batch [ranks, rows per rank]: the number of rollouts in each row."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -248,14 +301,14 @@ class Plan:
         return (self[mini_batch] for mini_batch in range(len(self)))
 
     def __getitem__(self, mini_batch: int) -> list[list[list[int]]]:
-        of_rows, lengths = list(self.blocks())[mini_batch]
-        ids = iter(of_rows.tolist())
+        block_ids, lengths = list(self.blocks())[mini_batch]
+        ids = iter(block_ids.tolist())
         return [
             [[next(ids) for _ in range(length)] for length in rank] for rank in lengths.tolist()
         ]
 
     def blocks(self) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
-        """Of each mini-batch the ids and the lengths."""
+        """Yields the ids and the lengths of each mini-batch."""
         begin = 0
         for lengths in self.lengths:
             end = begin + int(lengths.sum())
@@ -265,68 +318,78 @@ class Plan:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What rank 0 decided about a step. B rollouts are in the order of their ids."""
+    """Everything that rank 0 decides about a step. [B] fields are in the order of rollout ids."""
 
     positions: npt.NDArray[np.int64]
-    """Places in the prompt stream of the groups that are trained on; a group's slot is its index here."""
+    """Positions in the prompt stream of the groups to train on. The index here is the group's slot."""
     rewards: npt.NDArray[np.float64]
-    """[B] The sums with the overlong penalty taken off; NaN: unknown."""
+    """[B] Weighted sums minus the overlong penalty. NaN: unknown."""
     advantages: npt.NDArray[np.float32]
     """[B]"""
     in_loss: npt.NDArray[np.bool_]
-    """[B] False: no token of the rollout enters the loss."""
-    plan: Plan
+    """[B] False: no token of the rollout counts in the loss."""
+    plan: BatchPlan
+    """Which rank trains on which rollouts."""
     num_groups: npt.NDArray[np.int64]
-    """That each rank sampled."""
+    """[ranks] The number of groups that each rank sampled."""
     slots: npt.NDArray[np.int32]
-    """Of these groups, rank behind rank, as each has them; -1: not trained on."""
+    """The slots of all sampled groups, rank after rank, in the order in which the rank holds them. -1: not trained
+    on."""
     num_loss_tokens: list[int]
+    """For each mini-batch the tokens that count in the loss."""
     num_loss_sequences: list[int]
+    """For each mini-batch the rollouts with at least one such token."""
     num_tokens: int
+    """Tokens to train on, prompts and completions together."""
     num_sampled_tokens: int
+    """Completion tokens that the engines sampled, those of dropped groups included."""
     metrics: dict[str, float | None]
+    """The metrics of the step that rank 0 computed."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What one rank needs of it. By rollout id where it is of rollouts that this rank sampled."""
+    """The part of a StepDecision that one rank needs. Dicts by rollout id cover the rollouts that this rank sampled."""
 
     slots: dict[int, int]
-    """By position, of its groups that are trained on."""
+    """Position in the prompt stream -> slot, for this rank's groups that are trained on."""
     advantages: dict[int, float]
+    """By rollout id."""
     in_loss: dict[int, bool]
+    """By rollout id."""
     trained_by: dict[int, int]
-    """The rank."""
+    """By rollout id: the rank that trains on it."""
     rows: list[list[list[int]]]
-    """rows[mini_batch][micro_batch]: ids of the rollouts that this rank trains on."""
+    """`rows[mini_batch][micro_batch]`: ids of the rollouts that this rank trains on."""
     num_rollouts: int
-    """Over all ranks, as what follows."""
+    """Rollouts to train on, over all ranks. The next four counts are over all ranks too."""
     num_loss_tokens: list[int]
-    """One for each mini-batch."""
+    """As in StepDecision."""
     num_loss_sequences: list[int]
-    """The same, of sequences with a token that counts."""
+    """As in StepDecision."""
     num_tokens: int
-    """Of prompts and completions that are trained on."""
+    """As in StepDecision."""
     num_sampled_tokens: int
-    """Completion tokens that the engines sampled, also those of dropped groups."""
-    of_all: StepDecision | None = None
-    """On rank 0."""
+    """As in StepDecision."""
+    rank0_decision: StepDecision | None = None
+    """The whole decision, on rank 0 only."""
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """On rank 0; none elsewhere."""
-        return self.of_all.metrics if self.of_all is not None else {}
+        """The metrics on rank 0; empty on the other ranks."""
+        return self.rank0_decision.metrics if self.rank0_decision is not None else {}
 
 
 @dataclass
 class SyncStats:
-    """What one sync of the weights moved."""
+    """What one weight sync moved."""
 
     bytes: int = 0
-    """That an engine was handed, padding of the shards included, but not a base that stays in it under adapters."""
+    """Bytes handed to one engine, padding of the shards included. A base model that stays in the engine under LoRA
+    adapters does not count."""
     num_collectives: int = 0
-    """That it took; none where one rank holds the whole policy."""
+    """Collectives that the sync took. 0 if one rank holds the whole policy."""
     proof_s: float = 0.0
-    """Seconds of the proof, if there was one."""
+    """Seconds of the weight proof, if it ran."""
     weights_id: str = ""
-    """Names the weights that the engine has from it, to the bit; nothing where nobody asked for it."""
+    """Digest of the synced weights. Empty if nobody asked for it."""

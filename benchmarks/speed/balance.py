@@ -23,7 +23,7 @@ import transformers
 
 from benchmarks.support.report import Row, arguments_parser, report
 from grpo_spmd.learn.balance import attention_cost_ratio, plan_batch, plan_metrics
-from grpo_spmd.records import Plan
+from grpo_spmd.records import BatchPlan
 
 GROUP_SIZE, LONGEST = 8, 8192
 BUDGET = 16384
@@ -119,7 +119,7 @@ def trace(
     return tokens
 
 
-def plan_by_tokens(num_tokens: list[int], num_ranks: int, max_tokens: int) -> Plan:
+def plan_by_tokens(num_tokens: list[int], num_ranks: int, max_tokens: int) -> BatchPlan:
     """The plain way: tokens dealt longest first to the rank with the fewest, then each into the first of its rows that
     has room."""
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
@@ -140,16 +140,16 @@ def plan_by_tokens(num_tokens: list[int], num_ranks: int, max_tokens: int) -> Pl
     return plan_of([[rows + [[]] * (most - len(rows)) for rows in ranks]])
 
 
-def plan_of(mini_batches: Sequence[list[list[list[int]]]]) -> Plan:
+def plan_of(mini_batches: Sequence[list[list[list[int]]]]) -> BatchPlan:
     """Of rows of rollout ids [mini_batch][rank][micro_batch]."""
     rows = [row for ranks in mini_batches for rank in ranks for row in rank]
     lengths = [
         np.array([[len(row) for row in rank] for rank in ranks], np.int32) for ranks in mini_batches
     ]
-    return Plan(np.array([i for row in rows for i in row], np.int32), lengths)
+    return BatchPlan(np.array([i for row in rows for i in row], np.int32), lengths)
 
 
-def ranks_of_a_group(plan: Plan, num_rollouts: int) -> float:
+def ranks_of_a_group(plan: BatchPlan, num_rollouts: int) -> float:
     """On how many ranks the rollouts of a group lie, on average."""
     rank_of = {i: rank for rank, rows in enumerate(plan[0]) for row in rows for i in row}
     groups = range(num_rollouts // GROUP_SIZE)

@@ -42,7 +42,6 @@ from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
-from grpo_spmd.learn.signals import Signals
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.model.offload import HostOffload, optimizer_state, storage_of
@@ -51,7 +50,7 @@ from grpo_spmd.model.reward_model import RewardModel, build_reward_model
 from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.records import Completion, Prompt, Rollout, RolloutGroup, ScoredRollouts
 from grpo_spmd.rollout.reward_models import ModelReward, RewardTexts
-from grpo_spmd.signal_parts import open_signals
+from grpo_spmd.signals.opening import Signals, open_signals
 
 _ROUNDS, _GROUP_SIZE, _NUM_ROLLOUTS, _MIB = 5, 8, 64, 2**20
 
@@ -84,7 +83,7 @@ class Step:
     rollouts: list[Rollout]
 
     def __post_init__(self) -> None:
-        beside = self.signals.beside
+        beside = self.signals.offloadable_models
         self.offload = HostOffload(
             self.config.model.offload, self.policy, None, self.updater.optimizer, beside
         )
@@ -251,7 +250,9 @@ def steps_of(
         signals = open_signals(own, policy, session)
         scores = _reward_model(own, folder, session) if name == "reward model" else None
         its_updater = (
-            updater if signals.head is None else PolicyUpdater(policy, *of_update, signals.head)
+            updater
+            if signals.value_head is None
+            else PolicyUpdater(policy, *of_update, signals.value_head)
         )
         steps[name] = Step(own, session, policy, its_updater, signals, scores, rollouts)
     return steps

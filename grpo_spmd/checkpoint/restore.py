@@ -22,11 +22,16 @@ from grpo_spmd.checkpoint.manifest import (
     verify_files,
 )
 from grpo_spmd.checkpoint.run_dir import Candidates, Start, check_same_run, find_candidates
-from grpo_spmd.checkpoint.state import MOMENTS, RunFacts, state_tensors, trained_parameters
+from grpo_spmd.checkpoint.state import (
+    MOMENTS,
+    RunFacts,
+    TrainedSignal,
+    state_tensors,
+    trained_parameters,
+)
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.learn.signals import Trained
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.schedule import changed_schedule
@@ -146,7 +151,7 @@ def load_state(
     updater: PolicyUpdater,
     folder: Path,
     trainer: dict[str, Any],
-    critic: Trained | None = None,
+    critic: TrainedSignal | None = None,
 ) -> None:
     """Collective. Fill the policy's shards, and the optimizer's, from a verified checkpoint of any world size and mesh,
     and those of the critic. Raises ConfigError where the tensors are not those of these models."""

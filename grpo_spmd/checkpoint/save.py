@@ -29,14 +29,13 @@ from grpo_spmd.checkpoint.run_dir import (
     remove_old,
     temporary_path,
 )
-from grpo_spmd.checkpoint.state import RunFacts, state_tensors, write_shard
+from grpo_spmd.checkpoint.state import RunFacts, TrainedSignal, state_tensors, write_shard
 from grpo_spmd.config.schema import CheckpointConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.preemption import leave_marker, remove_marker
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import clone_store
 from grpo_spmd.files import sync_path
-from grpo_spmd.learn.signals import Trained
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.hf_files import checkpoint_folder
 from grpo_spmd.model.lora import write_peft_config
@@ -74,7 +73,7 @@ class Checkpoints:
         policy: Policy,
         updater: PolicyUpdater,
         facts: RunFacts,
-        critic: Trained | None = None,
+        critic: TrainedSignal | None = None,
     ) -> None:
         """`num_steps`: of the whole run, after which it is saved and exported; `facts`: what is written beside it."""
         self._run_dir, self._config, self._num_steps, self._facts = (

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.data.tokens import digests_of
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.learn.signals import Trained
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.hf_files import checkpoint_folder
 from grpo_spmd.model.lora import hf_name
@@ -26,6 +25,16 @@ from grpo_spmd.records import Prompt
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
+
+
+class TrainedSignal(Protocol):
+    """A model that trains next to the policy (the critic), as a checkpoint stores it."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    def trained_parameters(self) -> dict[str, DTensor]: ...
+    def state(self) -> dict[str, int]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -116,7 +125,7 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def state_tensors(
-    policy: Policy, updater: PolicyUpdater, critic: Trained | None = None
+    policy: Policy, updater: PolicyUpdater, critic: TrainedSignal | None = None
 ) -> dict[str, DTensor]:
     """What trains, and its moments once there are any, by their names in a checkpoint."""
     tensors = _with_moments(trained_parameters(policy), updater.optimizer, "policy.", "")

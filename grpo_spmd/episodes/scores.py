@@ -76,7 +76,7 @@ class EpisodeScores:
             statuses=statuses,
             first_error="\n".join([*of_failed[:1], *of_functions[:1]]) or None,
             texts=_spread(found.texts, places, number, ""),
-            given=_spread(found.given, places, number, {}),
+            reward_inputs=_spread(found.reward_inputs, places, number, {}),
             notes={places[i]: note for i, note in found.notes.items()},
         )
 

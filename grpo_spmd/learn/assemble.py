@@ -101,7 +101,10 @@ def penalise_rewards_by_kl(
         }
     trained = [i for rows in decision.rows for row in rows for i in row]
     # Those without a completion token are in no micro-batch.
-    local_kl, of_all = np.array([kl_of.get(i, 0.0) for i in trained], np.float64), decision.of_all
+    local_kl, of_all = (
+        np.array([kl_of.get(i, 0.0) for i in trained], np.float64),
+        decision.rank0_decision,
+    )
     decided: list[StepDecision] = []  # on rank 0
 
     def decide(parts: list[bytes]) -> list[bytes]:
@@ -131,7 +134,7 @@ def penalise_rewards_by_kl(
             micro_batch.advantages = advantages.to(micro_batch.advantages.device)[
                 micro_batch.sequence_index
             ]
-    return dataclasses.replace(decision, advantages=own, of_all=next(iter(decided), None))
+    return dataclasses.replace(decision, advantages=own, rank0_decision=next(iter(decided), None))
 
 
 # Rollouts as bytes, for the way from the rank that sampled them to the rank that trains on them.

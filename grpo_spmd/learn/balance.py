@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from grpo_spmd.model.config_json import head_dim
-from grpo_spmd.records import Plan
+from grpo_spmd.records import BatchPlan
 
 Numbers = Sequence[float] | npt.NDArray[Any]
 
@@ -41,7 +41,7 @@ def plan_batch(
     mini_batch_sizes: Sequence[int],
     max_tokens: int,
     costs: Numbers | None = None,
-) -> Plan:
+) -> BatchPlan:
     """Who trains on which rollouts, and in which forward passes, the costliest rows first.
 
     Mini-batches are consecutive blocks of rollouts, so that each optimizer step sees the same rollouts at every world
@@ -69,7 +69,7 @@ def plan_batch(
         places, of_rows = fill_rows(all_costs[block], all_tokens[block], num_ranks, max_tokens)
         ids[block] = places + (end - size)
         lengths.append(of_rows)
-    return Plan(ids, lengths)
+    return BatchPlan(ids, lengths)
 
 
 def split_groups(num_groups: int, num_mini_batches: int) -> list[int]:
@@ -80,7 +80,9 @@ def split_groups(num_groups: int, num_mini_batches: int) -> list[int]:
     ]
 
 
-def plan_metrics(plan: Plan, num_tokens: Numbers, costs: Numbers | None = None) -> dict[str, float]:
+def plan_metrics(
+    plan: BatchPlan, num_tokens: Numbers, costs: Numbers | None = None
+) -> dict[str, float]:
     """How even a plan is. `packing_efficiency_frac`: the share of their time that ranks work, not wait: the sum of
     costs over (ranks * the sum of the costliest row at each micro-batch). `rank_..._spread_frac`: (most - fewest of a
     rank) over the most, in the whole step. `micro_batches`: forward-backwards of a rank."""

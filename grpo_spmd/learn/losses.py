@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_spmd.config.schema import LossConfig
 from grpo_spmd.distributed.reductions import Histogram, Max, Mean, Reductions, Sum, merge
-from grpo_spmd.records import Lesson
+from grpo_spmd.records import TeacherSignal
 
 T = TypeVar("T", float, Tensor)
 # Of the C completion tokens of a micro-batch, which holds whole sequences.
@@ -257,49 +257,51 @@ def _sequence_mean(values: PerToken, loss_mask: Mask, sequence_index: Index) -> 
 
 
 def taught_advantages(
-    lesson: Lesson, advantages: Tensor, old_logprobs: Tensor, mask: Tensor
+    signal: TeacherSignal, advantages: Tensor, old_logprobs: Tensor, mask: Tensor
 ) -> tuple[Tensor, Reductions]:
-    """With a lesson by logprobs: A_t - coef * (log pi_old - log pi_teacher) at each sampled token [C], which on average
+    """With a signal by logprobs: A_t - coef * (log pi_old - log pi_teacher) at each sampled token [C], which on average
     over samples gives the gradient of coef * KL(policy || teacher) of that token (Thinking Machines, "On-Policy
     Distillation", 2025); and its metrics. Else the advantages as they are."""
-    if lesson.logprobs is None:
+    if signal.logprobs is None:
         return advantages, {}
-    mask = _answered(lesson, mask)
-    apart = torch.where(mask, old_logprobs.detach() - lesson.logprobs, 0.0)
-    return advantages - lesson.coef * apart, _metrics(lesson, apart, mask)
+    mask = _answered(signal, mask)
+    apart = torch.where(mask, old_logprobs.detach() - signal.logprobs, 0.0)
+    return advantages - signal.coef * apart, _metrics(signal, apart, mask)
 
 
 def taught_loss(
-    inputs: LossInputs, options: LossConfig, lesson: Lesson, divergence: Tensor | None = None
+    inputs: LossInputs, options: LossConfig, signal: TeacherSignal, divergence: Tensor | None = None
 ) -> tuple[Tensor, Reductions]:
-    """As `policy_loss`, with what the teacher says in it. `divergence` [C], where the lesson is one."""
+    """As `policy_loss`, with what the teacher says in it. `divergence` [C], where the signal is one."""
     mask = inputs.loss_mask
-    advantages, of_lesson = taught_advantages(lesson, inputs.advantages, inputs.old_logprobs, mask)
+    advantages, teacher_metrics = taught_advantages(
+        signal, inputs.advantages, inputs.old_logprobs, mask
+    )
     share, sums = policy_loss(dataclasses.replace(inputs, advantages=advantages), options)
     if divergence is not None:
-        term, of_lesson = divergence_loss(lesson, divergence, inputs.weights, mask)
-        share, of_lesson["loss"] = share + term, of_lesson["teacher"]
-    return share, merge([sums, of_lesson])
+        term, teacher_metrics = divergence_loss(signal, divergence, inputs.weights, mask)
+        share, teacher_metrics["loss"] = share + term, teacher_metrics["teacher"]
+    return share, merge([sums, teacher_metrics])
 
 
 def divergence_loss(
-    lesson: Lesson, divergence: Tensor, weights: Tensor, mask: Tensor
+    signal: TeacherSignal, divergence: Tensor, weights: Tensor, mask: Tensor
 ) -> tuple[Tensor, Reductions]:
     """This micro-batch's share of coef * divergence [C] in the loss, weighted as the policy's term, and its metrics."""
-    mask = _answered(lesson, mask)
+    mask = _answered(signal, mask)
     apart = torch.where(mask, divergence, 0.0)
-    share = lesson.coef * (torch.where(mask, weights, 0.0).double() * apart.double()).sum()
-    return share, {"teacher": Sum(share.detach()), **_metrics(lesson, apart.detach(), mask)}
+    share = signal.coef * (torch.where(mask, weights, 0.0).double() * apart.double()).sum()
+    return share, {"teacher": Sum(share.detach()), **_metrics(signal, apart.detach(), mask)}
 
 
-def _answered(lesson: Lesson, mask: Tensor) -> Tensor:
+def _answered(signal: TeacherSignal, mask: Tensor) -> Tensor:
     """Without the tokens of which its teacher has said nothing."""
-    return mask if lesson.answered is None else mask & lesson.answered
+    return mask if signal.answered_mask is None else mask & signal.answered_mask
 
 
-def _metrics(lesson: Lesson, apart: Tensor, mask: Tensor) -> Reductions:
+def _metrics(signal: TeacherSignal, apart: Tensor, mask: Tensor) -> Reductions:
     found: Reductions = {"teacher/kl": Mean(apart.double().sum(), mask.sum())}
-    for name, own in lesson.by_name.items():
+    for name, own in signal.masks_by_teacher.items():
         found[f"teacher/{name}/kl"] = Mean(
             torch.where(own, apart, 0.0).double().sum(), (mask & own).sum()
         )

@@ -551,7 +551,7 @@ def decode_share(
         num_loss_sequences=num_loss_sequences,
         num_tokens=num_tokens,
         num_sampled_tokens=num_sampled_tokens,
-        of_all=of_all,
+        rank0_decision=of_all,
     )
 
 

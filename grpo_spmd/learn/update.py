@@ -1,4 +1,4 @@
-"""One policy update over a step's rollouts, and the logprobs that it needs beforehand."""
+"""One update of the policy on the rollouts of a step, and the logprobs that it needs beforehand."""
 
 from __future__ import annotations
 
@@ -7,46 +7,72 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import LossConfig, OptimizerConfig, TrainingConfig
 from grpo_spmd.distributed.collectives import any_rank
 from grpo_spmd.distributed.reductions import Histogram, Ids, Max, Mean, Reductions, Sum, merge
-from grpo_spmd.learn import losses
 from grpo_spmd.learn.losses import (
+    TILT_SUMS,
     LossInputs,
     aggregation_weights,
     mismatch_sums,
     policy_loss,
     rollout_correction,
+    taught_loss,
 )
-from grpo_spmd.learn.signals import Head
 from grpo_spmd.model.optimizer import build_optimizer, go_on_at
 from grpo_spmd.model.policy import Policy, Scores
 from grpo_spmd.records import MicroBatch, RolloutBatch
 
 Reference = Callable[[MicroBatch], Scores]
-Check = Callable[
-    [bool], None
-]  # collective, between micro-batches; True: from here on the policy changes
-Keep = Callable[
-    [MicroBatch, Tensor, Tensor], None
-]  # what the policy's logprobs and entropy [C] are kept with
-Suspects = list[
-    tuple[MicroBatch, Tensor]
-]  # which places [C] count and have a score that is not finite
+# Collective; called between micro-batches. True: the policy changes from here on. It may raise on
+# all ranks together, which ends the step.
+StopCheck = Callable[[bool], None]
+# Receives a micro-batch with the policy's logprobs and entropy [C].
+KeepScores = Callable[[MicroBatch, Tensor, Tensor], None]
+# A micro-batch with a mask [C] of the tokens that count and have a score that is not finite.
+NonfiniteTokens = tuple[MicroBatch, Tensor]
 
 
-class Watch(Protocol):
-    """What looks on while an update is made; each call is collective."""
+class UpdateObserver(Protocol):
+    """Observer of one policy update. Every method is collective: all ranks must call it."""
 
-    def begin(
+    def before_backward(
         self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int
-    ) -> None: ...
-    def gradients(self) -> None: ...  # those of the whole mini-batch, not clipped yet
-    def end(self, is_made: bool) -> None: ...
+    ) -> None:
+        """Before the first backward pass of a mini-batch. The counts are over all ranks."""
+        ...
+
+    def after_backward(self) -> None:
+        """The gradients of the whole mini-batch are there, not clipped yet."""
+        ...
+
+    def after_step(self, is_made: bool) -> None:
+        """After the optimizer step. `is_made` is False if it was skipped."""
+        ...
+
+
+class ValueHead(Protocol):
+    """A critic whose head reads the policy's last hidden states and learns in the policy's update."""
+
+    def term(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """Collective. Returns values [C] of hidden states [C, D], within the policy's forward pass."""
+        ...
+
+    def loss_term(self, values: Tensor, micro_batch: MicroBatch, num_loss_tokens: int) -> Tensor:
+        """Returns what the values [C] add to the loss. `num_loss_tokens` counts over all ranks."""
+        ...
+
+    def clip_gradient(self) -> float:
+        """Collective. Clips the head's own gradient. Returns its norm before clipping."""
+        ...
+
+    def end_mini_batch(self, is_made: bool) -> None:
+        """Makes the head's optimizer step, or drops its gradient, as the policy does."""
+        ...
 
 
 @torch.no_grad()
@@ -56,25 +82,26 @@ def attach_logprobs(
     batch: RolloutBatch,
     loss: LossConfig,
     num_optimizer_steps: int,
-    check: Check | None = None,
-    keep: Keep | None = None,
+    stop_check: StopCheck | None = None,
+    keep_scores: KeepScores | None = None,
 ) -> None:
-    """Collective. Fill `old_logprobs` and `ref_logprobs` of every micro-batch where the loss needs them. With one
-    optimizer step a rollout the old ones are those of the update itself: no pass is made for them. What `check` raises
-    on all ranks alike, asked before each micro-batch, leaves the policy as it was. `keep` gets the policy's scores."""
-    needs_old = (
-        num_optimizer_steps > 1 or loss.kl_in == "reward"
-    ) and loss.old_logprobs != "engine"
+    """Collective. Fills `old_logprobs` and `ref_logprobs` of every micro-batch where the loss needs them.
+
+    With one optimizer step per rollout the update's own logprobs are the old ones, so no pass is made for them. If
+    `stop_check` raises, the policy is as it was. `keep_scores` receives the policy's scores.
+    """
+    uses_engine = loss.old_logprobs == "engine"
+    needs_old = (num_optimizer_steps > 1 or loss.kl_in == "reward") and not uses_engine
     try:
         for micro_batch in batch.micro_batches:
-            if check is not None and (needs_old or reference is not None):
-                check(False)
-            if loss.old_logprobs == "engine":
+            if stop_check is not None and (needs_old or reference is not None):
+                stop_check(False)
+            if uses_engine:
                 micro_batch.old_logprobs = micro_batch.rollout_logprobs
             elif needs_old:
                 micro_batch.old_logprobs, entropy = policy(micro_batch)
-                if keep is not None:
-                    keep(micro_batch, micro_batch.old_logprobs, entropy)
+                if keep_scores is not None:
+                    keep_scores(micro_batch, micro_batch.old_logprobs, entropy)
             if reference is not None:
                 micro_batch.ref_logprobs, _ = reference(micro_batch)
     finally:
@@ -83,7 +110,7 @@ def attach_logprobs(
 
 
 class PolicyUpdater:
-    """The policy with its optimizer and schedule; counts the updates that were skipped in a row."""
+    """The policy with its optimizer and learning rate schedule."""
 
     def __init__(
         self,
@@ -92,79 +119,115 @@ class PolicyUpdater:
         loss: LossConfig,
         training: TrainingConfig,
         max_completion_tokens: int,
-        head: Head | None = None,
+        value_head: ValueHead | None = None,
     ) -> None:
-        """`max_completion_tokens` is the denominator of `loss.aggregation: constant`; `head`: what learns with it."""
-        self._policy, self._loss, self._max_grad_norm = policy, loss, optimizer.max_grad_norm
-        self._num_epochs, self._max_completion_tokens = training.num_epochs, max_completion_tokens
+        """`max_completion_tokens` is the denominator of `loss.aggregation: constant`."""
+        self._policy = policy
+        self._loss = loss
+        self._max_grad_norm = optimizer.max_grad_norm
+        self._num_epochs = training.num_epochs
+        self._max_completion_tokens = max_completion_tokens
+        self._value_head = value_head
         self.optimizer, self._schedule = build_optimizer(
             policy, optimizer, training.num_run_optimizer_steps
         )
-        self._num_updates = self._skipped_in_a_row = 0
-        self._head = head
-        self._check: Check | None = None
-        self._keep: Keep | None = None
+        self._num_updates = 0
+        self._skipped_in_a_row = 0
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint must hold beside the optimizer's moments; the schedule follows from `num_updates`."""
+        """Returns what a checkpoint stores besides the optimizer's moments. The schedule follows from
+        `num_updates`."""
         return {"num_updates": self._num_updates, "skipped_in_a_row": self._skipped_in_a_row}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
-        self._num_updates, self._skipped_in_a_row = state["num_updates"], state["skipped_in_a_row"]
+        """Continues from a `state()`."""
+        self._num_updates = state["num_updates"]
+        self._skipped_in_a_row = state["skipped_in_a_row"]
         go_on_at(self.optimizer, self._schedule, self._num_updates)
 
     def update(
         self,
         batch: RolloutBatch,
-        watch: Watch | None = None,
-        check: Check | None = None,
-        keep: Keep | None = None,
+        observer: UpdateObserver | None = None,
+        stop_check: StopCheck | None = None,
+        keep_scores: KeepScores | None = None,
     ) -> Reductions:
-        """Collective. One optimizer step for each mini-batch of each epoch; returns what this rank adds to the metrics.
+        """Collective. Makes one optimizer step for each mini-batch of each epoch. Returns this rank's metrics.
 
-        Gradients are sums over ranks of token sums over one global denominator, so they do not depend on how rollouts
-        were split over ranks and micro-batches. A mini-batch whose loss or gradient is not finite on any rank changes
-        nothing on all ranks: "skipped_in_a_row" counts it, and "nonfinite_rollouts" has its rollouts with a logprob or
-        entropy that is not finite. The gradient norm is that before clipping. What `check` raises on all ranks alike
-        leaves the policy as it was. `keep` gets what is known of the policy that the engine held.
+        Gradients are sums over ranks of token sums divided by one global denominator, so they do not depend on how the
+        rollouts were split over ranks and micro-batches. A mini-batch whose loss or gradient is not finite on any rank
+        changes nothing on all ranks: "skipped_in_a_row" counts it, and "nonfinite_rollouts" lists the rollouts with a
+        logprob or entropy that is not finite. The gradient norm is the one before clipping.
+
+        If `stop_check` raises, the policy is as it was. `keep_scores` receives the scores of the policy that the engine
+        sampled with.
         """
-        sums, self._keep = no_update(self._loss), keep
-        num_updates = num_skipped = 0
+        totals = no_update(self._loss)
+        num_updates = 0
+        num_skipped = 0
         for epoch in range(self._num_epochs):
             for number, mini_batch in enumerate(batch.mini_batches):
-                if batch.num_loss_tokens[number] == 0:  # on all ranks alike
-                    continue  # momentum and weight decay would move the policy on no evidence at all
-                # Old logprobs of the policy were taken before the first update. Those of the engine say nothing about
-                # the policy: then only what comes before the first update is of the weights that the engine holds.
+                num_loss_tokens = batch.num_loss_tokens[number]
+                # Momentum and weight decay would move the policy without any evidence. All ranks agree here.
+                if num_loss_tokens == 0:
+                    continue
+                # The policy's old logprobs were taken before the first update. The engine's say nothing about the
+                # policy: then only what comes before the first update has the weights that the engine holds.
                 is_synced = not num_updates or (epoch == 0 and self._loss.old_logprobs == "policy")
-                denominators = batch.num_loss_tokens[number], batch.num_loss_sequences[number]
-                self._check = None if num_updates or num_skipped else check
-                of_step, is_made = self._step(mini_batch, *denominators, is_synced, watch)
-                if watch is not None:
-                    watch.end(is_made)
-                num_updates, num_skipped = num_updates + is_made, num_skipped + (not is_made)
-                sums = merge([sums, of_step])
-        self._keep = None
-        return sums | {
+                is_first = not num_updates and not num_skipped
+                metrics, is_made = self._step(
+                    mini_batch,
+                    num_loss_tokens,
+                    batch.num_loss_sequences[number],
+                    is_synced=is_synced,
+                    observer=observer,
+                    stop_check=stop_check if is_first else None,
+                    keep_scores=keep_scores,
+                )
+                if observer is not None:
+                    observer.after_step(is_made)
+                num_updates += is_made
+                num_skipped += not is_made
+                totals = merge([totals, metrics])
+        return totals | {
             "optim/updates": Max(float(num_updates)),
             "optim/skipped_updates": Max(float(num_skipped)),
         }
 
+    @torch.no_grad()
     def measure(
         self,
         batch: RolloutBatch,
-        _: Watch | None = None,
-        check: Check | None = None,
-        keep: Keep | None = None,
+        _: UpdateObserver | None = None,
+        stop_check: StopCheck | None = None,
+        keep_scores: KeepScores | None = None,
     ) -> Reductions:
-        """Collective. What `update` measures, over one epoch, of a policy that stays as it is."""
-        pass
-
-        self._keep = keep
-        sums = measured(self._policy, self.backward, no_update(self._loss), batch, check)
-        self._keep = None
-        return sums
+        """Collective. Returns what `update` measures over one epoch, without changing the policy: it is frozen while a
+        critic warms up. "measured" is the number of mini-batches that count."""
+        totals = no_update(self._loss)
+        num_measured = 0
+        try:
+            for number, mini_batch in enumerate(batch.mini_batches):
+                num_loss_tokens = batch.num_loss_tokens[number]
+                if not num_loss_tokens:
+                    continue
+                num_measured += 1
+                for micro_batch in mini_batch:
+                    if stop_check is not None:
+                        stop_check(False)
+                    metrics, _nonfinite = self.backward(
+                        micro_batch,
+                        num_loss_tokens,
+                        batch.num_loss_sequences[number],
+                        is_synced=True,
+                        keep_scores=keep_scores,
+                    )
+                    totals = merge([totals, metrics])
+        finally:
+            # No backward pass gave the gathered root back.
+            cast(FSDPModule, self._policy).reshard()
+        on_host = {name: reduction.on_host() for name, reduction in totals.items()}
+        return on_host | {"measured": Max(float(num_measured))}
 
     def accumulate(
         self,
@@ -172,70 +235,70 @@ class PolicyUpdater:
         num_loss_tokens: int,
         num_loss_sequences: int,
         is_synced: bool,
-    ) -> tuple[Reductions, Suspects]:
-        """Collective. Adds the gradient of a mini-batch, whose metrics and suspects it returns."""
-        sums: Reductions = {}
-        suspects: Suspects = []
+        stop_check: StopCheck | None = None,
+        keep_scores: KeepScores | None = None,
+    ) -> tuple[Reductions, list[NonfiniteTokens]]:
+        """Collective. Adds the gradient of a mini-batch. Returns its metrics, and the tokens with a score that is not
+        finite."""
+        totals: Reductions = {}
+        suspects: list[NonfiniteTokens] = []
         for micro_batch in mini_batch:
-            of_batch, bad_tokens = self.backward(
-                micro_batch, num_loss_tokens, num_loss_sequences, is_synced
+            metrics, nonfinite = self.backward(
+                micro_batch, num_loss_tokens, num_loss_sequences, is_synced, keep_scores
             )
-            sums = merge([sums, of_batch])
-            suspects.append(
-                (micro_batch, bad_tokens)
-            )  # to pick them out here would wait for the GPU
-            if self._check is not None:
-                self._check(micro_batch is mini_batch[-1])
-        return sums, suspects
+            totals = merge([totals, metrics])
+            # To look up the rollouts of these tokens here would wait for the GPU.
+            suspects.append((micro_batch, nonfinite))
+            if stop_check is not None:
+                stop_check(micro_batch is mini_batch[-1])
+        return totals, suspects
 
     def _step(
         self,
         mini_batch: list[MicroBatch],
-        num_tokens: int,
-        num_sequences: int,
+        num_loss_tokens: int,
+        num_loss_sequences: int,
+        *,
         is_synced: bool,
-        watch: Watch | None,
+        observer: UpdateObserver | None,
+        stop_check: StopCheck | None,
+        keep_scores: KeepScores | None,
     ) -> tuple[Reductions, bool]:
-        """One optimizer step: what it adds to the metrics, and whether it was made."""
-        if watch is not None:
-            watch.begin(mini_batch, num_tokens, num_sequences)
-        sums, suspects = self.accumulate(mini_batch, num_tokens, num_sequences, is_synced)
-        self._check = None
-        if watch is not None:
-            watch.gradients()
+        """Makes one optimizer step. Returns its metrics, and whether it was made."""
+        if observer is not None:
+            observer.before_backward(mini_batch, num_loss_tokens, num_loss_sequences)
+        metrics, suspects = self.accumulate(
+            mini_batch, num_loss_tokens, num_loss_sequences, is_synced, stop_check, keep_scores
+        )
+        if observer is not None:
+            observer.after_backward()
         sharded_norm = torch.nn.utils.clip_grad_norm_(
             self._policy.parameters(), self._max_grad_norm
         )
         assert isinstance(sharded_norm, DTensor)
         grad_norm = float(sharded_norm.full_tensor())
-        head_norm = self._head.clip() if self._head is not None else 0.0
-        is_bad = any_rank(
-            not (math.isfinite(grad_norm + head_norm) and math.isfinite(sums["loss"].value))
-        )
-        if self._head is not None:
-            self._head.end(not is_bad)
-        if is_bad:
+        head_norm = self._value_head.clip_gradient() if self._value_head is not None else 0.0
+        is_finite = math.isfinite(grad_norm + head_norm) and math.isfinite(metrics["loss"].value)
+        is_skipped = any_rank(not is_finite)
+        if self._value_head is not None:
+            self._value_head.end_mini_batch(not is_skipped)
+        if is_skipped:
             self.optimizer.zero_grad(set_to_none=True)
             self._skipped_in_a_row += 1
-            ids = [
-                m.rollout_ids[i]
-                for m, bad in suspects
-                for i in m.sequence_index[bad].unique().tolist()
-            ]
-            return {
+            skipped: Reductions = {
                 "skipped_in_a_row": Max(self._skipped_in_a_row),
-                "nonfinite_rollouts": Ids(ids),
-            }, False
-        self._num_updates, self._skipped_in_a_row = self._num_updates + 1, 0
-        sums = {name: reduction.on_host() for name, reduction in sums.items()}
-        sums |= {
-            "optim/grad_norm": Max(grad_norm),
-            "optim/lr": Max(float(self._schedule.get_last_lr()[0])),
-        }
+                "nonfinite_rollouts": Ids(_rollouts_of(suspects)),
+            }
+            return skipped, False
+        self._num_updates += 1
+        self._skipped_in_a_row = 0
+        metrics = {name: reduction.on_host() for name, reduction in metrics.items()}
+        metrics["optim/grad_norm"] = Max(grad_norm)
+        metrics["optim/lr"] = Max(float(self._schedule.get_last_lr()[0]))
         self.optimizer.step()
         self._schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return sums, True
+        return metrics, True
 
     def backward(
         self,
@@ -243,102 +306,98 @@ class PolicyUpdater:
         num_loss_tokens: int,
         num_loss_sequences: int,
         is_synced: bool,
+        keep_scores: KeepScores | None = None,
     ) -> tuple[Reductions, Tensor]:
-        """Adds this micro-batch's gradient. What it adds to the metrics, and which places [C] count and have a score
-        that is not finite. `is_synced`: the engine's logprobs are of the weights that it compares."""
-        loss, mask, rollout_logprobs = (
-            self._loss,
-            micro_batch.loss_mask,
-            micro_batch.rollout_logprobs,
-        )
-        lesson, head = (
-            micro_batch.lesson,
-            self._head if torch.is_grad_enabled() else None,
-        )  # else it is measured alone
-        terms = (
-            *(lesson.terms if lesson is not None else ()),
-            *((head.term,) if head is not None else ()),
-        )
-        logprobs, entropy, *apart = self._policy(micro_batch, *terms)
-        values = apart.pop() if head is not None else None
-        # Without an earlier pass the old policy is this one: the ratio is exactly 1, its gradient the logprob's.
-        old_logprobs = (
-            logprobs.detach() if micro_batch.old_logprobs is None else micro_batch.old_logprobs
-        )
-        places, mode, cap = (
-            (mask, micro_batch.sequence_index),
-            loss.rollout_correction,
-            loss.rollout_correction_cap,
-        )
-        denominators = num_loss_tokens, num_loss_sequences, self._max_completion_tokens
-        weights = aggregation_weights(loss.aggregation, *places, *denominators)
-        correction = rollout_correction(mode, cap, old_logprobs, rollout_logprobs, *places)
-        scores = logprobs, entropy, old_logprobs, micro_batch.ref_logprobs
-        inputs = LossInputs(*scores, micro_batch.advantages, *places, weights, correction)
-        if lesson is None:
-            share, sums = policy_loss(inputs, loss)
-        else:
-            from grpo_spmd.learn.losses import taught_loss
+        """Collective. Adds the gradient of one micro-batch; without gradients it only measures.
 
-            share, sums = taught_loss(inputs, loss, lesson, *apart)
-        if head is not None and values is not None:
-            of_values = head.share(values, micro_batch, num_loss_tokens)
-            share = share + of_values
-            sums |= {"loss": Sum(share.detach()), "value": Sum(of_values.detach())}
-        if torch.is_grad_enabled():  # else the policy is only measured
-            share.backward()
+        Returns its metrics, and a mask [C] of the tokens that count and have a score that is not finite. `is_synced`:
+        the policy has the weights that the engine sampled with, so that their logprobs can be compared.
+        """
+        loss = self._loss
+        mask = micro_batch.loss_mask
+        rollout_logprobs = micro_batch.rollout_logprobs
+        signal = micro_batch.teacher_signal
+        # Without gradients the policy is measured alone.
+        value_head = self._value_head if torch.is_grad_enabled() else None
+        terms = []
+        if signal is not None and signal.divergence is not None:
+            terms.append(signal.divergence)
+        if value_head is not None:
+            terms.append(value_head.term)
+        logprobs, entropy, *extra = self._policy(micro_batch, *terms)
+        values = extra.pop() if value_head is not None else None
+        # Without an earlier pass the old policy is this one: the ratio is exactly 1, its gradient the logprob's.
+        old_logprobs = micro_batch.old_logprobs
+        if old_logprobs is None:
+            old_logprobs = logprobs.detach()
+        inputs = LossInputs(
+            logprobs=logprobs,
+            entropy=entropy,
+            old_logprobs=old_logprobs,
+            ref_logprobs=micro_batch.ref_logprobs,
+            advantages=micro_batch.advantages,
+            loss_mask=mask,
+            sequence_index=micro_batch.sequence_index,
+            weights=aggregation_weights(
+                loss.aggregation,
+                mask,
+                micro_batch.sequence_index,
+                num_loss_tokens=num_loss_tokens,
+                num_loss_sequences=num_loss_sequences,
+                max_completion_tokens=self._max_completion_tokens,
+            ),
+            correction=rollout_correction(
+                loss.rollout_correction,
+                loss.rollout_correction_cap,
+                old_logprobs,
+                rollout_logprobs=rollout_logprobs,
+                mask=mask,
+                index=micro_batch.sequence_index,
+            ),
+        )
+        if signal is None:
+            total, metrics = policy_loss(inputs, loss)
+        else:
+            total, metrics = taught_loss(inputs, loss, signal, *extra)
+        if value_head is not None and values is not None:
+            value_term = value_head.loss_term(values, micro_batch, num_loss_tokens)
+            total = total + value_term
+            metrics |= {"loss": Sum(total.detach()), "value": Sum(value_term.detach())}
+        if torch.is_grad_enabled():
+            total.backward()
         if is_synced:
-            before = logprobs if loss.old_logprobs == "engine" else old_logprobs
-            sums |= mismatch_sums(before, rollout_logprobs, mask, entropy)
-            if self._keep is not None:
-                self._keep(micro_batch, before, entropy)
-        judged = *scores, rollout_logprobs, *apart, values, lesson and lesson.logprobs
-        finite = torch.stack([score.isfinite() for score in judged if score is not None]).all(0)
-        return sums, mask & ~finite
+            synced_logprobs = logprobs if loss.old_logprobs == "engine" else old_logprobs
+            metrics |= mismatch_sums(synced_logprobs, rollout_logprobs, mask, entropy)
+            if keep_scores is not None:
+                keep_scores(micro_batch, synced_logprobs, entropy)
+        scores = [logprobs, entropy, old_logprobs, micro_batch.ref_logprobs, rollout_logprobs]
+        scores += [*extra, values, None if signal is None else signal.logprobs]
+        finite = torch.stack([score.isfinite() for score in scores if score is not None]).all(0)
+        return metrics, mask & ~finite
+
+
+def _rollouts_of(suspects: list[NonfiniteTokens]) -> list[int]:
+    """Returns the ids of the rollouts of these tokens. Waits for the device."""
+    return [
+        micro_batch.rollout_ids[index]
+        for micro_batch, nonfinite in suspects
+        for index in micro_batch.sequence_index[nonfinite].unique().tolist()
+    ]
 
 
 def no_update(loss: LossConfig) -> Reductions:
-    """What a rank adds to the metrics where it made no update at all."""
+    """Returns the metrics of a rank that made no update at all."""
+    sums = ["loss", "policy", "kl", "entropy", "loss_tokens", *TILT_SUMS]
     means = ["loss/clip_frac", "weight_sync/mismatch_kl", "weight_sync/mismatch_abs_mean"]
     if loss.rollout_correction != "none":
         means += ["rollout_correction/weight_mean", "rollout_correction/capped_frac"]
+    largest = ["weight_sync/mismatch_abs_max", "optim/grad_norm", "optim/lr"]
+    counts = ["optim/updates", "optim/skipped_updates", "skipped_in_a_row"]
     return {
-        **dict.fromkeys(
-            ("loss", "policy", "kl", "entropy", "loss_tokens", *losses.TILT_SUMS), Sum()
-        ),
+        **dict.fromkeys(sums, Sum()),
         **dict.fromkeys(means, Mean()),
-        **dict.fromkeys(("weight_sync/mismatch_abs_max", "optim/grad_norm", "optim/lr"), Max()),
-        **dict.fromkeys(("optim/updates", "optim/skipped_updates", "skipped_in_a_row"), Max(0.0)),
+        **dict.fromkeys(largest, Max()),
+        **dict.fromkeys(counts, Max(0.0)),
         "mismatch_ratios": Histogram(),
         "nonfinite_rollouts": Ids(),
-    }
-
-
-# A pass over a step's rollouts that measures the policy and leaves it as it is, while a critic warms up.
-
-
-@torch.no_grad()
-def measured(
-    policy: nn.Module,
-    score: Callable[..., tuple[Reductions, Tensor]],
-    sums: Reductions,
-    batch: RolloutBatch,
-    check: Callable[[bool], None] | None,
-) -> Reductions:
-    """Collective. `sums` with what `score` finds of each micro-batch; "measured": the mini-batches that count."""
-    num_measured = 0
-    try:
-        for number, mini_batch in enumerate(batch.mini_batches):
-            if not batch.num_loss_tokens[number]:
-                continue
-            num_measured += 1
-            counts = batch.num_loss_tokens[number], batch.num_loss_sequences[number]
-            for micro_batch in mini_batch:
-                if check is not None:
-                    check(False)
-                sums = merge([sums, score(micro_batch, *counts, True)[0]])
-    finally:
-        cast(FSDPModule, policy).reshard()
-    return {name: each.on_host() for name, each in sums.items()} | {
-        "measured": Max(float(num_measured))
     }

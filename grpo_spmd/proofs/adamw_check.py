@@ -39,7 +39,7 @@ class _Shadow:
 
 
 class AdamwCheck:
-    """Looks on at a number of optimizer steps (`Watch`) and keeps the weights and moments that they should leave."""
+    """Looks on at a number of optimizer steps (as an UpdateObserver) and keeps the weights and moments that they should leave."""
 
     def __init__(
         self, policy: Policy, updater: PolicyUpdater, config: OptimizerConfig, num_all: int

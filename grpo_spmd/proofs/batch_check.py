@@ -141,7 +141,7 @@ class BatchCheck:
         ]
         # With so many groups in the step those of later positions are surplus.
         wanted = self._rollout.num_prompts_per_step if self._rollout.dynamic_sampling else math.inf
-        judge = partial(misplaced, of_all=decision.of_all, wanted=wanted)
+        judge = partial(misplaced, of_all=decision.rank0_decision, wanted=wanted)
         found.wrong.extend(on_rank0_bytes(judge, told(mine, trained, dropped)))
         self._check_denominators(found, batch)
         return found

@@ -49,7 +49,7 @@ def check_data(
             "prompts": prompt.text
         }
         first = number * len(group.completions)
-        for completion, given in zip(group.completions, scored.given[first:], strict=False):
+        for completion, given in zip(group.completions, scored.reward_inputs[first:], strict=False):
             if completion.episode is not None and not completion.episode.turns:
                 continue  # no function was given it
             text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -29,10 +29,6 @@ from grpo_spmd.model.policy import DTYPES, Policy, Scores
 from grpo_spmd.model.sharding import first_row, is_first_replica
 from grpo_spmd.proofs.plain_loss import PlainSequence, plain_terms
 from grpo_spmd.records import MicroBatch, Rollout, RolloutGroup
-
-if TYPE_CHECKING:
-    from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
-    from grpo_spmd.proofs.made_up_values import MadeUpValues
 
 Term = tuple[Tensor, float]  # of the loss, with the sum of its parts' sizes
 _NUM_SEQUENCES, _PROMPT_TOKENS, _COMPLETION_TOKENS = (
@@ -62,6 +58,54 @@ class Found:
             self.wrong.append(f"{what} is off by {difference:.3g} (bound {bound:.3g})")
 
 
+class SyntheticTeacher(Protocol):
+    """A teacher of the synthetic rows, whose term in the loss is also written out plainly."""
+
+    coef: float
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if it gives logprobs of the sampled tokens, False if it gives distributions."""
+        ...
+
+    def teach(self, row: MicroBatch) -> None:
+        """Attach its signal to a row."""
+        ...
+
+    def divergence(self, log_p: Tensor) -> Tensor:
+        """Returns the divergence [n], float64, of the policy's logprobs [n, V] of all rows, with its graph."""
+        ...
+
+
+class SyntheticValues(Protocol):
+    """Value targets of the synthetic rows, for a critic whose head learns in the policy's update."""
+
+    bound: float
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The head's parameters."""
+        ...
+
+    def random_head(self) -> AbstractContextManager[None]:
+        """Within it the head, which may be zero, adds a fixed random product."""
+        ...
+
+    def set_targets(self, row: MicroBatch, values: Tensor) -> None:
+        """Give a row old values and returns at known distances from the trainer's values [C]."""
+        ...
+
+    def plain_loss(
+        self, rollouts: Sequence[Rollout], counts: Tensor, num_tokens: int
+    ) -> tuple[Tensor, float, float]:
+        """Collective. Returns the value loss [] with its graph, the sum of its terms' sizes, and how far the trainer's
+        values are off, relative to their size. `counts` [n] marks the tokens of the rollouts that count."""
+        ...
+
+    def check_head_gradient(self, found: Found, bound: float) -> None:
+        """Collective. Compares the head's gradient with the plain one, and drops it."""
+        ...
+
+
 class GradientCheck:
     def __init__(
         self,
@@ -71,12 +115,12 @@ class GradientCheck:
         temperature: float,
         longest: int,
         dtype: str,
-        teacher: Callable[[], MadeUpTeacher] | None = None,
-        values: MadeUpValues | None = None,
+        make_teacher: Callable[[], SyntheticTeacher] | None = None,
+        values: SyntheticValues | None = None,
     ) -> None:
-        """`temperature`: what the engine samples at. `longest`: denominator of `loss.aggregation: constant`. `teacher`
+        """`temperature`: what the engine samples at. `longest`: denominator of `loss.aggregation: constant`. `make_teacher`
         makes one that teaches the made-up rows as the run's does; `values`: for a critic on the policy's layers."""
-        self._teacher, self._values = teacher, values
+        self._make_teacher, self._values = make_teacher, values
         self._policy, self._updater, self._loss = policy, updater, loss
         self._temperature, self._longest = temperature, longest
         self._bounds, self._rounding = _BOUNDS[dtype], torch.finfo(DTYPES[dtype]).eps / 2
@@ -90,7 +134,7 @@ class GradientCheck:
         """Collective. Compare on this rank's own rollouts; a rank without any takes part with tokens that count
         nothing. Leaves no gradient behind. What is wrong on all ranks alike is found on rank 0. `accumulates`: over two
         micro-batches, not one, which costs a pass more."""
-        with self._values.lively() if self._values is not None else nullcontext():
+        with self._values.random_head() if self._values is not None else nullcontext():
             return self._run(groups, device, accumulates)
 
     def _run(
@@ -110,20 +154,22 @@ class GradientCheck:
             given.append(self._given(row, first, _joined(scores[-1:], [row])[0]))
             apart.extend(output[2 : len(output) - (self._values is not None)] if row else ())
             if self._values is not None:
-                self._values.give(batch, output[-1])
+                self._values.set_targets(batch, output[-1])
             if row:
                 batch.rollout_logprobs.copy_(given[-1]["engine"])  # the updater holds it already
                 batch.old_logprobs = given[-1]["old"].float()
                 batch.ref_logprobs = given[-1]["ref"].float() if self._loss.kl_coef else None
-                if batch.lesson is not None and batch.lesson.logprobs is not None:
-                    batch.lesson.logprobs.copy_(given[-1]["ref"])
+                if batch.teacher_signal is not None and batch.teacher_signal.logprobs is not None:
+                    batch.teacher_signal.logprobs.copy_(given[-1]["ref"])
             elif self._loss.kl_coef:
                 batch.ref_logprobs = batch.rollout_logprobs
 
         denominators = _denominators(rollouts)
         handle = policy.register_forward_hook(give)
         batches = [pack_rollouts(row, device) for row in rows]
-        if (teacher := self._teacher() if self._teacher is not None else None) is not None:
+        if (
+            teacher := self._make_teacher() if self._make_teacher is not None else None
+        ) is not None:
             for batch in batches:
                 teacher.teach(batch)
         sums, _ = self._updater.accumulate(batches, *denominators, is_synced=True)
@@ -179,7 +225,7 @@ class GradientCheck:
         self._judge_reduction(found, reduced, sketch.of_tokens)
         self._updater.optimizer.zero_grad(set_to_none=True)
         if self._values is not None:
-            self._values.judge_head(found, self._gradient_bound)
+            self._values.check_head_gradient(found, self._gradient_bound)
         # A policy that is not finite is for the update to say, which is skipped then.
         return Found() if any_rank(not bool(logprobs.isfinite().all())) else found
 
@@ -193,13 +239,17 @@ class GradientCheck:
 
     @staticmethod
     def _valued(
-        found: Found, values: MadeUpValues, loss: Term, rollouts: Sequence[Rollout], num_tokens: int
+        found: Found,
+        values: SyntheticValues,
+        loss: Term,
+        rollouts: Sequence[Rollout],
+        num_tokens: int,
     ) -> dict[str, Term]:
         """Collective. The loss with the value loss in it."""
         counts = torch.from_numpy(
             np.concatenate([np.zeros(0, np.bool_), *(r.loss_mask for r in rollouts)])
         )
-        term, size, off = values.plainly(rollouts, counts, num_tokens)
+        term, size, off = values.plain_loss(rollouts, counts, num_tokens)
         found.within("the value of a token, of the values' size,", "values", off, values.bound)
         return {"loss": (loss[0] + term, loss[1] + size), "value": (term, size)}
 
@@ -219,7 +269,7 @@ class GradientCheck:
     def _taught(
         self,
         found: Found,
-        teacher: MadeUpTeacher,
+        teacher: SyntheticTeacher,
         columns: dict[str, Tensor],
         log_p: Sequence[Tensor],
         apart: Sequence[Tensor],

@@ -7,7 +7,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -33,12 +34,13 @@ from grpo_spmd.model.sharding import first_row
 from grpo_spmd.proofs.adamw_check import AdamwCheck
 from grpo_spmd.proofs.batch_check import BatchCheck
 from grpo_spmd.proofs.data_check import check_data, check_stop_ids
-from grpo_spmd.proofs.gradient_check import Found, GradientCheck
+from grpo_spmd.proofs.gradient_check import (
+    Found,
+    GradientCheck,
+    SyntheticTeacher,
+    SyntheticValues,
+)
 from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
-
-if TYPE_CHECKING:
-    from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
-    from grpo_spmd.proofs.made_up_values import MadeUpValues
 
 _log = logging.getLogger("grpo_spmd")
 _FIRST_WINDOW, _LATER_WINDOW = (
@@ -49,8 +51,44 @@ _NUM_TENSORS, _NUM_ROWS = 8, 4  # of the reference, compared with the model's fi
 _MAX_NAMED = 4
 
 
-# Collective. Of a step, with the rewards of the rollouts that this rank sampled, by their ids.
-More = Callable[[SampledStep, RolloutBatch, Decision, dict[int, float]], Found]
+# Collective. Checks one signal's part of a step. The last argument has the rewards of the rollouts that this rank
+# sampled, by rollout id.
+SignalCheck = Callable[[SampledStep, RolloutBatch, Decision, dict[int, float]], Found]
+
+
+@dataclass(frozen=True)
+class SignalProofs:
+    """What teachers and critic contribute to the update check."""
+
+    checks: Sequence[SignalCheck] = ()
+    """Checks of what a signal wrote into the micro-batches."""
+    make_teacher: Callable[[], SyntheticTeacher] | None = None
+    """Makes a teacher for the synthetic rows of the gradient check, if the run has a teacher."""
+    values: SyntheticValues | None = None
+    """Value targets for these rows, if the critic learns in the policy's update."""
+
+
+@dataclass(frozen=True)
+class UpdateCheckSettings:
+    """The settings of the run that the recomputation follows."""
+
+    every_steps: int
+    """`proofs.every_steps`. 0: only at the first step."""
+    model_path: str
+    dtype: str
+    """`model.dtype`, the compute dtype."""
+    stop_ids: frozenset[int]
+    """Tokens at which the engine stops."""
+    data: DataConfig
+    rollout: RolloutConfig
+    advantage: AdvantageConfig
+    loss: LossConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    reward_weights: Sequence[float]
+    """The weights of all rewards, in their order."""
+    is_agent: bool = False
+    """True if the episodes are those of `environment.agent`."""
 
 
 class UpdateCheckError(RuntimeError):
@@ -60,52 +98,57 @@ class UpdateCheckError(RuntimeError):
 
 
 class UpdateCheck:
-    """Also the `Watch` of updates: while its window is open it looks at each optimizer step."""
+    """Also the UpdateObserver of an update: while its window is open it looks at each optimizer step."""
 
     def __init__(
         self,
-        every_steps: int,
+        settings: UpdateCheckSettings,
+        *,
         session: Session,
         policy: Policy,
         reference: Reference | None,
         updater: PolicyUpdater,
         tokenizer: Any,
-        model: tuple[str, str],
-        stop_ids: set[int],
-        data: DataConfig,
-        rollout: RolloutConfig,
-        weights: Sequence[float],
-        advantage: AdvantageConfig,
-        loss: LossConfig,
-        optimizer: OptimizerConfig,
-        training: TrainingConfig,
-        *,
-        is_agent: bool = False,
-        more: Sequence[More] = (),
-        made_up: Callable[[], MadeUpTeacher] | None = None,
-        values: MadeUpValues | None = None,
+        signals: SignalProofs = SignalProofs(),
     ) -> None:
-        """`every_steps` 0: only at the first step. `model`: its path and compute dtype; `stop_ids`: the engine's;
-        `weights` of the rewards; `is_agent`: episodes are those of `environment.agent`; `more`: checks of what teaches
-        beside the rewards; `made_up`: a teacher for the gradient check, `values` for one with a value loss."""
-        self._every_steps, self._session, self._policy, self._reference = (
-            every_steps,
-            session,
-            policy,
-            reference,
-        )
-        self._updater, self._tokenizer, self._data, self._loss = updater, tokenizer, data, loss
+        self._every_steps = settings.every_steps
+        self._session = session
+        self._policy = policy
+        self._reference = reference
+        self._tokenizer = tokenizer
+        self._data = settings.data
+        self._loss = settings.loss
         # Now: later the folder may be gone, and a hub id stand for other files.
-        self._folder, self._stop_ids = checkpoint_folder(model[0]), stop_ids
+        self._folder = checkpoint_folder(settings.model_path)
+        self._stop_ids = set(settings.stop_ids)
         self._stored: dict[str, Tensor] = {}  # rows of the reference as the files have them
-        self._batch_check = BatchCheck(rollout, advantage, loss, weights, stop_ids, is_agent)
-        longest = rollout.max_completion_tokens
-        self._gradients = GradientCheck(
-            policy, updater, loss, rollout.temperature, longest, model[1], made_up, values
+        self._batch_check = BatchCheck(
+            settings.rollout,
+            settings.advantage,
+            settings.loss,
+            weights=settings.reward_weights,
+            stop_ids=settings.stop_ids,
+            is_agent=settings.is_agent,
         )
-        self._adamw = AdamwCheck(policy, updater, optimizer, training.num_run_optimizer_steps)
-        self._num_runs, self._window, self._step, self._more = 0, 0, 0, more
-        self._found, self._seconds = Found(), 0.0
+        self._gradients = GradientCheck(
+            policy,
+            updater,
+            settings.loss,
+            temperature=settings.rollout.temperature,
+            longest=settings.rollout.max_completion_tokens,
+            dtype=settings.dtype,
+            make_teacher=signals.make_teacher,
+            values=signals.values,
+        )
+        self._adamw = AdamwCheck(
+            policy, updater, settings.optimizer, settings.training.num_run_optimizer_steps
+        )
+        self._num_runs = 0
+        self._window = 0
+        self._step = 0
+        self._signal_checks = signals.checks
+        self._found = Found()
+        self._seconds = 0.0
 
     def run_if_due(
         self, step: int, sampled: SampledStep, batch: RolloutBatch, decision: Decision
@@ -132,7 +175,7 @@ class UpdateCheck:
         parts.append(self._check_reference(sampled))
         parts.append(self._check_attached(batch))
         rewards = self._batch_check.rewards_of(sampled, decision)
-        parts += [check(sampled, batch, decision, rewards) for check in self._more]
+        parts += [check(sampled, batch, decision, rewards) for check in self._signal_checks]
         self._window = _FIRST_WINDOW if is_first else _LATER_WINDOW
         self._found = Found()
         self._adamw.open(self._found)
@@ -152,18 +195,18 @@ class UpdateCheck:
         """What it took of this step."""
         return {"proofs/update_check_s": self._seconds}
 
-    def begin(
+    def before_backward(
         self, mini_batch: list[MicroBatch], num_loss_tokens: int, num_loss_sequences: int
     ) -> None:
-        """Collective, as the others of a `Watch`."""
+        """Collective, as all methods of an UpdateObserver."""
         self._timed(
             lambda: self._adamw.begin(mini_batch, num_loss_tokens, num_loss_sequences, self._found)
         )
 
-    def gradients(self) -> None:
+    def after_backward(self) -> None:
         self._timed(self._adamw.gradients)
 
-    def end(self, is_made: bool) -> None:
+    def after_step(self, is_made: bool) -> None:
         def compare() -> None:
             self._adamw.end(is_made, self._found)
             self._judge([self._found])

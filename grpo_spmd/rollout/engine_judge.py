@@ -140,7 +140,7 @@ class EngineJudges:
             errors.append(f"reward {judge.name!r}: {why}")
 
         for place, ((key, completion), given) in enumerate(
-            zip(completions, scored.given, strict=True)
+            zip(completions, scored.reward_inputs, strict=True)
         ):
             if completion.episode is not None and not completion.episode.turns:
                 continue  # its environment failed: there is nothing to judge

@@ -74,7 +74,14 @@ def sample(pool: RewardPool, groups: Sequence[RolloutGroup], steps: int = 5) -> 
 def said(scored: ScoredRollouts) -> str:
     """All of it, NaN too; of failures, that there are some: a traceback names a process."""
     return repr(
-        [scored.rewards, scored.by_name, scored.statuses, scored.texts, scored.given, scored.notes]
+        [
+            scored.rewards,
+            scored.by_name,
+            scored.statuses,
+            scored.texts,
+            scored.reward_inputs,
+            scored.notes,
+        ]
     )
 
 

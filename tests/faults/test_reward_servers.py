@@ -144,7 +144,7 @@ def test_a_server_that_comes_back_has_failed_for_nobody(
     groups = [["aa", "b"], ["ccc", "dd"]]
     with stub_server(worth_of, lambda body: "503" if len(body["query"]) > 1 else "ok") as server:
         scored = score(groups, RewardConfig(url=server.url, form="openrlhf", retries=0))
-    assert scored.by_name["server"] == [worth(_query(given)) for given in scored.given]
+    assert scored.by_name["server"] == [worth(_query(given)) for given in scored.reward_inputs]
     assert scored.statuses["server"] == ["ok"] * 4
     assert sorted(len(each.body["query"]) for each in server.asked) == [1, 1, 1, 1, 2, 2]
     assert not any("retried" in note for note in scored.notes.values())

@@ -21,7 +21,7 @@ from grpo_spmd.config.schema import LossConfig
 from grpo_spmd.learn.assemble import decode_rollouts, encode_rollouts, pack_rollouts
 from grpo_spmd.learn.balance import attention_cost_ratio, plan_batch, plan_metrics, split_groups
 from grpo_spmd.learn.losses import LossInputs, aggregation_weights, policy_loss
-from grpo_spmd.records import MicroBatch, Plan, Rollout
+from grpo_spmd.records import BatchPlan, MicroBatch, Rollout
 
 CPU = torch.device("cpu")
 
@@ -47,7 +47,7 @@ def _random_case(seed: int) -> tuple[list[int], int, list[int], int]:
     return lengths, rng.randint(1, 9), sizes, budget
 
 
-Case = tuple[Plan, list[int], list[float], int, list[int], int]
+Case = tuple[BatchPlan, list[int], list[float], int, list[int], int]
 
 
 @pytest.fixture(params=range(60))

@@ -37,9 +37,9 @@ from grpo_spmd.learn.advantages import (
 )
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.observe.console import alarms
-from grpo_spmd.proofs.critic_check import _dealt, _given, _packed, _unpacked, lambda_returns
 from grpo_spmd.records import Completion, Episode, Turn
-from grpo_spmd.signal_parts import open_signals
+from grpo_spmd.signals.critic import _dealt, _given, _packed, _unpacked, lambda_returns
+from grpo_spmd.signals.opening import open_signals
 from grpo_spmd.tools.plan.dry_run import Peaks
 from grpo_spmd.tools.plan.signals import extras_of, with_value_head
 from tests.support.models import make_model, write_config
@@ -309,7 +309,7 @@ def test_returns_of_the_check_are_those_of_gae() -> None:
 def test_a_warm_up_without_a_critic_holds_no_policy(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "qwen3", tied=False)
     config = load_config(write_config(tmp_path, tmp_path / "model", critic={"warmup_steps": 1}), [])
-    assert not open_signals(config, cast(Policy, None), cast(Session, None)).hold_policy(1)
+    assert not open_signals(config, cast(Policy, None), cast(Session, None)).freezes_policy(1)
 
 
 def test_explain_counts_it(tmp_path: Path) -> None:
@@ -365,8 +365,8 @@ def _tensors(folder: Path) -> list[tuple[str, Tensor]]:
 def test_without_one_nothing_of_it_is_imported() -> None:
     code = (
         "import sys, grpo_spmd.loop\n"
-        "found = [n for n in ('learn.critic', 'learn.policy_critic', 'learn.gae', 'model.values',"
-        " 'model.policy_values', 'proofs.critic_check', 'proofs.made_up_values', 'preflight.critic')"
+        "found = [n for n in ('signals.critic', 'signals.policy_critic', 'signals.teacher',"
+        " 'signals.served_teacher', 'model.values')"
         " if 'grpo_spmd.' + n in sys.modules]\n"
         "assert not found, found"
     )

@@ -556,7 +556,7 @@ def test_scores_keep_their_places_beside_failed_episodes() -> None:
         "not_applicable",
     ]
     assert found.texts == ["", "text 2", "", "", "text 3", "text 5"]
-    assert found.given == [{}, {"n": 2}, {}, {}, {"n": 3}, {"n": 5}]
+    assert found.reward_inputs == [{}, {"n": 2}, {}, {}, {"n": 3}, {"n": 5}]
     assert found.notes == {1: {"extra": 2}, 4: {"extra": 3}, 5: {"extra": 5}}
     assert found.first_error == "environment: gone\nreward 'odd' raised"
 

@@ -276,7 +276,7 @@ def test_the_check_of_the_data_stops_no_run_over_a_new_day_or_a_moved_file(tmp_p
     ]
     prompts = Prompt(0, 0, [2, 97, 98], messages, {"n": 1}), Prompt(1, 1, [99, 100], "cd", {"n": 2})
     groups = [RolloutGroup(slot, prompt, [completion]) for slot, prompt in enumerate(prompts)]
-    data, scored = DataConfig(train=str(source)), ScoredRollouts(given=given)
+    data, scored = DataConfig(train=str(source)), ScoredRollouts(reward_inputs=given)
     assert check_data(groups, scored, _Tokenizer(), data).wrong == []
     changed = [groups[0], RolloutGroup(1, Prompt(1, 1, [99], "cd", {"n": 2}), [completion])]
     assert "token ids" in check_data(changed, scored, _Tokenizer(), data).wrong[0]

@@ -25,15 +25,15 @@ from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.learn.assemble import pack_rollouts, rollout_of
 from grpo_spmd.learn.losses import divergence_loss, taught_advantages
-from grpo_spmd.learn.served_teacher import _contexts, rest_of, said_of
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.divergence import LEAST
-from grpo_spmd.records import Lesson, Rollout, Segment
+from grpo_spmd.records import Rollout, Segment, TeacherSignal
 from grpo_spmd.rewards.pool import call_limits
 from grpo_spmd.rewards.pool.call_limits import CallLimits
 from grpo_spmd.rewards.remote.client import Place, PromptLogprobs
 from grpo_spmd.rewards.remote.server_calls import ServerCalls
 from grpo_spmd.rewards.trl import FailedCallError
+from grpo_spmd.signals.served_teacher import _contexts, rest_of, said_of
 from tests.support.models import make_model, write_config
 from tests.support.stub_server import SECRET, StubServer, stub_server
 from tests.support.stub_vllm import NAME, answers
@@ -304,12 +304,14 @@ def test_tokens_without_an_answer_are_taught_nothing_and_are_in_no_mean() -> Non
     """coef 0.5, as unit/test_teacher.py has it: 1 - 0.5 * 2 = 0; the second token was not answered."""
     mask, answered = torch.tensor([True, True, True]), torch.tensor([True, False, True])
     old, teacher = torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-3.0, 0.0, -1.5])
-    lesson = Lesson(0.5, teacher, answered=answered)
-    advantages, metrics = taught_advantages(lesson, torch.ones(3), old, mask)
+    signal = TeacherSignal(0.5, teacher, answered_mask=answered)
+    advantages, metrics = taught_advantages(signal, torch.ones(3), old, mask)
     assert advantages.tolist() == [0.0, 1.0, 0.75]
     assert metrics["teacher/kl"].value == pytest.approx((2.0 + 0.5) / 2)
     apart, weights = torch.tensor([1.0, 100.0, 3.0]), torch.full((3,), 0.1)
-    term, metrics = divergence_loss(Lesson(0.5, answered=answered), apart, weights, mask)
+    term, metrics = divergence_loss(
+        TeacherSignal(0.5, answered_mask=answered), apart, weights, mask
+    )
     assert float(term) == pytest.approx(0.5 * 0.1 * (1.0 + 3.0))
     assert metrics["teacher/kl"].value == pytest.approx(2.0)
 

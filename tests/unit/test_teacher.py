@@ -16,7 +16,6 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd import signal_parts
 from grpo_spmd.checks.explain import explain
 from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.errors import ConfigError
@@ -33,12 +32,13 @@ from grpo_spmd.distributed.reductions import Mean
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.losses import taught_advantages
-from grpo_spmd.learn.teacher import Ask, Teacher, TeacherModel, taught_row
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.divergence import Divergence, TopTeacher, WholeTeacher, top_outcomes
 from grpo_spmd.model.policy import Policy, build_policy
-from grpo_spmd.records import Decision, Lesson, MicroBatch, Rollout, RolloutBatch
+from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, TeacherSignal
+from grpo_spmd.signals import rewards as signal_rewards
+from grpo_spmd.signals.teacher import Ask, Teacher, TeacherModel, taught_row
 from tests.support import trl_distillation
 from tests.support.models import make_model, write_config
 
@@ -171,8 +171,10 @@ def test_advantages_worked_by_hand() -> None:
         torch.tensor([-1.0, -2.0, -1.0, -0.5]),
         torch.tensor([-3.0, -1.5, math.nan, -0.5]),
     )
-    lesson = Lesson(0.5, teachers, by_name={"x": torch.tensor([True, False, True, True])})
-    advantages, metrics = taught_advantages(lesson, torch.tensor([1.0, 0.0, 2.0, -1.0]), old, mask)
+    signal = TeacherSignal(
+        0.5, teachers, masks_by_teacher={"x": torch.tensor([True, False, True, True])}
+    )
+    advantages, metrics = taught_advantages(signal, torch.tensor([1.0, 0.0, 2.0, -1.0]), old, mask)
     assert advantages.tolist() == [0.0, 0.25, 2.0, -1.0]
     assert metrics["teacher/kl"].value == pytest.approx((2.0 - 0.5 + 0.0) / 3)
     assert metrics["teacher/x/kl"] == Mean(torch.tensor(2.0, dtype=torch.float64), torch.tensor(2))
@@ -245,10 +247,10 @@ def test_each_rollout_is_scored_by_its_own_teacher_with_the_prompt_that_it_is_sh
             expected[ask.name] += (policys - plain)[at, targets].tolist()
         elif loss == "full":
             expected[ask.name] += (policys.exp() * (policys - plain)).sum(-1).tolist()
-    assert row.lesson is not None
+    assert row.teacher_signal is not None
     if loss == "sampled":
-        assert row.lesson.logprobs is not None
-        torch.testing.assert_close(row.lesson.logprobs, torch.cat(found), atol=1e-5, rtol=0)
+        assert row.teacher_signal.logprobs is not None
+        torch.testing.assert_close(row.teacher_signal.logprobs, torch.cat(found), atol=1e-5, rtol=0)
     for name, values in expected.items():
         if values:
             assert float(sums[f"teacher/{name}/kl"].value) == pytest.approx(
@@ -357,7 +359,7 @@ def test_what_an_environment_gives_is_held_against_what_needs_rewards(
         write_config(tmp_path, Path("p"), **sections),
         [*overrides, "rollout.tensor_parallel_size=2"],
     )
-    monkeypatch.setattr(signal_parts, "RewardPool", lambda *_, **__: SimpleNamespace(score=print))
+    monkeypatch.setattr(signal_rewards, "RewardPool", lambda *_, **__: SimpleNamespace(score=print))
     preemption = SimpleNamespace(check_scoring=None, guard=lambda score: score)
 
     def open_on(rank: int) -> dict[str, float]:
@@ -367,7 +369,7 @@ def test_what_an_environment_gives_is_held_against_what_needs_rewards(
         )
         session, inputs = SimpleNamespace(rank=rank, world_size=2), SimpleNamespace(columns=())
         parts: tuple[Any, ...] = config, inputs, None, session, preemption, known
-        return signal_parts.open_rewards(*parts)[2]
+        return signal_rewards.open_rewards(*parts)[2]
 
     assert open_on(1) == {}
     if said:

@@ -425,9 +425,8 @@ def trained(
     training = TrainingConfig(num_mini_batches=num_mini_batches, num_epochs=num_epochs)
     updater = PolicyUpdater(policy, OptimizerConfig(lr=0.1), loss, training, 8)
     scores = KeptScores()
-    attach_logprobs(policy, None, batch, loss, num_updates, keep=scores)
-    sums = updater.update(batch, keep=scores)
-    assert updater._keep is None
+    attach_logprobs(policy, None, batch, loss, num_updates, keep_scores=scores)
+    sums = updater.update(batch, keep_scores=scores)
     updater.backward(
         batch.micro_batches[0], tokens[0], 2, True
     )  # the update check's own passes are not kept
@@ -469,7 +468,7 @@ def test_of_a_skipped_update_there_is_what_there_is(policy: Policy) -> None:
     batch = RolloutBatch([[pack_rollouts([one.rollout for one in rows], _CPU)]], [8], [2])
     updater = PolicyUpdater(policy, OptimizerConfig(), LossConfig(), TrainingConfig(), 8)
     scores = KeptScores()
-    assert updater.update(batch, keep=scores)["optim/skipped_updates"].value == 1
+    assert updater.update(batch, keep_scores=scores)["optim/skipped_updates"].value == 1
     first, second = read(scores.lines())
     assert [np.isnan(value) for value in first["difference"]] == [False, True, False, False]
     assert first["difference_max"] is None

@@ -149,7 +149,7 @@ class RewardPool(ProcessPool):
         ]
         if not self._rewards:  # a teacher teaches alone
             scored.rewards = [0.0] * len(step.texts)
-        scored.first_error, scored.given = step.first_error(), step.given
+        scored.first_error, scored.reward_inputs = step.first_error(), step.given
         for number, note in sorted(
             step.notes.items()
         ):  # in an order that does not tell which worker was first

@@ -18,13 +18,12 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.assemble import penalise_rewards_by_kl
-from grpo_spmd.learn.signals import Head
-from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
+from grpo_spmd.learn.update import PolicyUpdater, ValueHead, attach_logprobs
 from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
 from grpo_spmd.observe.derive import loss_metrics
 from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch
-from grpo_spmd.signal_parts import head_of, open_critic, open_teacher
+from grpo_spmd.signals.opening import open_critic, open_teacher
 from grpo_spmd.tools.replay.read import RecordedStep, is_there
 
 
@@ -66,7 +65,7 @@ def train(
         policy, config.model, config.rollout.temperature, config.loss.kl_coef, session
     )
     critic = open_critic(config, policy, session)
-    updater = _updater(policy, config, head_of(critic))
+    updater = _updater(policy, config, critic.value_head if critic is not None else None)
     if source is not None:
         load_state(policy, updater, source, read_trainer(source, TO_GO_ON), critic)
     attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
@@ -89,7 +88,7 @@ def train(
     return loss_metrics(sums, config.loss), logprobs, decision
 
 
-def _updater(policy: Policy, config: Config, head: Head | None = None) -> PolicyUpdater:
+def _updater(policy: Policy, config: Config, head: ValueHead | None = None) -> PolicyUpdater:
     longest = config.rollout.max_completion_tokens
     return PolicyUpdater(policy, config.optimizer, config.loss, config.training, longest, head)
 

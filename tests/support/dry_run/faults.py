@@ -19,8 +19,6 @@ from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.engine import gather
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.gather import WeightDigest, gather_full_tensors
-from grpo_spmd.learn import teacher
-from grpo_spmd.learn.critic import Critic
 from grpo_spmd.model import attention
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
@@ -30,6 +28,8 @@ from grpo_spmd.model.reward_model import RewardModel, build_reward_model
 from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.model.values import build_value_model
 from grpo_spmd.records import RolloutBatch, SyncStats
+from grpo_spmd.signals import teacher
+from grpo_spmd.signals.critic import Critic
 from tests.support import weights
 from tests.support.dry_run.cases import Trials
 from tests.support.dry_run.engine import StandInLLM

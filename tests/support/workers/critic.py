@@ -32,10 +32,8 @@ from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, policy_mesh, start_session
 from grpo_spmd.learn import advantages, assemble, sampled_step
-from grpo_spmd.learn import critic as learn_critic
 from grpo_spmd.learn.advantages import advantages_of_tokens
 from grpo_spmd.learn.balance import plan_batch
-from grpo_spmd.learn.critic import Critic
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model import values as model_values
@@ -44,9 +42,10 @@ from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import build_policy, build_reference
 from grpo_spmd.model.values import ValueModel
 from grpo_spmd.proofs.batch_check import BatchCheck
-from grpo_spmd.proofs.critic_check import CriticCheck
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, RolloutGroup
-from grpo_spmd.signal_parts import open_critic
+from grpo_spmd.signals import critic as learn_critic
+from grpo_spmd.signals.critic import Critic, CriticCheck
+from grpo_spmd.signals.opening import open_critic
 from tests.support.learn import merged_on_all, updater_of
 from tests.support.workers.update import SETTINGS as OF_POLICY
 from tests.support.workers.update import deal, fixed_groups, plan_unpacked, score, with_setting
@@ -216,7 +215,11 @@ def waits(trials: Trials, config: Config) -> dict[str, Any]:
     for is_moved in (True, False):
         critic = trials.critic(config)
         offload = HostOffload(
-            False, trials.policy, None, updater_of(trials.policy, config).optimizer, critic.beside
+            False,
+            trials.policy,
+            None,
+            updater_of(trials.policy, config).optimizer,
+            critic.offloadable_models,
         )
         for _ in range(2):
             if is_moved:

@@ -32,7 +32,7 @@ from grpo_spmd.records import Completion, RolloutGroup
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rollout import engine_judge
 from grpo_spmd.rollout.engine_judge import EngineJudge, EngineJudges
-from grpo_spmd.signal_parts import open_engine_judges
+from grpo_spmd.signals.rewards import open_engine_judges
 from tests.support.digit_judge import typed
 from tests.support.reward_texts import GROUP_SIZE, groups_of
 

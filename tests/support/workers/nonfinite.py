@@ -81,7 +81,7 @@ def give_up(config: Config, policy: Policy, batch: RolloutBatch) -> dict[str, An
     num_stopped = 0
     for begin in (
         lambda: attach_logprobs(policy, None, batch, config.loss, 2, stop),
-        lambda: updater.update(batch, check=stop),
+        lambda: updater.update(batch, stop_check=stop),
     ):
         try:
             begin()
@@ -90,7 +90,7 @@ def give_up(config: Config, policy: Policy, batch: RolloutBatch) -> dict[str, An
     after, same_counts = _state(policy, updater), updater.state() == counts
     moved = [name for name in after if not torch.equal(after[name], before[name])]
     asked: list[bool] = []
-    updater.update(batch, check=asked.append)
+    updater.update(batch, stop_check=asked.append)
     sizes = [len(mini_batch) for mini_batch in batch.mini_batches]
     return {
         "moved": moved,

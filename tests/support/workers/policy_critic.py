@@ -27,8 +27,6 @@ from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, policy_mesh
-from grpo_spmd.learn.critic import Critic
-from grpo_spmd.learn.policy_critic import PolicyCritic
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.lora import initialise_adapters
 from grpo_spmd.model.offload import HostOffload
@@ -36,9 +34,10 @@ from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, lo
 from grpo_spmd.model.sharding import first_row
 from grpo_spmd.model.values import PolicyValues
 from grpo_spmd.proofs.gradient_check import GradientCheck
-from grpo_spmd.proofs.made_up_values import MadeUpValues
-from grpo_spmd.records import Lesson, MicroBatch
-from grpo_spmd.signal_parts import open_critic
+from grpo_spmd.records import MicroBatch, TeacherSignal
+from grpo_spmd.signals.critic import Critic
+from grpo_spmd.signals.opening import open_critic
+from grpo_spmd.signals.policy_critic import PolicyCritic, ValueTargets
 from tests.support.learn import merged_on_all
 from tests.support.workers.critic import Step, Trials, by_rollout, gathered, refuses, saved
 from tests.support.workers.critic import changed as of_critic
@@ -97,7 +96,7 @@ class PolicyTrials(Trials):
             config.rollout.max_completion_tokens,
             config.model.dtype,
         )
-        of_values = MadeUpValues(critic, config.critic, dtype)
+        of_values = ValueTargets(critic, config.critic, dtype)
         check = GradientCheck(
             self.policy, updater, config.loss, temperature, longest, dtype, None, of_values
         )
@@ -210,7 +209,9 @@ def waits(trials: PolicyTrials, config: Config) -> None:
     found: list[dict[str, Any]] = []
     for is_moved in (True, False):
         critic, updater = trials.parts(config)
-        offload = HostOffload(False, trials.policy, None, updater.optimizer, critic.beside)
+        offload = HostOffload(
+            False, trials.policy, None, updater.optimizer, critic.offloadable_models
+        )
         for _ in range(2):
             if is_moved:
                 offload.before_sync()
@@ -248,7 +249,9 @@ def beside_a_teacher(trials: PolicyTrials) -> None:
     critic, updater = trials.parts(config)
     step = trials.step(config, critic)
     for row in step[1].micro_batches:
-        row.lesson = Lesson(0.5, terms=(lambda hidden, _: hidden.float().square().mean(-1),))
+        row.teacher_signal = TeacherSignal(
+            0.5, divergence=lambda hidden, _: hidden.float().square().mean(-1)
+        )
     found = trials.result(critic, updater, step)
     critic, updater = trials.parts(config)
     without = trials.result(critic, updater, trials.step(config, critic))
@@ -291,7 +294,7 @@ def goes_on(trials: PolicyTrials, config: Config) -> None:
 def faults(trials: PolicyTrials) -> int:
     """Each must be named by the running checks."""
     config, done = changed(trials.config, "as configured"), 0
-    term, share = PolicyValues.term, Critic.share
+    term, share = PolicyValues.term, Critic.loss_term
 
     def sees(
         expected: str, within: Any = None, spoil: Callable[[PolicyCritic], None] = lambda _: None
@@ -338,16 +341,16 @@ def faults(trials: PolicyTrials) -> int:
 
     def kept(critic: PolicyCritic) -> None:
         row = trials.step(config, critic)[1].micro_batches[0]
-        critic.share(critic.model(row), row, 1).backward()
+        critic.loss_term(critic.model(row), row, 1).backward()
         critic.model.reshard()
 
     sees("the gradient of", patch.object(PolicyValues, "term", detached))
     sees("the value of a token", patch.object(PolicyValues, "term", shifted))
     sees("a gradient was left from the last update: that of head.weight", spoil=kept)
-    sees("the term 'loss' of the loss", patch.object(Critic, "share", dropped))
-    sees("the term 'value' of the loss", patch.object(Critic, "share", unscaled))
-    sees("the term 'value' of the loss", patch.object(Critic, "share", over_row))
-    sees("the term 'value' of the loss", patch.object(Critic, "share", of_masked))
+    sees("the term 'loss' of the loss", patch.object(Critic, "loss_term", dropped))
+    sees("the term 'value' of the loss", patch.object(Critic, "loss_term", unscaled))
+    sees("the term 'value' of the loss", patch.object(Critic, "loss_term", over_row))
+    sees("the term 'value' of the loss", patch.object(Critic, "loss_term", of_masked))
     sees("the gradient of the value head", spoil=averaged)
     sees("a value that the advantages are made of", spoil=stale)
     return done

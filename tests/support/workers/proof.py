@@ -37,7 +37,7 @@ from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import build_policy, hf_named_parameters
 from grpo_spmd.parts import open_log, open_run_dir
 from grpo_spmd.proofs.logprob_check import LogprobCheck
-from grpo_spmd.records import Decision, Plan, Rollout, StepDecision, SyncStats
+from grpo_spmd.records import BatchPlan, Decision, Rollout, StepDecision, SyncStats
 from tests.support.learn import merged_on_all
 from tests.support.workers.sync import disturb
 
@@ -337,7 +337,18 @@ class Trials:
         nothing = no_update(self.config.loss)
         none: Any = np.zeros(0)
         step = StepDecision(
-            none, none, none, none, Plan(none, []), none, none, [], [], 0, 0, {"reward/mean": 0.0}
+            none,
+            none,
+            none,
+            none,
+            BatchPlan(none, []),
+            none,
+            none,
+            [],
+            [],
+            0,
+            0,
+            {"reward/mean": 0.0},
         )
         decision = Decision(
             {}, {}, {}, {}, [], 0, [], [], 0, 0, step if self.session.is_rank0 else None

@@ -139,7 +139,7 @@ def run(scenario: Scenario, config: Config, policy: Policy, session: Session) ->
         "announced": announced,
         "missing": missing,
         "stream_position": stream.position,
-        "decision": _whole(decision.of_all) if session.is_rank0 else None,
+        "decision": _whole(decision.rank0_decision) if session.is_rank0 else None,
         "advantages_trained": _trained(batch),
         "sums": {
             name: sums[name].value

@@ -22,14 +22,12 @@ from grpo_spmd.config.schema import TeacherConfig
 from grpo_spmd.distributed.collectives import any_rank
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session
-from grpo_spmd.learn import served_teacher
-from grpo_spmd.learn.served_teacher import Question, ServedTeacher
-from grpo_spmd.learn.teacher import Teacher, TeacherModel
 from grpo_spmd.model.policy import Policy
-from grpo_spmd.proofs.server_check import ServerCheck
-from grpo_spmd.proofs.teacher_check import TeacherCheck
 from grpo_spmd.records import RolloutBatch
 from grpo_spmd.rewards.remote.client import PromptLogprobs
+from grpo_spmd.signals import served_teacher
+from grpo_spmd.signals.served_teacher import Question, ServedTeacher, ServerCheck
+from grpo_spmd.signals.teacher import Teacher, TeacherCheck, TeacherModel
 from tests.support.workers.teacher import Trials, ask_of, changed, other_samples
 from tests.support.workers.update import GROUP_SIZE, SPLITS, fixed_groups
 
@@ -101,7 +99,7 @@ def faults(trials: ServedTrials) -> int:
     seen, split = 0, list(SPLITS)[1]
 
     def sees(kind: str, said: str, change: Any) -> None:
-        """`change`: of (row, lesson), or of the teacher and its batch."""
+        """`change`: of (row, signal), or of the teacher and its batch."""
         nonlocal seen
 
         def spoil(teacher: Teacher, batch: RolloutBatch) -> None:
@@ -109,7 +107,7 @@ def faults(trials: ServedTrials) -> int:
                 swapped(cast(ServedTeacher, teacher))
                 return
             for row in batch.micro_batches:
-                row.lesson = change(row, row.lesson)
+                row.teacher_signal = change(row, row.teacher_signal)
 
         wrong = trials.update(kind, split, spoil=spoil)[1]
         assert any_rank(any(said in text for text in wrong)), (kind, said, wrong)
@@ -118,11 +116,11 @@ def faults(trials: ServedTrials) -> int:
     def swapped(teacher: ServedTeacher) -> None:
         teacher.servers = dict(zip(teacher.servers, [*teacher.servers.values()][::-1], strict=True))
 
-    def zero(_: Any, lesson: Any) -> Any:  # no answer is taken for a logprob of 0
-        return dataclasses.replace(lesson, answered=None)
+    def zero(_: Any, signal: Any) -> Any:  # no answer is taken for a logprob of 0
+        return dataclasses.replace(signal, answered_mask=None)
 
-    def unheard(row: Any, lesson: Any) -> Any:
-        return dataclasses.replace(lesson, answered=torch.zeros_like(row.loss_mask))
+    def unheard(row: Any, signal: Any) -> Any:
+        return dataclasses.replace(signal, answered_mask=torch.zeros_like(row.loss_mask))
 
     off, who = (
         "a teacher's logprob of a token that the update is given",
@@ -130,8 +128,8 @@ def faults(trials: ServedTrials) -> int:
     )
     for kind in ("sampled", "topk"):
         sees(kind, "lacks what its teacher says", lambda *_: None)
-        sees(kind, off, lambda _, lesson: changed(lesson, lambda x: x.roll(1, 0)))
-        sees(kind, off, lambda row, lesson: changed(lesson, lambda x: x[other_samples(row)]))
+        sees(kind, off, lambda _, signal: changed(signal, lambda x: x.roll(1, 0)))
+        sees(kind, off, lambda row, signal: changed(signal, lambda x: x[other_samples(row)]))
         sees(f"{kind}, {SOME}", who, zero)
         sees(kind, who, unheard)
     sees(SEVERAL, off, swapped)
@@ -147,7 +145,7 @@ def faults(trials: ServedTrials) -> int:
             )
 
     with patch.object(served_teacher, "_contexts", earlier):
-        sees("sampled", off, lambda _, lesson: lesson)
+        sees("sampled", off, lambda _, signal: signal)
     return seen
 
 

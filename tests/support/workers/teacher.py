@@ -26,19 +26,17 @@ from grpo_spmd.config.schema import LoraConfig, LossConfig, TeacherConfig
 from grpo_spmd.distributed.collectives import any_rank
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, policy_mesh, start_session
-from grpo_spmd.learn import losses
+from grpo_spmd.learn import losses, update
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.losses import LossInputs, policy_loss
-from grpo_spmd.learn.teacher import Ask, Teacher, TeacherModel
 from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model.divergence import TaughtBy, TopTeacher, WholeTeacher
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
-from grpo_spmd.proofs import teacher_check
 from grpo_spmd.proofs.gradient_check import GradientCheck
-from grpo_spmd.proofs.made_up_teacher import MadeUpTeacher
-from grpo_spmd.proofs.teacher_check import TeacherCheck
-from grpo_spmd.records import Lesson, MicroBatch, Prompt, RolloutBatch
+from grpo_spmd.records import MicroBatch, Prompt, RolloutBatch, TeacherSignal
+from grpo_spmd.signals import teacher as teacher_check
+from grpo_spmd.signals.teacher import Ask, RandomTeacher, Teacher, TeacherCheck, TeacherModel
 from tests.support.learn import merged_on_all, sampled_step_of, updater_of
 from tests.support.workers.update import LONGEST, SPLITS, deal, fixed_groups, plan_unpacked, score
 
@@ -99,7 +97,7 @@ class Trials:
             LONGEST,
             self.config.model.dtype,
         )
-        made_up = partial(MadeUpTeacher, teacher.config, policy, temperature, dtype)
+        made_up = partial(RandomTeacher, teacher.config, policy, temperature, dtype)
         return GradientCheck(
             policy, updater, self.config.loss, temperature, longest, dtype, made_up
         )
@@ -188,11 +186,11 @@ def clean_updates(trials: Trials) -> dict[tuple[str, str], Any]:
     return found
 
 
-def changed(lesson: Lesson, change: Callable[[Tensor], Tensor]) -> Lesson:
+def changed(signal: TeacherSignal, change: Callable[[Tensor], Tensor]) -> TeacherSignal:
     """With every tensor [C, ...] of what the teacher says put through `change`."""
-    if lesson.logprobs is not None:
-        return dataclasses.replace(lesson, logprobs=change(lesson.logprobs))
-    (taught,) = lesson.terms
+    if signal.logprobs is not None:
+        return dataclasses.replace(signal, logprobs=change(signal.logprobs))
+    taught = signal.divergence
     assert isinstance(taught, TaughtBy)
     parts: list[Any] = []
     for places, said in taught.parts:
@@ -200,7 +198,7 @@ def changed(lesson: Lesson, change: Callable[[Tensor], Tensor]) -> Lesson:
             parts.append((places, dataclasses.replace(said, hidden=change(said.hidden))))
         else:
             parts.append((places, TopTeacher(change(said.ids), change(said.logprobs))))
-    return dataclasses.replace(lesson, terms=(dataclasses.replace(taught, parts=parts),))
+    return dataclasses.replace(signal, divergence=dataclasses.replace(taught, parts=parts))
 
 
 def faults(trials: Trials) -> int:
@@ -220,20 +218,20 @@ def faults(trials: Trials) -> int:
         seen += 1
 
     def dropped(_: Teacher, batch: RolloutBatch) -> None:
-        batch.micro_batches[-1].lesson = None
+        batch.micro_batches[-1].teacher_signal = None
 
     def of_rows(
-        change: Callable[[MicroBatch, Lesson], Lesson],
+        change: Callable[[MicroBatch, TeacherSignal], TeacherSignal],
     ) -> Callable[[Teacher, RolloutBatch], None]:
         def spoil(_: Teacher, batch: RolloutBatch) -> None:
             for row in batch.micro_batches:
-                assert row.lesson is not None
-                row.lesson = change(row, row.lesson)
+                assert row.teacher_signal is not None
+                row.teacher_signal = change(row, row.teacher_signal)
 
         return spoil
 
-    shifted = of_rows(lambda _, lesson: changed(lesson, lambda x: x.roll(1, 0)))
-    another = of_rows(lambda row, lesson: changed(lesson, lambda x: x[other_samples(row)]))
+    shifted = of_rows(lambda _, signal: changed(signal, lambda x: x.roll(1, 0)))
+    another = of_rows(lambda row, signal: changed(signal, lambda x: x[other_samples(row)]))
     for kind in ("sampled", "topk", "full"):
         sees(kind, "lacks what its teacher says", dropped)
         for spoil in (shifted, another):
@@ -241,7 +239,7 @@ def faults(trials: Trials) -> int:
     sees(
         "sampled",
         "in another form",
-        of_rows(lambda _, lesson: dataclasses.replace(lesson, coef=0.1)),
+        of_rows(lambda _, signal: dataclasses.replace(signal, coef=0.1)),
     )
 
     def mixed(
@@ -261,14 +259,14 @@ def faults(trials: Trials) -> int:
 
     of_divergence = losses.divergence_loss
     twice = patch.object(
-        losses, "divergence_loss", lambda lesson, apart, *of: of_divergence(lesson, 2 * apart, *of)
+        losses, "divergence_loss", lambda signal, apart, *of: of_divergence(signal, 2 * apart, *of)
     )
     sees(
         "sampled",
         "the term 'policy' of the loss",
-        within=patch.object(losses, "taught_loss", unheard),
+        within=patch.object(update, "taught_loss", unheard),
     )
-    sees("full", "the term 'loss' of the loss", within=patch.object(losses, "taught_loss", unheard))
+    sees("full", "the term 'loss' of the loss", within=patch.object(update, "taught_loss", unheard))
     sees("topk", "the term 'teacher' of the loss", within=twice)
     return seen
 
@@ -296,8 +294,8 @@ def long_prompts(trials: Trials) -> None:
 
     def shifted(_: Teacher, batch: RolloutBatch) -> None:
         for row in batch.micro_batches:
-            assert row.lesson is not None
-            row.lesson = changed(row.lesson, lambda x: x.roll(1, 0))
+            assert row.teacher_signal is not None
+            row.teacher_signal = changed(row.teacher_signal, lambda x: x.roll(1, 0))
 
     kind, num_models = SEVERAL, len(KINDS[SEVERAL].paths)  # with prompts of their own, too
     for long, too_long in ((6, 100), (0, 100), (0, 0)):

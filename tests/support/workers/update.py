@@ -35,7 +35,7 @@ from grpo_spmd.model.policy import (
     load_weights,
 )
 from grpo_spmd.observe.token_scores import KeptScores
-from grpo_spmd.records import Completion, Plan, Prompt, RolloutGroup, ScoredRollouts
+from grpo_spmd.records import BatchPlan, Completion, Prompt, RolloutGroup, ScoredRollouts
 from tests.support.learn import merged_on_all, sampled_step_of, updater_of
 
 NUM_GROUPS, GROUP_SIZE, LONGEST = 6, 4, 28
@@ -152,7 +152,7 @@ def deal(groups: list[RolloutGroup], how: str, session: Session) -> list[Rollout
     return groups[session.rank // size :: session.world_size // size][session.rank % size :: size]
 
 
-def plan_unpacked(*args: Any, **kwargs: Any) -> Plan:
+def plan_unpacked(*args: Any, **kwargs: Any) -> BatchPlan:
     """The plan with every rollout in a row of its own."""
     plan = [
         [[[i] for row in rank for i in row] for rank in mini_batch]
@@ -242,10 +242,10 @@ def one_update(
     batch, decision = assemble_batch(sampled, session)
     kept = KeptScores()
     attach_logprobs(
-        policy, reference, batch, config.loss, config.training.num_optimizer_steps, keep=kept
+        policy, reference, batch, config.loss, config.training.num_optimizer_steps, keep_scores=kept
     )
     decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
-    sums = merged_on_all(updater.update(batch, keep=kept))
+    sums = merged_on_all(updater.update(batch, keep_scores=kept))
     policy_term, kl, entropy, tokens, updates = (
         sums[name].value for name in ("policy", "kl", "entropy", "loss_tokens", "optim/updates")
     )

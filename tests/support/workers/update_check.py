@@ -40,7 +40,7 @@ from grpo_spmd.model.policy import (
     load_weights,
 )
 from grpo_spmd.proofs.gradient_check import GradientCheck
-from grpo_spmd.proofs.update_check import UpdateCheck
+from grpo_spmd.proofs.update_check import UpdateCheck, UpdateCheckSettings
 from grpo_spmd.records import (
     Completion,
     Episode,
@@ -120,7 +120,7 @@ class Trials:
                 }
                 if has_failed:
                     given = {}
-                scored.given.append({**group.prompt.columns, **given})
+                scored.reward_inputs.append({**group.prompt.columns, **given})
         scored.by_name = {"fixed": list(scored.rewards)}
         return scored
 
@@ -152,12 +152,27 @@ class Trials:
             )
         updater = updater_of(policy, trained or config)
         change_updater(updater)
-        model = config.model.path, config.model.dtype
+        settings = UpdateCheckSettings(
+            every_steps=1,
+            model_path=config.model.path,
+            dtype=config.model.dtype,
+            stop_ids=stop_ids,
+            data=config.data,
+            rollout=config.rollout,
+            advantage=config.advantage,
+            loss=config.loss,
+            optimizer=config.optimizer,
+            training=config.training,
+            reward_weights=[reward.weight for reward in config.rewards],
+        )
         check = UpdateCheck(
-            1, self.session, policy, reference, updater, self.tokenizer, model, set(stop_ids), config.data,
-            config.rollout, [reward.weight for reward in config.rewards], config.advantage, config.loss,
-            config.optimizer, config.training,
-        )  # fmt: skip
+            settings,
+            session=self.session,
+            policy=policy,
+            reference=reference,
+            updater=updater,
+            tokenizer=self.tokenizer,
+        )
         for step in range(NUM_STEPS):
             groups, sampled = self.groups(), sampled_step_of(config, self.session)
             scored = self.score(groups)
@@ -404,10 +419,12 @@ def faults(trials: Trials) -> int:
     )  # at the second check
 
     def with_columns(scored: ScoredRollouts) -> None:
-        scored.given = scored.given[GROUP_SIZE:] + scored.given[:GROUP_SIZE]
+        scored.reward_inputs = scored.reward_inputs[GROUP_SIZE:] + scored.reward_inputs[:GROUP_SIZE]
 
     def with_prompt(scored: ScoredRollouts) -> None:
-        scored.given = [{**g, "completions": g["prompts"] + g["completions"]} for g in scored.given]
+        scored.reward_inputs = [
+            {**g, "completions": g["prompts"] + g["completions"]} for g in scored.reward_inputs
+        ]
 
     sees("the reward functions were given another", change_scored=with_columns)
     sees("the reward functions were given another 'completions'", change_scored=with_prompt)
@@ -532,7 +549,9 @@ def faults_of_episodes(trials: Trials) -> int:
     )
 
     def as_text(scored: ScoredRollouts) -> None:
-        scored.given = [given | {"completions": "4"} if given else given for given in scored.given]
+        scored.reward_inputs = [
+            given | {"completions": "4"} if given else given for given in scored.reward_inputs
+        ]
 
     sees("the reward functions were given another 'completions'", change_scored=as_text)
     return done

@@ -1,27 +1,87 @@
-"""What the gradient check gives the value loss of its made-up rows, and what that comes to when it is written out."""
+"""The critic whose head is on the policy's own layers: it learns in the policy's update, where one forward pass gives
+logprobs and values and one backward pass has both losses, as TRL's PPO with a value head has it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.config.schema import CriticConfig
+from grpo_spmd.config.schema import Config, CriticConfig
 from grpo_spmd.distributed.collectives import on_rank0
+from grpo_spmd.distributed.reductions import Max, Reductions, merge
+from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.contexts import contexts_of
-from grpo_spmd.learn.policy_critic import PolicyCritic
+from grpo_spmd.learn.update import StopCheck
+from grpo_spmd.model.offload import Beside
+from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import is_first_replica
-from grpo_spmd.model.values import plain_states
+from grpo_spmd.model.values import PolicyValues, plain_states
 from grpo_spmd.proofs.gradient_check import Found
-from grpo_spmd.records import MicroBatch, Rollout
+from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
+from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch
+from grpo_spmd.signals.critic import Critic, random_head, random_product
 
-_BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}  # mean |difference| of a value, of the values' size
+
+class PolicyCritic(Critic):
+    """Also the `Head` of a PolicyUpdater. In a step whose update it was not part of, the head learns alone, from states
+    that have no gradient: the warm-up."""
+
+    model: PolicyValues
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._in_update: Reductions | None = None
+        self._num_skipped = 0
+
+    @property
+    def offloadable_models(self) -> list[Beside]:
+        return [(self.model.head, self.optimizer)]  # what the policy's own pass enters too
+
+    @property
+    def value_head(self) -> PolicyCritic:
+        return self
+
+    def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
+        targets = ValueTargets(self, self._config, settings.dtype)
+        return SignalProofs([self._check(settings)], values=targets)
+
+    def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
+        self._in_update, self._num_skipped = None, 0
+        return super().attach(batch, decision, stop_check)
+
+    def term(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """Collective. Values [C]."""
+        return self.model.term(hidden, head)
+
+    def end_mini_batch(self, is_made: bool) -> None:
+        """The policy's update of a mini-batch was made, or was skipped: so is the head's."""
+        self._in_update = merge([self._in_update or {}, self.stepped(is_made)])
+        self._num_skipped += not is_made
+
+    def update(self, batch: RolloutBatch) -> Reductions:
+        if self._in_update is None:
+            try:
+                return super().update(batch)
+            finally:
+                self.model.reshard()  # as held.py: no backward pass has come down the policy
+        return (
+            self.no_update()
+            | self._in_update
+            | {"critic/skipped_updates": Max(float(self._num_skipped))}
+        )
+
+
+_VALUE_BOUNDS = {
+    "float32": 1e-4,
+    "bfloat16": 0.05,
+}  # mean |difference| of a value, of the values' size
 # Old values and returns lie at these distances from the values, in bounds of the clip: on both sides of it, each where
 # the clipped error is the larger one, and where it is not.
 _FROM_OLD, _TO_RETURN = (0.0, 0.5, -0.5, 1.5, -1.5, 2.0, -2.0), (0.7, -0.7, 0.9)
@@ -29,13 +89,13 @@ _NUM_SKETCHES = 8
 _LARGEST = 5.0  # of a bound, beyond which nothing is clipped here
 
 
-class MadeUpValues:
+class ValueTargets:
     def __init__(self, critic: PolicyCritic, config: CriticConfig, dtype: str) -> None:
         self._critic, self._clip, self._coef, self.bound = (
             critic,
             config.clip_value,
             config.coef,
-            _BOUNDS[dtype],
+            _VALUE_BOUNDS[dtype],
         )
         self._states: list[Tensor] = []
         self._head: tuple[Tensor, ...] = ()
@@ -48,7 +108,7 @@ class MadeUpValues:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self._critic.model.named_parameters()
 
-    def give(self, row: MicroBatch, values: Tensor) -> None:
+    def set_targets(self, row: MicroBatch, values: Tensor) -> None:
         """Old values and returns of a row, from the values [C] that the trainer has just found."""
         step, n = min(self._clip or 1.0, _LARGEST), range(len(values))
         v = values.detach().double()
@@ -65,7 +125,7 @@ class MadeUpValues:
             ):
                 kept.append(column.double())
 
-    def plainly(
+    def plain_loss(
         self, rollouts: Sequence[Rollout], counts: Tensor, num_tokens: int
     ) -> tuple[Tensor, float, float]:
         """Collective. The value loss [] by the last pass within `lively`, a plain one over the rollouts' contexts, with
@@ -83,7 +143,7 @@ class MadeUpValues:
         )
         self._head = weight, bias = tuple(tensor.detach().requires_grad_() for tensor in head)
         hidden = torch.cat(places) if places else states[0, :1]
-        plain = (hidden.float() @ weight[0] + bias + _product(hidden.float())).double()
+        plain = (hidden.float() @ weight[0] + bias + random_product(hidden.float())).double()
         if not places:
             return (plain * 0.0).sum(), 0.0, 0.0
         by_trainer, old, target = (
@@ -106,7 +166,7 @@ class MadeUpValues:
             total, size = total + term, size + abs(float(term.detach()))
         return total, size, off
 
-    def judge_head(self, found: Found, bound: float) -> None:
+    def check_head_gradient(self, found: Found, bound: float) -> None:
         """Collective. The head's gradient by the trainer, summed over ranks by FSDP, beside what the plain pass of each
         rank has left, summed by us: eight products of each with random vectors. Leaves none."""
         draw, reduced, plain = (
@@ -148,29 +208,20 @@ class MadeUpValues:
         self._critic.forget()
 
     @contextmanager
-    def lively(self) -> Iterator[None]:
+    def random_head(self) -> Iterator[None]:
         model = self._critic.model
-        with lively(model.head), plain_states(model.policy) as self._states:
+        with random_head(model.head), plain_states(model.policy) as self._states:
             yield
         self._states = []
 
 
-@contextmanager
-def lively(head: nn.Linear) -> Iterator[None]:
-    """Within it the head, which may be zero, adds a product with a fixed vector."""
-
-    def add(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        return output + _product(inputs[0])[..., None]
-
-    handle = head.register_forward_hook(add)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _product(states: Tensor) -> Tensor:
-    """[...] Of states [..., D]."""
-    width = states.shape[-1]
-    vector = torch.randn(width, generator=torch.Generator().manual_seed(0)) / math.sqrt(width)
-    return states @ vector.to(states)
+def open_policy_critic(config: Config, policy: Policy, session: Session) -> PolicyCritic:
+    """Collective. Adds a value head to the policy's layers."""
+    return PolicyCritic(
+        PolicyValues(policy, session),
+        config.critic,
+        config.advantage.normalize_std,
+        config.loss,
+        config.optimizer,
+        config.training,
+    )

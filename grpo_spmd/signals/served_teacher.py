@@ -16,17 +16,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from grpo_spmd.config.schema import RewardConfig, TeacherConfig
+from grpo_spmd.checks.signals import check_server, open_server
+from grpo_spmd.config.schema import Config, RewardConfig, TeacherConfig
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
-from grpo_spmd.learn.signals import Check
-from grpo_spmd.learn.teacher import Ask, Teacher, taught_row
-from grpo_spmd.model.divergence import LEAST, Places, TopTeacher, WholeTeacher
+from grpo_spmd.distributed.session import Session
+from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.learn.update import StopCheck
+from grpo_spmd.model.divergence import LEAST, Places, TaughtBy, TopTeacher, WholeTeacher
 from grpo_spmd.model.policy import Policy
+from grpo_spmd.proofs.gradient_check import Found
+from grpo_spmd.proofs.update_check import SignalProofs, UpdateCheckSettings
 from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch
 from grpo_spmd.rewards.pool.call_limits import CallLimits
 from grpo_spmd.rewards.remote.client import Place, PromptLogprobs
 from grpo_spmd.rewards.remote.server_calls import ServerCalls
 from grpo_spmd.rewards.trl import FailedCallError, RewardError
+from grpo_spmd.signals.teacher import Ask, Teacher, TeacherCheck, taught_row, teacher_requests
 
 _log = logging.getLogger("grpo_spmd")
 _LOOK_S = 0.5  # between two looks whether the run has to stop
@@ -83,7 +88,7 @@ class ServedTeacher(Teacher):
     def top_k(self) -> int:
         return self.config.top_k if self.config.loss == "topk" else 0
 
-    def attach(self, batch: RolloutBatch, decision: Decision, check: Check) -> Decision:
+    def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
         """Collective. As Teacher's. Raises RewardError on all ranks where too many rollouts have no answer."""
         asked = self.asked(decision)
         of_rows = [
@@ -102,7 +107,7 @@ class ServedTeacher(Teacher):
             [(n, partial(self._ask, servers[n], question)) for n, question in numbered],
         )
         while any_rank(calls.go_on(_LOOK_S)):
-            check(False)
+            stop_check(False)
         self.unanswered = {numbered[job][1].rollout_id for job in calls.failed}
         decision = self._counted(
             decision, calls, len({question.rollout_id for _, question in numbered})
@@ -114,6 +119,9 @@ class ServedTeacher(Teacher):
                 {name: [(q, next(said)) for q in questions] for name, questions in of_row.items()},
             )
         return decision
+
+    def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
+        return SignalProofs([ServerCheck(self)], self._synthetic(settings))
 
     def _questions(
         self, row: MicroBatch, asked: Mapping[int, Ask] | None, name: str
@@ -143,10 +151,12 @@ class ServedTeacher(Teacher):
         found = on_rank0(
             partial(_count, max_error_frac=self._max_error_frac), mine | {"seconds": calls.seconds}
         )
-        if decision.of_all is None:
+        if decision.rank0_decision is None:
             return decision
-        of_all = dataclasses.replace(decision.of_all, metrics=decision.of_all.metrics | found)
-        return dataclasses.replace(decision, of_all=of_all)
+        of_all = dataclasses.replace(
+            decision.rank0_decision, metrics=decision.rank0_decision.metrics | found
+        )
+        return dataclasses.replace(decision, rank0_decision=of_all)
 
     def _teach(
         self, row: MicroBatch, said: Mapping[str, Sequence[tuple[Question, Said | None]]]
@@ -175,9 +185,9 @@ class ServedTeacher(Teacher):
                         _as_tensors([known for _, known in whole if known is not None], device),
                     )
                 )
-        row.lesson = self._lesson(row, parts, names)
+        row.teacher_signal = self._teacher_signal(row, parts, names)
         if self.unanswered & {*row.rollout_ids}:
-            row.lesson = dataclasses.replace(row.lesson, answered=answered)
+            row.teacher_signal = dataclasses.replace(row.teacher_signal, answered_mask=answered)
 
 
 def _contexts(row: MicroBatch, places: npt.NDArray[np.int64] | None) -> Iterator[Question]:
@@ -255,3 +265,98 @@ def _count(parts: list[dict[str, Any]], max_error_frac: float) -> dict[str, floa
             for p in (50, 95)
         },
     }
+
+
+_BOUND = 0.1  # nats on average: nobody here knows the server's number format, or with whom it batches a request
+_MOST_S = 30.0
+
+
+class ServerCheck(TeacherCheck):
+    def __init__(self, teacher: ServedTeacher) -> None:
+        super().__init__(teacher, 1.0, "float32")
+        self._served, self._bound, self._rounding = teacher, _BOUND, 0.0
+
+    def __call__(
+        self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, *_: object
+    ) -> Found:
+        """Collective. As TeacherCheck's, and who is taught."""
+        found = super().__call__(sampled, batch, decision)
+        if not all(
+            _says_who_is_taught(row, self._served.unanswered) for row in batch.micro_batches
+        ):
+            found.wrong.append(
+                "a rollout without an answer of its teacher's server is taught, or one that has it is not"
+            )
+        return found
+
+    def _sources(self) -> Mapping[str, Any]:
+        return self._served.servers
+
+    def _was_taught(self, rollout_id: int) -> bool:
+        return rollout_id not in self._served.unanswered
+
+    def _logits(self, source: Any, ids: Tensor, where: Tensor) -> Tensor | None:
+        """As TeacherCheck's. Not collective."""
+        server: PromptLogprobs = source
+        if not where.any():  # no rollout
+            return None
+        asked, num_tokens = (
+            ids.tolist(),
+            self._served.policy.model.get_output_embeddings().weight.shape[0],
+        )
+        try:
+            said = server.ask(
+                asked, self._served.top_k, min(self._served.config.timeout_s, _MOST_S)
+            )
+        except FailedCallError:
+            return None
+        logits = torch.empty(len(where), num_tokens)
+        for number, place in enumerate(where.tolist()):
+            known = {**dict(said[place].likeliest), asked[place + 1]: said[place].logprob}
+            # What is not known of the others is as good as any: only what they have together is compared.
+            others = max(num_tokens - len(known), 1)
+            rest = rest_of([*known.values()], num_tokens)
+            logits[number] = rest - torch.tensor(float(others)).log()
+            logits[number, list(known)] = torch.tensor(list(known.values()))
+        return logits.to(ids.device)
+
+
+def _says_who_is_taught(row: MicroBatch, unanswered: set[int]) -> bool:
+    """Whether what is attached to the tokens says that those of these rollouts, and no others, are taught nothing."""
+    signal, silent = (
+        row.teacher_signal,
+        [place for place, i in enumerate(row.rollout_ids) if i in unanswered],
+    )
+    if signal is None or not row.rollout_ids:
+        return True
+    taught = ~torch.isin(row.sequence_index, row.sequence_index.new_tensor(silent))
+    said = [torch.ones_like(taught) if signal.answered_mask is None else signal.answered_mask]
+    if isinstance(signal.divergence, TaughtBy):
+        of_term = torch.zeros_like(taught)
+        for places, _ in signal.divergence.parts:
+            of_term[slice(None) if places is None else places] = True
+        said.append(of_term)
+    return all(bool((each == taught).all()) for each in said)
+
+
+def open_served_teacher(
+    config: Config,
+    policy: Policy,
+    session: Session,
+    prompt_at: Callable[[int], Prompt] | None,
+    tokenizer: Any,
+) -> ServedTeacher:
+    """Collective. Connects to the servers of teacher.url. Raises ConfigError if one is not fit."""
+    models = on_rank0(
+        lambda _: {name: check_server(config, name) for name in config.teacher.urls}, None
+    )
+    servers = {name: open_server(config, name, model) for name, model in models.items()}
+    return ServedTeacher(
+        config.teacher,
+        servers,
+        policy,
+        prompt_at,
+        teacher_requests(config, tokenizer),
+        ranks=(session.rank, session.world_size),
+        max_error_frac=config.reward_pool.max_error_frac,
+    )
