@@ -113,14 +113,14 @@ def test_advantages_and_returns_are_those_of_verl() -> None:
 
     found = advantages_of_tokens(rewards, values, LENGTHS, gamma, lam)
     assert found + values == pytest.approx(returns[index, place].numpy())
-    center, factor = whitening(len(found), found.sum(), (found**2).sum())
+    center, factor = whitening(float(len(found)), float(found.sum()), float((found**2).sum()))
     assert (found - center) * factor == pytest.approx(whitened[index, place].numpy())
 
 
 def test_whitening_makes_nothing_of_nothing() -> None:
-    assert whitening(0, 0.0, 0.0) == (0.0, 1.0)
-    assert whitening(1, 3.0, 9.0) == (3.0, 1.0)
-    mean, factor = whitening(4, 2.0, 1.0)
+    assert whitening(0.0, 0.0, 0.0) == (0.0, 1.0)
+    assert whitening(1.0, 3.0, 9.0) == (3.0, 1.0)
+    mean, factor = whitening(4.0, 2.0, 1.0)
     assert mean == 0.5
     assert factor == pytest.approx(1e4)  # all alike: the rounding of zeros stays small
 
@@ -133,9 +133,9 @@ def test_explained_variance() -> None:
     returns, values = np.array([0.0, 1.0, 1.0, 0.0]), np.array([0.5, 0.5, 1.0, 0.0])
     errors = returns - values
     sums = tuple((x.sum(), (x**2).sum()) for x in (returns, errors))
-    assert explained_variance(4, *sums) == pytest.approx(1 - errors.var() / returns.var())
-    assert explained_variance(4, (4.0, 4.0), (0.0, 0.0)) is None
-    assert explained_variance(0, (0.0, 0.0), (0.0, 0.0)) is None
+    assert explained_variance(4.0, *sums) == pytest.approx(1 - errors.var() / returns.var())
+    assert explained_variance(4.0, (4.0, 4.0), (0.0, 0.0)) is None
+    assert explained_variance(0.0, (0.0, 0.0), (0.0, 0.0)) is None
 
 
 def test_the_value_loss_and_where_it_has_a_gradient() -> None:
