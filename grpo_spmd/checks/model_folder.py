@@ -439,12 +439,12 @@ def _instead(folder: Path, key: str) -> str:
             f"; it is a folder of the hub's cache: {key}={found[1]}/{found[2]} finds what is in it"
         )
     if checkpoints := sorted(folder.glob("checkpoints/step_*")):
-        export = f"`python -m grpo_spmd.tools.export {checkpoints[-1]} OUT`"
+        export = f"`python -m grpo_spmd.export {checkpoints[-1]} OUT`"
         return f"; it is a run's folder: {export} writes the folder of its newest model"
     if (folder / "manifest.json").is_file():
-        return f"; it is a run's checkpoint: `python -m grpo_spmd.tools.export {folder} OUT` writes a model's folder"
+        return f"; it is a run's checkpoint: `python -m grpo_spmd.export {folder} OUT` writes a model's folder"
     if (folder / "adapter_config.json").is_file():
-        return "; it is an adapter: `python -m grpo_spmd.tools.export --merge` puts it into its base model"
+        return "; it is an adapter: `python -m grpo_spmd.export --merge` puts it into its base model"
     inner = sorted(path.parent for path in folder.glob("*/config.json"))
     remedy = "a model's folder has one: save_pretrained or `hf download` wrote it"
     return f"; {inner[0]} has one" if inner else f"; {remedy}"

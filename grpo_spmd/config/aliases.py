@@ -114,7 +114,7 @@ stop, stop_token_ids, stop_strings | | \
 a completion ends with the model's own eos (generation_config.json), or is cut off
 ignore_eos | | every completion may end
 num_processes, nproc_per_node, nproc | | torchrun --nproc-per-node N, or grpo-spmd train --nproc N
-push_to_hub, hub_model_id, hub_token | | python -m grpo_spmd.tools.export writes the model's folder
+push_to_hub, hub_model_id, hub_token | | python -m grpo_spmd.export writes the model's folder
 environment_factory | environment.factory | "file.py:Class", or a mapping of names to such
 tools | environment.tools | a list of "file.py:function"
 max_tool_calling_iterations | environment.max_turns | counts turns: one more than calling iterations

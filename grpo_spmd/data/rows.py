@@ -215,7 +215,7 @@ def _find_hub(source: str, key: str) -> Source:
         Exception
     ) as error:  # the library raises many types for "not found", "no network", "no such split"
         remedy = (
-            "; `python -m grpo_spmd.tools.prefetch` brings it where there is network"
+            "; `python -m grpo_spmd.prefetch` brings it where there is network"
             if is_offline()
             else ""
         )

@@ -1,4 +1,4 @@
-"""python -m grpo_spmd.tools.export CHECKPOINT OUT [--dtype bfloat16|float32] [--merge [--base MODEL]]: a folder that
+"""python -m grpo_spmd.export CHECKPOINT OUT [--dtype bfloat16|float32] [--merge [--base MODEL]]: a folder that
 transformers and vLLM load."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_spmd.files import hold_standard_streams, show
 def main() -> None:
     hold_standard_streams()
     about = "Write the weights of a checkpoint as a model folder that transformers and vLLM load, or its adapters as "
-    parser = OneLineParser(prog="python -m grpo_spmd.tools.export", description=about + "peft's.")
+    parser = OneLineParser(prog="python -m grpo_spmd.export", description=about + "peft's.")
     add, dtype = parser.add_argument, "of the weights (default: the dtype that the run computed in)"
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step_NNNNNN")
     add("out", type=Path, metavar="OUT", help="a folder that does not exist yet")

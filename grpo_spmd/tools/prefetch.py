@@ -1,4 +1,4 @@
-"""python -m grpo_spmd.tools.prefetch --config x.yaml [section.key=value ...]: what a config names of the hub, into the cache.
+"""python -m grpo_spmd.prefetch --config x.yaml [section.key=value ...]: what a config names of the hub, into the cache.
 
 For clusters whose compute nodes have no network: once where there is one, before the job, which sets HF_HUB_OFFLINE=1.
 """
@@ -28,7 +28,7 @@ _SAY_EVERY_S = 8.0
 def main() -> None:
     hold_standard_streams()
     about = "Fetch the model and the data sets that a config names from the Hugging Face hub into the cache (HF_HOME)."
-    parser = OverridesParser(prog="python -m grpo_spmd.tools.prefetch", description=about)
+    parser = OverridesParser(prog="python -m grpo_spmd.prefetch", description=about)
     parser.add_argument("--config", required=True, help="a YAML file; configs/ has examples")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="values that replace the file's"
@@ -69,7 +69,7 @@ def main() -> None:
     except ConfigError as error:
         refuse(
             ConfigError(
-                str(error).replace("`python -m grpo_spmd.tools.prefetch --config ...`", "this")
+                str(error).replace("`python -m grpo_spmd.prefetch --config ...`", "this")
             )
         )
     show(f"prefetch: all of it is in {constants.HF_HOME}, which the nodes must see. In the job:")

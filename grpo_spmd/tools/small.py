@@ -1,7 +1,7 @@
 """GRPO in one page, from the parts of this package, for taking apart: the demo's model learns countdown.
 
-    python -m grpo_spmd.demo && python -m grpo_spmd.tools.small [NUM_STEPS]
-    torchrun --standalone --nproc-per-node 2 -m grpo_spmd.tools.small
+    python -m grpo_spmd.demo && python -m grpo_spmd.small [NUM_STEPS]
+    torchrun --standalone --nproc-per-node 2 -m grpo_spmd.small
 
 Each rank samples its own prompts with its own vLLM and trains on them. grpo_spmd.train adds a checked config, rewards
 that may hang, rollouts dealt to ranks by cost, several updates a rollout, a reference model, evaluation, metrics,

@@ -1,4 +1,4 @@
-"""python -m grpo_spmd.tools.prefetch with the hub's own client and a hub on loopback; then the run's readers without one."""
+"""python -m grpo_spmd.prefetch with the hub's own client and a hub on loopback; then the run's readers without one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.fake_hub import FakeHub, serve
 from tests.support.models import make_model, make_reward_model
 from tests.support.processes import Job, run_command
 
-PREFETCH = [sys.executable, "-m", "grpo_spmd.tools.prefetch", "--config", "config.yaml"]
+PREFETCH = [sys.executable, "-m", "grpo_spmd.prefetch", "--config", "config.yaml"]
 CARD = """---
 configs:
 - config_name: main

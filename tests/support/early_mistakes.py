@@ -492,7 +492,7 @@ NO_NETWORK = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}  # the
 
 
 @mistake("a model of the hub, offline", "model.path: org/name is not in the local Hugging Face cache", "HF_HUB_OFFLINE",
-         "python -m grpo_spmd.tools.prefetch --config", "local folder", overrides=HUB)  # fmt: skip
+         "python -m grpo_spmd.prefetch --config", "local folder", overrides=HUB)  # fmt: skip
 def _(patch: Patch) -> None:
     patch.setenv("HF_HUB_OFFLINE", "1")
 
@@ -586,7 +586,7 @@ def _(_: Patch) -> None:
 @mistake(
     "a checkpoint in place of a model",
     "config.json: No such file",
-    "grpo_spmd.tools.export model OUT",
+    "grpo_spmd.export model OUT",
 )
 def _(_: Patch) -> None:
     Path("model/config.json").rename("model/manifest.json")
@@ -943,7 +943,7 @@ def _(_: Patch) -> None:
     Path("model/tokenizer.json").unlink()
 
 
-@mistake("a run's folder", "it is a run's folder: `python -m grpo_spmd.tools.export runs/checkpoints/step_000012 OUT`",
+@mistake("a run's folder", "it is a run's folder: `python -m grpo_spmd.export runs/checkpoints/step_000012 OUT`",
          overrides=("model.path=runs",))  # fmt: skip
 def _(_: Patch) -> None:
     Path("runs/checkpoints/step_000012").mkdir(parents=True)

@@ -162,9 +162,7 @@ def test_another_command_is_its_module_with_the_users_folder(tmp_path: Path) -> 
     done = run_command(
         [sys.executable, "-m", "grpo_spmd.cli", "export", "nowhere", "out"], cwd=tmp_path
     )
-    alone = run_command(
-        [sys.executable, "-m", "grpo_spmd.tools.export", "nowhere", "out"], cwd=tmp_path
-    )
+    alone = run_command([sys.executable, "-m", "grpo_spmd.export", "nowhere", "out"], cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (
         alone.returncode,
         alone.stdout,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from transformers.utils import get_json_schema
 
 from grpo_spmd.config.describe import describe_keys, keys_as_markdown
 from grpo_spmd.config.load import load_config
@@ -17,7 +22,7 @@ PAPERS = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("*.md")
 } | {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in sorted(ROOT.glob("*/README.md"))
+    for path in sorted(ROOT.glob("*/*.md"))
 }
 KEYS = {line.split()[0] for line in describe_keys().splitlines() if line[2] != " "}
 SECTIONS = {key.split(".")[0] for key in KEYS if "." in key} - {"rewards"}
@@ -52,7 +57,7 @@ def test_config_keys_that_are_named_exist(name: str) -> None:
     # The first column of the tables for people who come from elsewhere has their names.
     text = (
         re.sub(r"^\| [^|]*\|", "|", text, flags=re.MULTILINE)
-        if name == "configs/README.md"
+        if name == "configs/MIGRATION.md"
         else text
     )
     named = re.findall(rf"`((?:{'|'.join(SECTIONS)})\.[a-z_.]+[a-z])", text)
@@ -97,3 +102,50 @@ def test_the_first_task_fits_together(tmp_path: Path, monkeypatch: pytest.Monkey
         prompts=[rows[0].prompt] * 4, completions=completions, completion_ids=[[]] * 4, **columns
     )
     assert scores == [1.0, 0.5, 0.0, 0.0]
+
+
+def _example(name: str) -> dict[str, Any]:
+    """Runs the example of configs/EPISODES.md that begins with a comment of this name."""
+    blocks = re.findall(r"```python\n(.*?)```", PAPERS["configs/EPISODES.md"], re.DOTALL)
+    [code] = [block for block in blocks if block.startswith(f"# {name}\n")]
+    namespace: dict[str, Any] = {}
+    exec(compile(code, name, "exec"), namespace)
+    return namespace
+
+
+def test_the_example_tool_has_a_schema_and_answers() -> None:
+    lookup = _example("my_tools.py")["lookup"]
+    function = get_json_schema(lookup)["function"]
+    assert function["parameters"]["required"] == ["word"]
+    assert (lookup("otter"), lookup("yak")) == ("a mammal that swims", "unknown")
+
+
+def test_the_example_environment_plays_a_game() -> None:
+    game = _example("my_env.py")["Guess"]()
+    assert game.reset(secret=4, prompt="unused") == "Guess a number from 1 to 10."
+    assert [game.step(guess)[:3] for guess in ("1", "9", "no number", "4")] == [
+        ("higher", 0.0, False),
+        ("lower", 0.0, False),
+        ("higher", 0.0, False),
+        ("right", 1.0, True),
+    ]
+
+
+def test_the_example_agent_asks_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts: list[int] = []
+
+    class Client:
+        """Answers "42" to everything, and keeps how many messages it was sent."""
+
+        def __init__(self, base_url: str, api_key: str) -> None:
+            self.chat = SimpleNamespace(completions=SimpleNamespace(create=self.create))
+
+        async def create(self, model: str, messages: list[Any]) -> Any:
+            contexts.append(len(messages))
+            return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="42"))])
+
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(AsyncOpenAI=Client))
+    rollout = _example("my_agent.py")["rollout"]
+    task = {"prompt": "6 x 7?", "answer": "42"}
+    assert asyncio.run(rollout(task, base_url="", api_key="", model="policy")) == 1.0
+    assert contexts == [1, 3, 5]

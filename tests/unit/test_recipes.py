@@ -218,7 +218,7 @@ def test_the_report_says_which_values_the_algorithm_gave() -> None:
 
 def test_the_readme_has_the_table() -> None:
     """`python -m grpo_spmd.config.recipes` prints it."""
-    text = (ROOT / "configs" / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "configs" / "ALGORITHMS.md").read_text(encoding="utf-8")
     _, begin, rest = text.partition("<!-- recipes: begin -->")
     table, end, _ = rest.partition("<!-- recipes: end -->")
     assert begin

@@ -150,7 +150,7 @@ def look_at_hub(place: Place) -> Iterator[Result]:
         )
     else:
         remedy = (
-            "python -m grpo_spmd.tools.prefetch where there is network, and HF_HUB_OFFLINE=1 here"
+            "python -m grpo_spmd.prefetch where there is network, and HF_HUB_OFFLINE=1 here"
         )
         yield Result("hub", "warning", f"{endpoint} gives no answer ({said or status})", remedy)
 
