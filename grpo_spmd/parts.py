@@ -319,14 +319,14 @@ def open_environments(
     if not config.environment.is_on:
         return None
     from grpo_spmd.episodes.environments import Environments
-    from grpo_spmd.episodes.open_episode import Limits
+    from grpo_spmd.episodes.open_episode import EpisodeLimits
 
     longest = config.max_rollout_tokens
     of_turn, of_all = (
         config.rollout.max_completion_tokens,
         config.training.max_tokens_per_micro_batch,
     )
-    limits = Limits(
+    limits = EpisodeLimits(
         config.environment.max_turns,
         longest - config.data.max_prompt_tokens,
         of_turn,

@@ -87,7 +87,7 @@ class Entry:
         return self._arrays[name]
 
 
-class Maker:
+class EntryWriter:
     """Takes what an entry is made of, piece by piece; only its arrays wait in memory."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -133,10 +133,10 @@ class Maker:
         return self._digest.hexdigest()
 
 
-Make = Callable[[Maker], None]
+Make = Callable[[EntryWriter], None]
 
 
-def name_of(kind: str, inputs: Any) -> str:
+def entry_name(kind: str, inputs: Any) -> str:
     """Of an entry that is made from `inputs`, all of which must survive JSON."""
     return f"{kind}-{hashlib.sha256(json.dumps([FORMAT, inputs], sort_keys=True).encode()).hexdigest()[:40]}"
 
@@ -152,13 +152,13 @@ def versions_of(*packages: str) -> list[str]:
     return found
 
 
-def obtain(kind: str, inputs: Any, size: int, make: Make, of: str = "") -> Entry:
+def load_or_make(kind: str, inputs: Any, size: int, make: Make, of: str = "") -> Entry:
     """The entry that `make` makes from `inputs` (None: they have no fingerprint), of a data set of `size` bytes. One
     process of the node makes it while the others wait. What `make` raises is raised by all of them that ask for the
     same file `of` which it speaks."""
     if inputs is None or size < SMALL:
         return _in_memory(kind, make)
-    name, asked = name_of(kind, inputs), time.time_ns()
+    name, asked = entry_name(kind, inputs), time.time_ns()
     error = f"{name}.{hashlib.sha256(os.fsencode(of)).hexdigest()[:16]}.error"
     if (entry := _found(name)) is not None:
         return entry
@@ -171,13 +171,13 @@ def obtain(kind: str, inputs: Any, size: int, make: Make, of: str = "") -> Entry
 
 
 def _found(name: str) -> Entry | None:
-    return next((entry for place in places() if (entry := _open(place, name)) is not None), None)
+    return next((entry for place in cache_folders() if (entry := _open(place, name)) is not None), None)
 
 
 def _made(name: str, size: int, make: Make, error_name: str) -> Entry:
     """In the first folder that takes it, else in memory. What `make` raises is kept for those who wait."""
     failed = list[str]()
-    for place in places(failed):
+    for place in cache_folders(failed):
         if (free := shutil.disk_usage(place).free) < 2 * size:
             failed.append(f"{place} has {free / 1e9:.1f} GB free")
             continue
@@ -203,7 +203,7 @@ def _made(name: str, size: int, make: Make, error_name: str) -> Entry:
 
 def _in_memory(name: str, make: Make) -> Entry:
     file = io.BytesIO()
-    maker = Maker(file)
+    maker = EntryWriter(file)
     make(maker)
     maker.finish(name)
     return Entry(file.getbuffer(), name)
@@ -231,7 +231,7 @@ def _made_in(place: Path, name: str, make: Make) -> Entry:
         )  # 0600
     try:
         with open(descriptor, "wb", buffering=0) as file:
-            maker = Maker(file)
+            maker = EntryWriter(file)
             make(maker)
             digest = maker.finish(name)
             with _folder_errors():
@@ -277,7 +277,7 @@ def digest_of(path: Path) -> str:
     content and of inode): each rank and each start would else read it all. Raises OSError, UntrustedError."""
     with open_regular(path, follow=True) as file:
         state, asked = os.fstat(file.fileno()), time.time()
-        if state.st_size < SMALL or not (found := places()):
+        if state.st_size < SMALL or not (found := cache_folders()):
             return _sha256(file, state.st_size)
         place, name = (
             found[0],
@@ -330,7 +330,7 @@ def _write(place: Path, name: str, content: bytes) -> None:
     os.replace(temporary, place / name)
 
 
-def places(failed: list[str] | None = None) -> list[Path]:
+def cache_folders(failed: list[str] | None = None) -> list[Path]:
     """Folders of this user's on this host that can be written to, alike on all ranks of a node: the cache's, and a
     temporary one. `failed`: takes why one is none."""
     cache, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
@@ -418,7 +418,7 @@ def _alone(name: str) -> Iterator[bool]:
 
 
 def _open_lock(name: str) -> int | None:
-    for place in places():
+    for place in cache_folders():
         with contextlib.suppress(OSError):
             return os.open(
                 place / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
@@ -428,7 +428,7 @@ def _open_lock(name: str) -> int | None:
 
 def _raise_what_was_said(error_name: str, asked: int) -> None:
     """Another process of this node found what was asked for meanwhile to be unusable: read once, said by all."""
-    for place in places():
+    for place in cache_folders():
         with contextlib.suppress(OSError, UntrustedError), open_regular(place / error_name) as file:
             if os.fstat(file.fileno()).st_mtime_ns >= asked:
                 raise ConfigError(file.read(1 << 16).decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""Rows of jsonl, parquet and the hub, each with a usable prompt. Needs neither torch nor a tokenizer."""
+"""CachedRows of jsonl, parquet and the hub, each with a usable prompt. Needs neither torch nor a tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, overload
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import looked_for
 from grpo_spmd.config.schema import DataConfig
-from grpo_spmd.data.cache import Entry, Maker, digest_of, obtain, stamp, versions_of
+from grpo_spmd.data.cache import Entry, EntryWriter, digest_of, load_or_make, stamp, versions_of
 from grpo_spmd.data.hub import check_reachable, is_offline, need_datasets
 from grpo_spmd.files import reject_duplicates
 
@@ -128,7 +128,7 @@ def _find_file(path: Path, key: str) -> Source:
     except OSError as error:
         raise ConfigError(_unreadable(path, key, error)) from None
 
-    def read() -> Iterator[Found]:
+    def read() -> Iterator[SourceRow]:
         try:
             yield from _read_jsonl(path) if is_lines else read_parquet(path, key)
             if is_one and stamp(path.stat()) != stamp(state):
@@ -145,7 +145,7 @@ def _unreadable(path: Path, key: str, error: OSError) -> str:
     return f"{key}: cannot read {path}: {error.strerror or error}{looked_for(path)}"
 
 
-def _read_jsonl(path: Path) -> Iterator[Found]:
+def _read_jsonl(path: Path) -> Iterator[SourceRow]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -233,7 +233,7 @@ def _find_hub(source: str, key: str) -> Source:
             len(dataset),
         ]
 
-    def read() -> Iterator[Found]:
+    def read() -> Iterator[SourceRow]:
         return ((number, dict(record), None) for number, record in enumerate(dataset))
 
     return Source(f"{source}:row ", read, inputs, size)
@@ -280,13 +280,13 @@ def _is_text(prompt: str | list[dict[str, Any]]) -> bool:
     return re.search(r"[\ud800-\udfff]", text) is None
 
 
-# Rows of a parquet file, a few at a time; of a folder of them, held whole.
+# CachedRows of a parquet file, a few at a time; of a folder of them, held whole.
 
 
 _ROWS = 1024  # that are held at a time
 
 
-def read_parquet(path: Path, key: str) -> Iterator[Found]:
+def read_parquet(path: Path, key: str) -> Iterator[SourceRow]:
     """Of a file, page by page: a row group may be all of it. Of a folder of files. Raises ConfigError."""
     import pyarrow
     import pyarrow.parquet
@@ -336,7 +336,7 @@ def check_shown(rows: Sequence[PromptRow], config: DataConfig) -> None:
     """Refuse rows whose prompt is not what it should be. Raises ConfigError, which names file:line."""
     if rows and config.prompt_template:
         _check_template(config.prompt_template, rows[0])
-    if isinstance(rows, Rows):  # they were looked at when they were read
+    if isinstance(rows, CachedRows):  # they were looked at when they were read
         rows = [] if rows.first_odd is None else [rows[rows.first_odd]]
     for row in rows:
         check_row(row)
@@ -405,12 +405,12 @@ def _check_messages(messages: Sequence[dict[str, Any]], where: str) -> None:
         _check_text(last["content"] or "-", where)
 
 
-# Rows of a data set that stay in a file of the cache: each is decoded when it is asked for, from its line, or from
+# CachedRows of a data set that stay in a file of the cache: each is decoded when it is asked for, from its line, or from
 # JSON where it never was a line.
 
 
 _BATCH = 256  # rows that are decoded together
-Found = tuple[
+SourceRow = tuple[
     int, dict[str, Any], bytes | None
 ]  # number of the line or row, the row, and its line if it has one
 
@@ -429,7 +429,7 @@ class Source:
     """A data set that was found, and not read yet."""
 
     prefix: str  # of where a row stands; its number follows
-    read: Callable[[], Iterator[Found]]  # raises ConfigError
+    read: Callable[[], Iterator[SourceRow]]  # raises ConfigError
     inputs: Any  # what tells its content from others', for a fingerprint; None: nothing does
     size: int  # in bytes
 
@@ -453,7 +453,7 @@ class Overview:
             self.columns |= dict.fromkeys(row.columns)
 
 
-class Rows(Sequence[PromptRow]):
+class CachedRows(Sequence[PromptRow]):
     def __init__(
         self, entry: Entry, source: Source, usable: Callable[[dict[str, Any], str], PromptRow]
     ) -> None:
@@ -490,7 +490,7 @@ class Rows(Sequence[PromptRow]):
             yield from self[start : start + _BATCH]
 
     def _read(self, start: int, stop: int) -> list[PromptRow]:
-        """Rows side by side: as one JSON list, in half the time."""
+        """CachedRows side by side: as one JSON list, in half the time."""
         if start >= stop:
             return []
         ends = [self._ends[start - 1] if start else 0, *self._ends[start:stop]]
@@ -512,7 +512,7 @@ def rows_of(
     """Each row as `usable` makes it, which decides by `row_keys`. Read once on a node. Raises ConfigError; what `look`
     raises in the same pass waits until it is asked for."""
 
-    def make(maker: Maker) -> None:
+    def make(maker: EntryWriter) -> None:
         ends, numbers, overview = array("q"), array("q"), Overview()
         end, first_odd, maker.facts["is_json"] = 0, None, True
         for number, record, line in source.read():
@@ -540,10 +540,10 @@ def rows_of(
         )
 
     inputs = None if source.inputs is None else [source.inputs, row_keys]
-    entry = obtain("rows", inputs, source.size, make, source.prefix)
+    entry = load_or_make("rows", inputs, source.size, make, source.prefix)
     if not entry.facts["is_json"]:
         return [usable(record, f"{source.prefix}{number}") for number, record, _ in source.read()]
-    rows = Rows(entry, source, usable)
+    rows = CachedRows(entry, source, usable)
     rows.inputs = inputs
     return rows
 
@@ -559,7 +559,7 @@ def _is_json(value: Any) -> bool:
 
 
 def overview_of(rows: Sequence[PromptRow]) -> Overview:
-    if isinstance(rows, Rows):
+    if isinstance(rows, CachedRows):
         return rows.overview
     found = Overview()
     for row in rows:
@@ -571,12 +571,12 @@ def once(kind: str, rows: Sequence[PromptRow], inputs: Any, look: Callable[[], A
     """What `look` says of the rows, which survives JSON and is a function of them and of `inputs`: asked once on a
     node, until one of them changes. What it raises is raised."""
 
-    def make(maker: Maker) -> None:
+    def make(maker: EntryWriter) -> None:
         maker.facts["said"] = look()
 
-    if not isinstance(rows, Rows) or rows.inputs is None:
+    if not isinstance(rows, CachedRows) or rows.inputs is None:
         return look()
-    return obtain(kind, [rows.inputs, inputs], rows.size, make, rows.prefix).facts["said"]
+    return load_or_make(kind, [rows.inputs, inputs], rows.size, make, rows.prefix).facts["said"]
 
 
 def _characters(prompt: str | list[dict[str, Any]]) -> int:

@@ -15,8 +15,8 @@ from typing import Any, overload
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import DataConfig
-from grpo_spmd.data.cache import Entry, Maker, obtain, versions_of
-from grpo_spmd.data.rows import PromptRow, Rows, check_enough_rows
+from grpo_spmd.data.cache import Entry, EntryWriter, load_or_make, versions_of
+from grpo_spmd.data.rows import PromptRow, CachedRows, check_enough_rows
 from grpo_spmd.distributed import startup
 from grpo_spmd.records import Prompt
 
@@ -109,7 +109,7 @@ def build_prompts(
     """
     is_held_out, inputs = eval_set is not None, None
 
-    def make(maker: Maker) -> None:
+    def make(maker: EntryWriter) -> None:
         ends, numbers, digests = array("q"), array("q"), _Digests(is_held_out)
         end = 0
         for number, row, token_ids in _tokenized(rows, tokenizer, config):
@@ -128,11 +128,11 @@ def build_prompts(
         maker.facts["tokens"], maker.facts["rows"] = digests.both()
 
     size, of = 0, ""
-    if isinstance(rows, Rows) and rows.inputs is not None:
+    if isinstance(rows, CachedRows) and rows.inputs is not None:
         of_tokenizer, size, of = _inputs_of(tokenizer), rows.size, rows.prefix
         limits = [config.max_prompt_tokens, config.on_long_prompt, is_held_out]
         inputs = None if of_tokenizer is None else [rows.inputs, of_tokenizer, limits]
-    prompts = Prompts(rows, obtain("tokens", inputs, size, make, of))
+    prompts = Prompts(rows, load_or_make("tokens", inputs, size, make, of))
     check_enough_rows(
         len(prompts), config, per_step, num_dropped=len(rows) - len(prompts), eval_set=eval_set
     )

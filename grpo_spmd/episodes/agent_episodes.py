@@ -9,12 +9,12 @@ from typing import Any
 
 from grpo_spmd.engine.requests import Finished, Place, Request, Task
 from grpo_spmd.episodes.chat_format import ChatFormat
-from grpo_spmd.episodes.contexts import Contexts, Wanted
+from grpo_spmd.episodes.conversation_tree import ConversationTree, TurnRequest
 from grpo_spmd.episodes.endpoint import Call, Endpoint
-from grpo_spmd.episodes.episodes import Episodes, Talk
-from grpo_spmd.episodes.open_episode import Limits
+from grpo_spmd.episodes.episodes import Episodes, RunningEpisode
+from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.pool import EnvironmentPool, Failure, Reply
-from grpo_spmd.episodes.wire import WireError
+from grpo_spmd.episodes.openai_api import ApiError
 from grpo_spmd.records import Completion, Episode
 
 
@@ -22,9 +22,9 @@ from grpo_spmd.records import Completion, Episode
 class _Session:
     """An agent's, in one try."""
 
-    contexts: Contexts
+    contexts: ConversationTree
     waiting: deque[Call] = field(default_factory=deque)
-    asked: tuple[Call, Wanted] | None = None  # what the engine is at
+    asked: tuple[Call, TurnRequest] | None = None  # what the engine is at
     outcome: Reply | Failure | None = None  # how the agent's code ended
 
 
@@ -36,7 +36,7 @@ class AgentEpisodes(Episodes):
         endpoint: Endpoint,
         pool: EnvironmentPool,
         chat: ChatFormat,
-        limits: Limits,
+        limits: EpisodeLimits,
         task: Callable[[Place], Task],
         *,
         temperature: float | None,
@@ -63,10 +63,10 @@ class AgentEpisodes(Episodes):
         self._sessions.clear()
         super().close()
 
-    def _begin(self, talk: Talk) -> None:
+    def _begin(self, talk: RunningEpisode) -> None:
         limits = self._limits
         self._sessions[talk.place] = _Session(
-            Contexts(
+            ConversationTree(
                 self._chat,
                 max_turns=limits.max_turns,
                 max_tokens=limits.max_tokens,
@@ -96,7 +96,7 @@ class AgentEpisodes(Episodes):
                 continue
             try:
                 wanted = session.contexts.begin(call.messages, call.tools, call.options.max_tokens)
-            except WireError as error:
+            except ApiError as error:
                 self._endpoint.refuse(call, error.status, str(error), error.code)
                 continue
             session.asked = call, wanted
@@ -107,7 +107,7 @@ class AgentEpisodes(Episodes):
             self._said.append((place, Request(wanted.context_ids, seed, self._temperature, most)))
             return
 
-    def _end_turn(self, talk: Talk, completion: Completion) -> None:
+    def _end_turn(self, talk: RunningEpisode, completion: Completion) -> None:
         session = self._sessions[talk.place]
         assert session.asked is not None
         (call, wanted), session.asked = session.asked, None
@@ -121,7 +121,7 @@ class AgentEpisodes(Episodes):
         else:
             self._ask_next(talk.place, session)
 
-    def _hear(self, talk: Talk, reply: Reply | Failure) -> None:
+    def _hear(self, talk: RunningEpisode, reply: Reply | Failure) -> None:
         session = self._sessions[talk.place]
         self._endpoint.close(talk.place)
         session.waiting.clear()
@@ -129,7 +129,7 @@ class AgentEpisodes(Episodes):
         if session.asked is None:
             self._settle(talk, session, reply)
 
-    def _settle(self, talk: Talk, session: _Session, outcome: Reply | Failure) -> None:
+    def _settle(self, talk: RunningEpisode, session: _Session, outcome: Reply | Failure) -> None:
         """The agent's code has ended, and nothing of it is in the engine."""
         talk.calls_s.append(outcome.seconds)
         if isinstance(outcome, Failure):

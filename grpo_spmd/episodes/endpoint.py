@@ -19,10 +19,10 @@ from http import HTTPStatus
 from typing import Any
 
 from grpo_spmd.engine.requests import Place
-from grpo_spmd.episodes.wire import (
+from grpo_spmd.episodes.openai_api import (
     Message,
     Options,
-    WireError,
+    ApiError,
     completion_body,
     error_body,
     models_body,
@@ -49,16 +49,16 @@ class Head:
 
 
 def read_head(raw: bytes) -> Head:
-    """`raw`: up to the empty line, without it. Raises WireError."""
+    """`raw`: up to the empty line, without it. Raises ApiError."""
     first, *lines = raw.split(b"\r\n")
     line = _REQUEST_LINE.fullmatch(first)
     if line is None:
-        raise WireError(400, "bad_http", "the request line is not one of HTTP/1.1")
+        raise ApiError(400, "bad_http", "the request line is not one of HTTP/1.1")
     fields: dict[str, str] = {}
     for one in lines:
         field = _FIELD.fullmatch(one)
         if field is None:
-            raise WireError(400, "bad_http", "a header's line is not one of HTTP/1.1")
+            raise ApiError(400, "bad_http", "a header's line is not one of HTTP/1.1")
         name, value = field[1].decode().lower(), field[2].decode("latin-1")
         if name in fields and name in (
             "content-length",
@@ -66,15 +66,15 @@ def read_head(raw: bytes) -> Head:
             "authorization",
             "host",
         ):
-            raise WireError(400, "bad_http", f"the header {name} is given twice")
+            raise ApiError(400, "bad_http", f"the header {name} is given twice")
         fields[name] = value
     if "transfer-encoding" in fields:
-        raise WireError(
+        raise ApiError(
             411, "length_required", "a body must come with its Content-Length, and not in chunks"
         )
     length = fields.get("content-length", "0")
     if not _LENGTH.fullmatch(length):
-        raise WireError(400, "bad_http", "Content-Length must be one whole number")
+        raise ApiError(400, "bad_http", "Content-Length must be one whole number")
     scheme, _, token = fields.get("authorization", "").partition(" ")
     is_new = line[3] == b"1"
     return Head(
@@ -103,7 +103,7 @@ class Connection:
         self.is_known = True
 
     async def head(self, idle_s: float, request_s: float) -> bytes | None:
-        """The head of the next request; None where none comes. Raises WireError where it is too long or slow."""
+        """The head of the next request; None where none comes. Raises ApiError where it is too long or slow."""
         try:
             async with asyncio.timeout(idle_s if self.is_known else request_s):
                 while not self._buffer.lstrip(b"\r\n"):
@@ -121,17 +121,17 @@ class Connection:
                     if not await self._fill():
                         return None
         except TimeoutError:
-            raise WireError(
+            raise ApiError(
                 408, "too_slow", f"the request did not arrive within {request_s:g} s"
             ) from None
         if not 0 <= end <= _MAX_HEAD_BYTES:
-            raise WireError(431, "headers_too_large", f"headers may have {_MAX_HEAD_BYTES} bytes")
+            raise ApiError(431, "headers_too_large", f"headers may have {_MAX_HEAD_BYTES} bytes")
         head = bytes(self._buffer[:end])
         del self._buffer[: end + 4]
         return head
 
     async def body(self, head: Head, request_s: float) -> bytes:
-        """Raises WireError where it is too slow, ConnectionError where it ends early."""
+        """Raises ApiError where it is too slow, ConnectionError where it ends early."""
         if head.expects_continue and len(self._buffer) < head.num_body_bytes:
             self.tell_to_wait()
         try:
@@ -140,7 +140,7 @@ class Connection:
                     if not await self._fill():
                         raise ConnectionError("the body ended early")
         except TimeoutError:
-            raise WireError(
+            raise ApiError(
                 408, "too_slow", f"the request did not arrive within {request_s:g} s"
             ) from None
         body = bytes(self._buffer[: head.num_body_bytes])
@@ -225,8 +225,8 @@ _MAX_HELD_BYTES = 512 << 20  # of the bodies of all requests that are not answer
 _PATH = re.compile(r"/sessions/([0-9a-f]{16})/v1/(chat/completions|models)/?")
 _METHODS = {"chat/completions": "POST", "models": "GET"}
 _JSON, _EVENTS = "application/json", "text/event-stream"
-_BUSY = WireError(503, "busy", "too many requests are waiting; try again")
-_ENDED = WireError(
+_BUSY = ApiError(503, "busy", "too many requests are waiting; try again")
+_ENDED = ApiError(
     404,
     "session_not_found",
     "there is no such session; one ends when the agent's coroutine returns",
@@ -242,7 +242,7 @@ class Call:
     tools: list[dict[str, Any]]
     options: Options
     session: _Session = field(repr=False)
-    reply: asyncio.Future[tuple[bytes, str] | WireError] = field(repr=False)
+    reply: asyncio.Future[tuple[bytes, str] | ApiError] = field(repr=False)
     """The endpoint's own: the answer's body and its type, or what it is refused for."""
 
     @property
@@ -368,7 +368,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
 
     def refuse(self, call: Call, status: int, why: str, code: str = "invalid_request") -> None:
         """Answer it with an error of the protocol."""
-        self._in_thread(_set_reply, call, WireError(status, code, why))
+        self._in_thread(_set_reply, call, ApiError(status, code, why))
 
     def engine_s(self, place: Place) -> float:
         """Seconds in which a request of the session, if it is open, waited for its answer: not the agent's own time."""
@@ -451,7 +451,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
                 self._held_bytes += num_bytes
                 connection.welcome()
                 body = await connection.body(head, self._request_s)
-            except WireError as refused:  # whatever follows on this connection is not a request
+            except ApiError as refused:  # whatever follows on this connection is not a request
                 await self._send_error(connection, refused, keeps_alive=False)
                 return False
             try:
@@ -460,7 +460,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
                     if head.method == "GET"
                     else await self._reply_to(connection, session, head, body)
                 )
-            except WireError as refused:
+            except ApiError as refused:
                 await self._send_error(connection, refused, keeps_alive=head.keeps_alive)
             else:
                 if reply is None:
@@ -473,9 +473,9 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             self._held_bytes -= num_bytes
 
     def _session_of(self, head: Head) -> _Session:
-        """Raises WireError."""
+        """Raises ApiError."""
         if (parts := _PATH.fullmatch(head.path)) is None:
-            raise WireError(
+            raise ApiError(
                 404,
                 "not_found",
                 "there are /sessions/<id>/v1/chat/completions and /sessions/<id>/v1/models",
@@ -484,17 +484,17 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         if (session := self._sessions.get(name)) is None:
             raise _ENDED
         if not hmac.compare_digest(session.token, head.token.encode()):
-            raise WireError(401, "invalid_api_key", "the api key is not this session's")
+            raise ApiError(401, "invalid_api_key", "the api key is not this session's")
         if head.method != _METHODS[what]:
-            raise WireError(405, "method_not_allowed", f"{what} takes {_METHODS[what]}")
+            raise ApiError(405, "method_not_allowed", f"{what} takes {_METHODS[what]}")
         if head.num_body_bytes > self._max_body_bytes:
-            raise WireError(413, "body_too_large", f"a body may have {self._max_body_bytes} bytes")
+            raise ApiError(413, "body_too_large", f"a body may have {self._max_body_bytes} bytes")
         return session
 
     async def _reply_to(
         self, connection: Connection, session: _Session, head: Head, body: bytes
     ) -> tuple[bytes, str] | None:
-        """Queue it, and wait; None where the client has gone. Raises WireError."""
+        """Queue it, and wait; None where the client has gone. Raises ApiError."""
         asked = read_request(body, self._model)
         for name in asked.options.ignored:
             if name not in self._warned:
@@ -505,7 +505,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         if session.has_ended:
             raise _ENDED
         if len(session.waiting) >= self._max_waiting:
-            raise WireError(
+            raise ApiError(
                 429, "busy", f"{self._max_waiting} requests of this session wait already; try again"
             )
         call = Call(
@@ -524,7 +524,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         try:
             while await connection.stays(call.reply, self._beat_s):
                 if call.reply.done():
-                    if isinstance(reply := call.reply.result(), WireError):
+                    if isinstance(reply := call.reply.result(), ApiError):
                         raise reply
                     return reply
                 if head.knows_continue:
@@ -540,7 +540,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             _set_reply(call, _ENDED)
 
     async def _send_error(
-        self, connection: Connection, refused: WireError, *, keeps_alive: bool
+        self, connection: Connection, refused: ApiError, *, keeps_alive: bool
     ) -> None:
         body = error_body(refused.status, refused.code, str(refused))
         await connection.send(
@@ -548,6 +548,6 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         )
 
 
-def _set_reply(call: Call, reply: tuple[bytes, str] | WireError) -> None:
+def _set_reply(call: Call, reply: tuple[bytes, str] | ApiError) -> None:
     if not call.reply.done():
         call.reply.set_result(reply)

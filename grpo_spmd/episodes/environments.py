@@ -18,8 +18,8 @@ from grpo_spmd.engine.requests import Finished, Place, Task
 from grpo_spmd.episodes.agent_episodes import AgentEpisodes
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.endpoint import Endpoint
-from grpo_spmd.episodes.episodes import Episodes, Silent
-from grpo_spmd.episodes.open_episode import Limits
+from grpo_spmd.episodes.episodes import Episodes, FollowerEpisodes
+from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.pool import EnvironmentPool
 from grpo_spmd.episodes.scores import EpisodeScores
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
@@ -39,7 +39,7 @@ class Environments(AbstractContextManager["Environments"]):
         rewards: Sequence[RewardConfig],
         loaded: Sequence[Reward],
         tokenizer: Any,
-        limits: Limits,
+        limits: EpisodeLimits,
         log_file: Path | None,
         check: Callable[[], None],
     ) -> None:
@@ -146,9 +146,9 @@ class Environments(AbstractContextManager["Environments"]):
 
     def _episodes(
         self, task: Callable[[Place], Task], temperature: float | None, finished: Finished | None
-    ) -> Silent:
+    ) -> FollowerEpisodes:
         if self._pool is None:
-            return Silent()
+            return FollowerEpisodes()
         if self._endpoint is not None:
             parts = self._endpoint, self._pool, self._chat, self._limits
             return AgentEpisodes(*parts, task, temperature=temperature, finished=finished)

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_spmd.engine.requests import LATER, Finished, Later, Place, Request, Task
 from grpo_spmd.episodes.chat_format import ChatFormat
-from grpo_spmd.episodes.open_episode import Limits, Message, OpenEpisode
+from grpo_spmd.episodes.open_episode import EpisodeLimits, Message, OpenEpisode
 from grpo_spmd.episodes.pool import EnvironmentPool, Failure, Reply
 from grpo_spmd.records import Completion, Episode, Prompt
 
@@ -22,7 +22,7 @@ _MOST_ATTEMPTS = (
 
 
 @dataclass
-class Talk:
+class RunningEpisode:
     """One rollout's episode, in its first or its second try."""
 
     place: Place
@@ -34,7 +34,7 @@ class Talk:
     calls_s: list[float] = field(default_factory=list)
 
 
-class Silent:
+class FollowerEpisodes:
     """On the ranks of an engine that are not its first: they sample what it tells them."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Silent:
         pass
 
 
-class Episodes(Silent):
+class Episodes(FollowerEpisodes):
     """Those of one generation, of environments that answer turns (tools, gym). For the engine: `next_request` and
     `ready`. `completions` has each that has ended."""
 
@@ -58,7 +58,7 @@ class Episodes(Silent):
         self,
         pool: EnvironmentPool,
         chat: ChatFormat,
-        limits: Limits,
+        limits: EpisodeLimits,
         task: Callable[[Place], Task],
         *,
         temperature: float | None,
@@ -69,14 +69,14 @@ class Episodes(Silent):
         self._pool, self._chat, self._limits, self._task = pool, chat, limits, task
         self._temperature, self._discount, self._finished = temperature, discount, finished
         super().__init__()
-        self._talks: dict[Place, Talk] = {}
+        self._talks: dict[Place, RunningEpisode] = {}
         self._said: list[tuple[Place, Request | None]] = []  # that the engine has not been told
 
     def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Later:
-        """Always later: on all ranks of an engine alike (Silent)."""
+        """Always later: on all ranks of an engine alike (FollowerEpisodes)."""
         place = job, number
         if not turns:
-            self._talks[place] = Talk(place, *self._task(place))
+            self._talks[place] = RunningEpisode(place, *self._task(place))
             self._begin(self._talks[place])
         else:
             self._end_turn(self._talks[place], turns[-1])
@@ -96,12 +96,12 @@ class Episodes(Silent):
             self._pool.drop(place)
         self._talks.clear()
 
-    def _begin(self, talk: Talk) -> None:
+    def _begin(self, talk: RunningEpisode) -> None:
         prompt = talk.prompt
         row = prompt.columns | {"prompt": prompt.text}
         self._pool.begin(talk.place, row, talk.seed(-1))
 
-    def _hear(self, talk: Talk, reply: Reply | Failure) -> None:
+    def _hear(self, talk: RunningEpisode, reply: Reply | Failure) -> None:
         talk.calls_s.append(reply.seconds)
         if isinstance(reply, Failure):
             self._fail(talk, reply)
@@ -127,7 +127,7 @@ class Episodes(Silent):
         else:
             self._go_on(talk)
 
-    def _go_on(self, talk: Talk) -> None:
+    def _go_on(self, talk: RunningEpisode) -> None:
         episode = talk.open
         assert episode is not None
         if episode.status is None:
@@ -143,7 +143,7 @@ class Episodes(Silent):
             self._pool.release(talk.place)
             self._end(talk, {})
 
-    def _end_turn(self, talk: Talk, completion: Completion) -> None:
+    def _end_turn(self, talk: RunningEpisode, completion: Completion) -> None:
         episode = talk.open
         assert episode is not None
         parsed = self._chat.parse(completion.token_ids, episode.context_ids, episode.tools)
@@ -154,7 +154,7 @@ class Episodes(Silent):
         else:
             self._go_on(talk)
 
-    def _end(self, talk: Talk, rewards: Mapping[str, float | str | None]) -> None:
+    def _end(self, talk: RunningEpisode, rewards: Mapping[str, float | str | None]) -> None:
         episode = talk.open
         assert episode is not None
         named: dict[str, float | str | None] = {
@@ -167,7 +167,7 @@ class Episodes(Silent):
             talk, Completion(episode.token_ids, episode.logprobs, episode.finish_reason(), record)
         )
 
-    def _fail(self, talk: Talk, failure: Failure) -> None:
+    def _fail(self, talk: RunningEpisode, failure: Failure) -> None:
         """The environment did, and its process is gone."""
         if talk.attempt < _MOST_ATTEMPTS:
             talk.attempt, talk.open = talk.attempt + 1, None
@@ -178,7 +178,7 @@ class Episodes(Silent):
         record = Episode(failure.status, (), (), [], {}, talk.calls_s, why)
         self._finish(talk, Completion([], [], "stop", record))
 
-    def _finish(self, talk: Talk, completion: Completion) -> None:
+    def _finish(self, talk: RunningEpisode, completion: Completion) -> None:
         del self._talks[talk.place]
         self.completions[talk.place] = completion
         self._said.append((talk.place, None))

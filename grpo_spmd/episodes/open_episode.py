@@ -17,7 +17,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """Of an episode, in turns and tokens."""
 
     max_turns: int
@@ -47,7 +47,7 @@ class OpenEpisode:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: EpisodeLimits,
         prompt: list[Message],
         tools: Sequence[dict[str, Any]],
         prompt_ids: list[int],

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_spmd.episodes.wire import is_plain
+from grpo_spmd.episodes.openai_api import is_plain
 
 # What transformers' parsers raise for text that is not what they look for. Nesting without end is RecursionError.
 _UNREADABLE = (

@@ -14,9 +14,9 @@ import pytest
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.episodes.agent import AgentDriver
-from grpo_spmd.episodes.contexts import Contexts
+from grpo_spmd.episodes.conversation_tree import ConversationTree
 from grpo_spmd.episodes.endpoint import Call, Endpoint
-from grpo_spmd.episodes.wire import WireError
+from grpo_spmd.episodes.openai_api import ApiError
 from grpo_spmd.records import Completion
 from grpo_spmd.rewards.trl import BrokenContractError
 from tests.support.agents import Bytes, answered
@@ -35,15 +35,15 @@ def _proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def _session(
     policy: Callable[[Call], str], **limits: int
-) -> Iterator[tuple[dict[str, str], Contexts]]:
+) -> Iterator[tuple[dict[str, str], ConversationTree]]:
     """A session that is answered as the rank does it, but for the engine."""
     most = {"max_turns": 10, "max_tokens": 2000, "max_model_len": 3000, "max_all_tokens": 10_000}
-    contexts = Contexts(CHAT, **most | limits)
+    contexts = ConversationTree(CHAT, **most | limits)
 
     def answer(endpoint: Endpoint, call: Call) -> None:
         try:
             wanted = contexts.begin(call.messages, call.tools, call.options.max_tokens)
-        except WireError as error:
+        except ApiError as error:
             endpoint.refuse(call, error.status, str(error), error.code)
             return
         ids = CHAT.sampled(policy(call))

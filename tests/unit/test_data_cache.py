@@ -29,7 +29,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from grpo_spmd.data import cache, rows, tokens
 from grpo_spmd.data.prompts import PromptStream
-from grpo_spmd.data.rows import PromptRow, Rows, read_rows
+from grpo_spmd.data.rows import PromptRow, CachedRows, read_rows
 from grpo_spmd.data.tokens import Prompts, build_prompts, digests_of
 from grpo_spmd.proofs import data_check
 from grpo_spmd.records import Prompt
@@ -107,7 +107,7 @@ def test_columns_are_the_objects_that_the_line_has(
     config = DataConfig(train=_lines(tmp_path / "t.jsonl", "\ufeff" + lines[0], "", *lines[1:]))
     for _ in range(2):
         found = read_rows(config)
-        assert isinstance(found, Rows)
+        assert isinstance(found, CachedRows)
         assert [repr(row.columns) for row in found] == [
             repr({"value": json.loads(value)}) for value in VALUES
         ]
@@ -286,7 +286,7 @@ def reading(path):
     time.sleep(float(sys.argv[3]))
     return read(path)
 rows._read_jsonl = reading
-cache.places()
+cache.cache_folders()
 print("ready", flush=True)
 sys.stdin.readline()
 try:
@@ -346,7 +346,7 @@ def test_an_error_of_another_file_of_that_content_is_not_said(
         yield True
 
     def refusing(of: str) -> cache.Make:
-        def make(_: cache.Maker) -> None:
+        def make(_: cache.EntryWriter) -> None:
             made.append(of)
             raise ConfigError(f"{of}2: wrong")
 
@@ -357,7 +357,7 @@ def test_an_error_of_another_file_of_that_content_is_not_said(
     monkeypatch.setattr(cache.time, "time_ns", lambda: 0)  # asked before the other was done
     for of in ("a.jsonl:", "b.jsonl:", "a.jsonl:"):
         with pytest.raises(ConfigError, match=f"^{of}2: wrong$"):
-            cache.obtain("rows", ["content"], 9, refusing(of), of)
+            cache.load_or_make("rows", ["content"], 9, refusing(of), of)
     assert made == ["a.jsonl:", "b.jsonl:"]
 
 
@@ -425,7 +425,7 @@ def test_an_entry_that_is_not_as_it_was_made_is_made_again(
 ) -> None:
     config, counting = _train(tmp_path), _Counting()
     expected = [*build_prompts(read_rows(config), counting, config, 1)]
-    cache.obtain("gold", 1, 1, lambda maker: maker.facts.update(said=1))
+    cache.load_or_make("gold", 1, 1, lambda maker: maker.facts.update(said=1))
     (entry,) = _entries(folder, kind)
     made = counting.num_texts
     DAMAGES[damage](entry)
@@ -456,21 +456,21 @@ def test_a_damaged_note_of_a_digest_is_not_used(
 def test_a_folder_of_somebody_else_or_open_to_others_is_not_used(
     tmp_path: Path, folder: Path
 ) -> None:
-    usable = cache.places()
+    usable = cache.cache_folders()
     assert usable == [folder, tmp_path / "tmp" / f"grpo_spmd-{os.geteuid()}"]
     folder.chmod(0o777)
     usable[1].rmdir()
     usable[1].symlink_to(folder)
-    assert cache.places() == []
+    assert cache.cache_folders() == []
 
 
 def test_a_folder_of_another_user_is_not_used(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cache.places()[0] == folder
+    assert cache.cache_folders()[0] == folder
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    assert folder not in cache.places()
+    assert folder not in cache.cache_folders()
 
 
 # Where nothing can be kept

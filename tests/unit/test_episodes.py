@@ -22,7 +22,7 @@ from grpo_spmd.demo.tools import make_tokenizer
 from grpo_spmd.engine.requests import Later, Place, Request
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.episodes import Episodes
-from grpo_spmd.episodes.open_episode import Limits
+from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.pool import EnvironmentPool
 from grpo_spmd.episodes.scores import EpisodeScores
 from grpo_spmd.learn.contexts import broken_rule
@@ -69,7 +69,7 @@ class Bench:
         if self.how == "no reward": raise ValueError("none")
         return float(open(self.log).read().count("say"))
 
-class Talk:
+class RunningEpisode:
     """Its row has what each step gives: [observation, reward, done]."""
 
     def reset(self, steps, log, **row):
@@ -80,7 +80,7 @@ class Talk:
         with open(self.log, "a") as file: file.write(action + "\\n")
         return (*self.steps.pop(0), {})
 '''
-WIDE = Limits(
+WIDE = EpisodeLimits(
     max_turns=8,
     max_tokens=10_000,
     max_turn_tokens=10_000,
@@ -108,7 +108,7 @@ class Bed:
         return list(self.tokenizer.encode(text))
 
     def episodes(
-        self, row: Callable[[Place], dict[str, Any]], limits: Limits, discount: float | None
+        self, row: Callable[[Place], dict[str, Any]], limits: EpisodeLimits, discount: float | None
     ) -> Episodes:
         def task(place: Place) -> tuple[Prompt, Callable[..., int]]:
             chat = [{"role": "user", "content": "go"}]
@@ -120,7 +120,7 @@ class Bed:
         self,
         says: Script,
         row: Callable[[Place], dict[str, Any]],
-        limits: Limits = WIDE,
+        limits: EpisodeLimits = WIDE,
         *,
         discount: float | None = None,
         num_turns: int = 10_000,
@@ -182,7 +182,7 @@ def tools(file: Path, tokenizer: Any) -> Iterator[Bed]:
 
 @pytest.fixture(scope="module")
 def gym(file: Path, tokenizer: Any) -> Iterator[Bed]:
-    config = EnvironmentConfig(gym=f"{file}:Talk", num_workers=3)
+    config = EnvironmentConfig(gym=f"{file}:RunningEpisode", num_workers=3)
     with EnvironmentPool(config, (), file.with_suffix(".gym.log")) as pool:
         yield Bed(pool, tokenizer)
 

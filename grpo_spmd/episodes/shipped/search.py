@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.data.cache import digest_of, name_of, places
+from grpo_spmd.data.cache import cache_folders, digest_of, entry_name
 from grpo_spmd.files import open_regular
 
 _FORMAT = 1  # counts up with every change of what an index holds
@@ -88,8 +88,8 @@ def index_of(corpus: Path) -> Path:
         inputs, size = [_FORMAT, digest_of(corpus), sqlite3.sqlite_version], corpus.stat().st_size
     except OSError as error:
         raise ConfigError(f"search: cannot read the corpus {corpus}: {error.strerror}") from None
-    name = f"{name_of('search', inputs)}.sqlite"
-    folders = places()
+    name = f"{entry_name('search', inputs)}.sqlite"
+    folders = cache_folders()
     for folder in folders:
         if _is_whole(folder / name):
             return folder / name

@@ -24,7 +24,7 @@ import numpy as np
 
 from grpo_spmd.episodes.agent import LIMITS, TOO_LONG
 from grpo_spmd.episodes.plain_text import TemplateError
-from grpo_spmd.episodes.wire import Message, WireError, is_plain, num_chars
+from grpo_spmd.episodes.openai_api import Message, ApiError, is_plain, num_chars
 from grpo_spmd.records import Completion, Segment, Turn
 
 Tools = list[dict[str, Any]]
@@ -63,7 +63,7 @@ class Chat(Protocol):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TurnRequest:
     """A turn to sample."""
 
     number: int
@@ -75,7 +75,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Answered:
+class TurnAnswer:
     """What the agent is told of its turn."""
 
     message: Message
@@ -85,7 +85,7 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class SessionRecord:
     """A session's turns for the records, segment behind segment."""
 
     token_ids: list[int]
@@ -143,7 +143,7 @@ class _Node:
         return length if length < len(ids) else 0
 
 
-class Contexts:
+class ConversationTree:
     """One session's. `max_tokens`: of a conversation behind its prompt, sampled and given; `max_model_len`: of a
     context and what is sampled behind it; `max_all_tokens`: of all segments together, which train side by side."""
 
@@ -169,9 +169,9 @@ class Contexts:
         longest = self._longest(self._leaves())
         return self._refused or ("truncated" if longest is not None and longest.is_cut else "ok")
 
-    def begin(self, messages: list[Message], tools: Tools, max_tokens: int | None = None) -> Wanted:
+    def begin(self, messages: list[Message], tools: Tools, max_tokens: int | None = None) -> TurnRequest:
         """The turn that a request asks for; messages as wire.read_request has them, `max_tokens`: what the agent allows
-        at most. Raises WireError where there is no room for it or the template refuses the messages."""
+        at most. Raises ApiError where there is no room for it or the template refuses the messages."""
         if len(self._nodes) >= self._max_turns:
             raise self._limit(
                 "episode_max_turns",
@@ -192,9 +192,9 @@ class Contexts:
             node.parent.num_children += 1
         self._refused = None  # the agent has found a way on
         self._nodes.append(node)
-        return Wanted(len(self._nodes) - 1, node.key, context_ids, node.most)
+        return TurnRequest(len(self._nodes) - 1, node.key, context_ids, node.most)
 
-    def finish(self, number: int, completion: Completion) -> Answered:
+    def finish(self, number: int, completion: Completion) -> TurnAnswer:
         """Put what was sampled for a turn in its place. A turn that was cut off has no calls: they may be half ones."""
         node = self._nodes[number]
         assert node.completion is None, f"turn {number} has its completion"
@@ -223,7 +223,7 @@ class Contexts:
         node.said |= {len(node.messages)}
         node.messages = [*node.messages, message]
         num_prompt, num_sampled = len(context_ids), len(completion.token_ids)
-        return Answered(
+        return TurnAnswer(
             message,
             "tool_calls" if calls else completion.finish_reason,
             {
@@ -234,7 +234,7 @@ class Contexts:
             parsed.num_invalid + len(said) - len(calls) if is_whole else 0,
         )
 
-    def record(self) -> Recorded:
+    def record(self) -> SessionRecord:
         """Of the turns that are finished. Those that nobody has seen are left out: their completion never came here."""
         token_ids: list[int] = []
         logprobs: list[float] = []
@@ -257,7 +257,7 @@ class Contexts:
             )
         longest = self._longest(leaves)
         messages = longest.messages[longest.num_first_messages :] if longest else []
-        return Recorded(token_ids, logprobs, tuple(segments), tuple(turns), messages)
+        return SessionRecord(token_ids, logprobs, tuple(segments), tuple(turns), messages)
 
     def _longest(self, leaves: Sequence[_Node]) -> _Node | None:
         return max(leaves, key=lambda leaf: len(leaf.messages), default=None)
@@ -298,7 +298,7 @@ class Contexts:
             else:
                 ids = self._chat.whole_ids(messages, tools)
         except TemplateError as error:
-            raise WireError(
+            raise ApiError(
                 400, "invalid_messages", f"the chat template refuses the messages: {error}"
             ) from None
         said = parent.said if parent is not None else frozenset[int]()
@@ -325,7 +325,7 @@ class Contexts:
         return child
 
     def _room(self, node: _Node, length: int) -> int:
-        """Tokens that a turn behind a context of this length may have. Raises WireError where it may have none."""
+        """Tokens that a turn behind a context of this length may have. Raises ApiError where it may have none."""
         if (room := self._max_model_len - length) < 1:
             raise self._too_long(str(length))
         if (left := self._max_tokens - (length - node.num_prompt_tokens)) < 1:
@@ -371,17 +371,17 @@ class Contexts:
             (one for one in found if one[0]), key=lambda one: one[:2], default=(0, False, None)
         )[2]
 
-    def _too_long(self, length: str) -> WireError:
+    def _too_long(self, length: str) -> ApiError:
         self._refused = self._refused or "context_overflow"
-        return WireError(
+        return ApiError(
             400,
             TOO_LONG,
             f"This model's maximum context length is {self._max_model_len} tokens, and the messages have {length}.",
         )
 
-    def _limit(self, code: str, why: str) -> WireError:
+    def _limit(self, code: str, why: str) -> ApiError:
         self._refused = self._refused or LIMITS[code]
-        return WireError(400, code, f"{why}: return the reward")
+        return ApiError(400, code, f"{why}: return the reward")
 
 
 def _is_same(ours: Message, theirs: Message, is_said: bool) -> bool:

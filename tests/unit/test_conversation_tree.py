@@ -13,8 +13,8 @@ import pytest
 
 from grpo_spmd.demo.tools import make_tokenizer
 from grpo_spmd.episodes.chat_format import ChatFormat
-from grpo_spmd.episodes.contexts import Answered, Contexts, Recorded
-from grpo_spmd.episodes.wire import WireError, completion_body, read_request
+from grpo_spmd.episodes.conversation_tree import TurnAnswer, ConversationTree, SessionRecord
+from grpo_spmd.episodes.openai_api import ApiError, completion_body, read_request
 from grpo_spmd.learn.contexts import broken_rule
 from grpo_spmd.observe.rollout_reader import episode_fields, read_episode
 from grpo_spmd.records import Completion, Episode
@@ -23,8 +23,8 @@ from tests.support.agents import Bytes
 Messages = list[dict[str, Any]]
 
 
-def _contexts(chat: Bytes | None = None, **limits: int) -> Contexts:
-    return Contexts(
+def _contexts(chat: Bytes | None = None, **limits: int) -> ConversationTree:
+    return ConversationTree(
         chat or Bytes(),
         **{"max_turns": 50, "max_tokens": 10_000, "max_model_len": 20_000, "max_all_tokens": 10**6}
         | limits,
@@ -42,7 +42,7 @@ def _wired(messages: Messages, tools: list[Any] | None = None) -> Messages:
     return read_request(json.dumps(body).encode(), "policy").messages
 
 
-def _returned(answer: Answered) -> dict[str, Any]:
+def _returned(answer: TurnAnswer) -> dict[str, Any]:
     """The message as a client has it."""
     body = json.loads(
         completion_body("x", 0, "policy", answer.message, answer.finish_reason, answer.usage)
@@ -52,17 +52,17 @@ def _returned(answer: Answered) -> dict[str, Any]:
 
 
 def _turn(
-    contexts: Contexts, chat: Bytes, messages: Messages, text: str, **options: Any
+    contexts: ConversationTree, chat: Bytes, messages: Messages, text: str, **options: Any
 ) -> dict[str, Any]:
     wanted = contexts.begin(_wired(messages), [])
     return _returned(contexts.finish(wanted.number, _completion(chat, text, **options)))
 
 
-def _trained(recorded: Recorded) -> list[list[int]]:
+def _trained(recorded: SessionRecord) -> list[list[int]]:
     return [segment.token_ids[segment.sampled].tolist() for segment in recorded.segments]
 
 
-def _check(recorded: Recorded) -> None:
+def _check(recorded: SessionRecord) -> None:
     """What the records promise of any episode."""
     assert list(itertools.chain(*_trained(recorded))) == recorded.token_ids
     assert (
@@ -309,7 +309,7 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
 
     contexts = _contexts(chat, max_turns=1)
     said = _turn(contexts, chat, [user], "abc")
-    with pytest.raises(WireError) as refused:
+    with pytest.raises(ApiError) as refused:
         contexts.begin(_wired([user, said, *on]), [])
     assert (refused.value.status, refused.value.code, contexts.status) == (
         400,
@@ -321,7 +321,7 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
     first = contexts.begin(_wired([user]), [], 100)
     assert first.max_tokens == 9
     contexts.finish(first.number, _completion(chat, "abc"))
-    with pytest.raises(WireError) as refused:
+    with pytest.raises(ApiError) as refused:
         contexts.begin(_wired([user, said, *on]), [])
     assert (refused.value.code, contexts.status) == ("episode_max_tokens", "max_tokens")
 
@@ -329,7 +329,7 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
     assert contexts.begin(_wired([user]), []).max_tokens == 1  # 5 tokens are there
     for text, rendered in (("hiya", True), ("x" * 10_000, False)):
         before = len(chat.rendered)
-        with pytest.raises(WireError) as refused:
+        with pytest.raises(ApiError) as refused:
             contexts.begin(_wired([{"role": "user", "content": text}]), [])
         assert (refused.value.code, contexts.status) == (
             "context_length_exceeded",
@@ -344,7 +344,7 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
     # one that goes on from it is it, and longer: 9 + 5 are there
     assert contexts.begin(_wired([user, said, *on]), []).max_tokens == 30 - 14
     with pytest.raises(
-        WireError
+        ApiError
     ) as refused:  # another has no room beside it: it may get all that is left
         contexts.begin(_wired([user]), [])
     assert (refused.value.code, contexts.status) == ("episode_max_all_tokens", "context_overflow")
@@ -353,7 +353,7 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
     _turn(contexts, chat, [user], "abc")
     assert contexts.begin(_wired([user]), []).max_tokens == 30 - 9 - 5
     assert _contexts(chat).begin(_wired([user]), [], 3).max_tokens == 3
-    with pytest.raises(WireError) as refused:
+    with pytest.raises(ApiError) as refused:
         _contexts(chat).begin(_wired([{"role": "developer", "content": ""}]), [])
     assert (refused.value.code, str(refused.value)) == (
         "invalid_messages",
@@ -365,7 +365,7 @@ def test_turns_that_nobody_saw_are_not_trained_on() -> None:
     chat, user = Bytes(), {"role": "user", "content": "hi"}
     contexts = _contexts(chat)
     contexts.begin(_wired([user]), [])
-    assert contexts.record() == Recorded([], [], (), (), [])
+    assert contexts.record() == SessionRecord([], [], (), (), [])
     said = _turn(contexts, chat, [user], "abc")
     contexts.begin(_wired([user, said, {"role": "user", "content": "on"}]), [])
     recorded = contexts.record()
@@ -453,7 +453,7 @@ def test_with_the_chat_format_of_a_tokenizer_nothing_sampled_is_made_anew(
     that no text gives."""
     tokenizer = make_tokenizer(tmp_path)
     chat = ChatFormat(tokenizer, history, [], has_user_turns=True, has_tool_results=True)
-    contexts = Contexts(chat, max_turns=9, max_tokens=1000, max_model_len=2000, max_all_tokens=5000)
+    contexts = ConversationTree(chat, max_turns=9, max_tokens=1000, max_model_len=2000, max_all_tokens=5000)
     tools = [
         {
             "type": "function",

@@ -54,7 +54,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class WireError(ValueError):
+class ApiError(ValueError):
     """A request that is answered with an error: the HTTP status, a code for programs, a line for people."""
 
     def __init__(self, status: int, code: str, why: str) -> None:
@@ -84,7 +84,7 @@ class Asked:
 
 
 def read_request(body: bytes, model: str) -> Asked:
-    """Raises WireError for what is no request, and for what cannot be done for it."""
+    """Raises ApiError for what is no request, and for what cannot be done for it."""
     try:
         found = json.loads(body.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -93,7 +93,7 @@ def read_request(body: bytes, model: str) -> Asked:
         _refuse("the body is not a JSON object")
     given = {name: value for name, value in found.items() if value is not None}
     if given.get("model", model) != model:
-        raise WireError(
+        raise ApiError(
             404,
             "model_not_found",
             f"there is one model here, {model!r}; got {given['model']!r:.100}",
@@ -196,7 +196,7 @@ def _options(given: Mapping[str, Any]) -> Options:
     for name, value in given.items():
         if name in _READ + _SAYS_NOTHING + _IGNORED or value in _NEUTRAL.get(name, ()):
             continue
-        raise WireError(
+        raise ApiError(
             400,
             "unsupported_parameter",
             f"`{name:.100}`={value!r:.100} is not done here; leave it out",
@@ -331,7 +331,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def _refuse(why: str) -> NoReturn:
-    raise WireError(400, "invalid_request", why)
+    raise ApiError(400, "invalid_request", why)
 
 
 def _refuse_constant(name: str) -> NoReturn:
