@@ -16,7 +16,7 @@ from typing import Any, overload
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.data.cache import Entry, EntryWriter, load_or_make, versions_of
-from grpo_spmd.data.rows import PromptRow, CachedRows, check_enough_rows
+from grpo_spmd.data.rows import CachedRows, PromptRow, check_enough_rows
 from grpo_spmd.distributed import startup
 from grpo_spmd.records import Prompt
 

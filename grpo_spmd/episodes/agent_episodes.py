@@ -13,8 +13,8 @@ from grpo_spmd.episodes.conversation_tree import ConversationTree, TurnRequest
 from grpo_spmd.episodes.endpoint import Call, Endpoint
 from grpo_spmd.episodes.episodes import Episodes, RunningEpisode
 from grpo_spmd.episodes.open_episode import EpisodeLimits
-from grpo_spmd.episodes.pool import EnvironmentPool, Failure, Reply
 from grpo_spmd.episodes.openai_api import ApiError
+from grpo_spmd.episodes.pool import EnvironmentPool, Failure, Reply
 from grpo_spmd.records import Completion, Episode
 
 

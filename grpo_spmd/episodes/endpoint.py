@@ -20,9 +20,9 @@ from typing import Any
 
 from grpo_spmd.engine.requests import Place
 from grpo_spmd.episodes.openai_api import (
+    ApiError,
     Message,
     Options,
-    ApiError,
     completion_body,
     error_body,
     models_body,

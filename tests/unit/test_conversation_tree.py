@@ -13,7 +13,7 @@ import pytest
 
 from grpo_spmd.demo.tools import make_tokenizer
 from grpo_spmd.episodes.chat_format import ChatFormat
-from grpo_spmd.episodes.conversation_tree import TurnAnswer, ConversationTree, SessionRecord
+from grpo_spmd.episodes.conversation_tree import ConversationTree, SessionRecord, TurnAnswer
 from grpo_spmd.episodes.openai_api import ApiError, completion_body, read_request
 from grpo_spmd.learn.contexts import broken_rule
 from grpo_spmd.observe.rollout_reader import episode_fields, read_episode

@@ -29,7 +29,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from grpo_spmd.data import cache, rows, tokens
 from grpo_spmd.data.prompts import PromptStream
-from grpo_spmd.data.rows import PromptRow, CachedRows, read_rows
+from grpo_spmd.data.rows import CachedRows, PromptRow, read_rows
 from grpo_spmd.data.tokens import Prompts, build_prompts, digests_of
 from grpo_spmd.proofs import data_check
 from grpo_spmd.records import Prompt
