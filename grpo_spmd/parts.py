@@ -262,13 +262,13 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     stream, tail = open_stream(config, prompts, start)
     # Only now, when all that could still be refused has been tried: a refusal leaves nothing behind.
     num_dropped = inputs.num_rows - len(prompts) - sum(map(len, held_out.values()))
-    launch = open_run_dir(config, session, num_dropped, start, inputs.began, tokenizer)
+    launch = open_run_dir(config, session, num_dropped, start, inputs.start_time, tokenizer)
     set_collective_timeouts(config.watchdog)  # now that engine and policy have made their groups
     logprob_check = LogprobCheck(config.model.dtype, config.proofs.max_mismatch)
     logprob_check.restore(start.trainer)
     of_policy = policy.num_parameters, logprob_check
     phase, log = open_log(
-        config, session, inputs.began, *of_policy, engine.pool_bytes, start.step + 1
+        config, session, inputs.start_time, *of_policy, engine.pool_bytes, start.step + 1
     )
     dump = RolloutDump(
         writer, every_steps, RolloutWriter(run_dir, config.logging, session, "token_scores")

@@ -1,5 +1,5 @@
-"""What can be refused or worked out before torch is imported: checks of inputs, --explain.
+"""Checks before torch is imported, and the exact memory arithmetic that --explain prints.
 
 Not here: torch, vllm, processes.
-Imports config, data, rewards and what of checkpoint needs no torch.
+Imports config, files, data, rewards, and those modules of checkpoint, model, engine without torch.
 """

@@ -1,7 +1,7 @@
-"""Prompts before torch and transformers are there: a chat template, and lengths of the rows that may be too long.
+"""Early checks of prompts: chat template, lengths and tokens, without torch or transformers.
 
-`build_prompts` decides about every row with the model's tokenizer class; here its files are read by the tokenizers
-library and jinja2 alone, and what cannot be told that way is left to it.
+`build_prompts` decides about every row with the model's tokenizer class. Here the tokenizers
+library and jinja2 read the same files; what they cannot tell is left to `build_prompts`.
 """
 
 from __future__ import annotations
@@ -22,116 +22,134 @@ from grpo_spmd.data.tokens import no_template, panics_named, refused_by_template
 from grpo_spmd.files import open_regular, read_json
 
 Messages = list[dict[str, Any]]
-_MOST_CHARACTERS = 600_000  # that a check tokenizes: half a second
-_SOME = 100  # rows whose tokens are looked at, however short
+Render = Callable[[Messages], str]
+_CHARACTER_BUDGET = 600_000  # characters that a check tokenizes: half a second
+_NUM_TOKENIZED = 100  # rows that are tokenized even if they are short
 
 
 def check_prompts_early(
     rows: Sequence[PromptRow], config: DataConfig, folder: Path, num_embeddings: int | None = None
 ) -> None:
-    """Refuse messages without a chat template, and prompts that are too long or hold a token without an embedding
-    (`num_embeddings`: rows of the model's). Of many rows the longest by characters are read, and each n-th of the rest.
-    Raises ConfigError, which names file:line."""
-    first_chat, render = overview_of(rows).first_chat, None
+    """Refuse chats without a chat template, and prompts that are too long or hold a token without
+    an embedding (`num_embeddings`: rows of the model's embedding).
+
+    Of many rows it reads the longest by characters, and every n-th of the others. Raises
+    ConfigError, which names file:line.
+    """
+    render = None
+    first_chat = overview_of(rows).first_chat
     if first_chat is not None:
         settings = tokenizer_settings(folder)
         template = None if settings is None else template_of(folder, settings)
-        if settings is not None and template is None and not any(folder.glob("*chat_template*")):
-            raise ConfigError(no_template(rows[first_chat].where, config))
-        if settings is None or template is None or (render := renderer(template, settings)) is None:
+        if settings is None or template is None:
+            # A template that cannot be read here may still be one that transformers reads.
+            if settings is not None and not any(folder.glob("*chat_template*")):
+                raise ConfigError(no_template(rows[first_chat].where, config))
+            return
+        render = renderer(template, settings)
+        if render is None:
             return
     file = folder / "tokenizer.json"
-    if not rows or not file.is_file():
-        return
-    tokenizer = load_tokenizer_file(file)
-    tokenizer.add_special_tokens(
-        list(_special_tokens(tokenizer_settings(folder) or {}).values())
-    )  # as transformers
-    said, written = set[str](), set[str]()
-    for number, row in enumerate(sample(rows)):
-        if (text := row.prompt if isinstance(row.prompt, str) else _rendered(row, render)) is None:
+    if rows and file.is_file():
+        tokenizer = load_tokenizer_file(file)
+        # As transformers does.
+        special_tokens = _special_tokens(tokenizer_settings(folder) or {})
+        tokenizer.add_special_tokens(list(special_tokens.values()))
+        _check_sample(sample(rows), config, tokenizer, render, num_embeddings)
+
+
+def _check_sample(
+    rows: Sequence[PromptRow],
+    config: DataConfig,
+    tokenizer: Any,
+    render: Render | None,
+    num_embeddings: int | None,
+) -> None:
+    contents: set[str] = set()
+    prompts: set[str] = set()
+    for number, row in enumerate(rows):
+        is_text = isinstance(row.prompt, str)
+        text = row.prompt if isinstance(row.prompt, str) else _render(row, render)
+        if text is None:
             return
-        if number < _SOME and not isinstance(row.prompt, str):
-            said.add(str([message.get("content") for message in row.prompt]))
-            written.add(text)
-        if (
-            number >= _SOME and len(text.encode()) + 8 <= config.max_prompt_tokens
-        ):  # a token is a byte at least
+        if number < _NUM_TOKENIZED and not isinstance(row.prompt, str):
+            contents.add(str([message.get("content") for message in row.prompt]))
+            prompts.add(text)
+        # A token is a byte at least; some special tokens may be added.
+        if number >= _NUM_TOKENIZED and len(text.encode()) + 8 <= config.max_prompt_tokens:
             continue
         with panics_named(row.where):
-            ids = tokenizer.encode(text, add_special_tokens=isinstance(row.prompt, str)).ids
+            ids = tokenizer.encode(text, add_special_tokens=is_text).ids
         if len(ids) > config.max_prompt_tokens and config.on_long_prompt == "error":
             raise ConfigError(too_long(row, len(ids), config))
-        if num_embeddings is not None and (largest := max(ids, default=0)) >= num_embeddings:
-            token = tokenizer.id_to_token(largest)
-            what = f"the prompt has the token {token!r} ({largest}), and the model embeds {num_embeddings}"
-            raise ConfigError(f"{row.where}: {what}: its tokenizer is another model's")
-    if len(said) > len(written) == 1:
-        what = f"its chat template makes one and the same prompt of different messages ({min(written)[:40]!r})"
+        largest = max(ids, default=0)
+        if num_embeddings is not None and largest >= num_embeddings:
+            what = f"the prompt has the token {tokenizer.id_to_token(largest)!r} ({largest})"
+            raise ConfigError(
+                f"{row.where}: {what}, and the model embeds {num_embeddings}: its tokenizer is "
+                "another model's"
+            )
+    if len(contents) > len(prompts) == 1:
+        what = "its chat template makes one and the same prompt of different messages"
         raise ConfigError(
-            f"model.path: {what}: it lacks {{{{ message['content'] }}}}, or is another model's"
+            f"model.path: {what} ({min(prompts)[:40]!r}): it lacks {{{{ message['content'] }}}}, "
+            "or is another model's"
         )
 
 
-def inputs_of(folder: Path, config: DataConfig) -> list[Any]:
-    """What `check_prompts_early` decides by, beside the rows and `num_embeddings`."""
-    of_tokenizer = ("tokenizer.json", "tokenizer_config.json", "*chat_template*")
-    files = {
-        path.name: digest_of(path)
-        for form in of_tokenizer
-        for path in folder.glob(form)
-        if path.is_file()
-    }
-    return [
-        files,
-        versions_of("tokenizers", "jinja2"),
-        config.max_prompt_tokens,
-        config.on_long_prompt,
-    ]
+def prompt_check_inputs(folder: Path, config: DataConfig) -> list[Any]:
+    """What the result of `check_prompts_early` depends on, beside the rows and embeddings."""
+    patterns = ("tokenizer.json", "tokenizer_config.json", "*chat_template*")
+    paths = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
+    digests = {path.name: digest_of(path) for path in paths}
+    versions = versions_of("tokenizers", "jinja2")
+    return [digests, versions, config.max_prompt_tokens, config.on_long_prompt]
 
 
 def load_tokenizer_file(file: Path) -> Any:
-    """tokenizer.json by the tokenizers library. Raises ConfigError where it cannot be read."""
-    return _load_once(file, file.resolve(), file.stat().st_mtime_ns)
+    """tokenizer.json, read by the tokenizers library. Raises ConfigError if it cannot be read."""
+    return _load_cached(file, file.resolve(), file.stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1)
-def _load_once(file: Path, *_: Any) -> Any:
+def _load_cached(file: Path, *_: Any) -> Any:
     import tokenizers
 
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"model.path: cannot read {file}: {error}") from None
+    # The run tokenizes without both. Padded to 512 tokens, say, each prompt would be too long.
     tokenizer.no_truncation()
-    tokenizer.no_padding()  # as when the run tokenizes: to 512 tokens, say, each prompt would be too long
+    tokenizer.no_padding()
     return tokenizer
 
 
 def sample(rows: Sequence[PromptRow]) -> list[PromptRow]:
-    """All rows where they are few; else the longest by characters, within half of the budget, and of the others each
-    n-th, within the rest. In the order of the file."""
-    sizes, half = overview_of(rows).sizes, _MOST_CHARACTERS // 2
-    if (total := sum(sizes)) <= _MOST_CHARACTERS:
+    """Rows to tokenize, in the order of the file: all, if they are few; else the longest by
+    characters, within half of the budget, and every n-th row, within the other half."""
+    sizes, half = overview_of(rows).sizes, _CHARACTER_BUDGET // 2
+    total = sum(sizes)
+    if total <= _CHARACTER_BUDGET:
         return list(rows)
-    most = (
-        half * len(rows) // total + 2
-    )  # the longest are longer than the average, so that no more of them fit in
-    taken, left = [0], half
-    for index in heapq.nlargest(most, range(len(rows)), key=sizes.__getitem__):
-        if (left := left - sizes[index]) < 0:
+    # The longest rows are longer than the average, so that no more of them fit into half.
+    num_fitting = half * len(rows) // total + 2
+    chosen, budget = {0}, half
+    for index in heapq.nlargest(num_fitting, range(len(rows)), key=sizes.__getitem__):
+        budget -= sizes[index]
+        if budget < 0:
             break
-        taken.append(index)
-    every = -(-total // half)
-    return [rows[index] for index in sorted({*taken, *range(0, len(rows), every)})]
+        chosen.add(index)
+    chosen.update(range(0, len(rows), -(-total // half)))
+    return [rows[index] for index in sorted(chosen)]
 
 
 class TemplateRefusal(Exception):
-    """What a template says by raise_exception."""
+    """Raised by a template that calls raise_exception."""
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any] | None:
-    """tokenizer_config.json; {} where there is none, None where it cannot be read."""
+    """tokenizer_config.json; {} if there is none, None if it cannot be read."""
     try:
         return read_json(folder / "tokenizer_config.json", follow=True)
     except FileNotFoundError:
@@ -141,23 +159,22 @@ def tokenizer_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def template_of(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The template that the model's tokenizer has by default; of several, the one of that name."""
-    found: Any = settings.get("chat_template")
-    if (file := folder / "chat_template.jinja").is_file():
+    """The tokenizer's default chat template. Of several named ones: the one named default."""
+    template: Any = settings.get("chat_template")
+    file = folder / "chat_template.jinja"
+    if file.is_file():
         with open_regular(file, follow=True) as opened:
-            found = opened.read(1 << 20).decode("utf-8", errors="replace")
-    if isinstance(found, list):
-        found = {
-            entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)
-        }.get("default")
-    return found if isinstance(found, str) else None
+            template = opened.read(1 << 20).decode("utf-8", errors="replace")
+    if isinstance(template, list):
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
 
 
-def renderer(
-    template: str, settings: dict[str, Any], *, opens_turn: bool = True
-) -> Callable[[Messages], str] | None:
-    """The template as transformers compiles it; None where only transformers could. `opens_turn`: with a generation
-    prompt. Raises ConfigError, of model.path."""
+def renderer(template: str, settings: dict[str, Any], *, opens_turn: bool = True) -> Render | None:
+    """The template as transformers compiles it; None if only transformers can compile it.
+    `opens_turn`: add the generation prompt. Raises ConfigError, which names model.path."""
     try:
         import jinja2.ext
         import jinja2.sandbox
@@ -167,55 +184,52 @@ def renderer(
     def refuse(message: str) -> None:
         raise TemplateRefusal(message)
 
+    def to_json(value: Any, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = lambda value, **how: json.dumps(
-        value, **{"ensure_ascii": False, **how}
-    )
-    environment.globals |= {
-        "raise_exception": refuse,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-    }
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         compiled = environment.from_string(template)
     except jinja2.TemplateError as error:
-        if "generation" in template:  # a tag of transformers' own
+        # {% generation %} is a tag that only transformers knows.
+        if "generation" in template:
             return None
         raise ConfigError(f"model.path: its chat template does not compile: {error}") from None
-    special = _special_tokens(settings)
 
     def render(messages: Messages) -> str:
-        given = {
-            "messages": messages,
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": opens_turn,
-        }
-        return compiled.render(**special | given)
+        return compiled.render(
+            **_special_tokens(settings),
+            messages=messages,
+            tools=None,
+            documents=None,
+            add_generation_prompt=opens_turn,
+        )
 
     return render
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """By their names in a template, such as bos_token."""
-    named = {
-        name: value.get("content") if isinstance(value, dict) else value
-        for name, value in settings.items()
-    }
-    return {
-        name: value
-        for name, value in named.items()
-        if name.endswith("_token") and isinstance(value, str)
-    }
+    """Special tokens by their names in a template, such as bos_token."""
+    tokens: dict[str, str] = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
 
 
-def _rendered(row: PromptRow, render: Callable[[Messages], str] | None) -> str | None:
+def _render(row: PromptRow, render: Render | None) -> str | None:
+    """The prompt's text; None if the template fails, so that transformers reports the error."""
     assert render is not None
     assert not isinstance(row.prompt, str)
     try:
         return render(row.prompt)
     except TemplateRefusal as error:
         raise ConfigError(refused_by_template(row.where, f"TemplateError: {error}")) from None
-    except Exception:  # a template may fail in any way; transformers' error says which
+    except Exception:  # a template may fail in any way
         return None

@@ -1,5 +1,8 @@
-"""What the files of environments show before anything heavy is imported. They are read here, and not run: what a file
-does at its import is for the environments' own processes, which look at the rest."""
+"""Early checks of the files that define tools, environments and agents.
+
+The files are parsed, not run: only the environments' own processes import them. What a parse
+cannot tell for certain is left to those processes.
+"""
 
 from __future__ import annotations
 
@@ -12,114 +15,106 @@ from grpo_spmd.config.load import looked_for
 from grpo_spmd.config.schema import EnvironmentConfig
 
 _SHIPPED = ("countdown", "python", "search")
-_DYNAMIC = {
-    "*",
-    "__getattr__",
-    "exec",
-    "globals",
-    "setattr",
-    "vars",
-}  # by which a name may come to be unseen
+# A file that mentions one of these may define names that a parse does not see.
+_DYNAMIC = {"*", "__getattr__", "exec", "globals", "setattr", "vars"}
 _NO_TOOLS = ("reset", "get_reward")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def check_environment_early(environment: EnvironmentConfig) -> None:
-    """Raises ConfigError for what is certain: no such file, no such name in it, a class without the methods that it
-    needs, a tool without types."""
+    """Refuse a missing file, a name that the file does not define, a class without its methods,
+    and a tool without types. Raises ConfigError only for what is certain."""
     for number, spec in enumerate(environment.tools):
-        _check(f"environment.tools.{number}", spec, "function")
+        _check_spec(f"environment.tools.{number}", spec, "function")
     factory = environment.factory
-    of_names = factory if isinstance(factory, Mapping) else {"": factory} if factory else {}
-    for name, spec in of_names.items():
-        _check(f"environment.factory.{name}".rstrip("."), spec, "Class", [("reset",)])
+    factories = factory if isinstance(factory, Mapping) else {"": factory} if factory else {}
+    for name, spec in factories.items():
+        key = f"environment.factory.{name}".rstrip(".")
+        _check_spec(key, spec, "Class", [("reset",)])
     if environment.gym:
-        _check(
-            "environment.gym",
-            environment.gym,
-            "Class",
-            [("reset", "init"), ("step",)],
-            is_shipped=False,
-        )
+        methods = [("reset", "init"), ("step",)]
+        _check_spec("environment.gym", environment.gym, "Class", methods, may_ship=False)
     if environment.agent:
-        _check("environment.agent", environment.agent, "function", is_shipped=False)
+        _check_spec("environment.agent", environment.agent, "function", may_ship=False)
 
 
-def _check(
-    key: str, spec: str, what: str, needs: Sequence[Sequence[str]] = (), *, is_shipped: bool = True
+def _check_spec(
+    key: str,
+    spec: str,
+    kind: str,
+    methods: Sequence[Sequence[str]] = (),
+    *,
+    may_ship: bool = True,
 ) -> None:
-    """`needs`: of each one of these methods."""
+    """`methods`: a class needs one method of each group."""
     file, colon, name = spec.rpartition(":")
-    if is_shipped and not file.endswith(".py") and spec.partition(":")[0] in _SHIPPED:
+    if may_ship and not file.endswith(".py") and spec.partition(":")[0] in _SHIPPED:
         return
     if not colon or not file.endswith(".py"):
-        raise ConfigError(f'{key} must be "file.py:{what}"; got {spec!r}')
-    path = Path(file)
-    if not path.is_file():
-        raise ConfigError(f"{key}: there is no file {file}{looked_for(path)}")
-    try:
-        tree = ast.parse(path.read_bytes(), file)
-    except OSError as error:
-        raise ConfigError(f"{key}: {file} cannot be read: {error.strerror}") from None
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        place = (
-            f"{file}:{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else file
-        )
-        raise ConfigError(
-            f"{key}: {place} cannot be imported: {type(error).__name__}: {error}"
-        ) from None
-    mentioned = set(_mentioned(tree))
+        raise ConfigError(f'{key} must be "file.py:{kind}"; got {spec!r}')
+    tree = _parse_file(key, file)
+    mentioned = set(_mentioned_names(tree))
     if mentioned & _DYNAMIC:
         return
     if name not in mentioned:
-        raise ConfigError(f"{key}: {file} has no {what} {name!r}")
-    found = [
+        raise ConfigError(f"{key}: {file} has no {kind} {name!r}")
+    definitions = [
         node
         for node in tree.body
         if isinstance(node, _Function | ast.ClassDef) and node.name == name
     ]
+    # The file may change a definition that it uses itself.
     is_used = any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree))
-    if (
-        len(found) != 1 or found[0].decorator_list or is_used
-    ):  # by the file itself, which may change it
+    if len(definitions) != 1 or definitions[0].decorator_list or is_used:
         return
-    if isinstance(found[0], _Function) and key.startswith("environment.tools"):
-        _check_tool(key, found[0], found[0].args.args)
-    if (
-        not isinstance(found[0], ast.ClassDef)
-        or found[0].bases
-        or found[0].keywords
-        or what != "Class"
-    ):
+    definition = definitions[0]
+    if isinstance(definition, _Function):
+        if key.startswith("environment.tools"):
+            _check_tool(key, definition, definition.args.args)
+    elif kind == "Class" and not definition.bases and not definition.keywords:
+        _check_class(key, definition, methods)
+
+
+def _parse_file(key: str, file: str) -> ast.Module:
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(f"{key}: there is no file {file}{looked_for(path)}")
+    try:
+        return ast.parse(path.read_bytes(), file)
+    except OSError as error:
+        raise ConfigError(f"{key}: {file} cannot be read: {error.strerror}") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = error.lineno if isinstance(error, SyntaxError) else None
+        location = f"{file}:{line}" if line else file
+        what = f"{location} cannot be imported: {type(error).__name__}: {error}"
+        raise ConfigError(f"{key}: {what}") from None
+
+
+def _check_class(key: str, node: ast.ClassDef, methods: Sequence[Sequence[str]]) -> None:
+    for group in methods:
+        if not {*group} & {*_mentioned_names(node)}:
+            usage = "reset(**row)" if group == ("reset",) else " or ".join(group)
+            raise ConfigError(f"{key}: {node.name} has no method {usage}")
+    if not key.startswith("environment.factory"):
         return
-    for one_of in needs:
-        if not {*one_of} & {*_mentioned(found[0])}:
-            shown = "reset(**row)" if one_of == ("reset",) else " or ".join(one_of)
-            raise ConfigError(f"{key}: {name} has no method {shown}")
-    for method in found[0].body if key.startswith("environment.factory") else ():
-        is_tool = (
-            isinstance(method, _Function)
-            and not method.name.startswith("_")
-            and method.name not in _NO_TOOLS
-        )
-        if is_tool and isinstance(method, _Function) and not method.decorator_list:
+    for method in node.body:
+        if not isinstance(method, _Function) or method.decorator_list:
+            continue
+        if not method.name.startswith("_") and method.name not in _NO_TOOLS:
             _check_tool(key, method, method.args.args[1:])
 
 
 def _check_tool(key: str, function: _Function, arguments: Sequence[ast.arg]) -> None:
-    untyped = [
-        argument.arg
-        for argument in (*arguments, *function.args.kwonlyargs)
-        if argument.annotation is None
-    ]
+    all_arguments = (*arguments, *function.args.kwonlyargs)
+    untyped = [argument.arg for argument in all_arguments if argument.annotation is None]
     if untyped or not ast.get_docstring(function):
         lacks = f"its argument {untyped[0]!r} has no type" if untyped else "it has no docstring"
         what = f"{function.name} has no schema: {lacks}"
         raise ConfigError(f"{key}: {what}; give it types and a docstring of Google's style")
 
 
-def _mentioned(tree: ast.AST) -> Iterator[str]:
-    """All names and all texts of a file or a class."""
+def _mentioned_names(tree: ast.AST) -> Iterator[str]:
+    """Yields all names and all string constants in a file or a class."""
     for node in ast.walk(tree):
         if isinstance(node, _Function | ast.ClassDef):
             yield node.name

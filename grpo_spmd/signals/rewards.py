@@ -110,11 +110,11 @@ def open_engine_judges(
     """`score` with the judges that are the run's own engine behind it, and the weights of all but models."""
     if not any(reward.is_engine_judge for reward in config.rewards):
         return score, weights
-    from grpo_spmd.checks.reward_models import prompt_tokens_of_judges
+    from grpo_spmd.checks.memory import judge_prompt_tokens
     from grpo_spmd.rollout.engine_judge import EngineJudge, EngineJudges
 
     judges = []
-    for index, longest in prompt_tokens_of_judges(config).items():
+    for index, longest in judge_prompt_tokens(config).items():
         reward, where = config.rewards[index], f"rewards.{index}"
         if reward.metric_name in weights:
             what = f"the environment's own reward is called {reward.metric_name!r} too; give the judge another name"

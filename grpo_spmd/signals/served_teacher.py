@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from grpo_spmd.checks.signals import check_server, open_server
+from grpo_spmd.checks.teacher_server import check_server, open_server
 from grpo_spmd.config.schema import Config, RewardConfig, TeacherConfig
 from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.distributed.session import Session

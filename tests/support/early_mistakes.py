@@ -332,7 +332,7 @@ def _(_: Patch) -> None:
     "raise that",
 )
 def _(patch: Patch) -> None:
-    patch.setattr("grpo_spmd.checks.data._MOST_CHARACTERS", 5000)
+    patch.setattr("grpo_spmd.checks.data._CHARACTER_BUDGET", 5000)
     write_prompts(
         ["x" * 1000 if number == 2916 else "a" * (number % 13) + "b" for number in range(4000)]
     )

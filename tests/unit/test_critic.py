@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-from grpo_spmd.checks.engine_keys import idle_keys
+from grpo_spmd.checks.advice import idle_keys
 from grpo_spmd.checks.memory import extra_passes, size_text
 from grpo_spmd.checks.signals import check_critic_model, critic_rows
 from grpo_spmd.config.errors import ConfigError

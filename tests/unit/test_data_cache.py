@@ -261,15 +261,15 @@ def test_checks_are_made_once_and_what_they_warn_of_is_said_again(
     )
     said = []
     for _ in range(2):
-        found = inputs._read_and_check(config, (), model)
-        said.append(inputs._gold(config, found, inputs.Inputs(found, {})))
+        found = inputs.read_and_check_rows(config, (), model)
+        said.append(inputs.find_gold_warnings(config, found, is_held_out=False))
     assert said[0] == said[1] != []
     assert (len(reads), len(looked)) == (1, 1)
     shorter = dataclasses.replace(
         config, data=dataclasses.replace(config.data, max_prompt_tokens=1)
     )
     with pytest.raises(ConfigError, match=r"t\.jsonl:1: the prompt has 2 tokens"):  # <bos> a
-        inputs._read_and_check(shorter, (), model)
+        inputs.read_and_check_rows(shorter, (), model)
 
 
 _PROCESS = """

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.checks import data, model_folder
+from grpo_spmd.checks import data
+from grpo_spmd.checks.advice import idle_keys
 from grpo_spmd.checks.data import check_prompts_early, sample
-from grpo_spmd.checks.engine_keys import idle_keys
 from grpo_spmd.checks.explain import explain
+from grpo_spmd.checks.machine import check_disk
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import DataConfig, RewardConfig
@@ -339,7 +340,7 @@ def test_a_template_that_only_transformers_understands_is_left_to_it(folder: Pat
 
 
 def test_of_many_rows_the_longest_and_each_nth_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "_MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(data, "_CHARACTER_BUDGET", 1000)
     rows = [
         PromptRow("x" * (100 if number in (7, 5003) else 1), {}, f"f:{number}")
         for number in range(10_000)
@@ -367,7 +368,7 @@ def test_room_is_counted_for_what_is_kept_at_one_time(
     def fits(free: int, *overrides: str) -> bool:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
         try:
-            model_folder.check_disk(load_config("config.yaml", ["model.lora.rank=0", *overrides]))
+            check_disk(load_config("config.yaml", ["model.lora.rank=0", *overrides]))
         except ConfigError:
             return False
         return True

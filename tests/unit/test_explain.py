@@ -20,6 +20,7 @@ import yaml
 from torch.profiler import ProfilerActivity, profile
 
 from grpo_spmd.checks import explain, memory
+from grpo_spmd.checks.advice import advice
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
@@ -514,7 +515,7 @@ GSPO_BOUNDS = "loss.clip_ratio_low=3e-4 loss.clip_ratio_high=4e-4"
     ],
 )
 def test_advice(tmp_path: Path, overrides: str, num_ranks: int, expected: str | None) -> None:
-    found = list(memory.advice(a_config(tmp_path, *overrides.split()), num_ranks))
+    found = list(advice(a_config(tmp_path, *overrides.split()), num_ranks))
     assert len(found) == (expected is not None), found
     assert expected is None or expected in found[0]
 
@@ -553,6 +554,6 @@ def test_lora_offload_and_replicas_change_what_a_rank_holds(tmp_path: Path) -> N
     # rounded, 48 x 2, comes when the W in float32 is gone, the lm_head's 60 x 2 when W + BA is
     assert values["buffers of the weight sync"] == "432 B"  # 48 x 8 + 12 x 4
     config = load_config(write_config(tmp_path, tmp_path), [*overrides, "model.lora.sync=adapter"])
-    assert {name: value for name, value, _ in explain._sync_rows(config, model, 2)}[
+    assert {name: value for name, value, _ in explain.sync_rows(config, model, 2)}[
         "bytes of a later sync"
     ] == "56 B"  # (12 + 16) x 2

@@ -711,7 +711,6 @@ def test_what_is_off_is_not_imported() -> None:
     program = """
 import json, sys
 from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
-from grpo_spmd.preflight import checks
 from grpo_spmd.rewards.pool import pool, worker
 worker.load({"rewards": [{"name": "exact"}], "timeout_s": 1.0})
 pool.RewardPool([RewardConfig(name="exact")], RewardPoolConfig(), None).close()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.checks.model_folder import check_disk
+from grpo_spmd.checks.machine import check_disk
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.tools.checkup.results import Level, Place, Result, size_of
 

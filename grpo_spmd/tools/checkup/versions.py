@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from grpo_spmd import __version__
-from grpo_spmd.checks.model_folder import VLLM, version_of
+from grpo_spmd.checks.machine import VLLM
+from grpo_spmd.checks.model_folder import version_of
 from grpo_spmd.config.load import is_built_for_cpu
 from grpo_spmd.tools.checkup.results import Place, Result, listed
 

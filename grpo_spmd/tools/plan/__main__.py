@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.checks.inputs import check_world_size
+from grpo_spmd.checks.machine import check_world_size
 from grpo_spmd.checks.model_folder import check_model_sizes
 from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.errors import ConfigError, refuse, say

@@ -1,0 +1,193 @@
+"""Config keys that have no effect, and advice about valid configs.
+
+A config may be valid and still not do what its author meant. What certainly makes the run
+meaningless is refused; the rest is a line of `--explain`, with the numbers, only where it is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from grpo_spmd.checks.memory import ratio_is_one
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import FROM_RECIPE
+from grpo_spmd.config.schema import AdvantageConfig, Config, LossConfig
+
+# First parts of the metrics' names.
+_METRICS = (
+    "batching", "completion", "critic", "dynamic_sampling", "environment", "episode", "eval", "loss",
+    "memory", "optim", "process", "progress", "reward", "rollout", "rollout_correction", "teacher",
+    "throughput", "time", "weight_sync",
+)  # fmt: skip
+
+
+def check_idle_keys(config: Config, sources: Mapping[str, str] | None = None) -> None:
+    """Refuse keys that would silently make another run than was meant. `sources`: where each
+    value was set. Raises ConfigError."""
+    sources = sources or {}
+    lora = config.model.lora
+    lora_key = _first_key_set(sources, "model.lora.")
+    if not lora.rank and lora_key and sources.get("model.lora.rank") == "default":
+        what = "model.lora.rank is not set (0: full fine-tuning), so that"
+        raise ConfigError(
+            f"{what} {lora_key} would do nothing; set it, e.g. to 16, or take the other out"
+        )
+    if lora.rank and not lora.target_modules:
+        what = "model.lora.target_modules names no layer"
+        raise ConfigError(f"{what}; leave it out (all-linear), or name some: [q_proj]")
+    teacher_key = _first_key_set(sources, "teacher.")
+    # The config of a finished run sets every key: there teacher.path itself is set to null.
+    if teacher_key and not config.teacher.is_on and sources.get("teacher.path") == "default":
+        what = f"teacher.path is not set, so that {teacher_key} would do nothing"
+        raise ConfigError(
+            f"{what}; set it to the folder or hub id of a model, or take the other out"
+        )
+    has_other_signal = config.teacher.is_on or config.environment.can_reward
+    all_zero = config.rewards and not any(reward.weight for reward in config.rewards)
+    if all_zero and not has_other_signal:
+        what = "rewards: all weights are 0, so that every reward is 0"
+        raise ConfigError(f"{what}; set one rewards.N.weight")
+    if config.optimizer.lr > 1:
+        what = f"optimizer.lr ({config.optimizer.lr:g}) is above 1"
+        why = "where AdamW moves each weight by more than that a step"
+        raise ConfigError(f"{what}, {why}; is a sign missing? e.g. 2e-6")
+    metric = config.checkpoint.best_metric
+    if metric is not None and (metric.partition("/")[0] not in _METRICS or "/" not in metric):
+        rule = "is no metric's name: they are as in metrics.jsonl"
+        raise ConfigError(
+            f"checkpoint.best_metric ({metric}) {rule}, e.g. reward/mean or eval/SET/mean"
+        )
+
+
+def _first_key_set(sources: Mapping[str, str], prefix: str) -> str | None:
+    """The first key below `prefix` that the user has set."""
+    keys = (name for name in sources if name.startswith(prefix) and sources[name] != "default")
+    return next(keys, None)
+
+
+def idle_keys(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
+    """Yields a line for each key that was set and has no effect because of another key."""
+    advantage, loss, critic, teacher = config.advantage, config.loss, config.critic, config.teacher
+    no_evaluation = not config.eval.every_steps
+    rules: list[tuple[str, bool, str]] = [
+        (name, critic.path is None, "critic.path is null")
+        for name in sources
+        if name.startswith("critic.")
+    ]
+    rules += [
+        ("critic.coef", not critic.is_on_policy, "critic.path is not policy"),
+        ("critic.length_alpha", critic.lam_policy != "length", "critic.lam_policy is no length"),
+        ("loss.kl_estimator", not loss.kl_coef, "loss.kl_coef is 0"),
+        (
+            "advantage.overlong_penalty",
+            not advantage.overlong_buffer_tokens,
+            "advantage.overlong_buffer_tokens is 0",
+        ),
+        (
+            "advantage.normalize_std",
+            advantage.estimator not in ("grpo", "gae"),
+            f"advantage.estimator is {advantage.estimator}",
+        ),
+        ("eval.temperature", no_evaluation, "eval.every_steps is 0"),
+        ("eval.num_samples", no_evaluation, "eval.every_steps is 0"),
+        ("teacher.beta", teacher.loss == "sampled", "teacher.loss is sampled"),
+        ("teacher.top_k", teacher.loss != "topk", f"teacher.loss is {teacher.loss}"),
+        ("data.prompt_key", config.data.prompt_template is not None, "data.prompt_template is set"),
+        (
+            "loss.rollout_correction_cap",
+            loss.rollout_correction == "none",
+            "loss.rollout_correction is none",
+        ),
+    ]
+    for key, is_idle, reason in rules:
+        if is_idle and not sources.get(key, "default").startswith(("default", FROM_RECIPE)):
+            yield f"{key} does nothing: {reason}"
+
+
+def advice(config: Config, num_ranks: int) -> Iterator[str]:
+    """Yields a line for each setting of a valid config that is worth a second look."""
+    yield from _advise_on_loss(config)
+    yield from _advise_on_estimator(config.loss, config.advantage, config.rollout.group_size)
+    weights = [reward.weight for reward in config.rewards]
+    if config.advantage.estimator == "max_rl" and min(weights, default=0.0) < 0:
+        what = "advantage.estimator max_rl with a weight below 0 among rewards"
+        yield (
+            f"{what}: it divides by the group's mean reward, and where that is not above 0 the "
+            "group teaches nothing"
+        )
+    yield from _advise_on_ranks(config, num_ranks)
+    yield from _advise_on_steps(config)
+
+
+def _advise_on_loss(config: Config) -> Iterator[str]:
+    loss, max_tokens = config.loss, config.max_rollout_tokens
+    budget = config.training.max_tokens_per_micro_batch
+    low, high = loss.clip_ratio_low, loss.clip_ratio_high
+    if budget < 2 * max_tokens:
+        what = f"{budget} holds fewer than 2 of the longest rollouts ({max_tokens} tokens)"
+        yield f"training.max_tokens_per_micro_batch {what}: long ones are not packed"
+    if ratio_is_one(config):
+        what = f"loss.clip_ratio_low {low:g}, clip_ratio_high {high:g} and dual_clip never bind"
+        yield f"one optimizer step a rollout: the ratio is exactly 1, so that {what}"
+    elif loss.policy == "gspo" and max(low, high) > 0.01:
+        what = f"with clip bounds {low:g} and {high:g}, sized for ratios of tokens"
+        yield f"loss.policy gspo {what}: the GSPO paper has 3e-4 and 4e-4"
+
+
+def _advise_on_estimator(
+    loss: LossConfig, advantage: AdvantageConfig, group_size: int
+) -> Iterator[str]:
+    over_group = advantage.estimator == "grpo" and advantage.normalize_std == "group"
+    if loss.policy == "gspo" and loss.aggregation == "token":
+        what = "long sequences count for more; the paper takes the mean over sequences (sequence)"
+        yield f"loss.policy gspo with aggregation token: {what}"
+    if advantage.estimator == "dr_grpo" and loss.aggregation != "constant":
+        what = f"advantage.estimator dr_grpo with loss.aggregation {loss.aggregation}"
+        yield f"{what}: the paper divides by a constant (constant)"
+    if loss.kl_in == "reward" and over_group:
+        what = "where rewards are alike, small differences of KL become advantages"
+        yield f"loss.kl_in reward with normalize_std group: {what}"
+    if loss.policy == "gspo" and loss.rollout_correction in ("token_tis", "icepop"):
+        what = f"loss.policy gspo with rollout_correction {loss.rollout_correction}"
+        yield f"{what}: weights of tokens in a loss of sequences (sequence_tis)"
+    if loss.policy == "cispo" and loss.clip_ratio_low < 1:
+        what = f"loss.policy cispo with clip_ratio_low {loss.clip_ratio_low:g}"
+        yield f"{what}: it is usually run without a lower bound (1)"
+    if advantage.estimator == "rloo" and group_size < 4:
+        what = f"advantage.estimator rloo with rollout.group_size {group_size}"
+        yield f"{what}: each baseline is the mean of only {group_size - 1} other rewards"
+    if over_group and group_size == 2:
+        what = "every pair gets the same two advantages, however far its rewards are apart"
+        yield f"rollout.group_size 2 with normalize_std group: {what}"
+
+
+def _advise_on_ranks(config: Config, num_ranks: int) -> Iterator[str]:
+    rollout = config.rollout
+    prompts, engines = rollout.num_prompts_per_step, num_ranks // rollout.tensor_parallel_size
+    if prompts % engines:
+        what = f"some sample {-(-prompts // engines)} groups a step, others {prompts // engines}"
+        if prompts < engines:
+            what = f"{engines - prompts} never sample while others do"
+            what += f"; raise it to {engines} or a multiple"
+        yield f"rollout.num_prompts_per_step {prompts} is no multiple of {engines} engines: {what}"
+    per_step = prompts * rollout.group_size // config.training.num_mini_batches
+    if per_step < num_ranks:
+        what = f"{num_ranks - per_step} of them have nothing to train on"
+        yield (
+            f"{per_step} completions per optimizer step for {num_ranks} ranks: {what}; "
+            "raise rollout.num_prompts_per_step"
+        )
+    if rollout.dynamic_sampling and rollout.dynamic_sampling_max_rounds == 1:
+        what = "rollout.dynamic_sampling with dynamic_sampling_max_rounds 1"
+        yield f"{what}: groups are dropped, and never replaced"
+
+
+def _advise_on_steps(config: Config) -> Iterator[str]:
+    training, optimizer = config.training, config.optimizer
+    steps = training.num_optimizer_steps * training.num_steps
+    if optimizer.warmup_steps >= steps:
+        what = f"optimizer.warmup_steps {optimizer.warmup_steps} covers the run's {steps}"
+        yield f"{what} optimizer steps: lr {optimizer.lr:g} is reached at its end or never"
+    if not config.checkpoint.every_steps and training.num_steps >= 100:
+        what = f"a run that dies before the end of its {training.num_steps} steps"
+        yield f"checkpoint.every_steps 0: {what} has nothing to go on from"

