@@ -181,9 +181,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     environments = open_environments(
         config, inputs.rewards, tokenizer, session, preemption.check_scoring
     )
-    rewards, by_functions, of_them = open_rewards(
-        config, inputs, tokenizer, session, preemption, environments
-    )
+    rewards, scorers = open_rewards(config, inputs, tokenizer, session, preemption, environments)
     refuse_untrainable(config.model.path, config.max_rollout_tokens)
     # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
     longest, stops = config.max_rollout_tokens, stop_token_ids(config.model.path, tokenizer)
@@ -196,9 +194,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     reference = build_reference(
         policy, config.model, config.rollout.temperature, config.loss.kl_coef, session
     )
-    score, weights = open_reward_models(
-        config, by_functions, of_them, engine, tokenizer, session, preemption
-    )
+    score = open_reward_models(config, scorers, engine, tokenizer, session, preemption)
+    weights = [*score.weights.values()]
     max_completion, max_error_frac = (
         config.rollout.max_completion_tokens,
         config.reward_pool.max_error_frac,

@@ -21,8 +21,8 @@ from grpo_spmd.episodes.endpoint import Endpoint
 from grpo_spmd.episodes.episodes import Episodes, FollowerEpisodes
 from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.pool import EnvironmentPool
-from grpo_spmd.episodes.scores import EpisodeScores
-from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
+from grpo_spmd.episodes.scores import EnvironmentScorer
+from grpo_spmd.records import Completion, RolloutGroup
 from grpo_spmd.rewards.protocol import Reward
 from grpo_spmd.rollout.buffer import EpisodeBuffer, RolloutBuffer
 
@@ -97,13 +97,14 @@ class Environments(AbstractContextManager["Environments"]):
         """Collective. RolloutBuffer of episodes."""
         return EpisodeBuffer(run_dir, seed, model, rollout, session, self._config, self._looking)
 
-    def scores(self, score: Callable[..., ScoredRollouts]) -> EpisodeScores:
-        """`score`, of all other rewards, with what environments give."""
-        return EpisodeScores(score, self._weights, self._given)
+    @property
+    def scorer(self) -> EnvironmentScorer:
+        """The scorer of the rewards that environments give."""
+        return EnvironmentScorer(self._given)
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of all rewards by name, in the order in which `scores` has them."""
+        """Of all rewards by name, in the order in which they are summed."""
         return self._weights
 
     def statuses(self, groups: Sequence[RolloutGroup]) -> dict[str, Counter[str]]:

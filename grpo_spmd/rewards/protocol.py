@@ -124,16 +124,6 @@ def check_error_rate(
     return metrics
 
 
-def weighted_sum(parts: Sequence[tuple[float, float | None]]) -> float | None:
-    """The sum over the functions that apply; None where none does or where one gave something unusable. Where all weigh
-    0 they are only watched, beside a teacher: their plain sum."""
-    if not any(weight for weight, _ in parts):
-        parts = [(1.0, value) for _, value in parts]
-    products = [weight * value for weight, value in parts if value is not None]
-    total = sum(products)  # NaN where one of them is
-    return total if products and math.isfinite(total) else None
-
-
 def _load_function(spec: str, where: str, modules: Modules | None) -> Callable[..., Any]:
     function = load_named(spec, f"{where}.function", "function", modules)
     if inspect.isclass(function):

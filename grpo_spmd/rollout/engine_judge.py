@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -22,7 +21,7 @@ from grpo_spmd.episodes.plain_text import PlainText, TemplateError, without_surr
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.remote.client import UnexpectedError
 from grpo_spmd.rewards.remote.servers import Judge, text_of
-from grpo_spmd.rollout.merge_scores import Score, with_scores
+from grpo_spmd.rewards.scorers import merge_results
 
 _ASKED = "asked7c1f0b"  # no template has this word in it
 _OWN_COLUMNS = ("prompts", "completions", "completion_ids")
@@ -98,31 +97,23 @@ class EngineJudges:
     def __init__(
         self,
         judges: Sequence[EngineJudge],
-        weights: Mapping[str, float],
         engine: RolloutEngine,
         num_ranks: int,
         check: Callable[[], None],
     ) -> None:
-        """`weights` of all rewards but models, in the order in which they are to be. `check` is called by all ranks
-        after each generation, and raises on all alike where it was ended early on one."""
-        self._judges, self._weights, self._engine = list(judges), weights, engine
+        """`check` is called by all ranks after each generation, and raises on all alike where it was ended early on
+        one."""
+        self._judges, self._engine = list(judges), engine
         self._num_ranks, self._check = num_ranks, check
 
-    def behind(self, score: Score) -> Score:
-        """Collective, and called on every rank, also with no groups. `score` with the judges' scores, once it has
-        scored on all ranks."""
-        return partial(self._score_behind, score)
-
-    def _score_behind(
-        self, score: Score, groups: Sequence[RolloutGroup], **more: Any
-    ) -> ScoredRollouts:
-        scored = score(groups, **more)
+    def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
+        """Collective. The judges' scores, as a Scorer gives them."""
         # What is found in the cache is computed in other pieces, which rounds differently: a reply must not hang on
         # what was sampled here before, nor the next prompts of a step on what was judged.
         self._engine.reset_prefix_cache()
-        found = [self._judged(judge, groups, scored) for judge in self._judges]
+        results = [self._judged(judge, groups, scored) for judge in self._judges]
         self._engine.reset_prefix_cache()
-        return with_scores(scored, found, self._weights)
+        return merge_results(results)
 
     def _judged(
         self, judge: EngineJudge, groups: Sequence[RolloutGroup], scored: ScoredRollouts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from grpo_spmd.model.reward_model import RewardModel
 from grpo_spmd.model.reward_model_files import RewardModelFiles, said_of
 from grpo_spmd.proofs.reward_model_check import RewardModelCheck, Scored
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
-from grpo_spmd.rollout.merge_scores import Score, with_scores
+from grpo_spmd.rewards.scorers import merge_results
 
 _MOST_SAMPLES = 1 << 20  # of a group
 
@@ -99,27 +98,19 @@ class RewardModels:
     def __init__(
         self,
         models: Sequence[ModelReward],
-        weights: Mapping[str, float],
         engine: RolloutEngine,
         checks: Mapping[str, RewardModelCheck],
         check_every_steps: int,
     ) -> None:
-        """`weights` of all rewards of the run, in the order in which they are to be. `checks`: by the model's name, run
+        """`checks`: by the model's name, run
         at each scoring, of an evaluation too, of the process's first step and of steps that `check_every_steps` divides
         (0: of the first alone)."""
-        self._models, self._weights, self._engine = list(models), weights, engine
+        self._models, self._engine = list(models), engine
         self._checks, self._check_every_steps = checks, check_every_steps
         self._first_version: int | None = None
 
-    def behind(self, score: Score) -> Score:
-        """Collective, and called on every rank, also with no groups. `score` with the models' scores, once it has
-        scored on all ranks."""
-        return partial(self._score_behind, score)
-
-    def _score_behind(
-        self, score: Score, groups: Sequence[RolloutGroup], **more: Any
-    ) -> ScoredRollouts:
-        scored = score(groups, **more)
+    def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
+        """Collective. The models' scores, as a Scorer gives them."""
         version = self._engine.policy_version or 0
         self._first_version = version if self._first_version is None else self._first_version
         every = self._check_every_steps
@@ -127,8 +118,7 @@ class RewardModels:
         self._engine.rest()  # the device is the models' now
         checks = [self._checks[model.name] if is_due else None for model in self._models]
         each = zip(self._models, checks, strict=True)
-        found = [model.score(groups, scored.texts, check) for model, check in each]
-        return with_scores(scored, found, self._weights)
+        return merge_results([model.score(groups, scored.texts, check) for model, check in each])
 
 
 # Texts of all ranks dealt to rows and ranks: who forwards which, alike whichever rank sampled them, so that a score

@@ -4,19 +4,18 @@ the config does not name are not even imported."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_spmd.checks.inputs import Inputs
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.rules import check_known_rewards
-from grpo_spmd.config.schema import Config, RewardConfig
+from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.preemption import Preemption
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.records import ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
+from grpo_spmd.rewards.scorers import Scorer, Scorers
 
 if TYPE_CHECKING:
     from grpo_spmd.episodes.environments import Environments
@@ -29,9 +28,11 @@ def open_rewards(
     session: Session,
     preemption: Preemption,
     environments: Environments | None,
-) -> tuple[RewardPool, Callable[..., ScoredRollouts], dict[str, float]]:
-    """The pool of reward functions, what scores with all rewards but models, and the weights of these by name. Raises
-    ConfigError where rewards are needed, and neither config nor environment gives one."""
+) -> tuple[RewardPool, Scorers]:
+    """Returns the pool of reward functions, and what scores with all rewards but judges and reward models.
+
+    Raises ConfigError if rewards are needed, and neither config nor environment gives one.
+    """
     # An engine's other ranks have started no environment.
     if environments is not None and session.rank % config.rollout.tensor_parallel_size == 0:
         check_known_rewards(config, environments.weights)
@@ -43,83 +44,64 @@ def open_rewards(
     pool = RewardPool(
         own, config.reward_pool, log_file, columns=inputs.columns, check=check, ranks=ranks
     )
-    score = functools.partial(pool.score, tokenizer=tokenizer)
+    score = preemption.guard(functools.partial(pool.score, tokenizer=tokenizer))
     if environments is None:
-        return pool, preemption.guard(score), {reward.metric_name: reward.weight for reward in own}
-    return pool, preemption.guard(environments.scores(score)), environments.weights
+        return pool, Scorers(score, {reward.metric_name: reward.weight for reward in own})
+    return pool, Scorers(score, environments.weights, [environments.scorer])
 
 
 def open_reward_models(
     config: Config,
-    score: Callable[..., ScoredRollouts],
-    weights: dict[str, float],
+    scorers: Scorers,
     engine: RolloutEngine,
     tokenizer: Any,
     session: Session,
     preemption: Preemption,
-) -> tuple[Callable[..., ScoredRollouts], list[float]]:
-    """Collective. `score` with the engine's judges and the models among the rewards behind it, which are built here;
-    the weights of all, in the order of the config. `weights` are those of the others, by name. Raises ConfigError."""
-    score, weights = open_engine_judges(
-        config, score, weights, engine, tokenizer, session, preemption
-    )
-    if not any(reward.model is not None for reward in config.rewards):
-        return score, [*weights.values()]
-    if twice := [
-        r.metric_name for r in config.rewards if r.model is not None and r.metric_name in weights
-    ]:
-        what = f"the environment's own reward is called {twice[0]!r}, as a reward model is"
-        raise ConfigError(f"rewards: {what}; give the model another name")
-    from grpo_spmd.model.hf_files import checkpoint_folder
-    from grpo_spmd.model.reward_model import build_reward_model
-    from grpo_spmd.model.reward_model_files import read_reward_model
-    from grpo_spmd.proofs.reward_model_check import RewardModelCheck
-    from grpo_spmd.rollout.reward_models import ModelReward, RewardModels, RewardTexts
-
-    budget, models, checks = config.training.max_tokens_per_micro_batch, list[ModelReward](), {}
+) -> Scorers:
+    """Collective. Returns `scorers` with the engine's judges and the reward models behind them, which are built here.
+    Raises ConfigError."""
+    more: list[Scorer] = []
     for index, reward in enumerate(config.rewards):
-        if reward.model is None:
-            continue
-        files = read_reward_model(
-            index, reward, checkpoint_folder(reward.model, reward.revision), budget
+        if reward.metric_name in scorers.weights and (reward.model or reward.is_engine_judge):
+            kind = "model" if reward.model else "judge"
+            raise ConfigError(
+                f"rewards.{index}.name: the environment's own reward is called {reward.metric_name!r} too; "
+                f"give the {kind} another name"
+            )
+    if any(reward.is_engine_judge for reward in config.rewards):
+        from grpo_spmd.checks.memory import judge_prompt_tokens
+        from grpo_spmd.rollout.engine_judge import EngineJudge, EngineJudges
+
+        judges = [
+            EngineJudge(f"rewards.{index}", config.rewards[index], tokenizer, longest)
+            for index, longest in judge_prompt_tokens(config).items()
+        ]
+        more.append(
+            EngineJudges(judges, engine, session.world_size, preemption.check_before_update)
         )
-        texts = RewardTexts(files, tokenizer)
-        model = build_reward_model(files, config.model, session)
-        checks[files.name] = RewardModelCheck(files, model, tokenizer, config.model.dtype)
-        models.append(ModelReward(files.name, model, texts, budget))
-    of_all = _in_order(config.rewards, weights)
-    scorer = RewardModels(models, of_all, engine, checks, config.proofs.every_steps)
-    return scorer.behind(score), [*of_all.values()]
+    if any(reward.model is not None for reward in config.rewards):
+        from grpo_spmd.model.hf_files import checkpoint_folder
+        from grpo_spmd.model.reward_model import build_reward_model
+        from grpo_spmd.model.reward_model_files import read_reward_model
+        from grpo_spmd.proofs.reward_model_check import RewardModelCheck
+        from grpo_spmd.rollout.reward_models import ModelReward, RewardModels, RewardTexts
 
-
-def _in_order(rewards: Sequence[RewardConfig], weights: dict[str, float]) -> dict[str, float]:
-    """As the config lists them, then the environments' own."""
-    of_config = {reward.metric_name: reward.weight for reward in rewards}
-    return of_config | {name: weight for name, weight in weights.items() if name not in of_config}
-
-
-def open_engine_judges(
-    config: Config,
-    score: Callable[..., ScoredRollouts],
-    weights: dict[str, float],
-    engine: RolloutEngine,
-    tokenizer: Any,
-    session: Session,
-    preemption: Preemption,
-) -> tuple[Callable[..., ScoredRollouts], dict[str, float]]:
-    """`score` with the judges that are the run's own engine behind it, and the weights of all but models."""
-    if not any(reward.is_engine_judge for reward in config.rewards):
-        return score, weights
-    from grpo_spmd.checks.memory import judge_prompt_tokens
-    from grpo_spmd.rollout.engine_judge import EngineJudge, EngineJudges
-
-    judges = []
-    for index, longest in judge_prompt_tokens(config).items():
-        reward, where = config.rewards[index], f"rewards.{index}"
-        if reward.metric_name in weights:
-            what = f"the environment's own reward is called {reward.metric_name!r} too; give the judge another name"
-            raise ConfigError(f"{where}.name: {what}")
-        judges.append(EngineJudge(where, reward, tokenizer, longest))
-    of_all = _in_order([reward for reward in config.rewards if reward.model is None], weights)
-    of_run = engine, session.world_size, preemption.check_before_update
-    return EngineJudges(judges, of_all, *of_run).behind(score), of_all
+        max_tokens = config.training.max_tokens_per_micro_batch
+        models: list[ModelReward] = []
+        checks: dict[str, RewardModelCheck] = {}
+        for index, reward in enumerate(config.rewards):
+            if reward.model is None:
+                continue
+            folder = checkpoint_folder(reward.model, reward.revision)
+            files = read_reward_model(index, reward, folder, max_tokens)
+            texts = RewardTexts(files, tokenizer)
+            model = build_reward_model(files, config.model, session)
+            checks[files.name] = RewardModelCheck(files, model, tokenizer, config.model.dtype)
+            models.append(ModelReward(files.name, model, texts, max_tokens))
+        more.append(RewardModels(models, engine, checks, config.proofs.every_steps))
+    if not more:
+        return scorers
+    # As the config lists them, then the environments' own.
+    weights = {reward.metric_name: reward.weight for reward in config.rewards}
+    weights |= {name: w for name, w in scorers.weights.items() if name not in weights}
+    return Scorers(scorers.score_functions, weights, [*scorers.scorers, *more])

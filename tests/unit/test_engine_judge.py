@@ -23,8 +23,8 @@ from grpo_spmd.records import Completion, ScoredRollouts
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.remote.client import UnexpectedError
 from grpo_spmd.rewards.remote.servers import check_calls
+from grpo_spmd.rewards.scorers import merge_scores
 from grpo_spmd.rollout.engine_judge import EngineJudge
-from grpo_spmd.rollout.merge_scores import with_scores
 from tests.support.models import make_model, write_config
 from tests.support.reward_texts import give_chat_tokenizer
 
@@ -285,13 +285,13 @@ def test_scores_behind_others_keep_the_configs_order_and_what_was_noted() -> Non
         [], {"j": [0.5, None]}, {"j": ["ok", "not_applicable"]}, "reward 'j': oh",
         notes={1: {"extra": {"j": {"reply": "y"}}}},
     )  # fmt: skip
-    found = with_scores(scored, [more], {"j": 2.0, "f": 1.0})
+    found = merge_scores(scored, [more], {"j": 2.0, "f": 1.0})
     assert found.rewards == [2.0, 0.0]  # 2 * 0.5 + 1; the second has no score of j
     assert list(found.by_name) == list(found.statuses) == ["j", "f"]
     assert found.notes == {1: {"extra": {"f": {"why": "x"}, "j": {"reply": "y"}}}}
     assert found.first_error == "reward 'j': oh"
     assert scored.notes == {1: {"extra": {"f": {"why": "x"}}}}
-    assert with_scores(ScoredRollouts(), [more], {"j": 1.0}) == ScoredRollouts()
+    assert merge_scores(ScoredRollouts(), [more], {"j": 1.0}) == ScoredRollouts()
 
 
 def test_a_run_without_it_imports_nothing_of_it(models: Path, tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_a_run_without_it_imports_nothing_of_it(models: Path, tmp_path: Path) ->
     code = (
         "import sys; import grpo_spmd.loop; from grpo_spmd.train import main; "
         f"sys.argv = ['train', '--config', {str(config)!r}, '--check']; main(); "
-        "print([name for name in sys.modules if 'engine_judge' in name or name.endswith(('.judge', 'rollout.beside'))])"
+        "print([name for name in sys.modules if 'engine_judge' in name or name.endswith(('.judge', 'rollout.judge'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = done.stdout.splitlines()[-1]

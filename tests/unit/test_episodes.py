@@ -24,7 +24,7 @@ from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.episodes import Episodes
 from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.pool import EnvironmentPool
-from grpo_spmd.episodes.scores import EpisodeScores
+from grpo_spmd.episodes.scores import EnvironmentScorer
 from grpo_spmd.learn.contexts import broken_rule
 from grpo_spmd.records import (
     Completion,
@@ -36,6 +36,7 @@ from grpo_spmd.records import (
     Turn,
     rollout_seed,
 )
+from grpo_spmd.rewards.scorers import Scorers
 
 ENVIRONMENTS = '''
 import os, random, time
@@ -515,7 +516,7 @@ def _scored(groups: Sequence[RolloutGroup], **more: Any) -> ScoredRollouts:
         [0.0] * len(lengths), {"odd": odd, "length": [*map(float, lengths)]},
         {"odd": ["ok" if value else "not_applicable" for value in odd], "length": ["ok"] * len(lengths)},
         "reward 'odd' raised", [f"text {length}" for length in lengths], [{"n": length} for length in lengths],
-        {number: {"extra": length} for number, length in enumerate(lengths)},
+        {i: {"extra": {"length": length}} for i, length in enumerate(lengths)},
     )  # fmt: skip
 
 
@@ -538,7 +539,9 @@ def test_scores_keep_their_places_beside_failed_episodes() -> None:
         ),  # none of it has a turn
         RolloutGroup(2, prompt, [_of(3, reward="is nan"), _of(5, reward=None)]),
     ]
-    scores = EpisodeScores(_scored, {"length": 1.0, "given": 10.0, "odd": 100.0}, ["given"])
+    scores = Scorers(
+        _scored, {"length": 1.0, "given": 10.0, "odd": 100.0}, [EnvironmentScorer(["given"])]
+    )
     found = scores(groups)
     # length + 10 * given + 100 * odd; what is unusable makes the sum unknown, what does not apply is left out of it
     assert found.rewards == [None, 107.0, None, None, None, 5.0]
@@ -557,18 +560,22 @@ def test_scores_keep_their_places_beside_failed_episodes() -> None:
     ]
     assert found.texts == ["", "text 2", "", "", "text 3", "text 5"]
     assert found.reward_inputs == [{}, {"n": 2}, {}, {}, {"n": 3}, {"n": 5}]
-    assert found.notes == {1: {"extra": 2}, 4: {"extra": 3}, 5: {"extra": 5}}
+    assert found.notes == {
+        i: {"extra": {"length": length}} for i, length in ((1, 2), (4, 3), (5, 5))
+    }
     assert found.first_error == "environment: gone\nreward 'odd' raised"
 
 
 def test_without_any_reward_all_are_0_for_a_teacher_teaches_alone() -> None:
     group = RolloutGroup(0, Prompt(0, 0, [1], "x", {}), [_of(0, "env_error"), _of(2)])
-    assert EpisodeScores(_scored, {}, [])([group]).rewards == [0.0, 0.0]
+    assert Scorers(_scored, {}, [EnvironmentScorer([])])([group]).rewards == [0.0, 0.0]
 
 
 def test_where_all_episodes_failed_every_reward_is_named_and_none_known() -> None:
     """Ranks tell rank 0 their rewards by name, and rounds of a step are put behind each other."""
-    scores = EpisodeScores(_scored, {"odd": 1.0, "length": 1.0, "given": 1.0}, ["given"])
+    scores = Scorers(
+        _scored, {"odd": 1.0, "length": 1.0, "given": 1.0}, [EnvironmentScorer(["given"])]
+    )
     group = RolloutGroup(0, Prompt(0, 0, [1], "x", {}), [_of(0, "env_error"), _of(0, "env_error")])
     found = scores([group])
     assert found.by_name == {name: [None, None] for name in ("odd", "length", "given")}

@@ -23,6 +23,7 @@ from grpo_spmd.distributed.packed import pack
 from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.records import ScoredRollouts
 from grpo_spmd.rewards.protocol import load_rewards
+from grpo_spmd.rewards.scorers import Scorers
 from grpo_spmd.rollout.reward_models import RewardModels, _deal
 from tests.support.models import make_model, make_reward_model, write_config
 
@@ -320,9 +321,8 @@ def test_when_scores_are_checked() -> None:
     model: Any = SimpleNamespace(name="rm", score=score)
     checks: Any = {"rm": object()}
     for every, expected in ((2, [3, 0, 0, 2]), (0, [3, 0, 0, 0])):
-        scorer = RewardModels([model], {"rm": 1.0}, engine, checks, every).behind(
-            lambda groups, **_: ScoredRollouts()
-        )
+        models = RewardModels([model], engine, checks, every)
+        scorer = Scorers(lambda groups, **_: ScoredRollouts(), {"rm": 1.0}, [models])
         seen = []
         for version, num_scorings in ((3, 3), (5, 1), (7, 1), (8, 2)):
             engine.policy_version, before = version, sum(given)

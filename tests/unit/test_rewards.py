@@ -17,7 +17,8 @@ from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.learn.sampled_step import decode_facts, encode_facts
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.worker import call_reward
-from grpo_spmd.rewards.protocol import Reward, load_rewards, weighted_sum
+from grpo_spmd.rewards.protocol import Reward, load_rewards
+from grpo_spmd.rewards.scorers import weighted_sum
 from grpo_spmd.rewards.trl import RewardError, first_names, logged_in, mean_metrics, retried_fracs
 from grpo_spmd.rewards.verifiers import SHIPPED
 

@@ -365,11 +365,11 @@ def test_what_an_environment_gives_is_held_against_what_needs_rewards(
     def open_on(rank: int) -> dict[str, float]:
         weights = {reward.metric_name: reward.weight for reward in config.rewards} | given
         known: Any = SimpleNamespace(
-            other_rewards=[], weights=weights if rank == 0 else {}, scores=lambda score: score
+            other_rewards=[], weights=weights if rank == 0 else {}, scorer=None
         )
         session, inputs = SimpleNamespace(rank=rank, world_size=2), SimpleNamespace(columns=())
         parts: tuple[Any, ...] = config, inputs, None, session, preemption, known
-        return signal_rewards.open_rewards(*parts)[2]
+        return dict(signal_rewards.open_rewards(*parts)[1].weights)
 
     assert open_on(1) == {}
     if said:

@@ -17,7 +17,8 @@ from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.records import RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.nursery import encode_frame
 from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerProcess, allow_workers
-from grpo_spmd.rewards.protocol import RewardError, RewardFacts, check_error_rate, weighted_sum
+from grpo_spmd.rewards.protocol import RewardError, RewardFacts, check_error_rate
+from grpo_spmd.rewards.scorers import sum_rewards
 from grpo_spmd.rewards.trl import TrainerState
 
 if TYPE_CHECKING:
@@ -140,15 +141,8 @@ class RewardPool(ProcessPool):
         scored = ScoredRollouts(texts=step.texts)
         for reward, statuses, values in zip(self._rewards, step.statuses, step.values, strict=True):
             scored.statuses[reward.name], scored.by_name[reward.name] = statuses, values
-        weights, by_sample = (
-            [reward.weight for reward in self._rewards],
-            zip(*step.values, strict=True),
-        )
-        scored.rewards = [
-            weighted_sum(list(zip(weights, values, strict=True))) for values in by_sample
-        ]
-        if not self._rewards:  # a teacher teaches alone
-            scored.rewards = [0.0] * len(step.texts)
+        weights = {reward.name: reward.weight for reward in self._rewards}
+        scored.rewards = sum_rewards(scored.by_name, weights, len(step.texts))
         scored.first_error, scored.reward_inputs = step.first_error(), step.given
         for number, note in sorted(
             step.notes.items()

@@ -16,7 +16,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.observe.rollout_reader import RolloutRecord
 from grpo_spmd.records import Decision, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
-from grpo_spmd.rewards.protocol import weighted_sum
+from grpo_spmd.rewards.scorers import weighted_sum
 from grpo_spmd.rewards.trl import TrainerState
 from grpo_spmd.tools.replay.episodes import completion_of, given_rewards, own_rewards, weights_of
 from grpo_spmd.tools.replay.read import (

@@ -49,7 +49,7 @@ def with_gym(run: Run, inputs: Inputs) -> Run:
     assert run.environments is not None
     run.environments.close()
     run.rewards.close()
-    pool, score, _ = open_rewards(config, inputs, tokenizer, session, run.preemption, environments)
+    pool, score = open_rewards(config, inputs, tokenizer, session, run.preemption, environments)
     sampler = Sampler(run.engine, config.rollout.group_size, config.seed, environments=environments)
     rules = dataclasses.replace(run.step_rules, discount=config.environment.discount)
     made = dataclasses.replace(

@@ -1,0 +1,156 @@
+"""All rewards of a run behind one call: the reward functions, then an ordered list of scorers, merged once.
+
+Reward functions run in the worker processes of pool/. Environments, judges and reward models are scorers: each gives
+further rewards for the completions that the functions have scored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
+
+Score = Callable[..., ScoredRollouts]  # RewardPool.score without its tokenizer
+
+
+class Scorer(Protocol):
+    """Gives one or several rewards for completions that the reward functions have scored."""
+
+    def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
+        """Returns `by_name`, `statuses`, `first_error` and `notes` of this scorer's rewards alone.
+
+        Each list has one entry a completion of `groups`. `scored` is what the functions gave. It may be collective:
+        every rank calls every scorer in the same order, also with no groups.
+        """
+
+
+class Scorers:
+    """Scores groups with every reward of the run. Collective where one of its scorers is."""
+
+    def __init__(
+        self,
+        score_functions: Score,
+        weights: Mapping[str, float],
+        scorers: Sequence[Scorer] = (),
+    ) -> None:
+        """`weights` of all rewards by name, in the order in which metrics and sums have them."""
+        self.score_functions = score_functions
+        self.weights = weights
+        self.scorers = scorers
+
+    def __call__(self, groups: Sequence[RolloutGroup], **options: Any) -> ScoredRollouts:
+        """Returns the scores of `groups`. `options` go to the reward functions' pool."""
+        scored = _score_played(self.score_functions, groups, options)
+        results = [scorer.score(groups, scored) for scorer in self.scorers]
+        merged = merge_scores(scored, results, self.weights)
+        episodes = [completion.episode for group in groups for completion in group.completions]
+        failures = [episode.error for episode in episodes if episode and episode.error]
+        errors = [*failures[:1], *([merged.first_error] if merged.first_error else [])]
+        return dataclasses.replace(merged, first_error="\n".join(errors) or None)
+
+
+def merge_scores(
+    scored: ScoredRollouts, results: Sequence[ScoredRollouts], weights: Mapping[str, float]
+) -> ScoredRollouts:
+    """Returns `scored` with the rewards of `results` added, all in the order of `weights`."""
+    num_completions = len(scored.texts)
+    if not num_completions:  # a rank that has scored nothing has no statuses either
+        return scored
+    merged = merge_results([scored, *results])
+    # Where every episode failed, the functions have said nothing at all.
+    unknown: list[float | None] = [None] * num_completions
+    absent = ["not_applicable"] * num_completions
+    by_name = {name: merged.by_name.get(name, unknown) for name in weights}
+    return dataclasses.replace(
+        merged,
+        rewards=sum_rewards(by_name, weights, num_completions),
+        by_name=by_name,
+        statuses={name: merged.statuses.get(name, absent) for name in weights},
+        texts=scored.texts,
+        reward_inputs=scored.reward_inputs,
+    )
+
+
+def merge_results(results: Sequence[ScoredRollouts]) -> ScoredRollouts:
+    """Returns the scores of several scorers for the same completions as one, without texts and sums."""
+    merged = ScoredRollouts()
+    for result in results:
+        merged.by_name |= result.by_name
+        merged.statuses |= result.statuses
+        merged.first_error = merged.first_error or result.first_error
+        for number, note in result.notes.items():
+            for kind, by_reward in note.items():
+                merged.notes.setdefault(number, {}).setdefault(kind, {}).update(by_reward)
+    return merged
+
+
+def sum_rewards(
+    by_name: Mapping[str, Sequence[float | None]],
+    weights: Mapping[str, float],
+    num_completions: int,
+) -> list[float | None]:
+    """Returns the weighted sum of each completion, None where it is unknown."""
+    if not weights:  # without any reward a teacher teaches alone
+        return [0.0] * num_completions
+    return [
+        weighted_sum([(weight, by_name[name][i]) for name, weight in weights.items()])
+        for i in range(num_completions)
+    ]
+
+
+def weighted_sum(parts: Sequence[tuple[float, float | None]]) -> float | None:
+    """Returns the sum of (weight, reward) over the rewards that apply.
+
+    None where no reward applies or one is NaN. If all weights are 0 (rewards that are only watched, next to a
+    teacher), it is the plain sum.
+    """
+    if not any(weight for weight, _ in parts):
+        parts = [(1.0, value) for _, value in parts]
+    products = [weight * value for weight, value in parts if value is not None]
+    total = sum(products)
+    return total if products and math.isfinite(total) else None
+
+
+def has_turns(completion: Completion) -> bool:
+    """Returns False for an episode whose environment failed before the first turn."""
+    return completion.episode is None or bool(completion.episode.turns)
+
+
+def _score_played(
+    score: Score, groups: Sequence[RolloutGroup], options: Mapping[str, Any]
+) -> ScoredRollouts:
+    """Score all completions but episodes without a turn, which have nothing that a function could read.
+
+    The others of such a group are scored as a smaller group.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    played = [i for i, completion in enumerate(completions) if has_turns(completion)]
+    if len(played) == len(completions):
+        # The very objects: RewardPool knows a group that it has begun to score by its identity.
+        return score(groups, **options)
+    smaller = [
+        dataclasses.replace(group, completions=[*filter(has_turns, group.completions)])
+        for group in groups
+    ]
+    scored = score([group for group in smaller if group.completions], **options)
+
+    def spread(values: Sequence[Any], default: Any) -> list[Any]:
+        """Returns one entry a completion: `values` for those that were scored, else `default`."""
+        full = [default] * len(completions)
+        for i, value in zip(played, values, strict=True):
+            full[i] = value
+        return full
+
+    return ScoredRollouts(
+        by_name={name: spread(values, None) for name, values in scored.by_name.items()},
+        statuses={
+            name: spread(values, "not_applicable") for name, values in scored.statuses.items()
+        },
+        first_error=scored.first_error,
+        texts=spread(scored.texts, ""),
+        reward_inputs=spread(scored.reward_inputs, {}),
+        notes={played[i]: note for i, note in scored.notes.items()},
+    )
