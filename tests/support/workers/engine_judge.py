@@ -30,9 +30,10 @@ from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Completion, RolloutGroup
 from grpo_spmd.rewards.pool.pool import RewardPool
+from grpo_spmd.rewards.scorers import Scorers
 from grpo_spmd.rollout import engine_judge
 from grpo_spmd.rollout.engine_judge import EngineJudge, EngineJudges
-from grpo_spmd.signals.rewards import open_engine_judges
+from grpo_spmd.signals.rewards import open_reward_models
 from tests.support.digit_judge import typed
 from tests.support.reward_texts import GROUP_SIZE, groups_of
 
@@ -63,8 +64,9 @@ def main() -> None:
     weight_sync = WeightSync(policy, engine, config.rollout.sync_bucket_bytes(session.device.type))
     preemption.begin_step()
     guarded = preemption.guard(lambda groups: pool.score(groups, tokenizer))
-    score, weights = open_engine_judges(config, guarded, {}, engine, tokenizer, session, preemption)
-    assert weights == {"judge": 1.0}, weights
+    scorers = Scorers(guarded, {})
+    score = open_reward_models(config, scorers, engine, tokenizer, session, preemption)
+    assert score.weights == {"judge": 1.0}, score.weights
     kinds = {kind: groups_of(kind, tokenizer) for kind in KINDS[:-1]} | {
         "forged": forged_groups(tokenizer)
     }
